@@ -1,0 +1,37 @@
+# make quickstart   set everything up and run the main job: a language model fine-tuned privately, with its report
+# make test         set everything up and run every check
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: quickstart test check setup format clean
+
+quickstart: setup
+	$(BIN)/accelerate launch --config_file accelerate_configs/single.yaml recipes/finetune.py \
+	    --config recipes/quickstart.yaml train.output_dir=$(RUN)
+
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(VENV)/.installed
+
+# torch goes first and by pip, so that the build named in constraints.txt is taken before anything else asks for one.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quickstart,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

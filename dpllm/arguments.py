@@ -1,0 +1,95 @@
+"""Training arguments: strict reading of a recipe's ``train`` section, and refusal of what can't be kept private."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import TrainingArguments
+
+from dpllm.config import ConfigError, nearest
+
+# Options of TrainingArguments that would change what reaches the optimizer, with the reason.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "fp16": (False, "its loss scaler skips steps by what the data does; use bf16"),
+    "gradient_accumulation_steps": (
+        1,
+        "the logical batch is privacy.expected_batch_size; per_device_train_batch_size is the microbatch",
+    ),
+    "auto_find_batch_size": (False, "it repeats steps; set per_device_train_batch_size"),
+    "label_smoothing_factor": (
+        0.0,
+        "its loss averages over the batch; pass a compute_loss_func that returns one loss per row",
+    ),
+    "use_liger_kernel": (False, "its fused head hides the head's weight gradient from the norms"),
+    "torch_compile": (False, "a compiled graph may fuse layers away from under the hooks that compute the norms"),
+    "deepspeed": (None, "this engine isn't supported; start one process"),
+    "full_determinism": (False, "it fixes random seeds for the whole process, and with them what should be secret"),
+}
+# Optimizers that update inside backward() or scale by the loss, before clipping and noise have taken place.
+_REFUSED_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
+
+
+def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
+    """Make `TrainingArguments` of a recipe's ``train`` section.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest known one, or a value that TrainingArguments refuses.
+
+    >>> training_arguments({"output_dir": "out", "max_step": 3})
+    Traceback (most recent call last):
+    dpllm.config.ConfigError: train.max_step is unknown; did you mean 'max_steps'?
+    """
+    known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    for name in section:
+        if name not in known:
+            raise ConfigError(f"train.{name} is unknown{nearest(str(name), known)}")
+    if "output_dir" not in section:
+        raise ConfigError("train.output_dir is missing: the folder for model, ledger and report.")
+    try:
+        return TrainingArguments(**section)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"train: {error}") from error
+
+
+def private_arguments(args: TrainingArguments, num_steps: int) -> TrainingArguments:
+    """A copy of the arguments for private training, or an error naming the option that can't be kept private.
+
+    ``max_grad_norm`` is set to 0: the Trainer's own clipping would rescale the noisy gradient. Batches aren't
+    replayed after a resume (``ignore_data_skip``): they are drawn afresh.
+
+    Raises:
+        ConfigError: an option in conflict with the guarantee.
+    """
+    for name, (allowed, reason) in _REFUSED.items():
+        value = getattr(args, name)
+        if value != allowed and not (allowed is None and not value):
+            raise ConfigError(f"train.{name}={value!r} can't be used in private training: {reason}.")
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if any(part in optimizer for part in _REFUSED_OPTIMIZERS):
+        raise ConfigError(
+            f"train.optim={optimizer} updates parameters during backward, before clipping and noise. Use adamw_torch."
+        )
+    if args.fsdp:
+        raise ConfigError(
+            f"train.fsdp={args.fsdp!r} can't be used in private training: this engine isn't supported; start one "
+            f"process."
+        )
+    if args.world_size > 1:
+        raise ConfigError(
+            f"{args.world_size} processes were started, but private training runs in one: with several, each would "
+            f"draw its own batches and "
+            "noise. Launch with --num_processes 1."
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"{args.n_gpu} GPUs are visible to one process, which would use nn.DataParallel. Set "
+            f"CUDA_VISIBLE_DEVICES=0."
+        )
+    private = copy.copy(args)
+    private.max_steps = num_steps
+    private.max_grad_norm = 0.0
+    private.ignore_data_skip = True
+    return private

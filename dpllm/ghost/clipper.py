@@ -1,0 +1,119 @@
+"""GhostClipper: exact per-unit clipping for a training loop of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpllm.clipping import FlatClipping
+from dpllm.ghost.book import Book
+from dpllm.ghost.errors import GhostError
+
+
+@dataclass(frozen=True)
+class ClipResult:
+    """Norms and clip factors of the units of one microbatch.
+
+    They depend on the data: released, they aren't covered by any guarantee.
+
+    Attributes:
+        norms: (U,) float32, each unit's gradient norm over all trainable parameters.
+        factors: (U,) float32, what its gradient was multiplied by; exactly 0 for a non-finite one.
+    """
+
+    norms: Tensor
+    factors: Tensor
+
+    @property
+    def num_nonfinite(self) -> int:
+        """How many units had a non-finite gradient and therefore contributed zero."""
+        return int((~torch.isfinite(self.norms)).sum())
+
+
+class GhostClipper:
+    """Puts the sum of clipped per-unit gradients into ``.grad``, from one backward pass.
+
+    Guarantee: after `backward`, each unit's share of ``.grad`` has an l2 norm of at most ``clip_norm`` over all
+    trainable parameters together, in every dtype; leaving a unit out changes the sum by exactly its share.
+
+    Args:
+        model: any module whose inputs and outputs have the rows of the batch first; a transformers model,
+            PEFT-wrapped or not.
+        clip_norm: C > 0.
+
+    Raises:
+        GhostError: the model has a part whose per-row gradient can't be had exactly, with its path and the reason.
+
+    >>> import torch
+    >>> from dpllm import GhostClipper
+    >>> model = torch.nn.Linear(3, 1)
+    >>> clipper = GhostClipper(model, clip_norm=1.0)
+    >>> result = clipper.backward(model(torch.randn(4, 3)).squeeze(1) ** 2)
+    >>> result.norms.shape, bool(model.weight.grad.norm() <= 4.0)
+    (torch.Size([4]), True)
+    >>> clipper.remove()
+    """
+
+    def __init__(self, model: nn.Module, clip_norm: float) -> None:
+        """Attach to the model."""
+        self.clipping = FlatClipping(clip_norm)
+        self._book = Book(model)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by name, each once."""
+        return self._book.parameters
+
+    def backward(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
+        """Differentiate, clip each unit, and add the clipped sum to ``.grad``.
+
+        Args:
+            losses: (B,) one loss per row, with a graph, each depending on its own row alone
+                (`dpllm.per_sequence_loss`).
+            unit_index: (B,) integers: the unit of each row, 0 <= unit < U; a unit's gradient is the sum of its rows'.
+                -1 marks a padding row of weight 0. None: a row is a unit.
+
+        Returns:
+            The units' norms and factors.
+
+        Raises:
+            GhostError: losses of another shape or without a graph; a unit index of another shape; a parameter that
+                received no norm.
+        """
+        unit_B, num_units = self._check(losses, unit_index)
+        sq_norm_U, slack_U = self._book.backward(losses, unit_B, num_units)
+        factor_U = self.clipping.factors(sq_norm_U, slack_U)
+        self._book.accumulate(factor_U)
+        return ClipResult(sq_norm_U.clamp_min(0).sqrt().float(), factor_U.float())
+
+    @staticmethod
+    def _check(losses: Tensor, unit_index: Tensor | None) -> tuple[Tensor, int]:
+        if losses.ndim != 1 or losses.numel() == 0:
+            raise GhostError(
+                f"The loss has shape {tuple(losses.shape)}; one loss per row (B,) is needed, each from its own row "
+                f"alone. Don't average "
+                "over the batch: see dpllm.per_sequence_loss."
+            )
+        if not losses.requires_grad:
+            raise GhostError(
+                "The losses carry no graph. Compute them with gradients on, from the model given to GhostClipper."
+            )
+        rows = losses.shape[0]
+        if unit_index is None:
+            return torch.arange(rows, device=losses.device), rows
+        if unit_index.shape != losses.shape or unit_index.is_floating_point() or unit_index.dtype == torch.bool:
+            raise GhostError(
+                f"unit_index has shape {tuple(unit_index.shape)} and dtype {unit_index.dtype}; integers of shape "
+                f"({rows},) are needed, the unit "
+                "of each row."
+            )
+        lowest, highest = int(unit_index.min()), int(unit_index.max())
+        if lowest < -1:
+            raise GhostError(f"unit_index contains {lowest}; units are numbered from 0, and -1 marks a padding row.")
+        return unit_index.to(losses.device, torch.int64), highest + 1
+
+    def remove(self) -> None:
+        """Undo the hooks; the model is as before."""
+        self._book.remove()

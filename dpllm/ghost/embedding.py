@@ -1,0 +1,150 @@
+"""Embeddings: token tables, position tables fed with a (1, T) index, scaled tables, T5's relative position bias.
+
+Row b's gradient of a table is sum_t onehot(index_t) (x) g_t.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dpllm.ghost.contributions import Lookup
+from dpllm.ghost.errors import GhostError
+from dpllm.ghost.tap import Recorder
+
+
+def refuse_coupled_options(path: str, table: nn.Embedding) -> None:
+    """Refuse options of ``nn.Embedding`` under which a row's gradient depends on other rows or isn't a plain sum."""
+    if table.max_norm is not None:
+        raise GhostError(f"{path}: max_norm rewrites the table by what the batch looks up. Set max_norm=None.")
+    if table.scale_grad_by_freq:
+        raise GhostError(
+            f"{path}: scale_grad_by_freq divides by counts over the whole batch, so a row's gradient depends on "
+            f"other rows. "
+            "Set scale_grad_by_freq=False."
+        )
+
+
+class EmbeddingRule:
+    """Taps one embedding table.
+
+    A subclass that overrides ``forward`` (Gemma's scaled table, OPT's positions computed from the mask) is read by
+    looking up two columns in place of the table, the row number and one: they return the index and the scale that the
+    module applied.
+    """
+
+    def __init__(self, path: str, table: nn.Embedding, trainable: dict[str, nn.Parameter], book: Recorder) -> None:
+        """Refuse options that couple rows."""
+        if trainable.keys() != {"weight"}:
+            raise GhostError(f"{path} ({type(table).__name__}) has parameters beside weight: {sorted(trainable)}.")
+        refuse_coupled_options(path, table)
+        self.path, self.weight, self.book = path, trainable["weight"], book
+        self.padding_idx = table.padding_idx
+        self.plain = type(table).forward is nn.Embedding.forward
+        self.verified = False
+
+    def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor, rows: int | None) -> Tensor:
+        """Tap the output; where one index row serves the whole batch, give every row its own copy of the output."""
+        if self.plain:
+            index = args[0] if args else kwargs["input"]
+            saved = [index]
+        else:
+            index, scale = self._index_and_scale(module, args, kwargs, output)
+            saved = [index, scale]
+        if index.ndim != 2:
+            raise GhostError(
+                f"{self.path}: the index has shape {tuple(index.shape)}; rows and tokens (B, T), or (1, T) for one "
+                f"index shared "
+                "by all rows, are needed to tell whose gradient is whose."
+            )
+        if index.shape[0] == 1 and rows is not None and rows > 1:
+            output = output.expand(rows, *output.shape[1:])
+            saved = [t.expand(rows, *t.shape[1:]) for t in saved]
+        return self.book.tap(output, self.receive, *saved)
+
+    def _index_and_scale(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Recover (index (B, T), scale (B, T, 1)) of ``output = scale * weight[index]``."""
+        entries, weight = self.weight.shape[0], self.weight
+        with torch.no_grad():
+            number = torch.arange(entries, device=weight.device, dtype=torch.float64)
+            probe = torch.stack([number, torch.ones_like(number)], 1)
+            read = functional_call(module, {"weight": probe}, args, kwargs)
+            index = (read[..., 0] / read[..., 1]).round().nan_to_num(-1).long()
+            ones = weight.new_ones(entries, 1)
+            scale = functional_call(module, {"weight": ones}, args, kwargs)
+            if index.min() < 0 or index.max() >= entries:
+                raise GhostError(f"{self.path} ({type(module).__name__}) is no scaled lookup in its table; freeze it.")
+            if not self.verified:
+                again = (scale * weight[index]).to(output.dtype)
+                if again.shape != output.shape or not torch.allclose(again, output, rtol=2e-2, atol=1e-6):
+                    raise GhostError(
+                        f"{self.path} ({type(module).__name__}) is no scaled lookup in its table; freeze it."
+                    )
+                self.verified = True
+        return index, scale
+
+    def receive(self, grad: Tensor, saved: list[Tensor]) -> None:
+        """Record the lookup; the entry at ``padding_idx`` is not trained, as in PyTorch."""
+        index_BT = saved[0]
+        if not self.plain:
+            grad = grad * saved[1]
+        if self.padding_idx is not None:
+            grad = grad.masked_fill((index_BT == self.padding_idx)[:, :, None], 0)
+        self.book.record(self.weight, Lookup(index_BT, grad, self.weight.shape[0]))
+
+
+def has_relative_bias(module: nn.Module) -> bool:
+    """Whether the module is an attention that adds T5's relative position bias, from a table of its own."""
+    return isinstance(getattr(module, "relative_attention_bias", None), nn.Embedding) and hasattr(
+        module, "compute_bias"
+    )
+
+
+class RelativeBiasRule:
+    """Supplies T5's position bias with one copy per row.
+
+    The attention computes one (1, heads, Q, K) bias for the whole batch, which has no gradient per row. It also takes
+    the bias as an argument (that is how later layers share it); this rule computes the same bias, gives every row its
+    own copy of it, and taps the (B, heads, Q, K) result.
+    """
+
+    def __init__(self, path: str, attention: nn.Module, trainable: dict[str, nn.Parameter], book: Recorder) -> None:
+        """Check the table."""
+        (self.weight,) = trainable.values()
+        self.path, self.book = path, book
+        self.table: nn.Embedding = attention.relative_attention_bias  # type: ignore[assignment]
+        refuse_coupled_options(path, self.table)
+
+    def before(self, attention: nn.Module, args: tuple, kwargs: dict, rows: int | None) -> tuple[tuple, dict] | None:
+        """Put ``position_bias`` among the arguments where the attention would compute it."""
+        if kwargs.get("position_bias") is not None:
+            return None
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if rows is None or hidden.shape[0] != rows or len(args) > 1 or kwargs.get("key_value_states") is not None:
+            raise GhostError(
+                f"{self.path}: the relative position bias can't be given to this attention row by row; freeze it."
+            )
+        cache = kwargs.get("past_key_values")
+        if cache is not None and cache.get_seq_length() > 0:
+            raise GhostError(f"{self.path}: training with a filled key-value cache. Set use_cache=False.")
+        seen: list[Tensor] = []
+        compute_bias: Any = attention.compute_bias
+        handle = self.table.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            bias = compute_bias(hidden.shape[1], hidden.shape[1], device=hidden.device)
+        finally:
+            handle.remove()
+        (bucket_QK,) = seen
+        bias = bias.expand(rows, *bias.shape[1:])
+        if torch.is_grad_enabled():
+            bias = self.book.tap(bias, self.receive, bucket_QK)
+        return args, {**kwargs, "position_bias": bias}
+
+    def receive(self, grad: Tensor, saved: list[Tensor]) -> None:
+        """Record the lookup of one table row per pair of positions."""
+        index_BT = saved[0].flatten().expand(grad.shape[0], -1)
+        grad_BTH = grad.permute(0, 2, 3, 1).flatten(1, 2)
+        self.book.record(self.weight, Lookup(index_BT, grad_BTH, self.weight.shape[0]))

@@ -1,0 +1,156 @@
+"""The arithmetic of book-keeping: inner products and weighted sums of per-row gradients.
+
+Every per-row weight gradient met here is a sum of outer products over tokens,
+
+    g_b = sum_t  left[b, t] (x) right[b, t]          (L, R),
+
+so its squared norm needs no (L, R) matrix (the *ghost norm* of Goodfellow 2015 and of Li et al. 2022,
+arXiv:2110.05679),
+
+    ||g_b||^2 = sum_{s,t} <left_s, left_t> <right_s, right_t>,
+
+and the clipped sum of all rows is one ordinary matrix product (*book-keeping*, Bu et al. 2023, arXiv:2210.00038).
+
+Shape suffixes: B rows, T tokens, L and R the two dimensions of a weight, N row pairs.
+
+All products are accumulated in float32 (float64 for float64 inputs) whatever the model's dtype: norms rounded to
+bfloat16 are up to 2 % too small, and the released gradient then exceeds the clip norm by as much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Temporaries of a Gram product are kept below this many entries by walking over the rows in chunks.
+_MAX_GRAM_ENTRIES = 1 << 26
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of parameters or activations of ``dtype`` are summed.
+
+    >>> accumulation_dtype(torch.bfloat16)
+    torch.float32
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widen(x: Tensor) -> Tensor:
+    """The tensor in its accumulation dtype."""
+    return x.to(accumulation_dtype(x.dtype))
+
+
+def rounding_slack(dtype: torch.dtype) -> float:
+    """Relative error allowed for in a squared Gram norm, per unit of (sum_t |left_t| |right_t|)^2.
+
+    A Gram norm sums terms that may cancel, so its rounding error scales with the sum of their sizes, not with the
+    result. Sixteen units in the last place of the accumulator cover the error of a blocked matrix product over
+    thousands of terms.
+    """
+    return 16 * torch.finfo(accumulation_dtype(dtype)).eps / 2
+
+
+@contextlib.contextmanager
+def exact_matmul() -> Iterator[None]:
+    """Keep float32 products in float32: no TF32 on CUDA and no bfloat16 on CPU, whatever the process has set.
+
+    Norms and clipped sums decide the sensitivity; the model's own forward and backward keep the user's setting.
+    """
+    before = torch.get_float32_matmul_precision()
+    if before == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
+    """All inner products of the tokens of two sequences, (B, T, S), accumulated in float32 or float64."""
+    if x_BTD.is_cuda and x_BTD.dtype == y_BSD.dtype and x_BTD.dtype in (torch.bfloat16, torch.float16):
+        return torch.bmm(x_BTD, y_BSD.mT, out_dtype=torch.float32)
+    dtype = accumulation_dtype(x_BTD.dtype)
+    return torch.bmm(x_BTD.to(dtype), y_BSD.to(dtype).mT)
+
+
+def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Squared norms of the gradients of several layers that read one input, summed over the layers.
+
+    The Gram matrix of the input is formed once; those of the output gradients are added before the contraction.
+
+    Args:
+        shared_BTD: the input (B, T, D) that all the layers read.
+        grads: the output gradient (B, T, P_i) of each layer.
+
+    Returns:
+        ``(sq_norm_B, mass_B)``: squared norms, and an upper bound of (sum_t |a_t| |g_t|)^2, which scales their
+        rounding error.
+
+    >>> a, g = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
+    >>> sq, _ = gram_norms(a, [g])
+    >>> instance = torch.einsum("btd,btp->bdp", a, g)
+    >>> torch.allclose(sq, instance.square().sum((1, 2)), rtol=1e-4)
+    True
+    """
+    rows, tokens = shared_BTD.shape[:2]
+    chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * tokens))
+    sq_norms, masses = [], []
+    for start in range(0, rows, chunk):
+        rows_here = slice(start, start + chunk)
+        input_gram = _products(shared_BTD[rows_here], shared_BTD[rows_here])
+        grad_gram = _products(grads[0][rows_here], grads[0][rows_here])
+        for grad_BTP in grads[1:]:
+            grad_gram += _products(grad_BTP[rows_here], grad_BTP[rows_here])
+        sizes_BT = (input_gram.diagonal(dim1=1, dim2=2) * grad_gram.diagonal(dim1=1, dim2=2)).clamp_min(0).sqrt()
+        masses.append(sizes_BT.sum(1).square())
+        sq_norms.append((input_gram * grad_gram).sum((1, 2)))
+    return torch.cat(sq_norms), torch.cat(masses)
+
+
+def outer_inner(left_NTL: Tensor, right_NTR: Tensor, left_NSL: Tensor, right_NSR: Tensor) -> Tensor:
+    """Inner products <g_n, h_n> of N pairs of gradients, each a sum of outer products; (N,)."""
+    pairs, tokens = left_NTL.shape[:2]
+    chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * left_NSL.shape[1]))
+    parts = []
+    for start in range(0, pairs, chunk):
+        here = slice(start, start + chunk)
+        left = _products(left_NTL[here], left_NSL[here])
+        parts.append((left * _products(right_NTR[here], right_NSR[here])).sum((1, 2)))
+    return torch.cat(parts) if parts else left_NTL.new_zeros(0, dtype=accumulation_dtype(left_NTL.dtype))
+
+
+def lookup_outer_inner(index_NT: Tensor, right_NTR: Tensor, left_NSL: Tensor, right_NSR: Tensor) -> Tensor:
+    """Inner products of lookup gradients with outer-product ones, the cross term of a tied head; (N,).
+
+    The gradient of a lookup is sum_t onehot(index_t) (x) right_t, so <onehot(index_t), left_s> is left_s[index_t]: no
+    (T, V) one-hot and no (V, R) matrix is formed.
+    """
+    pairs, tokens = index_NT.shape
+    chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * left_NSL.shape[1]))
+    parts = []
+    for start in range(0, pairs, chunk):
+        here = slice(start, start + chunk)
+        picks_NST = left_NSL[here].gather(2, index_NT[here, None, :].expand(-1, left_NSL.shape[1], -1))
+        right_NST = _products(right_NSR[here], right_NTR[here])
+        parts.append((picks_NST.to(right_NST.dtype) * right_NST).sum((1, 2)))
+    return torch.cat(parts) if parts else right_NTR.new_zeros(0, dtype=accumulation_dtype(right_NTR.dtype))
+
+
+def add_weighted_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, factor_B: Tensor) -> None:
+    """``total += sum_b factor_b sum_t left_bt (x) right_bt`` in place, in the dtype of ``total``.
+
+    The factor goes onto the narrower side, after its conversion to the accumulator's dtype: scaling in bfloat16 would
+    round the released gradient away from the one whose norm was bounded.
+    """
+    left_BTL, right_BTR = left_BTL.to(total_LR.dtype), right_BTR.to(total_LR.dtype)
+    factor_B11 = factor_B.to(total_LR.dtype)[:, None, None]
+    if left_BTL.shape[2] < right_BTR.shape[2]:
+        left_BTL = left_BTL * factor_B11
+    else:
+        right_BTR = right_BTR * factor_B11
+    total_LR.addmm_(left_BTL.flatten(0, 1).mT, right_BTR.flatten(0, 1))

@@ -1,0 +1,94 @@
+"""Layers that scale their features: LayerNorm, RMSNorm of any name, DoRA's magnitude, layer scale.
+
+Whatever the class is called, its output is affine in a weight w of the size of the features, one entry at a time:
+y = f_0(x) + w * n(x). Row b's gradient of w is then sum_t g_t * n(x_t), with n(x) = y|_{w=1} - y|_{w=0}. That the
+layer has this form is checked on the first batch with a random weight; a layer that doesn't is left to the per-row
+fallback.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpllm.ghost.call import Call
+from dpllm.ghost.contributions import Instance
+from dpllm.ghost.errors import GhostError
+from dpllm.ghost.kernels import widen
+from dpllm.ghost.linear import sum_tokens
+from dpllm.ghost.tap import Recorder
+
+
+class LayerNormRule:
+    """Taps ``nn.LayerNorm``: weight and bias, either or both trainable."""
+
+    def __init__(self, path: str, module: nn.LayerNorm, trainable: dict[str, nn.Parameter], book: Recorder) -> None:
+        """Remember which of weight and bias are trainable."""
+        unknown = trainable.keys() - {"weight", "bias"}
+        if unknown:
+            raise GhostError(
+                f"{path} ({type(module).__name__}) has parameters beside weight and bias: {sorted(unknown)}."
+            )
+        self.weight, self.bias, self.book = trainable.get("weight"), trainable.get("bias"), book
+        self.shape, self.eps = module.normalized_shape, module.eps
+
+    def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor, rows: int | None) -> Tensor:
+        """Tap the output; keep the input only where the weight needs it."""
+        del module, rows
+        x = args[0] if args else kwargs["input"]
+        return (
+            self.book.tap(output, self.receive, x) if self.weight is not None else self.book.tap(output, self.receive)
+        )
+
+    def receive(self, grad: Tensor, saved: list[Tensor]) -> None:
+        """Record per-row gradients of weight and bias."""
+        keep = len(self.shape)
+        grad = self.book.by_rows(grad)
+        if self.bias is not None:
+            self.book.record(self.bias, Instance(sum_tokens(grad, keep)))
+        if self.weight is not None:
+            normed = F.layer_norm(self.book.by_rows(saved[0]), self.shape, eps=self.eps)
+            self.book.record(self.weight, Instance(sum_tokens(widen(grad) * widen(normed), keep)))
+
+
+def is_affine_in(call: Call, name: str, weight: Tensor, output: Tensor) -> bool:
+    """Whether the module's output is y_0 + w * n with an elementwise product over the last dimension."""
+    if not isinstance(output, Tensor) or weight.ndim != 1 or output.shape[-1] != weight.numel():
+        return False
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        other = (0.5 + torch.rand(weight.shape, generator=generator)).to(weight)
+        at_zero, at_one, at_other = (
+            call.again({name: w}, call.tensors) for w in (torch.zeros_like(weight), torch.ones_like(weight), other)
+        )
+        expected = at_zero + other * (at_one - at_zero)
+        actual = at_zero + weight * (at_one - at_zero)
+        scale = 1 + max(float(t.abs().max()) for t in (at_zero, at_one, at_other))
+        # Norms compute in float32 inside, also in a float64 model.
+        tolerance = 16 * max(torch.finfo(output.dtype).eps, torch.finfo(torch.float32).eps) * scale
+        return bool((at_other - expected).abs().max() <= tolerance) and bool((output - actual).abs().max() <= tolerance)
+
+
+class ScaleRule:
+    """Taps a module whose only own trainable parameter scales its features."""
+
+    def __init__(self, name: str, weight: nn.Parameter, book: Recorder) -> None:
+        """Remember the parameter and its name within the module."""
+        self.name, self.weight, self.book = name, weight, book
+
+    def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor, rows: int | None) -> Tensor:
+        """Tap the output and keep the module's inputs."""
+        del rows
+        call = Call(module, args, kwargs)
+        tensors = call.forget_tensors()
+
+        def receive(grad: Tensor, saved: list[Tensor]) -> None:
+            with torch.no_grad():
+                at_one = call.again({self.name: torch.ones_like(self.weight)}, saved)
+                at_zero = call.again({self.name: torch.zeros_like(self.weight)}, saved)
+            self.book.record(
+                self.weight, Instance(sum_tokens(self.book.by_rows(widen(grad) * widen(at_one - at_zero))))
+            )
+
+        return self.book.tap(output, receive, *tensors)

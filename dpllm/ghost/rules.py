@@ -1,0 +1,126 @@
+"""Which rule serves which module, and which modules no rule can serve."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from dpllm.ghost.call import Call
+from dpllm.ghost.embedding import EmbeddingRule, RelativeBiasRule, has_relative_bias
+from dpllm.ghost.errors import GhostError
+from dpllm.ghost.fallback import PerRowRule
+from dpllm.ghost.linear import LinearRule, is_linear
+from dpllm.ghost.norm import LayerNormRule, ScaleRule, is_affine_in
+from dpllm.ghost.tap import Recorder
+
+After = Callable[[nn.Module, tuple, dict, Any, "int | None"], Any]
+
+# Modules through which one row changes another row's loss or gradient, with the reason. Names, because most of them
+# live in libraries that this package doesn't import; the independence of rows is also measured on the first batch
+# (`book.Book`).
+_COUPLED = (
+    (r"(Lazy|Sync|Frozen)?_?BatchNorm.*", "batch statistics mix the rows; use layer or group normalisation"),
+    (r"InstanceNorm.*", "running statistics mix the rows; use layer or group normalisation"),
+    (
+        r".*(MoE|Moe|MOE|SparseM[oO]E|SparseMLP|SwitchTransformer.*|Experts?|TopK?Router|Top1Router|TopKGate)(Block|Mlp|MLP|Layer)?",
+        "experts are chosen over the tokens of all rows (load-balancing loss, capacity); use a dense model",
+    ),
+)
+
+
+@dataclass
+class Site:
+    """One module that holds trainable parameters, and the rule that serves it.
+
+    Attributes:
+        path: the module's name within the model.
+        module: the module whose forward pass uses the parameters.
+        trainable: the parameters by their names within the module.
+    """
+
+    path: str
+    module: nn.Module
+    trainable: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def refuse_coupled_modules(model: nn.Module) -> None:
+    """Raise `GhostError` for a module through which rows of a batch affect each other, trainable or not."""
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        for pattern, reason in _COUPLED:
+            if re.fullmatch(pattern, kind):
+                raise GhostError(f"{path or 'the model'} ({kind}) couples the rows of a batch: {reason}.")
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise GhostError("The model adds a router loss over the batch (config.output_router_logits). Set it to False.")
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """Every module with trainable parameters of its own.
+
+    Parameters in a container without a forward pass (``nn.ParameterDict``) belong to the nearest module around it
+    that has one; T5's table of relative positions belongs to its attention.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    owner_of: dict[int, Site] = {}
+    sites: dict[int, Site] = {}
+    for path, module in modules.items():
+        own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        if not own or id(module) in owner_of:
+            continue
+        owner_path, owner = path, module
+        while type(owner).forward is nn.Module.forward or _parent_supplies(modules, owner_path):
+            if not owner_path:
+                raise GhostError(f"{path}: no module around the parameters {sorted(own)} has a forward pass.")
+            owner_path = owner_path.rpartition(".")[0]
+            owner = modules[owner_path]
+        site = sites.setdefault(id(owner), Site(owner_path, owner))
+        owner_of[id(module)] = site
+        inside = path[len(owner_path) :].lstrip(".")
+        site.trainable.update({f"{inside}.{name}" if inside else name: p for name, p in own.items()})
+    return list(sites.values())
+
+
+def _parent_supplies(modules: dict[str, nn.Module], path: str) -> bool:
+    """Whether the module is a table that the module around it looks up on behalf of all rows at once."""
+    parent, _, name = path.rpartition(".")
+    return name == "relative_attention_bias" and has_relative_bias(modules[parent])
+
+
+class Served:
+    """A site with its rule. The rule of an unknown module is decided at its first use, from what it computes."""
+
+    def __init__(self, site: Site, book: Recorder) -> None:
+        """Choose the rule where the class decides it."""
+        self.site, self.book = site, book
+        self.before: Callable[[nn.Module, tuple, dict, int | None], tuple[tuple, dict] | None] | None = None
+        self._after: After | None = None
+        path, module, trainable = site.path, site.module, site.trainable
+        if is_linear(module):
+            self._after = LinearRule(path, module, trainable, book).after
+        elif isinstance(module, nn.Embedding):
+            self._after = EmbeddingRule(path, module, trainable, book).after
+        elif isinstance(module, nn.LayerNorm) and type(module).forward is nn.LayerNorm.forward:
+            self._after = LayerNormRule(path, module, trainable, book).after
+        elif trainable.keys() == {"relative_attention_bias.weight"} and has_relative_bias(module):
+            self.before = RelativeBiasRule(path, module, trainable, book).before
+
+    def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any, rows: int | None) -> Any:
+        """Tap the module's output."""
+        if self.before is not None:
+            return output
+        if self._after is None:
+            self._after = self._decide(module, args, kwargs, output)
+        return self._after(module, args, kwargs, output, rows)
+
+    def _decide(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> After:
+        """A module of unknown class: one that scales its features, or the per-row fallback."""
+        trainable = self.site.trainable
+        if len(trainable) == 1 and isinstance(output, Tensor):
+            ((name, weight),) = trainable.items()
+            if is_affine_in(Call(module, args, kwargs), name, weight, output):
+                return ScaleRule(name, weight, self.book).after
+        return PerRowRule(self.site.path, module, trainable, self.book).after

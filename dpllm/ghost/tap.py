@@ -1,0 +1,60 @@
+"""A tap: the identity on a module's output, through which the output's gradient and the saved input reach the book.
+
+The input is kept with ``save_for_backward``, so activation checkpointing frees and recomputes it like any other
+activation; nothing is held between forward and backward that ordinary training would not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpllm.ghost.contributions import Contribution
+
+Receive = Callable[[Tensor, "list[Tensor]"], None]
+
+
+class _Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
+        ctx.receive = receive
+        ctx.save_for_backward(*saved)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.receive(grad_output, list(ctx.saved_tensors))
+        return grad_output, *([None] * (1 + len(ctx.saved_tensors)))
+
+
+def tap(output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
+    """Return ``output`` such that its backward calls ``receive(gradient, saved tensors)``.
+
+    Args:
+        output: what the module returned. Where nothing before it requires a gradient, it is made to, so that the
+            backward pass reaches this module and stops there.
+        receive: called once per backward pass through this use, with the gradient of ``output``.
+        saved: tensors kept for that call.
+    """
+    if not output.requires_grad:
+        output.requires_grad_()
+    return _Tap.apply(output, receive, *(t.detach() for t in saved))
+
+
+class Recorder(Protocol):
+    """What a rule needs of the book."""
+
+    def tap(self, output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
+        """`tap`, with modules that ``receive`` runs on its own account not taken for uses of their parameters."""
+        ...
+
+    def by_rows(self, x: Tensor) -> Tensor:
+        """View what a module worked on with the rows of the batch as first dimension."""
+        ...
+
+    def record(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        """Add what one use of a parameter contributes to its gradient."""
+        ...

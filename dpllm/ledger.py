@@ -1,0 +1,371 @@
+"""What ran, written down durably before anything of it is released.
+
+Place in the flow: `private_step` charges each step here before the optimizer sees the noisy gradient; the report computes ε
+from this file and from nothing else. One JSON object per line, appended and flushed to the disk (fsync) before the call
+returns, so that no crash can lose a charged step. Each line carries a hash of itself and of all lines before it: an edited,
+lost or reordered line is found. The hash is no signature: it guards against accidents, and against edits by someone who
+does not redo the hashes.
+
+Kinds of lines: "run" (a process started or resumed), "step", "disclosure" (something that depends on the private data was
+written out, and ε does not cover it), "diagnostic", "recovered" (the line before was torn by a crash), "end".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import dpllm
+from dpllm.accounting import Step
+
+ENTROPY_SYSTEM = "operating system"
+ENTROPY_SEEDED = "fixed seed (NOT PRIVATE)"
+
+_CHAIN_START = hashlib.sha256(b"dpllm privacy ledger, format 1").hexdigest()[:16]
+_CHAIN_LENGTH = 16
+_SUFFIX_LENGTH = len(', "chain": ""}') + _CHAIN_LENGTH
+_STEP_START = '{"kind": "step", "step": '
+_STEP_FIELDS = tuple(item.name for item in dataclasses.fields(Step))
+
+
+class LedgerError(ValueError):
+    """The ledger is not what the run left behind, or does not belong to this plan."""
+
+
+class _Plan(Protocol):
+    @property
+    def hash(self) -> str: ...
+    @property
+    def step(self) -> Step: ...
+    @property
+    def seeded(self) -> bool: ...
+
+
+@dataclass
+class LedgerContents:
+    """What a ledger says."""
+
+    path: Path
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """One entry per start or resumption: run, plan_hash, version, started_at, entropy, public, planned_step."""
+    history: list[tuple[Step, int]] = field(default_factory=list)
+    """The steps charged, in order, equal neighbours counted together."""
+    disclosures: dict[str, int] = field(default_factory=dict)
+    """What was written out that ε does not cover, and how often."""
+    diagnostics: dict[str, int] = field(default_factory=dict)
+    """What else was counted."""
+    torn_lines: list[int] = field(default_factory=list)
+    """Numbers of lines (the first is 1) that a crash left incomplete."""
+    torn_steps: int = 0
+    """How many of those were, or may have been, steps. They are charged."""
+    end: str | None = None
+    """Why the last run ended. None: it has not ended, or crashed."""
+    sha256: str = ""
+    """Hash of the whole file."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps charged."""
+        return sum(count for _, count in self.history)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether any run drew from a fixed seed; then nothing in it is private."""
+        return any(run["entropy"] != ENTROPY_SYSTEM for run in self.runs)
+
+    @property
+    def public(self) -> list[str]:
+        """What was declared public, over all runs, each once."""
+        return list(dict.fromkeys(line for run in self.runs for line in run["public"]))
+
+    def _charge(self, step: Step) -> None:
+        if self.history and self.history[-1][0] == step:
+            self.history[-1] = (step, self.history[-1][1] + 1)
+        else:
+            self.history.append((step, 1))
+
+
+class Ledger:
+    """A ledger open for appending; made by `create` or `open`.
+
+    Guarantee: when an ``append_*`` call returns, its line is on the disk.
+    """
+
+    def __init__(self, path: Path, descriptor: int, chain: str, num_steps: int) -> None:
+        """Take over an open file; use `create` or `open`."""
+        self.path = path
+        self._descriptor: int | None = descriptor
+        self._chain = chain
+        self._num_steps = num_steps
+        self._running = False
+
+    @classmethod
+    def create(cls, path: str | Path, plan: _Plan, public: Sequence[str] = ()) -> Ledger:
+        """Start the ledger of a new run.
+
+        Args:
+            path: the file, which must not exist.
+            plan: the privacy plan of the run.
+            public: what the run learnt from public data before, one line each.
+
+        Raises:
+            LedgerError: the file exists.
+        """
+        path = Path(path)
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o644)
+        except FileExistsError as error:
+            raise LedgerError(
+                f"{path} is the ledger of an earlier run, and its steps stay charged. Resume that run, or choose an "
+                "empty output folder"
+            ) from error
+        _sync_folder(path.parent)
+        ledger = cls(path, descriptor, _CHAIN_START, 0)
+        ledger._append_run(plan, public)
+        return ledger
+
+    @classmethod
+    def open(cls, path: str | Path, plan: _Plan, public: Sequence[str] = ()) -> Ledger:
+        """Continue the ledger of a run that is resumed; everything in it stays charged.
+
+        Args:
+            path: the file.
+            plan: the privacy plan, which must be the one the ledger was started with.
+            public: what was learnt from public data since, one line each.
+
+        Raises:
+            LedgerError: the file is missing, edited or incomplete other than by a crash, or of another plan.
+        """
+        path = Path(path)
+        reader = _Reader(path)
+        contents = reader.contents
+        for run in contents.runs:
+            if run["plan_hash"] != plan.hash:
+                raise LedgerError(
+                    f"{path} was written under the plan {run['plan_hash'][:12]}, and this one is {plan.hash[:12]}: data, "
+                    "batch size, noise or steps differ. Resume with the configuration of the first run"
+                )
+        ledger = cls(path, os.open(path, os.O_WRONLY | os.O_APPEND), reader.chain, contents.num_steps)
+        if not reader.ends_with_newline:
+            ledger._write(b"\n")
+        if reader.torn_tail is not None:
+            ledger._append({"kind": "recovered", "line": reader.torn_tail[0], "charged": reader.torn_tail[1]})
+        ledger._append_run(plan, public)
+        return ledger
+
+    @property
+    def num_steps(self) -> int:
+        """Steps charged so far, those of earlier runs included."""
+        return self._num_steps
+
+    def append_step(self, step_number: int, step: Step) -> None:
+        """Charge a step. Call it before anything of the step is used.
+
+        Args:
+            step_number: counted from 0 over all runs of this ledger; equals `num_steps`.
+            step: what ran.
+
+        Raises:
+            LedgerError: the number is not the next one, or the run has ended.
+        """
+        if step_number != self._num_steps:
+            raise LedgerError(f"step {step_number} can't be charged: the next one of {self.path} is {self._num_steps}")
+        if not self._running:
+            raise LedgerError(f"step {step_number} can't be charged: the run in {self.path} has ended")
+        self._append({"kind": "step", "step": step_number, **_fields_of(step)})
+        self._num_steps += 1
+
+    def append_disclosure(self, what: str, count: int = 1) -> None:
+        """Note that something that depends on the private data was written out, which ε does not cover."""
+        self._append_count("disclosure", what, count)
+
+    def append_diagnostic(self, what: str, count: int = 1) -> None:
+        """Count something worth knowing, such as units whose gradient was not finite."""
+        self._append_count("diagnostic", what, count)
+
+    def append_end(self, reason: str) -> None:
+        """Note why the run ended; afterwards no step can be charged until the ledger is opened again."""
+        self._append({"kind": "end", "reason": reason})
+        self._running = False
+
+    def close(self) -> None:
+        """Close the file; nothing can be appended afterwards."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> Ledger:
+        """Return the ledger itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+    def _append_run(self, plan: _Plan, public: Sequence[str]) -> None:
+        self._append(
+            {
+                "kind": "run",
+                "run": secrets.token_hex(8),
+                "plan_hash": plan.hash,
+                "version": dpllm.__version__,
+                "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "entropy": ENTROPY_SEEDED if plan.seeded else ENTROPY_SYSTEM,
+                "public": list(public),
+                "planned_step": _fields_of(plan.step),
+            }
+        )
+        self._running = True
+
+    def _append_count(self, kind: str, what: str, count: int) -> None:
+        if count < 1:
+            raise ValueError(f"a {kind} counts at least 1, got {count}")
+        self._append({"kind": kind, "what": what, "count": int(count)})
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        body = json.dumps(entry, allow_nan=False)
+        chain = _next_chain(self._chain, body)
+        self._write(f'{body[:-1]}, "chain": "{chain}"}}\n'.encode("ascii"))
+        self._chain = chain
+
+    def _write(self, data: bytes) -> None:
+        if self._descriptor is None:
+            raise LedgerError(f"{self.path} is closed")
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+        os.fsync(self._descriptor)
+
+
+def read_ledger(path: str | Path) -> LedgerContents:
+    """Read and check a ledger.
+
+    A last line that a crash left incomplete is not an error: it is listed in `torn_lines`, and when it was, or may have
+    been, a step, that step is charged.
+
+    Raises:
+        LedgerError: the file is missing, or a line was edited, lost, moved or added; the message gives the line's number.
+    """
+    return _Reader(Path(path)).contents
+
+
+class _Reader:
+    """One pass over a ledger file."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise LedgerError(f"{path} can't be read ({error.strerror}); without a ledger there is no ε") from error
+        self.contents = LedgerContents(path=path, sha256=hashlib.sha256(data).hexdigest())
+        self.chain = _CHAIN_START
+        self.ends_with_newline = data.endswith(b"\n")
+        self.torn_tail: tuple[int, bool] | None = None
+        self._running = False
+        self._steps_by_text: dict[str, Step] = {}
+        # A byte outside ASCII can only come from damage; it becomes a text that fits no hash.
+        lines = data.decode("ascii", errors="replace").split("\n")
+        if lines[-1] == "":
+            lines.pop()
+        self._read(lines)
+        if not self.contents.runs:
+            raise LedgerError(f"{path} names no run: a ledger starts with one")
+
+    def _read(self, lines: list[str]) -> None:
+        # The step number is kept here: counting the history anew for each line would take quadratic time.
+        self._num_steps = 0
+        for number, line in enumerate(lines, start=1):
+            body = line[:-_SUFFIX_LENGTH] + "}"
+            chain = _next_chain(self.chain, body)
+            if line[-_SUFFIX_LENGTH:] != f', "chain": "{chain}"}}':
+                self._take_damaged(number, line, lines)
+                continue
+            self.chain = chain
+            if body.startswith(_STEP_START):
+                self._take_step(number, body)
+            else:
+                self._take(number, json.loads(body))
+
+    def _fail(self, number: int, what: str) -> LedgerError:
+        return LedgerError(
+            f"{self.contents.path} line {number}: {what}. The ledger is not what the run left behind, so ε can't be "
+            "stated; restore the file from a copy"
+        )
+
+    def _take_damaged(self, number: int, line: str, lines: list[str]) -> None:
+        """Accept a line torn by a crash: the last one without its newline, or one that was recovered right after."""
+        is_last = number == len(lines) and not self.ends_with_newline
+        next_line = lines[number] if number < len(lines) else ""
+        recovered = next_line.startswith(f'{{"kind": "recovered", "line": {number}, ')
+        if not is_last and not recovered:
+            raise self._fail(number, "edited, or lines before it are missing")
+        # A fragment too short to tell counts as a step: charging one too many is safe.
+        charged = _STEP_START.startswith(line[: len(_STEP_START)])
+        self.contents.torn_lines.append(number)
+        if charged:
+            if not self.contents.runs:
+                raise self._fail(number, "torn before the run was named")
+            self.contents._charge(Step(**self.contents.runs[-1]["planned_step"]))
+            self.contents.torn_steps += 1
+            self._num_steps += 1
+        if is_last:
+            self.torn_tail = (number, charged)
+
+    def _take_step(self, number: int, body: str) -> None:
+        step_number, _, fields = body[len(_STEP_START) :].partition(", ")
+        if step_number != str(self._num_steps):
+            raise self._fail(number, f"step {step_number} where step {self._num_steps} was due")
+        if not self._running:
+            raise self._fail(number, "a step outside a run")
+        step = self._steps_by_text.get(fields)
+        if step is None:
+            step = self._steps_by_text[fields] = Step(**json.loads("{" + fields))
+        self.contents._charge(step)
+        self._num_steps += 1
+
+    def _take(self, number: int, entry: dict[str, Any]) -> None:
+        contents, kind = self.contents, entry.pop("kind", None)
+        if kind == "run":
+            contents.runs.append(entry)
+            contents.end = None
+            self._running = True
+        elif kind == "disclosure":
+            contents.disclosures[entry["what"]] = contents.disclosures.get(entry["what"], 0) + entry["count"]
+        elif kind == "diagnostic":
+            contents.diagnostics[entry["what"]] = contents.diagnostics.get(entry["what"], 0) + entry["count"]
+        elif kind == "end":
+            contents.end = entry["reason"]
+            self._running = False
+        elif kind != "recovered":
+            raise self._fail(number, f"unknown kind {kind!r}")
+
+
+def _fields_of(step: Step) -> dict[str, Any]:
+    return {name: getattr(step, name) for name in _STEP_FIELDS}
+
+
+def _next_chain(chain: str, body: str) -> str:
+    return hashlib.sha256(f"{chain}{body}".encode("utf-8", errors="replace")).hexdigest()[:_CHAIN_LENGTH]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new file's name durable, where the system lets folders be opened."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,246 @@
+"""The model and the tokenizer that a recipe names, ready to be trained.
+
+Place in the flow: beside the data. A model comes from the Hub, from a folder, or fresh from a configuration; then the
+recipe says what of it is trained: everything, LoRA factors, or everything but some frozen parameters. Whether each
+trainable part can be clipped exactly is checked later, where the hooks are attached.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from dpllm.config import ConfigError, ModelConfig, nearest
+from dpllm.tokenization import train_tokenizer
+
+AUTO_MODEL = {
+    "causal_lm": AutoModelForCausalLM,
+    "sequence_classification": AutoModelForSequenceClassification,
+    "seq2seq_lm": AutoModelForSeq2SeqLM,
+}
+PEFT_TASK = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "seq2seq_lm": "SEQ_2_SEQ_LM"}
+DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
+
+DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
+"""LoRA initialisations computed from the training data: what they reveal of it is not in any ε."""
+
+
+def load_tokenizer(model: ModelConfig, public_texts: Iterable[str] | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a recipe; a missing padding token becomes the end-of-sequence token.
+
+    Args:
+        model: `tokenizer_vocab_size` trains one on `public_texts`; otherwise `tokenizer`, or the model's own, is
+            loaded.
+        public_texts: public text, never private: a vocabulary reveals the words of its text.
+
+    Raises:
+        ConfigError: it can't be loaded, none is named, or there is no public text to train one on.
+    """
+    if model.tokenizer_vocab_size is not None:
+        if public_texts is None:
+            raise ConfigError(
+                "model.tokenizer_vocab_size trains a tokenizer on public text, but the recipe has no public_pretrain "
+                "section: add one, or name a tokenizer with model.tokenizer"
+            )
+        return train_tokenizer(public_texts, model.tokenizer_vocab_size, _max_positions(model))
+    name = model.tokenizer or model.name
+    if name is None:
+        raise ConfigError(
+            "a model made from model.config has no tokenizer of its own: give model.tokenizer (load one) or "
+            "model.tokenizer_vocab_size (train one on the public text)"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise _not_loaded("tokenizer", name, error) from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ConfigError(
+                f"the tokenizer {name!r} has neither a padding nor an end-of-sequence token: set one in it"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, num_labels: int | None = None
+) -> PreTrainedModel | PeftModel:
+    """Return the model of a recipe, with its adapters and frozen parameters: `prepare_model` of `load_base_model`.
+
+    Args:
+        model: the recipe's section.
+        tokenizer: as loaded by `load_tokenizer`.
+        num_labels: number of classes where `model.num_labels` is not given, such as `dpllm.data.num_labels_of`.
+
+    Raises:
+        ConfigError: as the two functions.
+    """
+    return prepare_model(load_base_model(model, tokenizer, num_labels), model)
+
+
+def load_base_model(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, num_labels: int | None = None
+) -> PreTrainedModel:
+    """Return the model without adapters, every parameter trainable.
+
+    Raises:
+        ConfigError: it can't be loaded; an unknown key or a bad value in `model.config`; a classifier whose number of
+            classes is nowhere said; a vocabulary smaller than the tokenizer's; tied weights that can't be (un)tied.
+    """
+    labels: dict[str, int] = {}
+    if model.task == "sequence_classification":
+        known = model.num_labels or num_labels
+        if known is None:
+            raise ConfigError(
+                "the number of classes is not known: set model.num_labels (it isn't counted in the private labels)"
+            )
+        labels = {"num_labels": known}
+    if model.config is not None:
+        base = _from_config(model, tokenizer, labels)
+    else:
+        try:
+            base = AUTO_MODEL[model.task].from_pretrained(str(model.name), dtype=DTYPES[model.dtype], **labels)
+        except (OSError, ValueError) as error:
+            raise _not_loaded("model", str(model.name), error) from error
+        _set_tying(base, model)
+    rows = int(base.get_input_embeddings().weight.shape[0])  # type: ignore[index]
+    if rows < len(tokenizer):
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding only {rows}: use the model's own "
+            "tokenizer"
+        )
+    if base.config.pad_token_id is None:
+        base.config.pad_token_id = tokenizer.pad_token_id
+    return base
+
+
+def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel | PeftModel:
+    """Add the recipe's adapters and freeze what it freezes.
+
+    Raises:
+        ConfigError: an unknown LoRA argument, or one whose value would come from the private data; no module to adapt;
+            a freeze pattern without a match; nothing left to train.
+    """
+    prepared: PreTrainedModel | PeftModel = base
+    if model.peft is not None:
+        config = _lora_config(model)
+        try:
+            prepared = get_peft_model(base, config)
+        except ValueError as error:
+            raise ConfigError(f"model.peft doesn't fit this model: {_one_line(error)}") from error
+    names = [name for name, _ in prepared.named_parameters()]
+    for pattern in model.freeze:
+        matched = set(fnmatch.filter(names, pattern))
+        if not matched:
+            raise ConfigError(
+                f"model.freeze: no parameter is named like '{pattern}'{nearest(pattern, names) or '.'} "
+                f"Names look like {', '.join(names[:3])}"
+            )
+        for name, parameter in prepared.named_parameters():
+            if name in matched:
+                parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in prepared.parameters()):
+        raise ConfigError(
+            "the model has no trainable parameter: take patterns out of model.freeze, or check model.peft"
+        )
+    return prepared
+
+
+def _lora_config(model: ModelConfig) -> LoraConfig:
+    arguments = copy.deepcopy(dict(model.peft or {}))
+    known = [field.name for field in dataclasses.fields(LoraConfig)]
+    for key in arguments:
+        if key not in known:
+            raise ConfigError(f"model.peft: LoraConfig has no argument '{key}'{nearest(str(key), known)}")
+    if arguments.get("init_lora_weights") in DATA_DRIVEN_INIT:
+        raise ConfigError(
+            f"model.peft: init_lora_weights={arguments['init_lora_weights']!r} starts from statistics of the private "
+            "data, which ε would not cover: use true, 'gaussian', 'pissa' or 'olora'"
+        )
+    arguments.setdefault("task_type", PEFT_TASK[model.task])
+    try:
+        return LoraConfig(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.peft: {_one_line(error)}") from error
+
+
+def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels: Mapping[str, int]) -> PreTrainedModel:
+    if model.dtype == "auto":
+        raise ConfigError("model.dtype='auto' takes the type of saved weights, but model.config has none: use float32")
+    arguments = copy.deepcopy(dict(model.config or {}))
+    kind = arguments.pop("model_type")
+    try:
+        default = AutoConfig.for_model(kind)
+    except ValueError as error:
+        raise ConfigError(f"model.config: transformers knows no model_type {kind!r}") from error
+    known = {*default.to_dict(), *default.attribute_map, "num_labels"}
+    for key in arguments:
+        if key not in known:
+            raise ConfigError(f"model.config: a {kind} configuration has no '{key}'{nearest(str(key), known)}")
+    arguments.setdefault("vocab_size", len(tokenizer))
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        arguments.setdefault(token, getattr(tokenizer, token))
+    if model.tie_word_embeddings is not None:
+        arguments["tie_word_embeddings"] = model.tie_word_embeddings
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(kind, **{**arguments, **labels})
+        return AUTO_MODEL[model.task].from_config(config, dtype=DTYPES[model.dtype])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.config: {_one_line(error)}") from error
+
+
+def _set_tying(base: PreTrainedModel, model: ModelConfig) -> None:
+    """Make head and input embedding one tensor or two, as the recipe says; the function stays what it was."""
+    wanted = model.tie_word_embeddings
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    if wanted is None or wanted == tied:
+        return
+    if wanted:
+        raise ConfigError(
+            "model.tie_word_embeddings=true would throw away the head of this pretrained model, which is not tied: "
+            "leave it out"
+        )
+    if model.task != "causal_lm":
+        raise ConfigError(f"model.tie_word_embeddings=false is for causal_lm; leave it out for {model.task}")
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    base.config.tie_word_embeddings = False
+    base.all_tied_weights_keys = {}
+
+
+def _max_positions(model: ModelConfig) -> int:
+    config = model.config or {}
+    for key in ("max_position_embeddings", "n_positions"):
+        if key in config:
+            return int(config[key])
+    raise ConfigError("model.config needs max_position_embeddings: the longest row the trained tokenizer may make")
+
+
+def _not_loaded(what: str, name: str, error: Exception) -> ConfigError:
+    offline = " (HF_HUB_OFFLINE is set: only what is already in the cache is found)" if HF_HUB_OFFLINE else ""
+    return ConfigError(
+        f"the {what} {name!r} can't be loaded{offline}: {_one_line(error)}. Give a local folder, or a Hub name that "
+        "can be reached"
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".")

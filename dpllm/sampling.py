@@ -1,0 +1,106 @@
+"""Which units take part in a step: truncated Poisson sampling.
+
+Place in the flow: the sampler is made from the plan, draws once per step over all units, and knows the privacy event of
+what it does, so that the accounting can't be for another kind of sampling. Each unit enters a step independently with
+probability q; when more than `max_batch_size` enter, a uniform subset of that size stays (arXiv:2508.15089 has
+the accounting of the truncation). Which units were drawn, and how many, is secret.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import dp_accounting
+import numpy as np
+from numpy.typing import NDArray
+
+_ENTROPY_BYTES = 32
+
+
+@dataclass(frozen=True)
+class TruncatedPoissonSampler:
+    """Draws the units of a step.
+
+    The fields are public; the draws are secret, and so is the generator they come from.
+
+    Raises:
+        ValueError: a field is out of range.
+
+    >>> sampler = TruncatedPoissonSampler(num_units=1000, sampling_rate=0.01, max_batch_size=33)
+    >>> len(sampler.draw(secret_rng())) <= 33
+    True
+    """
+
+    num_units: int
+    """N, all units there are."""
+    sampling_rate: float
+    """q, the probability that a unit enters a step."""
+    max_batch_size: int
+    """B_max, the units that stay at most."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if self.num_units < 1:
+            raise ValueError(f"num_units must be at least 1, got {self.num_units}")
+        if not 0 < self.sampling_rate <= 1:
+            raise ValueError(f"sampling_rate must be above 0 and at most 1, got {self.sampling_rate}")
+        if self.max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, got {self.max_batch_size}")
+
+    def draw(self, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Return the units of one step, in rising order; there may be none, and the step is taken all the same.
+
+        A uniform subset of a uniform subset is a uniform subset, so one draw of min(Binomial(N, q), B_max) units
+        without replacement is the truncated Poisson sample. Costs O(qN) time and memory.
+
+        Args:
+            rng: `secret_rng()`, the same on every rank that must see the same units.
+        """
+        size = min(int(rng.binomial(self.num_units, self.sampling_rate)), self.max_batch_size)
+        return np.sort(rng.choice(self.num_units, size=size, replace=False, shuffle=False)).astype(np.int64)
+
+    def steps(self, num_steps: int, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
+        """Yield the units of `num_steps` steps, each drawn independently of the others."""
+        for _ in range(num_steps):
+            yield self.draw(rng)
+
+    def event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
+        """Return the privacy event of one step: this sampling, then a Gaussian sum with noise `noise_multiplier` x C.
+
+        Args:
+            noise_multiplier: σ; 0 gives the event that has no privacy.
+        """
+        if noise_multiplier == 0:
+            return dp_accounting.NonPrivateDpEvent()
+        return dp_accounting.TruncatedSubsampledGaussianDpEvent(
+            dataset_size=self.num_units,
+            sampling_probability=float(self.sampling_rate),
+            truncated_batch_size=self.max_batch_size,
+            noise_multiplier=float(noise_multiplier),
+        )
+
+
+def secret_rng() -> np.random.Generator:
+    """Return a generator started from 256 bits of the operating system's entropy, which are kept nowhere."""
+    return seeded_rng(int.from_bytes(secrets.token_bytes(_ENTROPY_BYTES), "little"))
+
+
+def seeded_rng(seed: int) -> np.random.Generator:
+    """Return a generator that always gives the same draws. For tests: who knows the seed knows the sample."""
+    # The default pool of a SeedSequence holds 128 bits; eight words hold all 256.
+    return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(seed, pool_size=8)))
+
+
+def default_max_batch_size(expected_batch_size: int, num_units: int | None = None) -> int:
+    """Return ceil(b + 7 sqrt(b)), and no more than there are units.
+
+    Seven standard deviations of the Poisson batch size: truncation is then so rare that it hardly shows in ε.
+
+    >>> default_max_batch_size(1024)
+    1248
+    """
+    size = math.ceil(expected_batch_size + 7 * math.sqrt(expected_batch_size))
+    return size if num_units is None else min(size, num_units)

@@ -1,0 +1,386 @@
+"""DPTrainer: the Hugging Face ``Trainer`` with private steps.
+
+One *logical* batch is one ``Trainer`` step: the loader yields the units drawn for it, `DPTrainer.training_step` cuts
+them into microbatches and leaves one private gradient, and the Trainer's own loop does the rest. Schedules, logging,
+callbacks, checkpoints and ``max_steps`` therefore count private steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging
+
+from dpllm.accounting import epsilon
+from dpllm.arguments import private_arguments
+from dpllm.config import ConfigError, PrivacyConfig
+from dpllm.data import RowCollator, unit_index_of
+from dpllm.engines import SingleProcess
+from dpllm.ghost import GhostClipper
+from dpllm.ledger import Ledger, read_ledger
+from dpllm.losses import classification_loss, per_sequence_loss, seq2seq_loss
+from dpllm.microbatches import microbatches
+from dpllm.noise import NoiseSource
+from dpllm.plan import PrivacyPlan, make_plan
+from dpllm.report import privacy_report, write_report
+from dpllm.sampling import secret_rng, seeded_rng
+from dpllm.step import private_step
+from dpllm.units import UnitIndex
+
+logger = logging.get_logger(__name__)
+
+RowLoss = Callable[[Any, Tensor], Tensor]
+"""Model outputs and labels to one loss per row (B,), each from its own row alone."""
+
+PLAN_FILE = "privacy_plan.json"
+LEDGER_FILE = "privacy_ledger.jsonl"
+
+
+class LogicalBatches:
+    """The Trainer's data loader: each item is the set of units drawn for one private step.
+
+    One pass is 1/q steps, the number in which every unit is expected to take part once, so that ``epoch`` in the logs
+    keeps its meaning.
+    """
+
+    def __init__(self, plan: PrivacyPlan, dataset: Any, rng: np.random.Generator) -> None:
+        """Draw from the plan's sampler with this generator."""
+        self.dataset = dataset
+        self._sampler, self._rng = plan.sampler, rng
+
+    def __len__(self) -> int:
+        """Steps per expected pass over the units."""
+        return max(1, round(1 / self._sampler.sampling_rate))
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Draw one pass; the draws of all passes are independent."""
+        for unit_ids in self._sampler.steps(len(self), self._rng):
+            yield {"unit_ids": torch.from_numpy(unit_ids)}
+
+
+class DPTrainer(Trainer):
+    """Fine-tunes a transformers model with differential privacy.
+
+    Guarantee: the released weights (each checkpoint and the final model) satisfy the (ε, δ) of `privacy_report` for
+    the unit and the adjacency of ``privacy``. Logged losses and evaluation results are not covered; the report counts
+    them.
+
+    Args:
+        model: any transformers model, PEFT-wrapped or not.
+        args: ``per_device_train_batch_size`` is the microbatch, ``max_steps`` the number of private steps T (or
+            ``num_train_epochs``, then T = ceil(epochs N / b)). ``gradient_accumulation_steps`` stays 1: the logical
+            batch is ``privacy.expected_batch_size``.
+        privacy: what to guarantee.
+        train_dataset: tokenized rows with ``input_ids`` and ``labels`` (without labels, a causal language model
+            learns all its input).
+        eval_dataset: rows for evaluation; its results are not covered by the guarantee.
+        processing_class: the tokenizer, for padding and for saving.
+        data_collator: rows to inputs, one row each; the default pads to the longest row.
+        compute_loss_func: ``(outputs, labels) -> (B,)`` losses, each from its own row alone; the default fits the
+            model's task.
+        callbacks: as for ``Trainer``.
+        optimizers: as for ``Trainer``.
+        public: what was learnt from public data before, one line each, for the report.
+
+    Raises:
+        ConfigError, ValueError: anything that would make the guarantee untrue, before any training.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        privacy: PrivacyConfig,
+        train_dataset: Any,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+        compute_loss_func: RowLoss | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        public: Sequence[str] = (),
+    ) -> None:
+        """Resolve the plan and set the Trainer up."""
+        self.privacy, self.public = privacy, list(public)
+        self.units: UnitIndex = unit_index_of(train_dataset, privacy)
+        self.plan: PrivacyPlan = make_plan(
+            privacy, self.units.num_units, num_private_steps(args, privacy, self.units.num_units)
+        )
+        self._lengths = _row_lengths(train_dataset)
+        self._row_loss = compute_loss_func or default_row_loss(model)
+        self._rng = secret_rng() if privacy.seed is None else seeded_rng(privacy.seed)
+        self._engine = SingleProcess(NoiseSource(privacy.seed))
+        self._clipper: GhostClipper | None = None
+        self.ledger: Ledger | None = None
+        self._interrupt = _Interrupt(self)
+        collate: Any = data_collator or _default_collator(processing_class, model)
+        self._collate: Callable[[list[Any]], Mapping[str, Any]] = collate
+        self._model: Any = model
+        self._dataset = train_dataset
+        super().__init__(
+            model=model,
+            args=private_arguments(args, self.plan.num_steps),
+            data_collator=collate,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=[*(callbacks or []), self._interrupt],
+            optimizers=optimizers,
+        )
+
+    # ------------------------------------------------------------------ the run
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
+        """Train for the plan's steps and write the privacy report beside the model.
+
+        Args:
+            resume_from_checkpoint: a checkpoint of this output folder, or True for its latest. The ledger is
+                continued: steps lost in a crash stay charged, and batches and noise are drawn from fresh entropy.
+            trial: refused; hyper-parameter search on the private data costs privacy.
+            ignore_keys_for_eval: as for ``Trainer``.
+
+        Raises:
+            ValueError: the folder holds another run, or its ledger is of another plan.
+        """
+        if trial is not None:
+            raise ConfigError(
+                "Hyper-parameter search trains many models on the private data, and each of them costs privacy. "
+                "Search on public data, or account "
+                "for every run."
+            )
+        folder = Path(str(self.args.output_dir))
+        self.ledger = self._open_ledger(folder, resume=bool(resume_from_checkpoint))
+        self._clipper = GhostClipper(self._model, self.plan.clip_norm)
+        reason = "failed"
+        try:
+            with self._interrupt.listening():
+                result = super().train(resume_from_checkpoint or None, ignore_keys_for_eval=ignore_keys_for_eval)
+            reason = "interrupted" if self._interrupt.requested else "completed"
+            return result
+        finally:
+            self._clipper.remove()
+            self._clipper = None
+            self.ledger.append_end(reason)
+            write_report(folder, self.plan, self.ledger)
+
+    def _open_ledger(self, folder: Path, resume: bool) -> Ledger:
+        path = folder / LEDGER_FILE
+        if resume:
+            return Ledger.open(path, self.plan)
+        if path.exists():
+            raise ConfigError(
+                f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model beside "
+                f"it and isn't overwritten: set "
+                "train.output_dir to another folder, or resume from its checkpoint."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        self.plan.save(folder / PLAN_FILE)
+        return Ledger.create(path, self.plan, public=self.public)
+
+    def get_train_dataloader(self) -> Any:
+        """The units of each step, drawn by the plan's sampler."""
+        return LogicalBatches(self.plan, self.train_dataset, self._rng)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Take one private step up to the optimizer; returns the mean loss, which is a diagnostic and not private."""
+        del num_items_in_batch
+        assert self._clipper is not None and self.ledger is not None, (
+            "train() attaches the clipper and opens the ledger"
+        )
+        model.train()
+        batch = microbatches(
+            fetch=self._rows,
+            collate=self._collate,
+            units=self.units,
+            lengths=self._lengths,
+            unit_ids=inputs["unit_ids"].numpy(),
+            max_rows=self.args.per_device_train_batch_size,
+        )
+        with self.compute_loss_context_manager():
+            done = private_step(self._clipper, batch, self._loss_per_row, self.plan, self._engine, self.ledger)
+        if done.num_nonfinite:
+            self.ledger.append_diagnostic("units with a non-finite gradient, contributing zero", done.num_nonfinite)
+        return torch.tensor(done.mean_loss, device=self.args.device)
+
+    def _rows(self, numbers: np.ndarray) -> list[dict[str, Any]]:
+        if not hasattr(self._dataset, "column_names"):
+            return [self._dataset[int(number)] for number in numbers]
+        columns = self._dataset[numbers.tolist()]
+        names = list(columns)
+        return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def _loss_per_row(self, inputs: Mapping[str, Any]) -> Tensor:
+        inputs = dict(self._prepare_inputs(dict(inputs)))
+        labels = inputs.pop("labels")
+        if getattr(self._model.config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = self._model.prepare_decoder_input_ids_from_labels(labels)
+        return self._row_loss(self._model(**inputs), labels)
+
+    # -------------------------------------------------- what is said about it
+
+    @property
+    def epsilon(self) -> float:
+        """ε spent so far at the plan's δ, computed from the ledger."""
+        if self.ledger is None or self.ledger.num_steps == 0:
+            return 0.0
+        return epsilon([(self.plan.step, self.ledger.num_steps)], self.plan.delta, self.plan.adjacency)
+
+    def disclose(self, what: str, count: int = 1) -> None:
+        """Note in the ledger that something was written out that the guarantee doesn't cover; the report lists it.
+
+        Args:
+            what: for instance "evaluation on private rows".
+            count: how often.
+        """
+        if self.ledger is None:
+            raise ValueError("There is no ledger yet; train() opens it.")
+        self.ledger.append_disclosure(what, count)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the ε spent so far beside the loss, and count what isn't covered by it."""
+        if "loss" in logs:
+            logs["epsilon"] = round(self.epsilon, 4)
+            self.disclose("training loss (mean of a logging interval)")
+        if any(name.startswith("eval_") for name in logs):
+            self.disclose("evaluation during training")
+        super().log(logs, start_time)
+
+    def privacy_report(self) -> dict[str, Any]:
+        """The privacy statement of what ran so far, from the ledger; the same as ``privacy_report.json``."""
+        if self.ledger is None:
+            raise ValueError("There is nothing to report before train().")
+        return privacy_report(self.plan, read_ledger(self.ledger.path))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, and beside it the plan, the ledger so far and the privacy report."""
+        super().save_model(output_dir, _internal_call)
+        folder = Path(output_dir or str(self.args.output_dir))
+        if self.ledger is None or not self.args.should_save:
+            return
+        if folder.resolve() != self.ledger.path.parent.resolve():
+            self.plan.save(folder / PLAN_FILE)
+            (folder / LEDGER_FILE).write_bytes(self.ledger.path.read_bytes())
+        write_report(folder, self.plan, self.ledger)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Not estimated: the Trainer's formula needs the tokens of a step, which depend on the secret draw."""
+        del inputs
+        return 0
+
+
+class _Interrupt(TrainerCallback):
+    """Ctrl-C ends the run after the current step, with a checkpoint and a true report; a second one ends it at once.
+
+    Also ends a resumed run when the plan's steps are used up, since steps lost in a crash were charged.
+    """
+
+    def __init__(self, trainer: DPTrainer) -> None:
+        self._trainer = trainer
+        self.requested = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle SIGINT while the block runs; signals can be handled in the main thread alone."""
+        self.requested = False
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        logger.warning(
+            "Interrupted: finishing this step, then saving a checkpoint and the privacy report. Press Ctrl-C again "
+            "to stop at once."
+        )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Stop and save where it was asked for or where the plan ends."""
+        ledger = self._trainer.ledger
+        if self.requested or (ledger is not None and ledger.num_steps >= self._trainer.plan.num_steps):
+            control.should_training_stop = True
+            control.should_save = control.should_save or self.requested
+        return control
+
+
+def num_private_steps(args: TrainingArguments, privacy: PrivacyConfig, num_units: int) -> int:
+    """T: ``max_steps``, or as many steps as ``num_train_epochs`` expected passes over the units take."""
+    if args.max_steps > 0:
+        return args.max_steps
+    return math.ceil(args.num_train_epochs * num_units / privacy.expected_batch_size)
+
+
+def _row_lengths(dataset: Any) -> np.ndarray:
+    """(num_rows,) tokens of every row."""
+    if hasattr(dataset, "column_names"):
+        return np.fromiter((len(ids) for ids in dataset["input_ids"]), dtype=np.int64, count=len(dataset))
+    return np.array([len(dataset[i]["input_ids"]) for i in range(len(dataset))], dtype=np.int64)
+
+
+def _task(model: Any) -> str | None:
+    """The task of `dpllm.config.ModelConfig` that the model's class serves, None for any other."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kind = type(inner).__name__
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return "causal_lm"
+    if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
+        return "seq2seq_lm"
+    if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values() and inner.config.num_labels > 1:
+        return "sequence_classification"
+    return None
+
+
+def _default_collator(tokenizer: Any, model: nn.Module) -> RowCollator:
+    """Pad to the longest row with the tokenizer's padding token, or the end-of-text token where it has none."""
+    pad, end = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    return RowCollator(pad_token_id=next((i for i in (pad, end) if i is not None), 0), task=_task(model) or "causal_lm")
+
+
+_ROW_LOSSES = {
+    "causal_lm": per_sequence_loss,
+    "seq2seq_lm": seq2seq_loss,
+    "sequence_classification": classification_loss,
+}
+
+
+def default_row_loss(model: nn.Module) -> RowLoss:
+    """The loss per row that fits the model's task.
+
+    Raises:
+        ConfigError: a task without one; pass ``compute_loss_func``.
+    """
+    task = _task(model)
+    if task is None:
+        raise ConfigError(
+            f"There is no default loss per row for {type(model).__name__}. Pass compute_loss_func=(outputs, labels) "
+            f"-> (B,), each row's loss "
+            "from that row alone."
+        )
+    loss = _ROW_LOSSES[task]
+    return lambda outputs, labels: loss(outputs.logits, labels)

@@ -1,0 +1,181 @@
+"""Which rows belong to which privacy unit.
+
+Place in the flow: between the data and the sampler. The sampler draws units, this index says which rows they bring. A
+unit is what a neighbouring data set lacks, so all rows of a unit must come and go together: a long record cut into
+several rows stays one unit, and so does a user with many records. Nothing here changes the number of units once made.
+
+The ids are private. The errors name a row number and never an id.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class UnitIndex:
+    """Maps the units 0..num_units-1 to row numbers.
+
+    The rows of unit u are ``rows[offsets[u] : offsets[u + 1]]``. No row belongs to two units.
+
+    Raises:
+        ValueError: the arrays don't describe such a map.
+    """
+
+    offsets: Int64Array
+    """(num_units + 1,): where the rows of each unit begin."""
+    rows: Int64Array
+    """(num_rows,): row numbers, those of a unit side by side."""
+    rows_dropped: int = 0
+    """Rows left out because their unit already had as many as it may have."""
+
+    def __post_init__(self) -> None:
+        """Check the arrays and make them read-only."""
+        for name in ("offsets", "rows"):
+            array = np.array(getattr(self, name), dtype=np.int64)
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        if self.offsets.ndim != 1 or self.rows.ndim != 1 or len(self.offsets) == 0:
+            raise ValueError("a unit index needs two arrays of one dimension, offsets with at least one entry")
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.rows) or np.any(np.diff(self.offsets) < 1):
+            raise ValueError("offsets must rise from 0 to the number of rows: every unit has at least one row")
+        if len(np.unique(self.rows)) != len(self.rows):
+            raise ValueError("a row belongs to two units; then the clip norm would bound neither of them")
+
+    @classmethod
+    def one_row_per_unit(cls, num_rows: int) -> UnitIndex:
+        """Return the index of a data set in which every row is a unit by itself.
+
+        >>> UnitIndex.one_row_per_unit(3).num_units
+        3
+        """
+        return cls(offsets=np.arange(num_rows + 1), rows=np.arange(num_rows))
+
+    @classmethod
+    def from_ids(
+        cls,
+        ids: Sequence[Any],
+        max_rows_per_unit: int | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> UnitIndex:
+        """Return the index in which rows with the same id are one unit; units stand in the order of their first row.
+
+        Args:
+            ids: one id per row, all texts or all whole numbers.
+            max_rows_per_unit: how many rows a unit may have at most; the others are left out and counted in
+                `rows_dropped`. None: no bound.
+            rng: where to draw the rows that stay, uniformly among the unit's own. None: the first ones stay.
+
+        Raises:
+            ValueError: an id is missing, or is neither text nor whole number, or texts and numbers are mixed (the same
+                user could then be two units); the message gives the first such row.
+
+        >>> index = UnitIndex.from_ids(["ann", "bob", "ann", "ann"], max_rows_per_unit=2)
+        >>> index.num_units, index.rows.tolist(), index.rows_dropped
+        (2, [0, 2, 1], 1)
+        """
+        if max_rows_per_unit is not None and max_rows_per_unit < 1:
+            raise ValueError(f"max_rows_per_unit must be at least 1, got {max_rows_per_unit}")
+        units = _unit_of_each_row(ids)
+        by_unit = np.argsort(units, kind="stable")
+        counts = np.bincount(units) if len(units) else np.zeros(0, dtype=np.int64)
+        if max_rows_per_unit is None or not len(units):
+            return cls(offsets=_offsets(counts), rows=by_unit)
+        if rng is not None:
+            # Sorting by (unit, random key) puts each unit's own rows in uniformly random order.
+            by_unit = np.lexsort((rng.random(len(units)), units))
+        rank_in_unit = np.arange(len(units)) - np.repeat(_offsets(counts)[:-1], counts)
+        kept = by_unit[rank_in_unit < max_rows_per_unit]
+        kept = kept[np.lexsort((kept, units[kept]))]
+        offsets = _offsets(np.minimum(counts, max_rows_per_unit))
+        return cls(offsets=offsets, rows=kept, rows_dropped=len(units) - len(kept))
+
+    @property
+    def num_units(self) -> int:
+        """N, the number of units."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that belong to a unit; those dropped don't count."""
+        return len(self.rows)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the unit that has most."""
+        return int(np.diff(self.offsets).max(initial=0))
+
+    def rows_of(self, unit_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the rows of some units.
+
+        Args:
+            unit_ids: (U,) unit numbers.
+
+        Returns:
+            Two arrays of the same length: the row numbers, unit after unit, and for each row the position of its unit
+            within `unit_ids` (not the unit's number).
+
+        Raises:
+            ValueError: a unit number is out of range.
+
+        >>> rows, position = UnitIndex.from_ids(["ann", "bob", "ann"]).rows_of(np.array([1, 0]))
+        >>> rows.tolist(), position.tolist()
+        ([1, 0, 2], [0, 1, 1])
+        """
+        unit_ids = np.asarray(unit_ids, dtype=np.int64)
+        if unit_ids.size and (unit_ids.min() < 0 or unit_ids.max() >= self.num_units):
+            raise ValueError(f"unit numbers must lie in 0..{self.num_units - 1}")
+        starts = self.offsets[unit_ids]
+        counts = self.offsets[unit_ids + 1] - starts
+        position = np.repeat(np.arange(len(unit_ids)), counts)
+        rank_in_unit = np.arange(counts.sum()) - np.repeat(_offsets(counts)[:-1], counts)
+        return self.rows[np.repeat(starts, counts) + rank_in_unit], position
+
+
+def _offsets(counts: NDArray[np.integer[Any]]) -> Int64Array:
+    return np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+
+
+def _unit_of_each_row(ids: Sequence[Any]) -> Int64Array:
+    """Number the distinct ids in the order in which they appear."""
+    number_of: dict[Hashable, int] = {}
+    units = np.empty(len(ids), dtype=np.int64)
+    first_kind: type | None = None
+    for row, value in enumerate(ids):
+        kind = _kind(value)
+        if kind is None:
+            raise ValueError(
+                f"row {row} has no usable unit id (it is missing, empty, or neither text nor a whole number). Fill in "
+                "the ids or drop the rows without one: a row without an id can't be protected as part of a user"
+            )
+        if first_kind is None:
+            first_kind = kind
+        elif kind is not first_kind:
+            raise ValueError(
+                f"unit ids mix text and numbers; the first row that differs is row {row}. Write all ids in one form: "
+                "otherwise one user could count as two"
+            )
+        units[row] = number_of.setdefault(value, len(number_of))
+    return units
+
+
+def _kind(value: Any) -> type | None:
+    """Return str or int for an id that can be used, None for one that can't."""
+    if isinstance(value, str):
+        return str if value.strip() else None
+    if isinstance(value, bool | np.bool_):
+        return None
+    if isinstance(value, numbers.Integral):
+        return int
+    # A column of whole numbers with a hole in it is often read as floats.
+    if isinstance(value, float | np.floating) and float(value).is_integer():
+        return int
+    return None

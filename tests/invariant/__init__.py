@@ -1,0 +1,1 @@
+"""Properties that hold whatever the model: sensitivity and invariance of the clipped sum."""

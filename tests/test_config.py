@@ -1,0 +1,235 @@
+"""Tests of dpllm.config."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from dpllm.config import (
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    PrivacyConfig,
+    PublicPretrainConfig,
+    Recipe,
+    load_recipe,
+    recipe_to_dict,
+    save_recipe,
+)
+
+PRIVACY: dict[str, Any] = {"target_epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
+
+RECIPE = """
+# a comment
+model:
+  name: gpt2
+  peft: {r: 8, target_modules: [c_attn]}
+data: {path: records.jsonl, max_length: 128}
+privacy:
+  target_epsilon: 8
+  delta: 1e-6
+  clip_norm: 1
+  expected_batch_size: 64
+train:
+  learning_rate: 5e-4
+  eval_strategy: no
+  max_steps: 10
+"""
+
+
+@pytest.fixture
+def recipe_path(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_whole_numbers_become_floats() -> None:
+    """An int given for a float is converted: accounting must never see an int noise multiplier."""
+    config = PrivacyConfig(noise_multiplier=1, clip_norm=2, expected_batch_size=np.int64(8))
+    assert isinstance(config.noise_multiplier, float) and isinstance(config.clip_norm, float)
+    assert type(config.expected_batch_size) is int
+
+
+def test_privacy_config_is_frozen() -> None:
+    """A checked configuration can't be changed afterwards."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PrivacyConfig(**PRIVACY).clip_norm = 5.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"target_epsilon": None}, "exactly one of target_epsilon and noise_multiplier, got neither"),
+        ({"noise_multiplier": 1.0}, "exactly one of target_epsilon and noise_multiplier, got both"),
+        ({"target_epsilon": 0}, "target_epsilon must be > 0"),
+        ({"target_epsilon": "8"}, "target_epsilon must be a finite number, got '8'"),
+        ({"target_epsilon": float("inf")}, "target_epsilon must be a finite number"),
+        ({"target_epsilon": None, "noise_multiplier": -1}, "noise_multiplier must be >= 0"),
+        ({"target_epsilon": None, "noise_multiplier": float("nan")}, "noise_multiplier must be a finite number"),
+        ({"clip_norm": 0}, "clip_norm must be > 0"),
+        ({"clip_norm": True}, "clip_norm must be a finite number"),
+        ({"expected_batch_size": 0}, "expected_batch_size must be at least 1"),
+        ({"expected_batch_size": 2.5}, "expected_batch_size must be a whole number"),
+        ({"expected_batch_size": True}, "expected_batch_size must be a whole number"),
+        ({"delta": 0}, "delta must lie between 0 and 1"),
+        ({"delta": 1}, "delta must lie between 0 and 1"),
+        ({"unit": "users"}, "did you mean 'user'"),
+        ({"unit": "user"}, "needs unit_column"),
+        ({"unit": "user", "unit_column": ""}, "unit_column must be a text"),
+        ({"unit": "user", "unit_column": "id"}, "needs max_rows_per_unit"),
+        ({"unit": "user", "unit_column": "id", "max_rows_per_unit": 0}, "max_rows_per_unit must be at least 1"),
+        ({"unit_column": "id"}, 'unit_column belongs to unit="user"'),
+        ({"max_rows_per_unit": 3}, 'max_rows_per_unit belongs to unit="user"'),
+        ({"max_batch_size": 63}, "max_batch_size=63 is below expected_batch_size=64"),
+        ({"adjacency": "add-or-remove"}, "adjacency must be one of 'zero-out', 'replace-one'"),
+        ({"seed": -1}, "seed must be at least 0"),
+    ],
+)
+def test_bad_privacy_value_is_refused(change: dict[str, Any], match: str) -> None:
+    """Every unusable privacy value is an error that names the field."""
+    with pytest.raises(ConfigError, match=match):
+        PrivacyConfig(**{**PRIVACY, **change})
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({}, "exactly one of name .* and config .*, got neither"),
+        ({"name": "gpt2", "config": {"model_type": "gpt2"}}, "got both"),
+        ({"name": ""}, "name must be a text"),
+        ({"config": {"hidden_size": 8}}, "config must be a mapping with model_type"),
+        ({"name": "gpt2", "task": "causal"}, "task must be one of"),
+        ({"name": "gpt2", "dtype": "float16"}, "dtype must be one of"),
+        ({"name": "gpt2", "tokenizer": "gpt2", "tokenizer_vocab_size": 1000}, "not both"),
+        ({"name": "gpt2", "tokenizer_vocab_size": 10}, "tokenizer_vocab_size must be at least 260"),
+        ({"name": "gpt2", "peft": [1]}, "peft must be a mapping"),
+        ({"name": "gpt2", "tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"name": "gpt2", "freeze": "wte"}, "freeze must be a list"),
+        ({"name": "gpt2", "num_labels": 1}, "num_labels must be at least 2"),
+    ],
+)
+def test_bad_model_value_is_refused(values: dict[str, Any], match: str) -> None:
+    """Every unusable model value is an error that names the field."""
+    with pytest.raises(ConfigError, match=match):
+        ModelConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"path": ""}, "path must be a text"),
+        ({"name": 3}, "name must be a text"),
+        ({"max_length": 1}, "max_length must be at least 2"),
+        ({"eval_fraction": 1}, "eval_fraction must be at least 0 and below 1"),
+        ({"eval_fraction": 0.1, "eval_split": "test"}, "eval_fraction holds records out"),
+        ({"format": "txt"}, "did you mean 'text'"),
+        ({"long_records": "drop"}, "long_records must be one of"),
+        ({"limit": 0}, "limit must be at least 1"),
+    ],
+)
+def test_bad_data_value_is_refused(change: dict[str, Any], match: str) -> None:
+    """Every unusable data value is an error that names the field."""
+    with pytest.raises(ConfigError, match=match):
+        DataConfig(**{"path": "x.jsonl", "max_length": 8, **change})
+
+
+@pytest.mark.parametrize("section", [None, [1], {1: 2}])
+def test_train_section_must_be_a_mapping(section: Any) -> None:
+    """The train section is a mapping of names to values."""
+    data = DataConfig(path="x.jsonl", max_length=8)
+    with pytest.raises(ConfigError, match="train must be a mapping"):
+        Recipe(model=ModelConfig(name="gpt2"), data=data, privacy=PrivacyConfig(**PRIVACY), train=section)
+    with pytest.raises(ConfigError, match="train must be a mapping"):
+        PublicPretrainConfig(data=data, train=section)
+
+
+def test_recipe_reads_yaml(recipe_path: Path) -> None:
+    """A float in exponent form is a float and `no` stays a text, as YAML 1.2 has it."""
+    recipe = load_recipe(recipe_path)
+    assert recipe.privacy.delta == 1e-6
+    assert recipe.train == {"learning_rate": 5e-4, "eval_strategy": "no", "max_steps": 10}
+    assert recipe.model.peft == {"r": 8, "target_modules": ["c_attn"]}
+    assert recipe.public_pretrain is None
+
+
+def test_overrides_win_and_are_parsed_as_yaml(recipe_path: Path) -> None:
+    """Overrides reach nested keys, make missing sections, and carry YAML values."""
+    recipe = load_recipe(
+        recipe_path,
+        [
+            "privacy.target_epsilon=null",
+            "privacy.noise_multiplier=1e0",
+            "train.max_steps=20",
+            "model.peft.target_modules=[q, v]",
+            "public_pretrain.data.path=builtin:sotu",
+            "public_pretrain.data.max_length=64",
+            "train.run_name=",
+        ],
+    )
+    assert recipe.privacy.target_epsilon is None and recipe.privacy.noise_multiplier == 1.0
+    assert recipe.train["max_steps"] == 20 and recipe.train["run_name"] is None
+    assert recipe.model.peft == {"r": 8, "target_modules": ["q", "v"]}
+    assert recipe.public_pretrain is not None and recipe.public_pretrain.data.path == "builtin:sotu"
+
+
+def test_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
+    """What is written into the output folder is what ran, texts that look like numbers included."""
+    recipe = load_recipe(recipe_path, ["train.run_name='1e-6'", "train.note='yes'", "train.flag=true"])
+    save_recipe(recipe, tmp_path / "resolved.yaml")
+    assert load_recipe(tmp_path / "resolved.yaml") == recipe
+    assert yaml.safe_load((tmp_path / "resolved.yaml").read_text())["train"]["note"] == "yes"
+    assert recipe_to_dict(recipe)["train"]["run_name"] == "1e-6"
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("privacy.clipnorm=1", r"recipe.yaml: unknown key 'privacy.clipnorm'; did you mean 'privacy.clip_norm'\?"),
+        ("privcy.delta=1", r"unknown key 'privcy'; did you mean 'privacy'\?"),
+        (
+            "public_pretrain.data.pth=1",
+            r"unknown key 'public_pretrain.data.pth'; did you mean 'public_pretrain.data.path'\?",
+        ),
+        ("privacy.clip_norm=null", "missing key 'privacy.clip_norm'"),
+        ("privacy.delta=2", "section 'privacy': delta must lie"),
+        ("model=gpt2", "'model' must be a mapping"),
+        ("model.name.x=gpt2", "'model.name' is a value, not a section"),
+        ("train=[1]", "train must be a mapping"),
+        ("data=null", "missing key 'data'"),
+        ("privacy.delta", "must read key=value"),
+        ("privacy..delta=1", "must read key=value"),
+        ("privacy.delta={", "not valid YAML"),
+    ],
+)
+def test_bad_override_is_refused(recipe_path: Path, override: str, match: str) -> None:
+    """An unknown, missing or unusable key is an error that names file, dotted key and the nearest known key."""
+    with pytest.raises(ConfigError, match=match):
+        load_recipe(recipe_path, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[1, 2]", "must be a mapping with the sections model, data"),
+        ("a: {", "not valid YAML"),
+        ("model: {name: a, name: b}", "key 'name' stands twice"),
+    ],
+)
+def test_bad_file_is_refused(tmp_path: Path, text: str, match: str) -> None:
+    """A file that is no recipe is an error that names the file."""
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"broken.yaml.*{match}"):
+        load_recipe(path)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    """A recipe that is not there is an error that names the path."""
+    with pytest.raises(ConfigError, match=r"nowhere.yaml: can't be read"):
+        load_recipe(tmp_path / "nowhere.yaml")

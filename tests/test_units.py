@@ -1,0 +1,113 @@
+"""Tests of dpllm.units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpllm.units import UnitIndex
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(1, 5), st.booleans())
+def test_index_keeps_units_whole_and_bounded(ids: list[int], bound: int, drawn: bool) -> None:
+    """Every unit has exactly min(its rows, bound) of its own rows, and no row is anywhere else."""
+    index = UnitIndex.from_ids(ids, bound, np.random.default_rng(0) if drawn else None)
+    order = list(dict.fromkeys(ids))
+    assert index.num_units == len(order)
+    for unit, name in enumerate(order):
+        rows = index.rows[index.offsets[unit] : index.offsets[unit + 1]].tolist()
+        assert all(ids[row] == name for row in rows)
+        assert len(rows) == min(ids.count(name), bound)
+        assert drawn or rows == [row for row, other in enumerate(ids) if other == name][:bound]
+    assert index.num_rows + index.rows_dropped == len(ids)
+    assert index.max_rows == max(min(ids.count(name), bound) for name in order)
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=30), st.data())
+def test_rows_of_agrees_with_a_loop(ids: list[int], data: st.DataObject) -> None:
+    """The vectorised gather equals slicing unit by unit, for repeated and no units too."""
+    index = UnitIndex.from_ids(ids)
+    units = data.draw(st.lists(st.integers(0, index.num_units - 1), max_size=10))
+    rows, position = index.rows_of(np.array(units, dtype=np.int64))
+    expected = [(row, at) for at, u in enumerate(units) for row in index.rows[index.offsets[u] : index.offsets[u + 1]]]
+    assert list(zip(rows.tolist(), position.tolist(), strict=True)) == expected
+
+
+def test_one_row_per_unit() -> None:
+    """Without ids a row is a unit by itself."""
+    index = UnitIndex.one_row_per_unit(4)
+    assert (index.num_units, index.num_rows, index.max_rows, index.rows_dropped) == (4, 4, 1, 0)
+    rows, position = index.rows_of(np.array([3, 1]))
+    assert rows.tolist() == [3, 1] and position.tolist() == [0, 1]
+
+
+def test_no_rows_give_no_units() -> None:
+    """An empty data set has an index without units (and the plan refuses it)."""
+    assert UnitIndex.from_ids([]).num_units == UnitIndex.from_ids([], 2).num_units == 0
+    assert UnitIndex.one_row_per_unit(0).max_rows == 0
+
+
+def test_drawn_rows_are_uniform() -> None:
+    """With a generator, each row of a crowded unit stays equally often."""
+    counts = np.zeros(5)
+    for seed in range(2000):
+        counts[UnitIndex.from_ids([0] * 5, 2, np.random.default_rng(seed)).rows] += 1
+    # 2000 draws with probability 2/5: five standard deviations are 110.
+    assert np.all(np.abs(counts - 800) < 110)
+
+
+def test_whole_floats_are_numbers() -> None:
+    """A column of numbers that was read as floats still names the same units."""
+    assert UnitIndex.from_ids([1.0, 2, np.int64(1)]).num_units == 2
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), "", "  ", 1.5, True, np.bool_(True), [1]])
+def test_missing_id_is_refused_with_its_row(missing: Any) -> None:
+    """A row without a usable id is an error that gives its number and shows no id."""
+    with pytest.raises(ValueError, match="row 2 has no usable unit id") as caught:
+        UnitIndex.from_ids([7, 7, missing, missing])
+    assert "7" not in str(caught.value)
+
+
+def test_mixed_ids_are_refused() -> None:
+    """The number 7 and the text "7" could be one user counted twice."""
+    with pytest.raises(ValueError, match="mix text and numbers; the first row that differs is row 1"):
+        UnitIndex.from_ids([7, "7"])
+
+
+def test_bound_below_one_is_refused() -> None:
+    """A bound of no rows makes no sense."""
+    with pytest.raises(ValueError, match="max_rows_per_unit must be at least 1"):
+        UnitIndex.from_ids([1], 0)
+
+
+@pytest.mark.parametrize("units", [[-1], [2]])
+def test_unit_out_of_range_is_refused(units: list[int]) -> None:
+    """A unit that does not exist is an error, not the last one."""
+    with pytest.raises(ValueError, match=r"must lie in 0\.\.1"):
+        UnitIndex.one_row_per_unit(2).rows_of(np.array(units))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "rows", "match"),
+    [
+        ([0, 2], [1, 1], "a row belongs to two units"),
+        ([0, 1, 1], [0], "every unit has at least one row"),
+        ([1, 2], [0, 1], "must rise from 0"),
+        ([], [], "offsets with at least one entry"),
+    ],
+)
+def test_bad_map_is_refused(offsets: list[int], rows: list[int], match: str) -> None:
+    """An index whose units overlap or are empty can't be made."""
+    with pytest.raises(ValueError, match=match):
+        UnitIndex(offsets=np.array(offsets, dtype=np.int64), rows=np.array(rows, dtype=np.int64))
+
+
+def test_index_is_read_only() -> None:
+    """Nobody can move a row to another unit afterwards."""
+    with pytest.raises(ValueError, match="read-only"):
+        UnitIndex.one_row_per_unit(2).rows[0] = 1
