@@ -37,7 +37,7 @@ _RELATIONS = {
     "zero-out": dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
     "replace-one": dp_accounting.NeighboringRelation.REPLACE_ONE,
 }
-_MAX_ONE_STEP_BUCKETS = 3_000_000
+_MAX_ONE_STEP_BUCKETS = 2_000_000
 _MAX_COMPOSED_BUCKETS = 30_000_000
 _TRUNCATION_COST = 1e-3
 _MOST_NOISE = 1000.0

@@ -1,13 +1,13 @@
 """What ran, written down durably before anything of it is released.
 
-Place in the flow: `private_step` charges each step here before the optimizer sees the noisy gradient; the report computes ε
-from this file and from nothing else. One JSON object per line, appended and flushed to the disk (fsync) before the call
-returns, so that no crash can lose a charged step. Each line carries a hash of itself and of all lines before it: an edited,
-lost or reordered line is found. The hash is no signature: it guards against accidents, and against edits by someone who
-does not redo the hashes.
+Place in the flow: `private_step` charges each step here before the optimizer sees the noisy gradient; the report
+computes ε from this file and from nothing else. One JSON object per line, appended and flushed to the disk (fsync)
+before the call returns, so that no crash can lose a charged step. Each line carries a hash of itself and of all lines
+before it: an edited, lost or reordered line is found, unless lines are cut off at the very end. The hash is no
+signature: it guards against accidents, and against edits by someone who does not redo the hashes.
 
-Kinds of lines: "run" (a process started or resumed), "step", "disclosure" (something that depends on the private data was
-written out, and ε does not cover it), "diagnostic", "recovered" (the line before was torn by a crash), "end".
+Kinds of lines: "run" (a process started or resumed), "step", "disclosure" (something that depends on the private data
+was written out, and ε does not cover it), "diagnostic", "recovered" (the line before was torn by a crash), "end".
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class Ledger:
         for run in contents.runs:
             if run["plan_hash"] != plan.hash:
                 raise LedgerError(
-                    f"{path} was written under the plan {run['plan_hash'][:12]}, and this one is {plan.hash[:12]}: data, "
-                    "batch size, noise or steps differ. Resume with the configuration of the first run"
+                    f"{path} was written under the plan {run['plan_hash'][:12]}, and this one is {plan.hash[:12]}: "
+                    "data, batch size, noise or steps differ. Resume with the configuration of the first run"
                 )
         ledger = cls(path, os.open(path, os.O_WRONLY | os.O_APPEND), reader.chain, contents.num_steps)
         if not reader.ends_with_newline:
@@ -255,7 +255,7 @@ def read_ledger(path: str | Path) -> LedgerContents:
     been, a step, that step is charged.
 
     Raises:
-        LedgerError: the file is missing, or a line was edited, lost, moved or added; the message gives the line's number.
+        LedgerError: the file is missing, or a line was edited, lost, moved or added; the message gives its number.
     """
     return _Reader(Path(path)).contents
 

@@ -1,8 +1,8 @@
 """The plan: every number the guarantee rests on, fixed before the run.
 
-Place in the flow: made from the privacy configuration, the public number of units and the number of steps. The sampler,
-the noise and the privacy event all come from it and from nothing else, so they can't drift apart. Microbatch size, number
-of machines, engine and precision are not in it: they can't change ε.
+Place in the flow: made from the privacy configuration, the public number of units and the number of steps. The
+sampler, the noise and the privacy event all come from it and from nothing else, so they can't drift apart. Microbatch
+size, number of machines, engine and precision are not in it: they can't change ε.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PrivacyPlan:
             ),
             "0 <= noise_multiplier < inf": 0 <= self.noise_multiplier < math.inf,
             "0 < clip_norm < inf": 0 < self.clip_norm < math.inf,
-            "0 < delta < 1/num_units": self.num_units >= 1 and 0 < self.delta and self.delta * self.num_units < 1,
+            "0 < delta < 1/num_units": self.num_units >= 1 and self.delta > 0 and self.delta * self.num_units < 1,
             f"unit in {UNITS}": self.unit in UNITS,
             f"adjacency in {ADJACENCIES}": self.adjacency in ADJACENCIES,
         }
@@ -178,8 +178,8 @@ def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int) -> Privacy
     delta = privacy.delta if privacy.delta is not None else 1 / (10 * num_units)
     if delta * num_units >= 1:
         raise ValueError(
-            f"delta={delta:g} is not below 1/N = {1 / num_units:.3g} for N={num_units} units: publishing one unit outright "
-            f"would satisfy it. Take 1/(10 N) = {1 / (10 * num_units):.3g}, or leave delta out"
+            f"delta={delta:g} is not below 1/N = {1 / num_units:.3g} for N={num_units} units: publishing one unit "
+            f"outright would satisfy it. Take 1/(10 N) = {1 / (10 * num_units):.3g}, or leave delta out"
         )
     rate = size / num_units
     noise_multiplier, max_batch_size = _noise_and_bound(privacy, rate, num_units, num_steps, delta)

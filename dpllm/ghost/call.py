@@ -37,8 +37,10 @@ class Call:
     """How a module was called, with its tensors taken out, so that they can be saved by autograd and put back."""
 
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Keep everything but the tensors."""
+        """Keep everything but the tensors, and the automatic mixed precision under which the call was made."""
         self.module = module
+        device = next((p.device.type for p in module.parameters()), "cpu")
+        self._autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.tensors = list(flatten_tensors((args, kwargs)))
         self._frame = replace_tensors((args, kwargs), iter([torch.empty(0)] * len(self.tensors)))
 
@@ -50,4 +52,6 @@ class Call:
     def again(self, parameters: dict[str, Tensor], tensors: list[Tensor]) -> Any:
         """Call the module once more, with other values of the named parameters."""
         args, kwargs = replace_tensors(self._frame, iter(tensors))
-        return functional_call(self.module, parameters, args, kwargs)
+        device, dtype, enabled = self._autocast
+        with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+            return functional_call(self.module, parameters, args, kwargs)

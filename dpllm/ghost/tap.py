@@ -26,8 +26,10 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.receive(grad_output, list(ctx.saved_tensors))
-        return grad_output, *([None] * (1 + len(ctx.saved_tensors)))
+        saved = list(ctx.saved_tensors)  # once: activation checkpointing recomputes at every access
+        num_saved = len(saved)
+        ctx.receive(grad_output, saved)
+        return grad_output, *([None] * (1 + num_saved))
 
 
 def tap(output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:

@@ -1,0 +1,41 @@
+"""Shared by all tests: one thread per process, no progress bars, no Hub."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.manual_seed(0)
+    yield
+
+
+def tiny_llama_config(**changes):
+    from transformers import LlamaConfig
+
+    settings = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 24,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**{**settings, **changes})
+
+
+@pytest.fixture
+def tiny_llama():
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM(tiny_llama_config())

@@ -1,0 +1,409 @@
+"""What the clipper refuses, and that it says which module, why, and what to do."""
+
+import pytest
+import torch
+from torch import nn
+
+from dpllm import GhostClipper, GhostError, per_sequence_loss
+
+
+class Net(nn.Module):
+    """Rows of 3 features to one loss per row, with a module in the middle."""
+
+    def __init__(self, middle=None):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.middle = middle if middle is not None else nn.Identity()
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))[:, 0] ** 2
+
+
+def x(rows=5):
+    return torch.randn(rows, 3)
+
+
+def reference(model, inputs, clip_norm):
+    """Clip each row's autograd gradient and add up."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    total = [torch.zeros_like(p) for p in parameters]
+    for row in inputs:
+        grads = torch.autograd.grad(model(row[None]).sum(), parameters)
+        norm = torch.sqrt(sum(g.square().sum() for g in grads))
+        for t, g in zip(total, grads, strict=True):
+            t += g * min(1.0, float(clip_norm / norm))
+    return total
+
+
+def assert_clipped_sum(model, inputs, clip_norm=0.5):
+    expected = reference(model, inputs, clip_norm)
+    clipper = GhostClipper(model, clip_norm)
+    clipper.backward(model(inputs))
+    for p, e in zip((p for p in model.parameters() if p.requires_grad), expected, strict=True):
+        torch.testing.assert_close(p.grad, e, rtol=1e-4, atol=1e-6)
+    clipper.remove()
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(4))
+
+    def forward(self, h):
+        return h * (1 + self.gain)
+
+
+class Power(nn.Module):
+    """Not affine in its parameter: served by the per-row fallback."""
+
+    def __init__(self):
+        super().__init__()
+        self.exponent = nn.Parameter(torch.rand(4) + 1)
+
+    def forward(self, h):
+        return h.abs().clamp_min(0.1) ** self.exponent
+
+
+class Bank(nn.Module):
+    """Parameters in a container without a forward pass of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.items = nn.ParameterDict({"a": nn.Parameter(torch.rand(4, 4)), "b": nn.Parameter(torch.rand(4))})
+
+    def forward(self, h):
+        return torch.tanh(h @ self.items["a"]) + self.items["b"]
+
+
+MODULES = {
+    "scale": Scale,
+    "power": Power,
+    "bank": Bank,
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "rms": lambda: nn.RMSNorm(4),
+}
+
+
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES.keys())
+def test_modules_of_any_class_are_exact(make):
+    """A module that no rule names is either recognised as a scale or differentiated row by row."""
+    assert_clipped_sum(Net(make()), x())
+
+
+def test_a_module_used_twice_adds_up_before_the_norm():
+    """A shared block is one parameter."""
+    block = nn.Linear(4, 4)
+    assert_clipped_sum(Net(nn.Sequential(block, nn.Tanh(), block)), x())
+
+
+def test_gradients_add_to_what_stood_there():
+    """Accumulation over microbatches, and over what the user put there."""
+    model, inputs = Net(), x(6)
+    clipper = GhostClipper(model, 0.5)
+    clipper.backward(model(inputs))
+    whole = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    clipper.backward(model(inputs[:2]))
+    clipper.backward(model(inputs[2:]))
+    for p, w in zip(model.parameters(), whole, strict=True):
+        torch.testing.assert_close(p.grad, w)
+
+
+def test_remove_leaves_the_model_as_it_was():
+    """After remove() ordinary training works as if nothing had happened."""
+    model, inputs = Net(), x()
+    model(inputs).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    clipper = GhostClipper(model, 0.5)
+    clipper.backward(model(inputs))
+    clipper.remove()
+    model.zero_grad()
+    model(inputs).sum().backward()
+    for p, b in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.grad, b)
+    assert not model._forward_hooks and not model.first._forward_hooks and not model.first._forward_pre_hooks
+
+
+def test_evaluation_between_forward_passes_changes_nothing():
+    """generate() and evaluation under no_grad may run while the clipper is attached."""
+    model, inputs = Net(), x()
+    clipper = GhostClipper(model, 0.5)
+    with torch.no_grad():
+        model(inputs)
+        model.first(inputs)
+    assert all(p.requires_grad for p in model.parameters())
+    clipper.backward(model(inputs))
+    assert model.first.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("losses", "match"),
+    [
+        (lambda net: net(x()).mean(), r"shape \(\).*one loss per row"),
+        (lambda net: net(x())[:, None], r"shape \(5, 1\)"),
+        (lambda net: net(x()).detach(), "no graph"),
+        (lambda net: net(x())[:0], r"shape \(0,\)"),
+    ],
+    ids=["scalar", "column", "no graph", "empty"],
+)
+def test_losses_of_another_form_are_refused(losses, match):
+    """A batch mean or a broadcast column can't be clipped per unit."""
+    net = Net()
+    clipper = GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match=match):
+        clipper.backward(losses(net))
+
+
+@pytest.mark.parametrize(
+    ("index", "match"),
+    [
+        (torch.zeros(4, dtype=torch.int64), r"shape \(4,\)"),
+        (torch.zeros(5), "dtype torch.float32"),
+        (torch.tensor([0, 1, -2, 0, 1]), "contains -2"),
+    ],
+)
+def test_a_wrong_unit_index_is_refused(index, match):
+    """Rows must be assigned to units one by one."""
+    net = Net()
+    clipper = GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match=match):
+        clipper.backward(net(x()), index)
+
+
+COUPLED = {
+    "batch norm": (lambda: Net(nn.BatchNorm1d(4)), r"middle \(BatchNorm1d\) couples the rows"),
+    "instance norm": (lambda: Net(nn.InstanceNorm1d(4)), "InstanceNorm1d"),
+    "named like a router": (
+        lambda: Net(type("MixtralSparseMoeBlock", (nn.Identity,), {})()),
+        "MixtralSparseMoeBlock.*load-balancing",
+    ),
+    "renormalised table": (lambda: Net(nn.Embedding(5, 4, max_norm=1.0)), "middle: max_norm"),
+    "frequency-scaled table": (lambda: Net(nn.Embedding(5, 4, scale_grad_by_freq=True)), "middle: scale_grad_by_freq"),
+    "nothing trainable": (lambda: Net().requires_grad_(False), "no trainable parameter"),
+    "data parallel": (lambda: nn.DataParallel(Net()), "DataParallel"),
+}
+
+
+@pytest.mark.parametrize(("make", "match"), COUPLED.values(), ids=COUPLED.keys())
+def test_models_that_cannot_be_right_are_refused_at_once(make, match):
+    """The path, the reason and the remedy, before any training."""
+    with pytest.raises(GhostError, match=match):
+        GhostClipper(make(), 1.0)
+
+
+def test_a_compiled_model_is_refused():
+    """torch.compile may fuse layers away from under the hooks."""
+    with pytest.raises(GhostError, match="torch.compile"):
+        GhostClipper(torch.compile(Net()), 1.0)
+    net = Net()
+    net.middle.compile()
+    with pytest.raises(GhostError, match="middle was compiled"):
+        GhostClipper(net, 1.0)
+
+
+def test_a_router_loss_in_the_config_is_refused():
+    """MoE with a batch-coupled loss."""
+    net = Net()
+    net.config = type("Config", (), {"output_router_logits": True})()
+    with pytest.raises(GhostError, match="output_router_logits"):
+        GhostClipper(net, 1.0)
+
+
+class Centred(nn.Module):
+    """Couples rows without a telling name."""
+
+    def forward(self, h):
+        return h - h.mean(0)
+
+
+class Cumulative(nn.Module):
+    """Couples rows in one direction only."""
+
+    def forward(self, h):
+        return torch.cumsum(h, 0)
+
+
+@pytest.mark.parametrize("middle", [Centred(), Cumulative()])
+def test_rows_that_depend_on_each_other_are_found_by_measurement(middle):
+    """The first batch shows whether a row's loss has a gradient in another row."""
+    net = Net(middle)
+    clipper = GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match=r"loss of row \d depends on row \d"):
+        clipper.backward(net(x()))
+
+
+def test_a_parameter_without_part_in_the_loss_is_refused():
+    """Nothing is silently not trained."""
+    net = Net()
+    net.unused = nn.Linear(2, 2)
+    clipper = GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match=r"No gradient reached 2 trainable.*unused\.weight"):
+        clipper.backward(net(x()))
+
+
+class Borrower(nn.Module):
+    """Uses the weight of another module instead of calling it."""
+
+    def __init__(self, lender):
+        super().__init__()
+        self.lender = [lender]
+
+    def forward(self, h):
+        return nn.functional.linear(h, self.lender[0].weight)
+
+
+def test_a_weight_used_outside_its_module_is_refused():
+    """Its gradient would silently be missing from norm and sum."""
+    block = nn.Linear(4, 4)
+    net = Net(nn.Sequential(block, Borrower(block)))
+    clipper = GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match=r"middle\.0\.weight is used by linear\(\) outside"):
+        clipper.backward(net(x()))
+
+
+def test_backward_on_the_loss_itself_is_refused():
+    """It would bypass clipping; no gradient of a parameter comes out of it."""
+    net = Net()
+    GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match=r"GhostClipper\.backward"):
+        net(x()).sum().backward()
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_module_called_on_its_own_is_refused():
+    """A use outside the model's forward pass would not be seen."""
+    net = Net()
+    GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match="first was called on its own"):
+        net.first(x())
+
+
+class Transposed(nn.Module):
+    """Moves the rows away from the first dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+
+    def forward(self, h):
+        return self.inner(h.T).T
+
+
+def test_rows_that_leave_the_first_dimension_are_refused():
+    """Features would be taken for rows."""
+    net = Net(Transposed())
+    clipper = GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match=r"middle\.inner.*works on 4 rows, the losses on 5"):
+        clipper.backward(net(x(5)))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.rand(2, 4))
+
+    def forward(self, h):
+        return h * self.p[0], h * self.p[1]
+
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pair = Pair()
+
+    def forward(self, h):
+        return self.pair(h)[0]
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.rand(2, 4))
+
+    def forward(self, h):
+        return nn.functional.dropout(h * self.p[0] + self.p[1], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [(First(), r"pair \(Pair\).*returns tuple"), (Noisy(), r"middle \(Noisy\).*can't be computed")],
+    ids=["several outputs", "random inside"],
+)
+def test_modules_the_fallback_cannot_serve_are_refused(module, match):
+    """Per-row differentiation needs one output and no randomness."""
+    net = Net(module)
+    clipper = GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match=match):
+        clipper.backward(net(x()))
+
+
+class ShiftedTable(nn.Embedding):
+    """A table whose output isn't a scaled lookup."""
+
+    def forward(self, index):
+        return super().forward(index).cumsum(1)
+
+
+class Bag(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, index):
+        return self.last(self.table(index)).sum((1, 2))
+
+
+def test_a_table_that_is_no_lookup_is_refused():
+    """An overridden forward is read by probing, and the reading is verified."""
+    net = Bag(ShiftedTable(7, 4))
+    clipper = GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match=r"table \(ShiftedTable\) is no scaled lookup"):
+        clipper.backward(net(torch.randint(0, 7, (3, 4))))
+
+
+def test_an_index_without_rows_is_refused():
+    """A (T,) index leaves open whose gradient is whose."""
+    net = Bag(nn.Embedding(7, 4))
+    clipper = GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match=r"table: the index has shape \(4,\)"):
+        clipper.backward(net(torch.randint(0, 7, (4,))))
+
+
+def test_padding_rows_get_no_gradient_even_if_they_are_not_finite():
+    """unit_index -1: weight 0, also for a row whose forward pass overflows."""
+    net, inputs = Net(), x(3)
+    clipper = GhostClipper(net, 0.5)
+    clipper.backward(net(inputs[:2]))
+    alone = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    inputs[2] = float("inf")
+    result = clipper.backward(net(inputs), torch.tensor([0, 1, -1]))
+    assert result.norms.shape == (2,)
+    for p, a in zip(net.parameters(), alone, strict=True):
+        torch.testing.assert_close(p.grad, a)
+
+
+def test_only_padding_rows_leave_zero_gradients():
+    """An empty step still has a gradient to add noise to."""
+    net = Net()
+    clipper = GhostClipper(net, 0.5)
+    result = clipper.backward(net(x(1)), torch.tensor([-1]))
+    assert result.norms.numel() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
+
+
+def test_a_nonfinite_unit_contributes_exactly_zero(tiny_llama):
+    """And every other unit contributes what it would without it."""
+    ids = torch.randint(3, 61, (3, 6))
+    clipper = GhostClipper(tiny_llama, 0.1)
+    clipper.backward(per_sequence_loss(tiny_llama(input_ids=ids[:2]).logits, ids[:2]))
+    alone = [p.grad.clone() for p in tiny_llama.parameters()]
+    tiny_llama.zero_grad()
+    scale = torch.tensor([1.0, 1.0, float("nan")])
+    result = clipper.backward(per_sequence_loss(tiny_llama(input_ids=ids).logits, ids) * scale)
+    assert result.num_nonfinite == 1 and float(result.factors[2]) == 0.0
+    for p, a in zip(tiny_llama.parameters(), alone, strict=True):
+        torch.testing.assert_close(p.grad, a, rtol=1e-4, atol=1e-7)

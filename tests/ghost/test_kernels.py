@@ -1,0 +1,61 @@
+"""The arithmetic: every product equals its float64 definition, and accumulates in float32."""
+
+import pytest
+import torch
+
+from dpllm.ghost import kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gram_norms_equal_the_norm_of_the_instance(dtype):
+    """Several layers on one input: the sum of their squared gradient norms."""
+    a = torch.randn(3, 7, 5).to(dtype)
+    grads = [torch.randn(3, 7, 4).to(dtype), torch.randn(3, 7, 6).to(dtype)]
+    sq_norm, mass = kernels.gram_norms(a, grads)
+    expected = sum(torch.einsum("btd,btp->bdp", a.double(), g.double()).square().sum((1, 2)) for g in grads)
+    torch.testing.assert_close(sq_norm.double(), expected, rtol=1e-5 if dtype != torch.float64 else 1e-12, atol=0)
+    exact_mass = sum((a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1).square() for g in grads)
+    assert (mass.double() >= exact_mass * (1 - 1e-5)).all()
+    assert sq_norm.dtype == kernels.accumulation_dtype(dtype)
+
+
+def test_gram_norms_do_not_depend_on_the_chunking(monkeypatch):
+    """Rows are walked in chunks to bound memory."""
+    a, g = torch.randn(5, 4, 3), torch.randn(5, 4, 2)
+    whole = kernels.gram_norms(a, [g])
+    monkeypatch.setattr(kernels, "_MAX_GRAM_ENTRIES", 16)
+    for part, all_at_once in zip(kernels.gram_norms(a, [g]), whole, strict=True):
+        torch.testing.assert_close(part, all_at_once)
+
+
+def test_lookup_outer_inner_is_the_inner_product_of_the_gradients():
+    """The tied head's cross term."""
+    index, right = torch.randint(0, 9, (2, 5)), torch.randn(2, 5, 3, dtype=torch.float64)
+    left2, right2 = torch.randn(2, 4, 9, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)
+    one_hot = torch.nn.functional.one_hot(index, 9).double()
+    first = torch.einsum("btv,btr->bvr", one_hot, right)
+    second = torch.einsum("btv,btr->bvr", left2, right2)
+    torch.testing.assert_close(kernels.lookup_outer_inner(index, right, left2, right2), (first * second).sum((1, 2)))
+
+
+@pytest.mark.parametrize("widths", [(3, 8), (8, 3)])
+def test_weighted_outer_scales_in_the_accumulator(widths):
+    """bfloat16 factors are scaled after their conversion: the sum equals the float64 one to float32 rounding."""
+    left, right = torch.randn(4, 6, widths[0]).bfloat16(), torch.randn(4, 6, widths[1]).bfloat16()
+    factor = torch.rand(4)
+    total = torch.zeros(*widths)
+    kernels.add_weighted_outer_(total, left, right, factor)
+    expected = torch.einsum("b,btl,btr->lr", factor.double(), left.double(), right.double())
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_exact_matmul_overrides_and_restores_the_process_setting():
+    """A user's TF32 or bfloat16 setting must not reach norms and sums."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with kernels.exact_matmul():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,72 @@
+"""One loss per row, from that row alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dpllm.losses import classification_loss, per_sequence_loss, seq2seq_loss
+
+
+def test_each_row_is_averaged_over_its_own_targets():
+    """Not over the batch's tokens: a row's loss must not depend on the lengths of others."""
+    logits, labels = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
+    labels[1, 3:] = -100
+    labels[2, :4] = -100
+    losses = per_sequence_loss(logits, labels)
+    for row in range(3):
+        expected = F.cross_entropy(logits[row, :-1], labels[row, 1:], ignore_index=-100)
+        torch.testing.assert_close(losses[row], expected)
+
+
+def test_a_row_alone_has_the_loss_it_has_in_the_batch():
+    """Padding and company change nothing."""
+    logits, labels = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
+    labels[0, 3:] = -100
+    alone = per_sequence_loss(logits[:1, :3], labels[:1, :3])
+    torch.testing.assert_close(per_sequence_loss(logits, labels)[:1], alone)
+
+
+def test_a_row_without_targets_has_loss_zero_and_no_gradient():
+    """A padding row must not turn into NaN."""
+    logits = torch.randn(2, 4, 7, requires_grad=True)
+    labels = torch.randint(0, 7, (2, 4))
+    labels[1] = -100
+    losses = per_sequence_loss(logits, labels)
+    losses.sum().backward()
+    assert float(losses[1].detach()) == 0 and not logits.grad[1].any()
+
+
+def test_seq2seq_labels_are_not_shifted():
+    """An encoder-decoder's labels are aligned with its logits."""
+    logits, labels = torch.randn(2, 4, 7), torch.randint(0, 7, (2, 4))
+    expected = torch.stack([F.cross_entropy(logits[b], labels[b]) for b in range(2)])
+    torch.testing.assert_close(seq2seq_loss(logits, labels), expected)
+
+
+def test_classification():
+    """Cross-entropy per row."""
+    logits, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    torch.testing.assert_close(classification_loss(logits, labels), F.cross_entropy(logits, labels, reduction="none"))
+
+
+def test_bfloat16_logits_give_float32_losses():
+    """A softmax over a vocabulary in bfloat16 would lose the loss."""
+    assert (
+        per_sequence_loss(torch.randn(2, 4, 7).bfloat16(), torch.zeros(2, 4, dtype=torch.int64)).dtype == torch.float32
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "logits", "labels"),
+    [
+        (per_sequence_loss, (2, 4, 7), (2, 5)),
+        (per_sequence_loss, (2, 7), (2,)),
+        (seq2seq_loss, (2, 4, 7), (2,)),
+        (classification_loss, (2, 7), (2, 1)),
+        (classification_loss, (2, 4, 7), (2,)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(loss, logits, labels):
+    """Broadcasting would mix rows."""
+    with pytest.raises(ValueError, match="are needed; they are"):
+        loss(torch.zeros(logits), torch.zeros(labels, dtype=torch.int64))
