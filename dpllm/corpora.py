@@ -10,8 +10,10 @@ that is imported only when asked for, so that the library itself doesn't depend 
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -77,9 +79,11 @@ def chitchat() -> list[dict[str, Any]]:
         ConfigError: the package `chitchat-dataset` is not installed.
     """
     package = _import("chitchat_dataset", "chitchat")
+    # The package's own reader leaves its file open.
+    chats = json.loads(Path(str(package.__file__)).with_name("dataset.json").read_text(encoding="utf-8"))
     return [
         {"text": message["text"], "sender": message["sender"], "conversation": conversation}
-        for conversation, chat in package.Dataset().items()
+        for conversation, chat in chats.items()
         for turn in chat["messages"]
         for message in turn
     ]

@@ -280,7 +280,7 @@ class _Reader:
             lines.pop()
         self._read(lines)
         if not self.contents.runs:
-            raise LedgerError(f"{path} names no run: a ledger starts with one")
+            raise LedgerError(f"{path} names no run, so nothing was charged: start in an empty output folder")
 
     def _read(self, lines: list[str]) -> None:
         # The step number is kept here: counting the history anew for each line would take quadratic time.

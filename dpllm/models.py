@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
@@ -192,6 +193,9 @@ def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels:
     except ValueError as error:
         raise ConfigError(f"model.config: transformers knows no model_type {kind!r}") from error
     known = {*default.to_dict(), *default.attribute_map, "num_labels"}
+    if default.is_encoder_decoder:
+        known.add("decoder_start_token_id")
+        arguments.setdefault("decoder_start_token_id", tokenizer.pad_token_id)
     for key in arguments:
         if key not in known:
             raise ConfigError(f"model.config: a {kind} configuration has no '{key}'{nearest(str(key), known)}")
@@ -203,7 +207,7 @@ def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels:
     try:
         config: PreTrainedConfig = AutoConfig.for_model(kind, **{**arguments, **labels})
         return AUTO_MODEL[model.task].from_config(config, dtype=DTYPES[model.dtype])
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"model.config: {_one_line(error)}") from error
 
 

@@ -35,6 +35,10 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
 HELD_OUT_SEED = 20240229
 """Public constant that fixes which record numbers `eval_fraction` holds out."""
 
+_EMPTY = "empty data set: there is no record to train on; check path, split and limit"
+# What the readers of `datasets` say of a file without records; each says it in its own way.
+_NO_RECORDS = ("corresponds to no data", "at least one example", "No columns to parse", "BatchSize must be greater")
+
 
 class DataError(ValueError):
     """A data set that can't be trained on as it is; the message names what, where, and the remedy."""
@@ -110,7 +114,7 @@ def check_records(records: datasets.Dataset, config: DataConfig, source: str) ->
             record with one); a text column that doesn't hold text.
     """
     if len(records) == 0:
-        raise DataError(f"{source}: empty data set: there is no record to train on; check path, split and limit")
+        raise DataError(f"{source}: {_EMPTY}")
     for name in required_columns(config):
         check_column(records.column_names, name, source)
         column = records.with_format("arrow")[:][name]
@@ -185,8 +189,10 @@ def _load_local(path: str, files: list[str], split: str) -> datasets.Dataset:
     data_files = {split.partition("[")[0] or "train": files}
     try:
         return datasets.load_dataset(builder, data_files=data_files, split=split, **options)
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError, StopIteration) as error:
         cause = error.__cause__ or error
+        if isinstance(cause, StopIteration) or any(words in str(cause) for words in _NO_RECORDS):
+            raise DataError(f"{path}: {_EMPTY}") from error
         raise DataError(f"{path}: can't be read as {builder}: {type(cause).__name__}: {_one_line(cause)}") from error
 
 

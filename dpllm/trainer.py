@@ -218,6 +218,11 @@ class DPTrainer(Trainer):
             done = private_step(self._clipper, batch, self._loss_per_row, self.plan, self._engine, self.ledger)
         if done.num_nonfinite:
             self.ledger.append_diagnostic("units with a non-finite gradient, contributing zero", done.num_nonfinite)
+            logger.warning_once(
+                "Some units have a non-finite gradient and contribute nothing; the report counts them. If the loss "
+                "doesn't fall, look for "
+                "overflow: a lower learning rate, bf16 instead of fp16 weights."
+            )
         return torch.tensor(done.mean_loss, device=self.args.device)
 
     def _rows(self, numbers: np.ndarray) -> list[dict[str, Any]]:

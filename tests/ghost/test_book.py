@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper, GhostError, per_sequence_loss
+from dpllm.ghost.book import Book
 
 
 class Net(nn.Module):
@@ -195,7 +196,7 @@ def test_models_that_cannot_be_right_are_refused_at_once(make, match):
 
 def test_a_compiled_model_is_refused():
     """torch.compile may fuse layers away from under the hooks."""
-    with pytest.raises(GhostError, match="torch.compile"):
+    with pytest.raises(GhostError, match=r"torch\.compile"):
         GhostClipper(torch.compile(Net()), 1.0)
     net = Net()
     net.middle.compile()
@@ -384,6 +385,15 @@ def test_padding_rows_get_no_gradient_even_if_they_are_not_finite():
     assert result.norms.shape == (2,)
     for p, a in zip(net.parameters(), alone, strict=True):
         torch.testing.assert_close(p.grad, a)
+
+
+def test_the_loss_of_a_padding_row_has_weight_zero():
+    """Nothing comes back from it in the backward pass, before any factor is applied."""
+    net = Net()
+    book = Book(net)
+    book.backward(net(x(3)), torch.tensor([0, -1, 1]), num_units=2)
+    for (contribution,) in book._contributions.values():
+        assert not contribution.grad[1].any() and contribution.grad[[0, 2]].any()
 
 
 def test_only_padding_rows_leave_zero_gradients():

@@ -1,0 +1,85 @@
+"""How good a model is on held-out records: perplexity per token, or accuracy.
+
+Place in the flow: before and after the private steps. What is measured on private records is not covered by ε, not even
+when they were never trained on: note it with `DPTrainer.disclose`, and the report counts it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpllm.data import RowCollator
+from dpllm.losses import IGNORE, classification_loss, per_sequence_loss, seq2seq_loss
+from dpllm.records import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One figure for a whole data set."""
+
+    name: str
+    """"perplexity" (exp of the mean loss per target token) or "accuracy"."""
+    value: float
+    """The figure."""
+    loss: float
+    """Mean loss in nats: per target token, or per record for a classifier."""
+
+
+@torch.no_grad()
+def measure(model: nn.Module, rows: datasets.Dataset, collator: RowCollator, max_rows: int = 64) -> Measurement:
+    """Return the model's perplexity, or its accuracy for a classifier, over all rows.
+
+    Every target token has the same weight, whatever the row it stands in. The model is left in the mode it was in.
+
+    Args:
+        model: a transformers model, on the device where it shall run.
+        rows: tokenized rows, as `dpllm.data.tokenize_records` makes them.
+        collator: knows the task.
+        max_rows: rows of a forward pass.
+
+    Raises:
+        DataError: there is no row, or no target in any.
+    """
+    order = np.argsort([-len(ids) for ids in rows["input_ids"]], kind="stable")
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    loss = correct = count = 0.0
+    for start in range(0, len(order), max_rows):
+        batch = collator(list(rows.select(order[start : start + max_rows])))
+        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        labels = inputs["labels"]
+        weights, losses, hits = _score(model, inputs, labels, collator.task)
+        loss += float((losses.double() * weights).sum())
+        correct += hits
+        count += float(weights.sum())
+    model.train(was_training)
+    if count == 0:
+        raise DataError("no held-out row has a target: nothing can be measured on them")
+    if collator.task == "sequence_classification":
+        return Measurement(name="accuracy", value=correct / count, loss=loss / count)
+    return Measurement(name="perplexity", value=_exp(loss / count), loss=loss / count)
+
+
+def _score(model: nn.Module, inputs: dict[str, Any], labels: Tensor, task: str) -> tuple[Tensor, Tensor, float]:
+    """Return per row: how many targets it has and their mean loss; and the number of rows classified correctly."""
+    if task == "seq2seq_lm":
+        logits = model(**inputs).logits
+        return (labels != IGNORE).sum(1), seq2seq_loss(logits, labels), 0.0
+    logits = model(**{name: tensor for name, tensor in inputs.items() if name != "labels"}).logits
+    if task == "sequence_classification":
+        hits = float((logits.argmax(-1) == labels).sum())
+        return torch.ones_like(labels), classification_loss(logits, labels), hits
+    return (labels[:, 1:] != IGNORE).sum(1), per_sequence_loss(logits, labels), 0.0
+
+
+def _exp(loss: float) -> float:
+    """exp, infinite where a float can't hold it."""
+    return math.exp(loss) if loss < 700 else math.inf

@@ -1,0 +1,164 @@
+"""The tests can fail: deleting what privacy rests on turns them red.
+
+Each mutation is one edit to a copy of the package; the tests named beside it are run on the copy, and at least one of them has to
+fail. ``python -m tests.test_mutations`` prints which ones.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One edit, and the tests that must notice it."""
+
+    what: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = [
+    Mutation(
+        "the clip is deleted",
+        "dpllm/clipping.py",
+        "(self.clip_norm * margin / norm_U).clamp_max(1)",
+        "torch.ones_like(norm_U)",
+        ("tests/test_clipping.py", "tests/test_step.py", "tests/ghost/test_book.py"),
+    ),
+    Mutation(
+        "the noise is deleted",
+        "dpllm/noise.py",
+        "grad.add_(noise, alpha=noise_stddev)",
+        "pass",
+        ("tests/test_noise.py", "tests/test_step.py"),
+    ),
+    Mutation(
+        "the noise is not added in the step",
+        "dpllm/step.py",
+        "    engine.add_noise(clipper.parameters, plan.noise_stddev)\n",
+        "",
+        ("tests/test_step.py",),
+    ),
+    Mutation(
+        "padding rows get weight 1",
+        "dpllm/ghost/book.py",
+        "weight_B = (unit_B >= 0).to(loss_B.dtype)",
+        "weight_B = torch.ones_like(loss_B)",
+        ("tests/ghost/test_book.py", "tests/test_step.py"),
+    ),
+    Mutation(
+        "padding rows stay in the sum",
+        "dpllm/ghost/book.py",
+        "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)",
+        "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 1.0, 1.0)",
+        ("tests/ghost/test_book.py", "tests/test_step.py"),
+    ),
+    Mutation(
+        "the cross term of a tied head is deleted",
+        "dpllm/ghost/contributions.py",
+        "sq_norm_U = sq_norm_U + 2 * _unit_inner(x, y, rows)",
+        "pass",
+        ("tests/ghost/test_contributions.py",),
+    ),
+    Mutation(
+        "the cross term between a unit's rows is deleted",
+        "dpllm/ghost/contributions.py",
+        "first_N, second_N, weight_N = rows.pairs",
+        "first_N, second_N, weight_N = (t[rows.pairs[0] == rows.pairs[1]] for t in rows.pairs)",
+        ("tests/ghost/test_contributions.py",),
+    ),
+    Mutation(
+        "non-finite units stay in the sum",
+        "dpllm/clipping.py",
+        "finite_U = torch.isfinite(upper_U)",
+        "finite_U = torch.ones_like(upper_U, dtype=torch.bool)",
+        ("tests/test_clipping.py", "tests/ghost/test_book.py"),
+    ),
+    Mutation(
+        "the sum is divided by the realised batch",
+        "dpllm/step.py",
+        "_scale(clipper.parameters, 1 / plan.expected_batch_size)",
+        "_scale(clipper.parameters, 1 / max(1, num_units))",
+        ("tests/test_step.py",),
+    ),
+    Mutation(
+        "the step is not charged",
+        "dpllm/step.py",
+        "    ledger.append_step(ledger.num_steps, plan.step)\n",
+        "",
+        ("tests/test_step.py",),
+    ),
+    Mutation(
+        "the loss is averaged over the batch's tokens",
+        "dpllm/losses.py",
+        "tokens_BT.sum(1) / (target_BT != IGNORE).sum(1).clamp_min(1)",
+        "tokens_BT.sum(1) / (target_BT != IGNORE).sum().clamp_min(1)",
+        ("tests/test_losses.py",),
+    ),
+    Mutation(
+        "the sampler ignores the sampling rate",
+        "dpllm/sampling.py",
+        "rng.binomial(self.num_units, self.sampling_rate)",
+        "rng.binomial(self.num_units, 0.5)",
+        ("tests/test_sampling.py",),
+    ),
+]
+
+
+def failing_tests(mutation: Mutation) -> tuple[int, list[str]]:
+    """Run the mutation's tests on a mutated copy; return pytest's exit code and the names of the tests that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("dpllm", "tests"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        target = copy / mutation.file
+        source = target.read_text()
+        assert source.count(mutation.before) == 1, f"{mutation.file} no longer contains {mutation.before!r} once"
+        target.write_text(source.replace(mutation.before, mutation.after))
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-x",
+            "-rf",
+            *mutation.tests,
+        ]
+        if __name__ == "__main__":
+            command.remove("-x")
+        run = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+        return run.returncode, re.findall(r"^FAILED (\S+)", run.stdout, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.what)
+def test_a_deletion_turns_a_test_red(mutation):
+    """Exit code 1 means that tests ran and some failed; a copy that can't be imported would not count."""
+    code, failed = failing_tests(mutation)
+    assert code == 1 and failed, f"{mutation.what}: exit code {code}, no test failed"
+
+
+def main() -> None:
+    for mutation in MUTATIONS:
+        code, failed = failing_tests(mutation)
+        print(f"{mutation.what}: {len(failed)} red (exit code {code})")
+        for name in failed:
+            print(f"    {name}")
+
+
+if __name__ == "__main__":
+    main()

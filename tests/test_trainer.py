@@ -1,0 +1,330 @@
+"""The Trainer door: private steps counted by the Trainer's loop, and everything refused that would make ε untrue."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from dpllm import DPTrainer, PrivacyConfig, per_sequence_loss
+from dpllm.accounting import epsilon
+from dpllm.config import ConfigError
+from dpllm.ledger import LedgerError, read_ledger
+from dpllm.plan import PrivacyPlan
+from tests.conftest import tiny_llama_config
+
+FILES = ("privacy_plan.json", "privacy_ledger.jsonl", "privacy_report.md", "privacy_report.json")
+
+
+def rows(count=64, **more):
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, 9, (count,), generator=generator)
+    ids = [torch.randint(3, 61, (int(n),), generator=generator).tolist() for n in lengths]
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, **more})
+
+
+def privacy(**changes):
+    settings = {"noise_multiplier": 1.0, "clip_norm": 0.5, "expected_batch_size": 16, "delta": 1e-3}
+    return PrivacyConfig(**{**settings, **changes})
+
+
+def arguments(folder, **changes):
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 4,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(**{**settings, **changes})
+
+
+def trainer(folder, model=None, dataset=None, config=None, args=None, **more):
+    return DPTrainer(
+        model=model or LlamaForCausalLM(tiny_llama_config()),
+        args=args or arguments(folder),
+        privacy=config or privacy(),
+        train_dataset=rows() if dataset is None else dataset,
+        **more,
+    )
+
+
+def test_a_run_leaves_model_plan_ledger_and_a_report_whose_epsilon_is_the_ledgers(tmp_path):
+    """The main path."""
+    run = trainer(tmp_path)
+    before = [p.clone() for p in run.model.parameters()]
+    run.train()
+    run.save_model()
+    assert all(not torch.equal(b, p) for b, p in zip(before, run.model.parameters(), strict=True))
+    assert all((tmp_path / name).exists() for name in FILES)
+    plan, ledger = PrivacyPlan.load(tmp_path / FILES[0]), read_ledger(tmp_path / FILES[1])
+    assert plan == run.plan and ledger.history == [(plan.step, 4)] and run.state.global_step == 4
+    assert run.epsilon == epsilon([(plan.step, 4)], plan.delta, plan.adjacency) > 0
+    assert json.loads((tmp_path / FILES[3]).read_text()) == run.privacy_report()
+    logged = [entry["epsilon"] for entry in run.state.log_history if "epsilon" in entry]
+    assert logged == sorted(logged) and logged[-1] == round(run.epsilon, 4)
+    assert ledger.disclosures["training loss (mean of a logging interval)"] == 2
+    LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_without_noise_and_clipping_it_is_ordinary_training(tmp_path):
+    """σ = 0, a clip norm above every gradient and q = 1: SGD on the mean of the rows' losses."""
+    dataset, model = rows(12), LlamaForCausalLM(tiny_llama_config())
+    twin = LlamaForCausalLM(tiny_llama_config())
+    twin.load_state_dict(model.state_dict())
+    config = privacy(noise_multiplier=0.0, clip_norm=1e6, expected_batch_size=12)
+    args = arguments(tmp_path, optim="sgd", learning_rate=0.5, lr_scheduler_type="constant", max_steps=3)
+    trainer(tmp_path, model, dataset, config, args).train()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for _ in range(3):
+        losses = []
+        for row in dataset:
+            ids = torch.tensor([row["input_ids"]])
+            losses.append(twin(input_ids=ids, labels=ids).loss)
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+
+
+def test_the_update_is_bounded_by_lr_c_b(tmp_path):
+    """C = 1e-6, no noise, SGD: what moved is the private gradient and nothing else."""
+    model = LlamaForCausalLM(tiny_llama_config())
+    before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
+    config = privacy(noise_multiplier=0.0, clip_norm=1e-6, expected_batch_size=16, max_batch_size=40)
+    args = arguments(tmp_path, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_steps=1)
+    trainer(tmp_path, model.double(), config=config, args=args).train()
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert 0 < float((after - before).norm()) <= 1e-6 * 40 / 16
+
+
+def test_max_grad_norm_does_not_rescale_the_private_gradient(tmp_path):
+    """The Trainer's own clipping defaults to 1.0; it is off here."""
+    args = arguments(tmp_path)
+    assert args.max_grad_norm == 1.0
+    assert trainer(tmp_path, args=args).args.max_grad_norm == 0.0 and args.max_grad_norm == 1.0
+
+
+def test_epochs_give_the_number_of_steps(tmp_path):
+    """T = ceil(epochs N / b)."""
+    args = arguments(tmp_path, max_steps=-1, num_train_epochs=1.4)
+    run = trainer(tmp_path, args=args)
+    assert run.plan.num_steps == 6  # 1.4 * 64 / 16 = 5.6
+    run.train()
+    assert run.state.global_step == 6 and read_ledger(tmp_path / FILES[1]).num_steps == 6
+
+
+def test_rows_of_one_record_are_one_unit(tmp_path):
+    """A long record cut into several rows counts once."""
+    run = trainer(tmp_path, dataset=rows(64, record=[i // 2 for i in range(64)]))
+    assert run.plan.num_units == 32
+    run.train()
+
+
+def test_user_level(tmp_path):
+    """All rows of a user, at most k of them, clipped together."""
+    config = privacy(unit="user", unit_column="who", max_rows_per_unit=3, expected_batch_size=4, delta=1e-2)
+    run = trainer(tmp_path, dataset=rows(64, who=[f"user {i % 10}" for i in range(64)]), config=config)
+    assert run.plan.num_units == 10 and run.units.num_rows == 30
+    run.train()
+    assert run.privacy_report()
+
+
+def test_peft_encoder_and_seq2seq_models_train(tmp_path):
+    """The default loss per row fits the task."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = get_peft_model(LlamaForCausalLM(tiny_llama_config()), LoraConfig(target_modules="all-linear", r=2))
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+    bert = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=61,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=24,
+            num_labels=3,
+        )
+    )
+    classes = rows().remove_columns("labels").add_column("labels", [i % 3 for i in range(64)])
+    for name, model, dataset in (("lora", lora, rows()), ("t5", t5, rows()), ("bert", bert, classes)):
+        run = trainer(tmp_path / name, model, dataset)
+        run.train()
+        run.save_model()
+        assert run.ledger.num_steps == 4 and (tmp_path / name / FILES[2]).exists()
+    assert (tmp_path / "lora" / "adapter_model.safetensors").exists()
+
+
+def test_bfloat16_autocast_and_checkpointing_train(tmp_path):
+    """Mixed precision and activation checkpointing change nothing in the plan."""
+    args = arguments(tmp_path, bf16=True, gradient_checkpointing=True)
+    trainer(tmp_path, args=args).train()
+
+
+def test_checkpoints_carry_their_own_report_and_resume_continues_the_ledger(tmp_path):
+    """ε at a checkpoint is that of its steps; steps after it stay charged when it is resumed."""
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6)
+
+    class Crash(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                raise RuntimeError("power cut")
+
+    model = LlamaForCausalLM(tiny_llama_config())
+    with pytest.raises(RuntimeError, match="power cut"):
+        trainer(tmp_path, model, args=args, callbacks=[Crash()]).train()
+    first = read_ledger(tmp_path / "checkpoint-2" / FILES[1])
+    assert first.num_steps == 2 and all((tmp_path / "checkpoint-2" / name).exists() for name in FILES)
+    run = trainer(tmp_path, LlamaForCausalLM(tiny_llama_config()), args=args)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    ledger = read_ledger(tmp_path / FILES[1])
+    assert ledger.num_steps == 6 and len(ledger.runs) == 2  # 5 before the crash, 1 after it: the plan's six are used up
+    assert run.state.global_step == 5
+
+
+def test_resume_under_another_plan_is_refused(tmp_path):
+    """Its ε would be that of neither."""
+    trainer(tmp_path, args=arguments(tmp_path, save_strategy="steps", save_steps=2)).train()
+    other = trainer(tmp_path, config=privacy(noise_multiplier=0.5))
+    with pytest.raises(LedgerError, match="was written under the plan"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_an_output_folder_with_a_run_in_it_is_refused(tmp_path):
+    """The record of a model isn't overwritten."""
+    trainer(tmp_path).train()
+    with pytest.raises(ConfigError, match="already holds a private run"):
+        trainer(tmp_path).train()
+
+
+def test_ctrl_c_ends_with_a_checkpoint_and_a_true_report(tmp_path):
+    """The step in progress is finished, saved, charged and reported."""
+
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    run = trainer(tmp_path, callbacks=[Interrupt()])
+    run.train()
+    assert signal.getsignal(signal.SIGINT) == before
+    ledger = read_ledger(tmp_path / FILES[1])
+    assert ledger.num_steps == 2 and ledger.end == "interrupted"
+    assert (tmp_path / "checkpoint-2" / FILES[2]).exists()
+    assert run.epsilon == epsilon([(run.plan.step, 2)], run.plan.delta, run.plan.adjacency)
+
+
+def test_a_second_ctrl_c_stops_at_once_and_still_reports(tmp_path):
+    """What was charged stays charged."""
+
+    class Twice(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, callbacks=[Twice()]).train()
+    ledger = read_ledger(tmp_path / FILES[1])
+    assert ledger.num_steps == 1 and ledger.end == "failed" and (tmp_path / FILES[2]).exists()
+
+
+def test_a_nonfinite_unit_is_a_diagnostic_in_the_report(tmp_path):
+    """The step goes on, the unit counts zero, and the report says so."""
+    config = privacy(expected_batch_size=64)
+
+    def loss(outputs, labels):
+        return per_sequence_loss(outputs.logits, labels) * torch.where(labels[:, 0] == 3, float("inf"), 1.0)
+
+    dataset = rows(64)
+    run = trainer(tmp_path, dataset=dataset, config=config, compute_loss_func=loss)
+    run.train()
+    bad = sum(row["labels"][0] == 3 for row in dataset)
+    assert bad > 0
+    assert read_ledger(tmp_path / FILES[1]).diagnostics == {
+        "units with a non-finite gradient, contributing zero": 4 * bad
+    }
+    assert all(torch.isfinite(p).all() for p in run.model.parameters())
+
+
+def test_evaluation_is_counted_as_not_covered(tmp_path):
+    """The guarantee doesn't cover what evaluation on private rows tells."""
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2)
+    trainer(tmp_path, args=args, eval_dataset=rows(8)).train()
+    assert read_ledger(tmp_path / FILES[1]).disclosures["evaluation during training"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2.*logical batch"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*averages over the batch"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
+        ({"torch_compile": True}, "torch_compile=True"),
+        ({"use_liger_kernel": True}, "use_liger_kernel=True"),
+        ({"optim": "lomo"}, "optim=lomo updates parameters during backward"),
+    ],
+)
+def test_training_arguments_that_cannot_be_kept_private_are_refused(tmp_path, change, match):
+    """By name, with the reason and the remedy, before any training."""
+    with pytest.raises(ConfigError, match=match):
+        trainer(tmp_path, args=arguments(tmp_path, **change))
+
+
+def test_fp16_is_refused(tmp_path):
+    """Its loss scaler skips steps by what the data does."""
+    args = arguments(tmp_path)
+    args.fp16 = True
+    with pytest.raises(ConfigError, match=r"fp16=True.*skips steps"):
+        trainer(tmp_path, args=args)
+
+
+def test_hyper_parameter_search_is_refused(tmp_path):
+    """Each trial costs privacy."""
+    with pytest.raises(ConfigError, match="costs privacy"):
+        trainer(tmp_path).train(trial={"learning_rate": 1.0})
+
+
+def test_a_task_without_a_loss_per_row_is_refused(tmp_path):
+    """Guessing one could couple the rows."""
+    with pytest.raises(ConfigError, match="no default loss per row for LlamaModel"):
+        trainer(tmp_path, LlamaModel(tiny_llama_config()))
+
+
+def test_too_many_units_per_step_and_an_empty_data_set_are_refused(tmp_path):
+    """Before any training."""
+    with pytest.raises(ValueError, match="expected_batch_size=100 exceeds"):
+        trainer(tmp_path, config=privacy(expected_batch_size=100))
+    with pytest.raises(ValueError, match="empty data set"):
+        trainer(tmp_path, dataset=rows(64).select([]))
+
+
+def test_nothing_can_be_reported_or_disclosed_before_training(tmp_path):
+    """There is no ledger yet."""
+    run = trainer(tmp_path)
+    assert isinstance(run, Trainer) and run.epsilon == 0.0
+    with pytest.raises(ValueError, match="nothing to report"):
+        run.privacy_report()
+    with pytest.raises(ValueError, match="no ledger yet"):
+        run.disclose("evaluation")
