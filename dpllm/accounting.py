@@ -13,6 +13,7 @@ A *history* is a list of (`Step`, count) pairs; the order does not matter.
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ _MAX_ONE_STEP_BUCKETS = 2_000_000
 _MAX_COMPOSED_BUCKETS = 30_000_000
 _TRUNCATION_COST = 1e-3
 _MOST_NOISE = 1000.0
+
+
+def tool_version() -> str:
+    """Return the version of the library that computes the privacy loss distributions."""
+    return importlib.metadata.version(TOOL)
 
 
 @dataclass(frozen=True)

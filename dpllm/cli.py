@@ -1,7 +1,7 @@
 """The command line: `dpllm epsilon | calibrate | plan | report`.
 
-Place in the flow: a thin door to accounting, plan and report; nothing is computed here. With `--json` a command prints one
-JSON object and nothing else. What can't be done is one line, `error: ...`, on the error stream, and exit code 2.
+Place in the flow: a thin door to accounting, plan and report; nothing is computed here. With `--json` a command prints
+one JSON object and nothing else. What can't be done is one line, `error: ...`, on the error stream, and exit code 2.
 """
 
 from __future__ import annotations
@@ -84,12 +84,10 @@ def _finite(value: Any) -> Any:
 
 
 def _method(history: accounting.History, adjacency: str) -> dict[str, Any]:
-    from dp_accounting import __version__ as tool_version
-
     return {
         "method": "PLD",
         "tool": accounting.TOOL,
-        "tool_version": tool_version,
+        "tool_version": accounting.tool_version(),
         "discretization": accounting.discretization_used(history, adjacency),
     }
 

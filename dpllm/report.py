@@ -230,7 +230,7 @@ def _accounting(plan: PrivacyPlan, contents: LedgerContents, zero_out: float, re
     return {
         "kind": "privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT",
         "tool": accounting.TOOL,
-        "tool_version": _version("dp_accounting"),
+        "tool_version": accounting.tool_version(),
         "discretization": accounting.discretization_used(history),
         "delta_set_aside_for_rounding": margin,
         "composition": "all steps of all runs in the ledger, those lost in a crash included",

@@ -18,16 +18,19 @@ units that did not take part and a share `tpr` of those that did:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
+from scipy import optimize
 
 from dpllm.accounting import DISCRETIZATION, History, loss_distribution, merge, rounding_margin
 
 FALSE_POSITIVE_RATES = (1e-4, 1e-3, 1e-2, 1e-1)
 PRIORS = (0.5, 0.01)
+
+_GRID = (0.0, *np.geomspace(1e-3, 700.0, 30).tolist())
 
 
 @dataclass(frozen=True)
@@ -74,46 +77,55 @@ def attack_risk(
     for value in (*false_positive_rates, *priors):
         if not 0 <= value <= 1:
             raise ValueError(f"rates and priors lie between 0 and 1, got {value}")
-    slopes, deltas = _tradeoff(history, adjacency, discretization)
-    rates = {fpr: _true_positive_rate(fpr, slopes, deltas) for fpr in false_positive_rates}
-    success = {prior: _bayes_success(prior, slopes, deltas) for prior in priors}
-    return AttackRisk(adjacency, float(deltas[0]), success, rates)
+    delta_at = _delta_function(history, adjacency, discretization)
+    rates = {fpr: _true_positive_rate(fpr, delta_at) for fpr in false_positive_rates}
+    success = {prior: _bayes_success(prior, delta_at) for prior in priors}
+    return AttackRisk(adjacency, delta_at(0.0), success, rates)
 
 
-def _tradeoff(
-    history: History, adjacency: str, discretization: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return e on a grid from 0, and D(e) there."""
-    epsilons = np.concatenate((np.linspace(0, 2, 4001), np.linspace(2, 20, 9001)[1:], np.linspace(20, 700, 681)[1:]))
+def _delta_function(history: History, adjacency: str, discretization: float) -> Callable[[float], float]:
+    """Return D."""
     merged = merge(history)
     if not merged:
-        return epsilons, np.zeros_like(epsilons)
+        return lambda _: 0.0
     distribution = loss_distribution(merged, adjacency, discretization)
     if distribution is None:
-        return epsilons, np.ones_like(epsilons)
-    deltas = np.asarray(distribution.get_delta_for_epsilon(epsilons)) + rounding_margin(merged)
-    # D falls; where rounding lets it rise again, the smaller value at a smaller e already holds.
-    return epsilons, np.clip(np.minimum.accumulate(deltas), 0.0, 1.0)
+        return lambda _: 1.0
+    margin = rounding_margin(merged)
+
+    @cache
+    def delta_at(epsilon: float) -> float:
+        return min(1.0, max(0.0, float(distribution.get_delta_for_epsilon(epsilon))) + margin)
+
+    return delta_at
 
 
-def _true_positive_rate(fpr: float, epsilons: NDArray[np.float64], deltas: NDArray[np.float64]) -> float:
-    with np.errstate(over="ignore"):
-        direct = (np.exp(epsilons) * fpr + deltas).min()
-    reverse = (1 + (fpr + deltas - 1) * np.exp(-epsilons)).min()
-    return max(fpr, float(min(1.0, direct, reverse)))
+def _true_positive_rate(fpr: float, delta_at: Callable[[float], float]) -> float:
+    direct = _minimum(lambda e: math.exp(e) * fpr + delta_at(e))
+    reverse = _minimum(lambda e: 1 + (fpr + delta_at(e) - 1) * math.exp(-e))
+    return max(fpr, min(1.0, direct, reverse))
 
 
-def _bayes_success(prior: float, epsilons: NDArray[np.float64], deltas: NDArray[np.float64]) -> float:
+def _minimum(bound: Callable[[float], float]) -> float:
+    """Return a small value of a function whose every value is a valid bound.
+
+    D is convex in exp(e), so both bounds have one valley; where a search misses its floor, the result is only looser.
+    """
+    values = [bound(e) for e in _GRID]
+    best = int(np.argmin(values))
+    low, high = _GRID[max(0, best - 1)], _GRID[min(len(_GRID) - 1, best + 1)]
+    found = optimize.minimize_scalar(bound, bounds=(low, high), method="bounded", options={"xatol": 1e-5 * high})
+    return min(values[best], float(found.fun))
+
+
+def _bayes_success(prior: float, delta_at: Callable[[float], float]) -> float:
     """Return the largest p tpr + (1-p)(1-fpr).
 
     With p >= 1/2, put e = log(p / (1-p)): p tpr + (1-p)(1-fpr) = p + (1-p)((1-fpr) - exp(e)(1-tpr)) <= p + (1-p) D(e).
-    With p < 1/2 the roles of the two worlds are exchanged. D at the next smaller e of the grid is an upper bound of it.
+    With p < 1/2 the roles of the two worlds are exchanged.
     """
     more, less = max(prior, 1 - prior), min(prior, 1 - prior)
-    if less == 0:
-        return 1.0
-    at = max(0, int(np.searchsorted(epsilons, math.log(more / less) + 1e-12, side="right")) - 1)
-    return min(1.0, more + less * float(deltas[at]))
+    return min(1.0, more + less * delta_at(math.log(more / less))) if less > 0 else 1.0
 
 
 def in_plain_words(risk: AttackRisk) -> list[str]:

@@ -30,11 +30,11 @@ from transformers.utils import logging
 from dpllm.accounting import epsilon
 from dpllm.arguments import private_arguments
 from dpllm.config import ConfigError, PrivacyConfig
-from dpllm.data import RowCollator, unit_index_of
+from dpllm.data import DataError, RowCollator, unit_index_of
 from dpllm.engines import SingleProcess
 from dpllm.ghost import GhostClipper
 from dpllm.ledger import Ledger, read_ledger
-from dpllm.losses import classification_loss, per_sequence_loss, seq2seq_loss
+from dpllm.losses import IGNORE, classification_loss, per_sequence_loss, seq2seq_loss
 from dpllm.microbatches import microbatches
 from dpllm.noise import NoiseSource
 from dpllm.plan import PrivacyPlan, make_plan
@@ -122,7 +122,7 @@ class DPTrainer(Trainer):
         self.plan: PrivacyPlan = make_plan(
             privacy, self.units.num_units, num_private_steps(args, privacy, self.units.num_units)
         )
-        self._lengths = _row_lengths(train_dataset)
+        self._lengths = _row_lengths(train_dataset, _task(model))
         self._row_loss = compute_loss_func or default_row_loss(model)
         self._rng = secret_rng() if privacy.seed is None else seeded_rng(privacy.seed)
         self._engine = SingleProcess(NoiseSource(privacy.seed))
@@ -341,11 +341,33 @@ def num_private_steps(args: TrainingArguments, privacy: PrivacyConfig, num_units
     return math.ceil(args.num_train_epochs * num_units / privacy.expected_batch_size)
 
 
-def _row_lengths(dataset: Any) -> np.ndarray:
-    """(num_rows,) tokens of every row."""
-    if hasattr(dataset, "column_names"):
-        return np.fromiter((len(ids) for ids in dataset["input_ids"]), dtype=np.int64, count=len(dataset))
-    return np.array([len(dataset[i]["input_ids"]) for i in range(len(dataset))], dtype=np.int64)
+def _row_lengths(dataset: Any, task: str | None) -> np.ndarray:
+    """(num_rows,) tokens of every row.
+
+    Raises:
+        DataError: a row without input, with labels that don't fit its input, or without any target.
+    """
+    lengths = np.empty(len(dataset), dtype=np.int64)
+    for number, row in enumerate(dataset):
+        ids, labels = row["input_ids"], row.get("labels")
+        lengths[number] = len(ids)
+        if len(ids) == 0:
+            raise DataError(f"row {number} has no input_ids: a row needs at least one token")
+        if task not in ("causal_lm", "seq2seq_lm") or labels is None:
+            continue
+        shift = 1 if task == "causal_lm" else 0  # position t predicts token t + 1
+        if task == "causal_lm" and len(labels) != len(ids):
+            raise DataError(
+                f"row {number} has {len(labels)} labels for {len(ids)} input tokens: give one label per token, -100 "
+                f"where no "
+                "loss is wanted"
+            )
+        if all(label == IGNORE for label in labels[shift:]):
+            raise DataError(
+                f"row {number} has no target, all its labels are masked: give it one, or leave the record out before "
+                f"N is counted"
+            )
+    return lengths
 
 
 def _task(model: Any) -> str | None:

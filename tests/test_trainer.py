@@ -320,6 +320,21 @@ def test_too_many_units_per_step_and_an_empty_data_set_are_refused(tmp_path):
         trainer(tmp_path, dataset=rows(64).select([]))
 
 
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"input_ids": [3, 4], "labels": [3, 4, 5]}, "row 1 has 3 labels for 2 input tokens"),
+        ({"input_ids": [3, 4], "labels": [3, -100]}, "row 1 has no target, all its labels are masked"),
+        ({"input_ids": [], "labels": []}, "row 1 has no input_ids"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_refused_with_their_number(tmp_path, row, match):
+    """Before any training, and without changing N silently."""
+    dataset = [{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}, row] + [{"input_ids": [3, 4], "labels": [3, 4]}] * 30
+    with pytest.raises(ValueError, match=match):
+        trainer(tmp_path, dataset=dataset)
+
+
 def test_nothing_can_be_reported_or_disclosed_before_training(tmp_path):
     """There is no ledger yet."""
     run = trainer(tmp_path)
