@@ -22,11 +22,11 @@ from typing import Any
 
 import dp_accounting
 import numpy as np
-from dp_accounting.pld import pld_pmf
-from dp_accounting.pld import privacy_loss_distribution as pld
-from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
 from scipy import optimize, stats
 
+from dpllm import pld
 from dpllm.sampling import default_max_batch_size
 
 DISCRETIZATION = 1e-4
@@ -200,7 +200,7 @@ def _epsilon(merged: _Merged, delta: float, adjacency: str, discretization: floa
     return max(value, discretization_used(merged, adjacency, discretization))
 
 
-def _smallest_epsilon(distribution: pld.PrivacyLossDistribution, delta: float) -> float:
+def _smallest_epsilon(distribution: PrivacyLossDistribution, delta: float) -> float:
     """Return the smallest ε whose δ is at most `delta`, rounded up by no more than 1e-8 or a billionth of it."""
 
     def excess(at: float) -> float:
@@ -220,29 +220,24 @@ def _smallest_epsilon(distribution: pld.PrivacyLossDistribution, delta: float) -
     return root
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _composed(merged: _Merged, adjacency: str, discretization: float) -> Any:
     total = None
     for step, count in merged:
         if step.sampling_rate == 1 and not _truncates(step):
             # Without sampling, T Gaussian sums are one with T times less variance, exactly.
-            part = _one_step(step.noise_multiplier / math.sqrt(count), 1.0, None, None, adjacency, discretization)
+            merged_sums = Step(None, 1.0, None, step.noise_multiplier / math.sqrt(count))
+            parts = _one_step(merged_sums, adjacency, discretization)
         else:
-            part = _one_step(
-                step.noise_multiplier,
-                step.sampling_rate,
-                step.max_batch_size if _truncates(step) else None,
-                step.num_units if _truncates(step) else None,
-                adjacency,
-                discretization,
-            ).self_compose(count)
-        total = part if total is None else total.compose(part)
+            parts = tuple(pld.self_compose(part, count) for part in _one_step(step, adjacency, discretization))
+        distribution = pld.to_library(*parts)
+        total = distribution if total is None else total.compose(distribution)
     return total
 
 
 def loss_distribution(
     history: History, adjacency: str = "zero-out", discretization: float = DISCRETIZATION
-) -> pld.PrivacyLossDistribution | None:
+) -> PrivacyLossDistribution | None:
     """Return the privacy loss distribution of a history that has at least one step.
 
     Returns:
@@ -266,90 +261,26 @@ def _truncates(step: Step) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _one_step(
-    noise_multiplier: float,
-    sampling_rate: float,
-    max_batch_size: int | None,
-    num_units: int | None,
-    adjacency: str,
-    discretization: float,
-) -> pld.PrivacyLossDistribution:
-    """Return the privacy loss distribution of one step.
+def _one_step(step: Step, adjacency: str, discretization: float) -> tuple[pld.LossPmf, ...]:
+    """Return the loss distributions of one step: of removing and of adding a unit, or of replacing one.
 
-    With truncation it is the one that dp_accounting gives its TruncatedSubsampledGaussianDpEvent: a mixture of the
-    plain Poisson pair (when the batch is not truncated) and the replace-one pair at σ/2 (when it is, since the unit may
-    push another one out).
+    With truncation they are those that dp_accounting gives its TruncatedSubsampledGaussianDpEvent (arXiv:2508.15089): a
+    mixture of the plain Poisson pair (when the batch is not truncated) and the replace-one pair at σ/2 (when it is,
+    since the unit may push another one out).
     """
-    if sampling_rate == 1:
-        plain = pld.from_gaussian_mechanism(
-            noise_multiplier,
-            value_discretization_interval=discretization,
-            neighboring_relation=_RELATIONS[adjacency],
-        )
-    elif adjacency == "replace-one":
-        plain = pld.PrivacyLossDistribution(
-            _sampled(noise_multiplier, sampling_rate, AdjacencyType.REPLACE, discretization)
-        )
-    else:
-        plain = pld.PrivacyLossDistribution(
-            _sampled(noise_multiplier, sampling_rate, AdjacencyType.REMOVE, discretization),
-            _sampled(noise_multiplier, sampling_rate, AdjacencyType.ADD, discretization),
-        )
-    if max_batch_size is None or num_units is None:
+    sigma, rate = step.noise_multiplier, step.sampling_rate
+    pairs = (AdjacencyType.REPLACE,) if adjacency == "replace-one" else (AdjacencyType.REMOVE, AdjacencyType.ADD)
+    plain = tuple(pld.sampled_gaussian(sigma, rate, pair, discretization) for pair in pairs)
+    if step.max_batch_size is None or step.num_units is None or not _truncates(step):
         return plain
-    truncated = float(stats.binom.sf(max_batch_size - 1, num_units - 1, sampling_rate))
-    if truncated == 0:
-        return plain
+    truncated = float(stats.binom.sf(step.max_batch_size - 1, step.num_units - 1, rate))
     # The chance that the unit is in the batch, given that the others alone would fill it.
-    over = float(stats.binom.sf(max_batch_size, num_units, sampling_rate))
-    rate_if_truncated = min(1.0, over * max_batch_size / truncated / num_units)
-    if rate_if_truncated == 0:
+    over = float(stats.binom.sf(step.max_batch_size, step.num_units, rate))
+    if truncated == 0 or over == 0:
         return plain
-    rare = _one_step(noise_multiplier / 2, rate_if_truncated, None, None, "replace-one", discretization)
-    return rare.compute_mixture(plain, truncated)
-
-
-def _sampled(
-    noise_multiplier: float, sampling_rate: float, pair: AdjacencyType, discretization: float
-) -> pld_pmf.PLDPmf:
-    """Return the loss distribution of one pair of the Poisson sampled Gaussian, for q < 1.
-
-    The same numbers as dp_accounting's, which inverts the privacy loss number by number; here it is inverted for the
-    whole grid at once, in a tenth of the time. With l the loss at outcome x:
-
-    * REMOVE, (1-q) N(0, σ²) + q N(-1, σ²) against N(0, σ²): l = log(1 - q + q exp(u)) with u = -(x + 1/2)/σ².
-    * ADD, N(0, σ²) against (1-q) N(0, σ²) + q N(1, σ²): -l = log(1 - q + q exp(u)) with u = (x - 1/2)/σ².
-    * REPLACE, (1-q) N(0, σ²) + q N(-1, σ²) against (1-q) N(0, σ²) + q N(1, σ²):
-      sinh(l/2) (1-q)/q exp(1/(2σ²)) = -sinh(l/2 + x/σ²).
-    """
-    mechanism = GaussianPrivacyLoss(noise_multiplier, sampling_prob=sampling_rate, adjacency_type=pair)
-    bounds = mechanism.connect_dots_bounds()
-    lowest = math.floor(bounds.epsilon_lower / discretization)
-    highest = math.ceil(bounds.epsilon_upper / discretization)
-    losses = np.arange(lowest, highest + 1) * discretization
-    log_rate, log_rest = math.log(sampling_rate), math.log1p(-sampling_rate)
-    variance = noise_multiplier**2
-    deltas = np.zeros_like(losses)
-    if pair is AdjacencyType.REPLACE:
-        inside = np.full(losses.shape, True)
-        half = np.abs(losses) / 2
-        with np.errstate(divide="ignore"):  # log(sinh(0)) = -inf is right
-            log_sinh = 0.5 / variance + log_rest - log_rate + half + np.log(-np.expm1(-2 * half)) - math.log(2)
-        arsinh = np.logaddexp(0.5 * np.logaddexp(0, 2 * log_sinh), log_sinh)
-        outcome = -np.sign(losses) * variance * (arsinh + half)
-    else:
-        # Beyond its largest loss, -log(1-q), ADD has no δ left; below its smallest, log(1-q), REMOVE has 1 - exp(l).
-        r = losses if pair is AdjacencyType.REMOVE else -losses
-        inside = r > log_rest
-        if pair is AdjacencyType.REMOVE:
-            deltas[~inside] = -np.expm1(losses[~inside])
-        r = r[inside]
-        unsampled = r + np.log(-np.expm1(log_rest - r)) - log_rate
-        outcome = -0.5 - variance * unsampled if pair is AdjacencyType.REMOVE else 0.5 + variance * unsampled
-    deltas[inside] = mechanism.mu_upper_cdf(outcome) - np.exp(losses[inside] + mechanism.mu_lower_log_cdf(outcome))
-    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
-        discretization, lowest, highest, np.clip(deltas, 0.0, 1.0)
-    )
+    rate_if_truncated = min(1.0, over * step.max_batch_size / truncated / step.num_units)
+    rare = pld.sampled_gaussian(sigma / 2, rate_if_truncated, AdjacencyType.REPLACE, discretization, truncated)
+    return tuple(pld.mixture(rare, part, truncated) for part in plain)
 
 
 def discretization_used(history: History, adjacency: str = "zero-out", discretization: float = DISCRETIZATION) -> float:
@@ -529,7 +460,7 @@ def _solve(cost: Callable[[float], float], target: float, start: float, toleranc
 def renyi_epsilon(history: History, delta: float) -> float:
     """Return a second, independent upper bound under zero-out: Rényi accounting, without the effect of truncation.
 
-    A cross-check and no more: it is looser than `epsilon`, so a value below that of `epsilon` would show a fault.
+    A cross-check and no more: where truncation costs nothing it is looser than `epsilon`. Never 0 after a step.
 
     References: Mironov, Talwar, Zhang, arXiv:1908.10530, through dp_accounting's RdpAccountant.
     """
@@ -542,4 +473,4 @@ def renyi_epsilon(history: History, delta: float) -> float:
     for step, count in merged:
         gaussian = dp_accounting.GaussianDpEvent(step.noise_multiplier)
         accountant.compose(dp_accounting.PoissonSampledDpEvent(step.sampling_rate, gaussian), count)
-    return float(accountant.get_epsilon(delta)) if merged else 0.0
+    return max(float(accountant.get_epsilon(delta)), DISCRETIZATION) if merged else 0.0

@@ -122,7 +122,9 @@ class RowCollator:
 
 
 def _column(dataset: Any, name: str) -> Sequence[Any]:
-    return list(dataset[name]) if isinstance(dataset, datasets.Dataset) else [row.get(name) for row in dataset]
+    if isinstance(dataset, datasets.Dataset):
+        return list(dataset.with_format("arrow")[:][name].to_pylist())
+    return [row.get(name) for row in dataset]
 
 
 def _list(row: Mapping[str, Any], name: str) -> list[int]:

@@ -16,14 +16,19 @@ IGNORE = -100  # labels with this value are no targets, as everywhere in the eco
 
 
 def _token_mean(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
-    """(B,): cross-entropy averaged over each row's own targets; 0 for a row without any."""
-    tokens_BT = F.cross_entropy(
-        logits_BTV.flatten(0, 1).float() if logits_BTV.dtype != torch.float64 else logits_BTV.flatten(0, 1),
-        target_BT.flatten(),
-        ignore_index=IGNORE,
-        reduction="none",
-    ).view(target_BT.shape)
-    return tokens_BT.sum(1) / (target_BT != IGNORE).sum(1).clamp_min(1)
+    """(B,): cross-entropy averaged over each row's own targets; 0 for a row without any.
+
+    Masked positions (prompts, padding) are left out before the softmax over the vocabulary, the largest tensor of a step.
+    """
+    is_target_BT = target_BT != IGNORE
+    loss_N = F.cross_entropy(_float(logits_BTV[is_target_BT]), target_BT[is_target_BT], reduction="none")
+    tokens_BT = loss_N.new_zeros(target_BT.shape).masked_scatter(is_target_BT, loss_N)
+    return tokens_BT.sum(1) / is_target_BT.sum(1).clamp_min(1)
+
+
+def _float(logits: Tensor) -> Tensor:
+    """At least float32: a softmax over a vocabulary in bfloat16 would lose the loss."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def per_sequence_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -74,7 +79,7 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
         raise ValueError(
             f"logits (B, K) and labels (B,) are needed; they are {tuple(logits.shape)} and {tuple(labels.shape)}."
         )
-    return F.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, labels, reduction="none")
+    return F.cross_entropy(_float(logits), labels, reduction="none")
 
 
 def _check(logits: Tensor, labels: Tensor) -> None:

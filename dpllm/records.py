@@ -32,6 +32,9 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """File endings that can be read, each with the builder of `datasets` and its options. A line of .txt is a record."""
 
+PARQUET_BRANCH = "refs/convert/parquet"
+"""Where the Hub keeps the records of data sets that can't be read as they are."""
+
 HELD_OUT_SEED = 20240229
 """Public constant that fixes which record numbers `eval_fraction` holds out."""
 
@@ -189,7 +192,7 @@ def _load_local(path: str, files: list[str], split: str) -> datasets.Dataset:
     data_files = {split.partition("[")[0] or "train": files}
     try:
         return datasets.load_dataset(builder, data_files=data_files, split=split, **options)
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError, StopIteration) as error:
+    except (datasets.exceptions.DatasetsError, ValueError, OSError, StopIteration) as error:
         cause = error.__cause__ or error
         if isinstance(cause, StopIteration) or any(words in str(cause) for words in _NO_RECORDS):
             raise DataError(f"{path}: {_EMPTY}") from error
@@ -198,8 +201,14 @@ def _load_local(path: str, files: list[str], split: str) -> datasets.Dataset:
 
 def _load_hub(path: str, name: str | None, split: str) -> datasets.Dataset:
     try:
-        return datasets.load_dataset(path, name, split=split)
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        try:
+            return datasets.load_dataset(path, name, split=split)
+        except RuntimeError as error:
+            if "scripts are no longer supported" not in str(error):
+                raise
+            # An old data set that is a program: the Hub keeps its records as Parquet files on a branch of their own.
+            return datasets.load_dataset(path, data_dir=name, split=split, revision=PARQUET_BRANCH)
+    except (datasets.exceptions.DatasetsError, RuntimeError, ValueError, OSError) as error:
         offline = " (HF_HUB_OFFLINE is set: only data sets already in the cache are found)"
         raise ConfigError(
             f"data set {path!r} (name={name!r}, split={split!r}) can't be loaded from the Hub"
