@@ -19,11 +19,8 @@ from rich.table import Table
 
 from dpllm import accounting
 from dpllm.config import ADJACENCIES, load_recipe
-from dpllm.ledger import read_ledger
-from dpllm.plan import PrivacyPlan, format_epsilon, format_plan, make_plan
-
-PLAN_FILE = "privacy_plan.json"
-LEDGER_FILE = "privacy_ledger.jsonl"
+from dpllm.ledger import LEDGER_FILE, read_ledger
+from dpllm.plan import PLAN_FILE, PrivacyPlan, format_epsilon, format_plan, make_plan
 
 app = typer.Typer(
     name="dpllm",
@@ -207,13 +204,13 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Verify the ledger of a run, compute ε from it anew, and print the privacy report."""
-    from dpllm.report import privacy_report, render_markdown  # imports scipy's attack bounds only here
+    from dpllm.report import notes_in, privacy_report, render_markdown  # imports scipy's attack bounds only here
 
     for name in (PLAN_FILE, LEDGER_FILE):
         if not (output_dir / name).is_file():
             raise ValueError(f"{output_dir} holds no {name}, so it is not the folder of a private run")
     made = PrivacyPlan.load(output_dir / PLAN_FILE)
-    values = privacy_report(made, read_ledger(output_dir / LEDGER_FILE))
+    values = privacy_report(made, read_ledger(output_dir / LEDGER_FILE), notes_in(output_dir))
     typer.echo(json.dumps(values, ensure_ascii=False, allow_nan=False) if as_json else render_markdown(values))
 
 

@@ -30,6 +30,8 @@ class Measurement:
     """The figure."""
     loss: float
     """Mean loss in nats: per target token, or per record for a classifier."""
+    row_loss: float
+    """Mean over the rows of each row's own mean loss: what the private steps minimise."""
 
 
 @torch.no_grad()
@@ -51,21 +53,23 @@ def measure(model: nn.Module, rows: datasets.Dataset, collator: RowCollator, max
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    loss = correct = count = 0.0
+    loss = row_loss = correct = count = 0.0
     for start in range(0, len(order), max_rows):
         batch = collator(list(rows.select(order[start : start + max_rows])))
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         labels = inputs["labels"]
         weights, losses, hits = _score(model, inputs, labels, collator.task)
         loss += float((losses.double() * weights).sum())
+        row_loss += float(losses.double().sum())
         correct += hits
         count += float(weights.sum())
     model.train(was_training)
     if count == 0:
         raise DataError("no held-out row has a target: nothing can be measured on them")
+    name, value = "perplexity", _exp(loss / count)
     if collator.task == "sequence_classification":
-        return Measurement(name="accuracy", value=correct / count, loss=loss / count)
-    return Measurement(name="perplexity", value=_exp(loss / count), loss=loss / count)
+        name, value = "accuracy", correct / count
+    return Measurement(name=name, value=value, loss=loss / count, row_loss=row_loss / len(rows))
 
 
 def _score(model: nn.Module, inputs: dict[str, Any], labels: Tensor, task: str) -> tuple[Tensor, Tensor, float]:

@@ -30,7 +30,7 @@ def plot_training(
         epsilon_steps: (m,) private steps at which ε is known.
         epsilons: (m,) ε of each; entries that are not finite are left out (a run without noise).
         path: where the PNG goes.
-        eval_points: (step, loss) on held-out records, drawn as points.
+        eval_points: (step, loss) on held-out records, drawn as points; the same kind of loss, the mean over rows.
 
     Returns:
         The path.
@@ -53,7 +53,7 @@ def plot_training(
     upper.plot(steps, losses, color=BLUE, linewidth=1.6, label="private batch")
     if eval_points:
         upper.plot(*zip(*eval_points, strict=True), "o", color=ORANGE, markersize=7, label="held-out records")
-    upper.set_ylabel("loss (nats per token)")
+    upper.set_ylabel("loss (nats per token, mean over rows)")
     upper.legend(frameon=False)
     finite = [(step, value) for step, value in zip(epsilon_steps, epsilons, strict=True) if value < float("inf")]
     if finite:

@@ -19,7 +19,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import dpllm
 from dpllm.accounting import Step
 
+LEDGER_FILE = "privacy_ledger.jsonl"
 ENTROPY_SYSTEM = "operating system"
 ENTROPY_SEEDED = "fixed seed (NOT PRIVATE)"
 
@@ -220,7 +221,7 @@ class Ledger:
                 "run": secrets.token_hex(8),
                 "plan_hash": plan.hash,
                 "version": dpllm.__version__,
-                "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
                 "entropy": ENTROPY_SEEDED if plan.seeded else ENTROPY_SYSTEM,
                 "public": list(public),
                 "planned_step": _fields_of(plan.step),

@@ -100,7 +100,7 @@ def _definition(definition: Mapping[str, Any]) -> list[str]:
 
 
 def _accounting(accounting: Mapping[str, Any]) -> list[str]:
-    epsilon, check = accounting["epsilon"], accounting["cross_check"]
+    epsilon = accounting["epsilon"]
     rho = accounting["zcdp_rho"]
     return [
         "## Accounting",
@@ -118,11 +118,11 @@ def _accounting(accounting: Mapping[str, Any]) -> list[str]:
         ),
         _list(
             (
-                f"Kind: {accounting['kind']}, by {accounting['tool']} {accounting['tool_version']}, discretization "
+                f"Kind: {accounting['kind']}; {accounting['tool']} {accounting['tool_version']}, discretization "
                 f"{accounting['discretization']:g}; δ of {accounting['delta_set_aside_for_rounding']:.2g} is set aside "
                 "for rounding.",
                 f"Composition: {accounting['composition']}.",
-                f"Cross-check: {check['kind']}: ε = {_epsilon(check['epsilon'])}.",
+                *(f"Check by {item['kind']}: ε = {_epsilon(item['epsilon'])}." for item in accounting["cross_checks"]),
                 f"ρ-zCDP: {f'{rho:.6g}' if rho is not None else 'none; sampled steps have no useful ρ'}.",
             )
         ),

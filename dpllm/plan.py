@@ -20,6 +20,7 @@ from dpllm.accounting import Step, calibrate_noise_multiplier, choose_max_batch_
 from dpllm.config import ADJACENCIES, UNITS, PrivacyConfig
 from dpllm.sampling import TruncatedPoissonSampler
 
+PLAN_FILE = "privacy_plan.json"
 _FORMAT = 1
 
 

@@ -28,7 +28,7 @@ REVERSE = {
     AdjacencyType.REPLACE: AdjacencyType.REPLACE,
 }
 
-_STEP_TAIL = 1e-18  # δ per step that cutting the upper tail may cost; rounding costs 2**-52 = 2e-16
+_STEP_TAIL = 1e-18  # δ per step that cutting the upper tail may cost; rounding may cost 2**-50 = 9e-16
 _COMPOSED_TAIL = 1e-15  # the same for a whole composition
 
 
@@ -67,9 +67,9 @@ def sampled_gaussian(
     """
     mechanism = GaussianPrivacyLoss(noise_multiplier, sampling_prob=sampling_rate, adjacency_type=pair)
     reverse = GaussianPrivacyLoss(noise_multiplier, sampling_prob=sampling_rate, adjacency_type=REVERSE[pair])
-    highest = math.ceil(_tail_start(mechanism, _STEP_TAIL / weight) / width)
+    highest = math.ceil(_tail_start(mechanism, _STEP_TAIL / weight, width) / width)
     # Of the losses below -(L + 1), P has no more than the reversed pair has δ at L.
-    lowest = min(highest - 1, math.floor(-(_tail_start(reverse, _STEP_TAIL / weight) + 1) / width))
+    lowest = min(highest - 1, math.floor(-(_tail_start(reverse, _STEP_TAIL / weight, width) + 1) / width))
     lowest = max(lowest, math.floor(mechanism.connect_dots_bounds().epsilon_lower / width))
     losses = np.arange(lowest, highest + 1) * width
     deltas = np.zeros_like(losses)
@@ -97,11 +97,10 @@ def sampled_gaussian(
     return _connect_the_dots(np.clip(deltas, 0.0, 1.0), lowest, width)
 
 
-def _tail_start(mechanism: GaussianPrivacyLoss, tail: float) -> float:
-    """Return a loss L, within 0.1 %, from which on the pair's δ is at most `tail`."""
-    bounds = mechanism.connect_dots_bounds()
-    low, high = 0.0, max(float(bounds.epsilon_upper), 1e-9)
-    while high - low > 1e-3 * high:
+def _tail_start(mechanism: GaussianPrivacyLoss, tail: float, width: float) -> float:
+    """Return a loss L, within 0.1 % or a grid step, from which on the pair's δ is at most `tail`."""
+    low, high = 0.0, max(float(mechanism.connect_dots_bounds().epsilon_upper), width)
+    while high - low > max(1e-3 * high, width):
         middle = (low + high) / 2
         low, high = (middle, high) if mechanism.get_delta_for_epsilon(middle) > tail else (low, middle)
     return high
@@ -136,8 +135,10 @@ def self_compose(pmf: LossPmf, count: int) -> LossPmf:
     """
     first, last = _composed_bounds(pmf.masses, count)
     length = fft.next_fast_len(max(last - first + 1, len(pmf.masses)), real=True)
-    # A power by repeated squaring would be faster and its rounding errors three times as large.
-    power = fft.rfft(pmf.masses, length) ** count
+    spectrum = fft.rfft(pmf.masses, length)
+    power = spectrum
+    for bit in bin(count)[3:]:
+        power = power * power * spectrum if bit == "1" else power * power
     masses = np.roll(fft.irfft(power, length), -first)[: last - first + 1]
     infinite = _COMPOSED_TAIL - math.expm1(count * math.log1p(-pmf.infinite))
     return LossPmf(pmf.width, pmf.lowest * count + first, masses, infinite)

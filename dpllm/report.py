@@ -34,7 +34,7 @@ _FORMAT = 1
 _CURVE_FACTORS = (1.0, 0.1, 0.01, 0.001)
 _PACKAGES = ("dp_accounting", "numpy", "scipy", "torch", "transformers", "peft")
 _NEVER_COVERED = (
-    ("hyper-parameter tuning: other runs on the same data", "each run has its own ε; add them up"),
+    ("hyper-parameter tuning (other runs on the same data)", "each run has its own ε; add them up"),
     ("choosing the model, a checkpoint or a stopping point by its results on private data", "choose on public data"),
     ("evaluation on private data", "keep the results to yourself, or evaluate on public data"),
     ("a tokenizer, vocabulary or normalisation fitted to the private text", "fit them on public text"),
@@ -121,6 +121,24 @@ def write_report(
     _replace(Path(output_dir) / JSON_FILE, json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     _replace(Path(output_dir) / MARKDOWN_FILE, render_markdown(report))
     return report
+
+
+def notes_in(folder: str | Path) -> ReleaseNotes:
+    """Return what people noted in the report that lies in a folder; nothing where there is none.
+
+    Args:
+        folder: of a run or of a checkpoint.
+    """
+    path = Path(folder) / JSON_FILE
+    if not path.is_file():
+        return ReleaseNotes()
+    report = json.loads(path.read_text(encoding="utf-8"))
+    return ReleaseNotes(
+        data_holder=report["setting"]["data_holder"],
+        audience=report["setting"]["audience"],
+        other_uses=report["definition"]["other_uses_of_the_data"],
+        utility=report["utility"] or {},
+    )
 
 
 def _replace(path: Path, text: str) -> None:
@@ -228,16 +246,14 @@ def _accounting(plan: PrivacyPlan, contents: LedgerContents, zero_out: float, re
     deltas = [plan.delta * factor for factor in _CURVE_FACTORS if margin <= plan.delta * factor / 2]
     curves = {name: accounting.epsilon_curve(history, deltas, name) for name in ("zero-out", "replace-one")}
     return {
-        "kind": "privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT",
+        "kind": "privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT; "
+        "computed by dpllm.pld and dp_accounting, to whose results tests hold it",
         "tool": accounting.TOOL,
         "tool_version": accounting.tool_version(),
         "discretization": accounting.discretization_used(history),
         "delta_set_aside_for_rounding": margin,
         "composition": "all steps of all runs in the ledger, those lost in a crash included",
-        "cross_check": {
-            "kind": "Rényi accounting under zero-out, plain Poisson sampling (an independent, looser bound)",
-            "epsilon": _json_number(accounting.renyi_epsilon(history, plan.delta)),
-        },
+        "cross_checks": _cross_checks(plan, history),
         "zcdp_rho": _zcdp(plan, contents),
         "epsilon": {"zero-out": _json_number(zero_out), "replace-one": _json_number(replace_one)},
         "curve": [
@@ -247,6 +263,20 @@ def _accounting(plan: PrivacyPlan, contents: LedgerContents, zero_out: float, re
         "parameters": _parameters(plan, contents),
         "assumptions": _assumptions(plan, contents),
     }
+
+
+def _cross_checks(plan: PrivacyPlan, history: accounting.History) -> list[dict[str, Any]]:
+    """Return ε under zero-out by two other ways; both are upper bounds, and looser."""
+    coarse = math.inf
+    if plan.noise_multiplier > 0:
+        coarse = accounting.library_epsilon(history, plan.delta)
+    return [
+        {"kind": "dp_accounting's own PLD accountant, zero-out, grid 0.001", "epsilon": _json_number(coarse)},
+        {
+            "kind": "Rényi accounting, zero-out, without the effect of truncation",
+            "epsilon": _json_number(accounting.renyi_epsilon(history, plan.delta)),
+        },
+    ]
 
 
 def _zcdp(plan: PrivacyPlan, contents: LedgerContents) -> float | None:
@@ -316,7 +346,7 @@ def _assumptions(plan: PrivacyPlan, contents: LedgerContents) -> list[dict[str, 
 def _strength(plan: PrivacyPlan, contents: LedgerContents, epsilon: float, seeded: bool) -> dict[str, Any]:
     risk = attack_risk(contents.history, plan.adjacency)
     tier, words = _tier(epsilon, seeded)
-    sentences = in_plain_words(risk)
+    sentences = in_plain_words(risk, "record" if plan.unit == "sequence" else "user")
     if seeded:
         sentences = ["Not with the fixed seed of this run, but with secret randomness: " + line for line in sentences]
     figures = dataclasses.asdict(risk)

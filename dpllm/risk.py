@@ -128,16 +128,16 @@ def _bayes_success(prior: float, delta_at: Callable[[float], float]) -> float:
     return min(1.0, more + less * delta_at(math.log(more / less))) if less > 0 else 1.0
 
 
-def in_plain_words(risk: AttackRisk) -> list[str]:
+def in_plain_words(risk: AttackRisk, unit: str = "unit") -> list[str]:
     """Return sentences about the bounds for people who don't read formulas.
 
-    >>> print(in_plain_words(AttackRisk("zero-out", 0.0, {}, {0.01: 0.014}))[0][-67:])
-    finds at most 1.40% of those that were; blind guessing finds 1%.
+    >>> in_plain_words(AttackRisk("zero-out", 0.0, {}, {0.01: 0.014}))[0].split("; ")[1]
+    'blind guessing finds 1%.'
     """
     question = (
-        "whether one unit was in the training data"
+        f"whether one {unit} was in the training data"
         if risk.adjacency == "zero-out"
-        else "which of two units was in the training data"
+        else f"which of two {unit}s was in the training data"
     )
     lines = []
     for prior, success in risk.bayes_success.items():
@@ -156,7 +156,7 @@ def in_plain_words(risk: AttackRisk) -> list[str]:
             )
     for fpr, tpr in risk.true_positive_rate.items():
         lines.append(
-            f"Accusing {fpr * 100:g}% of the units that were not in the data, such a person finds at most "
+            f"Accusing {fpr * 100:g}% of the {unit}s that were not in the data, such a person finds at most "
             f"{_percent(tpr, 2)}% of those that were; blind guessing finds {fpr * 100:g}%."
         )
     return lines

@@ -33,12 +33,12 @@ from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data import DataError, RowCollator, unit_index_of
 from dpllm.engines import SingleProcess
 from dpllm.ghost import GhostClipper
-from dpllm.ledger import Ledger, read_ledger
+from dpllm.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.losses import IGNORE, classification_loss, per_sequence_loss, seq2seq_loss
 from dpllm.microbatches import microbatches
 from dpllm.noise import NoiseSource
-from dpllm.plan import PrivacyPlan, make_plan
-from dpllm.report import privacy_report, write_report
+from dpllm.plan import PLAN_FILE, PrivacyPlan, make_plan
+from dpllm.report import ReleaseNotes, privacy_report, write_report
 from dpllm.sampling import secret_rng, seeded_rng
 from dpllm.step import private_step
 from dpllm.units import UnitIndex
@@ -47,9 +47,6 @@ logger = logging.get_logger(__name__)
 
 RowLoss = Callable[[Any, Tensor], Tensor]
 """Model outputs and labels to one loss per row (B,), each from its own row alone."""
-
-PLAN_FILE = "privacy_plan.json"
-LEDGER_FILE = "privacy_ledger.jsonl"
 
 
 class LogicalBatches:
@@ -118,6 +115,7 @@ class DPTrainer(Trainer):
     ) -> None:
         """Resolve the plan and set the Trainer up."""
         self.privacy, self.public = privacy, list(public)
+        self.notes = ReleaseNotes()  # what only people know about the release; set it before save_model()
         self.units: UnitIndex = unit_index_of(train_dataset, privacy)
         self.plan: PrivacyPlan = make_plan(
             privacy, self.units.num_units, num_private_steps(args, privacy, self.units.num_units)
@@ -179,7 +177,7 @@ class DPTrainer(Trainer):
             self._clipper.remove()
             self._clipper = None
             self.ledger.append_end(reason)
-            write_report(folder, self.plan, self.ledger)
+            write_report(folder, self.plan, self.ledger, self.notes)
 
     def _open_ledger(self, folder: Path, resume: bool) -> Ledger:
         path = folder / LEDGER_FILE
@@ -272,7 +270,7 @@ class DPTrainer(Trainer):
         """The privacy statement of what ran so far, from the ledger; the same as ``privacy_report.json``."""
         if self.ledger is None:
             raise ValueError("There is nothing to report before train().")
-        return privacy_report(self.plan, read_ledger(self.ledger.path))
+        return privacy_report(self.plan, read_ledger(self.ledger.path), self.notes)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, and beside it the plan, the ledger so far and the privacy report."""
@@ -283,7 +281,7 @@ class DPTrainer(Trainer):
         if folder.resolve() != self.ledger.path.parent.resolve():
             self.plan.save(folder / PLAN_FILE)
             (folder / LEDGER_FILE).write_bytes(self.ledger.path.read_bytes())
-        write_report(folder, self.plan, self.ledger)
+        write_report(folder, self.plan, self.ledger, self.notes)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not estimated: the Trainer's formula needs the tokens of a step, which depend on the secret draw."""

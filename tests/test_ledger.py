@@ -1,0 +1,253 @@
+"""Tests of dpllm.ledger."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dpllm.accounting import Step, epsilon
+from dpllm.ledger import ENTROPY_SEEDED, ENTROPY_SYSTEM, Ledger, LedgerError, read_ledger
+
+STEP = Step(1000, 0.02, 52, 1.0, 0.5)
+
+
+@dataclass(frozen=True)
+class Plan:
+    hash: str = "a" * 64
+    step: Step = STEP
+    seeded: bool = False
+
+
+PLAN = Plan()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "privacy_ledger.jsonl"
+
+
+def write(path: Path, num_steps: int, end: str | None = "completed") -> None:
+    with Ledger.create(path, PLAN, public=["pretrained on old speeches"]) as ledger:
+        for number in range(num_steps):
+            ledger.append_step(number, PLAN.step)
+        if end is not None:
+            ledger.append_end(end)
+
+
+def test_ledger_reads_back_what_ran(path: Path) -> None:
+    """Runs, steps, disclosures, diagnostics and the end are all there, counts summed."""
+    with Ledger.create(path, PLAN, public=["old speeches"]) as ledger:
+        for number in range(3):
+            ledger.append_step(number, PLAN.step)
+            ledger.append_disclosure("training loss")
+        ledger.append_disclosure("evaluation on private rows", 2)
+        ledger.append_diagnostic("units with a non-finite gradient", 4)
+        ledger.append_step(3, Step(1000, 0.02, 52, 2.0, 0.5))
+        assert ledger.num_steps == 4
+        ledger.append_end("completed")
+    contents = read_ledger(path)
+    assert contents.history == [(PLAN.step, 3), (Step(1000, 0.02, 52, 2.0, 0.5), 1)]
+    assert contents.num_steps == 4
+    assert contents.disclosures == {"training loss": 3, "evaluation on private rows": 2}
+    assert contents.diagnostics == {"units with a non-finite gradient": 4}
+    assert contents.end == "completed" and contents.torn_lines == []
+    assert contents.public == ["old speeches"] and not contents.seeded
+    run = contents.runs[0]
+    assert run["plan_hash"] == PLAN.hash and run["entropy"] == ENTROPY_SYSTEM and run["started_at"].endswith("+00:00")
+
+
+def test_each_line_is_on_disk_before_the_call_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every append ends in an fsync of a file that then holds the line."""
+    sizes: list[int] = []
+    real = os.fsync
+
+    def record(descriptor: int) -> None:
+        real(descriptor)
+        sizes.append(path.stat().st_size)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with Ledger.create(path, PLAN) as ledger:
+        appends: list[Callable[[], None]] = [
+            lambda: ledger.append_step(0, PLAN.step),
+            lambda: ledger.append_disclosure("training loss"),
+            lambda: ledger.append_diagnostic("x"),
+            lambda: ledger.append_end("completed"),
+        ]
+        for append in appends:
+            count, size = len(sizes), path.stat().st_size
+            append()
+            assert len(sizes) == count + 1 and sizes[-1] > size
+            assert path.read_bytes().endswith(b"\n")
+
+
+def test_append_does_not_read_the_file(path: Path) -> None:
+    """An append costs the same whatever stands before it: it adds one line and rewrites nothing."""
+    with Ledger.create(path, PLAN) as ledger:
+        for number in range(20):
+            before = path.read_bytes()
+            ledger.append_step(number, PLAN.step)
+            after = path.read_bytes()
+            assert after.startswith(before) and after[len(before) :].count(b"\n") == 1
+
+
+def test_resumed_ledger_keeps_what_was_charged(path: Path) -> None:
+    """Steps of an interrupted run stay, and those of the resumed one come on top."""
+    write(path, 3, end=None)
+    with Ledger.open(path, PLAN, public=["a glossary"]) as ledger:
+        assert ledger.num_steps == 3
+        ledger.append_step(3, PLAN.step)
+        ledger.append_end("completed")
+    contents = read_ledger(path)
+    assert contents.num_steps == 4 and len(contents.runs) == 2 and contents.end == "completed"
+    assert contents.public == ["pretrained on old speeches", "a glossary"]
+    assert contents.runs[0]["run"] != contents.runs[1]["run"]
+
+
+def test_no_end_after_a_crash(path: Path) -> None:
+    """A run without an end line is seen as not ended, also after an earlier run that did end."""
+    write(path, 1)
+    Ledger.open(path, PLAN).close()
+    assert read_ledger(path).end is None
+
+
+@pytest.mark.parametrize("keep", [1, 10, 24, 30, 100])
+def test_torn_step_is_charged(path: Path, keep: int) -> None:
+    """A step line cut by a crash counts, wherever it was cut, before and after the run is resumed."""
+    write(path, 3, end=None)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:keep])
+    contents = read_ledger(path)
+    assert contents.num_steps == 3 and contents.torn_lines == [4] and contents.torn_steps == 1
+    with Ledger.open(path, PLAN) as ledger:
+        assert ledger.num_steps == 3
+        ledger.append_step(3, PLAN.step)
+    contents = read_ledger(path)
+    assert contents.history == [(PLAN.step, 4)] and contents.torn_lines == [4] and len(contents.runs) == 2
+    assert epsilon(contents.history, 1e-4) == epsilon([(PLAN.step, 4)], 1e-4)
+
+
+def test_torn_note_is_reported_and_not_charged(path: Path) -> None:
+    """A torn line that can't have been a step is listed and costs nothing."""
+    with Ledger.create(path, PLAN) as ledger:
+        ledger.append_step(0, PLAN.step)
+        ledger.append_disclosure("training loss")
+    path.write_bytes(path.read_bytes()[:-20])
+    contents = read_ledger(path)
+    assert contents.num_steps == 1 and contents.torn_lines == [3] and contents.torn_steps == 0
+    Ledger.open(path, PLAN).close()
+    assert read_ledger(path).torn_lines == [3]
+
+
+def test_lost_newline_is_mended(path: Path) -> None:
+    """A complete last line without its newline is not torn; resuming puts the newline back."""
+    write(path, 2, end=None)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert read_ledger(path).num_steps == 2 and read_ledger(path).torn_lines == []
+    with Ledger.open(path, PLAN) as ledger:
+        ledger.append_step(2, PLAN.step)
+    assert read_ledger(path).history == [(PLAN.step, 3)]
+
+
+def _edit(data: bytes, number: int, new: Callable[[bytes], bytes]) -> bytes:
+    lines = data.splitlines(keepends=True)
+    lines[number - 1] = new(lines[number - 1])
+    return b"".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (lambda data: _edit(data, 3, lambda line: line.replace(b"1.0", b"9.0")), 3),
+        (lambda data: _edit(data, 3, lambda line: b""), 3),
+        (lambda data: _edit(data, 3, lambda line: line + line), 4),
+        (lambda data: _edit(data, 4, lambda line: line[:40] + b"\n"), 4),
+        (lambda data: _edit(data, 1, lambda line: b""), 1),
+        (lambda data: _edit(data, 2, lambda line: line.replace(b"s", b"\xff", 1)), 2),
+        (lambda data: _edit(data, 5, lambda line: b"\n" + line), 5),
+    ],
+)
+def test_damage_is_found_with_its_line(path: Path, damage: Callable[[bytes], bytes], line: int) -> None:
+    """An edited, lost, doubled, cut or inserted line is an error with the line's number, for reading and resuming."""
+    write(path, 5)
+    path.write_bytes(damage(path.read_bytes()))
+    for use in (lambda: read_ledger(path), lambda: Ledger.open(path, PLAN)):
+        with pytest.raises(LedgerError, match=f"line {line}: .*ε can't be stated"):
+            use()
+
+
+def test_steps_are_consecutive(path: Path) -> None:
+    """A step out of turn can't be charged, so none can be forgotten."""
+    with Ledger.create(path, PLAN) as ledger:
+        with pytest.raises(LedgerError, match="step 1 can't be charged: the next one"):
+            ledger.append_step(1, PLAN.step)
+        ledger.append_step(0, PLAN.step)
+        with pytest.raises(LedgerError, match="step 0 can't be charged"):
+            ledger.append_step(0, PLAN.step)
+
+
+def test_no_step_after_the_end(path: Path) -> None:
+    """After the end of a run only notes can follow, until the ledger is opened again."""
+    with Ledger.create(path, PLAN) as ledger:
+        ledger.append_end("completed")
+        with pytest.raises(LedgerError, match="has ended"):
+            ledger.append_step(0, PLAN.step)
+        ledger.append_disclosure("evaluation on private rows")
+    assert read_ledger(path).disclosures == {"evaluation on private rows": 1}
+
+
+def test_closed_ledger_takes_nothing(path: Path) -> None:
+    """An append to a closed ledger fails instead of being lost."""
+    ledger = Ledger.create(path, PLAN)
+    ledger.close()
+    ledger.close()
+    with pytest.raises(LedgerError, match="is closed"):
+        ledger.append_step(0, PLAN.step)
+
+
+def test_existing_ledger_is_not_overwritten(path: Path) -> None:
+    """Steps charged by an earlier run can't be erased by starting anew."""
+    write(path, 1)
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match="ledger of an earlier run, and its steps stay charged"):
+        Ledger.create(path, PLAN)
+    assert path.read_bytes() == before
+
+
+def test_other_plan_is_refused(path: Path) -> None:
+    """A run can't be resumed under other privacy numbers."""
+    write(path, 1)
+    with pytest.raises(LedgerError, match=r"written under the plan aaaaaaaaaaaa, and this one is bbbbbbbbbbbb"):
+        Ledger.open(path, Plan(hash="b" * 64))
+
+
+def test_missing_and_empty_ledgers_are_refused(path: Path) -> None:
+    """Without a ledger there is no ε."""
+    with pytest.raises(LedgerError, match="can't be read"):
+        read_ledger(path)
+    path.write_bytes(b"")
+    with pytest.raises(LedgerError, match="names no run"):
+        read_ledger(path)
+    path.write_bytes(b'{"kind": "st')
+    with pytest.raises(LedgerError, match="torn before the run was named"):
+        read_ledger(path)
+
+
+def test_seeded_run_is_marked(path: Path) -> None:
+    """The ledger remembers a fixed seed for ever, also when a later run had real entropy."""
+    Ledger.create(path, Plan(seeded=True)).close()
+    Ledger.open(path, PLAN).close()
+    contents = read_ledger(path)
+    assert contents.seeded and contents.runs[0]["entropy"] == ENTROPY_SEEDED
+
+
+def test_counts_are_positive(path: Path) -> None:
+    """A note that counts nothing is a mistake of the caller."""
+    with Ledger.create(path, PLAN) as ledger:
+        with pytest.raises(ValueError, match="a disclosure counts at least 1"):
+            ledger.append_disclosure("training loss", 0)
+        with pytest.raises(ValueError, match="a diagnostic counts at least 1"):
+            ledger.append_diagnostic("x", -1)

@@ -1,0 +1,108 @@
+"""The README is true: its programs run, its commands run, its targets and files exist."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dpllm.cli import app
+from dpllm.config import load_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(program: str) -> list[str]:
+    lines = [line.split("  #")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if line.startswith(program)]
+
+
+SMALLER = [
+    "train.output_dir=runs/quickstart",
+    "train.max_steps=2",
+    "train.use_cpu=true",
+    "privacy.expected_batch_size=4",
+    "privacy.delta=1e-3",
+    "data.limit=300",
+    "public_pretrain.data.limit=40",
+    "public_pretrain.train.max_steps=1",
+    "public_pretrain.train.use_cpu=true",
+    "model.config.hidden_size=24",
+    "model.config.num_hidden_layers=1",
+    "model.tokenizer_vocab_size=300",
+]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with the recipes in it, and in runs/quickstart a run launched as the README says, on less data."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    launch = next(line for line in commands("accelerate launch") if "quickstart" in line)
+    command = [str(Path(sys.executable).parent / "accelerate"), *shlex.split(launch)[1:], *SMALLER]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "held-out perplexity after" in run.stdout and "ε = " in run.stdout
+    return folder
+
+
+def test_the_first_thing_is_a_sentence_and_two_commands():
+    """A newcomer reads one screen."""
+    head = README.split("```bash")[0]
+    assert len(head.splitlines()) < 8
+    assert [line.split("#")[0].strip() for line in blocks("bash")[0].splitlines()] == ["make quickstart", "make test"]
+
+
+@pytest.mark.parametrize(
+    "target", sorted(set(re.findall(r"\bmake ([a-z]+)\b", README + (ROOT / "CONTRIBUTING.md").read_text())))
+)
+def test_every_make_target_exists(target):
+    """Also those of CONTRIBUTING.md."""
+    run = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=["trainer", "own loop"])
+def test_every_program_runs(code, tmp_path, monkeypatch, capsys):
+    """As it stands, copied out of the README."""
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("command", commands("dpllm "))
+def test_every_dpllm_command_runs(command, workplace, monkeypatch):
+    """Plain and with --json."""
+    monkeypatch.chdir(workplace)
+    arguments = shlex.split(command)[1:]
+    for more in ([], ["--json"]):
+        result = CliRunner().invoke(app, [*arguments, *more])
+        assert result.exit_code == 0 and result.stdout.strip(), result.output
+
+
+@pytest.mark.parametrize("command", commands("accelerate launch"))
+def test_every_launch_names_a_recipe_and_overrides_that_exist(command):
+    """The recipes themselves are run by test_recipes.py."""
+    words = shlex.split(command)
+    recipe = words[words.index("--config") + 1]
+    load_recipe(ROOT / recipe, [word for word in words[words.index("--config") + 2 :] if "=" in word])
+    assert (ROOT / words[2]).exists()
+
+
+def test_every_file_it_names_exists():
+    """Links, pictures and the reading list."""
+    named = set(re.findall(r"\]\((?!http)([^)#]+)\)", README)) | set(
+        re.findall(r"^dpllm/\S+", README, flags=re.MULTILINE)
+    )
+    assert len(named) > 10
+    assert not [name for name in named if not (ROOT / name).exists()]
