@@ -50,14 +50,14 @@ def plot_training(
     from matplotlib.ticker import MaxNLocator
 
     figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(7, 5.6), height_ratios=[3, 2])
-    upper.plot(steps, losses, color=BLUE, linewidth=1.6, label="private batch")
+    upper.plot(steps, losses, ".-", color=BLUE, linewidth=1.6, label="private batch")
     if eval_points:
         upper.plot(*zip(*eval_points, strict=True), "o", color=ORANGE, markersize=7, label="held-out records")
     upper.set_ylabel("loss (nats per token, mean over rows)")
     upper.legend(frameon=False)
     finite = [(step, value) for step, value in zip(epsilon_steps, epsilons, strict=True) if value < float("inf")]
     if finite:
-        lower.plot(*zip(*finite, strict=True), color=ORANGE, linewidth=1.6)
+        lower.plot(*zip(*finite, strict=True), ".-", color=ORANGE, linewidth=1.6)
         lower.annotate(
             f"ε = {finite[-1][1]:.2f}",
             finite[-1],
@@ -66,7 +66,7 @@ def plot_training(
             ha="right",
             color=ORANGE,
         )
-        lower.set_ylim(bottom=0)
+        lower.set_ylim(0, 1.1 * finite[-1][1])
     else:
         lower.text(0.5, 0.5, "ε = ∞: no noise, not private", ha="center", transform=lower.transAxes, color=GREY)
     lower.set_ylabel("ε spent")

@@ -267,8 +267,11 @@ def squared_norms(contributions: Sequence[Contribution], rows: Rows) -> tuple[Te
         sum.
     """
     if isinstance(contributions[0], Instance):
-        value_U = rows.sum_rows(contributions[0].value_B)
-        sq_norm_U = value_U.flatten(1).square().sum(1)
+        value_B = contributions[0].value_B
+        if rows.pairs is None:  # a row is a unit: nothing to add up before squaring
+            sq_norm_U = rows.sum_rows(torch.linalg.vector_norm(value_B.flatten(1), dim=1).square())
+        else:
+            sq_norm_U = rows.sum_rows(value_B).flatten(1).square().sum(1)
         return sq_norm_U, torch.zeros_like(sq_norm_U)
     factored = [c for c in contributions if not isinstance(c, Instance)]
     assert len(factored) == len(contributions), "merge() leaves no mixture of instances and factors"

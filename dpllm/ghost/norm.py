@@ -52,10 +52,14 @@ class LayerNormRule:
             self.book.record(self.weight, Instance(sum_tokens(widen(grad) * widen(normed), keep)))
 
 
-def is_affine_in(call: Call, name: str, weight: Tensor, output: Tensor) -> bool:
-    """Whether the module's output is y_0 + w * n with an elementwise product over the last dimension."""
+def offset_of(call: Call, name: str, weight: Tensor, output: Tensor) -> str | None:
+    """What the module's output is beside w * n, an elementwise product over the last dimension.
+
+    Returns:
+        "zero" for y = w * n, "some" for y = y_0 + w * n, None for a module of another form.
+    """
     if not isinstance(output, Tensor) or weight.ndim != 1 or output.shape[-1] != weight.numel():
-        return False
+        return None
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         other = (0.5 + torch.rand(weight.shape, generator=generator)).to(weight)
@@ -67,15 +71,17 @@ def is_affine_in(call: Call, name: str, weight: Tensor, output: Tensor) -> bool:
         scale = 1 + max(float(t.abs().max()) for t in (at_zero, at_one, at_other))
         # Norms compute in float32 inside, also in a float64 model.
         tolerance = 16 * max(torch.finfo(output.dtype).eps, torch.finfo(torch.float32).eps) * scale
-        return bool((at_other - expected).abs().max() <= tolerance) and bool((output - actual).abs().max() <= tolerance)
+        if (at_other - expected).abs().max() > tolerance or (output - actual).abs().max() > tolerance:
+            return None
+        return "some" if at_zero.any() else "zero"
 
 
 class ScaleRule:
     """Taps a module whose only own trainable parameter scales its features."""
 
-    def __init__(self, name: str, weight: nn.Parameter, book: Recorder) -> None:
-        """Remember the parameter and its name within the module."""
-        self.name, self.weight, self.book = name, weight, book
+    def __init__(self, name: str, weight: nn.Parameter, offset: str, book: Recorder) -> None:
+        """Remember the parameter, its name within the module, and what `offset_of` found."""
+        self.name, self.weight, self.offset, self.book = name, weight, offset, book
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor, rows: int | None) -> Tensor:
         """Tap the output and keep the module's inputs."""
@@ -85,10 +91,10 @@ class ScaleRule:
 
         def receive(grad: Tensor, saved: list[Tensor]) -> None:
             with torch.no_grad():
-                at_one = call.again({self.name: torch.ones_like(self.weight)}, saved)
-                at_zero = call.again({self.name: torch.zeros_like(self.weight)}, saved)
-            self.book.record(
-                self.weight, Instance(sum_tokens(self.book.by_rows(widen(grad) * widen(at_one - at_zero))))
-            )
+                normed = call.again({self.name: torch.ones_like(self.weight)}, saved)
+                if self.offset != "zero":
+                    normed = normed - call.again({self.name: torch.zeros_like(self.weight)}, saved)
+            per_row = sum_tokens(self.book.by_rows(widen(grad) * widen(normed)))
+            self.book.record(self.weight, Instance(per_row))
 
         return self.book.tap(output, receive, *tensors)

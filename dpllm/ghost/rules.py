@@ -14,7 +14,7 @@ from dpllm.ghost.embedding import EmbeddingRule, RelativeBiasRule, has_relative_
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.fallback import PerRowRule
 from dpllm.ghost.linear import LinearRule, is_linear
-from dpllm.ghost.norm import LayerNormRule, ScaleRule, is_affine_in
+from dpllm.ghost.norm import LayerNormRule, ScaleRule, offset_of
 from dpllm.ghost.tap import Recorder
 
 After = Callable[[nn.Module, tuple, dict, Any, "int | None"], Any]
@@ -121,6 +121,7 @@ class Served:
         trainable = self.site.trainable
         if len(trainable) == 1 and isinstance(output, Tensor):
             ((name, weight),) = trainable.items()
-            if is_affine_in(Call(module, args, kwargs), name, weight, output):
-                return ScaleRule(name, weight, self.book).after
+            offset = offset_of(Call(module, args, kwargs), name, weight, output)
+            if offset is not None:
+                return ScaleRule(name, weight, offset, self.book).after
         return PerRowRule(self.site.path, module, trainable, self.book).after
