@@ -339,6 +339,20 @@ def num_private_steps(args: TrainingArguments, privacy: PrivacyConfig, num_units
     return math.ceil(args.num_train_epochs * num_units / privacy.expected_batch_size)
 
 
+def _inputs_and_labels(dataset: Any) -> Iterator[tuple[Any, Any]]:
+    """Each row's input and its labels, None where it has none; from a `datasets.Dataset` in batches, which is much faster."""
+    if not hasattr(dataset, "select_columns"):
+        for number in range(len(dataset)):
+            row = dataset[number]
+            yield row["input_ids"], row.get("labels")
+        return
+    has_labels = "labels" in dataset.column_names
+    columns = dataset.select_columns(["input_ids", "labels"] if has_labels else ["input_ids"])
+    for batch in columns.iter(batch_size=4096):
+        labels = batch["labels"] if has_labels else [None] * len(batch["input_ids"])
+        yield from zip(batch["input_ids"], labels, strict=True)
+
+
 def _row_lengths(dataset: Any, task: str | None) -> np.ndarray:
     """(num_rows,) tokens of every row.
 
@@ -346,8 +360,7 @@ def _row_lengths(dataset: Any, task: str | None) -> np.ndarray:
         DataError: a row without input, with labels that don't fit its input, or without any target.
     """
     lengths = np.empty(len(dataset), dtype=np.int64)
-    for number, row in enumerate(dataset):
-        ids, labels = row["input_ids"], row.get("labels")
+    for number, (ids, labels) in enumerate(_inputs_and_labels(dataset)):
         lengths[number] = len(ids)
         if len(ids) == 0:
             raise DataError(f"row {number} has no input_ids: a row needs at least one token")

@@ -270,9 +270,11 @@ def squared_norms(contributions: Sequence[Contribution], rows: Rows) -> tuple[Te
         value_B = contributions[0].value_B
         if rows.pairs is None:  # a row is a unit: nothing to add up before squaring
             sq_norm_U = rows.sum_rows(torch.linalg.vector_norm(value_B.flatten(1), dim=1).square())
-        else:
-            sq_norm_U = rows.sum_rows(value_B).flatten(1).square().sum(1)
-        return sq_norm_U, torch.zeros_like(sq_norm_U)
+            return sq_norm_U, torch.zeros_like(sq_norm_U)
+        # The sum is formed row by row, after scaling: where the rows of a unit cancel, it rounds otherwise than the norm.
+        mass_U = rows.sum_rows(torch.linalg.vector_norm(value_B.flatten(1), dim=1))
+        sq_norm_U = rows.sum_rows(value_B).flatten(1).square().sum(1)
+        return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * mass_U.square()
     factored = [c for c in contributions if not isinstance(c, Instance)]
     assert len(factored) == len(contributions), "merge() leaves no mixture of instances and factors"
     sq_norm_U = sum_of(_unit_inner(c, c, rows) for c in factored)

@@ -19,7 +19,9 @@ CASES = [
     Case("t5", tied=True),
     Case("t5", mode="lora-all-linear"),
 ]
-EVERY_CASE = pytest.mark.parametrize("case", [case.but(dtype=dtype) for dtype in ("float64", "float32") for case in CASES], ids=str)
+EVERY_CASE = pytest.mark.parametrize(
+    "case", [case.but(dtype=dtype) for dtype in ("float64", "float32") for case in CASES], ids=str
+)
 
 
 def tolerance(case: Case) -> float:
@@ -102,19 +104,15 @@ def test_checkpointing_repeats_the_dropout_of_the_forward_pass(case, kind):
 
 @EVERY_CASE
 def test_units_of_several_rows_have_one_sum(case):
-    """Units whose rows stand side by side, apart, or in microbatches of their own, under any numbering, give one sum."""
+    """Units give one sum whether their rows stand side by side, apart, or in microbatches of their own."""
     model, batch = build_model(case), make_batch(case.spec, num_rows=NUM_ROWS)
     apart = torch.tensor([0, 1, 0, 2, 1, 0])
     clip_norm = float(clipped_sum(model, case, batch, 1.0, apart).norms.median())
     expected = clipped_sum(model, case, batch, clip_norm, apart)
-    side_by_side = clipped_sum(
-        model, case, batch.rows([0, 2, 5, 1, 4, 3]), clip_norm, torch.tensor([0, 0, 0, 1, 1, 2])
-    )
+    side_by_side = clipped_sum(model, case, batch.rows([0, 2, 5, 1, 4, 3]), clip_norm, torch.tensor([0, 0, 0, 1, 1, 2]))
     renumbered = clipped_sum(model, case, batch, clip_norm, torch.tensor([2, 0, 2, 1, 0, 2]))
     by_unit = [batch.rows([0, 2, 5]), batch.rows([1, 4, 3])]
-    separate = clipped_sum(
-        model, case, by_unit, clip_norm, [torch.tensor([0, 0, 0]), torch.tensor([0, 0, 1])]
-    )
+    separate = clipped_sum(model, case, by_unit, clip_norm, [torch.tensor([0, 0, 0]), torch.tensor([0, 0, 1])])
     for result in (side_by_side, renumbered, separate):
         assert relative_error(result.total, expected.total) <= tolerance(case)
     torch.testing.assert_close(renumbered.norms, expected.norms[[1, 2, 0]], rtol=1e-5, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from dpllm import GhostClipper
 from dpllm.data import RowCollator
-from tests.reference.oracle import LOSSES, Clipped, clipped_sum, released, relative_error, trainable
+from tests.reference.oracle import LOSSES, Clipped, clipped_sum, relative_error, released, trainable
 from tests.reference.zoo import (
     CHECKPOINTING,
     DTYPES,
@@ -188,7 +189,9 @@ def _scaled_sum(model: nn.Module, case: Case, batch: Batch, clip_norm: float, sc
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("case", [Case("gpt2-without-dropout", tied=True), Case("llama", mode="lora-all-linear")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("gpt2-without-dropout", tied=True), Case("llama", mode="lora-all-linear")], ids=str
+)
 @pytest.mark.parametrize("scale", [math.inf, math.nan])
 def test_a_loss_scaled_to_a_nonfinite_one_contributes_nothing(case, dtype, scale):
     """A row whose loss was multiplied by infinity or NaN leaves the sum of the other rows."""
@@ -201,7 +204,9 @@ def test_a_loss_scaled_to_a_nonfinite_one_contributes_nothing(case, dtype, scale
     assert relative_error(result.total, expected.total) <= (1e-6 if dtype == "float64" else 2e-5)
 
 
-@pytest.mark.parametrize("case", [Case("gpt2-without-dropout", tied=True), Case("llama", mode="lora-all-linear")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("gpt2-without-dropout", tied=True), Case("llama", mode="lora-all-linear")], ids=str
+)
 @pytest.mark.parametrize("exponent", [10, 15, 18, 20, 25, 30, 36])
 def test_a_gradient_near_the_end_of_float32_is_bounded(case, exponent):
     """A gradient whose square overflows float32, itself finite or not, contributes at most C and nothing non-finite."""
@@ -225,10 +230,74 @@ def test_a_gradient_near_zero_is_bounded(exponent):
     assert float(result.total.norm()) <= clip_norm * (1 + 1e-6)
 
 
+def released_over_clip_norm_of_sum(module: nn.Module, inputs: Tensor, grads: Tensor, unit_index: Tensor) -> float:
+    """Norm over C of what one unit releases, for a module with output gradient `grads` and C at half the true norm."""
+    true = module.weight.detach().double().requires_grad_()
+    output = torch.func.functional_call(copy.deepcopy(module).double(), {"weight": true}, _as_double(inputs))
+    (gradient,) = torch.autograd.grad((output * grads.double()).sum(), true)
+    clip_norm = 0.5 * float(gradient.norm())
+    clipper = GhostClipper(module, clip_norm=clip_norm)
+    clipper.backward((module(inputs) * grads).flatten(1).sum(1), unit_index)
+    clipper.remove()
+    return float(released(module).norm()) / clip_norm
+
+
+def _as_double(inputs: Tensor) -> Tensor:
+    return inputs.double() if inputs.is_floating_point() else inputs
+
+
+def _nearly_cancelling(shape: tuple[int, ...], dim: int, remainder: float, generator: torch.Generator) -> Tensor:
+    """Entries that add up to almost nothing over `dim`: their sum is smaller than they are by about `remainder`."""
+    noise = torch.randn(shape, generator=generator)
+    return noise - noise.mean(dim, keepdim=True) + remainder * torch.randn(shape, generator=generator)
+
+
+@pytest.mark.parametrize("remainder", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+@pytest.mark.parametrize("width", [16, 256])
+def test_tokens_that_cancel_release_no_more_than_the_clip_norm(width, remainder):
+    """A matrix's gradient whose tokens nearly cancel has a norm that rounds badly; C bounds it all the same."""
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        module = nn.Linear(width, width, bias=False)
+        inputs = 1 + remainder * torch.randn(1, 64, width, generator=generator)
+        grads = _nearly_cancelling((1, 64, width), 1, remainder, generator)
+        assert released_over_clip_norm_of_sum(module, inputs, grads, torch.tensor([0])) <= 1
+
+
+@pytest.mark.parametrize("remainder", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+@pytest.mark.parametrize("entries", [8, 4000])
+def test_lookups_that_cancel_release_no_more_than_the_clip_norm(entries, remainder):
+    """The same for a table in which the token looked up is one and the same."""
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        module = nn.Embedding(entries, 32)
+        grads = _nearly_cancelling((1, 64, 32), 1, remainder, generator)
+        index = torch.full((1, 64), 3)
+        assert released_over_clip_norm_of_sum(module, index, grads, torch.tensor([0])) <= 1
+
+
+@pytest.mark.parametrize("remainder", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+@pytest.mark.parametrize("width", [16, 256])
+@pytest.mark.parametrize("table", [False, True])
+def test_rows_of_a_unit_that_cancel_release_no_more_than_the_clip_norm(table, width, remainder):
+    """A unit whose rows nearly cancel one another: the rounding of each row's share counts against C as well."""
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        grads = torch.randn(1, 24, width, generator=generator).repeat(2, 1, 1)
+        grads[1] = -grads[1] * (1 + remainder * torch.randn(24, width, generator=generator))
+        if table:
+            module = nn.Embedding(8 if width == 16 else 4000, width)
+            inputs = torch.arange(24)[None].expand(2, -1) % 8
+        else:
+            module = nn.Linear(width, width, bias=False)
+            inputs = torch.randn(1, 24, width, generator=generator).repeat(2, 1, 1)
+        assert released_over_clip_norm_of_sum(module, inputs, grads, torch.tensor([0, 0])) <= 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", EVERY_LOSS, ids=str)
 def test_padding_rows_contribute_nothing(case, dtype):
-    """Rows of unit -1 leave the sum of the batch without them: copies of real rows, masked rows, and non-finite ones."""
+    """Rows of unit -1 leave the sum as it is: copies of real rows, masked rows, and non-finite ones."""
     case = case.but(dtype=dtype)
     model, records = build_model(case), make_records(case.spec)
     if not case.tied:
