@@ -18,7 +18,7 @@ IGNORE = -100  # labels with this value are no targets, as everywhere in the eco
 def _token_mean(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
     """(B,): cross-entropy averaged over each row's own targets; 0 for a row without any.
 
-    Masked positions (prompts, padding) are left out before the softmax over the vocabulary, the largest tensor of a step.
+    Masked positions (prompts, padding) are left out before the softmax over the vocabulary, a step's largest tensor.
     """
     is_target_BT = target_BT != IGNORE
     loss_N = F.cross_entropy(_float(logits_BTV[is_target_BT]), target_BT[is_target_BT], reduction="none")

@@ -340,7 +340,7 @@ def num_private_steps(args: TrainingArguments, privacy: PrivacyConfig, num_units
 
 
 def _inputs_and_labels(dataset: Any) -> Iterator[tuple[Any, Any]]:
-    """Each row's input and its labels, None where it has none; from a `datasets.Dataset` in batches, which is much faster."""
+    """Each row's input and its labels, None where it has none; a `datasets.Dataset` is read in batches, for speed."""
     if not hasattr(dataset, "select_columns"):
         for number in range(len(dataset)):
             row = dataset[number]

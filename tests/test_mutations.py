@@ -1,7 +1,7 @@
 """The tests can fail: deleting what privacy rests on turns them red.
 
-Each mutation is one edit to a copy of the package; the tests named beside it are run on the copy, and at least one of them has to
-fail. ``python -m tests.test_mutations`` prints which ones.
+Each mutation is one edit to a copy of the package; the tests named beside it are run on the copy, and at least one of
+them has to fail. ``python -m tests.test_mutations`` prints which ones.
 """
 
 import re

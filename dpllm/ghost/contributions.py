@@ -271,7 +271,7 @@ def squared_norms(contributions: Sequence[Contribution], rows: Rows) -> tuple[Te
         if rows.pairs is None:  # a row is a unit: nothing to add up before squaring
             sq_norm_U = rows.sum_rows(torch.linalg.vector_norm(value_B.flatten(1), dim=1).square())
             return sq_norm_U, torch.zeros_like(sq_norm_U)
-        # The sum is formed row by row, after scaling: where the rows of a unit cancel, it rounds otherwise than the norm.
+        # The sum is formed row by row, after scaling; where a unit's rows cancel, it rounds otherwise than the norm.
         mass_U = rows.sum_rows(torch.linalg.vector_norm(value_B.flatten(1), dim=1))
         sq_norm_U = rows.sum_rows(value_B).flatten(1).square().sum(1)
         return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * mass_U.square()

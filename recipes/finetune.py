@@ -1,0 +1,160 @@
+"""Fine-tune a language model privately: one program for every recipe.
+
+    accelerate launch recipes/finetune.py --config recipes/quickstart.yaml
+    accelerate launch recipes/finetune.py --config recipes/gpt2_e2e_lora.yaml privacy.target_epsilon=3 train.seed=1
+
+Ordinary training on public text comes first, where the recipe asks for it; the held-out records are measured before and
+after the private training. `train.resume_from_checkpoint=true` continues a run that was stopped.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import datasets
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+
+from dpllm import DPTrainer, load_recipe, make_plan
+from dpllm.arguments import training_arguments
+from dpllm.config import Recipe, save_recipe
+from dpllm.data import RowCollator, load_records, load_train_and_eval, num_labels_of, tokenize_records, unit_index_of
+from dpllm.evaluation import Measurement, measure
+from dpllm.figures import plot_training
+from dpllm.ledger import LEDGER_FILE
+from dpllm.models import load_base_model, load_tokenizer, prepare_model
+from dpllm.plan import format_epsilon, format_plan
+from dpllm.report import ReleaseNotes, write_report
+from dpllm.trainer import num_private_steps
+
+PLAIN = {"save_strategy": "no", "report_to": "none"}
+console = Console(highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Read the command line and run; a mistake in the recipe or in the data is one line and exit code 2."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="the recipe, a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as privacy.target_epsilon=3")
+    options = parser.parse_args()
+    try:
+        run(load_recipe(options.config, options.overrides))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(recipe: Recipe) -> None:
+    """From the recipe to the model and its report."""
+    began = time.monotonic()
+    args = training_arguments({**PLAIN, **recipe.train})
+    output, resume = Path(args.output_dir), args.resume_from_checkpoint
+    if (output / LEDGER_FILE).exists() and not resume:
+        raise ValueError(f"{output} already holds a private run: set train.output_dir to another folder")
+
+    # The private records. Their number fixes the plan before anything is trained.
+    train_records, eval_records = load_train_and_eval(recipe.data)
+    num_units = unit_index_of(train_records, recipe.privacy).num_units
+    plan = make_plan(recipe.privacy, num_units, num_private_steps(args, recipe.privacy, num_units))
+    show("privacy plan", format_plan(plan))
+
+    # What is public: starting weights, and text for a tokenizer and for ordinary training.
+    public = [f"starting weights: {recipe.model.name}"] if recipe.model.name else []
+    public_records = public_texts = None
+    if recipe.public_pretrain:
+        public_records = load_records(recipe.public_pretrain.data)
+        public_texts = public_records[recipe.public_pretrain.data.text_column]
+        public.append(f"pretraining text: {recipe.public_pretrain.data.path}")
+        if recipe.model.tokenizer_vocab_size:
+            public.append(f"text that the tokenizer was trained on: {recipe.public_pretrain.data.path}")
+    tokenizer = load_tokenizer(recipe.model, public_texts)
+    model = load_base_model(recipe.model, tokenizer, num_labels_of(train_records, recipe.data))
+
+    task, num_labels = recipe.model.task, model.config.num_labels
+    keep = [recipe.privacy.unit_column] if recipe.privacy.unit_column else []
+    train_rows = tokenize_records(train_records, tokenizer, recipe.data, keep, task, num_labels)
+    eval_rows = tokenize_records(eval_records, tokenizer, recipe.data, (), task, num_labels) if eval_records else None
+    collator = RowCollator(pad_token_id=tokenizer.pad_token_id, task=task)
+
+    if public_records is not None and not resume:
+        pretrain(model, tokenizer, recipe, public_records)
+    trainer = DPTrainer(
+        model=prepare_model(model, recipe.model),
+        args=args,
+        privacy=recipe.privacy,
+        train_dataset=train_rows,
+        processing_class=tokenizer,
+        data_collator=collator,
+        public=public,
+    )
+    console.rule("private fine-tuning")
+    output.mkdir(parents=True, exist_ok=True)
+    save_recipe(recipe, output / "recipe.yaml")
+    before = measure(trainer.model, eval_rows, collator) if eval_rows and not resume else None
+    trainer.train(resume_from_checkpoint=resume)
+    after = measure(trainer.model, eval_rows, collator) if eval_rows else None
+
+    # What was measured on private records is on the screen and in the picture; the report says so.
+    figures = {"before": before, "after": after}
+    utility = {f"held-out {figure.name} {when}": f"{figure.value:.4g}" for when, figure in figures.items() if figure}
+    if utility:
+        trainer.disclose("evaluation on private rows", len(utility))
+    trainer.save_model()
+    picture = draw(trainer, output / "training.png", before, after)
+    cost = {"seconds in all": round(time.monotonic() - began), "hardware": str(model.device)}
+    write_report(output, trainer.plan, trainer.ledger, ReleaseNotes(utility={**utility, **cost}))
+    show(
+        "done",
+        [
+            *utility.items(),
+            ("guarantee", f"ε = {format_epsilon(trainer.epsilon)} at δ = {plan.delta:g}, {plan.adjacency} adjacency"),
+            ("unit of privacy", f"one {recipe.privacy.unit} of {num_units:,}"),
+            ("private steps", f"{trainer.state.global_step} of {plan.num_steps}"),
+            ("model", str(output)),
+            ("privacy report", str(output / "privacy_report.md")),
+            ("picture", str(picture)),
+            ("time", f"{time.monotonic() - began:.0f} s"),
+        ],
+    )
+
+
+def pretrain(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, records: datasets.Dataset
+) -> None:
+    """Train on the public text, without privacy."""
+    public = recipe.public_pretrain
+    console.rule(f"public pretraining on {public.data.path}")
+    rows = tokenize_records(records, tokenizer, public.data, task=recipe.model.task)
+    section = {"output_dir": f"{recipe.train['output_dir']}/public_pretrain", **PLAIN, **public.train}
+    collator = RowCollator(pad_token_id=tokenizer.pad_token_id, task=recipe.model.task)
+    args = training_arguments(section)
+    Trainer(model=model, args=args, train_dataset=rows, data_collator=collator).train()
+
+
+def draw(trainer: DPTrainer, path: Path, before: Measurement | None, after: Measurement | None) -> Path:
+    """Write the picture of the run."""
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    steps = [int(entry["step"]) for entry in logs]
+    ends = [(0, before), (trainer.state.global_step, after)]
+    return plot_training(
+        steps,
+        [entry["loss"] for entry in logs],
+        steps,
+        [entry["epsilon"] for entry in logs],
+        path,
+        [(step, point.row_loss) for step, point in ends if point],
+    )
+
+
+def show(title: str, rows: list[tuple[str, str]]) -> None:
+    """Print names and values; a path is never broken."""
+    console.print(f"\n{title}", style="bold")
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        console.print(f"  {name:<{width}}  ", style="dim", end="")
+        console.print(value, markup=False)
+
+
+if __name__ == "__main__":
+    main()

