@@ -18,11 +18,16 @@ IGNORE = -100  # labels with this value are no targets, as everywhere in the eco
 def _token_mean(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
     """(B,): cross-entropy averaged over each row's own targets; 0 for a row without any.
 
-    Masked positions (prompts, padding) are left out before the softmax over the vocabulary, a step's largest tensor.
+    Where most positions are masked (prompts, padding), they are left out before the softmax over the vocabulary.
     """
     is_target_BT = target_BT != IGNORE
-    loss_N = F.cross_entropy(_float(logits_BTV[is_target_BT]), target_BT[is_target_BT], reduction="none")
-    tokens_BT = loss_N.new_zeros(target_BT.shape).masked_scatter(is_target_BT, loss_N)
+    if 2 * int(is_target_BT.sum()) < is_target_BT.numel():
+        loss_N = F.cross_entropy(_float(logits_BTV[is_target_BT]), target_BT[is_target_BT], reduction="none")
+        tokens_BT = loss_N.new_zeros(target_BT.shape).masked_scatter(is_target_BT, loss_N)
+    else:
+        logits_NV = _float(logits_BTV.flatten(0, 1))
+        tokens_BT = F.cross_entropy(logits_NV, target_BT.flatten(), ignore_index=IGNORE, reduction="none")
+        tokens_BT = tokens_BT.view(target_BT.shape)
     return tokens_BT.sum(1) / is_target_BT.sum(1).clamp_min(1)
 
 
@@ -48,7 +53,8 @@ def per_sequence_loss(logits: Tensor, labels: Tensor) -> Tensor:
     tensor([2.3026, 2.3026])
     """
     _check(logits, labels)
-    return _token_mean(logits[:, :-1], labels[:, 1:])
+    # The labels are shifted, not the logits: a slice of those would be copied, and its gradient scattered back.
+    return _token_mean(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORE))
 
 
 def seq2seq_loss(logits: Tensor, labels: Tensor) -> Tensor:

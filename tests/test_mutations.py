@@ -74,8 +74,8 @@ MUTATIONS = [
     Mutation(
         "the cross term between a unit's rows is deleted",
         "dpllm/ghost/contributions.py",
-        "first_N, second_N, weight_N = rows.pairs",
-        "first_N, second_N, weight_N = (t[rows.pairs[0] == rows.pairs[1]] for t in rows.pairs)",
+        "first_N, second_N, weight_N = rows.pairs\n",
+        "first_N, second_N, weight_N = (t[rows.pairs[0] == rows.pairs[1]] for t in rows.pairs)\n",
         ("tests/ghost/test_contributions.py",),
     ),
     Mutation(

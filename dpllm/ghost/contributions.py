@@ -190,7 +190,7 @@ class Lookup:
 Contribution = Instance | Outer | Lookup
 
 
-def _pair_inner(x: Outer | Lookup, y: Outer | Lookup, first_N: Tensor, second_N: Tensor) -> Tensor:
+def _pair_inner(x: Outer | Lookup, y: Outer | Lookup, first_N: Tensor | slice, second_N: Tensor | slice) -> Tensor:
     """(N,): <gradient of x in row first_n, gradient of y in row second_n>."""
     if isinstance(x, Outer) and isinstance(y, Outer):
         return kernels.outer_inner(
@@ -214,12 +214,10 @@ def _unit_inner(x: Outer | Lookup, y: Outer | Lookup, rows: Rows) -> Tensor:
     if x is y and isinstance(x, Lookup):
         return x.unit_squared_norms(rows)
     if rows.pairs is None:
-        (row_N,) = torch.nonzero(rows.unit_B >= 0, as_tuple=True)
-        first_N, second_N, weight_N = row_N, row_N, torch.ones_like(row_N)
-    elif x is y:
-        first_N, second_N, weight_N = rows.pairs
-    else:
-        first_N, second_N, _ = rows.pairs
+        every = slice(None)  # a view: indexing with row numbers would copy the head's output gradient
+        return rows.sum_rows(_pair_inner(x, y, every, every))
+    first_N, second_N, weight_N = rows.pairs
+    if x is not y:
         mirrored = first_N != second_N
         first_N, second_N = (
             torch.cat([first_N, second_N[mirrored]]),
@@ -230,13 +228,13 @@ def _unit_inner(x: Outer | Lookup, y: Outer | Lookup, rows: Rows) -> Tensor:
     step = max(
         1, rows.unit_B.numel()
     )  # no more pairs at a time than rows, so that copies stay as large as the microbatch
-    for start in range(0, max(1, first_N.numel()), step):
+    for start in range(0, first_N.numel(), step):
         here = slice(start, start + step)
         inner_N = _pair_inner(x, y, first_N[here], second_N[here])
         if total_U is None:
             total_U = inner_N.new_zeros(rows.num_units)
         total_U.index_add_(0, rows.unit_B[first_N[here]], inner_N * weight_N[here].to(inner_N.dtype))
-    assert total_U is not None
+    assert total_U is not None, "there are pairs"
     return total_U
 
 

@@ -1,0 +1,597 @@
+"""What privacy costs: a DP step against the same step without privacy, in time, floating-point operations and memory.
+
+    python benchmarks/throughput.py                                            # 4-layer Llama, full fine-tuning
+    python benchmarks/throughput.py --mode lora --tokens 512
+    python benchmarks/throughput.py --compare opacus --json throughput.json    # Opacus' ghost clipping beside it
+    python benchmarks/throughput.py --config llama8b.json --mode lora --dtype bfloat16 --checkpointing nonreentrant
+
+A step is forward, backward and, for the DP methods, norms and clipped sum; no noise, no optimizer. All methods run in
+one process on one batch of random tokens and on the same weights, in turn, after a warm-up that also takes the one-off
+checks of the first batch. Ratios are method / non-private: 1 is parity, less is better.
+
+time    medians over the rounds; beside it the ratio of the fastest steps. Where others use the machine, processor time
+        on one thread is steadier: OMP_NUM_THREADS=1 and --clock cpu
+FLOPs   of matrix products and attention in one step, 2 per multiply-add, counted by torch.utils.flop_counter;
+        elementwise work isn't counted
+memory  peak over one step, with weights and gradients: on CUDA what the allocator handed out, elsewhere the bytes of
+        live tensors (buffers inside an operation aren't seen)
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import json
+import logging
+import platform
+import re
+import statistics
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.flop_counter as flop_counter
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from dpllm.ghost import GhostClipper
+from dpllm.losses import IGNORE, per_sequence_loss
+
+CLIP_NORM = 1.0
+PLAIN, OURS, OPACUS = "non-private", "dpllm", "opacus"
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured. ``config`` (a transformers configuration) or ``model`` (a folder) replaces the inline Llama."""
+
+    hidden: int = 512
+    layers: int = 4
+    vocab: int = 32_000
+    heads: int = 8
+    intermediate: int | None = None
+    tied: bool = False
+    config: str | None = None
+    model: str | None = None
+    mode: str = "full"
+    rank: int = 16
+    batch: int = 4
+    tokens: int = 256
+    dtype: str = "float32"
+    attention: str = "sdpa"
+    checkpointing: str = "none"
+    device: str = "auto"
+    rounds: int = 5
+    warmup: int = 2
+    clock: str = "wall"
+
+    def resolved_device(self) -> torch.device:
+        """The device named, or CUDA where there is one."""
+        return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device)
+
+
+@dataclass
+class Measurement:
+    """One method's figures; times in milliseconds, one per round."""
+
+    times_ms: list[float] = field(default_factory=list)
+    flops_by_op: dict[str, int] = field(default_factory=dict)
+    peak_bytes: int = 0
+    refused: str | None = None
+
+    @property
+    def median_ms(self) -> float:
+        """Median time of a step."""
+        return statistics.median(self.times_ms)
+
+    @property
+    def flops(self) -> int:
+        """All counted floating-point operations of a step."""
+        return sum(self.flops_by_op.values())
+
+
+# ---------------------------------------------------------------------- model
+
+
+def model_config(settings: Settings) -> Any:
+    """The transformers configuration: inline, or from a JSON text, a JSON file or a folder."""
+    from transformers import AutoConfig, LlamaConfig
+
+    if settings.config is None:
+        return LlamaConfig(
+            hidden_size=settings.hidden,
+            num_hidden_layers=settings.layers,
+            vocab_size=settings.vocab,
+            num_attention_heads=settings.heads,
+            num_key_value_heads=settings.heads,
+            intermediate_size=settings.intermediate or -(-settings.hidden * 8 // 96) * 32,
+            max_position_embeddings=max(2048, settings.tokens),
+            tie_word_embeddings=settings.tied,
+        )
+    path = Path(settings.config)
+    if not settings.config.lstrip().startswith("{"):
+        text = (path / "config.json" if path.is_dir() else path).read_text()
+    else:
+        text = settings.config
+    values = json.loads(text)
+    if "model_type" not in values:
+        raise ValueError("The configuration has no model_type; add it, for instance 'llama'.")
+    return AutoConfig.for_model(**values)
+
+
+def build_model(settings: Settings) -> nn.Module:
+    """The model in training mode: random weights from a configuration, or those of a folder; with LoRA if asked for."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    arguments = {"dtype": getattr(torch, settings.dtype), "attn_implementation": settings.attention}
+    with settings.resolved_device():
+        if settings.model is not None:
+            model = AutoModelForCausalLM.from_pretrained(settings.model, **arguments)
+        else:
+            model = AutoModelForCausalLM.from_config(model_config(settings), **arguments)
+    model.config.use_cache = False
+    if settings.checkpointing != "none":
+        reentrant = settings.checkpointing == "reentrant"
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if settings.mode == "lora":
+            model.enable_input_require_grads()
+    if settings.mode == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        # Random factors: with the usual zero in B, half of the gradients would be zero.
+        model = get_peft_model(
+            model,
+            LoraConfig(r=settings.rank, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"),
+        )
+    return model.to(settings.resolved_device()).train()
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """The same modules on the same storage, with hooks, ``requires_grad`` and ``.grad`` of their own."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+    memo |= {id(b): b for b in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
+# ---------------------------------------------------------------------- steps
+
+
+class Step:
+    """One method on a model of its own: forward, backward, gradients left in ``.grad``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take the model over."""
+        self.model = model
+        self.norms: Tensor | None = None
+
+    def run(self, ids_BT: Tensor) -> None:
+        """One step without privacy."""
+        per_sequence_loss(self.model(input_ids=ids_BT).logits, ids_BT).mean().backward()
+
+    def forget(self) -> None:
+        """Free the gradients."""
+        for p in self.model.parameters():
+            p.grad = None
+
+
+class GhostStep(Step):
+    """This package: norms and clipped sum from one backward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Attach the hooks."""
+        super().__init__(model)
+        self.clipper = GhostClipper(model, CLIP_NORM)
+
+    def run(self, ids_BT: Tensor) -> None:
+        """One DP step, noise left out."""
+        self.norms = self.clipper.backward(per_sequence_loss(self.model(input_ids=ids_BT).logits, ids_BT)).norms
+
+
+class OpacusStep(Step):
+    """Opacus' ghost clipping, used as its documentation shows: a wrapped criterion whose backward runs two passes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Wrap the model, the optimizer (which never steps) and the criterion."""
+        from opacus.grad_sample import GradSampleModuleFastGradientClipping
+        from opacus.optimizers import DPOptimizerFastGradientClipping
+        from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+        wrapped = GradSampleModuleFastGradientClipping(
+            model, max_grad_norm=CLIP_NORM, use_ghost_clipping=True, loss_reduction="mean", strict=False
+        )
+        super().__init__(wrapped)
+        trainable = [p for p in wrapped.parameters() if p.requires_grad]
+        optimizer = DPOptimizerFastGradientClipping(
+            torch.optim.SGD(trainable, lr=0.0),
+            noise_multiplier=0.0,
+            max_grad_norm=CLIP_NORM,
+            expected_batch_size=1,
+            loss_reduction="mean",
+        )
+        criterion = nn.CrossEntropyLoss(ignore_index=IGNORE)
+        self.criterion = DPLossFastGradientClipping(wrapped, optimizer, criterion, "mean")
+
+    def run(self, ids_BT: Tensor) -> None:
+        """One step up to the clipped sum."""
+        logits_BTV = self.model(input_ids=ids_BT).logits[:, :-1].float()
+        targets = ids_BT[:, 1:].flatten()
+        self.criterion(logits_BTV.flatten(0, 1), targets, shape=logits_BTV.shape).backward()
+        self.norms = self.model.per_sample_gradient_norms
+
+
+METHODS: dict[str, Callable[[nn.Module], Step]] = {PLAIN: Step, OURS: GhostStep, OPACUS: OpacusStep}
+
+
+# ------------------------------------------------------------------- counting
+
+
+def _product(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """Operations of a matrix, batched or matrix-vector product or of an inner product."""
+    columns = b[-1] if len(b) > 1 else 1
+    rows = a[-2] if len(a) > 1 else 1
+    batch = a[0] if len(a) == 3 else 1
+    return 2 * batch * rows * a[-1] * columns
+
+
+def _added_product(_: torch.Size, a: torch.Size, b: torch.Size, *__: Any, **___: Any) -> int:
+    return _product(a, b)
+
+
+def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+    return flop_counter.sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(
+    grad: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
+) -> int:
+    return flop_counter.sdpa_backward_flop_count(grad, query, key, value)
+
+
+# What FlopCounterMode leaves out: in-place products (a clipped sum is made of them), products with a vector, attention
+# on the CPU. Its own formula for bmm fails where an output dtype is given.
+FORMULAS: dict[Any, Callable[..., int]] = {
+    **dict.fromkeys((aten.bmm, aten.mv, aten.dot, aten.vdot), _product),
+    **dict.fromkeys((aten.addmm_, aten.baddbmm_, aten.addbmm, aten.addbmm_, aten.addmv, aten.addmv_), _added_product),
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+_CONTRACTION = re.compile(r"(^|_)(add|badd)?b?(mm|mv|dot|vdot)(_|$)|matmul|attention|conv|linear|einsum|cdist")
+
+
+class _Seen(TorchDispatchMode):
+    """Remembers which operations ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.operations.add(func._overloadpacket)
+        return func(*args, **(kwargs or {}))
+
+
+def count_flops(function: Callable[[], Any]) -> dict[str, int]:
+    """Floating-point operations by name of the operation.
+
+    Raises:
+        RuntimeError: an operation that looks like a product and has no formula: the total would be too small.
+    """
+    with _Seen() as seen, flop_counter.FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        function()
+    unknown = [
+        str(op)
+        for op in seen.operations - counter.flop_registry.keys()
+        if _CONTRACTION.search(str(op).removeprefix("aten."))
+    ]
+    if unknown:
+        raise RuntimeError(f"No FLOP formula for {sorted(unknown)}: add one to FORMULAS, or the count is too small.")
+    return {str(op): int(flops) for op, flops in counter.get_flop_counts().get("Global", {}).items()}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors alive, from the storages that operations return until they are freed."""
+
+    def __init__(self) -> None:
+        """Start from nothing."""
+        super().__init__()
+        self.current = self.peak = 0
+        self._known: dict[int, int] = {}
+
+    def watch(self, value: Any) -> None:
+        """Count the storages of a tensor or of the tensors in a list or tuple, each once."""
+        if isinstance(value, (tuple, list)):
+            for item in value:
+                self.watch(item)
+        if not isinstance(value, Tensor):
+            return
+        storage = value.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known[key] = size
+        weakref.finalize(storage, self._free, key).atexit = False
+        self.current += size
+        self.peak = max(self.peak, self.current)
+
+    def _free(self, key: int) -> None:
+        self.current -= self._known.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.watch(result)
+        return result
+
+
+def peak_memory(step: Step, ids_BT: Tensor) -> int:
+    """Peak bytes of one step that starts without gradients, weights included."""
+    step.forget()
+    if ids_BT.is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step.run(ids_BT)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    live = LiveBytes()
+    for tensor in (ids_BT, *step.model.parameters(), *step.model.buffers()):
+        live.watch(tensor)
+    with live:
+        step.run(ids_BT)
+    return live.peak
+
+
+def timed(step: Step, ids_BT: Tensor, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Milliseconds of one step."""
+    step.forget()
+    if ids_BT.is_cuda:
+        torch.cuda.synchronize()
+    start = clock()
+    step.run(ids_BT)
+    if ids_BT.is_cuda:
+        torch.cuda.synchronize()
+    elapsed = 1000 * (clock() - start)
+    step.forget()
+    return elapsed
+
+
+# ---------------------------------------------------------------- measurement
+
+
+def batch_of(settings: Settings, vocab_size: int) -> Tensor:
+    """Random tokens (B, T)."""
+    generator = torch.Generator().manual_seed(1)
+    ids_BT = torch.randint(0, vocab_size, (settings.batch, settings.tokens), generator=generator)
+    return ids_BT.to(settings.resolved_device())
+
+
+def prepare(settings: Settings, methods: list[str]) -> tuple[dict[str, Step], dict[str, str], Tensor]:
+    """Build one step per method on shared weights and warm them up.
+
+    Returns:
+        The steps; why a method of others refused this model; the batch.
+    """
+    model = build_model(settings)
+    ids_BT = batch_of(settings, model.config.vocab_size)
+    steps: dict[str, Step] = {}
+    refused: dict[str, str] = {}
+    for name in methods:
+        try:
+            step = METHODS[name](twin(model))
+            for _ in range(settings.warmup):
+                step.run(ids_BT)
+                step.forget()
+            steps[name] = step
+        except (NotImplementedError, ValueError, RuntimeError, AttributeError) as error:
+            if name != OPACUS:
+                raise
+            refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return steps, refused, ids_BT
+
+
+def measure(settings: Settings, methods: list[str], timing: bool = True) -> dict[str, Measurement]:
+    """Figures of every method; times are taken in turn, in an order that rotates from round to round."""
+    steps, refused, ids_BT = prepare(settings, methods)
+    results = {name: Measurement(refused=refused.get(name)) for name in methods}
+    names = list(steps)
+    clock = CLOCKS[settings.clock]
+    for turn in range(settings.rounds if timing else 0):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            results[name].times_ms.append(timed(steps[name], ids_BT, clock))
+    for name, step in steps.items():
+        step.forget()
+        results[name].flops_by_op = count_flops(lambda step=step: step.run(ids_BT))
+        step.forget()
+        results[name].peak_bytes = peak_memory(step, ids_BT)
+        step.forget()
+    if OURS in steps and OPACUS in steps:
+        _same_norms(steps[OURS].norms, steps[OPACUS].norms)
+    return results
+
+
+def _same_norms(ours_B: Tensor | None, theirs_B: Tensor | None) -> None:
+    """The methods compared must compute the same thing; bfloat16 norms are off by up to a few percent."""
+    assert ours_B is not None and theirs_B is not None
+    error = float(((theirs_B.float() - ours_B.float()).abs() / ours_B.float()).max())
+    limit = 1e-3 if theirs_B.dtype == torch.float32 else 0.05
+    if not error <= limit:
+        raise RuntimeError(f"The gradient norms of {OPACUS} and {OURS} differ by {error:.1%}: nothing to compare.")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the figures were measured on."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and (found := re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())):
+        name = found.group(1)
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def as_json(settings: Settings, results: dict[str, Measurement]) -> dict[str, Any]:
+    """Settings, machine and figures, ready for json.dump."""
+    base = results[PLAIN]
+    methods = {}
+    for name, result in results.items():
+        methods[name] = {"refused": result.refused} if result.refused else _figures(result, base)
+    return {"settings": asdict(settings), "machine": machine(settings.resolved_device()), "methods": methods}
+
+
+def _figures(result: Measurement, base: Measurement) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "flops": result.flops,
+        "flop_ratio": result.flops / base.flops,
+        "peak_bytes": result.peak_bytes,
+        "memory_ratio": result.peak_bytes / base.peak_bytes,
+        "flops_by_op": result.flops_by_op,
+    }
+    if result.times_ms:
+        figures |= {
+            "median_ms": result.median_ms,
+            "time_ratio": result.median_ms / base.median_ms,
+            "fastest_ratio": min(result.times_ms) / min(base.times_ms),
+            "times_ms": result.times_ms,
+        }
+    return figures
+
+
+# --------------------------------------------------------------- command line
+
+
+def print_table(report: dict[str, Any], console: Console) -> None:
+    """The ratios, one line per method."""
+    settings, where = report["settings"], report["machine"]
+    source = settings["model"] or settings["config"]
+    model = source or f"Llama {settings['layers']} x {settings['hidden']}, {'' if settings['tied'] else 'un'}tied head"
+    title = (
+        f"{model}, {settings['mode']}, B={settings['batch']} T={settings['tokens']}, {settings['dtype']}, "
+        f"{settings['attention']}, checkpointing {settings['checkpointing']}, {settings['clock']} time"
+    )
+    console.print(title, f"{where['device']}, {where['threads']} CPU threads, PyTorch {where['torch']}", sep="\n")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for column in ("ms", "min-max", "time", "best", "GFLOPs", "FLOPs", "MiB", "memory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, row in report["methods"].items():
+        if row.get("refused"):
+            continue
+        times = row.get("times_ms")
+        table.add_row(
+            name,
+            f"{row['median_ms']:.0f}" if times else "-",
+            f"{min(times):.0f}-{max(times):.0f}" if times else "-",
+            f"{row['time_ratio']:.2f}" if times else "-",
+            f"{row['fastest_ratio']:.2f}" if times else "-",
+            f"{row['flops'] / 1e9:.1f}",
+            f"{row['flop_ratio']:.3f}",
+            f"{row['peak_bytes'] / 2**20:.0f}",
+            f"{row['memory_ratio']:.3f}",
+        )
+    console.print(table)
+    for name, row in report["methods"].items():
+        if row.get("refused"):
+            console.print(f"{name} refuses this model: {row['refused']}")
+
+
+def profile(settings: Settings, method: str, rows: int = 20) -> str:
+    """Where one method's time goes: torch.profiler's operations by their own time."""
+    steps, refused, ids_BT = prepare(settings, [method])
+    if method in refused:
+        return refused[method]
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if ids_BT.is_cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+        for _ in range(settings.rounds):
+            timed(steps[method], ids_BT)
+    by = "self_cuda_time_total" if ids_BT.is_cuda else "self_cpu_time_total"
+    averages = profiler.key_averages(group_by_input_shape=True)
+    return averages.table(sort_by=by, row_limit=rows, max_shapes_column_width=60)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+
+    class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        pass
+
+    d = Settings()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
+    model = parser.add_argument_group("model: an inline Llama with random weights, --config, or --model")
+    model.add_argument("--hidden", type=int, default=d.hidden, help="hidden size")
+    model.add_argument("--layers", type=int, default=d.layers, help="number of blocks")
+    model.add_argument("--vocab", type=int, default=d.vocab, help="vocabulary size")
+    model.add_argument("--heads", type=int, default=d.heads, help="attention heads")
+    model.add_argument("--intermediate", type=int, help="width of the MLP; None: 8/3 of the hidden size")
+    model.add_argument("--tied", action="store_true", help="tie the head to the embedding")
+    source = model.add_mutually_exclusive_group()
+    source.add_argument("--config", help="transformers configuration as JSON text, JSON file or folder; random weights")
+    source.add_argument("--model", help="folder (or Hub name) of a model with its weights")
+    what = parser.add_argument_group("what is trained, and how")
+    what.add_argument(
+        "--mode", choices=("full", "lora"), default=d.mode, help="all weights, or LoRA on all linear ones"
+    )
+    what.add_argument("--rank", type=int, default=d.rank, help="LoRA rank")
+    what.add_argument("--batch", type=int, default=d.batch, help="rows per step, B")
+    what.add_argument("--tokens", type=int, default=d.tokens, help="tokens per row, T")
+    what.add_argument("--dtype", choices=("float32", "bfloat16"), default=d.dtype, help="of weights and activations")
+    what.add_argument("--attention", choices=("sdpa", "eager"), default=d.attention, help="attention implementation")
+    what.add_argument("--checkpointing", choices=("none", "reentrant", "nonreentrant"), default=d.checkpointing)
+    run = parser.add_argument_group("measurement")
+    run.add_argument("--device", default=d.device, help="auto, cpu, cuda, cuda:1, ...")
+    run.add_argument("--rounds", "--steps", type=int, default=d.rounds, help="timed steps per method")
+    run.add_argument("--warmup", type=int, default=d.warmup, help="steps before that, at least 1")
+    run.add_argument("--clock", choices=tuple(CLOCKS), default=d.clock, help="wall time, or processor time")
+    run.add_argument("--no-time", action="store_true", help="count FLOPs and memory only")
+    run.add_argument("--compare", choices=(OPACUS,), action="append", default=[], help="measure this method as well")
+    run.add_argument("--profile", choices=tuple(METHODS), help="print where this method's time goes, and stop")
+    run.add_argument("--json", type=Path, help="also write every figure to this file")
+    options = parser.parse_args(arguments)
+    for name in ("hidden", "layers", "vocab", "heads", "rank", "batch", "tokens", "rounds", "warmup"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}; at least 1 is needed")
+    if options.clock == "cpu" and Settings(device=options.device).resolved_device().type != "cpu":
+        parser.error("--clock cpu doesn't see what a GPU does; use --clock wall")
+    if OPACUS in (*options.compare, options.profile) and importlib.util.find_spec(OPACUS) is None:
+        parser.error("Opacus isn't installed here; pip install opacus, best in an extra environment")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print, write."""
+    options = parse_arguments(arguments)
+    settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    for message in ("Full backward hook is firing", "`is_gradient_checkpointing`"):  # from Opacus' hooks and wrapper
+        warnings.filterwarnings("ignore", message=message)
+    console = Console()
+    if options.profile:
+        print(profile(settings, options.profile))
+        return
+    report = as_json(settings, measure(settings, [PLAIN, OURS, *options.compare], timing=not options.no_time))
+    print_table(report, console)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
