@@ -8,11 +8,13 @@ after the private training. `train.resume_from_checkpoint=true` continues a run 
 """
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
 
 import datasets
+import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="the recipe, a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as privacy.target_epsilon=3")
     options = parser.parse_args()
+    use_all_cores()
     try:
         run(load_recipe(options.config, options.overrides))
     except ValueError as error:
@@ -117,6 +120,12 @@ def run(recipe: Recipe) -> None:
             ("time", f"{time.monotonic() - began:.0f} s"),
         ],
     )
+
+
+def use_all_cores() -> None:
+    """Compute on every core of a machine without an accelerator: `accelerate launch` allows one thread otherwise."""
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and not torch.accelerator.is_available():
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def pretrain(
