@@ -7,8 +7,9 @@ RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: quickstart test check setup format clean
 
+# Threads that wait for each other sleep instead of spinning: a machine that is busy otherwise stays usable.
 quickstart: setup
-	$(BIN)/accelerate launch --config_file accelerate_configs/single.yaml recipes/finetune.py \
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/accelerate launch --config_file accelerate_configs/single.yaml recipes/finetune.py \
 	    --config recipes/quickstart.yaml train.output_dir=$(RUN)
 
 test: check

@@ -7,14 +7,8 @@ Ordinary training on public text comes first, where the recipe asks for it; the 
 after the private training. `train.resume_from_checkpoint=true` continues a run that was stopped.
 """
 
-# ruff: noqa: E402
-import os
-
-# Read when torch is loaded. Threads that wait for each other sleep instead of spinning: on a machine that is busy with
-# something else, spinning makes two threads many times slower than one.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
