@@ -27,7 +27,7 @@ from dpllm.figures import plot_training
 from dpllm.ledger import LEDGER_FILE
 from dpllm.models import load_base_model, load_tokenizer, prepare_model
 from dpllm.plan import format_epsilon, format_plan
-from dpllm.report import ReleaseNotes, write_report
+from dpllm.report import ReleaseNotes
 from dpllm.trainer import num_private_steps
 
 PLAIN = {"save_strategy": "no", "report_to": "none"}
@@ -103,10 +103,10 @@ def run(recipe: Recipe) -> None:
     utility = {f"held-out {figure.name} {when}": f"{figure.value:.4g}" for when, figure in figures.items() if figure}
     if utility:
         trainer.disclose("evaluation on private rows", len(utility))
+    cost = {"seconds in all": round(time.monotonic() - began), "hardware": str(model.device)}
+    trainer.notes = ReleaseNotes(utility={**utility, **cost})
     trainer.save_model()
     picture = draw(trainer, output / "training.png", before, after)
-    cost = {"seconds in all": round(time.monotonic() - began), "hardware": str(model.device)}
-    write_report(output, trainer.plan, trainer.ledger, ReleaseNotes(utility={**utility, **cost}))
     show(
         "done",
         [

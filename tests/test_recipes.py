@@ -212,6 +212,19 @@ def test_a_mistake_is_one_line_and_exit_code_two(finetune, monkeypatch, capsys, 
     assert printed.startswith("error: ") and message in printed and printed.count("\n") == 1
 
 
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_launched_run_on_a_cpu_uses_all_cores(finetune, monkeypatch, launched):
+    """`accelerate launch` allows one thread; a process started by hand keeps what its user set."""
+    threads = []
+    monkeypatch.setattr(finetune.torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(finetune.torch.accelerator, "is_available", lambda: False)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    if launched:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    finetune.use_all_cores()
+    assert bool(threads) == launched and all(count >= 1 for count in threads)
+
+
 def test_the_program_explains_itself(finetune, monkeypatch, capsys):
     """`--help` shows the command of the quickstart."""
     monkeypatch.setattr(sys, "argv", ["finetune.py", "--help"])
