@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import datasets
 import pytest
 import torch
 
@@ -12,7 +13,15 @@ import torch
 @pytest.fixture(autouse=True)
 def _deterministic():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_datasets(tmp_path_factory, monkeypatch):
+    """Caches of data sets stay in the test's own folder; progress bars stay off."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+    datasets.disable_progress_bars()
     yield
+    datasets.enable_progress_bars()
 
 
 def tiny_llama_config(**changes):

@@ -44,15 +44,6 @@ CHAT = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def quiet(tmp_path, monkeypatch):
-    """Caches stay in the test's own folder; progress bars stay off."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer(TEXTS * 20, vocab_size=300, max_length=64)

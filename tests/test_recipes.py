@@ -5,7 +5,6 @@ import json
 import sys
 from pathlib import Path
 
-import datasets
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -49,15 +48,6 @@ def finetune():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(autouse=True)
-def quiet(tmp_path, monkeypatch):
-    """Caches stay in the test's own folder; progress bars stay off."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
 
 
 def tiny_model(folder: Path, kind: str) -> Path:

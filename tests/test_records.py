@@ -18,15 +18,6 @@ needs_shared_data = pytest.mark.skipif(
 TEXTS = ["The ship sails at dawn.", "A short one.", "Nobody knows what the harbour master wrote that night, or why."]
 
 
-@pytest.fixture(autouse=True)
-def quiet(tmp_path, monkeypatch):
-    """Caches stay in the test's own folder; progress bars stay off."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
-
-
 def config(**values) -> DataConfig:
     return DataConfig(**{"path": "unused", "max_length": 64, **values})
 
