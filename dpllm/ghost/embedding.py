@@ -79,7 +79,9 @@ class EmbeddingRule:
                 raise GhostError(f"{self.path} ({type(module).__name__}) is no scaled lookup in its table; freeze it.")
             if not self.verified:
                 again = (scale * weight[index]).to(output.dtype)
-                if again.shape != output.shape or not torch.allclose(again, output, rtol=2e-2, atol=1e-6):
+                if again.shape != output.shape or not torch.allclose(
+                    again, output, rtol=16 * torch.finfo(output.dtype).eps, atol=1e-12
+                ):
                     raise GhostError(
                         f"{self.path} ({type(module).__name__}) is no scaled lookup in its table; freeze it."
                     )

@@ -365,6 +365,23 @@ def test_a_table_that_is_no_lookup_is_refused():
         clipper.backward(net(torch.randint(0, 7, (3, 4))))
 
 
+class NearlyLookup(nn.Embedding):
+    """A table with a little added to what it looks up."""
+
+    def forward(self, index):
+        return super().forward(index) + 1e-3
+
+
+def test_a_table_that_is_nearly_a_lookup_is_refused():
+    """A gradient that is off by a thousandth is off: the check is as fine as the dtype."""
+    table = NearlyLookup(7, 4)
+    nn.init.uniform_(table.weight, 0.5, 1.5)
+    net = Bag(table)
+    clipper = GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match=r"table \(NearlyLookup\) is no scaled lookup"):
+        clipper.backward(net(torch.randint(0, 7, (3, 4))))
+
+
 def test_an_index_without_rows_is_refused():
     """A (T,) index leaves open whose gradient is whose."""
     net = Bag(nn.Embedding(7, 4))
