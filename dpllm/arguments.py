@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from dpllm.config import ConfigError, nearest
+from dpllm.engines import private_config
 
 # Options of TrainingArguments that would change what reaches the optimizer, with the reason.
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -25,7 +28,11 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "use_liger_kernel": (False, "its fused head hides the head's weight gradient from the norms"),
     "torch_compile": (False, "a compiled graph may fuse layers away from under the hooks that compute the norms"),
-    "deepspeed": (None, "this engine isn't supported; start one process"),
+    "load_best_model_at_end": (
+        False,
+        "the best of several checkpoints is chosen by evaluation rows, which no ε covers; keep the last",
+    ),
+    "parallelism_config": (None, "tensor, context or sequence parallelism splits the rows of one unit over processes"),
     "full_determinism": (False, "it fixes random seeds for the whole process, and with them what should be secret"),
 }
 # Optimizers that update inside backward() or scale by the loss, before clipping and noise have taken place.
@@ -48,20 +55,24 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
             raise ConfigError(f"train.{name} is unknown{nearest(str(name), known)}")
     if "output_dir" not in section:
         raise ConfigError("train.output_dir is missing: the folder for model, ledger and report.")
+    if "ddp_backend" not in section and "WORLD_SIZE" in os.environ and not torch.accelerator.is_available():
+        section = {**section, "ddp_backend": "gloo"}
     try:
         return TrainingArguments(**section)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"train: {error}") from error
 
 
-def private_arguments(args: TrainingArguments, num_steps: int) -> TrainingArguments:
+def private_arguments(args: TrainingArguments) -> TrainingArguments:
     """A copy of the arguments for private training, or an error naming the option that can't be kept private.
 
     ``max_grad_norm`` is set to 0: the Trainer's own clipping would rescale the noisy gradient. Batches aren't
-    replayed after a resume (``ignore_data_skip``): they are drawn afresh.
+    replayed after a resume (``ignore_data_skip``): they are drawn afresh. A DeepSpeed configuration gets what private
+    training needs (`dpllm.engines.private_config`).
 
     Raises:
         ConfigError: an option in conflict with the guarantee.
+        EngineError: one in the DeepSpeed configuration.
     """
     for name, (allowed, reason) in _REFUSED.items():
         value = getattr(args, name)
@@ -72,24 +83,14 @@ def private_arguments(args: TrainingArguments, num_steps: int) -> TrainingArgume
         raise ConfigError(
             f"train.optim={optimizer} updates parameters during backward, before clipping and noise. Use adamw_torch."
         )
-    if args.fsdp:
-        raise ConfigError(
-            f"train.fsdp={args.fsdp!r} can't be used in private training: this engine isn't supported; start one "
-            f"process."
-        )
-    if args.world_size > 1:
-        raise ConfigError(
-            f"{args.world_size} processes were started, but private training runs in one: with several, each would "
-            f"draw its own batches and "
-            "noise. Launch with --num_processes 1."
-        )
     if args.n_gpu > 1:
         raise ConfigError(
-            f"{args.n_gpu} GPUs are visible to one process, which would use nn.DataParallel. Set "
-            f"CUDA_VISIBLE_DEVICES=0."
+            f"{args.n_gpu} GPUs are visible to one process, which would use nn.DataParallel. Start one process per GPU "
+            "(accelerate launch --config_file accelerate_configs/ddp.yaml), or set CUDA_VISIBLE_DEVICES=0."
         )
     private = copy.copy(args)
-    private.max_steps = num_steps
     private.max_grad_norm = 0.0
     private.ignore_data_skip = True
+    if args.deepspeed_plugin is not None:
+        private_config(args.deepspeed_plugin.deepspeed_config)
     return private

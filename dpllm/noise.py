@@ -24,11 +24,36 @@ class NoiseSource:
         seed: None takes fresh entropy from the operating system for each tensor: 256 bits on the CPU (NumPy's
             PCG64DXSM); 126 bits on a GPU (key and offset of PyTorch's Philox). A number gives the same noise in every
             run: for tests, and then nothing is private.
+        stream: which of several independent sequences a seed starts; the rank of a process.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, stream: int = 0) -> None:
         """Remember where the entropy comes from."""
-        self._children = None if seed is None else np.random.SeedSequence(seed)
+        self._children = None if seed is None else np.random.SeedSequence([seed, stream])
+
+    def add_share_(self, total: Tensor, noise_stddev: float, rank: int = 0, size: int = 1) -> None:
+        """Add independent noise to one process's slice of the entries, in place.
+
+        The slices of all ranks cover each entry once. When the processes' tensors are added up afterwards, every entry
+        of the sum has the noise of exactly one process: variance σ²C², streams independent by their own entropy, and
+        equal on whatever processes receive a replica of the sum.
+
+        Args:
+            total: this process's clipped sum, contiguous, float32 or float64, not rounded before it is added up.
+            noise_stddev: σ·C.
+            rank: this process, 0 <= rank < size.
+            size: processes whose tensors will be added up.
+
+        >>> tensors = [torch.zeros(5), torch.zeros(5)]
+        >>> for rank, tensor in enumerate(tensors):
+        ...     NoiseSource().add_share_(tensor, 1.0, rank, 2)
+        >>> [int((tensor != 0).sum()) for tensor in tensors]
+        [2, 3]
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
+        entries = total.numel()
+        self.add_(total.view(-1)[rank * entries // size : (rank + 1) * entries // size], noise_stddev)
 
     def add_(self, grad: Tensor, noise_stddev: float) -> None:
         """Add independent noise to every entry, in place.

@@ -6,34 +6,78 @@ public constant. What the optimizer then does with it is post-processing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from dpllm.accounting import Step
 from dpllm.ghost import GhostClipper
-from dpllm.ledger import Ledger
+from dpllm.guard import UpdateGuard
 from dpllm.microbatches import Microbatch
+from dpllm.noise import NoiseSource
 from dpllm.plan import PrivacyPlan
+from dpllm.processes import Processes
+
+_Item = TypeVar("_Item")
 
 
 class Engine(Protocol):
-    """What a step needs of the way a model is spread over processes."""
+    """How a model is spread over processes, as far as a step has to know.
 
-    def reduce(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add the clipped sums of all processes, in float32, so that each owns the total or its shard of it."""
+    Attributes:
+        processes: all processes of the run.
+        guard: checks what reaches the optimizer in the first step.
+    """
+
+    processes: Processes
+    guard: UpdateGuard
+
+    def collect(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        add_to: Callable[[nn.Parameter, Tensor], None],
+        *,
+        last: bool,
+        scale: float,
+    ) -> None:
+        """Take one microbatch's sums from every process.
+
+        Args:
+            parameters: the trainable parameters by name, in the same order on every process.
+            add_to: adds this process's share of one parameter's sum to a tensor of the parameter's full shape, in the
+                accumulation dtype; called once per parameter.
+            last: whether this is the last microbatch of the step. After it, each owner holds the total over
+                microbatches and processes times ``scale``, exactly added up: no mean, no clipping, no rounding before
+                the sum is complete.
+            scale: a public constant.
+        """
         ...
 
-    def add_noise(self, parameters: Mapping[str, nn.Parameter], noise_stddev: float) -> None:
-        """Add N(0, noise_stddev^2) exactly once to every entry of the total."""
+    def finish(self) -> None:
+        """Update the parameters where the engine does that by itself; the caller's ``optimizer.step()`` otherwise."""
+        ...
+
+
+class Charges(Protocol):
+    """Where steps are charged: `dpllm.ledger.Ledger`, or `dpllm.engines.SharedLedger` for several processes."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps charged so far."""
+        ...
+
+    def append_step(self, step_number: int, step: Step) -> None:
+        """Charge a step durably."""
         ...
 
 
 @dataclass(frozen=True)
 class StepDiagnostics:
-    """What happened in a step. Depends on the data: none of it is covered by the guarantee if it is written out.
+    """What happened in a step, over all processes. Depends on the data: nothing of it is covered by the guarantee.
 
     Attributes:
         mean_loss: mean of the rows' losses; NaN for an empty step.
@@ -54,45 +98,57 @@ def private_step(
     loss_of: Callable[[Mapping], Tensor],
     plan: PrivacyPlan,
     engine: Engine,
-    ledger: Ledger,
+    ledger: Charges,
+    noise: NoiseSource,
 ) -> StepDiagnostics:
-    """Leave one private gradient in ``.grad`` of every trainable parameter, charged to the ledger.
+    """Take one private step up to the optimizer, charged to the ledger.
 
-    Guarantee: with ``batch`` drawn by ``plan.sampler``, what stands in ``.grad`` afterwards is the output of the
-    mechanism whose event is ``plan.step``, also when the batch is empty. The ledger holds the step durably before
-    this returns.
+    Guarantee: with ``batch`` this process's share of what ``plan.sampler`` drew, what the optimizer receives is the
+    output of the mechanism whose event is ``plan.step``, also when the batch is empty. The ledger holds the step
+    durably before anything of it is computed, so no crash can lose it.
 
     Args:
         clipper: attached to the model, with the plan's clip norm.
-        batch: the microbatches of this step's units.
+        batch: the microbatches of this process; the same number on every process.
         loss_of: a microbatch's inputs to one loss per row (B,).
         plan: the constants.
-        engine: how sums and noise are spread over processes.
+        engine: `dpllm.engines.engine_for` the prepared model. It leaves the private gradient in ``.grad`` for
+            ``optimizer.step()``, or, DeepSpeed, has updated the parameters.
         ledger: where the step is charged.
+        noise: where this process's share of the noise comes from.
 
     Raises:
         ValueError: the clipper's norm isn't the plan's, gradients stand in ``.grad`` already, or the plan's steps are
             used up.
+        UpdateError: in the first step, when what reaches the optimizer isn't the private sum.
     """
     _check(clipper, plan, ledger)
-    losses: list[Tensor] = []
-    num_units = num_nonfinite = num_clipped = 0
-    for microbatch in batch:
-        loss_B = loss_of(microbatch.inputs)
-        result = clipper.backward(loss_B, microbatch.unit_index)
-        losses.append(loss_B.detach()[microbatch.unit_index.to(loss_B.device) >= 0])
-        num_units += microbatch.num_units
-        num_nonfinite += result.num_nonfinite
-        num_clipped += int((result.norms > plan.clip_norm).sum())
-    engine.reduce(clipper.parameters)
-    engine.add_noise(clipper.parameters, plan.noise_stddev)
     ledger.append_step(ledger.num_steps, plan.step)
-    _scale(clipper.parameters, 1 / plan.expected_batch_size)
-    loss = torch.cat(losses).float()
-    return StepDiagnostics(float(loss.mean()) if loss.numel() else float("nan"), num_units, num_nonfinite, num_clipped)
+    processes, scale = engine.processes, 1 / plan.expected_batch_size
+    tally = _Tally(plan.clip_norm)
+    num_entries = 0
+    for microbatch, last in _with_last(batch):
+        _check_rows(clipper, microbatch, loss_of, processes)
+        loss_B = loss_of(microbatch.inputs)
+        result = clipper.clip(loss_B, microbatch.unit_index)
+        tally.add(loss_B, microbatch, result.norms)
+
+        def add_to(parameter: nn.Parameter, total: Tensor, last: bool = last) -> None:
+            nonlocal num_entries
+            with engine.guard.handing_in(total):
+                clipper.add_clipped_sum_(parameter, total)
+                if last:  # each entry's noise is drawn by one process, before the sum over processes
+                    noise.add_share_(total, plan.noise_stddev, processes.rank, processes.size)
+            num_entries += total.numel() if last else 0
+
+        engine.collect(clipper.parameters, add_to, last=last, scale=scale)
+    done = tally.over(processes)
+    engine.guard.expect(done.num_units, num_entries, plan.clip_norm, plan.noise_stddev, scale)
+    engine.finish()
+    return done
 
 
-def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Ledger) -> None:
+def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges) -> None:
     if clipper.clipping.clip_norm != plan.clip_norm:
         raise ValueError(
             f"The clipper bounds each unit to {clipper.clipping.clip_norm}, the plan accounts for {plan.clip_norm}. "
@@ -112,13 +168,42 @@ def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Ledger) -> None:
         )
 
 
-def _scale(parameters: Mapping[str, nn.Parameter], factor: float) -> None:
-    """Divide the noisy sum by a public constant, never by the realised batch; then the parameter's dtype."""
-    for parameter in parameters.values():
-        grad = parameter.grad
-        assert grad is not None
-        grad.mul_(factor)
-        if grad.dtype != parameter.dtype:
-            parameter.grad = None
-            parameter.grad_dtype = parameter.dtype
-            parameter.grad = grad.to(parameter.dtype)
+def _check_rows(
+    clipper: GhostClipper, microbatch: Microbatch, loss_of: Callable[[Mapping], Tensor], processes: Processes
+) -> None:
+    """Measure once, in all processes at the same time, that rows are independent."""
+    if not clipper.rows_checked and processes.any(int((microbatch.unit_index >= 0).sum()) > 1):
+        clipper.check_rows(lambda: loss_of(microbatch.inputs), microbatch.unit_index)
+
+
+def _with_last(items: Iterable[_Item]) -> Iterator[tuple[_Item, bool]]:
+    """Each item, and whether it is the last."""
+    iterator = iter(items)
+    held = next(iterator)
+    for following in iterator:
+        yield held, False
+        held = following
+    yield held, True
+
+
+class _Tally:
+    """Counts what happened in a step."""
+
+    def __init__(self, clip_norm: float) -> None:
+        self._clip_norm = clip_norm
+        self._counts: list[float] = [0.0] * 5  # sum of losses, rows, units, non-finite units, clipped units
+
+    def add(self, loss_B: Tensor, microbatch: Microbatch, norm_U: Tensor) -> None:
+        real_B = microbatch.unit_index.to(loss_B.device) >= 0
+        counts = (
+            float(loss_B.detach()[real_B].double().sum()),
+            int(real_B.sum()),
+            microbatch.num_units,
+            int((~torch.isfinite(norm_U)).sum()),
+            int((norm_U > self._clip_norm).sum()),
+        )
+        self._counts = [total + count for total, count in zip(self._counts, counts, strict=True)]
+
+    def over(self, processes: Processes) -> StepDiagnostics:
+        loss, rows, units, nonfinite, clipped = processes.sum(self._counts)
+        return StepDiagnostics(loss / rows if rows else math.nan, int(units), int(nonfinite), int(clipped))

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.models.auto.modeling_auto import (
@@ -29,18 +30,31 @@ from transformers.utils import logging
 
 from dpllm.accounting import epsilon
 from dpllm.arguments import private_arguments
+from dpllm.checkpoints import (
+    STAGING_FOLDER,
+    CheckpointError,
+    checkpoint_folder,
+    discard_staging,
+    latest_whole,
+    prepare_staging,
+    publish,
+    rotate,
+    saving,
+    staging_folder,
+    verify,
+)
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data import DataError, RowCollator, unit_index_of
-from dpllm.engines import SingleProcess
+from dpllm.engines import whole_state
 from dpllm.ghost import GhostClipper
-from dpllm.ledger import LEDGER_FILE, Ledger, read_ledger
+from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.losses import IGNORE, classification_loss, per_sequence_loss, seq2seq_loss
-from dpllm.microbatches import microbatches
-from dpllm.noise import NoiseSource
+from dpllm.model_card import write_model_card
 from dpllm.plan import PLAN_FILE, PrivacyPlan, make_plan
+from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes, privacy_report, write_report
-from dpllm.sampling import secret_rng, seeded_rng
-from dpllm.step import private_step
+from dpllm.run import PrivateRun, TrainingRows
+from dpllm.shared_ledger import SharedLedger
 from dpllm.units import UnitIndex
 
 logger = logging.get_logger(__name__)
@@ -56,18 +70,17 @@ class LogicalBatches:
     keeps its meaning.
     """
 
-    def __init__(self, plan: PrivacyPlan, dataset: Any, rng: np.random.Generator) -> None:
-        """Draw from the plan's sampler with this generator."""
-        self.dataset = dataset
-        self._sampler, self._rng = plan.sampler, rng
+    def __init__(self, run: PrivateRun, dataset: Any) -> None:
+        """Take the draws of this run."""
+        self.dataset, self._run = dataset, run
 
     def __len__(self) -> int:
         """Steps per expected pass over the units."""
-        return max(1, round(1 / self._sampler.sampling_rate))
+        return max(1, round(1 / self._run.plan.sampling_rate))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Draw one pass; the draws of all passes are independent."""
-        for unit_ids in self._sampler.steps(len(self), self._rng):
+        for unit_ids in self._run.draws(len(self)):
             yield {"unit_ids": torch.from_numpy(unit_ids)}
 
 
@@ -117,23 +130,38 @@ class DPTrainer(Trainer):
         self.privacy, self.public = privacy, list(public)
         self.notes = ReleaseNotes()  # what only people know about the release; set it before save_model()
         self.units: UnitIndex = unit_index_of(train_dataset, privacy)
+        private = private_arguments(args)
+        self.processes = Processes()
+        self.processes.agree(
+            {
+                "the number of units": self.units.num_units,
+                "the number of rows": len(train_dataset),
+                "the privacy section": repr(privacy),
+                "train.max_steps, train.num_train_epochs": (args.max_steps, args.num_train_epochs),
+            }
+        )
         self.plan: PrivacyPlan = make_plan(
             privacy, self.units.num_units, num_private_steps(args, privacy, self.units.num_units)
         )
-        self._lengths = _row_lengths(train_dataset, _task(model))
-        self._row_loss = compute_loss_func or default_row_loss(model)
-        self._rng = secret_rng() if privacy.seed is None else seeded_rng(privacy.seed)
-        self._engine = SingleProcess(NoiseSource(privacy.seed))
-        self._clipper: GhostClipper | None = None
-        self.ledger: Ledger | None = None
-        self._interrupt = _Interrupt(self)
+        private.max_steps = self.plan.num_steps
         collate: Any = data_collator or _default_collator(processing_class, model)
-        self._collate: Callable[[list[Any]], Mapping[str, Any]] = collate
-        self._model: Any = model
-        self._dataset = train_dataset
+        self._task = _task(model)
+        self._row_loss = compute_loss_func or default_row_loss(model)
+        self._base_name = getattr(getattr(model, "config", None), "_name_or_path", None)
+        self._rows = TrainingRows(
+            units=self.units,
+            lengths=_row_lengths(train_dataset, self._task),
+            fetch=lambda numbers: _fetch(train_dataset, numbers),
+            collate=collate,
+            max_rows=args.per_device_train_batch_size,
+        )
+        self._run: PrivateRun | None = None
+        self._attached = self._staging = False
+        self.ledger: SharedLedger | None = None
+        self._interrupt = _Interrupt(self)
         super().__init__(
             model=model,
-            args=private_arguments(args, self.plan.num_steps),
+            args=private,
             data_collator=collate,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -150,13 +178,14 @@ class DPTrainer(Trainer):
         """Train for the plan's steps and write the privacy report beside the model.
 
         Args:
-            resume_from_checkpoint: a checkpoint of this output folder, or True for its latest. The ledger is
-                continued: steps lost in a crash stay charged, and batches and noise are drawn from fresh entropy.
+            resume_from_checkpoint: a checkpoint of this output folder, or True for its latest that is whole. Any number
+                of processes may continue it. The ledger is continued: steps lost in a crash stay charged, and batches
+                and noise are drawn from fresh entropy.
             trial: refused; hyper-parameter search on the private data costs privacy.
             ignore_keys_for_eval: as for ``Trainer``.
 
         Raises:
-            ValueError: the folder holds another run, or its ledger is of another plan.
+            ValueError: the folder holds another run, its ledger is of another plan, or no checkpoint is whole.
         """
         if trial is not None:
             raise ConfigError(
@@ -165,57 +194,59 @@ class DPTrainer(Trainer):
                 "for every run."
             )
         folder = Path(str(self.args.output_dir))
-        self.ledger = self._open_ledger(folder, resume=bool(resume_from_checkpoint))
-        self._clipper = GhostClipper(self._model, self.plan.clip_norm)
+        checkpoint = checkpoint_to_resume(folder, resume_from_checkpoint, self.processes)
+        self.ledger = self._open_ledger(folder, resume=checkpoint is not None)
+        self._run = PrivateRun(self.plan, self._rows, self.ledger, self.privacy.seed)
+        if not self._attached:
+            GhostClipper(self._module, self.plan.clip_norm).remove()  # what can't be clipped is refused at once
         reason = "failed"
         try:
             with self._interrupt.listening():
-                result = super().train(resume_from_checkpoint or None, ignore_keys_for_eval=ignore_keys_for_eval)
+                result = super().train(
+                    str(checkpoint) if checkpoint else None, ignore_keys_for_eval=ignore_keys_for_eval
+                )
             reason = "interrupted" if self._interrupt.requested else "completed"
             return result
         finally:
-            self._clipper.remove()
-            self._clipper = None
+            self._run.detach()
+            self._attached = False
             self.ledger.append_end(reason)
-            write_report(folder, self.plan, self.ledger, self.notes)
+            if self.processes.is_main:
+                write_report(folder, self.plan, read_ledger(self.ledger.path), self.notes)
 
-    def _open_ledger(self, folder: Path, resume: bool) -> Ledger:
+    @property
+    def _module(self) -> nn.Module:
+        model: Any = self.model
+        return model
+
+    def _open_ledger(self, folder: Path, resume: bool) -> SharedLedger:
         path = folder / LEDGER_FILE
         if resume:
-            return Ledger.open(path, self.plan)
-        if path.exists():
+            return SharedLedger.open(path, self.plan, self.processes)
+        if self.processes.from_main(path.exists):
             raise ConfigError(
                 f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model beside "
                 f"it and isn't overwritten: set "
                 "train.output_dir to another folder, or resume from its checkpoint."
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        self.plan.save(folder / PLAN_FILE)
-        return Ledger.create(path, self.plan, public=self.public)
+        return SharedLedger.create(path, self.plan, self.processes, public=self.public)
 
     def get_train_dataloader(self) -> Any:
-        """The units of each step, drawn by the plan's sampler."""
-        return LogicalBatches(self.plan, self.train_dataset, self._rng)
+        """The units of each step, drawn by the plan's sampler; every process sees all of them and takes its share."""
+        assert self._run is not None, "train() makes the run"
+        return LogicalBatches(self._run, self.train_dataset)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Take one private step up to the optimizer; returns the mean loss, which is a diagnostic and not private."""
         del num_items_in_batch
-        assert self._clipper is not None and self.ledger is not None, (
-            "train() attaches the clipper and opens the ledger"
-        )
+        assert self._run is not None, "train() makes the run"
         model.train()
-        batch = microbatches(
-            fetch=self._rows,
-            collate=self._collate,
-            units=self.units,
-            lengths=self._lengths,
-            unit_ids=inputs["unit_ids"].numpy(),
-            max_rows=self.args.per_device_train_batch_size,
-        )
+        if not self._attached:  # here, since the Trainer has only now spread the model over the processes
+            self._run.attach(model, self.optimizer)
+            self._attached = True
         with self.compute_loss_context_manager():
-            done = private_step(self._clipper, batch, self._loss_per_row, self.plan, self._engine, self.ledger)
+            done = self._run.step(inputs["unit_ids"].numpy(), self._loss_per_row)
         if done.num_nonfinite:
-            self.ledger.append_diagnostic("units with a non-finite gradient, contributing zero", done.num_nonfinite)
             logger.warning_once(
                 "Some units have a non-finite gradient and contribute nothing; the report counts them. If the loss "
                 "doesn't fall, look for "
@@ -223,19 +254,12 @@ class DPTrainer(Trainer):
             )
         return torch.tensor(done.mean_loss, device=self.args.device)
 
-    def _rows(self, numbers: np.ndarray) -> list[dict[str, Any]]:
-        if not hasattr(self._dataset, "column_names"):
-            return [self._dataset[int(number)] for number in numbers]
-        columns = self._dataset[numbers.tolist()]
-        names = list(columns)
-        return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-    def _loss_per_row(self, inputs: Mapping[str, Any]) -> Tensor:
+    def _loss_per_row(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         inputs = dict(self._prepare_inputs(dict(inputs)))
         labels = inputs.pop("labels")
-        if getattr(self._model.config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
-            inputs["decoder_input_ids"] = self._model.prepare_decoder_input_ids_from_labels(labels)
-        return self._row_loss(self._model(**inputs), labels)
+        if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+        return self._row_loss(model(**inputs), labels)
 
     # -------------------------------------------------- what is said about it
 
@@ -272,16 +296,67 @@ class DPTrainer(Trainer):
             raise ValueError("There is nothing to report before train().")
         return privacy_report(self.plan, read_ledger(self.ledger.path), self.notes)
 
+    # ------------------------------------------------------------------- saving
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, and beside it the plan, the ledger so far and the privacy report."""
-        super().save_model(output_dir, _internal_call)
+        """Save the model, consolidated, and beside it the plan, the ledger so far, the privacy report and a model card.
+
+        Called by all processes together; rank 0 writes. The model loads in plain transformers, an adapter in plain
+        PEFT. A checkpoint of a fully sharded, fully trained model holds shards alone, as the accelerate configuration
+        asks for.
+        """
         folder = Path(output_dir or str(self.args.output_dir))
+        if not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+        elif not (_internal_call and self._shards_suffice()):
+            self._save(str(folder), state_dict=whole_state(self._module, self.processes, _is_adapter(self.model)))
         if self.ledger is None or not self.args.should_save:
             return
+        folder.mkdir(parents=True, exist_ok=True)
         if folder.resolve() != self.ledger.path.parent.resolve():
             self.plan.save(folder / PLAN_FILE)
             (folder / LEDGER_FILE).write_bytes(self.ledger.path.read_bytes())
-        write_report(folder, self.plan, self.ledger, self.notes)
+        write_report(folder, self.plan, read_ledger(self.ledger.path), self.notes)
+        config = getattr(self.model, "config", None)
+        write_model_card(
+            folder,
+            self.privacy_report(),
+            base_model=self._base_name or None,
+            task=self._task,
+            adapter=_is_adapter(self.model),
+            num_labels=getattr(config, "num_labels", None) if self._task == "sequence_classification" else None,
+        )
+
+    def _shards_suffice(self) -> bool:
+        kind = str(self.accelerator.state.fsdp_plugin.state_dict_type)
+        return "SHARDED" in kind and not _is_adapter(self.model)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint that is whole or not there; see `dpllm.checkpoints`."""
+        output, step = Path(str(self.args.output_dir)), self.state.global_step
+        self.processes.from_main(lambda: prepare_staging(output, step))
+        failure: CheckpointError | None = None
+        self._staging = True
+        try:
+            with saving(output, step):
+                super()._save_checkpoint(model, trial)
+        except CheckpointError as error:
+            failure = error
+        finally:
+            self._staging = False
+        self.processes.from_main(lambda: None)
+        failures = [error for error in self.processes.gather(failure) if error is not None]
+        if failures:
+            self.processes.from_main(lambda: discard_staging(output))
+            raise failures[0]
+        self.processes.from_main(lambda: publish(staging_folder(output, step), checkpoint_folder(output, step)))
+        if self.args.save_total_limit:
+            limit = self.args.save_total_limit
+            self.processes.from_main(lambda: rotate(output, limit))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        output = super()._get_output_dir(trial)
+        return str(Path(output) / STAGING_FOLDER) if self._staging else output
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not estimated: the Trainer's formula needs the tokens of a step, which depend on the secret draw."""
@@ -326,10 +401,55 @@ class _Interrupt(TrainerCallback):
     ) -> TrainerControl:
         """Stop and save where it was asked for or where the plan ends."""
         ledger = self._trainer.ledger
+        self.requested = self._trainer.processes.any(self.requested)  # all stop after the same step, or none
         if self.requested or (ledger is not None and ledger.num_steps >= self._trainer.plan.num_steps):
             control.should_training_stop = True
             control.should_save = control.should_save or self.requested
         return control
+
+
+def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Processes) -> Path | None:
+    """The checkpoint to continue from, made sure to be whole; None for a new run.
+
+    Args:
+        folder: the run's output folder.
+        wanted: a checkpoint, True for the latest that is whole, None or False for none.
+        processes: all of them call this together.
+
+    Raises:
+        CheckpointError: the one that was asked for isn't whole, or none is.
+    """
+    if not wanted:
+        return None
+
+    def find() -> Path:
+        if not isinstance(wanted, bool):
+            verify(wanted)
+            return Path(wanted)
+        found, passed_over = latest_whole(folder)
+        for path, reason in passed_over:
+            logger.warning("%s is passed over: %s", path, reason)
+        if found is None:
+            raise CheckpointError(
+                f"{folder} holds no checkpoint that is whole, so there is nothing to resume. Its ledger stays as "
+                "evidence of the steps that ran; start a new run in another train.output_dir"
+            )
+        logger.warning("resuming from %s", found)
+        return found
+
+    return processes.from_main(find)
+
+
+def _fetch(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
+    if not hasattr(dataset, "column_names"):
+        return [dataset[int(number)] for number in numbers]
+    columns = dataset[numbers.tolist()]
+    names = list(columns)
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _is_adapter(model: Any) -> bool:
+    return isinstance(model, PeftModel)
 
 
 def num_private_steps(args: TrainingArguments, privacy: PrivacyConfig, num_units: int) -> int:

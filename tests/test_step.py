@@ -55,10 +55,14 @@ def loss_of(model):
     return loss
 
 
+def engine_of(model, kind=SingleProcess):
+    return kind(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def step(model, plan, ledger, unit_ids, seed=None, max_rows=3):
     clipper = GhostClipper(model, plan.clip_norm)
-    engine = SingleProcess(NoiseSource(seed))
-    done = private_step(clipper, Rows().batches(unit_ids, max_rows), loss_of(model), plan, engine, ledger)
+    batch = Rows().batches(unit_ids, max_rows)
+    done = private_step(clipper, batch, loss_of(model), plan, engine_of(model), ledger, NoiseSource(seed))
     clipper.remove()
     return done, torch.cat([p.grad.flatten().double() for p in model.parameters()])
 
@@ -122,19 +126,17 @@ def test_neighbours_differ_by_at_most_c_over_b(tiny_llama, tmp_path):
     assert moved > 0.5 * 0.99
 
 
-def test_the_step_is_in_the_ledger_before_the_gradient_can_be_used(tiny_llama, tmp_path):
-    """An update that isn't charged would make the printed epsilon too small."""
+def test_the_step_is_in_the_ledger_before_anything_is_computed(tiny_llama, tmp_path):
+    """A crash at any moment of the step leaves it charged; an uncharged update would make epsilon too small."""
     plan, ledger = make(tmp_path)
-    seen = []
 
-    class Watching(SingleProcess):
-        def add_noise(self, parameters, noise_stddev):
-            super().add_noise(parameters, noise_stddev)
-            seen.append(read_ledger(ledger.path).num_steps)
+    class Crashing(SingleProcess):
+        def collect(self, *args, **kwargs):
+            raise MemoryError("in the middle of a step")
 
-    clipper = GhostClipper(tiny_llama, plan.clip_norm)
-    private_step(clipper, Rows().batches([1]), loss_of(tiny_llama), plan, Watching(NoiseSource()), ledger)
-    assert seen == [0] and read_ledger(ledger.path).num_steps == 1
+    clipper, engine = GhostClipper(tiny_llama, plan.clip_norm), engine_of(tiny_llama, Crashing)
+    with pytest.raises(MemoryError, match="in the middle of a step"):
+        private_step(clipper, Rows().batches([1]), loss_of(tiny_llama), plan, engine, ledger, NoiseSource())
     assert read_ledger(ledger.path).history == [(plan.step, 1)]
 
 
@@ -144,18 +146,19 @@ def test_bfloat16_parameters_get_noise_in_float32_and_a_gradient_in_their_dtype(
     plan, ledger = make(tmp_path)
     dtypes = []
 
-    class Watching(SingleProcess):
-        def add_noise(self, parameters, noise_stddev):
-            dtypes.extend(p.grad.dtype for p in parameters.values())
-            super().add_noise(parameters, noise_stddev)
+    class Watching(NoiseSource):
+        def add_(self, grad, noise_stddev):
+            dtypes.append(grad.dtype)
+            super().add_(grad, noise_stddev)
 
-    clipper = GhostClipper(model, plan.clip_norm)
-    private_step(clipper, Rows().batches([1, 2]), loss_of(model), plan, Watching(NoiseSource()), ledger)
+    clipper, engine = GhostClipper(model, plan.clip_norm), engine_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    private_step(clipper, Rows().batches([1, 2]), loss_of(model), plan, engine, ledger, Watching())
     assert set(dtypes) == {torch.float32}
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
-    torch.optim.AdamW(model.parameters(), lr=1e-3).step()
-    model.zero_grad()
-    private_step(clipper, Rows().batches([3]), loss_of(model), plan, Watching(NoiseSource()), ledger)
+    optimizer.step()
+    optimizer.zero_grad()
+    private_step(clipper, Rows().batches([3]), loss_of(model), plan, engine, ledger, Watching())
     assert ledger.num_steps == 2
 
 
@@ -181,5 +184,6 @@ def test_a_clipper_of_another_norm_is_refused(tiny_llama, tmp_path):
     plan, ledger = make(tmp_path)
     clipper = GhostClipper(tiny_llama, 2 * plan.clip_norm)
     with pytest.raises(ValueError, match=r"bounds each unit to 1\.0, the plan accounts for 0\.5"):
-        private_step(clipper, Rows().batches([1]), loss_of(tiny_llama), plan, SingleProcess(NoiseSource()), ledger)
+        batch, engine = Rows().batches([1]), engine_of(tiny_llama)
+        private_step(clipper, batch, loss_of(tiny_llama), plan, engine, ledger, NoiseSource())
     assert ledger.num_steps == 0

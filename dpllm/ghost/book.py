@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,14 +46,16 @@ class Book:
                 "peft.get_peft_model before)."
             )
         self._name_of = {id(p): name for name, p in self._parameters.items()}
+        self._switched_off: dict[int, nn.Parameter] = {}
         self._contributions: dict[int, list[Contribution]] = defaultdict(list)
         self._rows: Rows | None = None
+        self._weights: tuple[Tensor | None, Tensor] | None = None
         self._batch_rows: int | None = None
         self._active: list[Served] = []
         self._in_forward = self._in_backward = self._paused = False
         self._probe: RowProbe | None = None
-        self._uses: FunctionalUses | None = FunctionalUses(self._name_of)
-        self._rows_checked = False
+        self._uses: FunctionalUses | None = FunctionalUses(model, self._name_of)
+        self.rows_checked = False
         self._handles: list[Any] = []
         self._attach(model)
 
@@ -69,12 +71,15 @@ class Book:
 
     def _attach_site(self, served: Served) -> None:
         module = served.site.module
+        holders = served.site.holders()
 
         def before(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             if self._paused or not self._in_pass():
                 self._refuse_bypass(served)
                 return None
             self._active.append(served)
+            # A sharded model (FSDP2) puts other tensors in place of its parameters while a module runs.
+            self._switch_off(p for holder, name in holders if (p := getattr(holder, name)).requires_grad)
             if served.before is None:
                 return None
             with self._pause():
@@ -90,9 +95,10 @@ class Book:
             with self._pause():
                 return served.after(module, args, kwargs, output, self._batch_rows)
 
+        # Innermost: after whatever gathers a sharded module's weights, and before whatever frees them again.
         self._handles += [
             module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True, always_call=True),
+            module.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True),
         ]
 
     def _in_pass(self) -> bool:
@@ -126,7 +132,7 @@ class Book:
         self.clear()
         self._batch_rows = rows_of_call(args, kwargs)
         self._in_forward = True
-        self._set_requires_grad(False)
+        self._switch_off(self._parameters.values())
         if self._uses is not None:
             self._uses.start(self._active)
 
@@ -135,16 +141,22 @@ class Book:
             return
         self._in_forward = False
         self._active.clear()
-        self._set_requires_grad(True)
+        self._switch_on()
         if self._uses is not None:
             uses, self._uses = self._uses, None
             uses.stop()
             if output is not None:
                 uses.raise_if_any()
 
-    def _set_requires_grad(self, value: bool) -> None:
-        for parameter in self._parameters.values():
-            parameter.requires_grad = value
+    def _switch_off(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.requires_grad = False
+            self._switched_off[id(parameter)] = parameter
+
+    def _switch_on(self) -> None:
+        for parameter in self._switched_off.values():
+            parameter.requires_grad = True
+        self._switched_off.clear()
 
     # --------------------------------------------------------------- backward
 
@@ -205,29 +217,43 @@ class Book:
         self._rows = Rows.of(unit_B, num_units)
         weight_B = (unit_B >= 0).to(loss_B.dtype)
         self._in_backward = True
-        self._set_requires_grad(False)
+        self._switch_off(self._parameters.values())
         try:
-            if not self._rows_checked and int(weight_B.sum()) > 1:
+            if not self.rows_checked and int(weight_B.sum()) > 1:
                 self._check_rows(loss_B, weight_B)
             torch.autograd.backward(loss_B, weight_B)
             with kernels.exact_matmul(), torch.no_grad():
                 return self._norms()
         finally:
             self._in_backward = False
-            self._set_requires_grad(True)
+            self._switch_on()
 
     def _check_rows(self, loss_B: Tensor, weight_B: Tensor) -> None:
         """Measure once that a row's loss has no gradient in another row."""
         (real,) = torch.nonzero(weight_B, as_tuple=True)
         for row in (int(real[0]), int(real[-1])):
-            self._probe = RowProbe(row)
-            one_row = torch.zeros_like(weight_B)
-            one_row[row] = 1
-            try:
-                torch.autograd.backward(loss_B, one_row, retain_graph=True)
-            finally:
-                self._probe = None
-        self._rows_checked = True
+            self._backward_of_row(loss_B, row, retain_graph=True)
+        self.rows_checked = True
+
+    def probe(self, loss_B: Tensor, row: int, unit_B: Tensor, num_units: int) -> None:
+        """Run the backward pass of one row's loss and make sure that no other row receives a gradient."""
+        self._rows = Rows.of(unit_B, num_units)
+        self._in_backward = True
+        self._switch_off(self._parameters.values())
+        try:
+            self._backward_of_row(loss_B, row, retain_graph=False)
+        finally:
+            self._in_backward = False
+            self._switch_on()
+
+    def _backward_of_row(self, loss_B: Tensor, row: int, retain_graph: bool) -> None:
+        self._probe = RowProbe(row)
+        one_row = torch.zeros_like(loss_B)
+        one_row[row] = 1
+        try:
+            torch.autograd.backward(loss_B, one_row, retain_graph=retain_graph)
+        finally:
+            self._probe = None
 
     def _norms(self) -> tuple[Tensor, Tensor]:
         assert self._rows is not None
@@ -240,8 +266,8 @@ class Book:
                 "the graph (then call "
                 "model.enable_input_require_grads() or set use_reentrant=False)."
             )
-        first = next(iter(self._parameters.values()))
-        total_U = torch.zeros(self._rows.num_units, dtype=kernels.accumulation_dtype(first.dtype), device=first.device)
+        dtype = kernels.accumulation_dtype(next(iter(self._parameters.values())).dtype)
+        total_U = torch.zeros(self._rows.num_units, dtype=dtype, device=self._rows.unit_B.device)
         slack_U = torch.zeros_like(total_U)
         shared: dict[tuple, list[Outer]] = defaultdict(list)
         for key, contributions in self._contributions.items():
@@ -258,36 +284,43 @@ class Book:
             slack_U += self._rows.sum_rows(kernels.rounding_slack(total_U.dtype) * mass_B)
         return total_U, slack_U
 
-    def accumulate(self, factor_U: Tensor) -> None:
-        """Add sum_u factor_u g_u to ``.grad`` of every trainable parameter and forget the microbatch.
+    def weigh(self, factor_U: Tensor) -> None:
+        """Fix the factors of the clipped sum, which `add_clipped_sum_` then forms one parameter at a time.
 
         Args:
             factor_U: (U,) clip factors; a unit with factor 0 contributes exactly zero, even if its gradient isn't
                 finite.
-
-        Guarantee: the sum is formed in float32 (float64 for float64 parameters) from the very factors whose norm was
-        returned by `backward`; no rounding to the parameter's dtype takes place.
         """
-        assert self._rows is not None, "accumulate() follows backward()"
+        assert self._rows is not None, "weigh() follows backward()"
         unit_B = self._rows.unit_B
         factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
         # 0 * inf is NaN: rows that must contribute nothing are taken out rather than multiplied by zero.
         (keep,) = torch.nonzero(factor_B, as_tuple=True)
         every = keep.numel() == factor_B.numel()
-        factor_B = factor_B[keep]
+        self._weights = (None if every else keep, factor_B[keep])
+
+    def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Add sum_u factor_u g_u of one parameter to ``total``, once, and forget what it was made of.
+
+        Args:
+            parameter: a trainable parameter.
+            total: of its full shape, in float32 (float64 for float64 parameters).
+
+        Guarantee: the sum is formed in the dtype of ``total`` from the very factors whose norm was returned by
+        `backward`; no rounding to the parameter's dtype takes place.
+        """
+        assert self._weights is not None, "add_clipped_sum_() follows weigh()"
+        keep, factor_B = self._weights
         with torch.no_grad(), kernels.exact_matmul():
-            for parameter in self._parameters.values():
-                grad = _accumulator(parameter)
-                for contribution in self._contributions.pop(id(parameter)):
-                    if keep.numel():
-                        kept = contribution if every else contribution.select(keep)
-                        kept.add_weighted_(grad, factor_B)
-        self.clear()
+            for contribution in self._contributions.pop(id(parameter)):
+                if factor_B.numel():
+                    kept = contribution if keep is None else contribution.select(keep)
+                    kept.add_weighted_(total, factor_B)
 
     def clear(self) -> None:
         """Forget the microbatch."""
         self._contributions.clear()
-        self._rows = None
+        self._rows = self._weights = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -302,25 +335,15 @@ class Book:
         self.clear()
 
 
-def _accumulator(parameter: nn.Parameter) -> Tensor:
-    """Return ``.grad`` in the accumulation dtype, made where there is none.
-
-    A sum kept in bfloat16 would be rounded by up to its own size times 2^-9, more than one unit may change it.
-    """
-    dtype = kernels.accumulation_dtype(parameter.dtype)
-    grad = parameter.grad
-    if grad is None or grad.dtype != dtype:
-        parameter.grad = None
-        parameter.grad_dtype = dtype
-        start = torch.zeros_like(parameter, dtype=dtype) if grad is None else grad.to(dtype)
-        parameter.grad = grad = start
-    return grad
-
-
 def _refuse_wrapped(model: nn.Module) -> None:
     if isinstance(model, nn.DataParallel):
         raise GhostError(
             "nn.DataParallel splits the batch out of sight of the hooks. Use one process per device instead."
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise GhostError(
+            "DistributedDataParallel reduces unclipped gradients by hooks of its own. Give GhostClipper the model "
+            "inside (model.module); dpllm.engines.engine_for reduces the clipped sum."
         )
     compiled = [
         path or "the model" for path, m in model.named_modules() if getattr(m, "_compiled_call_impl", None) is not None

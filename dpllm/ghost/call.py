@@ -33,6 +33,22 @@ def replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     return value
 
 
+class _Bare(nn.Module):
+    """A module's own computation, without the hooks on it: those that gather and free weights are not for us."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
+
+
+def call_with(module: nn.Module, parameters: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
+    """Call a module, without its hooks, with other values of the named parameters."""
+    return functional_call(_Bare(module), {f"module.{name}": value for name, value in parameters.items()}, args, kwargs)
+
+
 class Call:
     """How a module was called, with its tensors taken out, so that they can be saved by autograd and put back."""
 
@@ -54,4 +70,4 @@ class Call:
         args, kwargs = replace_tensors(self._frame, iter(tensors))
         device, dtype, enabled = self._autocast
         with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
-            return functional_call(self.module, parameters, args, kwargs)
+            return call_with(self.module, parameters, args, kwargs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpllm.ghost.errors import GhostError
@@ -33,10 +33,12 @@ class FunctionalUses(TorchFunctionMode):
     from norm and sum.
     """
 
-    def __init__(self, name_of: dict[int, str]) -> None:
-        """Watch the parameters with these ids."""
+    def __init__(self, model: nn.Module, name_of: dict[int, str]) -> None:
+        """Watch the trainable parameters, whose names are given by their ids."""
         super().__init__()
-        self._name_of = name_of
+        self._model = model
+        self._trainable = set(name_of.values())
+        self._name_of: dict[int, str | None] = dict(name_of)
         self._active: list[Any] = []
         self._found: dict[str, str] = {}
         self._off = False
@@ -66,12 +68,30 @@ class FunctionalUses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._off and isinstance(result, Tensor) and func is not Tensor.detach:
-            own = {id(p) for p in self._active[-1].site.trainable.values()} if self._active else set()
+        # What is taken from detach() or .data has no gradient in ordinary training either.
+        if not self._off and isinstance(result, Tensor) and func not in (Tensor.detach, Tensor.data.__get__):  # type: ignore[attr-defined]
             for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor) and id(value) in self._name_of and id(value) not in own:
-                    self._found.setdefault(self._name_of[id(value)], getattr(func, "__name__", str(func)))
+                if isinstance(value, nn.Parameter):
+                    self._look(value, func)
         return result
+
+    def _look(self, value: nn.Parameter, func: Any) -> None:
+        name = self._name(value)
+        own = {self._name(p) for p in self._active[-1].site.trainable.values()} if self._active else set()
+        if name is not None and name not in own:
+            self._found.setdefault(name, getattr(func, "__name__", str(func)))
+
+    def _name(self, value: nn.Parameter) -> str | None:
+        """The name of a trainable parameter, None for another one.
+
+        While a module of a sharded model runs, other tensors stand in for its parameters; they are known by the place
+        they stand in.
+        """
+        if id(value) not in self._name_of:
+            for name, live in self._model.named_parameters():
+                self._name_of.setdefault(id(live), name if name in self._trainable else None)
+            self._name_of.setdefault(id(value), None)
+        return self._name_of[id(value)]
 
     def raise_if_any(self) -> None:
         """Raise for the first use that was found."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from dpllm.clipping import FlatClipping
 from dpllm.ghost.book import Book
 from dpllm.ghost.errors import GhostError
+from dpllm.ghost.kernels import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,55 @@ class GhostClipper:
             GhostError: losses of another shape or without a graph; a unit index of another shape; a parameter that
                 received no norm.
         """
+        result = self.clip(losses, unit_index)
+        for parameter in self.parameters.values():
+            self.add_clipped_sum_(parameter, _accumulator(parameter))
+        return result
+
+    def clip(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
+        """As `backward`, without forming the sum: `add_clipped_sum_` does that, one parameter at a time.
+
+        For engines that shard the model, where no process can hold the sum of all parameters.
+        """
         unit_B, num_units = self._check(losses, unit_index)
         sq_norm_U, slack_U = self._book.backward(losses, unit_B, num_units)
         factor_U = self.clipping.factors(sq_norm_U, slack_U)
-        self._book.accumulate(factor_U)
+        self._book.weigh(factor_U)
         return ClipResult(sq_norm_U.clamp_min(0).sqrt().float(), factor_U.float())
+
+    @property
+    def rows_checked(self) -> bool:
+        """Whether it was measured that a row's loss has no gradient in other rows."""
+        return self._book.rows_checked
+
+    def check_rows(self, losses_of_row: Callable[[], Tensor], unit_index: Tensor) -> None:
+        """Measure that a row's loss has no gradient in other rows, by a forward and backward pass of its own each.
+
+        `backward` does this by itself on the first batch, keeping the graph for several passes. An engine that frees
+        weights after their first use in a backward pass (ZeRO-3) can't do that.
+
+        Args:
+            losses_of_row: runs the model and returns the losses (B,), anew at each call.
+            unit_index: (B,), -1 for a padding row.
+
+        Raises:
+            GhostError: a row's loss depends on another row.
+        """
+        real = torch.nonzero(unit_index >= 0).flatten().tolist() or [0]
+        for row in (real[0], real[-1]):
+            losses = losses_of_row()
+            unit_B, num_units = self._check(losses, unit_index)
+            self._book.probe(losses, row, unit_B, num_units)
+        self._book.rows_checked = True
+
+    def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Add one parameter's share of the clipped sum of the last `clip` to ``total``, once.
+
+        Args:
+            parameter: one of `parameters`.
+            total: of the parameter's full shape, float32 (float64 for a float64 parameter), not rounded to its dtype.
+        """
+        self._book.add_clipped_sum_(parameter, total)
 
     @staticmethod
     def _check(losses: Tensor, unit_index: Tensor | None) -> tuple[Tensor, int]:
@@ -117,3 +163,18 @@ class GhostClipper:
     def remove(self) -> None:
         """Undo the hooks; the model is as before."""
         self._book.remove()
+
+
+def _accumulator(parameter: nn.Parameter) -> Tensor:
+    """Return ``.grad`` in the accumulation dtype, made where there is none.
+
+    A sum kept in bfloat16 would be rounded by up to its own size times 2^-9, more than one unit may change it.
+    """
+    dtype = accumulation_dtype(parameter.dtype)
+    grad = parameter.grad
+    if grad is None or grad.dtype != dtype:
+        parameter.grad = None
+        parameter.grad_dtype = dtype
+        start = torch.zeros_like(parameter, dtype=dtype) if grad is None else grad.to(dtype)
+        parameter.grad = grad = start
+    return grad

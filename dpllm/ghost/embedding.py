@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from dpllm.ghost.call import call_with
 from dpllm.ghost.contributions import Lookup
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.tap import Recorder
@@ -63,18 +63,24 @@ class EmbeddingRule:
         if index.shape[0] == 1 and rows is not None and rows > 1:
             output = output.expand(rows, *output.shape[1:])
             saved = [t.expand(rows, *t.shape[1:]) for t in saved]
-        return self.book.tap(output, self.receive, *saved)
+        entries = self._live(module).shape[0]  # now: a sharded table is whole only while its module runs
+        return self.book.tap(output, lambda grad, tensors: self.receive(grad, tensors, entries), *saved)
+
+    @staticmethod
+    def _live(module: nn.Module) -> nn.Parameter:
+        return module.get_parameter("weight")
 
     def _index_and_scale(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> tuple[Tensor, Tensor]:
         """Recover (index (B, T), scale (B, T, 1)) of ``output = scale * weight[index]``."""
-        entries, weight = self.weight.shape[0], self.weight
+        weight = self._live(module)
+        entries = weight.shape[0]
         with torch.no_grad():
             number = torch.arange(entries, device=weight.device, dtype=torch.float64)
             probe = torch.stack([number, torch.ones_like(number)], 1)
-            read = functional_call(module, {"weight": probe}, args, kwargs)
+            read = call_with(module, {"weight": probe}, args, kwargs)
             index = (read[..., 0] / read[..., 1]).round().nan_to_num(-1).long()
             ones = weight.new_ones(entries, 1)
-            scale = functional_call(module, {"weight": ones}, args, kwargs)
+            scale = call_with(module, {"weight": ones}, args, kwargs)
             if index.min() < 0 or index.max() >= entries:
                 raise GhostError(f"{self.path} ({type(module).__name__}) is no scaled lookup in its table; freeze it.")
             if not self.verified:
@@ -88,14 +94,14 @@ class EmbeddingRule:
                 self.verified = True
         return index, scale
 
-    def receive(self, grad: Tensor, saved: list[Tensor]) -> None:
+    def receive(self, grad: Tensor, saved: list[Tensor], entries: int) -> None:
         """Record the lookup; the entry at ``padding_idx`` is not trained, as in PyTorch."""
         index_BT = saved[0]
         if not self.plain:
             grad = grad * saved[1]
         if self.padding_idx is not None:
             grad = grad.masked_fill((index_BT == self.padding_idx)[:, :, None], 0)
-        self.book.record(self.weight, Lookup(index_BT, grad, self.weight.shape[0]))
+        self.book.record(self.weight, Lookup(index_BT, grad, entries))
 
 
 def has_relative_bias(module: nn.Module) -> bool:
@@ -117,6 +123,7 @@ class RelativeBiasRule:
         """Check the table."""
         (self.weight,) = trainable.values()
         self.path, self.book = path, book
+        self.entries = 0
         self.table: nn.Embedding = attention.relative_attention_bias  # type: ignore[assignment]
         refuse_coupled_options(path, self.table)
 
@@ -140,6 +147,7 @@ class RelativeBiasRule:
         finally:
             handle.remove()
         (bucket_QK,) = seen
+        self.entries = self.table.weight.shape[0]  # now: a sharded table is whole only while its module runs
         bias = bias.expand(rows, *bias.shape[1:])
         if torch.is_grad_enabled():
             bias = self.book.tap(bias, self.receive, bucket_QK)
@@ -149,4 +157,4 @@ class RelativeBiasRule:
         """Record the lookup of one table row per pair of positions."""
         index_BT = saved[0].flatten().expand(grad.shape[0], -1)
         grad_BTH = grad.permute(0, 2, 3, 1).flatten(1, 2)
-        self.book.record(self.weight, Lookup(index_BT, grad_BTH, self.weight.shape[0]))
+        self.book.record(self.weight, Lookup(index_BT, grad_BTH, self.entries))

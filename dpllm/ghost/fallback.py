@@ -51,7 +51,7 @@ class PerRowRule:
         # A tensor whose first dimension is the batch is cut into rows; any other is shared by all rows. Should a
         # shared one happen to have that size, the repeated output differs from the first one, which is checked.
         row_dims = [0 if t.ndim > 0 and t.shape[0] == rows else None for t in saved]
-        weights = {name: p.detach() for name, p in self.trainable.items()}
+        weights = {name: call.module.get_parameter(name).detach() for name in self.trainable}
 
         def one_row(grad: Tensor, *tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             alone = [t if dim is None else t.unsqueeze(0) for t, dim in zip(tensors, row_dims, strict=True)]

@@ -88,12 +88,15 @@ class ScaleRule:
         del rows
         call = Call(module, args, kwargs)
         tensors = call.forget_tensors()
+        live = module.get_parameter(self.name)  # of a sharded model: whole only while the module runs
+        shape, dtype, device = live.shape, live.dtype, live.device
 
         def receive(grad: Tensor, saved: list[Tensor]) -> None:
             with torch.no_grad():
-                normed = call.again({self.name: torch.ones_like(self.weight)}, saved)
+                normed = call.again({self.name: torch.ones(shape, dtype=dtype, device=device)}, saved)
                 if self.offset != "zero":
-                    normed = normed - call.again({self.name: torch.zeros_like(self.weight)}, saved)
+                    at_zero = torch.zeros(shape, dtype=dtype, device=device)
+                    normed = normed - call.again({self.name: at_zero}, saved)
             per_row = sum_tokens(self.book.by_rows(widen(grad) * widen(normed)))
             self.book.record(self.weight, Instance(per_row))
 

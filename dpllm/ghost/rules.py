@@ -46,6 +46,11 @@ class Site:
     module: nn.Module
     trainable: dict[str, nn.Parameter] = field(default_factory=dict)
 
+    def holders(self) -> list[tuple[nn.Module, str]]:
+        """Which module holds each of the parameters, under which name."""
+        places = (name.rpartition(".") for name in self.trainable)
+        return [(self.module.get_submodule(inside), name) for inside, _, name in places]
+
 
 def refuse_coupled_modules(model: nn.Module) -> None:
     """Raise `GhostError` for a module through which rows of a batch affect each other, trainable or not."""
@@ -121,7 +126,7 @@ class Served:
         trainable = self.site.trainable
         if len(trainable) == 1 and isinstance(output, Tensor):
             ((name, weight),) = trainable.items()
-            offset = offset_of(Call(module, args, kwargs), name, weight, output)
+            offset = offset_of(Call(module, args, kwargs), name, module.get_parameter(name), output)
             if offset is not None:
                 return ScaleRule(name, weight, offset, self.book).after
         return PerRowRule(self.site.path, module, trainable, self.book).after

@@ -1,0 +1,68 @@
+"""From a model as ``accelerator.prepare`` returned it to its engine; nothing else has to be configured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from dpllm.engines.ddp import DataParallel
+from dpllm.engines.deepspeed import DeepSpeedZero
+from dpllm.engines.errors import EngineError
+from dpllm.engines.fsdp2 import FullySharded
+from dpllm.engines.single import SingleProcess
+from dpllm.processes import Processes
+from dpllm.step import Engine
+
+
+def engine_for(model: Any, optimizer: Any) -> Engine:
+    """The engine that fits a prepared model.
+
+    Args:
+        model: what ``accelerator.prepare`` returned (a plain module in a single process).
+        optimizer: the prepared optimizer; the guard looks at its first update.
+
+    Raises:
+        EngineError: a way of spreading the model under which the guarantee would not hold, by name.
+    """
+    inner = model_inside(model)
+    devices = {str(device) for device in (getattr(inner, "hf_device_map", None) or {}).values()}
+    if len(devices) > 1:
+        raise EngineError(
+            f"The model's layers are spread over {sorted(devices)} (device_map), a pipeline within one process. Load "
+            "it without device_map, and shard it with accelerate_configs/fsdp2.yaml"
+        )
+    if _is_deepspeed(model):
+        return DeepSpeedZero(model)
+    if isinstance(model, FullyShardedDataParallel):
+        raise EngineError(
+            "The model is wrapped by FSDP version 1, whose flat parameters hide the layers' own. Set fsdp_version: 2 "
+            "(accelerate_configs/fsdp2.yaml)"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        if getattr(model, "_comm_hooks", None):
+            raise EngineError(
+                "A communication hook is registered on DistributedDataParallel (gradient compression). Clipped sums "
+                "are reduced in float32: leave the hook out (ddp_comm_hook: no)"
+            )
+        return DataParallel(optimizer)
+    if isinstance(model, FSDPModule):
+        return FullySharded(inner, optimizer)
+    if Processes().size > 1:
+        raise EngineError(
+            f"{Processes().size} processes run, but the model ({type(model).__name__}) isn't spread over them: each "
+            "would train a model of its own. Pass it through accelerator.prepare() first"
+        )
+    return SingleProcess(optimizer)
+
+
+def model_inside(model: Any) -> Any:
+    """The module that is to be called and hooked, without DistributedDataParallel or DeepSpeed around it."""
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or _is_deepspeed(model)
+    return model.module if wrapped else model
+
+
+def _is_deepspeed(model: Any) -> bool:
+    # By name: importing DeepSpeed takes seconds, and it need not be installed.
+    return any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)

@@ -1,0 +1,231 @@
+"""DeepSpeed ZeRO: the clipped sums enter its own reduction, partitioning and offload as if autograd had computed them.
+
+Nothing of DeepSpeed is replaced. A custom autograd Function takes a parameter and returns a zero; its backward returns
+the parameter's clipped sum. ``engine.backward`` of the sum of these zeros therefore delivers the clipped sums to the
+hooks that DeepSpeed keeps on its parameters, and ``engine.step`` updates as in ordinary training. DeepSpeed averages
+over processes, the private sum doesn't: what is handed in is multiplied by their number.
+
+Sums are formed inside the backward pass, one parameter at a time, so that a full gradient never exists as a whole where
+DeepSpeed partitions gradients (ZeRO-2 and -3). ZeRO-1 doesn't: there the microbatches are added up here, in float32,
+and handed in once per step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpllm.engines.errors import EngineError
+from dpllm.engines.single import AddTo
+from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.guard import UpdateGuard
+from dpllm.processes import Processes
+
+# Options of a DeepSpeed configuration that private training sets, with the reason.
+_NEEDED: dict[str, tuple[Any, str]] = {
+    "gradient_clipping": (0.0, "it would rescale the noisy sum; each unit is clipped by privacy.clip_norm"),
+    "communication_data_type": ("fp32", "sums that are rounded before the noise is complete aren't bounded by C"),
+    "gradient_accumulation_steps": (1, "the logical batch is privacy.expected_batch_size"),
+    "zero_optimization.contiguous_gradients": (False, "its buffers have the parameters' dtype and round the sums"),
+    "data_types.grad_accum_dtype": ("fp32", "sums are added up in float32"),
+}
+# Options that change what reaches the optimizer, the values that leave it alone, and the reason.
+_REFUSED: dict[str, tuple[tuple, str]] = {
+    "fp16.enabled": ((), "its loss scaler skips steps by what the data does; use bf16"),
+    "bf16.bf16_master_weights_and_grads": ((), "it rounds the sums to bfloat16"),
+    "prescale_gradients": ((), "it rescales the sum"),
+    "gradient_predivide_factor": ((1,), "it rescales the sum"),
+    "sparse_gradients": ((), "it reduces other tensors than the clipped sums"),
+    "zero_optimization.zero_quantized_gradients": ((), "quantized gradients aren't the clipped sums"),
+    "zero_optimization.mics_shard_size": ((-1,), "its partial replicas are reduced by other hooks"),
+    "zero_optimization.zenflow": ((), "it updates parameters from gradients of several steps"),
+    "compression_training": ((), "it trains other weights than those that are clipped"),
+    "pipeline": ((), "the layers of one unit live on different processes, and its norm with them"),
+    "tensor_parallel": (({"autotp_size": 0}, {"autotp_size": 1}), "a unit's norm would be spread over processes"),
+}
+_COMPRESSING = ("onebit", "zeroone", "muon")  # optimizers that communicate or transform gradients by themselves
+
+
+def private_config(config: dict[str, Any]) -> None:
+    """Set what private training needs in a DeepSpeed configuration, where nothing or "auto" is said about it.
+
+    Args:
+        config: the configuration as a nested dictionary, before ``deepspeed.initialize``; changed in place.
+
+    Raises:
+        EngineError: it says something else, by name; a stage without ZeRO.
+
+    >>> config = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}
+    >>> private_config(config)
+    >>> config["gradient_clipping"], config["communication_data_type"]
+    (0.0, 'fp32')
+    """
+    for path, (needed, reason) in _NEEDED.items():
+        *folders, name = path.split(".")
+        section = config
+        for folder in folders:
+            section = section.setdefault(folder, {})
+        if section.get(name) in (None, "auto"):
+            section[name] = needed
+        elif section[name] != needed:
+            raise _refusal(path, section[name], reason)
+    for path, (harmless, reason) in _REFUSED.items():
+        value: Any = config
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value and value != "auto" and value not in harmless:
+            raise _refusal(path, value, reason)
+    _check_rest(config)
+
+
+def _refusal(path: str, value: Any, reason: str) -> EngineError:
+    return EngineError(
+        f"The DeepSpeed configuration sets {path}={value!r}, which can't be used in private training: {reason}. Leave "
+        "it out"
+    )
+
+
+def _check_rest(config: Mapping[str, Any]) -> None:
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (1, 2, 3):
+        raise EngineError(
+            f"The DeepSpeed configuration has zero_optimization.stage={stage}; 1, 2 and 3 can be kept private. For "
+            "replicated parameters use accelerate_configs/ddp.yaml"
+        )
+    optimizer = str(config.get("optimizer", {}).get("type", "")).lower()
+    if any(part in optimizer for part in _COMPRESSING):
+        raise EngineError(
+            f"The DeepSpeed configuration asks for the optimizer {optimizer!r}, which compresses or transforms "
+            "gradients on its way to the update. Use AdamW"
+        )
+
+
+class _HandIn(torch.autograd.Function):
+    """A zero whose gradient with respect to the parameter is what ``make`` returns."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        ctx.make = make
+        return torch.zeros((), device=parameter.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return ctx.make() * grad_output, None
+
+
+class DeepSpeedZero:
+    """The engine of a model prepared by DeepSpeed with ZeRO-1, -2 or -3, with or without offload.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+
+    Raises:
+        EngineError: a configuration under which the sum that reaches the optimizer isn't the private one.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        """Check the configuration as DeepSpeed understood it, and attach the guard."""
+        _check_engine(engine)
+        self.processes = Processes()
+        self._engine, self._stage = engine, engine.zero_optimization_stage()
+        self.guard = UpdateGuard(engine.optimizer, self.processes, replicas=1, at_once=False)
+        self._totals: dict[nn.Parameter, Tensor] = {}
+
+    def collect(self, parameters: Mapping[str, nn.Parameter], add_to: AddTo, *, last: bool, scale: float) -> None:
+        """Hand one microbatch's sums to DeepSpeed; after the last it holds the partitioned total times ``scale``."""
+        if self._stage == 1:
+            for parameter in parameters.values():
+                if parameter not in self._totals:
+                    self._totals[parameter] = _zeros(parameter)
+                add_to(parameter, self._totals[parameter])
+            if not last:
+                return
+            totals, self._totals = self._totals, {}
+            self._hand_in(parameters, totals.pop, last, scale)
+            return
+
+        def formed(parameter: nn.Parameter) -> Tensor:
+            total = _zeros(parameter)
+            add_to(parameter, total)
+            return total
+
+        self._hand_in(parameters, formed, last, scale)
+
+    def _hand_in(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        total_of: Callable[[nn.Parameter], Tensor],
+        last: bool,
+        scale: float,
+    ) -> None:
+        import deepspeed
+
+        engine = self._engine
+        engine.set_gradient_accumulation_boundary(last)
+        engine.optimizer.clear_backward_seen_flag()  # it counts microbatches in engine.forward, which isn't called
+        every = list(parameters.values())
+        # ZeRO-3: a gradient is accepted only by a parameter that is whole. One at a time, never the whole model.
+        for group in [[p] for p in every] if self._stage == 3 else [every]:
+            for parameter in group:
+                if parameter.grad is not None:
+                    raise EngineError(
+                        "A parameter received a gradient that is not clipped, during a private step. Run nothing but "
+                        "private_step() between the updates"
+                    )
+                parameter.grad_dtype = accumulation_dtype(parameter.dtype)  # not rounded on its way
+            with deepspeed.zero.GatheredParameters(group, enabled=self._stage == 3):
+                zeros = [_HandIn.apply(p, lambda p=p: total_of(p)) for p in group]
+                engine.backward(self.processes.size * scale * torch.stack(zeros).sum(), scale_wrt_gas=False)
+
+    def finish(self) -> None:
+        """Update the parameters; DeepSpeed's optimizer is stepped by its engine.
+
+        Raises:
+            UpdateError: in the first step, when what reached the optimizer wasn't the private sum.
+        """
+        self._engine.step()
+        self.guard.verify()
+
+
+def _zeros(parameter: nn.Parameter) -> Tensor:
+    """A float32 tensor of the parameter's full shape, which ZeRO-3 keeps in ``ds_shape``."""
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    return torch.zeros(shape, dtype=accumulation_dtype(parameter.dtype), device=parameter.device)
+
+
+def _check_engine(engine: Any) -> None:
+    if type(engine).__name__ == "PipelineEngine":
+        raise EngineError(
+            "DeepSpeed's PipelineEngine spreads the layers of one unit over processes, and its norm with them. Use "
+            "ZeRO without a pipeline (accelerate_configs/zero3.yaml)"
+        )
+    found = {
+        "gradient_clipping": (float(engine.gradient_clipping()), 0.0),
+        "communication_data_type": (engine.communication_data_type, torch.float32),
+        "gradient_accumulation_steps": (engine.gradient_accumulation_steps(), 1),
+        "fp16.enabled": (bool(engine.fp16_enabled()), False),
+    }
+    if engine.bfloat16_enabled() and engine.zero_optimization_stage() >= 2:
+        found["zero_optimization.contiguous_gradients"] = (bool(engine.zero_contiguous_gradients()), False)
+    reasons = {name: reason for name, (_, reason) in (*_NEEDED.items(), *_REFUSED.items())}
+    for name, (value, needed) in found.items():
+        if value != needed:
+            raise EngineError(
+                f"DeepSpeed was set up with {name}={value}, private training needs {needed}: {reasons[name]}. Pass "
+                "the configuration through dpllm.engines.private_config() before accelerator.prepare()"
+            )
+    if (
+        engine.bfloat16_enabled()
+        and engine.zero_optimization_stage() < 3
+        and engine.zero_offload_optimizer() is not None
+    ):
+        raise EngineError(
+            f"ZeRO-{engine.zero_optimization_stage()} with zero_optimization.offload_optimizer copies gradients in the "
+            "parameters' bfloat16, which rounds the sums. Offload with ZeRO-3 (accelerate_configs/zero3_offload.yaml), "
+            "or don't offload"
+        )
+    private_config(copy.deepcopy(engine.config))

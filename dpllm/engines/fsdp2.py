@@ -1,0 +1,133 @@
+"""Sharded parameters as DTensors: each layer's clipped sum is reduce-scattered as soon as it is formed.
+
+FSDP2 (``fully_shard``) gathers and frees the weights around each module by its own hooks. Since the weights take no
+part in autograd, it finds no gradient to reduce; the clipped sums are reduced here instead, through DTensor's public
+interface: a local sum is a ``Partial`` over the mesh, and redistributing it to the parameter's placement adds it up.
+One parameter's full sum exists at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from dpllm.engines.errors import EngineError
+from dpllm.engines.single import AddTo, refuse_foreign_gradients, set_gradient
+from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.guard import UpdateGuard
+from dpllm.processes import Processes
+
+
+class FullySharded:
+    """The engine of a model sharded by ``fully_shard``, over a 1-D mesh or a 2-D one (replicas of shards).
+
+    Guarantee: each owner holds its shard of the total; replicas of a shard hold the same, since sum and noise are
+    reduced together.
+
+    Raises:
+        EngineError: a mesh that isn't made of data-parallel processes alone.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        """Check the meshes and attach the guard."""
+        self.processes = Processes()
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.guard = UpdateGuard(optimizer, self.processes, replicas=_replicas(trainable, self.processes.size))
+        self._sums: dict[nn.Parameter, DTensor] = {}
+
+    def collect(self, parameters: Mapping[str, nn.Parameter], add_to: AddTo, *, last: bool, scale: float) -> None:
+        """Add one microbatch's sums; after the last, each shard of the total times ``scale`` stands in ``.grad``.
+
+        Raises:
+            EngineError: autograd left a gradient of its own, which would be released unclipped.
+        """
+        refuse_foreign_gradients(parameters)
+        for parameter in parameters.values():
+            assert isinstance(parameter, DTensor)
+            mesh = parameter.device_mesh
+            dtype = accumulation_dtype(parameter.dtype)
+            total = torch.zeros(parameter.shape, dtype=dtype, device=mesh.device_type)
+            add_to(parameter, total)
+            whole = DTensor.from_local(total, mesh, [Partial()] * mesh.ndim, run_check=False)
+            # Sharded at once, so that no process keeps the whole; added up over the replicas once per step.
+            between = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+            part = whole.redistribute(placements=between)
+            del total, whole
+            if parameter in self._sums:
+                self._sums[parameter].to_local().add_(part.to_local())
+            else:
+                self._sums[parameter] = part
+        if last:
+            for parameter in list(self._sums):
+                self._release(parameter, self._sums.pop(parameter), scale)
+
+    def _release(self, parameter: Any, part: DTensor, scale: float) -> None:
+        shard = part.redistribute(placements=parameter.placements).to_local().mul_(scale)
+        shard = shard.to(parameter.to_local().device)  # the shards' own device, where they are offloaded
+        set_gradient(
+            parameter,
+            DTensor.from_local(
+                shard,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            ),
+        )
+
+    def finish(self) -> None:
+        """The optimizer is stepped by whoever called the private step."""
+
+
+def _replicas(parameters: Mapping[str, Any], num_processes: int) -> int:
+    """How many processes hold each shard.
+
+    Raises:
+        EngineError: parameters that aren't sharded, or over a mesh with other than data-parallel dimensions.
+    """
+    counts = set()
+    for name, parameter in parameters.items():
+        if not isinstance(parameter, DTensor):
+            raise EngineError(
+                f"{name} is not sharded like the rest of the model, so its sum would not be reduced. Add adapters "
+                "before the model is sharded (accelerator.prepare)"
+            )
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if mesh.size() != num_processes or any(not (p.is_shard() or p.is_replicate()) for p in placements):
+            raise EngineError(
+                f"{name} lives on a mesh of {mesh.size()} of {num_processes} processes ({mesh}): tensor, pipeline, "
+                "context or expert parallelism splits the rows of one unit or its layers, and its norm with them. Use "
+                "FSDP2 alone (accelerate_configs/fsdp2.yaml)"
+            )
+        counts.add(num_processes // math.prod(mesh.size(dim) for dim, p in enumerate(placements) if p.is_shard()))
+    if len(counts) > 1:
+        raise EngineError(f"Parameters have different numbers of replicas ({sorted(counts)}); shard them alike.")
+    return counts.pop()
+
+
+def whole_state(model: nn.Module, processes: Processes, trainable_only: bool) -> dict[str, Tensor]:
+    """The state of a sharded model, gathered tensor by tensor onto rank 0's CPU.
+
+    Args:
+        model: sharded.
+        processes: all of them call this together.
+        trainable_only: leave frozen parameters out, as for an adapter, whose base model no process could hold.
+
+    Returns:
+        On rank 0, tensors by name as in ``state_dict``; elsewhere nothing.
+    """
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad} if trainable_only else set()
+    state = {}
+    for name, value in model.state_dict().items():
+        if name in frozen:
+            continue
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if processes.is_main:
+            state[name] = whole.detach().cpu()
+    return state

@@ -1,0 +1,322 @@
+"""The model card: the README.md beside a released model, in the Hub's format.
+
+Place in the flow: after the privacy report, from which it takes every sentence and number of the guarantee. The card
+is for whoever meets the model first; the report beside it has the rest.
+
+What the Hub makes of the metadata: it checks the values of the keys it knows and leaves others alone
+(huggingface_hub's ``ModelCardData`` passes additional keys through; the specification, ``modelcard.md`` in
+huggingface/hub-docs, says which are verified). The guarantee is therefore a block of its own, ``differential_privacy``.
+``model-index`` is for metrics of benchmarks. A ``base_model`` that is no Hub id makes the Hub refuse the whole upload
+(transformers, issue 33922), and a path tells strangers about the machine, so a local model is not named.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from dpllm.config import TASKS, nearest
+from dpllm.ledger import LEDGER_FILE
+from dpllm.plan import PLAN_FILE, format_epsilon
+from dpllm.report import JSON_FILE, MARKDOWN_FILE
+
+CARD_FILE = "README.md"
+TAGS = ("differential-privacy", "dp-sgd", "dpllm")
+"""Tags of a private model; one that is not private has the last alone."""
+
+# The Hub counts encoder-decoders as text generation too: it gave up text2text-generation (huggingface.js, pull 1590).
+_PIPELINE_TAG = {
+    "causal_lm": "text-generation",
+    "seq2seq_lm": "text-generation",
+    "sequence_classification": "text-classification",
+}
+_AUTO_CLASS = {
+    "causal_lm": "AutoModelForCausalLM",
+    "seq2seq_lm": "AutoModelForSeq2SeqLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+}
+_NOT_KEPT = ("differential_privacy", "model-index", "metrics", "base_model", "base_model_relation", "library_name")
+_BASE_TAG = re.compile(r"base_model:(?:[a-z]+:)?(.+)")
+_FILES = {
+    MARKDOWN_FILE: "the whole privacy report: accounting, assumptions, parameters",
+    JSON_FILE: "the same for programs",
+    PLAN_FILE: "every number that the guarantee rests on, fixed before the run",
+    LEDGER_FILE: "every step that ran, which ε is computed from",
+}
+
+
+def write_model_card(
+    folder: str | Path,
+    report: Mapping[str, Any],
+    *,
+    base_model: str | None,
+    task: str | None,
+    adapter: bool,
+    num_labels: int | None = None,
+    language: str | Sequence[str] | None = None,
+    license: str | None = None,
+) -> Path:
+    """Write the card of a model or a checkpoint into its folder, in place of one that PEFT or the Trainer wrote.
+
+    Of an earlier card the metadata are kept: its tags, and every key that isn't set here, such as a license, with four
+    exceptions. ``model-index`` and ``metrics`` may come from evaluation on private records, which ε doesn't cover;
+    ``differential_privacy`` is written anew; a base model and data sets that are no Hub ids are dropped. Its text is
+    replaced. The report's utility figures and diagnostics are not repeated, for the first reason.
+
+    Args:
+        folder: holds the model, and already the report, the plan and the ledger.
+        report: as `dpllm.report.privacy_report` returns it.
+        base_model: Hub id or folder of the model that was fine-tuned; None: from the earlier card, or unnamed.
+        task: of `dpllm.config.TASKS`; None: another, whose class the configuration names.
+        adapter: whether the folder holds a PEFT adapter rather than a model.
+        num_labels: number of classes; needed for an adapter of a classifier, whose base model has no such head.
+        language: ISO codes; None: unknown, and left out.
+        license: the Hub's identifier; None: unknown, and left out.
+
+    Returns:
+        The path of the card.
+
+    Raises:
+        ValueError: an unknown task, a missing number of classes, a missing report, plan or ledger file, or an earlier
+            card whose metadata can't be read.
+    """
+    folder = Path(folder)
+    if task is not None and task not in TASKS:
+        raise ValueError(f"task={task!r} is none of {', '.join(TASKS)}{nearest(task, TASKS)}; None stands for another")
+    if adapter and task == "sequence_classification" and num_labels is None:
+        raise ValueError("the card of a classifier's adapter says how to load it, which takes num_labels: pass it")
+    missing = [name for name in _FILES if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder} holds no {', '.join(missing)}, which the model card points to: write the report, the plan and "
+            "the ledger there first"
+        )
+    path = folder / CARD_FILE
+    earlier = _metadata_in(path)
+    base = _hub_id(base_model) or (_hub_id(earlier.get("base_model")) if base_model is None else None)
+    data = _metadata(earlier, report, base, task, adapter, language, license)
+    blocks = [
+        *_what_it_is(report, base, adapter),
+        *_guarantee(report),
+        *_not_covered(report),
+        *_loading(folder, base, task, adapter, num_labels),
+        *_files(report),
+    ]
+    card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(blocks) + "\n")
+    temporary = path.with_name(path.name + ".tmp")
+    card.save(temporary)
+    os.replace(temporary, path)
+    return path
+
+
+def _metadata_in(path: Path) -> dict[str, Any]:
+    """Return the metadata of an earlier card; nothing where there is none."""
+    if not path.is_file():
+        return {}
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.lstrip().startswith("---"):
+        return {}
+    try:
+        metadata = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"the metadata of {path} can't be read ({reason}): mend or delete that file") from error
+    return metadata
+
+
+def _hub_id(name: Any) -> str | None:
+    """Return a name if it is one that the Hub could know, None for a folder and for anything else."""
+    if not isinstance(name, str) or not name or Path(name).exists():
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+def _metadata(
+    earlier: Mapping[str, Any],
+    report: Mapping[str, Any],
+    base: str | None,
+    task: str | None,
+    adapter: bool,
+    language: str | Sequence[str] | None,
+    license: str | None,
+) -> ModelCardData:
+    kept = {key: value for key, value in earlier.items() if key not in _NOT_KEPT}
+    kept["tags"] = _tags(kept.get("tags"), report["statement"]["private"])
+    data_sets = kept.pop("datasets", None) or []
+    data_sets = [name for name in ([data_sets] if isinstance(data_sets, str) else data_sets) if _hub_id(name)]
+    own = {
+        "base_model": base,
+        "base_model_relation": None if base is None else "adapter" if adapter else "finetune",
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": _PIPELINE_TAG[task] if task else None,
+        "language": [language] if isinstance(language, str) else list(language) if language else None,
+        "license": license,
+        "datasets": data_sets or None,
+    }
+    known = {key: value for key, value in own.items() if value is not None}
+    return ModelCardData(**{**known, **kept, **known, "differential_privacy": _privacy_metadata(report)})
+
+
+def _tags(earlier: Any, private: bool) -> list[str]:
+    """Return ours and the earlier ones, without those that name a base model by a folder.
+
+    A model that is not private doesn't turn up where people look for private ones.
+    """
+    tags = [earlier] if isinstance(earlier, str) else list(earlier or ())
+    named = {tag: _BASE_TAG.fullmatch(tag) for tag in tags if isinstance(tag, str) and tag not in TAGS}
+    own = TAGS if private else TAGS[-1:]
+    return [*own, *(tag for tag, base in named.items() if base is None or _hub_id(base[1]))]
+
+
+def _privacy_metadata(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the guarantee for programs; a run that is not private has an infinite ε, whatever would hold otherwise."""
+    statement, accounting = report["statement"], report["accounting"]
+    parameters = accounting["parameters"]
+    private = statement["private"]
+
+    def number(value: float | str) -> float | str:
+        return float(format_epsilon(value)) if private and not isinstance(value, str) else "infinite"
+
+    return {
+        "private": private,
+        "epsilon": number(statement["epsilon"]),
+        "delta": statement["delta"],
+        "unit": "record" if statement["unit"] == "sequence" else "user",
+        "adjacency": statement["adjacency"],
+        "epsilon_by_adjacency": {name: number(value) for name, value in accounting["epsilon"].items()},
+        "mechanism": "DP-SGD: Gaussian noise on clipped sums over truncated Poisson samples",
+        "accountant": f"PLD, {accounting['tool']} {accounting['tool_version']}",
+        "noise_multiplier": parameters["noise_multiplier"],
+        "sampling_rate": parameters["sampling_rate"],
+        "num_steps": parameters["num_steps_charged"],
+        "num_units": parameters["num_units"],
+    }
+
+
+def _what_it_is(report: Mapping[str, Any], base: str | None, adapter: bool) -> list[str]:
+    private = report["statement"]["private"]
+    kind = "adapter" if adapter else "model"
+    of = f"[`{base}`](https://huggingface.co/{base})" if base else "a model that has no name on the Hub"
+    how = "with differential privacy" if private else "WITHOUT a privacy guarantee"
+    title = f"A language {kind} fine-tuned with differential privacy" if private else f"NOT PRIVATE: a language {kind}"
+    return [
+        f"# {title}",
+        f"This {kind} was made from {of} by fine-tuning on private text {how}, with dpllm "
+        f"{report['checkable']['versions']['dpllm']}.",
+        *([] if private else [f"> **{report['statement']['words']}**"]),
+        *_open_points(report["open_points"]),
+    ]
+
+
+def _open_points(points: Sequence[str]) -> list[str]:
+    return (
+        ["The privacy report has open points, and each is a reason not to release yet:", _list(points)]
+        if points
+        else []
+    )
+
+
+def _guarantee(report: Mapping[str, Any]) -> list[str]:
+    statement, strength, definition = report["statement"], report["strength"], report["definition"]
+    if not statement["private"]:
+        return ["## Privacy", strength["words"]]
+    rows = [f"| {name} | {format_epsilon(float(value))} |" for name, value in report["accounting"]["epsilon"].items()]
+    return [
+        "## Privacy",
+        statement["words"],
+        "\n".join(["| adjacency | ε |", "| --- | --- |", *rows]),
+        _list(
+            (
+                f"Unit of privacy: {definition['unit']}.",
+                f"Neighbouring data sets: {definition['adjacency']}.",
+                f"Taken as public: {'; '.join(definition['public'])}.",
+                f"Strength: {strength['tier']}. {strength['words']}",
+            )
+        ),
+        "What an attacker can achieve at most, who knows everything but one unit:",
+        _list(strength["in_plain_words"]),
+    ]
+
+
+def _not_covered(report: Mapping[str, Any]) -> list[str]:
+    definition = report["definition"]
+    written = [
+        f"{item['what']}: written out {item['count']} times" for item in definition["written_out_and_not_covered"]
+    ]
+    never = [f"{item['what']}: {item['advice']}" for item in definition["never_covered"]]
+    return ["## What the guarantee does not cover", _list([*written, *never])]
+
+
+def _loading(folder: Path, base: str | None, task: str | None, adapter: bool, num_labels: int | None) -> list[str]:
+    if adapter:
+        imports, load = _adapter_lines(base, task, num_labels)
+    elif task is None:
+        imports = ["import transformers"]
+        load = [
+            'config = transformers.AutoConfig.from_pretrained(".")',
+            'model = getattr(transformers, config.architectures[0]).from_pretrained(".")',
+        ]
+    else:
+        imports = [f"from transformers import {_AUTO_CLASS[task]}"]
+        load = [f'model = {_AUTO_CLASS[task]}.from_pretrained(".")']
+    if (folder / "tokenizer_config.json").is_file():
+        imports.append("from transformers import AutoTokenizer")
+        load.append('tokenizer = AutoTokenizer.from_pretrained(".")')
+    code = "\n".join([*imports, "", *load])
+    explained = "In this folder; elsewhere, write its path or the model's name on the Hub in place of the dot."
+    if adapter and base is None and task is not None:
+        explained += " The adapter fits only the base model it was trained on, which has no name on the Hub."
+    return ["## How to load it", explained, f"```python\n{code}\n```"]
+
+
+def _adapter_lines(base: str | None, task: str | None, num_labels: int | None) -> tuple[list[str], list[str]]:
+    if task is None:
+        return ["from peft import AutoPeftModel"], ['model = AutoPeftModel.from_pretrained(".")']
+    name = base or "path/to/the/base/model"
+    labels = f", num_labels={num_labels}" if task == "sequence_classification" else ""
+    return [
+        "from peft import PeftModel",
+        f"from transformers import {_AUTO_CLASS[task]}",
+    ], [
+        f'base = {_AUTO_CLASS[task]}.from_pretrained("{name}"{labels})',
+        'model = PeftModel.from_pretrained(base, ".")',
+    ]
+
+
+def _files(report: Mapping[str, Any]) -> list[str]:
+    checkable = report["checkable"]
+    digest = {
+        PLAN_FILE: f"; hash of the numbers `{checkable['plan_hash']}`",
+        LEDGER_FILE: f"; SHA-256 of the file `{checkable['ledger_sha256']}`",
+    }
+    return [
+        "## Check it yourself",
+        _list(f"[`{name}`]({name}): {what}{digest.get(name, '')}" for name, what in _FILES.items()),
+        *_commands(checkable, report["statement"]["private"]),
+    ]
+
+
+def _commands(checkable: Mapping[str, Any], private: bool) -> list[str]:
+    ledger, numbers = checkable["recompute_from_the_ledger"], checkable["recompute_from_the_numbers"]
+    if not private:  # the numbers alone don't tell that the randomness was no secret
+        return ["This verifies the ledger and makes the report anew:", f"```bash\n{ledger}\n```"]
+    return [
+        "The first command verifies the ledger and computes ε from it anew, the second computes it from the numbers:",
+        f"```bash\n{ledger}\n{numbers}\n```",
+    ]
+
+
+def _list(lines: Any) -> str:
+    return "\n".join(f"- {line}" for line in lines)

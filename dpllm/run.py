@@ -1,0 +1,192 @@
+"""A private run: the parts that all steps share, on one process or on many.
+
+Place in the flow: above the engines, below `dpllm.trainer`, which is one way of driving it. A loop of one's own is
+another:
+
+    model, optimizer = accelerator.prepare(model, optimizer)
+    run = PrivateRun(plan, data, ledger)
+    run.attach(model, optimizer)
+    for unit_ids in run.draws(plan.num_steps):
+        run.step(unit_ids, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpllm.engines import engine_for, model_inside
+from dpllm.ghost import GhostClipper
+from dpllm.ledger import LedgerError
+from dpllm.microbatches import microbatches
+from dpllm.noise import NoiseSource
+from dpllm.plan import PrivacyPlan
+from dpllm.processes import Processes
+from dpllm.sampling import seeded_rng
+from dpllm.shared_ledger import SharedLedger
+from dpllm.step import Engine, StepDiagnostics, private_step
+from dpllm.units import UnitIndex
+
+LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
+"""A module and a microbatch's inputs to one loss per row (B,), each from its own row alone."""
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows of a run; the same on every process.
+
+    Attributes:
+        units: which rows each unit has.
+        lengths: (num_rows,) tokens of every row.
+        fetch: row numbers to rows.
+        collate: rows to the model's inputs, rows first.
+        max_rows: rows of a microbatch at most.
+    """
+
+    units: UnitIndex
+    lengths: np.ndarray
+    fetch: Callable[[np.ndarray], Sequence[Any]]
+    collate: Callable[[list[Any]], Mapping[str, Any]]
+    max_rows: int
+
+    def facts(self) -> dict[str, Any]:
+        """What every process must hold alike: it would otherwise divide other units than were drawn."""
+        order = hashlib.sha256(np.ascontiguousarray(self.units.rows).tobytes())
+        order.update(np.ascontiguousarray(self.lengths).tobytes())
+        return {
+            "the number of units": self.units.num_units,
+            "the number of rows": len(self.lengths),
+            "the rows' lengths and units": order.hexdigest()[:12],
+        }
+
+
+class PrivateRun:
+    """Draws units, divides them over the processes, and takes private steps; the same on every process.
+
+    Guarantee: `draws` makes one truncated Poisson draw per step over all units, from 256 bits of rank 0's operating
+    system that every process shares; each process draws its share of the noise from entropy of its own. Neither is
+    stored, so that a resumed run repeats nothing.
+
+    Args:
+        plan: the constants.
+        rows: the data.
+        ledger: where the steps are charged.
+        seed: None, or a fixed seed for tests; nothing is private then, and the report says so.
+
+    Raises:
+        DisagreementError: the processes differ in plan, data or versions.
+    """
+
+    def __init__(self, plan: PrivacyPlan, rows: TrainingRows, ledger: SharedLedger, seed: int | None = None) -> None:
+        """Make sure that the processes agree, and share the entropy of the draws."""
+        self.processes = Processes()
+        self.processes.agree({"the plan": plan.hash[:12], **rows.facts(), **_versions()})
+        self.plan, self.rows, self.ledger = plan, rows, ledger
+        entropy = self.processes.from_main(lambda: int.from_bytes(secrets.token_bytes(32), "little"))
+        self._rng = seeded_rng(entropy if seed is None else seed)
+        self._noise = NoiseSource(seed, stream=self.processes.rank)
+        self._engine: Engine | None = None
+        self._clipper: GhostClipper | None = None
+        self._model: Any = None
+
+    def attach(self, model: Any, optimizer: Any) -> None:
+        """Hook a model that was prepared for its engine.
+
+        Args:
+            model: what ``accelerator.prepare`` returned (in one process: any module).
+            optimizer: likewise.
+
+        Raises:
+            EngineError: an engine or an option of it under which the guarantee would not hold.
+            GhostError: a part of the model that can't be clipped exactly.
+            DisagreementError: the processes train different parameters.
+        """
+        self._model = model_inside(model)
+        self._engine = engine_for(model, optimizer)
+        self._clipper = GhostClipper(self._model, self.plan.clip_norm)
+        self.processes.agree({"the trainable parameters": _digest(self._clipper.parameters)})
+
+    def draws(self, num_steps: int) -> Iterator[np.ndarray]:
+        """The unit numbers of the next steps, all of them on every process; drawn independently of each other."""
+        yield from self.plan.sampler.steps(num_steps, self._rng)
+
+    def step(self, unit_ids: np.ndarray, loss_of: LossOf) -> StepDiagnostics:
+        """Take a private step over these units; see `dpllm.step.private_step`.
+
+        Afterwards the private gradient stands in ``.grad`` for ``optimizer.step()``; DeepSpeed's engine has already
+        updated the parameters, and its optimizer's ``step()`` as accelerate wraps it does nothing.
+
+        Args:
+            unit_ids: as `draws` gave them.
+            loss_of: called with the module to run and a microbatch's inputs.
+        """
+        assert self._engine is not None and self._clipper is not None, "attach() comes first"
+        batch = microbatches(
+            fetch=self.rows.fetch,
+            collate=self.rows.collate,
+            units=self.rows.units,
+            lengths=self.rows.lengths,
+            unit_ids=unit_ids,
+            max_rows=self.rows.max_rows,
+            rank=self.processes.rank,
+            size=self.processes.size,
+        )
+        done = private_step(
+            self._clipper,
+            batch,
+            lambda inputs: loss_of(self._model, inputs),
+            self.plan,
+            self._engine,
+            self.ledger,
+            self._noise,
+        )
+        if done.num_nonfinite:
+            self.ledger.append_diagnostic("units with a non-finite gradient, contributing zero", done.num_nonfinite)
+        return done
+
+    def detach(self) -> None:
+        """Undo the hooks; the model is as before."""
+        if self._clipper is not None:
+            self._clipper.remove()
+        self._engine = self._clipper = self._model = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """For ``accelerator.register_for_checkpointing``: which plan, and how far. Never entropy."""
+        return {"plan_hash": self.plan.hash, "num_steps": self.ledger.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make sure that a checkpoint belongs to this run; draws and noise are fresh.
+
+        Raises:
+            LedgerError: it is of another plan, or of steps that the ledger doesn't hold.
+        """
+        if state["plan_hash"] != self.plan.hash:
+            raise LedgerError(
+                f"The checkpoint was made under the plan {state['plan_hash'][:12]}, and this one is "
+                f"{self.plan.hash[:12]}: data, batch size, noise or steps differ. Resume with the configuration of the "
+                "first run"
+            )
+        if state["num_steps"] > self.ledger.num_steps:
+            raise LedgerError(
+                f"The checkpoint holds {state['num_steps']} steps, {self.ledger.path} charges {self.ledger.num_steps}: "
+                "it is not the ledger of that run. Put the run's own ledger in its place"
+            )
+
+
+def _versions() -> dict[str, str]:
+    """Of what the shared draws depend on."""
+    return {"the version of numpy": np.__version__, "the version of torch": torch.__version__}
+
+
+def _digest(parameters: Mapping[str, nn.Parameter]) -> str:
+    shapes = [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in parameters.items()]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]

@@ -1,0 +1,1 @@
+"""Everything that takes several processes, on gloo."""

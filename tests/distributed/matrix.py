@@ -1,0 +1,150 @@
+"""What runs in the processes of `test_engines`: private steps on every engine, and what came of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpllm import GhostClipper, PrivacyConfig, make_plan
+from dpllm.engines import engine_for, model_inside
+from dpllm.microbatches import microbatches
+from dpllm.noise import NoiseSource
+from dpllm.plan import PrivacyPlan
+from dpllm.step import private_step
+from dpllm.units import UnitIndex
+from tests.distributed.setups import dispose, prepare, whole_parameters
+from tests.reference.oracle import LOSSES
+from tests.reference.zoo import (
+    Batch,
+    Case,
+    build_model,
+    enable_checkpointing,
+    float64_copy,
+    forward_context,
+    make_batch,
+)
+
+NUM_ROWS = 7  # over two processes: unequal shares, and microbatches that have to be made up
+
+
+@dataclass(frozen=True)
+class Job:
+    """One way of running a step."""
+
+    engine: str
+    case: Case
+    max_rows: int = NUM_ROWS  # rows of a microbatch; fewer: accumulation
+
+    def __str__(self) -> str:
+        return f"{self.engine}-{self.case}{'-accumulated' if self.max_rows < NUM_ROWS else ''}"
+
+
+class NoLedger:
+    """Counts steps; what a ledger writes is tested elsewhere."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def append_step(self, step_number: int, step: object) -> None:
+        self.num_steps += 1
+
+
+def plan_of(clip_norm: float, noise_multiplier: float, num_units: int = NUM_ROWS, num_steps: int = 9) -> PrivacyPlan:
+    privacy = PrivacyConfig(
+        noise_multiplier=noise_multiplier, clip_norm=clip_norm, expected_batch_size=num_units, delta=1e-2
+    )
+    return make_plan(privacy, num_units, num_steps)
+
+
+def batches_of(batch: Batch, units: list[int], max_rows: int, rank: int, size: int) -> Any:
+    """The microbatches of one process, of rows that are their own units."""
+    lengths = batch.inputs["attention_mask"].sum(1).numpy()
+    return microbatches(
+        fetch=lambda rows: [int(row) for row in rows],
+        collate=lambda rows: {**batch.rows(rows).inputs, "labels": batch.labels[rows]},
+        units=UnitIndex.one_row_per_unit(batch.num_rows),
+        lengths=lengths,
+        unit_ids=np.array(units, dtype=np.int64),
+        max_rows=max_rows,
+        rank=rank,
+        size=size,
+    )
+
+
+def loss_of(model: Any, case: Case) -> Any:
+    def loss(inputs: dict[str, Tensor]) -> Tensor:
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        with forward_context(case):
+            logits = model(**inputs).logits
+        return LOSSES[case.spec.task](logits, labels)
+
+    return loss
+
+
+def flat(parameters: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.flatten().double() for value in parameters.values()])
+
+
+def movement(
+    engine: str,
+    model: nn.Module,
+    case: Case,
+    plan: PrivacyPlan,
+    max_rows: int = NUM_ROWS,
+    units: list[int] | None = None,
+    steps: int = 1,
+    lr: float = 1e3,
+) -> list[Tensor]:
+    """Per step, what was released: the movement of all parameters under SGD, over lr/b, (P,) in float64."""
+    batch = make_batch(case.spec, num_rows=NUM_ROWS)
+    dtype = "bfloat16" if case.dtype == "bfloat16" else "float32"
+    prepared, optimizer = prepare(engine, model, lr, dtype)
+    inner = model_inside(prepared)
+    enable_checkpointing(inner, case.checkpointing)
+    runner = engine_for(prepared, optimizer)
+    clipper = GhostClipper(inner, plan.clip_norm)
+    rank, size = runner.processes.rank, runner.processes.size
+    every = list(range(NUM_ROWS)) if units is None else units
+    ledger, noise = NoLedger(), NoiseSource()
+    released = []
+    for _ in range(steps):
+        before = whole_parameters(prepared, inner)
+        mine = batches_of(batch, every, max_rows, rank, size)
+        private_step(clipper, mine, loss_of(inner, case), plan, runner, ledger, noise)
+        if not hasattr(prepared, "zero_optimization_stage"):
+            optimizer.step()
+            optimizer.zero_grad()
+        after = whole_parameters(prepared, inner)
+        released.append((flat(before) - flat(after)) / lr * plan.expected_batch_size)
+    clipper.remove()
+    dispose(prepared)
+    return released
+
+
+def reference(case: Case, clip_norm: float) -> tuple[Tensor, Tensor]:
+    """The clipped sum of one process: in float64, and in the case's own precision."""
+    model, batch = build_model(case), make_batch(case.spec, num_rows=NUM_ROWS)
+    wide = float64_copy(model)
+    sums = []
+    for candidate, kind in ((wide, case.but(dtype="float64")), (model, case)):
+        clipper = GhostClipper(candidate, clip_norm)
+        clipper.backward(loss_of(candidate, kind)({**batch.inputs, "labels": batch.labels}))
+        clipper.remove()
+        sums.append(flat({name: p.grad for name, p in candidate.named_parameters() if p.requires_grad}))
+    return sums[0], sums[1]
+
+
+def errors(jobs: list[Job], clip_norm: float = 0.5) -> list[tuple[float, float]]:
+    """Relative error of each job's reduced clipped sum: against float64, and against one process in its precision."""
+    plan = plan_of(clip_norm, noise_multiplier=0.0)
+    found = []
+    for job in jobs:
+        wide, same = reference(job.case, clip_norm)
+        (released,) = movement(job.engine, build_model(job.case), job.case, plan, job.max_rows)
+        found.append(tuple(float((released - value).norm() / value.norm()) for value in (wide, same)))
+    return found

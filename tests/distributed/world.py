@@ -1,0 +1,85 @@
+"""Runs a function of this test suite in several processes that form one gloo group, and brings its results back."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torch.distributed, accelerate and DeepSpeed read; one thread each, for two cores."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def run(folder: Path, target: str, size: int = 2, timeout: float = 300, **arguments: Any) -> list[Any]:
+    """Call ``module:function`` with the arguments in every process.
+
+    Returns:
+        What each rank returned, in order.
+
+    Raises:
+        AssertionError: a process failed; with what it printed.
+    """
+    port = free_port()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "arguments.pickle").write_bytes(pickle.dumps(arguments))
+    children = []
+    for rank in range(size):
+        with open(folder / f"log.{rank}", "wb") as log:
+            command = [sys.executable, "-m", "tests.distributed.world", target, str(folder)]
+            children.append(
+                subprocess.Popen(command, env=environment(rank, size, port), stdout=log, stderr=log, cwd=ROOT)
+            )
+    try:
+        codes = [child.wait(timeout) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    logs = "\n".join((folder / f"log.{rank}").read_text(errors="replace")[-4000:] for rank in range(size))
+    assert codes == [0] * size, f"exit codes {codes}\n{logs}"
+    return [pickle.loads((folder / f"result.{rank}").read_bytes()) for rank in range(size)]
+
+
+def main(target: str, folder: Path) -> None:
+    """One process."""
+    arguments: Mapping[str, Any] = pickle.loads((folder / "arguments.pickle").read_bytes())
+    module, _, name = target.partition(":")
+    dist.init_process_group("gloo")
+    try:
+        result = getattr(importlib.import_module(module), name)(**arguments)
+        (folder / f"result.{dist.get_rank()}").write_bytes(pickle.dumps(result))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
