@@ -55,12 +55,18 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
             raise ConfigError(f"train.{name} is unknown{nearest(str(name), known)}")
     if "output_dir" not in section:
         raise ConfigError("train.output_dir is missing: the folder for model, ledger and report.")
-    if "ddp_backend" not in section and "WORLD_SIZE" in os.environ and not torch.accelerator.is_available():
-        section = {**section, "ddp_backend": "gloo"}
     try:
-        return TrainingArguments(**section)
+        return TrainingArguments(**{**_processes_on_cpu(), **section})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"train: {error}") from error
+
+
+def _processes_on_cpu() -> dict[str, Any]:
+    """What several processes need on a machine without an accelerator: gloo."""
+    if "WORLD_SIZE" not in os.environ or torch.accelerator.is_available():
+        return {}
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    return {"ddp_backend": "gloo"} if deepspeed else {"use_cpu": True}
 
 
 def private_arguments(args: TrainingArguments) -> TrainingArguments:

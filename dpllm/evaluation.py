@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dpllm.data import RowCollator
 from dpllm.losses import IGNORE, classification_loss, per_sequence_loss, seq2seq_loss
+from dpllm.processes import Processes
 from dpllm.records import DataError
 
 
@@ -35,7 +36,13 @@ class Measurement:
 
 
 @torch.no_grad()
-def measure(model: nn.Module, rows: datasets.Dataset, collator: RowCollator, max_rows: int = 64) -> Measurement:
+def measure(
+    model: nn.Module,
+    rows: datasets.Dataset,
+    collator: RowCollator,
+    max_rows: int = 64,
+    processes: Processes | None = None,
+) -> Measurement:
     """Return the model's perplexity, or its accuracy for a classifier, over all rows.
 
     Every target token has the same weight, whatever the row it stands in. The model is left in the mode it was in.
@@ -45,6 +52,7 @@ def measure(model: nn.Module, rows: datasets.Dataset, collator: RowCollator, max
         rows: tokenized rows, as `dpllm.data.tokenize_records` makes them.
         collator: knows the task.
         max_rows: rows of a forward pass.
+        processes: divide the rows over them; all call this together, with the same rows.
 
     Raises:
         DataError: there is no row, or no target in any.
@@ -53,16 +61,21 @@ def measure(model: nn.Module, rows: datasets.Dataset, collator: RowCollator, max
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    loss = row_loss = correct = count = 0.0
-    for start in range(0, len(order), max_rows):
+    sums = [0.0] * 4  # loss, loss per row, hits, targets
+    starts = list(range(0, len(order), max_rows))
+    rank, size = (processes.rank, processes.size) if processes else (0, 1)
+    for turn in range(-(-len(starts) // size)):
+        # A sharded model runs on all processes or on none: one without rows of its own runs some that don't count.
+        mine = turn * size + rank
+        start = starts[mine] if mine < len(starts) else starts[0]
         batch = collator(list(rows.select(order[start : start + max_rows])))
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-        labels = inputs["labels"]
-        weights, losses, hits = _score(model, inputs, labels, collator.task)
-        loss += float((losses.double() * weights).sum())
-        row_loss += float(losses.double().sum())
-        correct += hits
-        count += float(weights.sum())
+        weights, losses, hits = _score(model, inputs, inputs["labels"], collator.task)
+        if mine < len(starts):
+            wide = losses.double()
+            found = (float((wide * weights).sum()), float(wide.sum()), hits, float(weights.sum()))
+            sums = [total + value for total, value in zip(sums, found, strict=True)]
+    loss, row_loss, correct, count = processes.sum(sums) if processes else sums
     model.train(was_training)
     if count == 0:
         raise DataError("no held-out row has a target: nothing can be measured on them")

@@ -122,7 +122,8 @@ def load_base_model(
         except (OSError, ValueError) as error:
             raise _not_loaded("model", str(model.name), error) from error
         _set_tying(base, model)
-    rows = int(base.get_input_embeddings().weight.shape[0])  # type: ignore[index]
+    table: Any = base.get_input_embeddings().weight
+    rows = int(getattr(table, "ds_shape", table.shape)[0])  # ZeRO-3 keeps a partitioned table's shape there
     if rows < len(tokenizer):
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's embedding only {rows}: use the model's own "

@@ -8,6 +8,7 @@ after the private training. `train.resume_from_checkpoint=true` continues a run 
 """
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
@@ -15,22 +16,25 @@ from pathlib import Path
 
 import datasets
 import torch
+import torch.distributed
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from dpllm import DPTrainer, load_recipe, make_plan
 from dpllm.arguments import training_arguments
-from dpllm.config import Recipe, save_recipe
+from dpllm.config import ModelConfig, Recipe, save_recipe
 from dpllm.data import RowCollator, load_records, load_train_and_eval, num_labels_of, tokenize_records, unit_index_of
 from dpllm.evaluation import Measurement, measure
 from dpllm.figures import plot_training
 from dpllm.ledger import LEDGER_FILE
 from dpllm.models import load_base_model, load_tokenizer, prepare_model
 from dpllm.plan import format_epsilon, format_plan
+from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes
 from dpllm.trainer import num_private_steps
 
 PLAIN = {"save_strategy": "no", "report_to": "none"}
+PRETRAINED_FOLDER = "public_pretrain"
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -40,24 +44,31 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="the recipe, a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as privacy.target_epsilon=3")
     options = parser.parse_args()
+    console.quiet = int(os.environ.get("RANK", "0")) > 0
     use_all_cores()
     try:
         run(load_recipe(options.config, options.overrides))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not console.quiet:
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def run(recipe: Recipe) -> None:
     """From the recipe to the model and its report."""
     began = time.monotonic()
     args = training_arguments({**PLAIN, **recipe.train})
+    processes = Processes() if args.world_size > 1 else None
     output, resume = Path(args.output_dir), args.resume_from_checkpoint
     if (output / LEDGER_FILE).exists() and not resume:
         raise ValueError(f"{output} already holds a private run: set train.output_dir to another folder")
 
     # The private records. Their number fixes the plan before anything is trained.
-    train_records, eval_records = load_train_and_eval(recipe.data)
+    with args.main_process_first(desc="reading the records"):
+        train_records, eval_records = load_train_and_eval(recipe.data)
     num_units = unit_index_of(train_records, recipe.privacy).num_units
     plan = make_plan(recipe.privacy, num_units, num_private_steps(args, recipe.privacy, num_units))
     show("privacy plan", format_plan(plan))
@@ -72,16 +83,22 @@ def run(recipe: Recipe) -> None:
         if recipe.model.tokenizer_vocab_size:
             public.append(f"text that the tokenizer was trained on: {recipe.public_pretrain.data.path}")
     tokenizer = load_tokenizer(recipe.model, public_texts)
-    model = load_base_model(recipe.model, tokenizer, num_labels_of(train_records, recipe.data))
+    num_labels = num_labels_of(train_records, recipe.data)
+    start = recipe.model
+    if public_records is not None:
+        start = pretrain(recipe, tokenizer, public_records, num_labels)
+        args = training_arguments({**PLAIN, **recipe.train})  # anew: the engine was set up for the other training
+    model = load_base_model(start, tokenizer, num_labels)
 
     task, num_labels = recipe.model.task, model.config.num_labels
     keep = [recipe.privacy.unit_column] if recipe.privacy.unit_column else []
-    train_rows = tokenize_records(train_records, tokenizer, recipe.data, keep, task, num_labels)
-    eval_rows = tokenize_records(eval_records, tokenizer, recipe.data, (), task, num_labels) if eval_records else None
+    with args.main_process_first(desc="tokenizing the records"):
+        train_rows = tokenize_records(train_records, tokenizer, recipe.data, keep, task, num_labels)
+        eval_rows = (
+            tokenize_records(eval_records, tokenizer, recipe.data, (), task, num_labels) if eval_records else None
+        )
     collator = RowCollator(pad_token_id=tokenizer.pad_token_id, task=task)
-
-    if public_records is not None and not resume:
-        pretrain(model, tokenizer, recipe, public_records)
+    before = MeasureBefore(eval_rows, collator)
     trainer = DPTrainer(
         model=prepare_model(model, recipe.model),
         args=args,
@@ -89,24 +106,28 @@ def run(recipe: Recipe) -> None:
         train_dataset=train_rows,
         processing_class=tokenizer,
         data_collator=collator,
+        callbacks=[before] if eval_rows and not resume else [],
         public=public,
     )
     console.rule("private fine-tuning")
-    output.mkdir(parents=True, exist_ok=True)
-    save_recipe(recipe, output / "recipe.yaml")
-    before = measure(trainer.model, eval_rows, collator) if eval_rows and not resume else None
+    if args.should_save:
+        output.mkdir(parents=True, exist_ok=True)
+        save_recipe(recipe, output / "recipe.yaml")
     trainer.train(resume_from_checkpoint=resume)
-    after = measure(trainer.model, eval_rows, collator) if eval_rows else None
+    after = measure(trainer.model, eval_rows, collator, processes=processes) if eval_rows else None
 
     # What was measured on private records is on the screen and in the picture; the report says so.
-    figures = {"before": before, "after": after}
+    figures = {"before": before.result, "after": after}
     utility = {f"held-out {figure.name} {when}": f"{figure.value:.4g}" for when, figure in figures.items() if figure}
     if utility:
         trainer.disclose("evaluation on private rows", len(utility))
-    cost = {"seconds in all": round(time.monotonic() - began), "hardware": str(model.device)}
+    hardware = str(args.device) if args.world_size == 1 else f"{args.world_size} processes, {args.device.type}"
+    cost = {"seconds in all": round(time.monotonic() - began), "hardware": hardware}
     trainer.notes = ReleaseNotes(utility={**utility, **cost})
     trainer.save_model()
-    picture = draw(trainer, output / "training.png", before, after)
+    if not args.should_save:
+        return
+    picture = draw(trainer, output / "training.png", before.result, after)
     show(
         "done",
         [
@@ -114,6 +135,7 @@ def run(recipe: Recipe) -> None:
             ("guarantee", f"ε = {format_epsilon(trainer.epsilon)} at δ = {plan.delta:g}, {plan.adjacency} adjacency"),
             ("unit of privacy", f"one {recipe.privacy.unit} of {num_units:,}"),
             ("private steps", f"{trainer.state.global_step} of {plan.num_steps}"),
+            *([("processes", f"{args.world_size}")] if args.world_size > 1 else []),
             ("model", str(output)),
             ("privacy report", str(output / "privacy_report.md")),
             ("picture", str(picture)),
@@ -125,20 +147,50 @@ def run(recipe: Recipe) -> None:
 def use_all_cores() -> None:
     """Compute on every core of a machine without an accelerator: `accelerate launch` allows one thread otherwise."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and not torch.accelerator.is_available():
-        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+class MeasureBefore(TrainerCallback):
+    """Measures the held-out records before the first private step, when the model is spread over the processes."""
+
+    def __init__(self, rows: datasets.Dataset | None, collator: RowCollator) -> None:
+        """Remember what to measure on."""
+        self.rows, self.collator = rows, collator
+        self.result: Measurement | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        """Measure once."""
+        processes = Processes() if args.world_size > 1 else None
+        self.result = measure(kwargs["model"], self.rows, self.collator, processes=processes)
 
 
 def pretrain(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, records: datasets.Dataset
-) -> None:
-    """Train on the public text, without privacy."""
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, records: datasets.Dataset, num_labels: int | None
+) -> ModelConfig:
+    """Train on the public text, without privacy; returns the trained model as the start of the private training.
+
+    The model is saved and read again, so that nothing of the engine of this training (hooks, shards) is left on it. A
+    run that is resumed finds it there.
+    """
     public = recipe.public_pretrain
-    console.rule(f"public pretraining on {public.data.path}")
-    rows = tokenize_records(records, tokenizer, public.data, task=recipe.model.task)
-    section = {"output_dir": f"{recipe.train['output_dir']}/public_pretrain", **PLAIN, **public.train}
-    collator = RowCollator(pad_token_id=tokenizer.pad_token_id, task=recipe.model.task)
-    args = training_arguments(section)
-    Trainer(model=model, args=args, train_dataset=rows, data_collator=collator).train()
+    folder = Path(recipe.train["output_dir"]) / PRETRAINED_FOLDER
+    if not (recipe.train.get("resume_from_checkpoint") and (folder / "config.json").exists()):
+        console.rule(f"public pretraining on {public.data.path}")
+        section = {"output_dir": str(folder), **PLAIN, **public.train}
+        args = training_arguments(section)
+        model: PreTrainedModel = load_base_model(recipe.model, tokenizer, num_labels)
+        with args.main_process_first(desc="tokenizing the public text"):
+            rows = tokenize_records(records, tokenizer, public.data, task=recipe.model.task)
+        collator = RowCollator(pad_token_id=tokenizer.pad_token_id, task=recipe.model.task)
+        trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collator)
+        trainer.train()
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if args.should_save:
+            trainer.accelerator.unwrap_model(trainer.model_wrapped).save_pretrained(folder, state_dict=state)
+        trainer.accelerator.wait_for_everyone()
+        trainer.accelerator.free_memory()
+    return dataclasses.replace(recipe.model, name=str(folder), config=None, tokenizer_vocab_size=None)
 
 
 def draw(trainer: DPTrainer, path: Path, before: Measurement | None, after: Measurement | None) -> Path:

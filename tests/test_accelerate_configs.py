@@ -1,5 +1,6 @@
 """Accelerate configs: accelerate reads each, and none holds a setting that would change the private sum."""
 
+import copy
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
+
+from dpllm.engines import private_config
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "accelerate_configs"
@@ -61,7 +64,8 @@ def test_deepspeed(name):
     assert settings["gradient_clipping"] == 0  # absent, it would be 1.0 and rescale the private sum
     assert "fp16" not in settings and "amp" not in settings
     assert settings["gradient_accumulation_steps"] == 1
-    assert settings["communication_data_type"] == "fp32"
+    assert settings["communication_data_type"] == settings["data_types"]["grad_accum_dtype"] == "fp32"
+    assert zero["contiguous_gradients"] is False  # its buffers would round sums to the parameters' dtype
     assert settings["train_batch_size"] == settings["train_micro_batch_size_per_gpu"] == "auto"
     assert settings["bf16"] == {"enabled": "auto"}
     assert "optimizer" not in settings and "scheduler" not in settings  # the recipe's
@@ -70,6 +74,18 @@ def test_deepspeed(name):
     assert ("offload_optimizer" in zero) == name.endswith("offload")
     # Any other launcher of DeepSpeed would go around accelerate on several nodes (pdsh over ssh).
     assert config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+
+
+@pytest.mark.parametrize("path", DEEPSPEED, ids=lambda path: path.stem)
+def test_engine_accepts_it(path):
+    """The engine's own check of a DeepSpeed configuration has nothing to refuse and nothing left to set."""
+    settings = json.loads(path.read_text())
+    checked = copy.deepcopy(settings)
+    private_config(checked)
+    assert {key: checked[key] for key in settings} == settings
+    neutral = {"gradient_predivide_factor": 1.0}
+    added = {key: value for key, value in checked.items() if key not in settings}
+    assert added == {key: value for key, value in neutral.items() if key in added}
 
 
 def test_fsdp2():
@@ -87,16 +103,17 @@ def test_fsdp2():
     }
 
 
-def launched(monkeypatch, name, *flags):
+def launched(monkeypatch, name, num_processes=4):
     """The environment that `accelerate launch` would give to the processes, from its own functions."""
     from accelerate.commands import launch
     from accelerate.utils import launch as environments
 
     monkeypatch.chdir(ROOT)
     parser = launch.launch_command_parser()
+    flags = ["--num_processes", str(num_processes), "--main_process_port", "0"]
     arguments = parser.parse_args(["--config_file", f"accelerate_configs/{name}.yaml", *flags, "program.py"])
     arguments, defaults, from_file = launch._validate_launch_command(arguments)
-    assert arguments.num_processes == (int(flags[-1]) if flags else read(name)["num_processes"])
+    assert arguments.num_processes == num_processes
     if arguments.use_deepspeed:
         fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])]
         arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
@@ -108,7 +125,7 @@ def launched(monkeypatch, name, *flags):
 @pytest.mark.parametrize("name", sorted(GPU | CPU))
 def test_what_the_processes_see(monkeypatch, name):
     """What is in the file reaches the processes; the number of processes on the command line wins."""
-    seen = launched(monkeypatch, name, "--main_process_port", "0", "--num_processes", "4")
+    seen = launched(monkeypatch, name)
     assert seen["ACCELERATE_MIXED_PRECISION"] == "no"
     assert (seen.get("ACCELERATE_USE_FSDP") == "true") == (name == "fsdp2")
     assert (seen.get("ACCELERATE_USE_DEEPSPEED") == "true") == ("zero" in name)

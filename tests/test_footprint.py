@@ -378,6 +378,20 @@ def test_recipe():
     assert "memory of the CPU, per GPU" in offloaded
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+def test_recipe_of_a_model_by_name(tmp_path):
+    """Llama 3 8B with LoRA from a folder with config.json alone: precision and checkpointing are the recipe's."""
+    settings = dict(llama3("8B").config)
+    AutoConfig.for_model(settings.pop("model_type"), **settings).save_pretrained(tmp_path)
+    recipe = load_recipe(ROOT / "recipes/llama3_8b_chat_lora.yaml", [f"model.name={tmp_path}"])
+    arguments = training_arguments({**recipe.train, "report_to": "none", "use_cpu": True})
+    result = footprint_of_recipe(recipe, arguments, recipe.privacy.expected_batch_size, "fsdp2", 8)
+    assert (result.run.rows, result.run.tokens, result.run.num_microbatches) == (8, 1024, 16)
+    assert result.run.bf16 and result.run.checkpointing
+    assert result.shape.frozen == 8_030_261_248 and result.shape.dtype_bytes == 2
+    assert result.weights == -(-(2 * result.shape.frozen + 4 * result.shape.trainable) // 8)
+
+
 def test_recipe_of_users():
     """All rows of one user go through the model together."""
     user = ("privacy.unit=user", "privacy.unit_column=author", "privacy.max_rows_per_unit=50")

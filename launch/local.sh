@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# One node.
+#
+#   launch/local.sh RECIPE ACCELERATE_CONFIG [KEY=VALUE]...
+#   launch/local.sh recipes/gpt2_e2e_full.yaml accelerate_configs/fsdp2.yaml privacy.target_epsilon=3
+#
+# KEY=VALUE replaces values of the recipe. Relative paths count from the repository's root. Environment:
+#   NUM_PROCESSES   processes, one per GPU; without it the accelerate config's number
+#   ACCELERATE      the program, when `accelerate` isn't on the PATH
+#   DRY_RUN=1       print the command instead of running it
+
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=launch/common.sh
+source "$root/launch/common.sh"
+read_arguments "$root" launch/local.sh "$@"
+
+processes=()
+if [[ -n "${NUM_PROCESSES:-}" ]]; then
+    is_count NUM_PROCESSES "$NUM_PROCESSES"
+    processes=(--num_processes "$NUM_PROCESSES")
+fi
+run "${environment[@]}" "${ACCELERATE:-accelerate}" launch --config_file "$config" "${processes[@]}" \
+    recipes/finetune.py --config "$recipe" "${overrides[@]}"

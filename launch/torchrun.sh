@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Several nodes: run this on each of them, with the same arguments.
+#
+#   NNODES=2 RDZV_ENDPOINT=node0:29500 launch/torchrun.sh RECIPE ACCELERATE_CONFIG [KEY=VALUE]...
+#
+# It starts torchrun's agent through `accelerate launch`, so that the engine is the accelerate config's. The agents meet at
+# the endpoint (rendezvous c10d) and agree on the ranks there. Code, data and recipe have to be the same on every node, and
+# the output folder has to be one folder that all of them see. Environment:
+#   NNODES          nodes
+#   RDZV_ENDPOINT   HOST:PORT of one of the nodes, the same everywhere; the port has to be free on that node
+#   NPROC_PER_NODE  processes of a node, one per GPU (8)
+#   NODE_RANK       number of this node, only looked at on one machine with several agents: 0 for one, others above 0 (0)
+#   ACCELERATE      the program, when `accelerate` isn't on the PATH
+#   DRY_RUN=1       print the command instead of running it
+
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=launch/common.sh
+source "$root/launch/common.sh"
+read_arguments "$root" launch/torchrun.sh "$@"
+
+NPROC_PER_NODE="${NPROC_PER_NODE:-8}"
+NODE_RANK="${NODE_RANK:-0}"
+is_count NNODES "${NNODES:-}"
+is_count NPROC_PER_NODE "$NPROC_PER_NODE"
+[[ "$NODE_RANK" =~ ^[0-9]+$ ]] || fail "NODE_RANK must be a number, got '$NODE_RANK'"
+[[ "${RDZV_ENDPOINT:-}" =~ ^[^:]+:[0-9]+$ ]] || fail "RDZV_ENDPOINT must be HOST:PORT, got '${RDZV_ENDPOINT:-}'"
+
+run "${environment[@]}" "${ACCELERATE:-accelerate}" launch --config_file "$config" \
+    --num_machines "$NNODES" --num_processes "$((NNODES * NPROC_PER_NODE))" --machine_rank "$NODE_RANK" \
+    --rdzv_backend c10d --rdzv_conf read_timeout=600,join_timeout=600 \
+    --main_process_ip "${RDZV_ENDPOINT%:*}" --main_process_port "${RDZV_ENDPOINT##*:}" \
+    recipes/finetune.py --config "$recipe" "${overrides[@]}"
