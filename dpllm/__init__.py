@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from dpllm.losses import seq2seq_loss as seq2seq_loss
     from dpllm.plan import PrivacyPlan as PrivacyPlan
     from dpllm.plan import make_plan as make_plan
+    from dpllm.run import PrivateRun as PrivateRun
+    from dpllm.run import TrainingRows as TrainingRows
     from dpllm.trainer import DPTrainer as DPTrainer
 
 __version__ = "0.1.0"
@@ -36,6 +38,8 @@ _HOME = {
     "seq2seq_loss": "dpllm.losses",
     "PrivacyPlan": "dpllm.plan",
     "make_plan": "dpllm.plan",
+    "PrivateRun": "dpllm.run",
+    "TrainingRows": "dpllm.run",
     "DPTrainer": "dpllm.trainer",
 }
 __all__ = [*_HOME, "__version__"]

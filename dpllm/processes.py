@@ -5,6 +5,7 @@ Place in the flow: below the engines. One process is the case of size one, so th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -28,8 +29,19 @@ class Processes:
     """
 
     def __init__(self) -> None:
-        """Ask torch.distributed."""
+        """Ask torch.distributed.
+
+        Raises:
+            DisagreementError: several processes were launched and torch.distributed doesn't know of them.
+        """
         self._distributed = dist.is_available() and dist.is_initialized()
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if launched > 1 and not self._distributed:
+            raise DisagreementError(
+                f"{launched} processes were launched (WORLD_SIZE), but torch.distributed is not initialised, so each "
+                "takes itself for the only one and would draw units and noise of its own. Create the Accelerator or "
+                "the TrainingArguments first; on a machine without a GPU with use_cpu=True"
+            )
         self.rank = dist.get_rank() if self._distributed else 0
         self.size = dist.get_world_size() if self._distributed else 1
 

@@ -4,12 +4,13 @@ Place in the flow: above the engines, below `dpllm.trainer`, which is one way of
 another:
 
     model, optimizer = accelerator.prepare(model, optimizer)
-    run = PrivateRun(plan, data, ledger)
+    run = PrivateRun.start("runs/mine", plan, rows)
     run.attach(model, optimizer)
     for unit_ids in run.draws(plan.num_steps):
         run.step(unit_ids, loss_of)
         optimizer.step()
         optimizer.zero_grad()
+    run.finish()
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +28,12 @@ from torch import Tensor, nn
 
 from dpllm.engines import engine_for, model_inside
 from dpllm.ghost import GhostClipper
-from dpllm.ledger import LedgerError
+from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.microbatches import microbatches
 from dpllm.noise import NoiseSource
 from dpllm.plan import PrivacyPlan
 from dpllm.processes import Processes
+from dpllm.report import write_report
 from dpllm.sampling import seeded_rng
 from dpllm.shared_ledger import SharedLedger
 from dpllm.step import Engine, StepDiagnostics, private_step
@@ -98,6 +101,24 @@ class PrivateRun:
         self._clipper: GhostClipper | None = None
         self._model: Any = None
 
+    @classmethod
+    def start(cls, folder: str | Path, plan: PrivacyPlan, rows: TrainingRows, public: Sequence[str] = ()) -> PrivateRun:
+        """Begin a run in an empty folder, where plan and ledger are written. Called by all processes together.
+
+        Raises:
+            LedgerError: the folder holds another run.
+        """
+        return cls(plan, rows, SharedLedger.create(Path(folder) / LEDGER_FILE, plan, Processes(), public=public))
+
+    @classmethod
+    def resume(cls, folder: str | Path, plan: PrivacyPlan, rows: TrainingRows) -> PrivateRun:
+        """Continue the run of a folder; its steps stay charged. Called by all processes together.
+
+        Raises:
+            LedgerError: the folder holds no run, or one of another plan.
+        """
+        return cls(plan, rows, SharedLedger.open(Path(folder) / LEDGER_FILE, plan, Processes()))
+
     def attach(self, model: Any, optimizer: Any) -> None:
         """Hook a model that was prepared for its engine.
 
@@ -158,6 +179,25 @@ class PrivateRun:
         if self._clipper is not None:
             self._clipper.remove()
         self._engine = self._clipper = self._model = None
+
+    def finish(self, reason: str = "completed") -> dict[str, Any] | None:
+        """End the run: undo the hooks, close the ledger, and write the privacy report beside it.
+
+        Args:
+            reason: why it ends, for the ledger.
+
+        Returns:
+            The report, on rank 0.
+        """
+        self.detach()
+        self.ledger.append_end(reason)
+        self.ledger.close()
+        return write_report(self.ledger.path.parent, self.plan, read_ledger(self.ledger.path)) if self.is_main else None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files."""
+        return self.processes.is_main
 
     def state_dict(self) -> dict[str, Any]:
         """For ``accelerator.register_for_checkpointing``: which plan, and how far. Never entropy."""

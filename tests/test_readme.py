@@ -47,7 +47,7 @@ def workplace(tmp_path_factory):
     """A folder with the recipes in it, and in runs/quickstart a run launched as the README says, on less data."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "recipes").symlink_to(ROOT / "recipes")
-    launch = next(line for line in commands("accelerate launch") if "quickstart" in line)
+    launch = next(line for line in commands("accelerate launch recipes") if "quickstart" in line)
     command = [str(Path(sys.executable).parent / "accelerate"), *shlex.split(launch)[1:], *SMALLER]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -73,7 +73,7 @@ def test_every_make_target_exists(target):
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=["trainer", "own loop"])
+@pytest.mark.parametrize("code", blocks("python"), ids=["trainer", "own loop", "accelerate"])
 def test_every_program_runs(code, tmp_path, monkeypatch, capsys):
     """As it stands, copied out of the README."""
     monkeypatch.chdir(tmp_path)
@@ -97,7 +97,9 @@ def test_every_launch_names_a_recipe_and_overrides_that_exist(command):
     words = shlex.split(command)
     recipe = words[words.index("--config") + 1]
     load_recipe(ROOT / recipe, [word for word in words[words.index("--config") + 2 :] if "=" in word])
-    assert (ROOT / words[2]).exists()
+    program = words[words.index("--config") - 1]
+    assert (ROOT / program).exists()
+    assert "--config_file" not in words or (ROOT / words[words.index("--config_file") + 1]).exists()
 
 
 def test_every_file_it_names_exists():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from dpllm.engines.errors import EngineError
@@ -36,6 +37,9 @@ class FullySharded:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         """Check the meshes and attach the guard."""
         self.processes = Processes()
+        for module in model.modules():  # a forward pass without gradients may have left weights gathered
+            if isinstance(module, FSDPModule):
+                module.reshard()
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.guard = UpdateGuard(optimizer, self.processes, replicas=_replicas(trainable, self.processes.size))
         self._sums: dict[nn.Parameter, DTensor] = {}

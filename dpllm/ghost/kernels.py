@@ -20,6 +20,7 @@ bfloat16 are up to 2 % too small, and the released gradient then exceeds the cli
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -55,19 +56,23 @@ def rounding_slack(dtype: torch.dtype) -> float:
 
 @contextlib.contextmanager
 def exact_matmul() -> Iterator[None]:
-    """Keep float32 products in float32: no TF32 on CUDA and no bfloat16 on CPU, whatever the process has set.
+    """Keep float32 products in float32: no TF32, no bfloat16 and no autocast, whatever the process has set.
 
     Norms and clipped sums decide the sensitivity; the model's own forward and backward keep the user's setting.
     """
     before = torch.get_float32_matmul_precision()
-    if before == "highest":
-        yield
-        return
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with torch.autocast("cpu", enabled=False), torch.autocast(_accelerator(), enabled=False):
+            yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@functools.cache
+def _accelerator() -> str:
+    device = torch.accelerator.current_accelerator()
+    return "cpu" if device is None else device.type
 
 
 def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:

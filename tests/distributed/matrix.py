@@ -148,3 +148,25 @@ def errors(jobs: list[Job], clip_norm: float = 0.5) -> list[tuple[float, float]]
         (released,) = movement(job.engine, build_model(job.case), job.case, plan, job.max_rows)
         found.append(tuple(float((released - value).norm() / value.norm()) for value in (wide, same)))
     return found
+
+
+def reach(jobs: list[Job], clip_norm: float = 1e-6) -> list[tuple[float, float]]:
+    """Largest movement over lr·C·B with all units, and over lr·C with one unit, whose gradient is longer than C."""
+    plan = plan_of(clip_norm, noise_multiplier=0.0)
+    found = []
+    for job in jobs:
+        ratios = []
+        for units in (list(range(NUM_ROWS)), [3]):
+            model = build_model(job.case)
+            (released,) = movement(job.engine, model, job.case, plan, job.max_rows, units, lr=1e10)
+            ratios.append(float(released.norm()) / (clip_norm * len(units)))
+        found.append((ratios[0], ratios[1]))
+    return found
+
+
+def noise(engine: str, steps: int = 3, noise_multiplier: float = 2.0, clip_norm: float = 0.5) -> dict[str, Any]:
+    """What empty steps release, which is noise alone, and whether the processes hold the same parameters after them."""
+    case = Case("llama", tied=True, dtype="float32")
+    plan = plan_of(clip_norm, noise_multiplier)
+    released = movement(engine, build_model(case), case, plan, units=[], steps=steps)
+    return {"released": [r.float().numpy() for r in released], "noise_stddev": plan.noise_stddev}

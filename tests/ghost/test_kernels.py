@@ -59,3 +59,17 @@ def test_exact_matmul_overrides_and_restores_the_process_setting():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_products_stay_in_float32_under_an_active_autocast():
+    """A loop that clips inside torch.autocast must not round norms and sums to bfloat16."""
+    left, right = torch.randn(3, 9, 8), torch.randn(3, 9, 5)
+    expected = torch.bmm(left.double().mT, right.double()).square().sum((1, 2))
+    with torch.autocast("cpu", dtype=torch.bfloat16), kernels.exact_matmul():
+        norms, _ = kernels.gram_norms(left, [right])
+        total = torch.zeros(8, 5)
+        kernels.add_weighted_outer_(total, left, right, torch.ones(3))
+    torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        total.double(), torch.einsum("btl,btr->lr", left.double(), right.double()), rtol=1e-4, atol=1e-5
+    )

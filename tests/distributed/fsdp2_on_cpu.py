@@ -1,0 +1,25 @@
+"""Runs a program under FSDP2 on the CPU: accelerate launch … tests/distributed/fsdp2_on_cpu.py PROGRAM ARGUMENTS…
+
+Accelerate sets FSDP2 up on accelerators alone. Its code has nothing that needs one: here its state is told that the
+gloo processes are accelerators, before the program begins, and the Trainer takes that state as it finds it
+(``use_configured_state``). What runs is the same path as on GPUs.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+
+def main() -> None:
+    """Prepare the state, then run the program."""
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Every engine releases what one process would: the same clipped sum, the same bound, noise exactly once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from tests.distributed.matrix import NUM_ROWS, Job
+from tests.distributed.setups import ENGINES, VARIANTS
+from tests.distributed.world import run
+from tests.reference.zoo import Case
+
+MODES = ("full", "lora-all-linear")
+DTYPES = ("float32", "bfloat16")
+# tied head, activation checkpointing, rows of a microbatch (fewer than all: accumulation, with unequal shares)
+WAYS = ((False, "none", 2), (False, "non-reentrant", NUM_ROWS), (True, "none", NUM_ROWS), (True, "reentrant", 2))
+
+
+def jobs_of(engine: str) -> list[Job]:
+    """Every combination; for a variant of an engine, those that differ most."""
+    dtypes = ("float32",) if engine == "zero2-offload" else DTYPES  # refused in bfloat16
+    ways = WAYS if engine in ENGINES else WAYS[:1]
+    return [
+        Job(engine, Case("llama", mode=mode, tied=tied, dtype=dtype, checkpointing=checkpointing), max_rows)
+        for mode in MODES
+        for dtype in dtypes
+        for tied, checkpointing, max_rows in ways
+    ]
+
+
+def size_of(engine: str) -> int:
+    """Processes: two, and four where replicas of shards need them."""
+    return 4 if engine == "fsdp2-hybrid" else 2
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, *VARIANTS])
+def test_the_reduced_clipped_sum_is_that_of_one_process(engine, tmp_path, table):
+    """Full and LoRA, float32 and bfloat16, accumulated, checkpointed, tied: the same sum as one float64 process."""
+    jobs = jobs_of(engine)
+    results = run(tmp_path, "tests.distributed.matrix:errors", size=size_of(engine), jobs=jobs)
+    for job, (to_float64, to_same_precision) in zip(jobs, results[0], strict=True):
+        table(f"{job}", f"{to_float64:.1e}", f"{to_same_precision:.1e}")
+        if job.case.dtype == "float32":
+            assert to_float64 < 2e-5 and to_same_precision < 1e-6, job
+        else:  # activations in bfloat16: what the engine adds to the error of one process is nothing, or one rounding
+            assert to_float64 < 2e-2, job
+            assert to_same_precision < (5e-3 if job.case.mode == "full" else 2e-2), job
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, *VARIANTS])
+def test_an_update_moves_the_parameters_by_at_most_lr_clip_norm_batch(engine, tmp_path, table):
+    """C = 1e-6, no noise, SGD: an engine that leaks unclipped gradients moves them a million times further."""
+    jobs = jobs_of(engine)
+    results = run(tmp_path, "tests.distributed.matrix:reach", size=size_of(engine), jobs=jobs)
+    for job, (all_units, one_unit) in zip(jobs, results[0], strict=True):
+        table(f"{job}", f"{all_units:.6f}", f"{one_unit:.6f}")
+        rounding = 1e-5 if job.case.dtype == "float32" else 4e-3  # of parameters in bfloat16, after the update
+        assert 0.1 < all_units <= 1 + rounding, job
+        assert 0.99 < one_unit <= 1 + rounding, job
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "fsdp2-hybrid", "zero3-offload"])
+def test_noise_is_drawn_exactly_once(engine, tmp_path, table):
+    """Variance σ²C² per entry, independent between the processes' slices and between steps, equal on replicas."""
+    results = run(tmp_path, "tests.distributed.matrix:noise", size=size_of(engine), engine=engine)
+    stddev = results[0]["noise_stddev"]
+    steps = np.stack(results[0]["released"]).astype(np.float64) / stddev
+    entries = steps.shape[1]
+    variance = float(steps.var())
+    correlations = [abs(np.corrcoef(steps[i], steps[j])[0, 1]) for i in range(len(steps)) for j in range(i)]
+    halves = max(abs(np.corrcoef(*np.array_split(step[: entries // 2 * 2], 2))[0, 1]) for step in steps)
+    normal = scipy.stats.kstest(steps.ravel(), "norm").pvalue
+    table(
+        engine,
+        f"variance {variance:.4f}",
+        f"shards {halves:.4f}",
+        f"steps {max(correlations):.4f}",
+        f"KS p {normal:.2f}",
+    )
+    assert abs(variance - 1) < 6 * (2 / steps.size) ** 0.5 + 1e-3
+    assert max(*correlations, halves) < 6 / (entries // 2) ** 0.5
+    assert normal > 1e-6
+    for result in results[1:]:
+        assert all(
+            np.array_equal(mine, first) for mine, first in zip(result["released"], results[0]["released"], strict=True)
+        )

@@ -1,0 +1,197 @@
+"""Whole runs by `accelerate launch` in two processes: what they leave, and what remains after a crash."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dpllm.checkpoints import latest_whole, verify
+from dpllm.config import DataConfig
+from dpllm.data import RowCollator, load_train_and_eval, tokenize_records
+from dpllm.evaluation import measure
+from dpllm.ledger import read_ledger
+from tests.distributed.launching import environment, launch, start, write_data
+from tests.distributed.world import ROOT, free_port
+
+CONFIGS = ("cpu_ddp", "cpu_fsdp2", "cpu_zero1", "cpu_zero2", "cpu_zero3")
+LORA = "model.peft={r: 4, lora_alpha: 8, target_modules: all-linear}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_data(tmp_path)
+    return tmp_path
+
+
+def losses(folder: Path) -> list[float]:
+    """What the Trainer logged, step by step."""
+    (state,) = sorted((folder / "out").glob("checkpoint-*/trainer_state.json"), key=lambda p: p.stat().st_mtime)[-1:]
+    return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+
+
+def perplexity(folder: Path, model) -> float:
+    """Of the held-out records, in this process, by plain transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "out")
+    data = DataConfig(path=str(folder / "private.jsonl"), max_length=16, eval_fraction=0.05)
+    _, records = load_train_and_eval(data)
+    rows = tokenize_records(records, tokenizer, data, (), "causal_lm", None)
+    return measure(model, rows, RowCollator(pad_token_id=tokenizer.pad_token_id)).value
+
+
+def printed_perplexity(printed: str) -> float:
+    return float(re.search(r"held-out perplexity after\s+([0-9.]+)", printed)[1])
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_recipe_runs_on_every_engine_and_leaves_a_plain_model(config, folder, table):
+    """ε is the ledger's, the consolidated model is the trained one, and every checkpoint is whole."""
+    printed = launch(config, folder)
+    out = folder / "out"
+    ledger, report = read_ledger(out / "privacy_ledger.jsonl"), json.loads((out / "privacy_report.json").read_text())
+    assert ledger.num_steps == 6 and len(ledger.runs) == 1 and ledger.end == "completed"
+    epsilon = re.search(r"guarantee\s+ε = ([0-9.]+)", printed)[1]
+    assert report["statement"]["epsilon"] == pytest.approx(float(epsilon), abs=1e-4) and float(epsilon) <= 8
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert perplexity(folder, model) == pytest.approx(printed_perplexity(printed), rel=1e-3)
+    start = AutoModelForCausalLM.from_pretrained(out / "public_pretrain")
+    assert perplexity(folder, start) > printed_perplexity(printed)
+    for step in (2, 4, 6):
+        verify(out / f"checkpoint-{step}")
+    assert "differential_privacy" in (out / "README.md").read_text()
+    table(config, f"ε {epsilon}", f"final loss {losses(folder)[-1]:.4f}", f"perplexity {printed_perplexity(printed)}")
+
+
+@pytest.mark.parametrize("config", ["cpu_fsdp2", "cpu_zero3"])
+def test_an_adapter_of_a_sharded_model_loads_in_plain_peft(config, folder):
+    """The adapter alone is consolidated, and it is the trained one."""
+    printed = launch(config, folder, LORA, "train.learning_rate=0.05")
+    start = AutoModelForCausalLM.from_pretrained(folder / "out" / "public_pretrain")
+    before = perplexity(folder, start)
+    adapted = PeftModel.from_pretrained(start, folder / "out")
+    assert perplexity(folder, adapted) == pytest.approx(printed_perplexity(printed), rel=1e-3)
+    assert abs(before - printed_perplexity(printed)) > 1e-3 * before
+    assert not (folder / "out" / "model.safetensors").exists()
+
+
+def charged(folder: Path) -> int:
+    path = folder / "out" / "privacy_ledger.jsonl"
+    return path.read_text().count('"kind": "step"') if path.exists() else 0
+
+
+def wait_for(condition, seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+def process_of_rank(launcher: subprocess.Popen[bytes], rank: int) -> psutil.Process:
+    """The process of a run that has this rank."""
+    for child in psutil.Process(launcher.pid).children(recursive=True):
+        if child.environ().get("RANK") == str(rank):
+            return child
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def kill_in_mid_run(config: str, folder: Path, after: int, *overrides: str) -> int:
+    """Kill rank 1 when some steps are charged; returns how many are in the end."""
+    launcher = start(config, folder, *overrides)
+    try:
+        wait_for(lambda: charged(folder) >= after or launcher.poll() is not None)
+        process_of_rank(launcher, 1).send_signal(signal.SIGKILL)
+        assert launcher.wait(120) != 0  # the other rank ends as well
+    finally:
+        launcher.kill()
+    return charged(folder)
+
+
+@pytest.mark.parametrize("config", ["cpu_ddp", "cpu_fsdp2"])
+def test_after_a_kill_a_run_resumes_on_one_and_on_two_processes(config, folder, tmp_path_factory, table):
+    """Steps that were lost stay charged, ε keeps its target, and the loss goes on where the checkpoint was."""
+    steps = ("train.max_steps=14", "train.save_steps=4")
+    lost = kill_in_mid_run(config, folder, 6, *steps)
+    checkpoint, _ = latest_whole(folder / "out")
+    saved = int(checkpoint.name.rpartition("-")[2])
+    assert 6 <= lost < 14 and saved <= lost and saved in (4, 8)
+    before = losses(folder)
+    for num_processes in (1, 2):
+        again = tmp_path_factory.mktemp("resumed")
+        shutil.copytree(folder, again, dirs_exist_ok=True, symlinks=True)
+        printed = launch(config, again, *steps, "train.resume_from_checkpoint=true", num_processes=num_processes)
+        ledger = read_ledger(again / "out" / "privacy_ledger.jsonl")
+        assert ledger.num_steps == 14 and len(ledger.runs) == 2 and ledger.end == "completed"
+        assert len({run["run"] for run in ledger.runs}) == 2
+        taken = int(re.search(r"private steps\s+(\d+) of 14", printed)[1])
+        assert taken == saved + 14 - lost  # what the crash cost is not spent again
+        epsilon = float(re.search(r"guarantee\s+ε = ([0-9.]+)", printed)[1])
+        assert epsilon <= 8
+        report = json.loads((again / "out" / "privacy_report.json").read_text())
+        assert report["statement"]["epsilon"] == pytest.approx(epsilon, abs=1e-4)
+        after = losses(again)
+        assert after[:saved] == before[:saved]
+        assert abs(after[saved] - before[saved - 1]) < 1.0  # not as at the start, and not from nothing
+        table(
+            f"{config} on {num_processes}",
+            f"saved {saved}",
+            f"charged at the kill {lost}",
+            f"ε {epsilon}",
+            " ".join(f"{loss:.2f}" for loss in after),
+        )
+
+
+def test_another_plan_is_refused_on_resume(folder):
+    """A changed batch size would make the ledger's ε that of another mechanism."""
+    launch("single", folder, "train.max_steps=2")
+    child = start("single", folder, "train.max_steps=2", "train.resume_from_checkpoint=true", "privacy.clip_norm=2")
+    assert child.wait(240) == 2
+    assert "was written under the plan" in (folder / "log").read_text()
+
+
+def test_two_nodes_find_each_other(folder, table):
+    """Two agents of one process each meet at a rendezvous and make one run."""
+    port = free_port()
+    (folder / "accelerate_configs").symlink_to(ROOT / "accelerate_configs")
+    agents = []
+    for node in range(2):
+        with open(folder / f"log.{node}", "wb") as log:
+            variables = {
+                "NNODES": "2",
+                "NODE_RANK": str(node),
+                "NPROC_PER_NODE": "1",
+                "RDZV_ENDPOINT": f"127.0.0.1:{port}",
+                "PATH": f"{Path(shutil.which('accelerate') or '').parent}:{environment()['PATH']}",
+            }
+            recipe = Path(__file__).with_name("tiny.yaml")
+            command = [
+                str(ROOT / "launch" / "torchrun.sh"),
+                str(recipe),
+                str(ROOT / "accelerate_configs" / "cpu_ddp.yaml"),
+                f"train.output_dir={folder / 'out'}",
+                f"data.path={folder / 'private.jsonl'}",
+                f"public_pretrain.data.path={folder / 'public.txt'}",
+            ]
+            agents.append(
+                subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env={**environment(), **variables})
+            )
+    try:
+        codes = [agent.wait(300) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    printed = [(folder / f"log.{node}").read_text(errors="replace") for node in range(2)]
+    assert codes == [0, 0], "\n".join(text[-3000:] for text in printed)
+    (epsilon,) = re.findall(r"guarantee\s+ε = ([0-9.]+)", "".join(printed))  # one run, told once
+    assert re.search(r"processes\s+2", "".join(printed))
+    ledger = read_ledger(folder / "out" / "privacy_ledger.jsonl")
+    assert ledger.num_steps == 6 and len(ledger.runs) == 1
+    table("two nodes", f"ε {epsilon}", f"final loss {losses(folder)[-1]:.4f}")

@@ -1,0 +1,108 @@
+"""A DeepSpeed configuration gets what private training needs, and what can't be kept private is refused by name."""
+
+import copy
+
+import pytest
+
+from dpllm.engines import EngineError, private_config
+from dpllm.engines.deepspeed import _NEEDED, _REFUSED
+
+# For each option that private training sets, a value that a configuration may ask for instead.
+OTHER_VALUES = {
+    "gradient_clipping": 1.0,
+    "communication_data_type": "bf16",
+    "gradient_accumulation_steps": 8,
+    "zero_optimization.contiguous_gradients": True,
+    "data_types.grad_accum_dtype": "bf16",
+}
+# For each option that is refused, a value that turns it on, and values that leave it off.
+SWITCHED = {
+    "fp16.enabled": (True, [False, "auto"]),
+    "bf16.bf16_master_weights_and_grads": (True, [False]),
+    "prescale_gradients": (True, [False]),
+    "gradient_predivide_factor": (2.0, [1, 1.0]),
+    "sparse_gradients": (True, [False]),
+    "zero_optimization.zero_quantized_gradients": (True, [False]),
+    "zero_optimization.mics_shard_size": (2, [-1]),
+    "zero_optimization.zenflow": ({"topk_ratio": 0.1}, [None]),
+    "compression_training": ({"weight_quantization": {}}, [{}]),
+    "pipeline": ({"stages": 2}, [{}]),
+    "tensor_parallel": ({"autotp_size": 2}, [{"autotp_size": 0}, {"autotp_size": 1}]),
+}
+
+
+def config_with(path=None, value=None, stage=2):
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+    if path is not None:
+        *folders, name = path.split(".")
+        section = config
+        for folder in folders:
+            section = section.setdefault(folder, {})
+        section[name] = value
+    return config
+
+
+def look_up(config, path):
+    for name in path.split("."):
+        config = config[name]
+    return config
+
+
+def test_every_option_has_a_case_here():
+    """An option added to either table needs one."""
+    assert set(OTHER_VALUES) == set(_NEEDED)
+    assert set(SWITCHED) == set(_REFUSED)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_private_training_needs_is_set_and_the_rest_stays(stage):
+    """Nothing else to configure: the same file serves ordinary training."""
+    config = config_with(stage=stage)
+    before = copy.deepcopy(config)
+    private_config(config)
+    for path, (needed, _) in _NEEDED.items():
+        assert look_up(config, path) == needed
+    assert config["zero_optimization"]["stage"] == stage and config["bf16"] == before["bf16"]
+    again = copy.deepcopy(config)
+    private_config(again)
+    assert again == config
+
+
+@pytest.mark.parametrize("path", _NEEDED)
+def test_auto_is_filled_in_and_another_value_is_refused(path):
+    """ "auto" is the user's leave to set it; a value is not overridden behind their back."""
+    config = config_with(path, "auto")
+    private_config(config)
+    assert look_up(config, path) == _NEEDED[path][0]
+    with pytest.raises(EngineError, match=rf"sets {path}={OTHER_VALUES[path]!r}, which can't be used .*Leave it out"):
+        private_config(config_with(path, OTHER_VALUES[path]))
+
+
+@pytest.mark.parametrize("path", _REFUSED)
+def test_what_would_change_the_sum_is_refused_by_name(path):
+    """With the reason; switched off it is harmless."""
+    value, harmless = SWITCHED[path]
+    with pytest.raises(EngineError, match=rf"sets {path}=.*: {_REFUSED[path][1].replace('(', '.').replace(')', '.')}"):
+        private_config(config_with(path, value))
+    for off in harmless:
+        private_config(config_with(path, off))
+
+
+@pytest.mark.parametrize("stage", [0, None, 4])
+def test_a_stage_without_zero_is_refused(stage):
+    """Its reduction is another; replicas are what DistributedDataParallel is for."""
+    config = config_with(stage=stage)
+    if stage is None:
+        del config["zero_optimization"]["stage"]
+    with pytest.raises(EngineError, match=rf"zero_optimization\.stage={stage or 0}; 1, 2 and 3.*ddp\.yaml"):
+        private_config(config)
+    with pytest.raises(EngineError, match=r"zero_optimization\.stage=0"):
+        private_config({})
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam", "Muon"])
+def test_optimizers_that_compress_gradients_are_refused(kind):
+    """They communicate the update by themselves, outside the reduction that the sum goes through."""
+    with pytest.raises(EngineError, match=f"the optimizer '{kind.lower()}', which compresses or transforms"):
+        private_config({**config_with(), "optimizer": {"type": kind, "params": {"lr": 1e-3}}})
+    private_config({**config_with(), "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})

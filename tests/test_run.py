@@ -1,0 +1,293 @@
+"""A private run driven by a loop of one's own; the same over several processes is in `tests.distributed`."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dpllm import GhostClipper
+from dpllm.engines import EngineError, SingleProcess
+from dpllm.ghost.errors import GhostError
+from dpllm.guard import UpdateError
+from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.microbatches import microbatches
+from dpllm.noise import NoiseSource
+from dpllm.plan import PrivacyPlan
+from dpllm.processes import Processes
+from dpllm.run import PrivateRun, TrainingRows
+from dpllm.sampling import seeded_rng
+from dpllm.shared_ledger import SharedLedger
+from dpllm.step import private_step
+from dpllm.units import UnitIndex
+
+UNITS, FEATURES = 40, 6
+
+
+def plan_of(noise_multiplier=0.8, num_units=UNITS, num_steps=4, seeded=False, clip_norm=0.5):
+    return PrivacyPlan(
+        unit="user",
+        adjacency="zero-out",
+        num_units=num_units,
+        sampling_rate=8 / num_units,
+        expected_batch_size=8,
+        max_batch_size=30,
+        num_steps=num_steps,
+        noise_multiplier=noise_multiplier,
+        clip_norm=clip_norm,
+        delta=1e-3,
+        max_rows_per_unit=3,
+        unit_column="who",
+        seeded=seeded,
+    )
+
+
+def rows_of(num_units=UNITS, max_rows=5, record=None, reverse=False):
+    """Between one and three rows per unit, each of them numbers that depend on the row alone.
+
+    Args:
+        num_units: units.
+        max_rows: rows of a microbatch.
+        record: takes the row numbers that are fetched.
+        reverse: in another order.
+    """
+    owner = np.repeat(np.arange(num_units), 1 + np.arange(num_units) % 3)
+    lengths = 1 + (7 * np.arange(len(owner))) % 11
+    values = torch.randn(len(owner), FEATURES + 1, generator=torch.Generator().manual_seed(2)) + 1
+
+    def fetch(numbers):
+        if record is not None:
+            record.extend(numbers.tolist())
+        return [values[int(number)] for number in numbers]
+
+    return TrainingRows(
+        units=UnitIndex.from_ids(owner[:: -1 if reverse else 1].tolist()),
+        lengths=lengths[:: -1 if reverse else 1],
+        fetch=fetch,
+        collate=lambda rows: {"rows": torch.stack(rows)},
+        max_rows=max_rows,
+    )
+
+
+def network():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(FEATURES, 10), nn.Tanh(), nn.Linear(10, 1))
+
+
+def loss_of(model, inputs):
+    """Squared error of the last column, one per row."""
+    rows = inputs["rows"]
+    return (model(rows[:, :-1]).squeeze(1) - rows[:, -1]).square()
+
+
+def ledger_of(folder, plan):
+    return SharedLedger.create(folder / LEDGER_FILE, plan, Processes())
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def loop(run, model, optimizer, num_steps):
+    """The loop of the module's docstring; returns the units of each step."""
+    drawn = []
+    for unit_ids in run.draws(num_steps):
+        drawn.append(unit_ids.tolist())
+        run.step(unit_ids, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    return drawn
+
+
+@pytest.fixture
+def accelerator():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_loop_of_ones_own_takes_the_steps_that_private_step_takes(tmp_path):
+    """With one seed, draws, clipped sums, noise and charges are those of the parts put together by hand."""
+    plan = plan_of(seeded=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path / "run", plan), seed=11)
+    run.attach(model, optimizer)
+    drawn = loop(run, model, optimizer, plan.num_steps)
+    run.detach()
+
+    twin, rows, noise = network(), rows_of(), NoiseSource(11)
+    by_hand = torch.optim.SGD(twin.parameters(), lr=0.3)
+    engine, clipper = SingleProcess(by_hand), GhostClipper(twin, plan.clip_norm)
+    ledger = ledger_of(tmp_path / "hand", plan)
+    for number, unit_ids in enumerate(plan.sampler.steps(plan.num_steps, seeded_rng(11))):
+        assert unit_ids.tolist() == drawn[number]
+        batch = microbatches(rows.fetch, rows.collate, rows.units, rows.lengths, unit_ids, rows.max_rows)
+        private_step(clipper, batch, lambda inputs: loss_of(twin, inputs), plan, engine, ledger, noise)
+        by_hand.step()
+        by_hand.zero_grad()
+    assert torch.equal(flat(model), flat(twin)) and not torch.equal(flat(model), flat(network()))
+    for folder in ("run", "hand"):
+        assert read_ledger(tmp_path / folder / LEDGER_FILE).history == [(plan.step, plan.num_steps)]
+
+
+def test_two_runs_of_one_plan_draw_other_units_and_other_noise(tmp_path):
+    """Entropy comes from the operating system, whatever seeds are set."""
+    plan, drawn, moved = plan_of(), [], []
+    for name in ("first", "second"):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        run = PrivateRun(plan, rows_of(), ledger_of(tmp_path / name, plan))
+        run.attach(model, optimizer)
+        run.step(np.arange(8), loss_of)
+        moved.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        drawn.append([units.tolist() for units in run.draws(4)])
+    assert drawn[0] != drawn[1] and not (moved[0] == moved[1]).any()
+
+
+def test_a_step_over_no_unit_is_taken_and_charged(tmp_path):
+    """Noise alone; skipping the step would tell that nobody was drawn."""
+    plan, model = plan_of(), network()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    run.attach(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    done = run.step(np.array([], dtype=np.int64), loss_of)
+    assert done.num_units == 0 and run.ledger.num_steps == 1 and all(p.grad.all() for p in model.parameters())
+
+
+def test_steps_beyond_the_plan_are_refused(tmp_path):
+    """However many are drawn."""
+    plan, model = plan_of(num_steps=2), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    run.attach(model, optimizer)
+    with pytest.raises(ValueError, match="All 2 steps of the plan are taken"):
+        loop(run, model, optimizer, 3)
+    assert read_ledger(run.ledger.path).num_steps == 2
+
+
+def test_a_unit_with_a_gradient_that_is_not_finite_is_counted(tmp_path):
+    """It contributes zero, and the report says how many did."""
+    plan, model = plan_of(), network()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    run.attach(model, torch.optim.SGD(model.parameters(), lr=0.3))
+
+    def broken(module, inputs):
+        first = inputs["rows"][:, 0] == rows_of().fetch(np.array([0]))[0][0]
+        return loss_of(module, inputs) * torch.where(first, float("inf"), 1.0)
+
+    done = run.step(np.arange(8), broken)
+    assert done.num_nonfinite == 1 and all(torch.isfinite(p.grad).all() for p in model.parameters())
+    assert read_ledger(run.ledger.path).diagnostics == {"units with a non-finite gradient, contributing zero": 1}
+
+
+def test_a_model_is_as_before_after_detach(tmp_path):
+    """No hook stays, and it can be trained without privacy, for instance on public data."""
+    plan, model = plan_of(), network()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    run.attach(model, optimizer)
+    loop(run, model, optimizer, 1)
+    with pytest.raises(GhostError, match=r"backward\(\) was called on a loss directly"):
+        loss_of(model, rows_of().collate(rows_of().fetch(np.arange(3)))).sum().backward()
+    run.detach()
+    loss_of(model, rows_of().collate(rows_of().fetch(np.arange(3)))).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_gradient_that_autograd_leaves_between_microbatches_is_refused(tmp_path):
+    """A second loss with its own backward() would be released unclipped."""
+    plan, model = plan_of(0.0), network()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    run.attach(model, torch.optim.SGD(model.parameters(), lr=0.3))
+
+    def decayed(module, inputs):
+        losses = loss_of(module, inputs)
+        module[0].weight.square().sum().backward()
+        return losses
+
+    with pytest.raises(EngineError, match=r"0\.weight received a gradient that is not clipped, during a private step"):
+        run.step(np.arange(8), decayed)
+    assert run.ledger.num_steps == 1
+
+
+def test_an_optimizer_of_other_parameters_is_stopped_at_the_first_update(tmp_path):
+    """The guard is attached with the model."""
+    plan, model = plan_of(), network()
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.3)
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    run.attach(model, optimizer)
+    run.step(np.arange(8), loss_of)
+    with pytest.raises(UpdateError, match="not the private sum"):
+        optimizer.step()
+
+
+def test_rows_are_told_apart_by_their_lengths_and_units():
+    """What the processes compare before they divide the rows."""
+    facts = rows_of().facts()
+    assert facts == rows_of(max_rows=2).facts()  # the microbatch may differ, as memory does
+    assert facts["the number of units"] == UNITS and facts["the number of rows"] == len(rows_of().lengths)
+    assert facts != rows_of(reverse=True).facts() and facts != rows_of(UNITS + 1).facts()
+    swapped = dataclasses.replace(rows_of(), units=UnitIndex(rows_of().units.offsets, rows_of().units.rows[::-1]))
+    assert facts != swapped.facts()
+
+
+def test_the_state_of_a_run_holds_no_entropy(tmp_path):
+    """A checkpoint that could repeat a draw or the noise would give both away."""
+    plan = plan_of()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    assert run.state_dict() == {"plan_hash": plan.hash, "num_steps": 0}
+
+
+def test_a_checkpoint_of_another_plan_or_ahead_of_the_ledger_is_refused(tmp_path):
+    """Its steps would not be charged, or charged at another σ."""
+    plan = plan_of()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    with pytest.raises(LedgerError, match=rf"made under the plan {plan_of(0.9).hash[:12]}, and this one is"):
+        run.load_state_dict({"plan_hash": plan_of(0.9).hash, "num_steps": 0})
+    with pytest.raises(LedgerError, match=r"holds 3 steps, .*privacy_ledger.jsonl charges 0"):
+        run.load_state_dict({"plan_hash": plan.hash, "num_steps": 3})
+    run.load_state_dict({"plan_hash": plan.hash, "num_steps": 0})
+
+
+def test_a_run_is_saved_and_resumed_by_accelerate(tmp_path, accelerator):
+    """Model and optimizer come back, the steps after the checkpoint stay charged, and the units are drawn afresh."""
+    plan = plan_of()
+    model, optimizer = accelerator.prepare(*_with_optimizer(network()))
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    accelerator.register_for_checkpointing(run)
+    run.attach(model, optimizer)
+    loop(run, model, optimizer, 2)
+    accelerator.save_state(str(tmp_path / "checkpoint"))
+    saved = flat(model)
+    drawn = loop(run, model, optimizer, 1)
+    run.detach()
+
+    accelerator.free_memory()
+    accelerator._custom_objects.clear()
+    model, optimizer = accelerator.prepare(*_with_optimizer(network()))
+    resumed = PrivateRun(plan, rows_of(), SharedLedger.open(tmp_path / LEDGER_FILE, plan, Processes()))
+    accelerator.register_for_checkpointing(resumed)
+    accelerator.load_state(str(tmp_path / "checkpoint"))
+    assert torch.equal(flat(model), saved) and resumed.ledger.num_steps == 3
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+    resumed.attach(model, optimizer)
+    assert loop(resumed, model, optimizer, 1) != drawn
+    with pytest.raises(ValueError, match="All 4 steps of the plan are taken"):
+        loop(resumed, model, optimizer, 1)
+
+    accelerator._custom_objects.clear()
+    accelerator.register_for_checkpointing(
+        PrivateRun(plan_of(0.9), rows_of(), ledger_of(tmp_path / "new", plan_of(0.9)))
+    )
+    with pytest.raises(LedgerError, match="Resume with the configuration of the first run"):
+        accelerator.load_state(str(tmp_path / "checkpoint"))
+
+
+def _with_optimizer(model):
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -1,0 +1,101 @@
+"""The ledger as one process sees it; that all processes see the same is in `tests.distributed.test_agreement`."""
+
+import contextlib
+import resource
+
+import pytest
+
+from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.plan import PLAN_FILE, PrivacyPlan
+from dpllm.processes import Processes
+from dpllm.shared_ledger import SharedLedger
+from tests.test_guard import plan_of
+
+PLAN = plan_of(0.8)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / LEDGER_FILE
+
+
+@contextlib.contextmanager
+def files_end_at(size):
+    """No file of this process may grow beyond so many bytes: what a full disk does to it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_new_ledger_has_its_plan_beside_it_and_counts_what_is_charged(path):
+    """Everything that is appended is in the file, which is an ordinary ledger."""
+    ledger = SharedLedger.create(path, PLAN, Processes(), public=["a public corpus"])
+    assert PrivacyPlan.load(path.parent / PLAN_FILE) == PLAN and ledger.num_steps == 0
+    for number in range(3):
+        ledger.append_step(number, PLAN.step)
+    ledger.append_disclosure("training loss", 2)
+    ledger.append_diagnostic("units with a non-finite gradient", 4)
+    ledger.append_end("completed")
+    ledger.close()
+    contents = read_ledger(path)
+    assert ledger.num_steps == contents.num_steps == 3 and contents.history == [(PLAN.step, 3)]
+    assert contents.disclosures == {"training loss": 2} and contents.public == ["a public corpus"]
+    assert contents.diagnostics == {"units with a non-finite gradient": 4} and contents.end == "completed"
+
+
+def test_a_resumed_ledger_continues_the_count(path):
+    """Steps of the run before stay charged, and the plan must be the same."""
+    SharedLedger.create(path, PLAN, Processes()).append_step(0, PLAN.step)
+    resumed = SharedLedger.open(path, PLAN, Processes())
+    assert resumed.num_steps == 1
+    resumed.append_step(1, PLAN.step)
+    assert read_ledger(path).num_steps == 2 and len(read_ledger(path).runs) == 2
+    with pytest.raises(LedgerError, match="was written under the plan"):
+        SharedLedger.open(path, plan_of(0.9), Processes())
+
+
+def test_an_existing_ledger_is_not_overwritten_nor_a_missing_one_opened(path):
+    """It is evidence for the model beside it."""
+    with pytest.raises(LedgerError, match="can't be read"):
+        SharedLedger.open(path, PLAN, Processes())
+    SharedLedger.create(path, PLAN, Processes())
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match="is the ledger of an earlier run"):
+        SharedLedger.create(path, PLAN, Processes())
+    assert path.read_bytes() == before
+
+
+def test_a_step_out_of_turn_is_refused(path):
+    """A step charged twice or left out would make the count a matter of interpretation."""
+    ledger = SharedLedger.create(path, PLAN, Processes())
+    with pytest.raises(LedgerError, match="step 1 can't be charged: the next one"):
+        ledger.append_step(1, PLAN.step)
+    ledger.append_end("completed")
+    with pytest.raises(LedgerError, match="has ended"):
+        ledger.append_step(0, PLAN.step)
+    assert ledger.num_steps == 0
+
+
+@pytest.mark.parametrize("room", [0, 1, 60])
+def test_a_step_that_cannot_be_written_is_not_counted_and_a_torn_one_is_charged_on_resume(path, room):
+    """The caller gets the error and takes no step. What stands in the file half-written counts: one too many is
+    safe."""
+    ledger = SharedLedger.create(path, PLAN, Processes())
+    ledger.append_step(0, PLAN.step) with files_end_at(path.stat().st_size + room),
+    pytest.raises(OSError, match="File too large"):
+        ledger.append_step(1, PLAN.step)
+    assert ledger.num_steps == 1
+    ledger.close()
+    assert SharedLedger.open(path, PLAN, Processes()).num_steps == (2 if room else 1)
+
+
+def test_a_closed_ledger_takes_no_step(path):
+    """Nothing may run that can't be charged."""
+    ledger = SharedLedger.create(path, PLAN, Processes())
+    ledger.close()
+    with pytest.raises(LedgerError, match="is closed"):
+        ledger.append_step(0, PLAN.step)
+    assert ledger.num_steps == 0
