@@ -108,6 +108,7 @@ class Ledger:
         self._chain = chain
         self._num_steps = num_steps
         self._running = False
+        self._torn = False
 
     @classmethod
     def create(cls, path: str | Path, plan: _Plan, public: Sequence[str] = ()) -> Ledger:
@@ -243,10 +244,17 @@ class Ledger:
     def _write(self, data: bytes) -> None:
         if self._descriptor is None:
             raise LedgerError(f"{self.path} is closed")
+        if self._torn:
+            raise LedgerError(
+                f"{self.path} could not be written before, and may end in half a line. Nothing more is charged to it: "
+                "make room on the disk and resume the run, which mends it"
+            )
+        self._torn = True  # until it is known to be on the disk
         view = memoryview(data)
         while view:
             view = view[os.write(self._descriptor, view) :]
         os.fsync(self._descriptor)
+        self._torn = False
 
 
 def read_ledger(path: str | Path) -> LedgerContents:

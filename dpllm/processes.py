@@ -6,6 +6,7 @@ Place in the flow: below the engines. One process is the case of size one, so th
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -95,7 +96,7 @@ class Processes:
             try:
                 outcome[0] = function()
             except Exception as error:
-                outcome[1] = error
+                outcome[1] = _sendable(error)
         dist.broadcast_object_list(outcome, src=0)
         if outcome[1] is not None:
             raise outcome[1]
@@ -121,3 +122,13 @@ class Processes:
         """Wait until every process is here."""
         if self.size > 1:
             dist.barrier()
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error itself where it survives being sent to another process, else one with its text."""
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception:
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")

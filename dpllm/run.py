@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpllm.config import ConfigError
 from dpllm.engines import engine_for, model_inside
 from dpllm.ghost import GhostClipper
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
@@ -39,6 +40,7 @@ from dpllm.shared_ledger import SharedLedger
 from dpllm.step import Engine, StepDiagnostics, private_step
 from dpllm.units import UnitIndex
 
+_SAMPLE = 256  # rows whose contents the processes compare
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
 """A module and a microbatch's inputs to one loss per row (B,), each from its own row alone."""
 
@@ -64,12 +66,24 @@ class TrainingRows:
     def facts(self) -> dict[str, Any]:
         """What every process must hold alike: it would otherwise divide other units than were drawn."""
         order = hashlib.sha256(np.ascontiguousarray(self.units.rows).tobytes())
+        order.update(np.ascontiguousarray(self.units.offsets).tobytes())
         order.update(np.ascontiguousarray(self.lengths).tobytes())
         return {
             "the number of units": self.units.num_units,
             "the number of rows": len(self.lengths),
             "the rows' lengths and units": order.hexdigest()[:12],
+            "the rows' contents or their order": self._digest_of_sample(),
         }
+
+    def _digest_of_sample(self) -> str:
+        """Of evenly spaced rows: a data set that one process shuffled differs in nearly all of them."""
+        digest = hashlib.sha256()
+        for number in np.unique(np.linspace(0, len(self.lengths) - 1, _SAMPLE, dtype=np.int64)):
+            inputs = self.collate(list(self.fetch(np.array([number]))))
+            for name, value in inputs.items():
+                data = value.detach().cpu().contiguous() if isinstance(value, Tensor) else value
+                digest.update(f"{name}:{data.tolist() if isinstance(data, Tensor) else data}".encode())
+        return digest.hexdigest()[:12]
 
 
 class PrivateRun:
@@ -87,10 +101,16 @@ class PrivateRun:
 
     Raises:
         DisagreementError: the processes differ in plan, data or versions.
+        ConfigError: a seed without a seeded plan, or the other way round.
     """
 
     def __init__(self, plan: PrivacyPlan, rows: TrainingRows, ledger: SharedLedger, seed: int | None = None) -> None:
         """Make sure that the processes agree, and share the entropy of the draws."""
+        if (seed is not None) != plan.seeded:
+            raise ConfigError(
+                f"The seed of the run is {seed} and the plan says seeded={plan.seeded}: the report would say the wrong "
+                "thing about the entropy. Set privacy.seed, from which both come, or neither"
+            )
         self.processes = Processes()
         self.processes.agree({"the plan": plan.hash[:12], **rows.facts(), **_versions()})
         self.plan, self.rows, self.ledger = plan, rows, ledger
@@ -178,6 +198,8 @@ class PrivateRun:
         """Undo the hooks; the model is as before."""
         if self._clipper is not None:
             self._clipper.remove()
+        if self._engine is not None:
+            self._engine.guard.remove()
         self._engine = self._clipper = self._model = None
 
     def finish(self, reason: str = "completed") -> dict[str, Any] | None:

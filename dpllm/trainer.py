@@ -46,6 +46,7 @@ from dpllm.checkpoints import (
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data import DataError, RowCollator, unit_index_of
 from dpllm.engines import whole_state
+from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.ghost import GhostClipper
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.losses import IGNORE, classification_loss, per_sequence_loss, seq2seq_loss
@@ -157,6 +158,7 @@ class DPTrainer(Trainer):
         )
         self._run: PrivateRun | None = None
         self._attached = self._staging = False
+        self._resumed_from: Path | None = None
         self.ledger: SharedLedger | None = None
         self._interrupt = _Interrupt(self)
         super().__init__(
@@ -197,6 +199,9 @@ class DPTrainer(Trainer):
         checkpoint = checkpoint_to_resume(folder, resume_from_checkpoint, self.processes)
         self.ledger = self._open_ledger(folder, resume=checkpoint is not None)
         self._run = PrivateRun(self.plan, self._rows, self.ledger, self.privacy.seed)
+        self._resumed_from = checkpoint
+        if checkpoint and self.is_deepspeed_enabled:
+            prepare_to_load(checkpoint, self.accelerator.state.deepspeed_plugin.deepspeed_config, self.processes)
         if not self._attached:
             GhostClipper(self._module, self.plan.clip_norm).remove()  # what can't be clipped is refused at once
         reason = "failed"
@@ -210,9 +215,19 @@ class DPTrainer(Trainer):
         finally:
             self._run.detach()
             self._attached = False
+            self._end(folder, reason)
+
+    def _end(self, folder: Path, reason: str) -> None:
+        """Note the end and write the report; after a failure, what fails here must not hide what failed first."""
+        assert self.ledger is not None
+        try:
             self.ledger.append_end(reason)
             if self.processes.is_main:
                 write_report(folder, self.plan, read_ledger(self.ledger.path), self.notes)
+        except (OSError, ValueError) as error:
+            if reason != "failed":
+                raise
+            logger.error("the end of the run could not be written: %s", error)
 
     @property
     def _module(self) -> nn.Module:
@@ -242,6 +257,8 @@ class DPTrainer(Trainer):
         assert self._run is not None, "train() makes the run"
         model.train()
         if not self._attached:  # here, since the Trainer has only now spread the model over the processes
+            if self._resumed_from and self.is_deepspeed_enabled:
+                complete_load(model, self._resumed_from, self.processes)
             self._run.attach(model, self.optimizer)
             self._attached = True
         with self.compute_loss_context_manager():

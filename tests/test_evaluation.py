@@ -75,3 +75,49 @@ def test_rows_without_a_target_are_refused():
     """A figure over nothing is no figure."""
     with pytest.raises(DataError, match="no held-out row has a target"):
         measure(llama(AutoModelForCausalLM), rows(([1, 2], [-100, -100])), RowCollator(pad_token_id=0))
+
+
+class Rank:
+    """One of several processes, played in turn: notes what it would add up, and gets the sum of all the second time."""
+
+    def __init__(self, rank, size, everybodys=()):
+        self.rank, self.size, self.everybodys, self.own = rank, size, everybodys, None
+
+    def sum(self, values):
+        self.own = values
+        return [sum(column) for column in zip(*self.everybodys, strict=True)] or values
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("task", ["causal_lm", "sequence_classification"])
+def test_rows_divided_over_processes_count_once(task, size):
+    """The figure is that of one process, and every process runs the model equally often, also one without rows."""
+    if task == "causal_lm":
+        model = llama(AutoModelForCausalLM)
+        data = rows(*(([1, 5, 6, 7, 8][:n], [1, 5, 6, 7, 8][:n]) for n in (5, 2, 3, 4, 5, 2, 3)))
+    else:
+        model = llama(AutoModelForSequenceClassification, num_labels=2)
+        data = rows(*(([1, 5, 6, 7, 8][:n], n % 2) for n in (5, 2, 3, 4, 1, 2, 3)))
+    collator = RowCollator(pad_token_id=0, task=task)
+    alone = measure(model, data, collator, max_rows=2)
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    first = [Rank(rank, size) for rank in range(size)]
+    counts = []
+    for rank in first:
+        passes.clear()
+        measure_or_nothing(model, data, collator, rank)
+        counts.append(len(passes))
+    assert set(counts) == {-(-4 // size)}
+    for rank in range(size):
+        found = measure(model, data, collator, 2, Rank(rank, size, [other.own for other in first]))
+        assert (found.name, found.value) == (alone.name, pytest.approx(alone.value, rel=1e-6))
+        assert (found.loss, found.row_loss) == pytest.approx((alone.loss, alone.row_loss), rel=1e-6)
+
+
+def measure_or_nothing(model, data, collator, rank):
+    """A process alone may have no row: then its own sums are no figure, and only the sum over all is."""
+    try:
+        measure(model, data, collator, 2, rank)
+    except DataError:
+        assert rank.own == [0.0] * 4

@@ -9,7 +9,7 @@ from torch import nn
 from dpllm import GhostClipper
 from dpllm.engines import SingleProcess
 from dpllm.engines.single import set_gradient
-from dpllm.guard import UpdateError, UpdateGuard
+from dpllm.guard import Projections, UpdateError, UpdateGuard
 from dpllm.microbatches import Microbatch
 from dpllm.noise import NoiseSource
 from dpllm.plan import PrivacyPlan
@@ -134,7 +134,7 @@ def test_wrappers_around_the_optimizer_are_looked_through(accelerator):
                 run.model[0].weight.grad.mul_(0.5)
             with pytest.raises(UpdateError, match="not the private sum") if tampered else nullcontext():
                 run.optimizer.step()
-            assert run.engine.guard.done
+            assert run.engine.guard.done != tampered
 
 
 def clip(run):
@@ -273,3 +273,39 @@ def test_no_false_alarm_in_many_first_steps(dtype, entries):
         set_gradient(parameter, total / EXPECTED)
         optimizer.step()
         assert guard.done
+
+
+def test_what_adds_up_to_zero_is_seen_as_well():
+    """The gradient of a softmax head sums to zero, and so does what is added to it: the norm gives it away."""
+    run = Run()
+    run.private()
+    extra = torch.randn_like(run.model[3].weight.grad)
+    run.model[3].weight.grad.add_(extra - extra.mean(), alpha=1e-3)
+    with pytest.raises(UpdateError, match="its norm is"):
+        run.optimizer.step()
+
+
+def test_a_refused_gradient_stays_refused():
+    """Catching the error and stepping again must not apply it."""
+    run = Run()
+    run.private()
+    run.model[0].weight.grad.mul_(3)
+    before = run.model[0].weight.detach().clone()
+    for _ in range(2):
+        with pytest.raises(UpdateError, match="not the private sum"):
+            run.optimizer.step()
+    assert torch.equal(run.model[0].weight, before)
+
+
+@pytest.mark.parametrize("change", [lambda t: t * 0.5, lambda t: t + (torch.randn(6) - 0), lambda t: 0 * t])
+def test_projections_see_what_an_engine_did_out_of_sight(change):
+    """A total that was rescaled, added to or dropped differs in its projection; the right one passes."""
+    torch.manual_seed(0)
+    parts = [torch.randn(6) for _ in range(3)]
+    projections = Projections(Processes())
+    for part in parts:
+        projections.hand_in(0, part)
+    total = sum(parts)
+    assert projections.verify(iter([(0, total)])) == pytest.approx(float(total.square().sum()))
+    with pytest.raises(UpdateError, match="projection of parameter 0"):
+        projections.verify(iter([(0, change(total))]))

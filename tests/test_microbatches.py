@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpllm.microbatches import PADDING_UNIT, microbatches
+from dpllm.microbatches import PADDING_UNIT, microbatches, share_out
 from dpllm.units import UnitIndex
 
 
@@ -14,7 +14,7 @@ def collate(rows):
     return {"row": torch.tensor(rows)}
 
 
-def cut(units, lengths, unit_ids, max_rows):
+def cut(units, lengths, unit_ids, max_rows, rank=0, size=1):
     return list(
         microbatches(
             lambda rows: rows.tolist(),
@@ -23,8 +23,21 @@ def cut(units, lengths, unit_ids, max_rows):
             np.asarray(lengths),
             np.asarray(unit_ids, dtype=np.int64),
             max_rows,
+            rank,
+            size,
         )
     )
+
+
+def units_of(batches, units):
+    """The units whose rows are in these microbatches, each as often as it is there; padding rows left out."""
+    unit_of_row = {int(row): unit for unit in range(units.num_units) for row in units.rows_of(np.array([unit]))[0]}
+    found = []
+    for batch in batches:
+        real = [row for row, u in zip(batch.inputs["row"].tolist(), batch.unit_index.tolist(), strict=True) if u >= 0]
+        assert len({unit_of_row[row] for row in real}) == batch.num_units
+        found += sorted({unit_of_row[row] for row in real})
+    return found
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,3 +95,76 @@ def test_a_budget_of_no_rows_is_refused():
     """Nothing would ever be trained."""
     with pytest.raises(ValueError, match="max_rows is 0"):
         cut(UnitIndex.one_row_per_unit(3), [1, 1, 1], [0], 0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_every_unit_is_on_exactly_one_rank_and_ranks_have_equally_many_microbatches(data):
+    """Any number of ranks, also more than units, and an empty draw: no unit twice, none left out, no rank waits."""
+    owner = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=30))
+    units = UnitIndex.from_ids([str(o) for o in owner], None)
+    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True))
+    lengths = data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner)))
+    size, max_rows = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 8))
+    shares = [cut(units, lengths, chosen, max_rows, rank, size) for rank in range(size)]
+    assert sorted(unit for share in shares for unit in units_of(share, units)) == sorted(chosen)
+    assert len({len(share) for share in shares}) == 1
+    rows = sorted(row for share in shares for batch in share for row in batch.inputs["row"][batch.unit_index >= 0])
+    assert rows == sorted(units.rows_of(np.asarray(chosen, dtype=np.int64))[0].tolist())
+    for batch in (batch for share in shares for batch in share):
+        padding = batch.num_units == 0
+        assert batch.unit_index.tolist() == [PADDING_UNIT] if padding else int(batch.unit_index.min()) == 0
+        assert len(batch.unit_index) <= max_rows or batch.num_units == 1
+
+
+def test_the_share_of_a_rank_does_not_depend_on_who_asks():
+    """Each rank computes the whole division by itself, from what all of them know."""
+    units, lengths = UnitIndex.one_row_per_unit(20), np.arange(1, 21)
+    again = [units_of(cut(units, lengths, range(20), 3, rank, 3), units) for rank in range(3)]
+    assert again == [units_of(cut(units, lengths, range(20), 3, rank, 3), units) for rank in range(3)]
+    assert min(map(len, again)) >= 6
+
+
+def test_a_rank_with_nothing_and_an_empty_draw_run_padding_rows():
+    """Two units on four ranks, a long unit beside five short ones, no unit at all: all ranks run equally often."""
+    units = UnitIndex.one_row_per_unit(4)
+    shares = [cut(units, [1, 2, 3, 4], [1, 3], 5, rank, 4) for rank in range(4)]
+    assert sorted(share[0].num_units for share in shares) == [0, 0, 1, 1]
+    uneven = [cut(UnitIndex.one_row_per_unit(6), [50, 1, 1, 1, 1, 1], range(6), 1, rank, 2) for rank in range(2)]
+    assert [[batch.num_units for batch in share] for share in uneven] == [[1, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+    for rank in range(2):
+        (batch,) = cut(units, [1, 2, 3, 4], [], 5, rank, 2)
+        assert batch.num_units == 0 and batch.unit_index.tolist() == [PADDING_UNIT]
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=st.lists(st.integers(1, 1000), max_size=60), size=st.integers(1, 8))
+def test_ranks_are_balanced_by_tokens(tokens, size):
+    """No rank has more than the mean and one unit, in any order."""
+    tokens_U = np.array(tokens, dtype=np.float64)
+    owner = share_out(tokens_U, size)
+    loads = [float(tokens_U[owner == rank].sum()) for rank in range(size)]
+    assert owner.shape == tokens_U.shape and set(owner.tolist()) <= set(range(size))
+    # The rank that took its last unit had the fewest tokens then, so no more than the mean of the others' units.
+    assert max(loads) <= tokens_U.sum() / size + tokens_U.max(initial=0) * (1 - 1 / size) + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens=st.lists(st.integers(1, 30), min_size=1, max_size=8), size=st.integers(2, 3))
+def test_longest_first_is_within_four_thirds_of_the_best_division(tokens, size):
+    """Against every division there is, for few units."""
+    ordered = np.array(sorted(tokens, reverse=True), dtype=np.float64)
+    numbers = np.arange(size ** len(ordered))
+    loads = np.zeros((size, len(numbers)))
+    for position, value in enumerate(ordered):
+        loads[numbers // size**position % size, numbers] += value
+    owner = share_out(ordered, size)
+    found = max(float(ordered[owner == rank].sum()) for rank in range(size))
+    assert found <= (4 / 3 - 1 / (3 * size)) * float(loads.max(axis=0).min()) + 1e-9
+
+
+@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
+def test_a_rank_that_does_not_exist_is_refused(rank, size):
+    """Its share would be nobody's."""
+    with pytest.raises(ValueError, match=rf"rank is {rank} of {size} processes; 0 <= rank < size"):
+        cut(UnitIndex.one_row_per_unit(3), [1, 1, 1], [0], 2, rank, size)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper
+from dpllm.config import ConfigError
 from dpllm.engines import EngineError, SingleProcess
 from dpllm.ghost.errors import GhostError
 from dpllm.guard import UpdateError
@@ -227,6 +228,10 @@ def test_an_optimizer_of_other_parameters_is_stopped_at_the_first_update(tmp_pat
         optimizer.step()
 
 
+def numbered(rows):
+    return {"number": torch.tensor([int(row) for row in rows])}
+
+
 def test_rows_are_told_apart_by_their_lengths_and_units():
     """What the processes compare before they divide the rows."""
     facts = rows_of().facts()
@@ -235,6 +240,19 @@ def test_rows_are_told_apart_by_their_lengths_and_units():
     assert facts != rows_of(reverse=True).facts() and facts != rows_of(UNITS + 1).facts()
     swapped = dataclasses.replace(rows_of(), units=UnitIndex(rows_of().units.offsets, rows_of().units.rows[::-1]))
     assert facts != swapped.facts()
+    groups = [UnitIndex.from_ids(owner) for owner in ([0, 0, 1, 2, 2], [0, 1, 1, 2, 2])]  # the same rows in one order
+    regrouped = [TrainingRows(group, np.ones(5, dtype=np.int64), list, numbered, 2).facts() for group in groups]
+    assert regrouped[0] != regrouped[1]
+    units, lengths = UnitIndex.one_row_per_unit(5), np.ones(5, dtype=np.int64)
+    shuffled = [TrainingRows(units, lengths, lambda n, by=by: list(by * n), numbered, 2).facts() for by in (1, -1)]
+    assert shuffled[0] != shuffled[1]  # rows of equal lengths in another order
+
+
+def test_a_seed_belongs_to_a_seeded_plan(tmp_path):
+    """The report takes from the plan whether anything is private."""
+    plan = plan_of()
+    with pytest.raises(ConfigError, match="The seed of the run is 3 and the plan says seeded=False"):
+        PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan), seed=3)
 
 
 def test_the_state_of_a_run_holds_no_entropy(tmp_path):

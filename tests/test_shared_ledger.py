@@ -81,11 +81,10 @@ def test_a_step_out_of_turn_is_refused(path):
 
 @pytest.mark.parametrize("room", [0, 1, 60])
 def test_a_step_that_cannot_be_written_is_not_counted_and_a_torn_one_is_charged_on_resume(path, room):
-    """The caller gets the error and takes no step. What stands in the file half-written counts: one too many is
-    safe."""
+    """The caller gets the error and takes no step; what stands in the file half-written counts, to be safe."""
     ledger = SharedLedger.create(path, PLAN, Processes())
-    ledger.append_step(0, PLAN.step) with files_end_at(path.stat().st_size + room),
-    pytest.raises(OSError, match="File too large"):
+    ledger.append_step(0, PLAN.step)
+    with files_end_at(path.stat().st_size + room), pytest.raises(OSError, match="File too large"):
         ledger.append_step(1, PLAN.step)
     assert ledger.num_steps == 1
     ledger.close()

@@ -1,7 +1,10 @@
 """The Trainer door: private steps counted by the Trainer's loop, and everything refused that would make ε untrue."""
 
+import contextlib
 import json
 import os
+import resource
+import shutil
 import signal
 
 import pytest
@@ -21,12 +24,13 @@ from transformers import (
 
 from dpllm import DPTrainer, PrivacyConfig, per_sequence_loss
 from dpllm.accounting import epsilon
+from dpllm.checkpoints import STAGING_FOLDER, CheckpointError, verify
 from dpllm.config import ConfigError
 from dpllm.ledger import LedgerError, read_ledger
-from dpllm.plan import PrivacyPlan
+from dpllm.plan import PrivacyPlan, format_epsilon
 from tests.conftest import tiny_llama_config
 
-FILES = ("privacy_plan.json", "privacy_ledger.jsonl", "privacy_report.md", "privacy_report.json")
+FILES = ("privacy_plan.json", "privacy_ledger.jsonl", "privacy_report.md", "privacy_report.json", "README.md")
 
 
 def rows(count=64, **more):
@@ -275,6 +279,147 @@ def test_evaluation_is_counted_as_not_covered(tmp_path):
     assert read_ledger(tmp_path / FILES[1]).disclosures["evaluation during training"] == 2
 
 
+class At(TrainerCallback):
+    """Does something at the end of a step."""
+
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.action()
+
+
+def crash():
+    raise RuntimeError("power cut")
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory):
+    """The folder of a run of six steps that crashed in the fifth; its checkpoints are of the steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("crashed")
+    with pytest.raises(RuntimeError, match="power cut"):
+        trainer(folder, args=saving_twice(folder), callbacks=[At(5, crash)]).train()
+    assert checkpoints(folder) == ["checkpoint-2", "checkpoint-4"]
+    return folder
+
+
+@pytest.fixture
+def saved_twice(crashed, tmp_path):
+    """A copy of it, and its arguments."""
+    shutil.copytree(crashed, tmp_path, dirs_exist_ok=True)
+    return saving_twice(tmp_path)
+
+
+def saving_twice(folder):
+    return arguments(folder, save_strategy="steps", save_steps=2, max_steps=6)
+
+
+def tear(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@contextlib.contextmanager
+def files_end_at(size):
+    """No file may grow beyond so many bytes from when the yielded function is called: a disk that fills up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_model_is_saved_with_its_card_and_everything_the_card_rests_on(tmp_path):
+    """Plan, ledger and report beside the model and beside each checkpoint, and a card with the ε of those steps."""
+    run = trainer(tmp_path, args=arguments(tmp_path, save_strategy="steps", save_steps=2))
+    run.train()
+    run.save_model()
+    for folder, steps in ((tmp_path, 4), (tmp_path / "checkpoint-2", 2)):
+        assert all((folder / name).exists() for name in FILES)
+        spent = epsilon([(run.plan.step, steps)], run.plan.delta, run.plan.adjacency)
+        report = json.loads((folder / "privacy_report.json").read_text())
+        assert read_ledger(folder / FILES[1]).num_steps == steps
+        assert report["accounting"]["epsilon"]["zero-out"] == spent
+        assert format_epsilon(spent) in (folder / "README.md").read_text()
+        assert PrivacyPlan.load(folder / FILES[0]) == run.plan
+    assert not (tmp_path / STAGING_FOLDER / "checkpoint-4").exists()
+
+
+def test_resuming_passes_over_a_torn_checkpoint_and_says_so(tmp_path, saved_twice, caplog):
+    """The one before is used; the steps since then stay charged."""
+    tear(tmp_path / "checkpoint-4" / "model.safetensors")
+    run = trainer(tmp_path, args=saved_twice)
+    run.train(resume_from_checkpoint=True)
+    text = caplog.text
+    assert "checkpoint-4 is passed over" in text and "model.safetensors has" in text
+    assert f"resuming from {tmp_path / 'checkpoint-2'}" in text
+    assert run.state.global_step == 3 and read_ledger(tmp_path / FILES[1]).num_steps == 6
+
+
+def test_resuming_takes_the_latest_checkpoint_that_is_whole(tmp_path, saved_twice, caplog):
+    """Nothing is passed over."""
+    run = trainer(tmp_path, args=saved_twice)
+    run.train(resume_from_checkpoint=True)
+    assert f"resuming from {tmp_path / 'checkpoint-4'}" in caplog.text and "passed over" not in caplog.text
+    assert run.state.global_step == 5
+
+
+def test_a_torn_checkpoint_is_refused_when_it_is_asked_for_and_when_there_is_no_other(tmp_path, saved_twice):
+    """By file, with the steps kept as evidence; a run never starts over from nothing by itself."""
+    tear(tmp_path / "checkpoint-4" / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"checkpoint-4/optimizer\.pt has \d+ bytes instead of"):
+        trainer(tmp_path, args=saved_twice).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    tear(tmp_path / "checkpoint-2" / "privacy_ledger.jsonl")
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint that is whole.*start a new run in another"):
+        trainer(tmp_path, args=saved_twice).train(resume_from_checkpoint=True)
+    assert read_ledger(tmp_path / FILES[1]).num_steps == 5 and len(read_ledger(tmp_path / FILES[1]).runs) == 1
+
+
+def test_a_checkpoint_that_cannot_be_saved_leaves_the_one_before_and_names_it(tmp_path):
+    """The disk fills up between two of them; the ledger and the report still end truly, and the run can go on."""
+    args = saving_twice(tmp_path)
+    with (
+        files_end_at(20_000) as fill,
+        pytest.raises(CheckpointError, match=r"checkpoint-4 could not be saved .* resume from .*checkpoint-2, which"),
+    ):
+        trainer(tmp_path, args=args, callbacks=[At(3, fill)]).train()
+    verify(tmp_path / "checkpoint-2")
+    assert checkpoints(tmp_path) == ["checkpoint-2"] and not list((tmp_path / STAGING_FOLDER).glob("*"))
+    ledger = read_ledger(tmp_path / FILES[1])
+    assert ledger.num_steps == 4 and ledger.end == "failed"
+    run = trainer(tmp_path, args=args)
+    run.train(resume_from_checkpoint=True)
+    assert read_ledger(tmp_path / FILES[1]).num_steps == 6 and run.state.global_step == 4
+
+
+def test_a_staging_folder_that_cannot_be_made_stops_the_run_with_the_checkpoint_before(tmp_path):
+    """Something else stands in its place."""
+
+    def occupy():
+        staging = tmp_path / STAGING_FOLDER
+        if staging.is_dir():
+            staging.rmdir()
+        staging.write_text("not a folder")
+
+    args = saving_twice(tmp_path)
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 could not be saved .*_staging.*checkpoint-2, which is"):
+        trainer(tmp_path, args=args, callbacks=[At(3, occupy)]).train()
+    verify(tmp_path / "checkpoint-2")
+
+
+def test_rotation_keeps_the_checkpoints_published_last(tmp_path):
+    """As many as save_total_limit says, all of them whole."""
+    args = arguments(tmp_path, save_strategy="steps", save_steps=1, save_total_limit=2, max_steps=3)
+    trainer(tmp_path, args=args).train()
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+    for name in checkpoints(tmp_path):
+        verify(tmp_path / name)
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -292,11 +437,21 @@ def test_training_arguments_that_cannot_be_kept_private_are_refused(tmp_path, ch
         trainer(tmp_path, args=arguments(tmp_path, **change))
 
 
-def test_fp16_is_refused(tmp_path):
-    """Its loss scaler skips steps by what the data does."""
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("fp16", True, r"fp16=True.*skips steps"),
+        ("load_best_model_at_end", True, "load_best_model_at_end=True.*chosen by evaluation rows, which no ε covers"),
+        ("parallelism_config", object(), "parallelism_config=.*splits the rows of one unit over processes"),
+        ("full_determinism", True, "full_determinism=True.*fixes random seeds"),
+        ("_n_gpu", 2, r"2 GPUs are visible to one process.*accelerate_configs/ddp\.yaml"),
+    ],
+)
+def test_options_that_this_machine_would_not_even_accept_are_refused(tmp_path, name, value, match):
+    """Set behind the constructor, as a subclass or another version of TrainingArguments may."""
     args = arguments(tmp_path)
-    args.fp16 = True
-    with pytest.raises(ConfigError, match=r"fp16=True.*skips steps"):
+    setattr(args, name, value)
+    with pytest.raises(ConfigError, match=match):
         trainer(tmp_path, args=args)
 
 

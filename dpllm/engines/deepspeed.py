@@ -13,7 +13,7 @@ and handed in once per step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dpllm.engines.errors import EngineError
 from dpllm.engines.single import AddTo
 from dpllm.ghost.kernels import accumulation_dtype
-from dpllm.guard import UpdateGuard
+from dpllm.guard import Projections, UpdateGuard
 from dpllm.processes import Processes
 
 # Options of a DeepSpeed configuration that private training sets, with the reason.
@@ -37,6 +37,7 @@ _NEEDED: dict[str, tuple[Any, str]] = {
 _REFUSED: dict[str, tuple[tuple, str]] = {
     "fp16.enabled": ((), "its loss scaler skips steps by what the data does; use bf16"),
     "bf16.bf16_master_weights_and_grads": ((), "it rounds the sums to bfloat16"),
+    "torch_autocast.enabled": ((), "it reduces the sums in bfloat16; use bf16"),
     "prescale_gradients": ((), "it rescales the sum"),
     "gradient_predivide_factor": ((1,), "it rescales the sum"),
     "sparse_gradients": ((), "it reduces other tensors than the clipped sums"),
@@ -134,6 +135,8 @@ class DeepSpeedZero:
         self._engine, self._stage = engine, engine.zero_optimization_stage()
         self.guard = UpdateGuard(engine.optimizer, self.processes, replicas=1, at_once=False)
         self._totals: dict[nn.Parameter, Tensor] = {}
+        self._projections = Projections(self.processes)
+        self._handed: tuple[list[nn.Parameter], float] = [], 1.0
 
     def collect(self, parameters: Mapping[str, nn.Parameter], add_to: AddTo, *, last: bool, scale: float) -> None:
         """Hand one microbatch's sums to DeepSpeed; after the last it holds the partitioned total times ``scale``."""
@@ -168,17 +171,26 @@ class DeepSpeedZero:
         engine.set_gradient_accumulation_boundary(last)
         engine.optimizer.clear_backward_seen_flag()  # it counts microbatches in engine.forward, which isn't called
         every = list(parameters.values())
+        self._handed = every, scale
+
+        def share_of(number: int, parameter: nn.Parameter) -> Tensor:
+            total = total_of(parameter)
+            if not self.guard.done:
+                self._projections.hand_in(number, total)
+            return total
+
         # ZeRO-3: a gradient is accepted only by a parameter that is whole. One at a time, never the whole model.
-        for group in [[p] for p in every] if self._stage == 3 else [every]:
-            for parameter in group:
+        numbered = list(enumerate(every))
+        for group in [[pair] for pair in numbered] if self._stage == 3 else [numbered]:
+            for _, parameter in group:
                 if parameter.grad is not None:
                     raise EngineError(
                         "A parameter received a gradient that is not clipped, during a private step. Run nothing but "
                         "private_step() between the updates"
                     )
                 parameter.grad_dtype = accumulation_dtype(parameter.dtype)  # not rounded on its way
-            with deepspeed.zero.GatheredParameters(group, enabled=self._stage == 3):
-                zeros = [_HandIn.apply(p, lambda p=p: total_of(p)) for p in group]
+            with deepspeed.zero.GatheredParameters([p for _, p in group], enabled=self._stage == 3):
+                zeros = [_HandIn.apply(p, lambda number=number, p=p: share_of(number, p)) for number, p in group]
                 engine.backward(self.processes.size * scale * torch.stack(zeros).sum(), scale_wrt_gas=False)
 
     def finish(self) -> None:
@@ -187,8 +199,25 @@ class DeepSpeedZero:
         Raises:
             UpdateError: in the first step, when what reached the optimizer wasn't the private sum.
         """
+        if not self.guard.done:
+            self._check_reduced()
         self._engine.step()
         self.guard.verify()
+
+    def _check_reduced(self) -> None:
+        """Compare what DeepSpeed holds for the update with what was handed in."""
+        from deepspeed.utils import safe_get_full_grad
+
+        parameters, scale = self._handed
+
+        def wholes() -> Iterator[tuple[int, Tensor]]:
+            for number, parameter in enumerate(parameters):
+                whole = safe_get_full_grad(parameter)
+                if whole is not None:
+                    self.guard.leave(whole if self.processes.is_main else whole[:0])
+                    yield number, whole / scale
+
+        self._projections.verify(wholes())
 
 
 def _zeros(parameter: nn.Parameter) -> Tensor:
@@ -198,7 +227,7 @@ def _zeros(parameter: nn.Parameter) -> Tensor:
 
 
 def _check_engine(engine: Any) -> None:
-    if type(engine).__name__ == "PipelineEngine":
+    if any(kind.__name__ == "PipelineEngine" for kind in type(engine).__mro__):
         raise EngineError(
             "DeepSpeed's PipelineEngine spreads the layers of one unit over processes, and its norm with them. Use "
             "ZeRO without a pipeline (accelerate_configs/zero3.yaml)"

@@ -73,7 +73,7 @@ class FullySharded:
     def _release(self, parameter: Any, part: DTensor, scale: float) -> None:
         shard = part.redistribute(placements=parameter.placements).to_local().mul_(scale)
         shard = shard.to(parameter.to_local().device)  # the shards' own device, where they are offloaded
-        set_gradient(
+        grad: Any = set_gradient(
             parameter,
             DTensor.from_local(
                 shard,
@@ -84,6 +84,7 @@ class FullySharded:
                 stride=parameter.stride(),
             ),
         )
+        self.guard.leave(grad.to_local())
 
     def finish(self) -> None:
         """The optimizer is stepped by whoever called the private step."""

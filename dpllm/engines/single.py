@@ -45,7 +45,7 @@ class SingleProcess:
         if last:
             self._reduce(list(self._totals.values()))
             for parameter, total in self._totals.items():
-                set_gradient(parameter, total.mul_(scale))
+                self.guard.leave(set_gradient(parameter, total.mul_(scale)))
             self._totals = {}
 
     def _reduce(self, totals: list[Tensor]) -> None:
@@ -70,7 +70,12 @@ def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def set_gradient(parameter: nn.Parameter, value: Tensor) -> None:
-    """Put the finished value into ``.grad``, rounded to the parameter's dtype: after the noise, as post-processing."""
+def set_gradient(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Put the finished value into ``.grad``, rounded to the parameter's dtype: after the noise, as post-processing.
+
+    Returns:
+        What stands in ``.grad`` now.
+    """
     parameter.grad_dtype = parameter.dtype
-    parameter.grad = value.to(parameter.dtype)
+    parameter.grad = rounded = value.to(parameter.dtype)
+    return rounded

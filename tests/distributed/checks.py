@@ -152,6 +152,10 @@ def runs(folder: Path) -> dict[str, Any]:
     return results
 
 
+def numbered(rows: list[Any]) -> dict[str, torch.Tensor]:
+    return {"number": torch.tensor([int(row) for row in rows])}
+
+
 def disagreeing_runs(folder: Path) -> dict[str, Any]:
     """What the ranks may not differ in; each pair would otherwise make two halves of no run."""
     here, plan = Processes(), plan_of()
@@ -169,7 +173,12 @@ def disagreeing_runs(folder: Path) -> dict[str, Any]:
     def grouped() -> TrainingRows:
         """The same rows in the same order, divided into units otherwise."""
         owner = [0, 0, 1, 2, 2] if odd else [0, 1, 1, 2, 2]
-        return TrainingRows(UnitIndex.from_ids(owner), np.ones(5, dtype=np.int64), list, dict, 2)
+        return TrainingRows(UnitIndex.from_ids(owner), np.ones(5, dtype=np.int64), list, numbered, 2)
+
+    def shuffled() -> TrainingRows:
+        """Rows of equal lengths, in another order on one rank: a unit could be on both."""
+        units, lengths = UnitIndex.one_row_per_unit(UNITS), np.ones(UNITS, dtype=np.int64)
+        return TrainingRows(units, lengths, lambda n: list(UNITS - n if odd else n), numbered, 2)
 
     small = plan_of(num_units=UNITS)
     return {
@@ -177,6 +186,7 @@ def disagreeing_runs(folder: Path) -> dict[str, Any]:
         "size": caught(lambda: start("size", rows_of(UNITS + 1 if odd else UNITS), small)),
         "order": caught(lambda: start("order", rows_of(reverse=odd))),
         "grouping": caught(lambda: start("grouping", grouped())),
+        "contents": caught(lambda: start("contents", shuffled())),
         "parameters": caught(freeze),
     }
 

@@ -21,7 +21,8 @@ from tests.distributed.setups import dispose
 from tests.distributed.world import ROOT
 from tests.test_trainer import privacy, rows
 
-NUM_STEPS = 6
+NUM_STEPS = 12
+SAVE_EVERY = 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -38,20 +39,21 @@ class Job:
 
 
 class Record(TrainerCallback):
-    """Stops after a step, and keeps what the optimizer holds at the beginning and at the end."""
+    """Stops after a step, and keeps what the optimizer holds after loading and at every checkpoint."""
 
     def __init__(self, stop: int) -> None:
         self._stop = stop
         self.trainer: Any = None
-        self.states: list[dict[str, torch.Tensor]] = []
+        self.states: dict[str | int, dict[str, torch.Tensor]] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.states.append(whole_states(self.trainer.model_wrapped) if state.global_step else {})
+        if state.global_step:
+            self.states["loaded"] = whole_states(self.trainer.model_wrapped)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self._stop:
-            self.states.append(whole_states(self.trainer.model_wrapped))
-            control.should_training_stop = True
+        if state.global_step % SAVE_EVERY == 0:
+            self.states[state.global_step] = whole_states(self.trainer.model_wrapped)
+        control.should_training_stop = state.global_step == self._stop
 
 
 def whole_states(engine: Any) -> dict[str, torch.Tensor]:
@@ -60,20 +62,23 @@ def whole_states(engine: Any) -> dict[str, torch.Tensor]:
 
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     found = {"parameters": torch.cat([safe_get_full_fp32_param(p).flatten().double() for p in parameters])}
-    states = engine.optimizer.optimizer.state.values()
     for name in MOMENTS:
+        states = engine.optimizer.optimizer.state.values()
         square = sum(float(state[name].double().square().sum()) for state in states)
         found[name] = torch.tensor(Processes().sum([square])).sqrt()
-    found["steps"] = torch.tensor([float(state["step"]) for state in states])
     return found
 
 
-def model_of(job: Job) -> Any:
-    """The same model on every process and in every run."""
+def model_of(job: Job, resumed: bool) -> Any:
+    """The same model on every process and in every run, but for a frozen part that a checkpoint has to bring back."""
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(tiny_llama_config())
     if job.mode == "lora":
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    if job.mode == "partly":
+        frozen = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+        if resumed:
+            frozen.data.zero_()
     return model.to(torch.bfloat16) if job.dtype == "bfloat16" else model
 
 
@@ -84,7 +89,7 @@ def deepspeed_settings(engine: str) -> dict[str, Any]:
     return settings
 
 
-def train(job: Job, folder: Path, stop: int, resume: bool) -> dict[str, Any]:
+def train(job: Job, folder: Path, stop: int, resume: Path | None) -> dict[str | int, Any]:
     """Train until a step: no noise, and every unit in every step, so that a run has one course."""
     args = training_arguments(
         {
@@ -94,11 +99,10 @@ def train(job: Job, folder: Path, stop: int, resume: bool) -> dict[str, Any]:
             "learning_rate": 1e-2,
             "weight_decay": 0.1,
             "max_grad_norm": 0.0,
-            "optim": "adamw_torch",
             "bf16": job.dtype == "bfloat16",
             "logging_steps": 2,
             "save_strategy": "steps",
-            "save_steps": 2,
+            "save_steps": SAVE_EVERY,
             "report_to": "none",
             "disable_tqdm": True,
             "use_cpu": True,
@@ -107,27 +111,29 @@ def train(job: Job, folder: Path, stop: int, resume: bool) -> dict[str, Any]:
     )
     record = Record(stop)
     trainer = DPTrainer(
-        model=model_of(job),
+        model=model_of(job, resumed=resume is not None),
         args=args,
         privacy=dataclasses.replace(privacy(), noise_multiplier=0.0, expected_batch_size=16),
         train_dataset=rows(16),
         callbacks=[record],
     )
     record.trainer = trainer
-    trainer.train(resume_from_checkpoint=resume)
-    steps = trainer.ledger.num_steps
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    states = trainer.optimizer.optimizer.optimizer.state.values()
+    steps = [float(state["step"]) for state in states]
+    charged = trainer.ledger.num_steps
     dispose(trainer.model_wrapped)
     trainer.accelerator.free_memory()
-    return {"begin": record.states[0], "end": record.states[1], "charged": steps}
+    return {**record.states, "counted": steps, "charged": charged}
 
 
-def parts(jobs: list[Job], runs: Path, source: str | None, part: str, stop: int) -> list[dict[str, Any]]:
-    """Train every job until a step, from a copy of what another part left; each in its own folder."""
+def parts(jobs: list[Job], runs: Path, source: str | None, begin: int, part: str, stop: int) -> list[dict]:
+    """Train every job until a step, from the checkpoint of a step in a copy of another part's folder."""
     found = []
     for job in jobs:
-        output = runs / part / str(job)
-        if source and int(torch.distributed.get_rank()) == 0:
-            shutil.copytree(runs / source / str(job), output)
+        folder = runs / part / str(job)
+        if source and torch.distributed.get_rank() == 0:
+            shutil.copytree(runs / source / str(job), folder)
         torch.distributed.barrier()
-        found.append(train(job, output, stop, resume=source is not None))
+        found.append(train(job, folder, stop, folder / f"checkpoint-{begin}" if source else None))
     return found

@@ -131,6 +131,7 @@ def test_replicas_stay_equal_and_are_those_of_one_process(seen, tmp_path):
         ("size", "differ in the number of units (rank 0: 40, rank 1: 41)"),
         ("order", "differ in the rows' lengths and units"),
         ("grouping", "differ in the rows' lengths and units"),
+        ("contents", "differ in the rows' contents or their order"),
         ("parameters", "differ in the trainable parameters"),
     ],
 )

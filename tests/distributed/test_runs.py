@@ -6,7 +6,9 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -150,11 +152,16 @@ def test_after_a_kill_a_run_resumes_on_one_and_on_two_processes(config, folder, 
 
 
 def test_another_plan_is_refused_on_resume(folder):
-    """A changed batch size would make the ledger's ε that of another mechanism."""
+    """A changed clip norm would make the ledger's ε that of another mechanism."""
     launch("single", folder, "train.max_steps=2")
     child = start("single", folder, "train.max_steps=2", "train.resume_from_checkpoint=true", "privacy.clip_norm=2")
-    assert child.wait(240) == 2
+    assert child.wait(240) != 0
     assert "was written under the plan" in (folder / "log").read_text()
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_two_nodes_find_each_other(folder, table):
@@ -169,7 +176,7 @@ def test_two_nodes_find_each_other(folder, table):
                 "NODE_RANK": str(node),
                 "NPROC_PER_NODE": "1",
                 "RDZV_ENDPOINT": f"127.0.0.1:{port}",
-                "PATH": f"{Path(shutil.which('accelerate') or '').parent}:{environment()['PATH']}",
+                "ACCELERATE": str(Path(sys.executable).with_name("accelerate")),
             }
             recipe = Path(__file__).with_name("tiny.yaml")
             command = [
@@ -183,6 +190,8 @@ def test_two_nodes_find_each_other(folder, table):
             agents.append(
                 subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env={**environment(), **variables})
             )
+        if node == 0:
+            wait_for(lambda: is_open(port))  # on one machine either agent could open the rendezvous
     try:
         codes = [agent.wait(300) for agent in agents]
     finally:

@@ -19,6 +19,7 @@ OTHER_VALUES = {
 SWITCHED = {
     "fp16.enabled": (True, [False, "auto"]),
     "bf16.bf16_master_weights_and_grads": (True, [False]),
+    "torch_autocast.enabled": (True, [False]),
     "prescale_gradients": (True, [False]),
     "gradient_predivide_factor": (2.0, [1, 1.0]),
     "sparse_gradients": (True, [False]),

@@ -1,0 +1,151 @@
+"""A DeepSpeed run goes on with another number of processes as if it had never stopped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpllm.checkpoints import MANIFEST_FILE, STAGING_FOLDER, verify
+from dpllm.engines import EngineError
+from dpllm.engines.deepspeed_checkpoint import UNIVERSAL_FOLDER, layout_of, prepare_to_load
+from dpllm.processes import Processes
+from tests.distributed.resuming import MOMENTS, Job
+from tests.distributed.world import run
+
+# Every optimizer class of DeepSpeed's stages, in both precisions, and parameters that aren't trained.
+JOBS = [
+    Job("zero1"),
+    Job("zero1", dtype="bfloat16"),
+    Job("zero2", mode="lora"),
+    Job("zero2", mode="partly", dtype="bfloat16"),
+    Job("zero3"),
+    Job("zero3", mode="lora", dtype="bfloat16"),
+    Job("zero3", mode="partly"),
+]
+each_job = pytest.mark.parametrize("number", range(len(JOBS)), ids=[str(job) for job in JOBS])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder of all runs: two processes to step 6; of a copy, step 2 to 4 on one; of that, step 4 to 6 on two."""
+    folder = tmp_path_factory.mktemp("runs")
+    parts = (("whole", None, 0, 6, 2), ("one", "whole", 2, 4, 1), ("two", "one", 4, 6, 2))
+    results = {}
+    for part, source, begin, stop, size in parts:
+        results[part] = run(
+            folder / f"processes-{part}",
+            "tests.distributed.resuming:parts",
+            size=size,
+            jobs=JOBS,
+            runs=folder,
+            source=source,
+            begin=begin,
+            part=part,
+            stop=stop,
+        )[0]
+    return folder, results
+
+
+def apart(left, right):
+    """Distance over length."""
+    return float((left - right).norm() / right.norm())
+
+
+@pytest.mark.slow
+@each_job
+def test_loading_brings_back_parameters_and_moments_exactly(runs, number):
+    """Master parameters entry by entry, and the moments' norms, are those of the moment of saving."""
+    whole, one, two = (runs[1][part][number] for part in ("whole", "one", "two"))
+    for loaded, saved in ((one["loaded"], whole[2]), (two["loaded"], one[4])):
+        assert torch.equal(loaded["parameters"], saved["parameters"])
+        for name in MOMENTS:
+            assert apart(loaded[name], saved[name]) < 1e-7 and saved[name] > 0
+
+
+@pytest.mark.slow
+@each_job
+def test_training_goes_on_as_if_it_had_never_stopped(runs, number, table):
+    """With every unit in every step and no noise: the parameters of the run that wasn't stopped, after each change."""
+    whole, one, two = (runs[1][part][number] for part in ("whole", "one", "two"))
+    moved = apart(whole[2]["parameters"], whole[6]["parameters"])
+    differences = [
+        apart(one[4]["parameters"], whole[4]["parameters"]),
+        apart(two[6]["parameters"], whole[6]["parameters"]),
+    ]
+    table(str(JOBS[number]), *(f"{difference:.1e}" for difference in differences))
+    rounding = 1e-6 if JOBS[number].dtype == "float32" else 1e-3  # whose course in bfloat16 depends on the processes
+    assert moved > 1e-2 and max(differences) < rounding
+    assert set(one["counted"]) == {4.0} and set(two["counted"]) == {6.0}
+
+
+@pytest.mark.slow
+@each_job
+def test_the_ledger_goes_on(runs, number):
+    """Steps that were lost by going back to an earlier checkpoint stay charged."""
+    assert [runs[1][part][number]["charged"] for part in ("whole", "one", "two")] == [6, 8, 10]
+
+
+@pytest.mark.slow
+def test_a_conversion_is_used_again_and_made_anew_where_it_is_torn(runs):
+    """What stands in the checkpoint's folder is whole, or isn't used; the checkpoint itself stays whole."""
+    checkpoint = runs[0] / "one" / str(JOBS[0]) / "checkpoint-2"
+    manifest, config = checkpoint / UNIVERSAL_FOLDER / MANIFEST_FILE, {"zero_optimization": {"stage": 1}}
+    made = manifest.stat().st_mtime_ns
+    prepare_to_load(checkpoint, config, Processes())
+    assert config["checkpoint"] == {"load_universal": True} and manifest.stat().st_mtime_ns == made
+    torn = checkpoint / UNIVERSAL_FOLDER / "zero" / "optimizer_state.pt"
+    torn.write_bytes(torn.read_bytes()[:100])
+    left_behind = checkpoint / STAGING_FOLDER / f"{UNIVERSAL_FOLDER}-0"
+    left_behind.mkdir(parents=True)
+    prepare_to_load(checkpoint, config, Processes())
+    verify(checkpoint / UNIVERSAL_FOLDER)
+    verify(checkpoint)
+    assert manifest.stat().st_mtime_ns > made and not left_behind.parent.exists()
+
+
+@pytest.mark.slow
+def test_the_same_number_of_processes_loads_what_deepspeed_saved(runs):
+    """No conversion where none is needed, also when one is there or the configuration asks for it."""
+    checkpoint = runs[0] / "one" / str(JOBS[0]) / "checkpoint-4"
+    assert layout_of(checkpoint).num_processes == 1
+    config = {"zero_optimization": {"stage": 1}, "checkpoint": {"load_universal": True}}
+    prepare_to_load(checkpoint, config, Processes())
+    assert config["checkpoint"] == {"load_universal": False} and not (checkpoint / UNIVERSAL_FOLDER).exists()
+
+
+def made_by_two(folder, model="mp_rank_00_model_states.pt"):
+    """Files named like those of a checkpoint of two processes, of which none can be read."""
+    shards = folder / "global_step2"
+    shards.mkdir(parents=True)
+    (folder / "latest").write_text(shards.name)
+    for name in (model, *(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))):
+        (shards / name).write_bytes(b"torn")
+    return folder
+
+
+def test_a_conversion_that_fails_names_the_number_of_processes_to_resume_with(tmp_path):
+    """What DeepSpeed said, the room on the disk, and a remedy; nothing half made is left."""
+    checkpoint = made_by_two(tmp_path / "checkpoint-2")
+    with pytest.raises(EngineError, match=r"was made by 2 processes .* for 1 \(ds_to_universal .* it was made with, 2"):
+        prepare_to_load(checkpoint, {"zero_optimization": {"stage": 2}}, Processes())
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["global_step2", "latest"]
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "message"),
+    [
+        ("mp_rank_00_model_states.pt", 3, "made with ZeRO-1 or -2, and this run uses ZeRO-3"),
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", 2, "made with ZeRO-3, and this run uses ZeRO-2"),
+    ],
+)
+def test_another_way_of_sharding_is_refused(tmp_path, model, stage, message):
+    """Whole and divided parameters are saved differently."""
+    with pytest.raises(EngineError, match=message):
+        prepare_to_load(made_by_two(tmp_path, model), {"zero_optimization": {"stage": stage}}, Processes())
+
+
+def test_a_checkpoint_of_another_engine_is_refused(tmp_path):
+    """Named, before anything is started."""
+    (tmp_path / "optimizer.pt").write_bytes(b"")
+    with pytest.raises(EngineError, match="holds no DeepSpeed optimizer state: resume with the accelerate config"):
+        prepare_to_load(tmp_path, {"zero_optimization": {"stage": 2}}, Processes())
