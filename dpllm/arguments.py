@@ -32,7 +32,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
         False,
         "the best of several checkpoints is chosen by evaluation rows, which no ε covers; keep the last",
     ),
-    "parallelism_config": (None, "tensor, context or sequence parallelism splits the rows of one unit over processes"),
     "full_determinism": (False, "it fixes random seeds for the whole process, and with them what should be secret"),
 }
 # Optimizers that update inside backward() or scale by the loss, before clipping and noise have taken place.
@@ -84,6 +83,12 @@ def private_arguments(args: TrainingArguments) -> TrainingArguments:
         value = getattr(args, name)
         if value != allowed and not (allowed is None and not value):
             raise ConfigError(f"train.{name}={value!r} can't be used in private training: {reason}.")
+    for kind in ("tp_size", "cp_size", "sp_size"):
+        if (getattr(args.parallelism_config, kind, None) or 1) > 1:
+            raise ConfigError(
+                f"parallelism_config sets {kind} above 1: tensor, context and sequence parallelism split a unit's "
+                "layers or rows over processes, and its norm with them. Use dp_shard_size and dp_replicate_size alone."
+            )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if any(part in optimizer for part in _REFUSED_OPTIMIZERS):
         raise ConfigError(

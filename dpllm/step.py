@@ -187,23 +187,27 @@ def _with_last(items: Iterable[_Item]) -> Iterator[tuple[_Item, bool]]:
 
 
 class _Tally:
-    """Counts what happened in a step."""
+    """Counts what happened in a step; read from the device once."""
 
     def __init__(self, clip_norm: float) -> None:
         self._clip_norm = clip_norm
-        self._counts: list[float] = [0.0] * 5  # sum of losses, rows, units, non-finite units, clipped units
+        self._units = 0
+        self._counts: Tensor | None = None  # sum of losses, rows, non-finite units, clipped units
 
     def add(self, loss_B: Tensor, microbatch: Microbatch, norm_U: Tensor) -> None:
         real_B = microbatch.unit_index.to(loss_B.device) >= 0
-        counts = (
-            float(loss_B.detach()[real_B].double().sum()),
-            int(real_B.sum()),
-            microbatch.num_units,
-            int((~torch.isfinite(norm_U)).sum()),
-            int((norm_U > self._clip_norm).sum()),
+        counts = torch.stack(
+            [
+                torch.where(real_B, loss_B.detach(), 0).double().sum(),
+                real_B.sum().double(),
+                (~torch.isfinite(norm_U)).sum().double(),
+                (norm_U > self._clip_norm).sum().double(),
+            ]
         )
-        self._counts = [total + count for total, count in zip(self._counts, counts, strict=True)]
+        self._counts = counts if self._counts is None else self._counts + counts
+        self._units += microbatch.num_units
 
     def over(self, processes: Processes) -> StepDiagnostics:
-        loss, rows, units, nonfinite, clipped = processes.sum(self._counts)
+        assert self._counts is not None, "every step has a microbatch"
+        loss, rows, nonfinite, clipped, units = processes.sum([*self._counts.tolist(), self._units])
         return StepDiagnostics(loss / rows if rows else math.nan, int(units), int(nonfinite), int(clipped))

@@ -138,7 +138,7 @@ MUTATIONS = [
         "the sum is divided by the realised batch",
         "dpllm/step.py",
         "last=last, scale=scale)",
-        "last=last, scale=1 / max(1, tally._counts[2]))",
+        "last=last, scale=1 / max(1, tally._units))",
         ("tests/test_step.py",),
     ),
     Mutation(

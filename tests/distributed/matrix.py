@@ -99,6 +99,7 @@ def movement(
     units: list[int] | None = None,
     steps: int = 1,
     lr: float = 1e3,
+    sabotage: Any = None,
 ) -> list[Tensor]:
     """Per step, what was released: the movement of all parameters under SGD, over lr/b, (P,) in float64."""
     batch = make_batch(case.spec, num_rows=NUM_ROWS)
@@ -107,6 +108,8 @@ def movement(
     inner = model_inside(prepared)
     enable_checkpointing(inner, case.checkpointing)
     runner = engine_for(prepared, optimizer)
+    if sabotage is not None:
+        sabotage(runner, prepared)
     clipper = GhostClipper(inner, plan.clip_norm)
     rank, size = runner.processes.rank, runner.processes.size
     every = list(range(NUM_ROWS)) if units is None else units
@@ -170,3 +173,47 @@ def noise(engine: str, steps: int = 3, noise_multiplier: float = 2.0, clip_norm:
     plan = plan_of(clip_norm, noise_multiplier)
     released = movement(engine, build_model(case), case, plan, units=[], steps=steps)
     return {"released": [r.float().numpy() for r in released], "noise_stddev": plan.noise_stddev}
+
+
+def broken() -> dict[str, str | None]:
+    """Engines whose reduction was broken from outside, and what became of their first step."""
+
+    def nothing_reduced(runner: Any, prepared: Any) -> None:
+        runner._reduce = lambda totals: None
+
+    def hooks_gone(runner: Any, prepared: Any) -> None:
+        for hook in prepared.optimizer._grad_acc_hooks:
+            hook.remove()
+
+    def clipping_on(runner: Any, prepared: Any) -> None:
+        prepared.optimizer.clip_grad = 1e-3
+
+    def left_over(runner: Any, prepared: Any) -> None:
+        finish = runner.finish
+
+        def add_and_finish() -> None:
+            for parameter in prepared.module.parameters():
+                parameter.grad.add_(torch.randn_like(parameter.grad) * parameter.grad.norm() * 0.01)
+            finish()
+
+        runner.finish = add_and_finish
+
+    ways = {
+        "ddp: sums are not reduced": ("ddp", nothing_reduced),
+        "ddp: something is added to the gradient": ("ddp", left_over),
+        "zero1: gradient clipping": ("zero1", clipping_on),
+        "zero2: hooks no longer fire": ("zero2", hooks_gone),
+        "zero2: gradient clipping": ("zero2", clipping_on),
+        "zero3: gradient clipping": ("zero3", clipping_on),
+        "zero3: hooks no longer fire": ("zero3", hooks_gone),
+    }
+    found: dict[str, str | None] = {}
+    for name, (engine, sabotage) in ways.items():
+        case = Case("llama", tied=True, dtype="float32")
+        plan = plan_of(0.5, noise_multiplier=0.8)
+        try:
+            movement(engine, build_model(case), case, plan, sabotage=sabotage)
+            found[name] = None
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

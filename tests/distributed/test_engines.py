@@ -86,3 +86,12 @@ def test_noise_is_drawn_exactly_once(engine, tmp_path, table):
         assert all(
             np.array_equal(mine, first) for mine, first in zip(result["released"], results[0]["released"], strict=True)
         )
+
+
+def test_an_engine_that_is_broken_from_outside_stops_in_its_first_step(tmp_path, table):
+    """Hooks that no longer fire, clipping switched on, a missing reduction, something added: every process stops."""
+    results = run(tmp_path, "tests.distributed.matrix:broken")
+    for name, error in results[0].items():
+        table(name, str(error)[:90])
+        assert error is not None and error.startswith("UpdateError: What reaches the optimizer"), name
+    assert results[1].keys() == results[0].keys() and all(results[1].values())
