@@ -222,9 +222,9 @@ class _Conversion:
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words, "--inject_missing_state"]
         off_the_gpu = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         logger.warning(
-            "%s was made by %d processes: converting it for %d",
+            "%s was made by %s: converting it for %d",
             self._checkpoint,
-            self._layout.num_processes,
+            _counted(self._layout.num_processes),
             self._size,
         )
         try:
@@ -266,10 +266,14 @@ class _Conversion:
     def _refusal(self, why: object) -> EngineError:
         free = shutil.disk_usage(self._checkpoint).free / 1e6
         return EngineError(
-            f"{self._checkpoint} was made by {self._layout.num_processes} processes and could not be converted for "
+            f"{self._checkpoint} was made by {_counted(self._layout.num_processes)} and could not be converted for "
             f"{self._size} ({why}). {free:,.1f} MB are free on this disk, and up to twice the checkpoint's size is "
             f"needed: make room, or resume with as many processes as it was made with, {self._layout.num_processes}"
         )
+
+
+def _counted(processes: int) -> str:
+    return f"{processes} process{'es' if processes > 1 else ''}"
 
 
 def _is_whole(folder: Path) -> bool:

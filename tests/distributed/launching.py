@@ -48,7 +48,8 @@ def command(config: str, folder: Path, *overrides: str, num_processes: int | Non
 
 def environment() -> dict[str, str]:
     """One thread per process, for two cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # DeepSpeed builds an operation with ninja
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "PATH": path}
 
 
 def start(config: str, folder: Path, *overrides: str, **options: Any) -> subprocess.Popen[bytes]:

@@ -38,9 +38,16 @@ class Job:
     engine: str
     case: Case
     max_rows: int = NUM_ROWS  # rows of a microbatch; fewer: accumulation
+    rows_per_unit: int = 1
 
     def __str__(self) -> str:
-        return f"{self.engine}-{self.case}{'-accumulated' if self.max_rows < NUM_ROWS else ''}"
+        ways = ["accumulated"] * (self.max_rows < NUM_ROWS) + ["units of two rows"] * (self.rows_per_unit == 2)
+        return "-".join([self.engine, str(self.case), *ways])
+
+    @property
+    def owners(self) -> list[int]:
+        """The unit of each row."""
+        return [row // self.rows_per_unit for row in range(NUM_ROWS)]
 
 
 class NoLedger:
@@ -60,13 +67,13 @@ def plan_of(clip_norm: float, noise_multiplier: float, num_units: int = NUM_ROWS
     return make_plan(privacy, num_units, num_steps)
 
 
-def batches_of(batch: Batch, units: list[int], max_rows: int, rank: int, size: int) -> Any:
-    """The microbatches of one process, of rows that are their own units."""
+def batches_of(batch: Batch, owners: list[int], units: list[int], max_rows: int, rank: int, size: int) -> Any:
+    """The microbatches of one process."""
     lengths = batch.inputs["attention_mask"].sum(1).numpy()
     return microbatches(
         fetch=lambda rows: [int(row) for row in rows],
         collate=lambda rows: {**batch.rows(rows).inputs, "labels": batch.labels[rows]},
-        units=UnitIndex.one_row_per_unit(batch.num_rows),
+        units=UnitIndex.from_ids(owners),
         lengths=lengths,
         unit_ids=np.array(units, dtype=np.int64),
         max_rows=max_rows,
@@ -97,6 +104,7 @@ def movement(
     plan: PrivacyPlan,
     max_rows: int = NUM_ROWS,
     units: list[int] | None = None,
+    owners: list[int] | None = None,
     steps: int = 1,
     lr: float = 1e3,
     sabotage: Any = None,
@@ -112,12 +120,13 @@ def movement(
         sabotage(runner, prepared)
     clipper = GhostClipper(inner, plan.clip_norm)
     rank, size = runner.processes.rank, runner.processes.size
-    every = list(range(NUM_ROWS)) if units is None else units
+    owners = owners or list(range(NUM_ROWS))
+    every = list(range(max(owners) + 1)) if units is None else units
     ledger, noise = NoLedger(), NoiseSource()
     released = []
     for _ in range(steps):
         before = whole_parameters(prepared, inner)
-        mine = batches_of(batch, every, max_rows, rank, size)
+        mine = batches_of(batch, owners, every, max_rows, rank, size)
         private_step(clipper, mine, loss_of(inner, case), plan, runner, ledger, noise)
         if not hasattr(prepared, "zero_optimization_stage"):
             optimizer.step()
@@ -129,14 +138,15 @@ def movement(
     return released
 
 
-def reference(case: Case, clip_norm: float) -> tuple[Tensor, Tensor]:
+def reference(case: Case, clip_norm: float, owners: list[int]) -> tuple[Tensor, Tensor]:
     """The clipped sum of one process: in float64, and in the case's own precision."""
     model, batch = build_model(case), make_batch(case.spec, num_rows=NUM_ROWS)
     wide = float64_copy(model)
     sums = []
     for candidate, kind in ((wide, case.but(dtype="float64")), (model, case)):
         clipper = GhostClipper(candidate, clip_norm)
-        clipper.backward(loss_of(candidate, kind)({**batch.inputs, "labels": batch.labels}))
+        losses = loss_of(candidate, kind)({**batch.inputs, "labels": batch.labels})
+        clipper.backward(losses, unit_index=torch.tensor(owners))
         clipper.remove()
         sums.append(flat({name: p.grad for name, p in candidate.named_parameters() if p.requires_grad}))
     return sums[0], sums[1]
@@ -147,8 +157,8 @@ def errors(jobs: list[Job], clip_norm: float = 0.5) -> list[tuple[float, float]]
     plan = plan_of(clip_norm, noise_multiplier=0.0)
     found = []
     for job in jobs:
-        wide, same = reference(job.case, clip_norm)
-        (released,) = movement(job.engine, build_model(job.case), job.case, plan, job.max_rows)
+        wide, same = reference(job.case, clip_norm, job.owners)
+        (released,) = movement(job.engine, build_model(job.case), job.case, plan, job.max_rows, owners=job.owners)
         found.append(tuple(float((released - value).norm() / value.norm()) for value in (wide, same)))
     return found
 
@@ -159,9 +169,9 @@ def reach(jobs: list[Job], clip_norm: float = 1e-6) -> list[tuple[float, float]]
     found = []
     for job in jobs:
         ratios = []
-        for units in (list(range(NUM_ROWS)), [3]):
+        for units in (sorted(set(job.owners)), [3]):
             model = build_model(job.case)
-            (released,) = movement(job.engine, model, job.case, plan, job.max_rows, units, lr=1e10)
+            (released,) = movement(job.engine, model, job.case, plan, job.max_rows, units, job.owners, lr=1e10)
             ratios.append(float(released.norm()) / (clip_norm * len(units)))
         found.append((ratios[0], ratios[1]))
     return found

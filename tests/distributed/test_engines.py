@@ -13,8 +13,13 @@ from tests.reference.zoo import Case
 
 MODES = ("full", "lora-all-linear")
 DTYPES = ("float32", "bfloat16")
-# tied head, activation checkpointing, rows of a microbatch (fewer than all: accumulation, with unequal shares)
-WAYS = ((False, "none", 2), (False, "non-reentrant", NUM_ROWS), (True, "none", NUM_ROWS), (True, "reentrant", 2))
+# tied head, activation checkpointing, rows of a microbatch (fewer than all: accumulation), rows of a unit
+WAYS = (
+    (False, "none", 2, 1),
+    (False, "non-reentrant", NUM_ROWS, 1),
+    (True, "none", NUM_ROWS, 2),
+    (True, "reentrant", 2, 1),
+)
 
 
 def jobs_of(engine: str) -> list[Job]:
@@ -22,10 +27,10 @@ def jobs_of(engine: str) -> list[Job]:
     dtypes = ("float32",) if engine == "zero2-offload" else DTYPES  # refused in bfloat16
     ways = WAYS if engine in ENGINES else WAYS[:1]
     return [
-        Job(engine, Case("llama", mode=mode, tied=tied, dtype=dtype, checkpointing=checkpointing), max_rows)
+        Job(engine, Case("llama", mode=mode, tied=tied, dtype=dtype, checkpointing=checkpointing), rows, per_unit)
         for mode in MODES
         for dtype in dtypes
-        for tied, checkpointing, max_rows in ways
+        for tied, checkpointing, rows, per_unit in ways
     ]
 
 

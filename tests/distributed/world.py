@@ -37,6 +37,7 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # DeepSpeed builds an operation with ninja
     }
 
 
