@@ -61,7 +61,6 @@ def run(recipe: Recipe) -> None:
     """From the recipe to the model and its report."""
     began = time.monotonic()
     args = training_arguments({**PLAIN, **recipe.train})
-    processes = Processes() if args.world_size > 1 else None
     output, resume = Path(args.output_dir), args.resume_from_checkpoint
     if (output / LEDGER_FILE).exists() and not resume:
         raise ValueError(f"{output} already holds a private run: set train.output_dir to another folder")
@@ -114,7 +113,7 @@ def run(recipe: Recipe) -> None:
         output.mkdir(parents=True, exist_ok=True)
         save_recipe(recipe, output / "recipe.yaml")
     trainer.train(resume_from_checkpoint=resume)
-    after = measure(trainer.model, eval_rows, collator, processes=processes) if eval_rows else None
+    after = measure(trainer.model, eval_rows, collator, processes=trainer.processes) if eval_rows else None
 
     # What was measured on private records is on the screen and in the picture; the report says so.
     figures = {"before": before.result, "after": after}
