@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dpllm import GhostClipper, PrivacyConfig, make_plan
+from dpllm import GhostClipper, PrivacyConfig, PrivateRun, TrainingRows, make_plan, per_sequence_loss
+from dpllm.config import DataConfig
+from dpllm.data import RowCollator, load_records, tokenize_records
 from dpllm.engines import engine_for, model_inside
 from dpllm.microbatches import microbatches
 from dpllm.noise import NoiseSource
@@ -183,6 +186,76 @@ def noise(engine: str, steps: int = 3, noise_multiplier: float = 2.0, clip_norm:
     plan = plan_of(clip_norm, noise_multiplier)
     released = movement(engine, build_model(case), case, plan, units=[], steps=steps)
     return {"released": [r.float().numpy() for r in released], "noise_stddev": plan.noise_stddev}
+
+
+def real(engines: list[str], weights: str, text: str, clip_norm: float = 1.0) -> list[tuple[float, float]]:
+    """Pretrained weights and real text through `PrivateRun`, dpllm's public loop: its sum against one process's.
+
+    Args:
+        engines: as in `setups`.
+        weights: folder of a pretrained model.
+        text: a CSV file with the columns ``mr`` and ``ref``.
+        clip_norm: C.
+
+    Returns:
+        For each engine: relative error of the sum, and its norm over C·B.
+    """
+    rows = tokenize_records(
+        load_records(
+            DataConfig(
+                path=text,
+                format="prompt_completion",
+                prompt_column="mr",
+                completion_column="ref",
+                max_length=64,
+                limit=24,
+            )
+        ),
+        tokenizer := AutoTokenizer.from_pretrained(weights),
+        DataConfig(path=text, format="prompt_completion", prompt_column="mr", completion_column="ref", max_length=64),
+    )
+    collator = RowCollator(pad_token_id=tokenizer.pad_token_id or 0)
+    plan = plan_of(clip_norm, noise_multiplier=0.0, num_units=len(rows))
+    data = TrainingRows(
+        units=UnitIndex.one_row_per_unit(len(rows)),
+        lengths=np.array([len(ids) for ids in rows["input_ids"]]),
+        fetch=lambda numbers: [rows[int(number)] for number in numbers],
+        collate=collator,
+        max_rows=4,
+    )
+    every = np.arange(len(rows))
+
+    def loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        return per_sequence_loss(model(**inputs).logits, labels)
+
+    def fresh() -> nn.Module:
+        return AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).train()
+
+    alone = fresh()
+    clipper = GhostClipper(alone, clip_norm)
+    for start in range(0, len(rows), 4):
+        clipper.backward(loss(alone, collator([rows[i] for i in range(start, min(start + 4, len(rows)))])))
+    clipper.remove()
+    expected = flat({name: p.grad for name, p in alone.named_parameters()})
+    found = []
+    for engine in engines:
+        model, optimizer = prepare(engine, fresh(), lr=1e3)
+        inner = model_inside(model)
+        run = PrivateRun(plan, data, NoLedger())
+        run.attach(model, optimizer)
+        before = whole_parameters(model, inner)
+        run.step(every, loss)
+        if not hasattr(model, "zero_optimization_stage"):
+            optimizer.step()
+        released = (flat(before) - flat(whole_parameters(model, inner))) / 1e3 * plan.expected_batch_size
+        run.detach()
+        dispose(model)
+        found.append(
+            (float((released - expected).norm() / expected.norm()), float(released.norm()) / (clip_norm * len(rows)))
+        )
+    return found
 
 
 def broken() -> dict[str, str | None]:

@@ -8,9 +8,10 @@ import scipy.stats
 
 from tests.distributed.matrix import NUM_ROWS, Job
 from tests.distributed.setups import ENGINES, VARIANTS
-from tests.distributed.world import run
+from tests.distributed.world import ROOT, run
 from tests.reference.zoo import Case
 
+SHARED = ROOT.parent / "shared" / "data"
 MODES = ("full", "lora-all-linear")
 DTYPES = ("float32", "bfloat16")
 # tied head, activation checkpointing, rows of a microbatch (fewer than all: accumulation), rows of a unit
@@ -100,3 +101,13 @@ def test_an_engine_that_is_broken_from_outside_stops_in_its_first_step(tmp_path,
         table(name, str(error)[:90])
         assert error is not None and error.startswith("UpdateError: What reaches the optimizer"), name
     assert results[1].keys() == results[0].keys() and all(results[1].values())
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the test weights and texts beside the project are not here")
+def test_pretrained_weights_on_real_text(tmp_path, table):
+    """A pretrained model and E2E's records, through the public loop: every engine releases one process's sum."""
+    arguments = {"weights": str(SHARED / "stories260K"), "text": str(SHARED / "e2e" / "devset.csv")}
+    results = run(tmp_path, "tests.distributed.matrix:real", engines=list(ENGINES), **arguments)
+    for engine, (error, ratio) in zip(ENGINES, results[0], strict=True):
+        table(engine, f"{error:.1e}", f"{ratio:.3f}")
+        assert error < 1e-5 and 0.05 < ratio <= 1
