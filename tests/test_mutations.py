@@ -88,8 +88,8 @@ MUTATIONS = [
     Mutation(
         "the guard looks away",
         "dpllm/guard.py",
-        "            raise UpdateError(self._message(",
-        "            str(self._message(",
+        "            raise _refusal(",
+        "            _refusal(",
         ("tests/test_guard.py",),
     ),
     Mutation(
