@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.corpora import sotu
-from tests.distributed.world import ROOT, free_port
+from tests.distributed.world import ROOT, free_port, tools
 
 RECIPE = Path(__file__).with_name("tiny.yaml")
 PROGRAM = ROOT / "recipes" / "finetune.py"
@@ -48,8 +48,7 @@ def command(config: str, folder: Path, *overrides: str, num_processes: int | Non
 
 def environment() -> dict[str, str]:
     """One thread per process, for two cores."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # DeepSpeed builds an operation with ninja
-    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "PATH": path}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), **tools()}
 
 
 def start(config: str, folder: Path, *overrides: str, **options: Any) -> subprocess.Popen[bytes]:

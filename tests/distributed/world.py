@@ -37,7 +37,15 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": str(ROOT),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # DeepSpeed builds an operation with ninja
+        **tools(),
+    }
+
+
+def tools() -> dict[str, str]:
+    """For the operation that DeepSpeed builds: ninja on the path, and a place of its own for each environment."""
+    return {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch_extensions"),
     }
 
 
