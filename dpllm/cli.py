@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dpllm import accounting
-from dpllm.config import ADJACENCIES, load_recipe
+from dpllm.config import ADJACENCIES, Recipe, load_recipe
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.plan import PLAN_FILE, PrivacyPlan, format_epsilon, format_plan, make_plan
 
@@ -41,6 +41,15 @@ MaxBatchSize = Annotated[
 ]
 Adjacency = Annotated[
     str, typer.Option(help="What a neighbouring data set is: zero-out (a unit against nothing) or replace-one.")
+]
+Memory = Annotated[bool, typer.Option("--memory", help="Print memory and communication per GPU instead, on paper.")]
+Gpus = Annotated[int | None, typer.Option(help="With --memory: number of GPUs; 1 without it.")]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        help="With --memory: single, ddp, fsdp2, fsdp2-hybrid, zero1, zero2, zero3 or zero3_offload; without it, all "
+        "that make sense on so many GPUs."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
@@ -167,7 +176,10 @@ def calibrate(
     _show(values, rows, "The least noise that keeps the target", as_json)
 
 
-@app.command(epilog="Example: dpllm plan recipes/quickstart.yaml privacy.target_epsilon=3")
+@app.command(
+    epilog="Example: dpllm plan recipes/quickstart.yaml privacy.target_epsilon=3\n\n"
+    "Example: dpllm plan recipes/llama3_8b_chat_lora.yaml --memory --gpus 8 --engine fsdp2"
+)
 @_one_line_errors
 def plan(
     recipe: Annotated[Path, typer.Argument(help="A recipe file.", show_default=False)],
@@ -175,10 +187,21 @@ def plan(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Replace values of the recipe.", show_default=False),
     ] = None,
+    memory: Memory = False,
+    gpus: Gpus = None,
+    engine: Engine = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the privacy plan of a recipe, without training: every number that the guarantee rests on."""
+    """Print the privacy plan of a recipe, without training: every number that the guarantee rests on.
+
+    With --memory: what a GPU holds and sends, by formulas. Neither private data nor a GPU are needed for it.
+    """
     loaded = load_recipe(recipe, overrides or ())
+    if memory:
+        _memory(recipe, loaded, 1 if gpus is None else gpus, engine, as_json)
+        return
+    if gpus is not None or engine is not None:
+        raise ValueError("--gpus and --engine say what --memory is computed for: add --memory, or leave them out")
     # These bring torch with them, which the other commands needn't wait for.
     from dpllm.arguments import training_arguments
     from dpllm.data import load_train_and_eval, unit_index_of
@@ -195,6 +218,51 @@ def plan(
         "epsilon_replace_one": made.epsilon_under("replace-one"),
     }
     _show(values, format_plan(made), f"Privacy plan of {recipe}", as_json)
+
+
+def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: bool) -> None:
+    from dpllm.arguments import training_arguments
+    from dpllm.footprint import (
+        NATURE,
+        comparison_rows,
+        engines_for,
+        footprint_of_recipe,
+        footprint_rows,
+        setting_of,
+    )
+
+    # This machine needn't be able to train: bf16 and tf32 are those of the GPUs.
+    section = {**{name: value for name, value in recipe.train.items() if name != "tf32"}, "use_cpu": True}
+    arguments, batch = training_arguments(section), recipe.privacy.expected_batch_size
+    results = [
+        footprint_of_recipe(recipe, arguments, batch, name, gpus)
+        for name in ([engine] if engine else engines_for(gpus))
+    ]
+    shape = results[0].shape
+    values = {
+        "recipe": str(path),
+        "num_gpus": gpus,
+        "parameters": shape.total,
+        "trainable_parameters": shape.trainable,
+        "nature": NATURE,
+        "unit": "bytes",
+        "engines": [result.to_dict() for result in results],
+    }
+    if as_json or engine:
+        _show(values, footprint_rows(results[0]), f"Memory and communication of {path}, per GPU", as_json)
+        return
+    unit, (head, *rows) = comparison_rows(results)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in head:
+        broken = name.replace("-", "-\n").replace("_", "_\n")  # eight engines side by side on a line of 80
+        table.add_column(broken, justify="right" if name else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    of_them = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+    console = Console(highlight=False, markup=False)
+    console.print(f"Memory and communication of {path} on {of_them}, {unit} per GPU:", soft_wrap=True)
+    console.print(table)
+    console.print(f"{setting_of(results[0])}; {NATURE}.")
 
 
 @app.command(epilog="Example: dpllm report runs/quickstart")

@@ -30,6 +30,7 @@ Sources: `dpllm.engines`, `dpllm.ghost`; ZeRO, arXiv:1910.02054, section 5 and 7
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import TrainingArguments
@@ -40,6 +41,7 @@ from dpllm.plan import PrivacyPlan
 
 ENGINES = ("single", "ddp", "fsdp2", "fsdp2-hybrid", "zero1", "zero2", "zero3", "zero3_offload")
 GPUS_OF_A_NODE = 8
+NATURE = "computed by dpllm.footprint, not measured"
 
 _FLOAT32, _BFLOAT16 = 4, 2
 _INDEX = 8  # bytes of a token id
@@ -432,6 +434,8 @@ def footprint_of_recipe(
         ConfigError: a model whose configuration can't be read or whose blocks have an unknown form, an optimizer other
             than AdamW, an engine that doesn't exist or fit.
     """
+    if num_gpus < 1:
+        raise ConfigError(f"num_gpus must be at least 1, got {num_gpus}")
     optimizer = str(getattr(arguments.optim, "value", arguments.optim))
     if optimizer not in ("adamw_torch", "adamw_torch_fused"):
         raise ConfigError(
@@ -453,31 +457,85 @@ def footprint_of_recipe(
     return footprint(shape_of_model(recipe.model), run)
 
 
+def engines_for(num_gpus: int) -> tuple[str, ...]:
+    """The engines that are worth comparing on so many GPUs.
+
+    >>> engines_for(1)
+    ('single', 'zero3_offload')
+    >>> "fsdp2-hybrid" in engines_for(8), "fsdp2-hybrid" in engines_for(16)
+    (False, True)
+    """
+    if num_gpus == 1:
+        return ("single", "zero3_offload")
+    several_nodes = num_gpus > GPUS_OF_A_NODE and num_gpus % GPUS_OF_A_NODE == 0
+    return tuple(name for name in ENGINES if name != "single" and (name != "fsdp2-hybrid" or several_nodes))
+
+
 def footprint_rows(result: Footprint) -> list[tuple[str, str]]:
-    """The footprint as (name, value) rows for people."""
-    run, shape = result.run, result.shape
+    """The footprint as (name, value) rows for people; every size is per GPU."""
+    run = result.run
     spread = f"{run.engine} on {run.num_gpus} GPU{'s' if run.num_gpus > 1 else ''}"
     if run.engine == "fsdp2-hybrid":
         spread += f", {run.num_gpus // run.shard_size} copies of the model"
-    rows = [
+    return [
         ("engine", spread),
+        *_setting(result),
+        *((name, format_bytes(size)) for name, size in _parts(result) if size or name not in _MAY_BE_NONE),
+        ("nature of these numbers", NATURE),
+    ]
+
+
+def comparison_rows(results: Sequence[Footprint]) -> tuple[str, list[tuple[str, ...]]]:
+    """Several engines side by side.
+
+    Args:
+        results: of one recipe and number of GPUs.
+
+    Returns:
+        The unit of all numbers; and rows of a name and one number per footprint, the first row with the engines' names.
+    """
+    parts = [_parts(result) for result in results]
+    unit, size_of_unit = _unit_of(max(size for part in parts for name, size in part if name not in _SENT))
+    rows: list[tuple[str, ...]] = [("", *(result.run.engine for result in results))]
+    for cells in zip(*parts, strict=True):
+        name, sizes = cells[0][0], [size for _, size in cells]
+        if any(sizes) or name not in _MAY_BE_NONE:
+            rows.append((name, *(f"{size / size_of_unit:,.1f}" if size else "0" for size in sizes)))
+    return unit, rows
+
+
+def setting_of(result: Footprint) -> str:
+    """What is trained and how it is divided, on one line; the same for every engine that shards over all GPUs."""
+    return "; ".join(f"{name}: {value}" for name, value in _setting(result))
+
+
+_MAY_BE_NONE = ("memory of the CPU",)
+_SENT = ("sent per step", "of it for weights")
+
+
+def _setting(result: Footprint) -> list[tuple[str, str]]:
+    run, shape = result.run, result.shape
+    return [
         ("parameters, trainable", f"{shape.total:,}, {shape.trainable:,}"),
         ("microbatch", f"{run.rows} rows of {run.tokens:,} tokens, {run.num_microbatches:,} per GPU and step"),
-        ("weights", format_bytes(result.weights)),
-        ("clipped sum", format_bytes(result.clipped_sum)),
-        ("optimizer state", format_bytes(result.optimizer)),
-        ("gathered weights", format_bytes(result.gathered)),
-        ("activations", format_bytes(result.activations + result.recomputed)),
-        ("logits and loss", format_bytes(result.logits)),
-        ("the book", format_bytes(result.book)),
-        ("forming the sum", format_bytes(result.forming)),
-        ("total per GPU, at most", format_bytes(result.total)),
-        ("sent per GPU and step", f"{format_bytes(result.sent)} (weights {format_bytes(result.weights_sent)})"),
-        ("nature of these numbers", "computed by dpllm.footprint, not measured"),
     ]
-    if result.cpu:
-        rows.insert(-2, ("memory of the CPU, per GPU", format_bytes(result.cpu)))
-    return rows
+
+
+def _parts(result: Footprint) -> list[tuple[str, int]]:
+    return [
+        ("weights", result.weights),
+        ("clipped sum", result.clipped_sum),
+        ("optimizer state", result.optimizer),
+        ("gathered weights", result.gathered),
+        ("activations", result.activations + result.recomputed),
+        ("logits and loss", result.logits),
+        ("the book", result.book),
+        ("forming the sum", result.forming),
+        ("total, at most", result.total),
+        ("memory of the CPU", result.cpu),
+        ("sent per step", result.sent),
+        ("of it for weights", result.weights_sent),
+    ]
 
 
 def format_bytes(size: int) -> str:
@@ -486,9 +544,13 @@ def format_bytes(size: int) -> str:
     >>> format_bytes(80 * 2**30), format_bytes(1500), format_bytes(0)
     ('85.9 GB', '1.5 kB', '0 B')
     """
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            return f"{value:,.0f} B" if unit == "B" else f"{value:,.1f} {unit}"
-        value /= 1000
-    raise AssertionError("unreachable")
+    unit, size_of_unit = _unit_of(size)
+    return f"{size / size_of_unit:,.0f} B" if unit == "B" else f"{size / size_of_unit:,.1f} {unit}"
+
+
+def _unit_of(size: int) -> tuple[str, int]:
+    """The largest unit that a size reaches, and its bytes."""
+    for unit, size_of_unit in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= size_of_unit:
+            return unit, size_of_unit
+    return "B", 1

@@ -6,17 +6,17 @@ make which prepare the model for training.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from dpllm.config import ConfigError, ModelConfig, nearest
+from dpllm.config import ConfigError, ModelConfig
 from dpllm.ghost.linear import is_linear, is_transposed
-from dpllm.models import AUTO_MODEL, DTYPES, load_tokenizer, prepare_model
+from dpllm.models import AUTO_MODEL, DTYPES, config_arguments, load_tokenizer, prepare_model
 
 _COMPOSED = ("NewGELUActivation", "FastGELUActivation")
 ROLES = ("qkv", "attention_out", "mlp_in", "mlp_out")
@@ -167,19 +167,13 @@ def _config_of(model: ModelConfig) -> PreTrainedConfig:
 
 
 def _fresh(model: ModelConfig) -> PreTrainedConfig:
-    arguments: dict[str, Any] = copy.deepcopy(dict(model.config or {}))
-    kind = arguments.pop("model_type")
-    try:
-        default = AutoConfig.for_model(kind)
-    except ValueError as error:
-        raise ConfigError(f"model.config: transformers knows no model_type {kind!r}") from error
-    known = {*default.to_dict(), *default.attribute_map}
-    for key in arguments:
-        if key not in known:
-            raise ConfigError(f"model.config: a {kind} configuration has no '{key}'{nearest(str(key), known)}")
+    kind, arguments = config_arguments(model)
     if "vocab_size" not in arguments:
         arguments["vocab_size"] = model.tokenizer_vocab_size or len(load_tokenizer(model))
-    return AutoConfig.for_model(kind, **arguments)
+    try:
+        return AutoConfig.for_model(kind, **arguments)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"model.config: {' '.join(str(error).split())[:300]}") from error
 
 
 def _shape_of(model: nn.Module, base: Any, dtype_bytes: int) -> ModelShape:

@@ -134,6 +134,30 @@ def load_base_model(
     return base
 
 
+def config_arguments(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Return the model_type of ``model.config``, and a copy of its other keys, each of which the type knows.
+
+    Raises:
+        ConfigError: an unknown model_type or key, with the nearest known one.
+
+    >>> config_arguments(ModelConfig(config={"model_type": "gpt2", "n_embd": 16}))
+    ('gpt2', {'n_embd': 16})
+    """
+    arguments = copy.deepcopy(dict(model.config or {}))
+    kind = arguments.pop("model_type")
+    try:
+        default = AutoConfig.for_model(kind)
+    except ValueError as error:
+        raise ConfigError(f"model.config: transformers knows no model_type {kind!r}") from error
+    known = {*default.to_dict(), *default.attribute_map, "num_labels"}
+    if default.is_encoder_decoder:
+        known.add("decoder_start_token_id")
+    for key in arguments:
+        if key not in known:
+            raise ConfigError(f"model.config: a {kind} configuration has no '{key}'{nearest(str(key), known)}")
+    return kind, arguments
+
+
 def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel | PeftModel:
     """Add the recipe's adapters and freeze what it freezes.
 
@@ -187,19 +211,9 @@ def _lora_config(model: ModelConfig) -> LoraConfig:
 def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels: Mapping[str, int]) -> PreTrainedModel:
     if model.dtype == "auto":
         raise ConfigError("model.dtype='auto' takes the type of saved weights, but model.config has none: use float32")
-    arguments = copy.deepcopy(dict(model.config or {}))
-    kind = arguments.pop("model_type")
-    try:
-        default = AutoConfig.for_model(kind)
-    except ValueError as error:
-        raise ConfigError(f"model.config: transformers knows no model_type {kind!r}") from error
-    known = {*default.to_dict(), *default.attribute_map, "num_labels"}
-    if default.is_encoder_decoder:
-        known.add("decoder_start_token_id")
+    kind, arguments = config_arguments(model)
+    if AutoConfig.for_model(kind).is_encoder_decoder:
         arguments.setdefault("decoder_start_token_id", tokenizer.pad_token_id)
-    for key in arguments:
-        if key not in known:
-            raise ConfigError(f"model.config: a {kind} configuration has no '{key}'{nearest(str(key), known)}")
     arguments.setdefault("vocab_size", len(tokenizer))
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         arguments.setdefault(token, getattr(tokenizer, token))

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dpllm.arguments import training_arguments
 from dpllm.cli import app
-from dpllm.config import PrivacyConfig
+from dpllm.config import PrivacyConfig, load_recipe
+from dpllm.footprint import ENGINES, engines_for, footprint_of_recipe, format_bytes
 from dpllm.ledger import Ledger
 from dpllm.plan import make_plan
 
@@ -151,6 +153,69 @@ def test_plan_knows_units_and_steps(tmp_path: Path) -> None:
     assert values["num_steps"] == 7 and values["target_epsilon"] is None and values["noise_multiplier"] == 2.0
     assert "steps T" in run(given)
     assert "did you mean 'privacy.clip_norm'" in refuse(["plan", str(recipe), "privacy.clipnorm=1"])
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe whose data isn't there, and whose precision this machine may not have."""
+    path = tmp_path / "recipe.yaml"
+    tiny = "{{config: {{model_type: gpt2, vocab_size: 100, n_embd: 32, n_head: 2, n_layer: 2}}}}"
+    text = RECIPE.replace("{{config: {{model_type: gpt2}}}}", tiny).replace("out}}", "out, bf16: true, tf32: true}}")
+    path.write_text(text.format(data="nowhere.jsonl"))
+    return path
+
+
+def test_memory_of_one_engine(recipe: Path) -> None:
+    """`dpllm plan --memory` gives what the formulas do, in bytes and for people, without data and without a GPU."""
+    arguments = ["plan", str(recipe), "--memory", "--gpus", "4", "--engine", "fsdp2"]
+    values = as_json(arguments)
+    (found,) = values["engines"]
+    loaded = load_recipe(recipe)
+    section = {**loaded.train, "use_cpu": True}
+    del section["tf32"]
+    expected = footprint_of_recipe(loaded, training_arguments(section), 10, "fsdp2", 4)
+    assert found == expected.to_dict() and expected.run.bf16
+    assert values["num_gpus"] == 4 and values["trainable_parameters"] == expected.shape.trainable
+    table = run(arguments)
+    assert "fsdp2 on 4 GPUs" in table and format_bytes(expected.total) in table and "not measured" in table
+
+
+def test_memory_of_all_engines(recipe: Path) -> None:
+    """Without an engine: all that make sense, side by side on a line of 80; one GPU without --gpus."""
+    arguments = ["plan", str(recipe), "--memory", "--gpus", "16"]
+    assert [engine["engine"] for engine in as_json(arguments)["engines"]] == list(engines_for(16))
+    table = run(arguments)
+    assert "MB per GPU" in table and "total, at most" in table and "not measured" in table
+    assert all(len(line) <= 80 for line in table.splitlines()[1:]) and "…" not in table
+    alone = as_json(["plan", str(recipe), "--memory"])
+    assert alone["num_gpus"] == 1 and [engine["engine"] for engine in alone["engines"]] == list(engines_for(1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "--engine", "fsdp3"], "got 'fsdp3'; did you mean 'fsdp2'"),
+        (["--memory", "--gpus", "0"], "num_gpus must be at least 1, got 0"),
+        (
+            ["--memory", "--gpus", "12", "--engine", "fsdp2-hybrid"],
+            "a number of GPUs that shard_size=8 divides, got 12",
+        ),
+        (["--memory", "--gpus", "2", "--engine", "single"], "the engine single uses 1 GPU, not 2"),
+        (["--memory", "train.optim=adafactor"], "train.optim=adafactor"),
+        (["--memory", "model.config.n_layers=3"], "has no 'n_layers'; did you mean 'n_layer'"),
+        (["--gpus", "8"], "add --memory, or leave them out"),
+        (["--engine", "ddp"], "add --memory, or leave them out"),
+    ],
+)
+def test_memory_errors_are_one_line(recipe: Path, arguments: list[str], message: str) -> None:
+    """Wrong engines, numbers and options are refused with one line."""
+    assert message in refuse(["plan", str(recipe), *arguments])
+
+
+def test_help_names_every_engine() -> None:
+    """What --engine takes is what the formulas know."""
+    shown = " ".join(run(["plan", "--help"]).replace("│", " ").split())
+    assert all(name in shown for name in ENGINES)
 
 
 def test_accounting_commands_do_not_import_torch() -> None:

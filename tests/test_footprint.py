@@ -16,7 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dpllm import GhostClipper, per_sequence_loss
 from dpllm.arguments import training_arguments
 from dpllm.config import ConfigError, ModelConfig, load_recipe
-from dpllm.footprint import ENGINES, Run, footprint, footprint_of_recipe, footprint_rows, format_bytes
+from dpllm.footprint import (
+    ENGINES,
+    Run,
+    comparison_rows,
+    engines_for,
+    footprint,
+    footprint_of_recipe,
+    footprint_rows,
+    format_bytes,
+    setting_of,
+)
 from dpllm.model_shape import shape_of_model
 from dpllm.models import DTYPES, prepare_model
 
@@ -371,11 +381,40 @@ def test_recipe():
     assert (result.run.rows, result.run.tokens, result.run.num_microbatches) == (32, 48, 32)
     assert (result.run.bf16, result.run.checkpointing, result.shape.vocabulary) == (False, False, 4096)
     rows = dict(footprint_rows(result))
-    assert rows["total per GPU, at most"] == format_bytes(result.total)
+    assert rows["total, at most"] == format_bytes(result.total)
     assert rows["nature of these numbers"] == "computed by dpllm.footprint, not measured"
     assert result.to_dict()["total"] == result.total and result.to_dict()["engine"] == "ddp"
     offloaded = dict(footprint_rows(footprint_of_recipe(recipe, arguments, 2048, "zero3_offload", 2)))
-    assert "memory of the CPU, per GPU" in offloaded
+    assert "memory of the CPU" in offloaded and "memory of the CPU" not in rows
+
+
+def test_engines_side_by_side():
+    """Every engine that makes sense has a column, in one unit, with the numbers that it has alone."""
+    recipe, arguments = recipe_of()
+    assert engines_for(1) == ("single", "zero3_offload")
+    assert set(engines_for(16)) == set(ENGINES) - {"single"} == {*engines_for(8), "fsdp2-hybrid"}
+    assert "fsdp2-hybrid" not in engines_for(12)
+    results = [footprint_of_recipe(recipe, arguments, 2048, engine, 16) for engine in engines_for(16)]
+    unit, (head, *rows) = comparison_rows(results)
+    assert unit == "MB" and head == ("", *engines_for(16))
+    numbers = {name: values for name, *values in rows}
+    assert numbers["total, at most"] == [f"{result.total / 1e6:,.1f}" for result in results]
+    assert numbers["memory of the CPU"][:-1] == ["0"] * 6 and numbers["memory of the CPU"][-1] != "0"
+    assert "memory of the CPU" not in {row[0] for row in comparison_rows(results[:-1])[1]}
+    assert setting_of(results[0]) == setting_of(results[1])
+
+
+def test_a_number_of_gpus_below_one():
+    """Refused before anything is divided by it."""
+    recipe, arguments = recipe_of()
+    with pytest.raises(ConfigError, match="num_gpus must be at least 1, got 0"):
+        footprint_of_recipe(recipe, arguments, 100, "ddp", 0)
+
+
+def test_a_value_that_a_configuration_refuses():
+    """One error of ours, whatever transformers raises."""
+    with pytest.raises(ConfigError, match=r"model\.config: .*hidden_size"):
+        shape_of_model(ModelConfig(config={**LLAMA, "hidden_size": "wide"}))
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")

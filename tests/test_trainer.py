@@ -442,7 +442,10 @@ def test_training_arguments_that_cannot_be_kept_private_are_refused(tmp_path, ch
     [
         ("fp16", True, r"fp16=True.*skips steps"),
         ("load_best_model_at_end", True, "load_best_model_at_end=True.*chosen by evaluation rows, which no ε covers"),
-        ("parallelism_config", object(), "parallelism_config=.*splits the rows of one unit over processes"),
+        *(
+            ("parallelism_config", SimpleNamespace(**{kind: 2}), rf"sets {kind} above 1: tensor, context and sequence")
+            for kind in ("tp_size", "cp_size", "sp_size")
+        ),
         ("full_determinism", True, "full_determinism=True.*fixes random seeds"),
         ("_n_gpu", 2, r"2 GPUs are visible to one process.*accelerate_configs/ddp\.yaml"),
     ],

@@ -27,7 +27,11 @@ from dpllm.processes import Processes
 
 # Options of a DeepSpeed configuration that private training sets, with the reason.
 _NEEDED: dict[str, tuple[Any, str]] = {
-    "gradient_clipping": (0.0, "it would rescale the noisy sum; each unit is clipped by privacy.clip_norm"),
+    "gradient_clipping": (
+        0.0,
+        'it would rescale the noisy sum; each unit is clipped by privacy.clip_norm (where it is "auto", set '
+        "train.max_grad_norm=0)",
+    ),
     "communication_data_type": ("fp32", "sums that are rounded before the noise is complete aren't bounded by C"),
     "gradient_accumulation_steps": (1, "the logical batch is privacy.expected_batch_size"),
     "zero_optimization.contiguous_gradients": (False, "its buffers have the parameters' dtype and round the sums"),
@@ -41,6 +45,7 @@ _REFUSED: dict[str, tuple[tuple, str]] = {
     "prescale_gradients": ((), "it rescales the sum"),
     "gradient_predivide_factor": ((1,), "it rescales the sum"),
     "sparse_gradients": ((), "it reduces other tensors than the clipped sums"),
+    "zero_optimization.round_robin_gradients": ((), "DeepSpeed's own map of its partitions doesn't follow it"),
     "zero_optimization.zero_quantized_gradients": ((), "quantized gradients aren't the clipped sums"),
     "zero_optimization.mics_shard_size": ((-1,), "its partial replicas are reduced by other hooks"),
     "zero_optimization.zenflow": ((), "it updates parameters from gradients of several steps"),

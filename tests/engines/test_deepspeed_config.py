@@ -23,6 +23,7 @@ SWITCHED = {
     "prescale_gradients": (True, [False]),
     "gradient_predivide_factor": (2.0, [1, 1.0]),
     "sparse_gradients": (True, [False]),
+    "zero_optimization.round_robin_gradients": (True, [False]),
     "zero_optimization.zero_quantized_gradients": (True, [False]),
     "zero_optimization.mics_shard_size": (2, [-1]),
     "zero_optimization.zenflow": ({"topk_ratio": 0.1}, [None]),
