@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
