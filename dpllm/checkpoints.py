@@ -165,8 +165,6 @@ def publish(staging: str | Path, final: str | Path, hash_whole_up_to: int = HASH
         _write(staging / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
         _sync(staging)
         _put(staging, final)
-        with contextlib.suppress(OSError):  # not empty: another checkpoint is being written
-            staging.parent.rmdir()
     except OSError as error:
         failure = _not_saved(staging, final.parent, error, final.name)
         with contextlib.suppress(OSError):

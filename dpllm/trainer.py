@@ -366,10 +366,16 @@ class DPTrainer(Trainer):
         if failures:
             self.processes.from_main(lambda: discard_staging(output))
             raise failures[0]
-        self.processes.from_main(lambda: publish(staging_folder(output, step), checkpoint_folder(output, step)))
-        if self.args.save_total_limit:
-            limit = self.args.save_total_limit
-            self.processes.from_main(lambda: rotate(output, limit))
+        limit = self.args.save_total_limit
+
+        def finish() -> None:
+            publish(staging_folder(output, step), checkpoint_folder(output, step))
+            if limit:
+                rotate(output, limit)
+            with contextlib.suppress(OSError):  # not empty: an older checkpoint waits there to be put back
+                (output / STAGING_FOLDER).rmdir()
+
+        self.processes.from_main(finish)
 
     def _get_output_dir(self, trial: Any) -> str:
         output = super()._get_output_dir(trial)

@@ -46,15 +46,31 @@ def main() -> None:
     options = parser.parse_args()
     console.quiet = int(os.environ.get("RANK", "0")) > 0
     use_all_cores()
+    code = 0
     try:
         run(load_recipe(options.config, options.overrides))
     except ValueError as error:
         if not console.quiet:
             print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        code = 2
+    if torch.distributed.is_initialized():
+        leave(code)
+    if code:
+        sys.exit(code)
+
+
+def leave(code: int) -> None:
+    """End one process of several.
+
+    Together where all went well: rank 0 may still be writing. And without the interpreter's own end, under which
+    threads of communication libraries that wait for it abort the process.
+    """
+    if code == 0:
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def run(recipe: Recipe) -> None:
