@@ -83,11 +83,14 @@ def main(target: str, folder: Path) -> None:
     arguments: Mapping[str, Any] = pickle.loads((folder / "arguments.pickle").read_bytes())
     module, _, name = target.partition(":")
     dist.init_process_group("gloo")
-    try:
-        result = getattr(importlib.import_module(module), name)(**arguments)
-        (folder / f"result.{dist.get_rank()}").write_bytes(pickle.dumps(result))
-    finally:
-        dist.destroy_process_group()
+    result = getattr(importlib.import_module(module), name)(**arguments)
+    (folder / f"result.{dist.get_rank()}").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+    # Without the interpreter's own end, under which gloo's threads that wait for it abort the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
