@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dpllm.accounting import Step
@@ -52,7 +52,7 @@ class SharedLedger:
         return cls._made(lambda: Ledger.open(path, plan), Path(path), processes)
 
     @classmethod
-    def _made(cls, start, path: Path, processes: Processes) -> SharedLedger:  # type: ignore[no-untyped-def]
+    def _made(cls, start: Callable[[], Ledger], path: Path, processes: Processes) -> SharedLedger:
         opened: list[Ledger] = []
 
         def on_main() -> int:

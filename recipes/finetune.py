@@ -142,21 +142,25 @@ def run(recipe: Recipe) -> None:
     trainer.save_model()
     if not args.should_save:
         return
-    picture = draw(trainer, output / "training.png", before.result, after)
-    show(
-        "done",
-        [
-            *utility.items(),
-            ("guarantee", f"ε = {format_epsilon(trainer.epsilon)} at δ = {plan.delta:g}, {plan.adjacency} adjacency"),
-            ("unit of privacy", f"one {recipe.privacy.unit} of {num_units:,}"),
-            ("private steps", f"{trainer.state.global_step} of {plan.num_steps}"),
-            *([("processes", f"{args.world_size}")] if args.world_size > 1 else []),
-            ("model", str(output)),
-            ("privacy report", str(output / "privacy_report.md")),
-            ("picture", str(picture)),
-            ("time", f"{time.monotonic() - began:.0f} s"),
-        ],
-    )
+    summary = [
+        *utility.items(),
+        ("guarantee", f"ε = {format_epsilon(trainer.epsilon)} at δ = {plan.delta:g}, {plan.adjacency} adjacency"),
+        ("unit of privacy", f"one {recipe.privacy.unit} of {num_units:,}"),
+    ]
+    show("done", [*summary, *what_ran(trainer, draw(trainer, output / "training.png", before.result, after), began)])
+
+
+def what_ran(trainer: DPTrainer, picture: Path, began: float) -> list[tuple[str, str]]:
+    """The second half of the summary: steps, files and time."""
+    output, processes = Path(trainer.args.output_dir), trainer.args.world_size
+    return [
+        ("private steps", f"{trainer.state.global_step} of {trainer.plan.num_steps}"),
+        *([("processes", f"{processes}")] if processes > 1 else []),
+        ("model", str(output)),
+        ("privacy report", str(output / "privacy_report.md")),
+        ("picture", str(picture)),
+        ("time", f"{time.monotonic() - began:.0f} s"),
+    ]
 
 
 def use_all_cores() -> None:

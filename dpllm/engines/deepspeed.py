@@ -219,7 +219,7 @@ class DeepSpeedZero:
             for number, parameter in enumerate(parameters):
                 whole = safe_get_full_grad(parameter)
                 if whole is not None:
-                    self.guard.leave(whole if self.processes.is_main else whole[:0])
+                    self.guard.leave(whole if self.processes.is_main else whole.new_zeros(0))
                     yield number, whole / scale
 
         self._projections.verify(wholes())
