@@ -13,6 +13,7 @@ was written out, and ε does not cover it), "diagnostic", "recovered" (the line 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -130,6 +131,7 @@ class Ledger:
                 f"{path} is the ledger of an earlier run, and its steps stay charged. Resume that run, or choose an "
                 "empty output folder"
             ) from error
+        _lock(path, descriptor)
         _sync_folder(path.parent)
         ledger = cls(path, descriptor, _CHAIN_START, 0)
         ledger._append_run(plan, public)
@@ -148,15 +150,17 @@ class Ledger:
             LedgerError: the file is missing, edited or incomplete other than by a crash, or of another plan.
         """
         path = Path(path)
-        reader = _Reader(path)
-        contents = reader.contents
+        contents = read_ledger(path)
         for run in contents.runs:
             if run["plan_hash"] != plan.hash:
                 raise LedgerError(
                     f"{path} was written under the plan {run['plan_hash'][:12]}, and this one is {plan.hash[:12]}: "
                     "data, batch size, noise or steps differ. Resume with the configuration of the first run"
                 )
-        ledger = cls(path, os.open(path, os.O_WRONLY | os.O_APPEND), reader.chain, contents.num_steps)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        _lock(path, descriptor)
+        reader = _Reader(path)  # once more: from here on nobody else appends
+        ledger = cls(path, descriptor, reader.chain, reader.contents.num_steps)
         if not reader.ends_with_newline:
             ledger._write(b"\n")
         if reader.torn_tail is not None:
@@ -198,6 +202,8 @@ class Ledger:
         """Note why the run ended; afterwards no step can be charged until the ledger is opened again."""
         self._append({"kind": "end", "reason": reason})
         self._running = False
+        assert self._descriptor is not None
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Close the file; nothing can be appended afterwards."""
@@ -358,6 +364,22 @@ class _Reader:
             self._running = False
         elif kind != "recovered":
             raise self._fail(number, f"unknown kind {kind!r}")
+
+
+def _lock(path: Path, descriptor: int) -> None:
+    """Keep other processes from appending until the run ends; the system lets go when the process dies.
+
+    Raises:
+        LedgerError: another process is writing it. The descriptor is closed.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise LedgerError(
+            f"{path} is being written by another run at this moment, whose steps and these would be charged over each "
+            "other. Wait for it to end, or stop it"
+        ) from error
 
 
 def _fields_of(step: Step) -> dict[str, Any]:

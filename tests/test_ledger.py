@@ -251,3 +251,19 @@ def test_counts_are_positive(path: Path) -> None:
             ledger.append_disclosure("training loss", 0)
         with pytest.raises(ValueError, match="a diagnostic counts at least 1"):
             ledger.append_diagnostic("x", -1)
+
+
+def test_two_runs_cannot_write_one_ledger_at_once(path: Path) -> None:
+    """Their steps would be charged over each other; when the first ends, closes or dies, the next may go on."""
+    first = Ledger.create(path, PLAN)
+    first.append_step(0, PLAN.step)
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match="is being written by another run at this moment"):
+        Ledger.open(path, PLAN)
+    assert path.read_bytes() == before
+    first.append_end("interrupted")
+    second = Ledger.open(path, PLAN)
+    second.append_step(1, PLAN.step)
+    second.close()
+    Ledger.open(path, PLAN).append_step(2, PLAN.step)
+    assert read_ledger(path).num_steps == 3

@@ -285,6 +285,7 @@ def test_a_run_is_saved_and_resumed_by_accelerate(tmp_path, accelerator):
     saved = flat(model)
     drawn = loop(run, model, optimizer, 1)
     run.detach()
+    run.ledger.close()
 
     accelerator.free_memory()
     accelerator._custom_objects.clear()

@@ -48,7 +48,9 @@ def test_a_new_ledger_has_its_plan_beside_it_and_counts_what_is_charged(path):
 
 def test_a_resumed_ledger_continues_the_count(path):
     """Steps of the run before stay charged, and the plan must be the same."""
-    SharedLedger.create(path, PLAN, Processes()).append_step(0, PLAN.step)
+    first = SharedLedger.create(path, PLAN, Processes())
+    first.append_step(0, PLAN.step)
+    first.close()
     resumed = SharedLedger.open(path, PLAN, Processes())
     assert resumed.num_steps == 1
     resumed.append_step(1, PLAN.step)
