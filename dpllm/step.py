@@ -31,10 +31,12 @@ class Engine(Protocol):
     Attributes:
         processes: all processes of the run.
         guard: checks what reaches the optimizer in the first step.
+        unfinished: a step was begun and hasn't ended; set by `private_step`.
     """
 
     processes: Processes
     guard: UpdateGuard
+    unfinished: bool
 
     def collect(
         self,
@@ -118,12 +120,13 @@ def private_step(
         noise: where this process's share of the noise comes from.
 
     Raises:
-        ValueError: the clipper's norm isn't the plan's, gradients stand in ``.grad`` already, or the plan's steps are
-            used up.
+        ValueError: the clipper's norm isn't the plan's, gradients stand in ``.grad`` already, the plan's steps are used
+            up, or a step on this engine failed half-way, whose sums would be released under this one's noise.
         UpdateError: in the first step, when what reaches the optimizer isn't the private sum.
     """
-    _check(clipper, plan, ledger)
+    _check(clipper, plan, ledger, engine)
     ledger.append_step(ledger.num_steps, plan.step)
+    engine.unfinished = True
     processes, scale = engine.processes, 1 / plan.expected_batch_size
     tally = _Tally(plan.clip_norm)
     num_entries = 0
@@ -145,10 +148,16 @@ def private_step(
     done = tally.over(processes)
     engine.guard.expect(done.num_units, num_entries, plan.clip_norm, plan.noise_stddev, scale)
     engine.finish()
+    engine.unfinished = False
     return done
 
 
-def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges) -> None:
+def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges, engine: Engine) -> None:
+    if engine.unfinished:
+        raise ValueError(
+            "A private step on this engine failed half-way, and parts of its sum are still held: they would be "
+            "released under the noise of another step. Start again from a checkpoint."
+        )
     if clipper.clipping.clip_norm != plan.clip_norm:
         raise ValueError(
             f"The clipper bounds each unit to {clipper.clipping.clip_norm}, the plan accounts for {plan.clip_norm}. "

@@ -187,3 +187,23 @@ def test_a_clipper_of_another_norm_is_refused(tiny_llama, tmp_path):
         batch, engine = Rows().batches([1]), engine_of(tiny_llama)
         private_step(clipper, batch, loss_of(tiny_llama), plan, engine, ledger, NoiseSource())
     assert ledger.num_steps == 0
+
+
+def test_after_a_step_that_failed_half_way_the_engine_takes_no_other(tiny_llama, tmp_path):
+    """The units of its first microbatch would be released with the next step's, under one noise."""
+    plan, ledger = make(tmp_path)
+    clipper, engine = GhostClipper(tiny_llama, plan.clip_norm), engine_of(tiny_llama)
+    calls = []
+
+    def failing(inputs):
+        calls.append(1)
+        if len(calls) > 4:  # the rows are checked by two passes of their own
+            raise MemoryError("no room for the second microbatch")
+        return loss_of(tiny_llama)(inputs)
+
+    batch = Rows().batches([1, 2, 3, 4, 5, 6], max_rows=2)
+    with pytest.raises(MemoryError, match="no room"):
+        private_step(clipper, batch, failing, plan, engine, ledger, NoiseSource())
+    with pytest.raises(ValueError, match="failed half-way"):
+        private_step(clipper, Rows().batches([1]), loss_of(tiny_llama), plan, engine, ledger, NoiseSource())
+    assert ledger.num_steps == 1
