@@ -13,32 +13,26 @@ A *history* is a list of (`Step`, count) pairs; the order does not matter.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
-import absl.logging
-import dp_accounting
 import numpy as np
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
 from scipy import optimize, stats
 
 from dpllm import pld
-from dpllm.sampling import TruncatedPoissonSampler, default_max_batch_size
+from dpllm.config import ADJACENCIES
+from dpllm.sampling import default_max_batch_size
 
 DISCRETIZATION = 1e-4
 """Width of the grid of privacy losses on which ε is reported."""
 TOOL = "dp_accounting"
 
 _COARSE = 1e-3
-_RELATIONS = {
-    "zero-out": dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
-    "replace-one": dp_accounting.NeighboringRelation.REPLACE_ONE,
-}
 _MAX_ONE_STEP_BUCKETS = 2_000_000
 _MAX_COMPOSED_BUCKETS = 30_000_000
 _TRUNCATION_COST = 1e-3
@@ -68,9 +62,17 @@ class Step:
     """σ, standard deviation of the noise over `clip_norm`; 0 means no privacy."""
     clip_norm: float = 1.0
     """C. ε does not depend on it; the ledger keeps it with the step."""
+    rows_per_unit: int = 1
+    """k, how many rows of one unit are drawn, and clipped, each by itself; 1 when units are drawn."""
 
     def __post_init__(self) -> None:
-        """Convert whole numbers to floats where floats are meant, and check the ranges."""
+        """Check kinds and ranges."""
+        if not isinstance(self.noise_multiplier, float):
+            raise ValueError(
+                f"noise_multiplier must be a float, got {self.noise_multiplier!r} "
+                f"({type(self.noise_multiplier).__name__}): with other kinds of numbers accountants are known to leave "
+                "out terms of a composition. Write 1.0 for 1"
+            )
         for name in ("sampling_rate", "noise_multiplier", "clip_norm"):
             object.__setattr__(self, name, float(getattr(self, name)))
         if not 0 < self.sampling_rate <= 1:
@@ -86,6 +88,13 @@ class Step:
                 raise ValueError("max_batch_size needs num_units: how often truncation strikes depends on both")
             if self.max_batch_size < 1:
                 raise ValueError(f"max_batch_size must be at least 1, got {self.max_batch_size}")
+        if self.rows_per_unit < 1:
+            raise ValueError(f"rows_per_unit must be at least 1, got {self.rows_per_unit}")
+        if self.rows_per_unit > 1 and self.max_batch_size is not None:
+            raise ValueError(
+                "max_batch_size truncates a sample of units; there is no accounting for a truncated sample of rows. "
+                "Leave max_batch_size out"
+            )
 
 
 History = Sequence[tuple[Step, int]]
@@ -97,10 +106,14 @@ def epsilon(
 ) -> float:
     """Return the ε for which the history is (ε, δ)-differentially private.
 
-    Guarantee: an upper bound. The discretization rounds privacy losses up; the rounding errors of the composition in
-    double precision are covered by reading ε at δ less a `rounding_margin`. After a step the result is never 0: an ε
-    below the resolution is given as the resolution. Repeated calls on a growing history are cheap, since the
-    distribution of one step is kept.
+    Guarantee: an upper bound. The discretization rounds privacy losses up; the composition is tilted towards the ε in
+    question, so that its rounding errors are small against δ, and they are added to δ (`dpllm.pld.Composition`). After
+    a step the result is never 0: an ε below the resolution is given as the resolution. Repeated calls on a growing
+    history are cheap, since the distribution of one step is kept.
+
+    Under replace-one, units of several rows drawn singly (``rows_per_unit`` above 1) have no distribution of their own.
+    Replacing a unit is removing one and adding another, so ε there is twice an ε' of zero-out whose δ', times
+    1 + exp(ε'), is δ (group privacy; Dwork and Roth 2014, theorem 2.2 and its proof for δ > 0).
 
     Args:
         history: (step, count) pairs; counts of 0 are allowed.
@@ -112,7 +125,7 @@ def epsilon(
         ε; 0.0 for a history without steps; inf when a step has no noise, or no ε holds at this δ.
 
     Raises:
-        ValueError: δ is out of range, or too small to be certified over so many steps in double precision.
+        ValueError: δ is out of range, or below what is cut off the tails of so many steps.
 
     >>> step = Step(num_units=None, sampling_rate=0.02, max_batch_size=None, noise_multiplier=1.0)
     >>> round(epsilon([(step, 1500)], delta=1e-5), 3)
@@ -148,13 +161,37 @@ def delta(
     """
     if not epsilon >= 0:
         raise ValueError(f"epsilon must be at least 0, got {epsilon}")
+    return delta_function(history, adjacency, discretization)(float(epsilon))
+
+
+def delta_function(
+    history: History, adjacency: str = "zero-out", discretization: float = DISCRETIZATION, tilted: bool = True
+) -> Callable[[float], float]:
+    """Return the function from ε >= 0 to δ; each of its values is an upper bound.
+
+    Args:
+        history: (step, count) pairs.
+        adjacency: "zero-out" or "replace-one".
+        discretization: width of the grid of privacy losses.
+        tilted: compose anew for each ε, so that the rounding error is small against any δ. Otherwise once, and rounding
+            adds T 2**-50 to every δ; for many values at once.
+    """
     merged = merge(history)
+    _check_adjacency(adjacency)
     if not merged:
-        return 0.0
-    distribution = loss_distribution(merged, adjacency, discretization)
-    if distribution is None:
-        return 1.0
-    return min(1.0, float(distribution.get_delta_for_epsilon(epsilon)) + rounding_margin(merged))
+        return lambda _: 0.0
+    if any(step.noise_multiplier == 0 for step, _ in merged):
+        return lambda _: 1.0
+    if _by_group_privacy(merged, adjacency):
+        single = delta_function(merged, "zero-out", discretization, tilted)
+        return lambda epsilon: min(1.0, (1 + math.exp(min(700.0, epsilon / 2))) * single(epsilon / 2))
+    directions = _parts(merged, adjacency, discretization_used(merged, adjacency, discretization))
+    if not tilted:
+        composed = [pld.compose(parts) for parts in directions]
+        return lambda epsilon: max(one.delta(epsilon) for one in composed)
+    return lambda epsilon: max(
+        pld.compose(parts, pld.tilt_for(parts, epsilon=epsilon)).delta(epsilon) for parts in directions
+    )
 
 
 def merge(history: History) -> _Merged:
@@ -167,54 +204,73 @@ def merge(history: History) -> _Merged:
     for step, count in history:
         if count < 0:
             raise ValueError(f"a step can't have run {count} times")
-        key = Step(step.num_units, step.sampling_rate, step.max_batch_size, step.noise_multiplier)
+        key = dataclasses.replace(step, clip_norm=1.0)
         if count:
             counts[key] = counts.get(key, 0) + count
     return tuple(sorted(counts.items(), key=lambda item: str(item[0])))
-
-
-def rounding_margin(history: History) -> float:
-    """Return the δ that is set aside for rounding: T * 2**-50 for T steps.
-
-    The Fourier transform of one step is raised to the power T, which multiplies its rounding errors by T. Against the
-    same in extended precision, δ was off by at most 1.7 * T * 2**-53 over 36 settings from T = 410 to 10**6. The margin
-    is more than four times that.
-    """
-    return sum(count for _, count in history) * 2.0**-50
 
 
 @lru_cache(maxsize=256)
 def _epsilon(merged: _Merged, delta: float, adjacency: str, discretization: float) -> float:
     if not 0 < delta < 1:
         raise ValueError(f"delta must lie between 0 and 1, got {delta}")
+    _check_adjacency(adjacency)
     if not merged:
         return 0.0
-    distribution = loss_distribution(merged, adjacency, discretization)
-    if distribution is None:
+    if any(step.noise_multiplier == 0 for step, _ in merged):
         return math.inf
-    margin = rounding_margin(merged)
-    if margin > delta / 2:
+    num_steps = sum(count for _, count in merged)
+    if num_steps * pld.STEP_TAIL > delta / 100:
         raise ValueError(
-            f"delta={delta:g} can't be certified over {sum(count for _, count in merged)} steps in double precision: "
-            f"rounding alone may be {margin:.1e}. Take fewer steps of larger batches"
+            f"delta={delta:g} can't be certified over {num_steps} steps: what is cut off their tails may come to "
+            f"{num_steps * pld.STEP_TAIL:.1e}. Take a larger delta; one below {num_steps * pld.STEP_TAIL * 100:.1e} "
+            "protects nobody better"
         )
-    value = _smallest_epsilon(distribution, delta - margin)
-    return max(value, discretization_used(merged, adjacency, discretization))
+    width = discretization_used(merged, adjacency, discretization)
+    if _by_group_privacy(merged, adjacency):
+        value = 2 * _epsilon_of_half(merged, delta, width)
+    else:
+        value = _tilted_epsilon(_parts(merged, adjacency, width), delta)
+    return max(value, width)
 
 
-def _smallest_epsilon(distribution: PrivacyLossDistribution, delta: float) -> float:
+def _tilted_epsilon(directions: list[list[tuple[pld.LossPmf, int]]], delta: float) -> float:
+    return max(
+        _smallest_epsilon(pld.compose(parts, pld.tilt_for(parts, delta=delta)).delta, delta) for parts in directions
+    )
+
+
+def _epsilon_of_half(merged: _Merged, delta: float, discretization: float) -> float:
+    """Return an ε' with (1 + exp(ε')) δ' <= δ under zero-out.
+
+    From δ' = δ downwards, each time to the δ' that the last ε' would allow, and at last a little further.
+    """
+    directions = _parts(merged, "zero-out", discretization)
+    log_delta = at = math.log(delta)
+    for attempt in range(60):
+        value = _tilted_epsilon(directions, math.exp(at))
+        if not value < 700:
+            return math.inf
+        allowed = log_delta - math.log1p(math.exp(value))
+        if at <= allowed:
+            return value
+        at = allowed - (1e-6 * 2**attempt if at - allowed < 1e-3 else 0.0)
+    return math.inf
+
+
+def _smallest_epsilon(delta_of: Callable[[float], float], delta: float) -> float:
     """Return the smallest ε whose δ is at most `delta`, rounded up by no more than 1e-8 or a billionth of it."""
 
     def excess(at: float) -> float:
-        return math.log(max(float(distribution.get_delta_for_epsilon(at)), 1e-300)) - math.log(delta)
+        return math.log(max(delta_of(at), 1e-300)) - math.log(delta)
 
-    if excess(math.inf) > 0:
-        return math.inf
     if excess(0.0) <= 0:
         return 0.0
     high = 1.0
     while excess(high) > 0:
         high *= 2
+        if high > 1e6:
+            return math.inf
     root = float(optimize.brentq(excess, high / 2 if high > 1 else 0.0, high, xtol=1e-9, rtol=1e-12))
     rise = 2e-9 + 2e-12 * root
     while excess(root) > 0:
@@ -222,47 +278,35 @@ def _smallest_epsilon(distribution: PrivacyLossDistribution, delta: float) -> fl
     return root
 
 
-@lru_cache(maxsize=8)
-def _composed(merged: _Merged, adjacency: str, discretization: float) -> Any:
-    total = None
+def _check_adjacency(adjacency: str) -> None:
+    if adjacency not in ADJACENCIES:
+        raise ValueError(f"adjacency must be one of {', '.join(map(repr, ADJACENCIES))}, got {adjacency!r}")
+
+
+def _by_group_privacy(merged: History, adjacency: str) -> bool:
+    return adjacency == "replace-one" and any(step.rows_per_unit > 1 for step, _ in merged)
+
+
+def _parts(merged: _Merged, adjacency: str, discretization: float) -> list[list[tuple[pld.LossPmf, int]]]:
+    """Return for each direction of the adjacency what its privacy loss is the sum of."""
+    directions: list[list[tuple[pld.LossPmf, int]]] = []
     for step, count in merged:
         if step.sampling_rate == 1 and not _truncates(step):
             # Without sampling, T Gaussian sums are one with T times less variance, exactly.
-            merged_sums = Step(None, 1.0, None, step.noise_multiplier / math.sqrt(count))
-            parts = _one_step(merged_sums, adjacency, discretization)
-        else:
-            parts = tuple(pld.self_compose(part, count) for part in _one_step(step, adjacency, discretization))
-        distribution = pld.to_library(*parts)
-        total = distribution if total is None else total.compose(distribution)
-    return total
-
-
-def loss_distribution(
-    history: History, adjacency: str = "zero-out", discretization: float = DISCRETIZATION
-) -> PrivacyLossDistribution | None:
-    """Return the privacy loss distribution of a history that has at least one step.
-
-    Returns:
-        dp_accounting's distribution, pessimistic; None when a step has no noise, so that there is none.
-
-    Raises:
-        ValueError: the adjacency is unknown, or the history has no step.
-    """
-    if adjacency not in _RELATIONS:
-        raise ValueError(f"adjacency must be one of {', '.join(map(repr, _RELATIONS))}, got {adjacency!r}")
-    merged = merge(history)
-    if not merged:
-        raise ValueError("a history without steps has no privacy loss")
-    if any(step.noise_multiplier == 0 for step, _ in merged):
-        return None
-    return _composed(merged, adjacency, discretization_used(merged, adjacency, discretization))
+            sigma = step.noise_multiplier / (step.rows_per_unit * math.sqrt(count))
+            step, count = Step(None, 1.0, None, sigma), 1
+        pmfs = _one_step(step, adjacency, discretization)
+        directions = directions or [[] for _ in pmfs]
+        for direction, pmf in zip(directions, pmfs, strict=True):
+            direction.append((pmf, count))
+    return directions
 
 
 def _truncates(step: Step) -> bool:
     return step.max_batch_size is not None and step.num_units is not None and step.max_batch_size < step.num_units
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _one_step(step: Step, adjacency: str, discretization: float) -> tuple[pld.LossPmf, ...]:
     """Return the loss distributions of one step: of removing and of adding a unit, or of replacing one.
 
@@ -272,6 +316,8 @@ def _one_step(step: Step, adjacency: str, discretization: float) -> tuple[pld.Lo
     """
     sigma, rate = step.noise_multiplier, step.sampling_rate
     pairs = (AdjacencyType.REPLACE,) if adjacency == "replace-one" else (AdjacencyType.REMOVE, AdjacencyType.ADD)
+    if step.rows_per_unit > 1:
+        return tuple(pld.sampled_rows(sigma, rate, step.rows_per_unit, pair, discretization) for pair in pairs)
     plain = tuple(pld.sampled_gaussian(sigma, rate, pair, discretization) for pair in pairs)
     if step.max_batch_size is None or step.num_units is None or not _truncates(step):
         return plain
@@ -302,6 +348,8 @@ def _width(step: Step, count: int, adjacency: str, discretization: float) -> flo
         return discretization
     if step.sampling_rate == 1 and not _truncates(step):
         sigma, count = sigma / math.sqrt(count), 1
+    if step.rows_per_unit > 1:
+        sigma, adjacency = sigma / step.rows_per_unit, "zero-out"
     widest = sigma / 2 if _truncates(step) or adjacency == "replace-one" else sigma
     # exp(-50) of the mass lies beyond 10 standard deviations; both signs of the loss.
     loss_range = 2 * (0.5 / widest**2 + 10 / widest)
@@ -365,6 +413,7 @@ def calibrate_noise_multiplier(
     num_units: int | None = None,
     max_batch_size: int | None = None,
     adjacency: str = "zero-out",
+    rows_per_unit: int = 1,
 ) -> float:
     """Return the smallest noise multiplier, to about 1e-4 of it, with which the run costs at most `target_epsilon`.
 
@@ -378,6 +427,7 @@ def calibrate_noise_multiplier(
         num_units: N; needed with `max_batch_size`.
         max_batch_size: B_max. None: plain Poisson sampling.
         adjacency: "zero-out" or "replace-one".
+        rows_per_unit: k, rows of a unit that are drawn singly; 1 when units are drawn.
 
     Raises:
         ValueError: no noise multiplier reaches the target; the message says what is reachable.
@@ -392,7 +442,7 @@ def calibrate_noise_multiplier(
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
 
     def cost(truncated: bool, discretization: float, sigma: float) -> float:
-        step = Step(num_units, sampling_rate, max_batch_size if truncated else None, sigma)
+        step = Step(num_units, sampling_rate, max_batch_size if truncated else None, sigma, rows_per_unit=rows_per_unit)
         return epsilon([(step, num_steps)], delta, adjacency, discretization)
 
     exact = partial(cost, True, DISCRETIZATION)
@@ -457,48 +507,3 @@ def _solve(cost: Callable[[float], float], target: float, start: float, toleranc
         if high - low < 1e-9:
             at = high
     raise ArithmeticError(f"no noise multiplier found for a cost of {target}: the cost does not fall as noise rises")
-
-
-def renyi_epsilon(history: History, delta: float) -> float:
-    """Return a second, independent upper bound under zero-out: Rényi accounting, without the effect of truncation.
-
-    A cross-check and no more: where truncation costs nothing it is looser than `epsilon`. Never 0 after a step.
-
-    References: Mironov, Talwar, Zhang, arXiv:1908.10530, through dp_accounting's RdpAccountant.
-    """
-    from dp_accounting import rdp  # only the report needs it
-
-    merged = merge(history)
-    if any(step.noise_multiplier == 0 for step, _ in merged):
-        return math.inf
-    accountant = rdp.RdpAccountant(neighboring_relation=_RELATIONS["zero-out"])
-    verbosity = absl.logging.get_verbosity()
-    absl.logging.set_verbosity(absl.logging.ERROR)  # an order whose series doesn't converge is left out, with a warning
-    try:
-        for step, count in merged:
-            gaussian = dp_accounting.GaussianDpEvent(step.noise_multiplier)
-            accountant.compose(dp_accounting.PoissonSampledDpEvent(step.sampling_rate, gaussian), count)
-        return max(float(accountant.get_epsilon(delta)), DISCRETIZATION) if merged else 0.0
-    finally:
-        absl.logging.set_verbosity(verbosity)
-
-
-def library_epsilon(
-    history: History, delta: float, adjacency: str = "zero-out", discretization: float = _COARSE
-) -> float:
-    """Return ε as dp_accounting's own PLDAccountant computes it from its own events: a check of `epsilon`.
-
-    On the coarse grid that is the default it is the looser of the two.
-    """
-    from dp_accounting.pld import PLDAccountant
-
-    accountant = PLDAccountant(_RELATIONS[adjacency], discretization)
-    for step, count in merge(history):
-        event: dp_accounting.DpEvent = dp_accounting.PoissonSampledDpEvent(
-            step.sampling_rate, dp_accounting.GaussianDpEvent(step.noise_multiplier)
-        )
-        if step.max_batch_size is not None and step.num_units is not None:
-            sampler = TruncatedPoissonSampler(step.num_units, step.sampling_rate, step.max_batch_size)
-            event = sampler.event(step.noise_multiplier)
-        accountant.compose(event, count)
-    return max(float(accountant.get_epsilon(delta)), discretization) if merge(history) else 0.0

@@ -8,19 +8,26 @@ is small. Here whole grids are inverted at once, tails too small to matter are c
 A distribution is always a pair's: outcomes under P, with the loss log(P/Q) on a grid. Rounding is upwards throughout:
 "connect the dots" (Doroshenko et al., arXiv:2207.04380) gives the grid masses that keep the δ of every grid point exact
 and of everything between them larger; a cut upper tail becomes an infinite loss, a cut lower tail moves up.
+
+Tiny δ. The Fourier transform of a distribution rounds at 2**-53 of its whole mass, and raising it to the power T makes
+that T times as much: over 10**5 steps a δ of 10**-10 drowns in it, and what comes out is no upper bound any more. So
+the masses are first tilted, multiplied by exp(θ loss) / M(θ) with the θ that moves their mean to the ε in question; the
+sum of T tilted losses is the tilted sum. Rounding then errs by T 2**-50 of the tilted mass, which tilted back is
+T 2**-50 of the Chernoff bound of δ: relative to δ itself, however small it is.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
-from dp_accounting.pld import pld_pmf
-from dp_accounting.pld import privacy_loss_distribution as library
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from numpy.typing import NDArray
-from scipy import fft
+from scipy import fft, optimize, special, stats
 
 REVERSE = {
     AdjacencyType.ADD: AdjacencyType.REMOVE,
@@ -28,8 +35,12 @@ REVERSE = {
     AdjacencyType.REPLACE: AdjacencyType.REPLACE,
 }
 
-_STEP_TAIL = 1e-18  # δ per step that cutting the upper tail may cost; rounding may cost 2**-50 = 9e-16
-_COMPOSED_TAIL = 1e-15  # the same for a whole composition
+STEP_TAIL = 1e-22
+"""δ per step that cutting the upper tail may cost."""
+
+_COMPOSED_TAIL = 1e-15  # tilted mass outside the window of a composition
+_STEP_ROUNDING = 2.0**-50  # error per step, of the tilted mass; see `Composition`
+_LOG_TILTS = (math.log(1e-3), math.log(1e7))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +55,11 @@ class LossPmf:
     """(n,): mass of each grid point from the lowest upwards."""
     infinite: float
     """Mass of an infinite loss."""
+
+    @property
+    def losses(self) -> NDArray[np.float64]:
+        """(n,): the grid points."""
+        return self.width * np.arange(self.lowest, self.lowest + len(self.masses), dtype=np.float64)
 
 
 def sampled_gaussian(
@@ -67,9 +83,9 @@ def sampled_gaussian(
     """
     mechanism = GaussianPrivacyLoss(noise_multiplier, sampling_prob=sampling_rate, adjacency_type=pair)
     reverse = GaussianPrivacyLoss(noise_multiplier, sampling_prob=sampling_rate, adjacency_type=REVERSE[pair])
-    highest = math.ceil(_tail_start(mechanism, _STEP_TAIL / weight, width) / width)
+    highest = math.ceil(_tail_start(mechanism, STEP_TAIL / weight, width) / width)
     # Of the losses below -(L + 1), P has no more than the reversed pair has δ at L.
-    lowest = min(highest - 1, math.floor(-(_tail_start(reverse, _STEP_TAIL / weight, width) + 1) / width))
+    lowest = min(highest - 1, math.floor(-(_tail_start(reverse, STEP_TAIL / weight, width) + 1) / width))
     lowest = max(lowest, math.floor(mechanism.connect_dots_bounds().epsilon_lower / width))
     losses = np.arange(lowest, highest + 1) * width
     deltas = np.zeros_like(losses)
@@ -128,41 +144,251 @@ def mixture(first: LossPmf, second: LossPmf, weight: float) -> LossPmf:
     return LossPmf(first.width, lowest, masses, weight * first.infinite + (1 - weight) * second.infinite)
 
 
-def self_compose(pmf: LossPmf, count: int) -> LossPmf:
-    """Return the distribution of the sum of `count` independent losses.
+def sampled_rows(
+    noise_multiplier: float, sampling_rate: float, rows_per_unit: int, pair: AdjacencyType, width: float
+) -> LossPmf:
+    """Return the loss distribution of one pair of a Gaussian sum over rows, of which one unit has up to k.
 
-    By one real Fourier transform. What lies outside the Chernoff bounds, at most 1e-15, becomes an infinite loss.
+    Each of the unit's k rows is drawn with probability q by itself and clipped by itself, so the sum moves by at most
+    the number of them that were drawn (Charles et al., arXiv:2407.07737, example-level sampling; Choquette-Choo et al.,
+    arXiv:2310.15526, for sums of vectors). With b_j = P[Binomial(k, q) = j] and
+    l(x) = log sum_j b_j exp((j x - j²/2)/σ²):
+
+    * REMOVE: sum_j b_j N(j, σ²) against N(0, σ²), loss l(x);
+    * ADD: N(0, σ²) against the mixture, loss -l(x).
+
+    Components so rare that they don't matter are left out of the mixture, and count as an infinite loss of REMOVE.
+
+    Args:
+        noise_multiplier: σ > 0.
+        sampling_rate: q of a row, above 0 and at most 1.
+        rows_per_unit: k >= 1.
+        pair: REMOVE or ADD; for replacing there is none.
+        width: distance of two grid points.
     """
-    first, last = _composed_bounds(pmf.masses, count)
-    length = fft.next_fast_len(max(last - first + 1, len(pmf.masses)), real=True)
-    spectrum = fft.rfft(pmf.masses, length)
+    if pair is AdjacencyType.REPLACE:
+        raise ValueError("no pair is known for replacing a unit of several rows; use twice that of removing one")
+    counts = np.arange(rows_per_unit + 1)
+    kept = stats.binom.sf(counts - 1, rows_per_unit, sampling_rate) > STEP_TAIL
+    dropped = float(stats.binom.sf(counts[kept][-1], rows_per_unit, sampling_rate))
+    mixed = _Mixture(noise_multiplier, counts[kept], stats.binom.logpmf(counts[kept], rows_per_unit, sampling_rate))
+    highest = math.ceil(_last_above(lambda loss: mixed.delta(loss, pair) > STEP_TAIL, width) / width)
+    # Of the losses below -(L + 1), P has no more than the reversed pair has δ at L.
+    reverse = _last_above(lambda loss: mixed.delta(loss, REVERSE[pair]) > STEP_TAIL, width)
+    lowest = min(highest - 1, math.floor(-(reverse + 1) / width))
+    if pair is AdjacencyType.REMOVE and math.isfinite(mixed.least):
+        lowest = max(lowest, math.floor(mixed.least / width) - 1)
+    deltas = mixed.delta(width * np.arange(lowest, highest + 1, dtype=np.float64), pair)
+    if pair is AdjacencyType.REMOVE:
+        deltas = deltas + dropped
+    return _connect_the_dots(np.clip(deltas, 0.0, 1.0), lowest, width)
+
+
+class _Mixture:
+    """Normal distributions of one width around whole numbers, against the one around 0."""
+
+    def __init__(self, noise_multiplier: float, means: NDArray[np.int64], log_weights: NDArray[np.float64]) -> None:
+        self.sigma, self.means, self.log_weights = noise_multiplier, means, log_weights
+        self.least = float(log_weights[0]) if means[0] == 0 else -math.inf
+        """The loss is above this everywhere."""
+
+    def delta(self, loss: NDArray[np.float64] | float, pair: AdjacencyType) -> NDArray[np.float64]:
+        """Return the δ of the pair at each loss (n,)."""
+        losses = np.atleast_1d(np.asarray(loss, dtype=np.float64))
+        toward = losses if pair is AdjacencyType.REMOVE else -losses
+        result = np.zeros_like(losses)
+        inside = toward > self.least
+        outcome = self._outcome(toward[inside])
+        side = 1.0 if pair is AdjacencyType.REMOVE else -1.0
+        mixture = sum(
+            np.exp(log_weight) * special.ndtr(side * (mean - outcome) / self.sigma)
+            for mean, log_weight in zip(self.means, self.log_weights, strict=True)
+        )
+        if pair is AdjacencyType.REMOVE:
+            result[~inside] = -np.expm1(losses[~inside])
+            result[inside] = mixture - np.exp(losses[inside] + special.log_ndtr(-outcome / self.sigma))
+        else:
+            result[inside] = special.ndtr(outcome / self.sigma) - np.exp(losses[inside]) * mixture
+        return np.clip(result, 0.0, 1.0)
+
+    def _outcome(self, loss: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the outcome at which the loss is the given one, by Newton's method.
+
+        The loss rises with the outcome and is convex. Leaving out all components but 0 and j gives a lower bound of it
+        that can be inverted; the least of these outcomes lies above the one that is wanted, and from there the steps
+        of a convex function never overshoot.
+        """
+        variance = self.sigma**2
+        rest = loss if self.least == -math.inf else loss + np.log(-np.expm1(self.least - loss))
+        outcome = np.full_like(loss, math.inf)
+        for mean, log_weight in zip(self.means, self.log_weights, strict=True):
+            if mean > 0:
+                outcome = np.minimum(outcome, (rest - log_weight) * variance / mean + mean / 2)
+        for _ in range(100):
+            value = np.full_like(loss, -math.inf)
+            for mean, log_weight in zip(self.means, self.log_weights, strict=True):
+                value = np.logaddexp(value, log_weight + (mean * outcome - mean**2 / 2) / variance)
+            slope = np.zeros_like(loss)
+            for mean, log_weight in zip(self.means, self.log_weights, strict=True):
+                slope += mean / variance * np.exp(log_weight + (mean * outcome - mean**2 / 2) / variance - value)
+            step = (value - loss) / slope
+            outcome = outcome - step
+            if not step.size or float(np.max(np.abs(step))) < 1e-13 * self.sigma:
+                break
+        return outcome
+
+
+def _last_above(is_above: Callable[[float], Any], width: float) -> float:
+    """Return a loss, within 0.1 % or a grid step, from which on a δ that falls is no longer above a bound."""
+    low, high = 0.0, 1.0
+    while np.all(is_above(high)):
+        low, high = high, 2 * high
+    while high - low > max(1e-3 * high, width):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.all(is_above(middle)) else (low, middle)
+    return max(high, width)
+
+
+@dataclass(frozen=True, eq=False)
+class Composition:
+    """The sum of independent losses on a grid, tilted by exp(θ loss).
+
+    The mass of loss l is ``masses * exp(log_scale - tilt * l)``. It is meant for the losses around the ε that θ was
+    chosen for; anywhere else `delta` is an upper bound all the same.
+
+    Rounding. δ is a sum of tilted masses with weights of at most exp(log_scale - θ ε). Against the same in extended
+    precision, such sums were off by at most 1.7 T 2**-53 of that over 36 settings without tilt, T from 410 to 10**6,
+    and by less with it (tests hold both); `delta` adds T 2**-50.
+    """
+
+    width: float
+    """Distance of two grid points."""
+    lowest: int
+    """The first grid point, in widths."""
+    masses: NDArray[np.float64]
+    """(n,): tilted masses."""
+    infinite: float
+    """Mass of an infinite loss, not tilted."""
+    tilt: float
+    """θ >= 0."""
+    log_scale: float
+    """log M(θ)."""
+    rounding: float
+    """T 2**-50."""
+
+    def delta(self, epsilon: float) -> float:
+        """Return an upper bound of the δ at ε."""
+        start, reference, above, weighted = self._tails
+        index = math.floor(epsilon / self.width) + 1 - start
+        if index < 0:
+            return 1.0
+        value = 0.0
+        if index < len(above):
+            value = above[index]
+            if epsilon - reference < 600:  # else exp would overflow, and what is left out only lowers δ
+                value -= weighted[index] * math.exp(epsilon - reference)
+        scale = math.exp(min(700.0, self.log_scale - self.tilt * reference))
+        slack = self.rounding * math.exp(min(700.0, self.log_scale - self.tilt * epsilon))
+        return min(1.0, self.infinite + max(0.0, float(value)) * scale * (1 + 1e-9) + slack)
+
+    @cached_property
+    def _tails(self) -> tuple[int, float, NDArray[np.float64], NDArray[np.float64]]:
+        """Sums of the masses from each grid point upwards, plain and times exp(-loss), relative to a reference loss."""
+        losses = (self.lowest + np.arange(len(self.masses))) * self.width
+        reference = float(losses[len(losses) // 2])
+        # Far below the reference, tilting back would overflow.
+        first = int(np.searchsorted(losses, reference - 600 / (self.tilt + 1)))
+        away = losses[first:] - reference
+        plain = self.masses[first:] * np.exp(-self.tilt * away)
+        weighted = plain * np.exp(-away)
+        return self.lowest + first, reference, plain[::-1].cumsum()[::-1], weighted[::-1].cumsum()[::-1]
+
+
+Parts = Sequence[tuple[LossPmf, int]]
+
+
+def compose(parts: Parts, tilt: float = 0.0) -> Composition:
+    """Return the distribution of the sum of independent losses, `count` of each part.
+
+    By one real Fourier transform for all of them. What lies above the Chernoff bounds becomes an infinite loss.
+
+    Args:
+        parts: distributions on one grid, and how often each is added.
+        tilt: θ >= 0; `tilt_for` chooses one. Any is valid.
+    """
+    tilted, log_scale, log_finite, total = [], 0.0, 0.0, 0
+    for pmf, count in parts:
+        exponent = tilt * pmf.losses
+        shift = float(exponent[pmf.masses > 0].max())
+        masses = pmf.masses * np.exp(np.minimum(exponent - shift, 0.0))
+        moment = float(masses.sum())
+        tilted.append((masses / moment, count))
+        log_scale += count * (math.log(moment) + shift)
+        log_finite += count * math.log1p(-pmf.infinite)
+        total += count
+    width = parts[0][0].width
+    first, last = _composed_bounds(tilted)
+    length = fft.next_fast_len(max(last - first + 1, *(len(masses) for masses, _ in tilted)), real=True)
+    spectrum = None
+    for masses, count in tilted:
+        powered = _power(fft.rfft(masses, length), count)
+        spectrum = powered if spectrum is None else spectrum * powered
+    composed = np.roll(fft.irfft(spectrum, length), -first)[: last - first + 1]
+    lowest = sum(pmf.lowest * count for pmf, count in parts)
+    cut = _COMPOSED_TAIL * math.exp(min(700.0, log_scale - tilt * (lowest + last) * width))
+    return Composition(
+        width, lowest + first, composed, cut - math.expm1(log_finite), tilt, log_scale, total * _STEP_ROUNDING
+    )
+
+
+def _power(spectrum: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
     power = spectrum
     for bit in bin(count)[3:]:
         power = power * power * spectrum if bit == "1" else power * power
-    masses = np.roll(fft.irfft(power, length), -first)[: last - first + 1]
-    infinite = _COMPOSED_TAIL - math.expm1(count * math.log1p(-pmf.infinite))
-    return LossPmf(pmf.width, pmf.lowest * count + first, masses, infinite)
+    return power
 
 
-def _composed_bounds(masses: NDArray[np.float64], count: int) -> tuple[int, int]:
+def tilt_for(parts: Parts, *, delta: float | None = None, epsilon: float | None = None) -> float:
+    """Return about the θ of the best Chernoff bound, for the ε of a δ or for the δ of an ε.
+
+    log δ <= log M(θ) - θ ε for every θ >= 0. No θ is wrong; one far from the best gives a looser result.
+    """
+    with np.errstate(divide="ignore"):
+        logs = [(pmf.losses, np.log(pmf.masses), count) for pmf, count in parts]
+
+    def bound(log_tilt: float) -> float:
+        tilt = math.exp(log_tilt)
+        log_scale = sum(count * _log_moment(tilt * losses + log) for losses, log, count in logs)
+        if delta is not None:
+            return (log_scale - math.log(delta)) / tilt
+        assert epsilon is not None
+        return log_scale - tilt * epsilon
+
+    found = optimize.minimize_scalar(bound, bounds=_LOG_TILTS, method="bounded", options={"xatol": 0.03})
+    return math.exp(found.x) if delta is not None or found.fun < 0 else 0.0
+
+
+def _composed_bounds(parts: Sequence[tuple[NDArray[np.float64], int]]) -> tuple[int, int]:
     """Return the first and the last index of the composition that matter, by Chernoff's bound.
 
-    For any order t: P[sum >= k] <= exp(count * log E[exp(t X)] - t k), and likewise below. Any set of orders is valid;
-    these lie around the one that is best for a normal distribution of the same variance.
+    For any order t: P[sum >= k] <= exp(sum of count * log E[exp(t X)] - t k), and likewise below. Any set of orders is
+    valid; these lie around the one that is best for a normal distribution of the same variance.
     """
-    first, last = 0, (len(masses) - 1) * count
-    index = np.arange(len(masses), dtype=np.float64)
+    first, last = 0, sum((len(masses) - 1) * count for masses, count in parts)
     budget = math.log(2 / _COMPOSED_TAIL)
-    mean = float(masses @ index) / masses.sum()
-    deviation = math.sqrt(float(masses @ (index - mean) ** 2) / masses.sum()) or 1e-3
-    best = math.sqrt(2 * budget / count) / deviation
-    for order in (*(best * 2.0 ** np.arange(-4, 3)), 4 / len(masses), 20 / len(masses)):
+    variance, longest, logs = 0.0, 0, []
+    for masses, count in parts:
+        index = np.arange(len(masses), dtype=np.float64)
+        mean = float((masses * index).sum())  # the tilted masses come to one
+        variance += count * float((masses * (index - mean) ** 2).sum())
+        longest = max(longest, len(masses))
+        with np.errstate(divide="ignore"):
+            logs.append((index, np.log(masses), count))
+    best = math.sqrt(2 * budget / max(variance, 1e-6))
+    for order in (*(best * 2.0 ** np.arange(-2, 2)), 4 / longest, 20 / longest):
         for signed in (order, -order):
-            shift = max(0.0, signed * index[-1])
-            moment = float(masses @ np.exp(signed * index - shift))
-            if moment <= 0:
-                continue
-            bound = (count * (math.log(moment) + shift) + budget) / signed
+            total = sum(count * _log_moment(signed * index + log) for index, log, count in logs)
+            bound = (total + budget) / signed
             if signed > 0:
                 last = min(last, math.ceil(bound))
             else:
@@ -170,11 +396,7 @@ def _composed_bounds(masses: NDArray[np.float64], count: int) -> tuple[int, int]
     return first, max(first, last)
 
 
-def to_library(remove: LossPmf, add: LossPmf | None = None) -> library.PrivacyLossDistribution:
-    """Return dp_accounting's object for a pair and its reverse, or for a symmetric pair alone."""
-    pmfs = (
-        pld_pmf.DensePLDPmf(pmf.width, pmf.lowest, pmf.masses, pmf.infinite, pessimistic_estimate=True)
-        for pmf in (remove, add)
-        if pmf is not None
-    )
-    return library.PrivacyLossDistribution(*pmfs)
+def _log_moment(exponents: NDArray[np.float64]) -> float:
+    """Return log sum exp, rounded up: terms that don't matter are raised to where exp is fast."""
+    largest = float(exponents.max())
+    return math.log(float(np.exp(np.maximum(exponents - largest, -600.0)).sum())) + largest
