@@ -72,6 +72,8 @@ class Run:
     """Whether a block keeps its input alone and is recomputed in the backward pass."""
     bf16: bool
     """``train.bf16``."""
+    unit_rows: int = 1
+    """Rows of a unit at most; those of a unit with more than B go through the model in several passes."""
     shard_size: int = GPUS_OF_A_NODE
     """S of "fsdp2-hybrid": GPUs that share one copy of the model. Other engines shard over all GPUs or none."""
 
@@ -81,7 +83,7 @@ class Run:
             raise ConfigError(
                 f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}{nearest(self.engine, ENGINES)}"
             )
-        for name in ("num_gpus", "rows", "tokens", "num_microbatches", "shard_size"):
+        for name in ("num_gpus", "rows", "tokens", "num_microbatches", "unit_rows", "shard_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.engine == "single" and self.num_gpus != 1:
@@ -361,7 +363,11 @@ def _book(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
     outer = sum(tokens * (dtypes.stream * shape.hidden + _INDEX) for _ in range(shape.trainable_tables))
     if shape.head_trainable:
         outer += tokens * compute * (shape.hidden + shape.vocabulary)
-    return rows * (shape.num_layers * block + outer)
+    per_row = shape.num_layers * block + outer
+    if run.unit_rows <= rows:
+        return rows * per_row
+    held = min((run.unit_rows - rows) * per_row, _FLOAT32 * shape.trainable)  # never more than the unit's gradient
+    return rows * per_row + held
 
 
 def _prefers_instance(inputs: int, outputs: int, run: Run, width: int) -> bool:
@@ -423,7 +429,7 @@ def footprint_of_recipe(
 
     Args:
         recipe: what is trained. ``data.max_length`` is T. Users with several rows are taken to have
-            ``max_rows_per_unit`` each, which one microbatch holds together.
+            ``max_rows_per_unit`` each.
         arguments: its ``train`` section.
         plan_or_batch: the plan, or the expected batch size b in units.
         engine: one of `ENGINES`.
@@ -442,8 +448,9 @@ def footprint_of_recipe(
             f"train.optim={optimizer}: how much memory it takes is known for adamw_torch and adamw_torch_fused alone"
         )
     batch = plan_or_batch if isinstance(plan_or_batch, int) else plan_or_batch.expected_batch_size
-    per_unit = recipe.privacy.max_rows_per_unit or 1
-    rows = max(arguments.per_device_train_batch_size, per_unit)
+    by_example = recipe.privacy.sampling == "example"
+    per_unit = 1 if by_example else recipe.privacy.max_rows_per_unit or 1
+    rows = arguments.per_device_train_batch_size
     run = Run(
         engine=engine,
         num_gpus=num_gpus,
@@ -452,6 +459,7 @@ def footprint_of_recipe(
         num_microbatches=_share(batch * per_unit, num_gpus * rows),
         checkpointing=bool(arguments.gradient_checkpointing),
         bf16=bool(arguments.bf16),
+        unit_rows=per_unit,
         shard_size=shard_size,
     )
     return footprint(shape_of_model(recipe.model), run)

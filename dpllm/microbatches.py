@@ -2,9 +2,10 @@
 
 Clipping is per unit, so neither changes anything but speed. Units are handed out longest first, each to the process
 with the fewest tokens so far, so that processes that wait for each other at every layer have equal work; within a
-process they stay sorted by length, so that little padding is needed; every row of a unit stays in one microbatch. Every
-process gets the same number of microbatches: one with nothing left, like a step without any unit, runs a single padding
-row, whose loss has weight 0.
+process they stay sorted by length, so that little padding is needed. A unit stays in one microbatch, unless it has more
+rows than fit: then it has several to itself, all but the last marked as to be continued. Every process gets the same
+number of microbatches: one with nothing left, like a step without any unit, runs a single padding row, whose loss has
+weight 0.
 
 Shape suffixes: B rows.
 """
@@ -32,12 +33,14 @@ class Microbatch:
     Attributes:
         inputs: what the collator made of the rows; every tensor has the rows first.
         unit_index: (B,) int64, each row's unit within this microbatch, 0..num_units-1; -1 for a padding row.
-        num_units: units in this microbatch.
+        num_units: units that end in this microbatch.
+        continues: whether all rows belong to one unit, of which the next microbatch has more.
     """
 
     inputs: Mapping[str, Any]
     unit_index: Tensor
     num_units: int
+    continues: bool = False
 
 
 def microbatches(
@@ -58,8 +61,7 @@ def microbatches(
         units: which rows each unit has.
         lengths: (num_rows,) tokens of every row of the data set.
         unit_ids: all units of this step, the same on every process; may be empty.
-        max_rows: rows of a microbatch at most. A unit with more rows makes one microbatch by itself: it is never
-            split, since its norm is over all its rows.
+        max_rows: rows of a microbatch at most.
         rank: this process, 0 <= rank < size.
         size: how many processes the units are divided over. Every process gets the same number of microbatches.
 
@@ -79,14 +81,16 @@ def microbatches(
     rows, unit = rows[order], rank_of[position][order]
     rows_of_unit = np.bincount(unit, minlength=len(unit_ids))
     owner = share_out(np.bincount(unit, weights=lengths[rows], minlength=len(unit_ids)), size)
-    cuts = [list(_cuts(rows_of_unit[owner == process], max_rows)) for process in range(size)]
+    pieces = [list(_pieces(rows_of_unit[owner == process], max_rows)) for process in range(size)]
     mine = owner[unit] == rank
     rows, unit = rows[mine], np.cumsum(owner == rank)[unit[mine]] - 1
-    for start, stop in cuts[rank]:
-        here = (unit >= start) & (unit < stop)
-        yield _microbatch(fetch(rows[here]), collate, unit[here] - start, num_units=stop - start)
-    for _ in range(max(1, *map(len, cuts)) - len(cuts[rank])):
-        yield _microbatch(fetch(units.rows[:1]), collate, np.array([PADDING_UNIT]), num_units=0)
+    for start, stop, continues in pieces[rank]:
+        here = unit[start:stop]
+        num_units = 0 if continues else int(here[-1] - here[0]) + 1
+        inputs, unit_index = _collated(fetch(rows[start:stop]), collate, here - here[0])
+        yield Microbatch(inputs, unit_index, num_units, continues)
+    for _ in range(max(1, *map(len, pieces)) - len(pieces[rank])):
+        yield Microbatch(*_collated(fetch(units.rows[:1]), collate, np.array([PADDING_UNIT])), num_units=0)
 
 
 def share_out(tokens_U: np.ndarray, size: int) -> np.ndarray:
@@ -115,19 +119,25 @@ def share_out(tokens_U: np.ndarray, size: int) -> np.ndarray:
     return owner
 
 
-def _cuts(rows_of_unit: np.ndarray, max_rows: int) -> Iterator[tuple[int, int]]:
-    """Ranges of consecutive units that have at most ``max_rows`` rows together, or consist of one unit."""
-    start, filled = 0, 0
-    for unit, count in enumerate(rows_of_unit):
-        if filled and filled + count > max_rows:
-            yield start, unit
-            start, filled = unit, 0
-        filled += int(count)
-    if len(rows_of_unit):
-        yield start, len(rows_of_unit)
+def _pieces(rows_of_unit: np.ndarray, max_rows: int) -> Iterator[tuple[int, int, bool]]:
+    """Cut rows that stand unit after unit: where each microbatch begins and ends, and whether its unit goes on."""
+    begin, end = 0, 0
+    for count in rows_of_unit.tolist():
+        if end > begin and end - begin + count > max_rows:
+            yield begin, end, False
+            begin = end
+        end += count
+        if count > max_rows:
+            while end - begin > max_rows:
+                yield begin, begin + max_rows, True
+                begin += max_rows
+            yield begin, end, False  # no other unit joins the last of its rows
+            begin = end
+    if end > begin:
+        yield begin, end, False
 
 
-def _microbatch(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray, num_units: int) -> Microbatch:
+def _collated(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray) -> tuple[Mapping[str, Any], Tensor]:
     inputs = collate(list(rows))
     for name, value in inputs.items():
         if isinstance(value, Tensor) and (value.ndim == 0 or value.shape[0] != len(rows)):
@@ -136,4 +146,4 @@ def _microbatch(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray, 
                 f"stay a row of its own, first "
                 "dimension first: packing rows together would mix the gradients of different units."
             )
-    return Microbatch(inputs, torch.from_numpy(unit_index.astype(np.int64)), num_units)
+    return inputs, torch.from_numpy(unit_index.astype(np.int64))

@@ -133,13 +133,18 @@ def private_step(
     for microbatch, last in _with_last(batch):
         _check_rows(clipper, microbatch, loss_of, processes)
         loss_B = loss_of(microbatch.inputs)
-        result = clipper.clip(loss_B, microbatch.unit_index)
-        tally.add(loss_B, microbatch, result.norms)
+        if microbatch.continues:
+            clipper.hold(loss_B)
+        norm_U = loss_B.new_zeros(0) if microbatch.continues else clipper.clip(loss_B, microbatch.unit_index).norms
+        tally.add(loss_B, microbatch, norm_U)
 
-        def add_to(parameter: nn.Parameter, total: Tensor, last: bool = last) -> None:
+        def add_to(
+            parameter: nn.Parameter, total: Tensor, last: bool = last, whole: bool = not microbatch.continues
+        ) -> None:
             nonlocal num_entries
             with engine.guard.handing_in(total):
-                clipper.add_clipped_sum_(parameter, total)
+                if whole:
+                    clipper.add_clipped_sum_(parameter, total)
                 if last:  # each entry's noise is drawn by one process, before the sum over processes
                     noise.add_share_(total, plan.noise_stddev, processes.rank, processes.size)
             num_entries += total.numel() if last else 0

@@ -432,11 +432,18 @@ def test_recipe_of_a_model_by_name(tmp_path):
 
 
 def test_recipe_of_users():
-    """All rows of one user go through the model together."""
+    """A user's rows go through the model in several passes; what is held in between is at most one gradient."""
     user = ("privacy.unit=user", "privacy.unit_column=author", "privacy.max_rows_per_unit=50")
     recipe, arguments = recipe_of(*user)
     result = footprint_of_recipe(recipe, arguments, 100, "fsdp2", 8)
-    assert (result.run.rows, result.run.num_microbatches) == (50, 13)
+    rows = arguments.per_device_train_batch_size
+    assert (result.run.rows, result.run.unit_rows) == (rows, 50)
+    assert result.run.num_microbatches == -(-100 * 50 // (8 * rows))
+    alone = dataclasses.replace(result.run, unit_rows=1)
+    held = result.book - footprint(result.shape, alone).book
+    assert 0 < held <= 4 * result.shape.trainable
+    singly, _ = recipe_of(*user, "privacy.sampling=example")
+    assert footprint_of_recipe(singly, arguments, 100, "fsdp2", 8).run.unit_rows == 1
 
 
 def test_recipe_refuses_an_unknown_optimizer():

@@ -35,32 +35,51 @@ def units_of(batches, units):
     found = []
     for batch in batches:
         real = [row for row, u in zip(batch.inputs["row"].tolist(), batch.unit_index.tolist(), strict=True) if u >= 0]
-        assert len({unit_of_row[row] for row in real}) == batch.num_units
-        found += sorted({unit_of_row[row] for row in real})
+        assert len({unit_of_row[row] for row in real}) == batch.num_units + batch.continues
+        found += [] if batch.continues else sorted({unit_of_row[row] for row in real})
     return found
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_row_of_every_unit_exactly_once(data):
-    """Any number of units, rows and any budget: the rows of a unit stay together, in one microbatch."""
+    """Any number of units, rows and any budget: a unit's rows stand together, in one microbatch or in its own."""
     owner = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=30))
     units = UnitIndex.from_ids([str(o) for o in owner], None)
     chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
     max_rows = data.draw(st.integers(1, 8))
     batches = cut(units, [data.draw(st.integers(1, 50)) for _ in owner], chosen, max_rows)
-    seen = []
+    seen, held = [], []
     for batch in batches:
         rows = batch.inputs["row"].tolist()
-        assert len(rows) <= max_rows or batch.num_units == 1
+        seen += rows
+        assert 1 <= len(rows) <= max_rows
+        if batch.continues:
+            assert batch.num_units == 0 and set(batch.unit_index.tolist()) == {0} and len(rows) == max_rows
+            held += rows
+            continue
         assert sorted(set(batch.unit_index.tolist())) == list(range(batch.num_units))
+        assert not held or batch.num_units == 1
         for unit in range(batch.num_units):
-            members = [row for row, u in zip(rows, batch.unit_index.tolist(), strict=True) if u == unit]
+            members = held + [row for row, u in zip(rows, batch.unit_index.tolist(), strict=True) if u == unit]
             (name,) = {owner[row] for row in members}
             assert sorted(members) == [row for row, o in enumerate(owner) if o == name]
-        seen += rows
+        held = []
+    assert not held
     expected, _ = units.rows_of(np.asarray(chosen))
     assert sorted(seen) == sorted(expected.tolist())
+
+
+def test_a_unit_larger_than_a_microbatch_has_several_to_itself():
+    """Its rows are divided, and the processes still get the same number of microbatches."""
+    units = UnitIndex.from_ids(["a"] * 5 + ["b", "c"])
+    shares = [cut(units, [9] * 5 + [1, 1], [0, 1, 2], 2, rank, 2) for rank in (0, 1)]
+    assert [(len(b.unit_index), b.num_units, b.continues) for b in shares[0]] == [
+        (2, 0, True),
+        (2, 0, True),
+        (1, 1, False),
+    ]
+    assert [(b.num_units, b.continues) for b in shares[1]] == [(2, False), (0, False), (0, False)]
 
 
 def test_rows_of_similar_length_go_together():
@@ -112,9 +131,9 @@ def test_every_unit_is_on_exactly_one_rank_and_ranks_have_equally_many_microbatc
     rows = sorted(row for share in shares for batch in share for row in batch.inputs["row"][batch.unit_index >= 0])
     assert rows == sorted(units.rows_of(np.asarray(chosen, dtype=np.int64))[0].tolist())
     for batch in (batch for share in shares for batch in share):
-        padding = batch.num_units == 0
+        padding = batch.num_units == 0 and not batch.continues
         assert batch.unit_index.tolist() == [PADDING_UNIT] if padding else int(batch.unit_index.min()) == 0
-        assert len(batch.unit_index) <= max_rows or batch.num_units == 1
+        assert len(batch.unit_index) <= max_rows
 
 
 def test_the_share_of_a_rank_does_not_depend_on_who_asks():

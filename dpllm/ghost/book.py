@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dpllm.ghost import kernels
 from dpllm.ghost.checks import FunctionalUses, RowProbe, rows_of_call
-from dpllm.ghost.contributions import Contribution, Instance, Outer, Rows, merge, squared_norms
+from dpllm.ghost.contributions import Contribution, Instance, Outer, Rows, join, merge, squared_norms
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.rules import Served, find_sites, refuse_coupled_modules
 from dpllm.ghost.tap import Receive, tap
@@ -48,6 +48,7 @@ class Book:
         self._name_of = {id(p): name for name, p in self._parameters.items()}
         self._switched_off: dict[int, nn.Parameter] = {}
         self._contributions: dict[int, list[Contribution]] = defaultdict(list)
+        self._held: dict[int, list[Contribution]] = {}  # of a unit that has more rows than one pass takes
         self._rows: Rows | None = None
         self._weights: tuple[Tensor | None, Tensor] | None = None
         self._batch_rows: int | None = None
@@ -214,6 +215,36 @@ class Book:
             ``(sq_norm_U, slack_U)`` in float32 (float64 for a float64 model): squared norms, and an upper bound of
             what rounding may add to the square of the clipped sum's share of a unit.
         """
+        if self._held and (num_units != 1 or bool((unit_B != 0).any())):
+            raise GhostError(
+                f"Rows of a unit are held, and this microbatch has rows of {num_units} units or padding. Give the rest "
+                "of that unit's rows by themselves, as unit 0."
+            )
+        self._differentiate(loss_B, unit_B, num_units)
+        if self._held:
+            self._join()
+            self._contributions, self._held = defaultdict(list, self._held), {}
+            self._rows = Rows.of(unit_B.new_zeros(1), 1)
+        with kernels.exact_matmul(), torch.no_grad():
+            return self._norms()
+
+    def hold(self, loss_B: Tensor) -> None:
+        """Run the backward pass of some rows of one unit, and hold their share of its gradient for the next pass.
+
+        Args:
+            loss_B: (B,) losses with a graph, all of the same unit.
+        """
+        self._differentiate(loss_B, torch.zeros(len(loss_B), dtype=torch.int64, device=loss_B.device), 1)
+        self._join()
+
+    def _join(self) -> None:
+        with kernels.exact_matmul(), torch.no_grad():
+            for key, contributions in self._contributions.items():
+                self._held[key] = join(self._held.get(key, []), contributions)
+        self._contributions.clear()
+
+    def _differentiate(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> None:
+        """Fill the book with the contributions of these rows."""
         self._rows = Rows.of(unit_B, num_units)
         weight_B = (unit_B >= 0).to(loss_B.dtype)
         self._in_backward = True
@@ -222,8 +253,6 @@ class Book:
             if not self.rows_checked and int(weight_B.sum()) > 1:
                 self._check_rows(loss_B, weight_B)
             torch.autograd.backward(loss_B, weight_B)
-            with kernels.exact_matmul(), torch.no_grad():
-                return self._norms()
         finally:
             self._in_backward = False
             self._switch_on()
@@ -332,6 +361,7 @@ class Book:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._held.clear()
         self.clear()
 
 

@@ -89,6 +89,22 @@ class GhostClipper:
             self.add_clipped_sum_(parameter, _accumulator(parameter))
         return result
 
+    def hold(self, losses: Tensor) -> None:
+        """Take some rows of one unit that has more rows than fit into memory at once.
+
+        Its gradient is complete, and clipped as one, with the next `clip` or `backward`, which must be given the rest
+        of that unit's rows and no others. In between, no more is held than the smaller of the unit's activations and
+        one gradient of the whole model.
+
+        Args:
+            losses: (B,) one loss per row, with a graph, all of the same unit.
+
+        Raises:
+            GhostError: losses of another shape or without a graph.
+        """
+        self._check(losses, None)
+        self._book.hold(losses)
+
     def clip(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
         """As `backward`, without forming the sum: `add_clipped_sum_` does that, one parameter at a time.
 

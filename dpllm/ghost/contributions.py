@@ -70,6 +70,10 @@ class Instance:
         """The per-row gradients (B, *parameter shape) in the accumulation dtype."""
         return self.value_B
 
+    def fold(self) -> Instance:
+        """The same, of a single row that stands for all of them."""
+        return Instance(self.value_B.sum(0, keepdim=True, dtype=kernels.accumulation_dtype(self.value_B.dtype)))
+
     def select(self, rows: Tensor) -> Instance:
         """Keep the given rows."""
         return Instance(self.value_B[rows])
@@ -121,6 +125,10 @@ class Outer:
         dtype = kernels.accumulation_dtype(self.left_BTL.dtype)
         return torch.bmm(self.left_BTL.to(dtype).mT, self.right_BTR.to(dtype))
 
+    def fold(self) -> Outer:
+        """The same, of a single row that has the tokens of all of them."""
+        return Outer(_one_row(self.left_BTL), _one_row(self.right_BTR), self.input_side)
+
     def select(self, rows: Tensor) -> Outer:
         """Keep the given rows."""
         return Outer(self.left_BTL[rows], self.right_BTR[rows], self.input_side)
@@ -160,6 +168,10 @@ class Lookup:
         total = torch.zeros(rows, self.num_entries, width, dtype=dtype, device=self.right_BTR.device)
         return total.scatter_add_(1, self.index_BT[:, :, None].expand(-1, -1, width), self.right_BTR.to(dtype))
 
+    def fold(self) -> Lookup:
+        """The same, of a single row that has the tokens of all of them."""
+        return Lookup(_one_row(self.index_BT), _one_row(self.right_BTR), self.num_entries)
+
     def select(self, rows: Tensor) -> Lookup:
         """Keep the given rows."""
         return Lookup(self.index_BT[rows], self.right_BTR[rows], self.num_entries)
@@ -188,6 +200,11 @@ class Lookup:
 
 
 Contribution = Instance | Outer | Lookup
+
+
+def _one_row(x: Tensor) -> Tensor:
+    """(B, T, ...) to (1, B * T, ...)."""
+    return x.flatten(0, 1)[None]
 
 
 def _pair_inner(x: Outer | Lookup, y: Outer | Lookup, first_N: Tensor | slice, second_N: Tensor | slice) -> Tensor:
@@ -251,6 +268,29 @@ def merge(contributions: Sequence[Contribution]) -> list[Contribution]:
             total = total + contribution.instance()
         return [Instance(total)]
     return list(contributions)
+
+
+def join(held: Sequence[Contribution], more: Sequence[Contribution]) -> list[Contribution]:
+    """Bring together what the rows of one unit contribute to one parameter in several passes, as of a single row.
+
+    A sum over rows of sums over tokens is one sum over tokens. It is held in factors, or as the gradient itself as soon
+    as that takes less memory, however many rows follow.
+
+    Args:
+        held: what `join` returned for the passes before; empty at first.
+        more: every use of the parameter in one more pass.
+    """
+    folded = [*held, *(contribution.fold() for contribution in more)]
+    outers = [c for c in folded if isinstance(c, Outer)]
+    lookups = [c for c in folded if isinstance(c, Lookup)]
+    joined: list[Contribution] = [c for c in folded if isinstance(c, Instance)]
+    if outers:
+        lefts, rights = [c.left_BTL for c in outers], [c.right_BTR for c in outers]
+        joined.append(Outer(torch.cat(lefts, 1), torch.cat(rights, 1), outers[0].input_side))
+    if lookups:
+        indexes, rights = [c.index_BT for c in lookups], [c.right_BTR for c in lookups]
+        joined.append(Lookup(torch.cat(indexes, 1), torch.cat(rights, 1), lookups[0].num_entries))
+    return merge(joined)
 
 
 def squared_norms(contributions: Sequence[Contribution], rows: Rows) -> tuple[Tensor, Tensor]:

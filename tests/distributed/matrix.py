@@ -44,7 +44,8 @@ class Job:
     rows_per_unit: int = 1
 
     def __str__(self) -> str:
-        ways = ["accumulated"] * (self.max_rows < NUM_ROWS) + ["units of two rows"] * (self.rows_per_unit == 2)
+        ways = ["accumulated"] * (self.max_rows < NUM_ROWS)
+        ways += [f"units of {self.rows_per_unit} rows"] * (self.rows_per_unit > 1)
         return "-".join([self.engine, str(self.case), *ways])
 
     @property

@@ -19,6 +19,7 @@ WAYS = (
     (False, "none", 2, 1),
     (False, "non-reentrant", NUM_ROWS, 1),
     (True, "none", NUM_ROWS, 2),
+    (True, "none", 2, 3),  # units of more rows than a microbatch has
     (True, "reentrant", 2, 1),
 )
 
