@@ -1,0 +1,404 @@
+"""Tests of dpllm.budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpllm.accounting import epsilon
+from dpllm.budget import (
+    Budget,
+    BudgetError,
+    budget_rows,
+    charge,
+    check_entry,
+    create_budget,
+    read_budget,
+    require_room,
+    settle,
+)
+from dpllm.config import PrivacyConfig
+from dpllm.plan import PrivacyPlan, make_plan
+
+# Full batches are the quickest to account for.
+FULL: dict[str, Any] = {"expected_batch_size": 1000, "noise_multiplier": 22.0}
+
+
+def make(num_steps: int = 50, num_units: int = 1000, **change: Any) -> PrivacyPlan:
+    settings: dict[str, Any] = {"noise_multiplier": 1.0, "clip_norm": 0.5, "expected_batch_size": 20, "delta": 1e-5}
+    return make_plan(PrivacyConfig(**{**settings, "dataset": "chats", **change}), num_units, num_steps)
+
+
+HEAD: dict[str, Any] = {"dataset": "chats", "epsilon": 3.0, "delta": 1e-5, "unit": "sequence", "num_units": 1000}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "chats.budget.json"
+    create_budget(file, **HEAD)
+    return file
+
+
+def test_new_budget_reads_back(path: Path) -> None:
+    """What was given is what is read, with nothing spent."""
+    budget = read_budget(path)
+    assert {name: getattr(budget, name) for name in HEAD} == HEAD
+    assert (budget.unit_column, budget.adjacency, budget.entries, budget.spent) == (None, "zero-out", (), 0.0)
+    assert dict(budget_rows(budget))["left"].startswith("ε = 3.0000 by subtraction")
+
+
+def test_runs_are_charged_until_the_budget_is_exhausted(path: Path) -> None:
+    """Two runs fit, composed; the third is refused and leaves the file as it was; one as short as was said fits."""
+    plan, other = make(**FULL), make(noise_multiplier=1.2)
+    charge(path, plan, "chats")
+    charge(path, other, "chats")
+    budget = read_budget(path)
+    assert budget.spent == epsilon([(plan.step, 50), (other.step, 50)], 1e-5) <= 3.0
+    assert budget.spent < plan.epsilon + other.epsilon, "runs compose; they don't just add up"
+    before = path.read_bytes()
+    long = make(600, **FULL)
+    with pytest.raises(BudgetError, match=r"allows ε = 3.0000 at δ = 1e-05 \(zero-out\).* still fit") as refusal:
+        charge(path, long, "chats")
+    assert path.read_bytes() == before
+    text = str(refusal.value)
+    for number in (epsilon([(long.step, 600)], 1e-5), budget.spent, budget.cost([*budget.history, (long.step, 600)])):
+        assert f"ε = {math.ceil(number * 1e4) / 1e4:.4f}" in text
+    found = re.search(r"(\d+) of its steps still fit", text)
+    assert found is not None
+    fitting = int(found.group(1))
+    assert budget.cost([*budget.history, (long.step, fitting)]) <= 3.0
+    assert budget.cost([*budget.history, (long.step, fitting + 1)]) > 3.0
+    charge(path, make(fitting, **FULL), "chats")
+    with pytest.raises(BudgetError, match="not one of its steps fits"):
+        charge(path, make(5, **{**FULL, "noise_multiplier": 4.0}), "chats")
+    assert len(read_budget(path).entries) == 3
+
+
+def test_entry_says_what_was_charged(path: Path) -> None:
+    """An entry carries the plan's hash, its step with all fields, the reservation and the time."""
+    plan = make()
+    entry_id = charge(path, plan, "chats")
+    (entry,) = read_budget(path).entries
+    assert (entry.id, entry.plan_hash, entry.step) == (entry_id, plan.hash, plan.step)
+    assert (entry.steps_reserved, entry.steps_charged, entry.steps_before, entry.num_steps) == (50, None, 0, 50)
+    assert len(entry_id) == 16 and entry.charged_at.endswith("+00:00")
+
+
+def test_budget_counts_at_its_own_delta_and_adjacency(tmp_path: Path) -> None:
+    """Runs planned at another δ and adjacency are composed at those of the file."""
+    path = tmp_path / "b.json"
+    create_budget(path, **{**HEAD, "delta": 1e-6, "epsilon": 9.0}, adjacency="replace-one")
+    plan = make(delta=1e-4, dataset=None)
+    charge(path, plan, "chats")
+    assert read_budget(path).spent == epsilon([(plan.step, 50)], 1e-6, "replace-one")
+
+
+def test_users_drawn_whole_and_row_by_row_share_a_budget(tmp_path: Path) -> None:
+    """Both ways of sampling users are about the same unit, and compose."""
+    path = tmp_path / "b.json"
+    create_budget(path, **{**HEAD, "unit": "user", "epsilon": 20.0}, unit_column="author")
+    users = {"unit": "user", "unit_column": "author", "max_rows_per_unit": 2}
+    whole = make(**users)
+    settings = {"noise_multiplier": 2.0, "clip_norm": 0.5, "expected_batch_size": 20, "delta": 1e-5, **users}
+    single = make_plan(PrivacyConfig(**settings, sampling="example"), 1000, 30, num_examples=1800)
+    charge(path, whole, "chats")
+    charge(path, single, "chats")
+    budget = read_budget(path)
+    assert [entry.step.rows_per_unit for entry in budget.entries] == [1, 2]
+    assert budget.spent == epsilon([(whole.step, 50), (single.step, 30)], 1e-5)
+    assert dict(budget_rows(budget))["unit of privacy"] == "user (column author)"
+
+
+@pytest.mark.parametrize(
+    ("change", "dataset", "match"),
+    [
+        ({}, "letters", "dataset is 'chats' there and 'letters' here"),
+        ({"dataset": "letters"}, "chats", "dataset of the plan is 'chats' there and 'letters' here"),
+        ({"num_units": 999}, "chats", "num_units is 1000 there and 999 here"),
+        ({"unit": "user", "unit_column": "id", "max_rows_per_unit": 2}, "chats", "unit is 'sequence' there and 'user'"),
+        ({"unit": "user", "unit_column": "id", "max_rows_per_unit": 2}, "chats", "unit_column is None there and 'id'"),
+        ({"seed": 0}, "chats", "a run with a fixed seed is not private"),
+        ({"noise_multiplier": 0}, "chats", "a run without noise is not private"),
+    ],
+)
+def test_wrong_run_is_refused(path: Path, change: dict[str, Any], dataset: str, match: str) -> None:
+    """Other data, another unit, or no privacy: nothing is charged, and what differs is named."""
+    before = path.read_bytes()
+    with pytest.raises(BudgetError, match=match):
+        charge(path, make(**change), dataset)
+    assert path.read_bytes() == before
+
+
+def test_room_is_asked_for_without_charging(path: Path) -> None:
+    """What would be refused is refused beforehand, with the same words; what fits leaves the file as it was."""
+    before = path.read_bytes()
+    require_room(path, make(), "chats")
+    for plan, dataset in ((make(100_000), "chats"), (make(), "letters"), (make(seed=0), "chats")):
+        with pytest.raises(BudgetError) as asked:
+            require_room(path, plan, dataset)
+        with pytest.raises(BudgetError) as charged:
+            charge(path, plan, dataset)
+        assert str(asked.value) == str(charged.value)
+    assert path.read_bytes() == before
+
+
+def test_settling_gives_back_what_did_not_run(path: Path) -> None:
+    """The steps of the ledger replace the reservation, and never fall or exceed it."""
+    plan = make(200)
+    entry = charge(path, plan, "chats")
+    reserved = read_budget(path).spent
+    settle(path, entry, 60)
+    assert read_budget(path).spent == epsilon([(plan.step, 60)], 1e-5) < reserved
+    settle(path, entry, 60)
+    settle(path, entry, 200)
+    assert read_budget(path).spent == reserved
+    for number in (199, 201, -1):
+        with pytest.raises(BudgetError, match=rf"reserved 200 steps, of which 200 .* can't be settled with {number}"):
+            settle(path, entry, number)
+    with pytest.raises(BudgetError, match="has no entry 0123"):
+        settle(path, "0123", 5)
+
+
+def test_run_that_charged_nothing_settles_at_zero(path: Path) -> None:
+    """A run that ended before its first step costs nothing, and leaves the budget whole."""
+    settle(path, charge(path, make(), "chats"), 0)
+    assert read_budget(path).spent == 0.0
+    charge(path, make(), "chats")
+
+
+def test_settling_writes_down_what_ran_even_beyond_the_budget(path: Path) -> None:
+    """Steps that ran are never hidden: the budget then shows more spent than allowed, and nothing more fits."""
+    first = charge(path, make(500), "chats")
+    settle(path, first, 100)
+    charge(path, make(250), "chats")
+    settle(path, first, 500)
+    budget = read_budget(path)
+    assert budget.spent > budget.epsilon
+    assert dict(budget_rows(budget))["left"] == "nothing: the budget is exhausted"
+    with pytest.raises(BudgetError, match="not one of its steps fits"):
+        charge(path, make(1), "chats")
+
+
+def test_resumed_run_reserves_its_steps_again(path: Path) -> None:
+    """A resumed run needs its own entry, and all its steps anew: refused when others took what it had left."""
+    plan = make(500)
+    entry = charge(path, plan, "chats")
+    check_entry(path, entry, plan)
+    settle(path, entry, 100)
+    check_entry(path, entry, plan)
+    assert read_budget(path).entries[0].num_steps == 500
+    with pytest.raises(BudgetError, match="of which 100 were already charged"):
+        settle(path, entry, 99)
+    settle(path, entry, 100)
+    charge(path, make(250), "chats")
+    with pytest.raises(BudgetError, match="Spent or reserved by 1 other runs"):
+        check_entry(path, entry, plan)
+    assert read_budget(path).entries[0].num_steps == 100
+    with pytest.raises(BudgetError, match=r"was charged for the plan .* Resume with the configuration"):
+        check_entry(path, entry, make(499))
+    with pytest.raises(BudgetError, match="an old copy that forgot this run"):
+        check_entry(path, "0123", plan)
+
+
+_CHARGING = """
+import sys
+from dpllm.budget import charge
+from dpllm.plan import PrivacyPlan
+print("ready", flush=True)
+sys.stdin.readline()
+print(charge(sys.argv[1], PrivacyPlan.load(sys.argv[2]), "chats"))
+"""
+
+
+def test_processes_charge_one_after_the_other(path: Path, tmp_path: Path) -> None:
+    """Of three processes that charge in the same moment two fit and are recorded, and one is refused."""
+    plan = make(100, **FULL)
+    plan.save(tmp_path / "plan.json")
+    budget = read_budget(path)
+    assert budget.cost([(plan.step, 200)]) <= 3.0 < budget.cost([(plan.step, 300)])
+    command = [sys.executable, "-c", _CHARGING, str(path), str(tmp_path / "plan.json")]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    workers = [subprocess.Popen(command, text=True, **pipes) for _ in range(3)]
+    for worker in workers:
+        assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    results = [worker.communicate(timeout=60) for worker in workers]
+    printed = {out.strip() for out, _ in results if out.strip()}
+    assert printed == {entry.id for entry in read_budget(path).entries} and len(printed) == 2
+    assert sum("BudgetError" in error for _, error in results) == 1
+
+
+def test_charging_reads_only_once_it_has_the_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A charge that waits while another one writes sees what that one wrote."""
+    plan, empty = make(**FULL), path.read_bytes()
+    first = charge(path, plan, "chats")
+    charged = path.read_bytes()
+    path.write_bytes(empty)
+    asked, real = threading.Event(), fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        asked.set()
+        real(descriptor, operation)
+
+    with open(f"{path}.lock") as holder:
+        real(holder, fcntl.LOCK_EX)
+        monkeypatch.setattr(fcntl, "flock", flock)
+        second: list[str] = []
+        waiting = threading.Thread(target=lambda: second.append(charge(path, plan, "chats")))
+        waiting.start()
+        assert asked.wait(timeout=60)
+        path.write_bytes(charged)
+    waiting.join()
+    assert [entry.id for entry in read_budget(path).entries] == [first, *second] and len(second) == 1
+
+
+def test_crash_while_writing_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-written file beside the budget is no harm, and is written anew by the next charge."""
+    first = charge(path, make(), "chats")
+    before = path.read_bytes()
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(BudgetError, match=r"can't be written \(No space left on device\), and is as it was"):
+            charge(path, make(), "chats")
+    assert path.read_bytes() == before
+    half = path.with_name(f"{path.name}.tmp")
+    half.write_text('{"format": 1, "entr')
+    second = charge(path, make(), "chats")
+    assert [entry.id for entry in read_budget(path).entries] == [first, second]
+    assert not half.exists()
+
+
+def test_file_and_folder_are_flushed_before_the_charge_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new contents reach the disk before they get the name, and the name before the call returns."""
+    events: list[str] = []
+    real_sync, real_replace = os.fsync, os.replace
+
+    def sync(descriptor: int) -> None:
+        real_sync(descriptor)
+        events.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+
+    def put(source: Path, target: Path) -> None:
+        real_replace(source, target)
+        events.append("replace")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", put)
+    charge(path, make(), "chats")
+    assert events == ["file", "replace", "folder"]
+
+
+def test_all_names_of_a_file_share_its_lock(path: Path, tmp_path: Path) -> None:
+    """Through a link the file itself is charged, and stays where it is."""
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link.json"
+    link.symlink_to(path)
+    entry = charge(link, make(), "chats")
+    assert link.is_symlink() and [item.id for item in read_budget(path).entries] == [entry]
+    assert os.listdir(tmp_path / "elsewhere") == ["link.json"]
+
+
+def _reseal(raw: dict[str, Any]) -> str:
+    body = {name: value for name, value in raw.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def test_edited_file_is_refused(path: Path) -> None:
+    """A changed number, a lost entry or broken JSON is found, and points to a copy."""
+    entry = charge(path, make(), "chats")
+    raw = json.loads(path.read_text())
+    edits: list[dict[str, Any]] = [{**raw, "epsilon": 80.0}, {**raw, "entries": []}, {**raw, "extra": 1}]
+    edits.append({name: value for name, value in raw.items() if name != "sha256"})
+    for edit in edits:
+        path.write_text(json.dumps(edit))
+        for use in (read_budget, lambda file: charge(file, make(), "chats"), lambda file: settle(file, entry, 1)):
+            with pytest.raises(BudgetError, match=r"edited: its contents don't match its hash.* restore the latest"):
+                use(path)
+    path.write_text(json.dumps(raw)[:-5])
+    with pytest.raises(BudgetError, match="is not JSON"):
+        read_budget(path)
+    broken = {**raw, "entries": [{"id": "1"}]}
+    path.write_text(json.dumps({**broken, "sha256": _reseal(broken)}))
+    with pytest.raises(BudgetError, match="is not a whole budget"):
+        read_budget(path)
+    for other in ({**raw, "format": 2}, {}, []):
+        path.write_text(json.dumps(other))
+        with pytest.raises(BudgetError, match="is not a budget file of format 1"):
+            read_budget(path)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    """No budget file is ever made by charging, and no lock left beside none."""
+    with pytest.raises(BudgetError, match=r"none.json can't be read \(No such file or directory\)"):
+        charge(tmp_path / "none.json", make(), "chats")
+    with pytest.raises(BudgetError, match="can't be read"):
+        read_budget(tmp_path / "none.json")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"epsilon": 0.0}, "0 < epsilon < inf"),
+        ({"epsilon": math.inf}, "0 < epsilon < inf"),
+        ({"epsilon": math.nan}, "0 < epsilon < inf"),
+        ({"delta": 1e-3}, r"0 < delta < 1/num_units = 0.001"),
+        ({"delta": 0.0}, "0 < delta < 1/num_units"),
+        ({"num_units": 0}, "num_units >= 1"),
+        ({"dataset": " "}, "a dataset name"),
+        ({"unit": "token"}, "unit in"),
+        ({"unit": "user"}, "unit_column with unit"),
+        ({"unit_column": "author"}, "unit_column with unit"),
+        ({"adjacency": "bounded"}, "adjacency in"),
+    ],
+)
+def test_impossible_budget_is_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+    """A budget whose numbers protect nobody can't be made."""
+    with pytest.raises(BudgetError, match=f"a budget needs .*{match}"):
+        create_budget(tmp_path / "b.json", **{**HEAD, **change})
+    assert os.listdir(tmp_path) == []
+
+
+def test_budget_is_never_overwritten(path: Path, tmp_path: Path) -> None:
+    """Making a budget where there is one, or where there is no folder, is an error."""
+    with pytest.raises(BudgetError, match=r"exists: what runs have spent stands in it"):
+        create_budget(path, **HEAD)
+    with pytest.raises(BudgetError, match=r"can't be locked \(No such file or directory\)"):
+        create_budget(tmp_path / "nowhere" / "b.json", **HEAD)
+
+
+def test_rows_and_dictionary_say_everything(path: Path) -> None:
+    """What is spent is rounded up, what is allowed down; each run stands with its steps and its own ε."""
+    first = charge(path, make(), "chats")
+    settle(path, first, 20)
+    charge(path, make(40), "chats")
+    budget = read_budget(path)
+    rows = dict(budget_rows(budget))
+    assert rows["budget"] == "ε = 3.0000 at δ = 1e-05" and rows["runs"] == "2"
+    spent = float(rows["spent"].removeprefix("ε = ").split(",")[0])
+    assert budget.spent <= spent < budget.spent + 1e-4
+    assert rows["run 1"].startswith("20 of 50 steps charged, ε = ") and first in rows["run 1"]
+    assert rows["run 2"].startswith("40 of 40 steps reserved, ε = ")
+    values = json.loads(json.dumps(budget.to_dict(), allow_nan=False))
+    assert values["spent"] == budget.spent and [entry["steps_charged"] for entry in values["entries"]] == [20, None]
+    thirds = dataclasses.replace(budget, epsilon=2.99999)
+    assert isinstance(thirds, Budget) and dict(budget_rows(thirds))["budget"].startswith("ε = 2.9999 ")
