@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from dpllm.config import ConfigError, nearest
+from dpllm.config import ConfigError, PrivacyConfig, nearest
 from dpllm.engines import private_config
+from dpllm.plan import PrivacyPlan, make_plan
+from dpllm.units import UnitIndex
 
 # Options of TrainingArguments that would change what reaches the optimizer, with the reason.
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -32,6 +35,12 @@ _REFUSED: dict[str, tuple[Any, str]] = {
         False,
         "the best of several checkpoints is chosen by evaluation rows, which no ε covers; keep the last",
     ),
+    "train_sampling_strategy": (
+        "random",
+        "units are drawn by Poisson sampling, on which ε rests, and no order of batches is; microbatches are sorted by "
+        "length already",
+    ),
+    "dataloader_drop_last": (False, "a step's batch is what was drawn; nothing of it may be dropped"),
     "full_determinism": (False, "it fixes random seeds for the whole process, and with them what should be secret"),
 }
 # Optimizers that update inside backward() or scale by the loss, before clipping and noise have taken place.
@@ -105,3 +114,23 @@ def private_arguments(args: TrainingArguments) -> TrainingArguments:
     if args.deepspeed_plugin is not None:
         private_config(args.deepspeed_plugin.deepspeed_config)
     return private
+
+
+def plan_for(args: TrainingArguments, privacy: PrivacyConfig, units: UnitIndex) -> PrivacyPlan:
+    """Fix the numbers of a run on these data; see `dpllm.plan.make_plan`.
+
+    Args:
+        args: of the private training.
+        privacy: what to guarantee.
+        units: which rows each unit has, within the bound on rows per user.
+    """
+    population = units.num_rows if privacy.sampling == "example" else units.num_units
+    num_steps = num_private_steps(args, privacy, population)
+    return make_plan(privacy, units.num_units, num_steps, units.num_rows)
+
+
+def num_private_steps(args: TrainingArguments, privacy: PrivacyConfig, population: int) -> int:
+    """T: ``max_steps``, or as many steps as ``num_train_epochs`` expected passes over what is drawn take."""
+    if args.max_steps > 0:
+        return args.max_steps
+    return math.ceil(args.num_train_epochs * population / privacy.expected_batch_size)

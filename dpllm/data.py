@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,15 +28,17 @@ from dpllm.tokenization import train_tokenizer as train_tokenizer
 from dpllm.units import UnitIndex
 
 
-def unit_index_of(dataset: Any, privacy: PrivacyConfig) -> UnitIndex:
+def unit_index_of(dataset: Any, privacy: PrivacyConfig, rng: np.random.Generator | None = None) -> UnitIndex:
     """Return which rows belong to which unit; the number of units is the same for records and for their rows.
 
     Sequence level: rows with the same `record` are a unit; where that column is absent a row is a unit. User level:
-    rows with the same id in `privacy.unit_column`, the first `max_rows_per_unit` of each.
+    rows with the same id in `privacy.unit_column`, `max_rows_per_unit` of each at most.
 
     Args:
         dataset: records, or tokenized rows, as a `datasets.Dataset` or a sequence of dictionaries.
         privacy: what a unit is.
+        rng: where the rows that a user keeps are drawn, with ``rows_kept="random"``: `dpllm.sampling.secret_rng`, the
+            same on every process. None: the first ones are taken, which gives the same numbers of rows and users.
 
     Raises:
         DataError: empty data set, or no column `unit_column`.
@@ -51,7 +54,8 @@ def unit_index_of(dataset: Any, privacy: PrivacyConfig) -> UnitIndex:
     if privacy.unit == "user":
         column = str(privacy.unit_column)  # PrivacyConfig requires it for users
         check_column(present, column, "privacy.unit_column")
-        return UnitIndex.from_ids(_column(dataset, column), privacy.max_rows_per_unit)
+        draw = rng if privacy.rows_kept == "random" else None
+        return UnitIndex.from_ids(_column(dataset, column), privacy.max_rows_per_unit, draw)
     if "input_ids" in present and RECORD in present:  # in raw records a column of that name is the user's own
         return UnitIndex.from_ids(_column(dataset, RECORD))
     return UnitIndex.one_row_per_unit(len(dataset))

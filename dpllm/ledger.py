@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -58,7 +58,7 @@ class LedgerContents:
 
     path: Path
     runs: list[dict[str, Any]] = field(default_factory=list)
-    """One entry per start or resumption: run, plan_hash, version, started_at, entropy, public, planned_step."""
+    """One entry per start or resumption: run, plan_hash, version, started_at, entropy, public, planned_step, budget."""
     history: list[tuple[Step, int]] = field(default_factory=list)
     """The steps charged, in order, equal neighbours counted together."""
     disclosures: dict[str, int] = field(default_factory=dict)
@@ -112,13 +112,16 @@ class Ledger:
         self._torn = False
 
     @classmethod
-    def create(cls, path: str | Path, plan: _Plan, public: Sequence[str] = ()) -> Ledger:
+    def create(
+        cls, path: str | Path, plan: _Plan, public: Sequence[str] = (), budget: Mapping[str, str] | None = None
+    ) -> Ledger:
         """Start the ledger of a new run.
 
         Args:
             path: the file, which must not exist.
             plan: the privacy plan of the run.
             public: what the run learnt from public data before, one line each.
+            budget: the budget file's name ("file") and the run's entry in it ("entry").
 
         Raises:
             LedgerError: the file exists.
@@ -134,7 +137,7 @@ class Ledger:
         _lock(path, descriptor)
         _sync_folder(path.parent)
         ledger = cls(path, descriptor, _CHAIN_START, 0)
-        ledger._append_run(plan, public)
+        ledger._append_run(plan, public, budget)
         return ledger
 
     @classmethod
@@ -165,7 +168,7 @@ class Ledger:
             ledger._write(b"\n")
         if reader.torn_tail is not None:
             ledger._append({"kind": "recovered", "line": reader.torn_tail[0], "charged": reader.torn_tail[1]})
-        ledger._append_run(plan, public)
+        ledger._append_run(plan, public, contents.runs[0].get("budget"))
         return ledger
 
     @property
@@ -221,7 +224,7 @@ class Ledger:
         """Close the file."""
         self.close()
 
-    def _append_run(self, plan: _Plan, public: Sequence[str]) -> None:
+    def _append_run(self, plan: _Plan, public: Sequence[str], budget: Mapping[str, str] | None) -> None:
         self._append(
             {
                 "kind": "run",
@@ -232,6 +235,7 @@ class Ledger:
                 "entropy": ENTROPY_SEEDED if plan.seeded else ENTROPY_SYSTEM,
                 "public": list(public),
                 "planned_step": _fields_of(plan.step),
+                "budget": dict(budget) if budget else None,
             }
         )
         self._running = True

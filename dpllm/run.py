@@ -101,11 +101,12 @@ class PrivateRun:
 
     Raises:
         DisagreementError: the processes differ in plan, data or versions.
-        ConfigError: a seed without a seeded plan, or the other way round.
+        ConfigError: a seed without a seeded plan, or the other way round; rows that are not what the plan counts.
     """
 
     def __init__(self, plan: PrivacyPlan, rows: TrainingRows, ledger: SharedLedger, seed: int | None = None) -> None:
         """Make sure that the processes agree, and share the entropy of the draws."""
+        _check_rows(plan, rows.units)
         if (seed is not None) != plan.seeded:
             raise ConfigError(
                 f"The seed of the run is {seed} and the plan says seeded={plan.seeded}: the report would say the wrong "
@@ -122,22 +123,40 @@ class PrivateRun:
         self._model: Any = None
 
     @classmethod
-    def start(cls, folder: str | Path, plan: PrivacyPlan, rows: TrainingRows, public: Sequence[str] = ()) -> PrivateRun:
+    def start(
+        cls,
+        folder: str | Path,
+        plan: PrivacyPlan,
+        rows: TrainingRows,
+        public: Sequence[str] = (),
+        budget_file: str | None = None,
+    ) -> PrivateRun:
         """Begin a run in an empty folder, where plan and ledger are written. Called by all processes together.
+
+        Args:
+            folder: of the run.
+            plan: the constants.
+            rows: the data.
+            public: what was learnt from public data before, one line each.
+            budget_file: what all runs on ``plan.dataset`` may cost together; charged at once. None: not counted.
 
         Raises:
             LedgerError: the folder holds another run.
+            BudgetError: the run would exceed the budget.
         """
-        return cls(plan, rows, SharedLedger.create(Path(folder) / LEDGER_FILE, plan, Processes(), public=public))
+        path = Path(folder) / LEDGER_FILE
+        return cls(plan, rows, SharedLedger.create(path, plan, Processes(), public=public, budget_file=budget_file))
 
     @classmethod
-    def resume(cls, folder: str | Path, plan: PrivacyPlan, rows: TrainingRows) -> PrivateRun:
+    def resume(
+        cls, folder: str | Path, plan: PrivacyPlan, rows: TrainingRows, budget_file: str | None = None
+    ) -> PrivateRun:
         """Continue the run of a folder; its steps stay charged. Called by all processes together.
 
         Raises:
-            LedgerError: the folder holds no run, or one of another plan.
+            LedgerError: the folder holds no run, one of another plan, or one charged to another budget file.
         """
-        return cls(plan, rows, SharedLedger.open(Path(folder) / LEDGER_FILE, plan, Processes()))
+        return cls(plan, rows, SharedLedger.open(Path(folder) / LEDGER_FILE, plan, Processes(), budget_file))
 
     def attach(self, model: Any, optimizer: Any) -> None:
         """Hook a model that was prepared for its engine.
@@ -242,6 +261,27 @@ class PrivateRun:
                 f"The checkpoint holds {state['num_steps']} steps, {self.ledger.path} charges {self.ledger.num_steps}: "
                 "it is not the ledger of that run. Put the run's own ledger in its place"
             )
+
+
+def _check_rows(plan: PrivacyPlan, units: UnitIndex) -> None:
+    """Refuse rows for which the plan's event would not be what runs."""
+    bound = plan.max_rows_per_unit
+    if units.num_units != plan.population:
+        what = "rows to draw" if plan.sampling == "example" else "units"
+        raise ConfigError(
+            f"The plan is for {plan.population} {what}, and the data have {units.num_units}: q would be another. Make "
+            "the plan with make_plan from these data"
+        )
+    if units.rows_per_owner > plan.step.rows_per_unit:
+        raise ConfigError(
+            f"Up to {units.rows_per_owner} rows of one user are drawn singly, and the plan accounts for "
+            f"{plan.step.rows_per_unit}. Make both from the same max_rows_per_unit and sampling"
+        )
+    if plan.sampling == "unit" and bound is not None and units.max_rows > bound:
+        raise ConfigError(
+            f"A user has {units.max_rows} rows, and the plan says at most {bound}. Make the index with "
+            "UnitIndex.from_ids(ids, max_rows_per_unit)"
+        )
 
 
 def _versions() -> dict[str, str]:

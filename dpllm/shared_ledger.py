@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dpllm.accounting import Step
-from dpllm.ledger import Ledger
+from dpllm.budget import charge, check_entry, settle
+from dpllm.ledger import Ledger, LedgerError, read_ledger
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 from dpllm.processes import Processes
 
@@ -20,47 +21,87 @@ class SharedLedger:
     Made by `create` or `open`, which all processes call together.
     """
 
-    def __init__(self, ledger: Ledger | None, path: Path, num_steps: int, processes: Processes) -> None:
+    def __init__(
+        self,
+        ledger: Ledger | None,
+        path: Path,
+        num_steps: int,
+        processes: Processes,
+        budget: tuple[str, str] | None = None,
+    ) -> None:
         """Take over what rank 0 opened; use `create` or `open`."""
         self.path, self._ledger, self._num_steps, self._processes = path, ledger, num_steps, processes
+        self._budget = budget  # on rank 0: the file and the run's entry in it
 
     @classmethod
     def create(
-        cls, path: str | Path, plan: PrivacyPlan, processes: Processes, public: Sequence[str] = ()
+        cls,
+        path: str | Path,
+        plan: PrivacyPlan,
+        processes: Processes,
+        public: Sequence[str] = (),
+        budget_file: str | None = None,
     ) -> SharedLedger:
-        """Start the ledger of a new run, with the plan beside it.
+        """Start the ledger of a new run, with the plan beside it, charged to the data set's budget where there is one.
 
         Raises:
             LedgerError: the file exists.
+            BudgetError: the run would exceed the budget, or the budget is another data set's.
         """
 
-        def start() -> Ledger:
+        def start() -> tuple[Ledger, tuple[str, str] | None]:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            ledger = Ledger.create(path, plan, public=public)
+            if budget_file is None:
+                ledger, entry = Ledger.create(path, plan, public=public), None
+            else:
+                if Path(path).exists():  # before anything is charged
+                    raise LedgerError(f"{path} is the ledger of an earlier run. Choose an empty output folder")
+                entry = charge(budget_file, plan, str(plan.dataset))
+                named = {"file": Path(budget_file).name, "entry": entry}
+                ledger = Ledger.create(path, plan, public=public, budget=named)
             plan.save(Path(path).parent / PLAN_FILE)
-            return ledger
+            return ledger, None if entry is None or budget_file is None else (budget_file, entry)
 
         return cls._made(start, Path(path), processes)
 
     @classmethod
-    def open(cls, path: str | Path, plan: PrivacyPlan, processes: Processes) -> SharedLedger:
+    def open(
+        cls, path: str | Path, plan: PrivacyPlan, processes: Processes, budget_file: str | None = None
+    ) -> SharedLedger:
         """Continue the ledger of a run that is resumed; everything in it stays charged.
 
         Raises:
-            LedgerError: it is missing, edited, or of another plan.
+            LedgerError: it is missing, edited, or of another plan; or the budget file isn't the one that it names.
+            BudgetError: what the run gave back when it ended is needed again, and was spent by others.
         """
-        return cls._made(lambda: Ledger.open(path, plan), Path(path), processes)
+
+        def start() -> tuple[Ledger, tuple[str, str] | None]:
+            named = read_ledger(path).runs[0].get("budget")
+            if (named or {}).get("file") != (None if budget_file is None else Path(budget_file).name):
+                raise LedgerError(
+                    f"{path} is charged to {named['file'] if named else 'no budget file'}, and privacy.budget_file is "
+                    f"{budget_file}: its steps would be counted twice, or not at all. Resume with the first run's file"
+                )
+            if named is None or budget_file is None:
+                return Ledger.open(path, plan), None
+            check_entry(budget_file, named["entry"], plan)
+            return Ledger.open(path, plan), (budget_file, named["entry"])
+
+        return cls._made(start, Path(path), processes)
 
     @classmethod
-    def _made(cls, start: Callable[[], Ledger], path: Path, processes: Processes) -> SharedLedger:
-        opened: list[Ledger] = []
+    def _made(
+        cls, start: Callable[[], tuple[Ledger, tuple[str, str] | None]], path: Path, processes: Processes
+    ) -> SharedLedger:
+        opened: list[tuple[Ledger, tuple[str, str] | None]] = []
 
         def on_main() -> int:
             opened.append(start())
-            return opened[0].num_steps
+            return opened[0][0].num_steps
 
         num_steps = processes.from_main(on_main)
-        return cls(opened[0] if opened else None, path, num_steps, processes)
+        ledger, budget = opened[0] if opened else (None, None)
+        return cls(ledger, path, num_steps, processes, budget)
 
     @property
     def num_steps(self) -> int:
@@ -93,9 +134,11 @@ class SharedLedger:
             self._ledger.append_diagnostic(what, count)
 
     def append_end(self, reason: str) -> None:
-        """As `Ledger.append_end`, on rank 0; other ranks write nothing."""
+        """As `Ledger.append_end`, on rank 0; other ranks write nothing. The budget is charged what was taken."""
         if self._ledger is not None:
             self._ledger.append_end(reason)
+            if self._budget is not None:
+                settle(*self._budget, self._ledger.num_steps)
 
     def close(self) -> None:
         """Close the file."""

@@ -8,7 +8,7 @@ callbacks, checkpoints and ``max_steps`` therefore count private steps.
 from __future__ import annotations
 
 import contextlib
-import math
+import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from dpllm.accounting import epsilon
-from dpllm.arguments import private_arguments
+from dpllm.arguments import plan_for, private_arguments
 from dpllm.checkpoints import (
     STAGING_FOLDER,
     CheckpointError,
@@ -51,10 +51,11 @@ from dpllm.ghost import GhostClipper
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.losses import IGNORE, classification_loss, per_sequence_loss, seq2seq_loss
 from dpllm.model_card import write_model_card
-from dpllm.plan import PLAN_FILE, PrivacyPlan, make_plan
+from dpllm.plan import PLAN_FILE, PrivacyPlan
 from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes, privacy_report, write_report
 from dpllm.run import PrivateRun, TrainingRows
+from dpllm.sampling import seeded_rng
 from dpllm.shared_ledger import SharedLedger
 from dpllm.units import UnitIndex
 
@@ -130,9 +131,10 @@ class DPTrainer(Trainer):
         """Resolve the plan and set the Trainer up."""
         self.privacy, self.public = privacy, list(public)
         self.notes = ReleaseNotes()  # what only people know about the release; set it before save_model()
-        self.units: UnitIndex = unit_index_of(train_dataset, privacy)
         private = private_arguments(args)
         self.processes = Processes()
+        self.units: UnitIndex = unit_index_of(train_dataset, privacy, self._draw_of_rows())
+        drawn = self.units.each_row() if privacy.sampling == "example" else self.units
         self.processes.agree(
             {
                 "the number of units": self.units.num_units,
@@ -141,16 +143,14 @@ class DPTrainer(Trainer):
                 "train.max_steps, train.num_train_epochs": (args.max_steps, args.num_train_epochs),
             }
         )
-        self.plan: PrivacyPlan = make_plan(
-            privacy, self.units.num_units, num_private_steps(args, privacy, self.units.num_units)
-        )
+        self.plan: PrivacyPlan = plan_for(args, privacy, self.units)
         private.max_steps = self.plan.num_steps
         collate: Any = data_collator or _default_collator(processing_class, model)
         self._task = _task(model)
         self._row_loss = compute_loss_func or default_row_loss(model)
         self._base_name = getattr(getattr(model, "config", None), "_name_or_path", None)
         self._rows = TrainingRows(
-            units=self.units,
+            units=drawn,
             lengths=_row_lengths(train_dataset, self._task),
             fetch=lambda numbers: _fetch(train_dataset, numbers),
             collate=collate,
@@ -210,7 +210,7 @@ class DPTrainer(Trainer):
                 result = super().train(
                     str(checkpoint) if checkpoint else None, ignore_keys_for_eval=ignore_keys_for_eval
                 )
-            reason = "interrupted" if self._interrupt.requested else "completed"
+            reason = "interrupted" if self._interrupt.requested else self._reason_of_end()
             return result
         finally:
             self._run.detach()
@@ -229,6 +229,17 @@ class DPTrainer(Trainer):
                 raise
             logger.error("the end of the run could not be written: %s", error)
 
+    def _reason_of_end(self) -> str:
+        wanted = self.plan.num_steps_wanted
+        if wanted is None:
+            return "completed"
+        return f"stopped at the budget, after {self.plan.num_steps} of {wanted} steps"
+
+    def _draw_of_rows(self) -> np.random.Generator:
+        """For the rows that a user with too many keeps: secret, and the same on every process."""
+        entropy = self.processes.from_main(lambda: int.from_bytes(secrets.token_bytes(32), "little"))
+        return seeded_rng(entropy if self.privacy.seed is None else self.privacy.seed)
+
     @property
     def _module(self) -> nn.Module:
         model: Any = self.model
@@ -237,14 +248,17 @@ class DPTrainer(Trainer):
     def _open_ledger(self, folder: Path, resume: bool) -> SharedLedger:
         path = folder / LEDGER_FILE
         if resume:
-            return SharedLedger.open(path, self.plan, self.processes)
+            return SharedLedger.open(path, self.plan, self.processes, self.privacy.budget_file)
         if self.processes.from_main(path.exists):
             raise ConfigError(
                 f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model beside "
                 f"it and isn't overwritten: set "
                 "train.output_dir to another folder, or resume from its checkpoint."
             )
-        return SharedLedger.create(path, self.plan, self.processes, public=self.public)
+        ledger = SharedLedger.create(path, self.plan, self.processes, self.public, self.privacy.budget_file)
+        if self.units.rows_dropped:
+            ledger.append_diagnostic("rows left out by the bound on rows per user", self.units.rows_dropped)
+        return ledger
 
     def get_train_dataloader(self) -> Any:
         """The units of each step, drawn by the plan's sampler; every process sees all of them and takes its share."""
@@ -333,11 +347,11 @@ class DPTrainer(Trainer):
         if folder.resolve() != self.ledger.path.parent.resolve():
             self.plan.save(folder / PLAN_FILE)
             (folder / LEDGER_FILE).write_bytes(self.ledger.path.read_bytes())
-        write_report(folder, self.plan, read_ledger(self.ledger.path), self.notes)
+        report = write_report(folder, self.plan, read_ledger(self.ledger.path), self.notes)
         config = getattr(self.model, "config", None)
         write_model_card(
             folder,
-            self.privacy_report(),
+            report,
             base_model=self._base_name or None,
             task=self._task,
             adapter=_is_adapter(self.model),
@@ -473,13 +487,6 @@ def _fetch(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
 
 def _is_adapter(model: Any) -> bool:
     return isinstance(model, PeftModel)
-
-
-def num_private_steps(args: TrainingArguments, privacy: PrivacyConfig, num_units: int) -> int:
-    """T: ``max_steps``, or as many steps as ``num_train_epochs`` expected passes over the units take."""
-    if args.max_steps > 0:
-        return args.max_steps
-    return math.ceil(args.num_train_epochs * num_units / privacy.expected_batch_size)
 
 
 def _inputs_and_labels(dataset: Any) -> Iterator[tuple[Any, Any]]:

@@ -36,6 +36,8 @@ class UnitIndex:
     """(num_rows,): row numbers, those of a unit side by side."""
     rows_dropped: int = 0
     """Rows left out because their unit already had as many as it may have."""
+    rows_per_owner: int = 1
+    """How many of these units one privacy unit has at most; more than 1 only in what `each_row` returns."""
 
     def __post_init__(self) -> None:
         """Check the arrays and make them read-only."""
@@ -97,6 +99,16 @@ class UnitIndex:
         kept = kept[np.lexsort((kept, units[kept]))]
         offsets = _offsets(np.minimum(counts, max_rows_per_unit))
         return cls(offsets=offsets, rows=kept, rows_dropped=len(units) - len(kept))
+
+    def each_row(self) -> UnitIndex:
+        """Return the index in which every row that is kept is drawn, and clipped, by itself.
+
+        The units of this one stay what is protected: that is accounted for by `rows_per_owner`, their rows at most.
+
+        >>> UnitIndex.from_ids(["ann", "bob", "ann"]).each_row().rows_per_owner
+        2
+        """
+        return UnitIndex(np.arange(self.num_rows + 1), np.sort(self.rows), self.rows_dropped, self.max_rows)
 
     @property
     def num_units(self) -> int:

@@ -17,12 +17,14 @@ from dpllm.config import (
     PrivacyConfig,
     PublicPretrainConfig,
     Recipe,
+    ReleaseConfig,
     load_recipe,
     recipe_to_dict,
     save_recipe,
 )
 
 PRIVACY: dict[str, Any] = {"target_epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
+USERS: dict[str, Any] = {"unit": "user", "unit_column": "id", "max_rows_per_unit": 3}
 
 RECIPE = """
 # a comment
@@ -65,8 +67,7 @@ def test_privacy_config_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"target_epsilon": None}, "exactly one of target_epsilon and noise_multiplier, got neither"),
-        ({"noise_multiplier": 1.0}, "exactly one of target_epsilon and noise_multiplier, got both"),
+        ({"target_epsilon": None}, "give target_epsilon or noise_multiplier"),
         ({"target_epsilon": 0}, "target_epsilon must be > 0"),
         ({"target_epsilon": "8"}, "target_epsilon must be a finite number, got '8'"),
         ({"target_epsilon": float("inf")}, "target_epsilon must be a finite number"),
@@ -89,12 +90,54 @@ def test_privacy_config_is_frozen() -> None:
         ({"max_batch_size": 63}, "max_batch_size=63 is below expected_batch_size=64"),
         ({"adjacency": "add-or-remove"}, "adjacency must be one of 'zero-out', 'replace-one'"),
         ({"seed": -1}, "seed must be at least 0"),
+        ({"sampling": "shuffle"}, "not Poisson sampling, and the ε of Poisson sampling does not hold"),
+        ({"sampling": "fixed"}, "not Poisson sampling"),
+        ({"sampling": "poisson"}, "sampling must be one of 'unit', 'example'"),
+        ({"sampling": "example"}, 'belongs to unit="user"'),
+        (
+            {**USERS, "sampling": "example", "max_batch_size": 99},
+            "no accounting is known for a truncated sample of rows",
+        ),
+        ({"rows_kept": "random"}, 'rows_kept belongs to unit="user"'),
+        ({**USERS, "rows_kept": "last"}, "rows_kept must be one of 'first', 'random'"),
+        ({"on_budget": "warn"}, "on_budget must be one of 'stop', 'error'"),
+        ({"dataset": ""}, "dataset must be a text"),
+        ({"dataset": "mail", "budget_file": 3}, "budget_file must be a text"),
+        ({"budget_file": "mail.json"}, "budget_file needs dataset"),
     ],
 )
 def test_bad_privacy_value_is_refused(change: dict[str, Any], match: str) -> None:
     """Every unusable privacy value is an error that names the field."""
     with pytest.raises(ConfigError, match=match):
         PrivacyConfig(**{**PRIVACY, **change})
+
+
+def test_budget_and_noise_may_both_be_given() -> None:
+    """Together they stop the run at the budget."""
+    both = PrivacyConfig(**{**PRIVACY, "target_epsilon": 8, "noise_multiplier": 1})
+    assert (both.target_epsilon, both.noise_multiplier, both.on_budget) == (8.0, 1.0, "stop")
+
+
+def test_what_people_know_about_a_release_is_a_section(tmp_path: Path) -> None:
+    """`release` is read, written out with its defaults, and a text that is none is refused."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    assert load_recipe(path).release == ReleaseConfig()
+    recipe = load_recipe(path, ["release.data_holder=the clinic", "release.other_uses=none"])
+    assert recipe.release == ReleaseConfig(data_holder="the clinic", other_uses="none")
+    assert recipe_to_dict(recipe)["release"]["audience"] is None
+    with pytest.raises(ConfigError, match="audience must be a text"):
+        load_recipe(path, ["release.audience=3"])
+    with pytest.raises(ConfigError, match=r"unknown key 'release\.audiance'; did you mean 'release\.audience'"):
+        load_recipe(path, ["release.audiance=all"])
+
+
+def test_rows_of_split_records_are_not_drawn_singly() -> None:
+    """How many rows there are would depend on the tokenizer, and with them q."""
+    singly = PrivacyConfig(**{**PRIVACY, **USERS, "sampling": "example"})
+    data = DataConfig(path="x.jsonl", max_length=8, long_records="split")
+    with pytest.raises(ConfigError, match="makes several of one record"):
+        Recipe(model=ModelConfig(name="gpt2"), data=data, privacy=singly)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from tokenizers import processors
@@ -20,6 +21,7 @@ from dpllm.data import (
     train_tokenizer,
     unit_index_of,
 )
+from dpllm.sampling import seeded_rng
 
 SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 needs_shared_data = pytest.mark.skipif(
@@ -403,3 +405,24 @@ class TestRealText:
         learned = [label for label in rows[0]["labels"] if label != -100]
         assert real.decode(learned, skip_special_tokens=True) == records[0]["ref"]
         assert min(sum(label != -100 for label in labels) for labels in rows["labels"]) > 1
+
+
+def test_rows_kept_at_random_are_drawn_and_counted_the_same() -> None:
+    """With rows_kept="random" a user's rows are drawn from the generator; without one the numbers are the same."""
+    rows = datasets.Dataset.from_dict({"input_ids": [[1]] * 40, "who": ["a"] * 30 + ["b"] * 10})
+    config = PrivacyConfig(
+        clip_norm=1.0,
+        expected_batch_size=1,
+        noise_multiplier=1.0,
+        unit="user",
+        unit_column="who",
+        max_rows_per_unit=5,
+        rows_kept="random",
+    )
+    first, drawn, again, other = (
+        unit_index_of(rows, config, rng) for rng in (None, seeded_rng(1), seeded_rng(1), seeded_rng(2))
+    )
+    assert first.rows.tolist() == [0, 1, 2, 3, 4, 30, 31, 32, 33, 34]
+    assert drawn.rows.tolist() == again.rows.tolist() != other.rows.tolist() != first.rows.tolist()
+    assert first.num_rows == drawn.num_rows == 10 and first.rows_dropped == drawn.rows_dropped == 30
+    assert all(row < 30 for row in drawn.rows_of(np.array([0]))[0])

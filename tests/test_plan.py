@@ -25,7 +25,7 @@ def test_noise_sampler_and_event_come_from_the_plan() -> None:
     assert plan.sampling_rate == 0.02 and plan.max_batch_size == 52 and plan.delta == 1e-4
     assert plan.noise_stddev == 0.5
     assert dataclasses.astuple(plan.sampler) == (1000, 0.02, 52)
-    assert dataclasses.astuple(plan.step) == (1000, 0.02, 52, 1.0, 0.5)
+    assert dataclasses.astuple(plan.step) == (1000, 0.02, 52, 1.0, 0.5, 1)
     event: Any = plan.sampler.event(plan.noise_multiplier)
     assert (event.dataset_size, event.truncated_batch_size, event.noise_multiplier) == (1000, 52, 1.0)
     assert plan.epsilon == epsilon([(plan.step, 50)], 1e-4)
@@ -78,7 +78,7 @@ def test_saved_plan_loads_equal(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     loaded = PrivacyPlan.load(tmp_path / "plan.json")
     assert loaded == plan and loaded.hash == plan.hash
-    assert ("rows of one user at most", "3") in format_plan(plan)
+    assert ("rows of one user at most", "3 (first)") in format_plan(plan)
 
 
 def test_hash_depends_on_every_field() -> None:
@@ -95,6 +95,9 @@ def test_hash_depends_on_every_field() -> None:
         "target_epsilon": 8.0,
         "max_rows_per_unit": 2,
         "unit_column": "id",
+        "rows_kept": "random",
+        "num_steps_wanted": 60,
+        "dataset": "mail",
         "seeded": True,
     }
     hashes = {dataclasses.replace(plan, **{name: value}).hash for name, value in change.items()}
@@ -107,7 +110,7 @@ def test_hash_depends_on_every_field() -> None:
     ("edit", "match"),
     [
         ({"num_steps": 10}, "was edited: its numbers don't match its hash"),
-        ({"format": 2}, "is not a privacy plan"),
+        ({"format": 1}, "is not a privacy plan"),
         ({"extra": 1}, "is not a privacy plan"),
     ],
 )
@@ -132,13 +135,17 @@ def test_unreadable_plan_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"sampling_rate": 0.03}, "sampling_rate = expected_batch_size / num_units"),
+        ({"sampling_rate": 0.03}, "sampling_rate = expected_batch_size / what there is to draw"),
         ({"max_batch_size": 19}, "expected_batch_size <= max_batch_size"),
         ({"delta": 1e-3}, "0 < delta < 1/num_units"),
         ({"noise_multiplier": math.nan}, "0 <= noise_multiplier < inf"),
         ({"unit": "token"}, "unit in"),
         ({"adjacency": "bounded"}, "adjacency in"),
         ({"num_units": 0}, "num_units >= 1"),
+        ({"sampling": "shuffle"}, "sampling in"),
+        ({"sampling": "example"}, "num_examples and max_rows_per_unit where rows are drawn, of users"),
+        ({"num_examples": 1000}, "num_examples and max_rows_per_unit where rows are drawn"),
+        ({"num_steps_wanted": 50}, "num_steps_wanted > num_steps"),
     ],
 )
 def test_contradictory_plan_is_refused(change: dict[str, Any], match: str) -> None:
@@ -146,6 +153,66 @@ def test_contradictory_plan_is_refused(change: dict[str, Any], match: str) -> No
     plan = make_plan(privacy(), num_units=1000, num_steps=50)
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(plan, **change)
+
+
+def by_example(**change: Any) -> PrivacyConfig:
+    users = {"unit": "user", "unit_column": "id", "max_rows_per_unit": 4, "sampling": "example"}
+    return privacy(**users, **change)
+
+
+def test_rows_drawn_singly_are_planned_over_rows() -> None:
+    """q is over the rows, nothing is truncated, and a step is charged for a unit with all its k rows."""
+    plan = make_plan(by_example(), num_units=500, num_steps=50, num_examples=1000)
+    assert plan.sampling_rate == 0.02 and plan.population == plan.max_batch_size == plan.num_examples == 1000
+    assert plan.delta == 1 / 5000
+    assert dataclasses.astuple(plan.sampler) == (1000, 0.02, 1000)
+    assert dataclasses.astuple(plan.step) == (500, 0.02, None, 1.0, 0.5, 4)
+    whole = make_plan(privacy(), num_units=1000, num_steps=50)
+    assert plan.epsilon > epsilon([(whole.step, 50)], plan.delta)
+    assert ("rows, each drawn and clipped by itself", "1,000") in format_plan(plan)
+    calibrated = make_plan(by_example(noise_multiplier=None, target_epsilon=5), 500, 50, 1000)
+    assert 4.99 < calibrated.epsilon <= 5
+
+
+@pytest.mark.parametrize(
+    ("units", "examples", "match"),
+    [
+        (500, None, "pass num_examples"),
+        (5, 19, "expected_batch_size=20 exceeds the number of rows, 19"),
+        (500, 499, "num_examples and max_rows_per_unit"),
+        (100, 401, "num_examples and max_rows_per_unit"),
+    ],
+)
+def test_impossible_numbers_of_rows_are_refused(units: int, examples: int | None, match: str) -> None:
+    """Rows can't be fewer than users, nor more than k for each."""
+    with pytest.raises(ValueError, match=match):
+        make_plan(by_example(), units, 5, examples)
+
+
+def test_a_run_stops_before_the_step_that_would_exceed_the_budget() -> None:
+    """With σ and a target, as many steps are planned as keep to it, and one more would not."""
+    plan = make_plan(privacy(target_epsilon=2.0), num_units=1000, num_steps=500)
+    assert plan.num_steps_wanted == 500 and 0 < plan.num_steps < 500
+    assert plan.epsilon <= 2.0 < epsilon([(plan.step, plan.num_steps + 1)], plan.delta)
+    assert ("steps asked for, more than the budget allows", "500") in format_plan(plan)
+    enough = make_plan(privacy(target_epsilon=30.0), num_units=1000, num_steps=50)
+    assert enough.num_steps == 50 and enough.num_steps_wanted is None
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            {"on_budget": "error"},
+            r'500 steps at noise_multiplier=1 cost ε = .* of them would keep to it.*on_budget="stop"',
+        ),
+        ({"target_epsilon": 0.01}, "0 of them would keep to it.*or take a larger one"),
+    ],
+)
+def test_a_budget_that_does_not_suffice_is_refused(change: dict[str, Any], match: str) -> None:
+    """With on_budget="error" the run doesn't begin; nor does one whose first step is too much."""
+    with pytest.raises(ValueError, match=match):
+        make_plan(privacy(**{"target_epsilon": 2.0, **change}), num_units=1000, num_steps=500)
 
 
 def test_seeded_plan_says_so_first() -> None:

@@ -82,6 +82,40 @@ def loss_of(model, inputs):
     return (model(rows[:, :-1]).squeeze(1) - rows[:, -1]).square()
 
 
+@pytest.mark.parametrize(
+    ("plan", "units", "match"),
+    [
+        ({"num_units": UNITS + 1}, {}, "The plan is for 41 units, and the data have 40"),
+        ({}, {"max_rows_per_unit": None, "more": True}, "A user has 6 rows, and the plan says at most 3"),
+        ({"singly": True}, {"singly": True, "max_rows_per_unit": None, "more": True}, "drawn singly"),
+        ({"singly": True}, {}, "rows to draw, and the data have 40"),
+    ],
+)
+def test_rows_that_the_plan_does_not_count_are_refused(plan, units, match, tmp_path):
+    """Another number of units, or more rows of one than the accounting knows, would make ε another."""
+    made = plan_of(**{name: value for name, value in plan.items() if name != "singly"})
+    rows = rows_of()
+    owner = np.repeat(np.arange(UNITS), 1 + np.arange(UNITS) % 3)
+    if units.get("more"):
+        owner[-6:] = UNITS - 1
+        owner = np.concatenate([np.arange(UNITS), owner[UNITS:]])
+        owner[UNITS:] = np.arange(len(owner) - UNITS) % (UNITS - 1)
+        owner[-5:] = UNITS - 1
+    index = UnitIndex.from_ids(owner.tolist(), 3 if not units else units.get("max_rows_per_unit"))
+    if plan.get("singly"):
+        made = dataclasses.replace(
+            made,
+            sampling="example",
+            num_examples=index.num_rows,
+            sampling_rate=8 / index.num_rows,
+            max_batch_size=index.num_rows,
+        )
+    if units.get("singly"):
+        index = index.each_row()
+    with pytest.raises(ConfigError, match=match):
+        PrivateRun(made, dataclasses.replace(rows, units=index), ledger_of(tmp_path, made))
+
+
 def ledger_of(folder, plan):
     return SharedLedger.create(folder / LEDGER_FILE, plan, Processes())
 

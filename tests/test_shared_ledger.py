@@ -1,10 +1,12 @@
 """The ledger as one process sees it; that all processes see the same is in `tests.distributed.test_agreement`."""
 
 import contextlib
+import dataclasses
 import resource
 
 import pytest
 
+from dpllm.budget import BudgetError, create_budget, read_budget
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 from dpllm.processes import Processes
@@ -100,3 +102,60 @@ def test_a_closed_ledger_takes_no_step(path):
     with pytest.raises(LedgerError, match="is closed"):
         ledger.append_step(0, PLAN.step)
     assert ledger.num_steps == 0
+
+
+def budget_of(folder, epsilon=50.0):
+    """A budget file for what `PLAN` trains on."""
+    return create_budget(
+        folder / "mail.budget.json",
+        dataset="mail",
+        epsilon=epsilon,
+        delta=PLAN.delta,
+        unit=PLAN.unit,
+        unit_column=PLAN.unit_column,
+        num_units=PLAN.num_units,
+    )
+
+
+def test_a_run_is_charged_to_its_budget_before_and_settled_after(path, tmp_path):
+    """The ledger names its entry; all planned steps are reserved at first, and at the end those taken count."""
+    plan = dataclasses.replace(PLAN, dataset="mail")
+    file = budget_of(tmp_path).path
+    ledger = SharedLedger.create(path, plan, Processes(), budget_file=str(file))
+    (entry,) = read_budget(file).entries
+    assert entry.num_steps == plan.num_steps and entry.plan_hash == plan.hash
+    assert read_ledger(path).runs[0]["budget"] == {"file": "mail.budget.json", "entry": entry.id}
+    ledger.append_step(0, plan.step)
+    ledger.append_end("interrupted")
+    ledger.close()
+    assert [e.num_steps for e in read_budget(file).entries] == [1]
+    resumed = SharedLedger.open(path, plan, Processes(), str(file))
+    assert [e.num_steps for e in read_budget(file).entries] == [plan.num_steps]
+    resumed.append_end("completed")
+    resumed.close()
+    assert len(read_ledger(path).runs) == 2 and read_ledger(path).runs[1]["budget"]["entry"] == entry.id
+
+
+def test_what_the_budget_does_not_allow_leaves_no_ledger(path, tmp_path):
+    """A run that is refused has no folder of a run, and one whose folder is taken is not charged."""
+    plan = dataclasses.replace(PLAN, dataset="mail")
+    small = budget_of(tmp_path, epsilon=1e-3).path
+    with pytest.raises(BudgetError, match=r"allows ε = 0\.0010"):
+        SharedLedger.create(path, plan, Processes(), budget_file=str(small))
+    assert not path.exists()
+    SharedLedger.create(path, plan, Processes()).close()
+    with pytest.raises(LedgerError, match="is the ledger of an earlier run"):
+        SharedLedger.create(path, plan, Processes(), budget_file=str(small))
+    assert read_budget(small).entries == ()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_is_resumed_with_the_budget_it_began_with(path, tmp_path, first):
+    """Otherwise its steps would be counted twice, or not at all."""
+    plan = dataclasses.replace(PLAN, dataset="mail")
+    file = str(budget_of(tmp_path).path)
+    SharedLedger.create(path, plan, Processes(), budget_file=file if first else None).close()
+    with pytest.raises(
+        LedgerError, match=r"is charged to (mail\.budget\.json|no budget file), and privacy\.budget_file is"
+    ):
+        SharedLedger.open(path, plan, Processes(), None if first else file)

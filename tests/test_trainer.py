@@ -25,6 +25,7 @@ from transformers import (
 
 from dpllm import DPTrainer, PrivacyConfig, per_sequence_loss
 from dpllm.accounting import epsilon
+from dpllm.budget import BudgetError, create_budget, read_budget
 from dpllm.checkpoints import STAGING_FOLDER, CheckpointError, verify
 from dpllm.config import ConfigError
 from dpllm.ledger import LedgerError, read_ledger
@@ -151,6 +152,78 @@ def test_user_level(tmp_path):
     assert run.plan.num_units == 10 and run.units.num_rows == 30
     run.train()
     assert run.privacy_report()
+
+
+def users(singly=False, **changes):
+    """A configuration in which the 64 rows of `rows` belong to 8 users, of whose 8 rows 6 may be used."""
+    settings = {
+        "unit": "user",
+        "unit_column": "who",
+        "max_rows_per_unit": 6,
+        "sampling": "example" if singly else "unit",
+    }
+    return privacy(**{**settings, "expected_batch_size": 4, "delta": 0.01, **changes})
+
+
+def test_a_user_with_more_rows_than_a_microbatch_is_clipped_as_one(tmp_path):
+    """Microbatches of 2, 5 or 8 rows give one update, and it is that of whole users."""
+    updates = []
+    for size in (2, 5, 8):
+        torch.manual_seed(0)
+        run = trainer(
+            tmp_path / str(size),
+            dataset=rows(who=[n % 8 for n in range(64)]),
+            config=users(noise_multiplier=0.0, clip_norm=0.05, expected_batch_size=8),
+            args=arguments(tmp_path / str(size), per_device_train_batch_size=size, max_steps=1, optim="sgd"),
+        )
+        before = torch.cat([p.detach().flatten().double() for p in run.model.parameters()])
+        run.train()
+        updates.append(torch.cat([p.detach().flatten().double() for p in run.model.parameters()]) - before)
+    assert float(updates[0].norm()) <= 1e-2 * 0.05 * 8 / 8 * (1 + 1e-5)
+    for update in updates[1:]:
+        assert float((update - updates[0]).norm()) <= 2e-3 * float(updates[0].norm())
+
+
+def test_rows_of_users_drawn_singly(tmp_path):
+    """Example sampling: q over the kept rows, each clipped by itself, ε that of users with 6 rows."""
+    run = trainer(tmp_path, dataset=rows(who=[n % 8 for n in range(64)]), config=users(singly=True, rows_kept="random"))
+    assert (run.plan.num_units, run.plan.num_examples, run.plan.max_rows_per_unit) == (8, 48, 6)
+    assert run.plan.sampling_rate == 4 / 48
+    run.train()
+    contents = read_ledger(run.ledger.path)
+    assert contents.history == [(run.plan.step, 4)] and contents.history[0][0].rows_per_unit == 6
+    assert contents.diagnostics["rows left out by the bound on rows per user"] == 16
+    whole = epsilon([(trainer(tmp_path / "other", config=privacy(expected_batch_size=4)).plan.step, 4)], 0.01)
+    assert run.epsilon == epsilon([(run.plan.step, 4)], 0.01) > whole
+
+
+def test_a_run_with_noise_and_target_stops_at_the_budget(tmp_path):
+    """The step that would exceed the target isn't taken, the ledger says why, and ε is at most the target."""
+    run = trainer(tmp_path, config=privacy(target_epsilon=4.0), args=arguments(tmp_path, max_steps=50))
+    run.train()
+    taken = run.ledger.num_steps
+    assert run.plan.num_steps_wanted == 50 and taken == run.plan.num_steps == run.state.global_step < 50
+    assert run.epsilon <= 4.0 < epsilon([(run.plan.step, taken + 1)], 1e-3)
+    assert read_ledger(run.ledger.path).end == f"stopped at the budget, after {taken} of 50 steps"
+
+
+def test_three_runs_on_one_budget(tmp_path):
+    """Each run on the data set is charged to the file before it trains; the one that doesn't fit never starts."""
+    file = tmp_path / "notes.budget.json"
+    one = trainer(tmp_path / "plan", config=privacy(dataset="notes")).plan
+    twice = epsilon([(one.step, 8)], 1e-3)
+    create_budget(file, dataset="notes", epsilon=twice + 0.01, delta=1e-3, unit="sequence", num_units=64)
+    config = privacy(dataset="notes", budget_file=str(file))
+    for number in (1, 2):
+        run = trainer(tmp_path / f"run{number}", config=config)
+        run.train()
+        assert run.privacy_report()["statement"]["private"]
+    third = trainer(tmp_path / "run3", config=config)
+    with pytest.raises(BudgetError, match=r"not one of its steps fits|of its steps still fit"):
+        third.train()
+    assert not (tmp_path / "run3" / "privacy_ledger.jsonl").exists()
+    assert [entry.num_steps for entry in read_budget(file).entries] == [4, 4]
+    assert read_budget(file).spent == twice
 
 
 def test_peft_encoder_and_seq2seq_models_train(tmp_path):

@@ -111,3 +111,12 @@ def test_index_is_read_only() -> None:
     """Nobody can move a row to another unit afterwards."""
     with pytest.raises(ValueError, match="read-only"):
         UnitIndex.one_row_per_unit(2).rows[0] = 1
+
+
+def test_each_row_by_itself_keeps_the_bound_of_its_owner() -> None:
+    """The rows that were kept, each a unit of its own, and how many of them one owner has at most."""
+    users = UnitIndex.from_ids(["a", "b", "a", "a", "b"], max_rows_per_unit=2)
+    rows = users.each_row()
+    assert rows.rows.tolist() == [0, 1, 2, 4] and rows.num_units == rows.num_rows == 4 and rows.max_rows == 1
+    assert (rows.rows_per_owner, users.rows_per_owner) == (2, 1)
+    assert rows.rows_dropped == users.rows_dropped == 1
