@@ -1,17 +1,29 @@
-"""The picture of a run: loss and ε over the private steps.
+"""The pictures of a run.
 
-Place in the flow: at the end, beside the report. The loss of a training step is a property of the private batch, and ε
-doesn't cover it; a picture that leaves the trainer's hands is a disclosure, as the report says.
+Place in the flow: `plot_training` at the end of a run, beside the report: loss and ε over the private steps. The loss
+of a training step is a property of the private batch, and ε doesn't cover it; a picture that leaves the trainer's hands
+is a disclosure, as the report says. The others are drawn from the report's curves alone and reveal nothing more than
+it: the trade-off of the best attack, ε over the steps, and ε over δ, as SVG texts that stand inside an HTML page. The
+same numbers give the same text: no date, and names inside that depend on the contents alone. Colours are the page's:
+the variables ``--blue``, ``--orange`` and ``--grid``, and the page's text colour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from dpllm.config import ConfigError
 
 BLUE, ORANGE, GREY = "#2a6f97", "#c8553d", "#6b6b6b"
+
+_GRID = "#e6e6e6"
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_PAGE_COLOURS = {BLUE: f"var(--blue, {BLUE})", ORANGE: f"var(--orange, {ORANGE})", _GRID: f"var(--grid, {_GRID})"}
 
 
 def plot_training(
@@ -73,13 +85,183 @@ def plot_training(
     lower.set_xlabel("private step")
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     for panel in (upper, lower):
-        panel.grid(color="#e6e6e6", linewidth=0.8)
-        panel.set_axisbelow(True)
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
+        _open_frame(panel)
     figure.align_ylabels()
     figure.tight_layout()
     path = Path(path)
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return path
+
+
+def plot_tradeoff(
+    false_positive_rates: Sequence[float],
+    true_positive_rates: Sequence[float],
+    from_epsilon_and_delta: Sequence[float],
+) -> str:
+    """Return the trade-off of the best attack as an SVG text, both axes logarithmic.
+
+    Args:
+        false_positive_rates: (n,) share of the units outside the data that an attack accuses, each above 0.
+        true_positive_rates: (n,) largest share of the units in the data that it finds.
+        from_epsilon_and_delta: (n,) what the pair (ε, δ) alone would allow.
+
+    Raises:
+        ConfigError: the lists differ in length, or are empty.
+    """
+    _same_length(false_positive_rates, true_positive_rates, from_epsilon_and_delta)
+    with _svg_panel("tradeoff") as (panel, text):
+        panel.plot(false_positive_rates, from_epsilon_and_delta, ":", color=ORANGE, linewidth=1.6)
+        panel.plot(false_positive_rates, true_positive_rates, "-", color=BLUE, linewidth=2.2)
+        panel.plot(false_positive_rates, false_positive_rates, "--", color=GREY, linewidth=1.2)
+        panel.fill_between(false_positive_rates, false_positive_rates, true_positive_rates, color=BLUE, alpha=0.12)
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        panel.set_xlim(min(false_positive_rates), 1)
+        panel.set_ylim(min(false_positive_rates), 1.3)
+        _powers_of_ten(panel.xaxis)
+        _powers_of_ten(panel.yaxis)
+        panel.set_xlabel("accused of those not in the data")
+        panel.set_ylabel("found of those in the data")
+        _legend(panel, ("from ε and δ alone", "at most, for any attack on this run", "blind guessing"), "lower right")
+    return text[0]
+
+
+def plot_epsilon_over_steps(
+    steps: Sequence[int], epsilons: Sequence[float], target_epsilon: float | None = None
+) -> str:
+    """Return ε over the steps of a run as an SVG text.
+
+    Args:
+        steps: (n,) numbers of steps.
+        epsilons: (n,) ε after so many.
+        target_epsilon: the budget, drawn as a line.
+
+    Raises:
+        ConfigError: the lists differ in length, or are empty.
+    """
+    _same_length(steps, epsilons)
+    from matplotlib.ticker import MaxNLocator
+
+    with _svg_panel("steps") as (panel, text):
+        panel.plot([0, *steps], [0.0, *epsilons], ".-", color=ORANGE, linewidth=2.0, markersize=7)
+        names = ["ε spent"]
+        if target_epsilon is not None:
+            panel.axhline(target_epsilon, color=GREY, linestyle="--", linewidth=1.2)
+            names.append("budget")
+        panel.set_xlim(left=0)
+        panel.set_ylim(0, 1.12 * max(*epsilons, target_epsilon or 0.0))
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.set_xlabel("private step")
+        panel.set_ylabel("ε")
+        _legend(panel, names, "lower right")
+    return text[0]
+
+
+def plot_epsilon_curve(
+    epsilons: Sequence[float], deltas: Mapping[str, Sequence[float | None]], delta: float, headline: float
+) -> str:
+    """Return ε over δ as an SVG text, a curve per adjacency.
+
+    Args:
+        epsilons: (n,) values of ε.
+        deltas: adjacency to (n,) the δ that belongs to each ε; None where it is too small to be known.
+        delta: δ of the headline, marked by a point.
+        headline: ε of the headline.
+
+    Raises:
+        ConfigError: the lists differ in length, or are empty.
+    """
+    _same_length(epsilons, *deltas.values())
+    with _svg_panel("delta") as (panel, text):
+        names = []
+        for (name, values), (style, colour) in zip(deltas.items(), (("-", BLUE), ("--", ORANGE)), strict=True):
+            known = [(at, value) for value, at in zip(epsilons, values, strict=True) if at]
+            if known:
+                panel.plot(*zip(*known, strict=True), style, color=colour, linewidth=2.0)
+                names.append(name)
+        panel.plot([delta], [headline], "o", color=GREY, markersize=7)
+        panel.set_xscale("log")
+        panel.set_ylim(bottom=0)
+        _powers_of_ten(panel.xaxis)
+        panel.set_xlabel("δ")
+        panel.set_ylabel("ε")
+        _legend(panel, [*names, "stated in this report"], "upper right")
+    return text[0]
+
+
+def _same_length(*lists: Sequence[Any]) -> None:
+    lengths = [len(one) for one in lists]
+    if len(set(lengths)) != 1 or lengths[0] == 0:
+        raise ConfigError(f"a curve needs lists of one length that are not empty, got {', '.join(map(str, lengths))}")
+
+
+def _open_frame(panel: Any) -> None:
+    panel.grid(color=_GRID, linewidth=0.8)
+    panel.set_axisbelow(True)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+
+
+def _powers_of_ten(axis: Any) -> None:
+    """Label powers of ten in plain text, and nothing between them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    def power(value: float, _position: int | None = None) -> str:
+        exponent = len(f"{value:.0f}") - 1 if value >= 1 else int(f"{value:e}".partition("e")[2])
+        return "1" if exponent == 0 else f"10{str(exponent).translate(_SUPERSCRIPTS)}"
+
+    axis.set_major_locator(LogLocator(base=10, numticks=7))
+    axis.set_major_formatter(FuncFormatter(power))
+    axis.set_minor_locator(NullLocator())
+
+
+def _legend(panel: Any, names: Sequence[str], place: str) -> None:
+    lines = [line for line in panel.get_lines() if len(line.get_xdata()) > 0]
+    panel.legend(lines, names, frameon=False, loc=place, labelcolor=GREY, fontsize="small")
+
+
+@contextmanager
+def _svg_panel(name: str) -> Iterator[tuple[Any, list[str]]]:
+    """Give a panel to draw on, and a list that holds the SVG text afterwards.
+
+    Args:
+        name: of the picture; names inside the text start with it, so that several pictures can stand in one page.
+    """
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    texts: list[str] = []
+    settings = {"svg.hashsalt": f"dpllm {name}", "svg.fonttype": "none", "font.size": 11.0}
+    with style.context(["default", settings]):
+        figure = Figure(figsize=(7, 4.2))
+        panel = figure.add_subplot()
+        _open_frame(panel)
+        yield panel, texts
+        for part in (panel.xaxis.label, panel.yaxis.label, *panel.spines.values()):
+            part.set_color(GREY) if hasattr(part, "set_color") else None
+        panel.tick_params(which="both", colors=GREY)
+        figure.tight_layout()
+        buffer = io.StringIO()
+        figure.savefig(
+            buffer,
+            format="svg",
+            transparent=True,
+            metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
+        )
+    texts.append(_inline(buffer.getvalue(), name))
+
+
+def _inline(svg: str, name: str) -> str:
+    """Make an SVG file a part of a page: no prologue, no fixed size, names of its own, the page's colours and font."""
+    svg = svg[svg.index("<svg") :]
+    opening, bracket, rest = svg.partition(">")
+    opening = re.sub(r' (?:width|height)="[^"]*"', "", opening)
+    svg = opening + bracket + rest
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    svg = re.sub(r"font-family: [^;\"]*", "font-family: inherit", svg)
+    for colour, of_the_page in _PAGE_COLOURS.items():
+        svg = svg.replace(colour, of_the_page)
+    svg = re.sub(rf"{GREY}|#000000", "currentColor", svg)
+    return re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE).strip() + "\n"

@@ -14,32 +14,42 @@ _NOT_FILLED = "**not filled in**"
 
 def render_markdown(report: Mapping[str, Any]) -> str:
     """Return the page for a report made by `privacy_report`."""
-    statement = report["statement"]
-    title = "Privacy report" if statement["private"] else "NOT PRIVATE: report of a run without a privacy guarantee"
     blocks = [
-        f"# {title}",
-        statement["words"],
+        f"# {title_of(report)}",
+        report["statement"]["words"],
         *_open_points(report["open_points"]),
         *_strength(report["strength"]),
-        *_setting(report["setting"]),
+        *_setting(report["setting"], report["definition"]),
         *_definition(report["definition"]),
         *_accounting(report["accounting"]),
         *_utility(report["utility"]),
         *_checkable(report["checkable"]),
+        *_checklist(report["checklist"]),
     ]
     return "\n\n".join(blocks) + "\n"
 
 
+def title_of(report: Mapping[str, Any]) -> str:
+    """Return the title of the page: whether there is a guarantee at all."""
+    if report["statement"]["private"]:
+        return "Privacy report"
+    return "NOT PRIVATE: report of a run without a privacy guarantee"
+
+
 def _list(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
+    return "\n".join("- " + " ".join(line.split()) for line in lines)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(_in_one_line(cell) for cell in line) + " |" for line in lines)
 
 
-def _epsilon(value: float | str) -> str:
+def _in_one_line(cell: Any) -> str:
+    return " ".join(str(cell).split()).replace("|", "\\|")
+
+
+def print_epsilon(value: float | str) -> str:
     """Print ε rounded up, and an infinite one in words."""
     if isinstance(value, str):
         return "infinite: no privacy"
@@ -58,16 +68,19 @@ def _strength(strength: Mapping[str, Any]) -> list[str]:
         f"Tier: **{strength['tier']}**. {strength['words']}",
         "What an attacker can achieve at most, who knows everything but one unit:",
         _list(strength["in_plain_words"]),
-        f"Advantage over guessing (true minus false positive rate): at most {strength['advantage']:.4f}.",
+        "Advantage over guessing (true minus false positive rate): at most "
+        f"{min(1.0, math.ceil(strength['advantage'] * 1e4 - 1e-9) / 1e4):.4f}. "
+        f"Empirical audit: {strength['audit'] or 'none noted'}.",
     ]
 
 
-def _setting(setting: Mapping[str, Any]) -> list[str]:
+def _setting(setting: Mapping[str, Any], definition: Mapping[str, Any]) -> list[str]:
     return [
         "## Setting",
         _list(
             (
                 setting["model"],
+                f"Data set: {definition['dataset'] or _NOT_FILLED}",
                 f"Who holds the raw data: {setting['data_holder'] or _NOT_FILLED}",
                 f"Who sees the released model: {setting['audience'] or _NOT_FILLED}",
             )
@@ -77,12 +90,16 @@ def _setting(setting: Mapping[str, Any]) -> list[str]:
 
 def _definition(definition: Mapping[str, Any]) -> list[str]:
     written = definition["written_out_and_not_covered"]
+    left_out = definition["rows_left_out"]
+    bound = "Rows left out by the bound on rows per user (depends on the private data, not covered by ε)"
     return [
         "## What exactly is protected",
         _list(
             (
                 f"Unit of privacy: {definition['unit']}.",
+                *([] if left_out is None else [f"{bound}: {left_out}."]),
                 f"Neighbouring data sets: {definition['adjacency']}.",
+                f"Mechanism: {definition['mechanism']}.",
                 f"Taken as public: {'; '.join(definition['public'])}.",
                 f"Use of the data that is covered: {'; '.join(definition['data_accesses_covered'])}.",
                 f"Other uses of the same data: {definition['other_uses_of_the_data'] or _NOT_FILLED}",
@@ -106,25 +123,43 @@ def _accounting(accounting: Mapping[str, Any]) -> list[str]:
         "## Accounting",
         _table(
             ("adjacency", "ε"),
-            (("zero-out", _epsilon(epsilon["zero-out"])), ("replace-one", _epsilon(epsilon["replace-one"]))),
+            (("zero-out", print_epsilon(epsilon["zero-out"])), ("replace-one", print_epsilon(epsilon["replace-one"]))),
         ),
         "The whole curve, at a few δ:",
         _table(
             ("δ", "ε, zero-out", "ε, replace-one"),
             (
-                (f"{row['delta']:.3g}", _epsilon(row["zero-out"]), _epsilon(row["replace-one"]))
+                (f"{row['delta']:.3g}", print_epsilon(row["zero-out"]), print_epsilon(row["replace-one"]))
                 for row in accounting["curve"]
             ),
         ),
         _list(
             (
                 f"Kind: {accounting['kind']}; {accounting['tool']} {accounting['tool_version']}, discretization "
-                f"{accounting['discretization']:g}; δ of {accounting['delta_set_aside_for_rounding']:.2g} is set aside "
-                "for rounding.",
+                f"{accounting['discretization']:g}.",
+                f"Event of one step: {accounting['event']}.",
                 f"Composition: {accounting['composition']}.",
-                *(f"Check by {item['kind']}: ε = {_epsilon(item['epsilon'])}." for item in accounting["cross_checks"]),
-                f"ρ-zCDP: {f'{rho:.6g}' if rho is not None else 'none; sampled steps have no useful ρ'}.",
+                f"Steps: {accounting['steps']['words']}.",
+                *(
+                    f"Charged to the budget of the data set: entry {entry['entry']} of {entry['file']}."
+                    for entry in accounting["budget"]
+                ),
+                f"ρ-zCDP, without the gain from sampling: {rho if isinstance(rho, str) else f'{rho:.6g}'}.",
             )
+        ),
+        "### Other accountants",
+        _table(
+            ("accountant", "ε", "bounds", "PLD of the same steps", "note"),
+            (
+                (
+                    check["name"],
+                    _optional(check["epsilon"]),
+                    " to ".join(map(print_epsilon, check["bounds"])) if check["bounds"] else "-",
+                    _optional(check["pld_of_the_same_steps"]),
+                    check["note"],
+                )
+                for check in accounting["cross_checks"]
+            ),
         ),
         "### Parameters",
         _table(("name", "value"), ((name, _cell(value)) for name, value in accounting["parameters"].items())),
@@ -134,6 +169,10 @@ def _accounting(accounting: Mapping[str, Any]) -> list[str]:
             ((item["assumption"], item["how_ensured"]) for item in accounting["assumptions"]),
         ),
     ]
+
+
+def _optional(value: float | str | None) -> str:
+    return "-" if value is None else print_epsilon(value)
 
 
 def _cell(value: Any) -> str:
@@ -150,8 +189,9 @@ def _checkable(checkable: Mapping[str, Any]) -> list[str]:
     diagnostics = checkable["diagnostics_not_covered"]
     blocks = [
         "## Check it yourself",
-        "Both commands recompute the numbers; the first also verifies the ledger.",
-        f"```\n{checkable['recompute_from_the_ledger']}\n{checkable['recompute_from_the_numbers']}\n```",
+        "The first command recomputes everything from the ledger and the plan, and fails on any difference; the second "
+        "makes this report anew; the third computes ε from the numbers.",
+        f"```\n{checkable['verify']}\n{checkable['recompute_from_the_ledger']}\n{checkable['recompute_from_the_numbers']}\n```",
         _list(
             (
                 f"Plan, SHA-256: `{checkable['plan_hash']}`",
@@ -171,3 +211,14 @@ def _checkable(checkable: Mapping[str, Any]) -> list[str]:
             _table(("what", "times"), diagnostics.items()),
         ]
     return blocks
+
+
+def _checklist(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        "## Checklist",
+        "The questions of *How to DP-fy ML* (Ponomareva et al., 2023).",
+        _table(
+            ("question", "answer"),
+            ((line["question"], line["answer"] if line["filled"] else _NOT_FILLED) for line in lines),
+        ),
+    ]

@@ -43,6 +43,10 @@ _AUTO_CLASS = {
     "seq2seq_lm": "AutoModelForSeq2SeqLM",
     "sequence_classification": "AutoModelForSequenceClassification",
 }
+_MECHANISM = {
+    "unit": "DP-SGD: Gaussian noise on clipped sums over truncated Poisson samples",
+    "example": "DP-SGD: Gaussian noise on sums of singly clipped rows over Poisson samples of rows",
+}
 _NOT_KEPT = ("differential_privacy", "model-index", "metrics", "base_model", "base_model_relation", "library_name")
 _BASE_TAG = re.compile(r"base_model:(?:[a-z]+:)?(.+)")
 _FILES = {
@@ -100,12 +104,12 @@ def write_model_card(
             "the ledger there first"
         )
     path = folder / CARD_FILE
-    earlier = _metadata_in(path)
+    earlier = metadata_in(path)
     base = _hub_id(base_model) or (_hub_id(earlier.get("base_model")) if base_model is None else None)
     data = _metadata(earlier, report, base, task, adapter, language, license)
     blocks = [
         *_what_it_is(report, base, adapter),
-        *_guarantee(report),
+        *guarantee_section(report),
         *_not_covered(report),
         *_loading(folder, base, task, adapter, num_labels),
         *_files(report),
@@ -117,7 +121,7 @@ def write_model_card(
     return path
 
 
-def _metadata_in(path: Path) -> dict[str, Any]:
+def metadata_in(path: Path) -> dict[str, Any]:
     """Return the metadata of an earlier card; nothing where there is none."""
     if not path.is_file():
         return {}
@@ -166,7 +170,7 @@ def _metadata(
         "datasets": data_sets or None,
     }
     known = {key: value for key, value in own.items() if value is not None}
-    return ModelCardData(**{**known, **kept, **known, "differential_privacy": _privacy_metadata(report)})
+    return ModelCardData(**{**known, **kept, **known, "differential_privacy": privacy_metadata(report)})
 
 
 def _tags(earlier: Any, private: bool) -> list[str]:
@@ -180,7 +184,7 @@ def _tags(earlier: Any, private: bool) -> list[str]:
     return [*own, *(tag for tag, base in named.items() if base is None or _hub_id(base[1]))]
 
 
-def _privacy_metadata(report: Mapping[str, Any]) -> dict[str, Any]:
+def privacy_metadata(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the guarantee for programs; a run that is not private has an infinite ε, whatever would hold otherwise."""
     statement, accounting = report["statement"], report["accounting"]
     parameters = accounting["parameters"]
@@ -196,7 +200,7 @@ def _privacy_metadata(report: Mapping[str, Any]) -> dict[str, Any]:
         "unit": "record" if statement["unit"] == "sequence" else "user",
         "adjacency": statement["adjacency"],
         "epsilon_by_adjacency": {name: number(value) for name, value in accounting["epsilon"].items()},
-        "mechanism": "DP-SGD: Gaussian noise on clipped sums over truncated Poisson samples",
+        "mechanism": _MECHANISM[parameters["sampling"]],
         "accountant": f"PLD, {accounting['tool']} {accounting['tool_version']}",
         "noise_multiplier": parameters["noise_multiplier"],
         "sampling_rate": parameters["sampling_rate"],
@@ -228,7 +232,8 @@ def _open_points(points: Sequence[str]) -> list[str]:
     )
 
 
-def _guarantee(report: Mapping[str, Any]) -> list[str]:
+def guarantee_section(report: Mapping[str, Any]) -> list[str]:
+    """Return the blocks of Markdown that state the guarantee."""
     statement, strength, definition = report["statement"], report["strength"], report["definition"]
     if not statement["private"]:
         return ["## Privacy", strength["words"]]

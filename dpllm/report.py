@@ -1,8 +1,9 @@
-"""The privacy statement of a run, as JSON and as a page that a data-protection officer can read.
+"""The privacy statement of a run: what ran, what it guarantees, and what it doesn't, as plain values.
 
-Place in the flow: last. ε is computed from the ledger, so from what ran; the plan only names the numbers. What a
-statement must say follows Ponomareva et al., "How to DP-fy ML" (JAIR 77, 2023). A point that only people can fill in is
-listed as open, and an open point is a reason not to release yet.
+Place in the flow: last. ε is computed from the ledger, so from what ran; the plan only names the numbers. The same
+values are written three times: as JSON for programs (``dpllm/schemas/privacy_report.schema.json`` describes each key),
+and as Markdown and HTML for people. What a statement must say follows Ponomareva et al., "How to DP-fy ML" (JAIR 77,
+2023). A point that only people can fill in is listed as open, and an open point is a reason not to release yet.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dpllm
-from dpllm import accounting
+from dpllm import accounting, comparison
+from dpllm.checklist import checklist, open_points
+from dpllm.curves import curves
+from dpllm.definition import assumptions, define, event
+from dpllm.html import draw_figures, render_html
 from dpllm.ledger import Ledger, LedgerContents, read_ledger
 from dpllm.markdown import render_markdown as render_markdown
 from dpllm.risk import attack_risk, in_plain_words
@@ -29,19 +35,19 @@ if TYPE_CHECKING:
 
 MARKDOWN_FILE = "privacy_report.md"
 JSON_FILE = "privacy_report.json"
+HTML_FILE = "privacy_report.html"
 
-_FORMAT = 1
-_CURVE_FACTORS = (1.0, 0.1, 0.01, 0.001)
-_PACKAGES = ("dp_accounting", "numpy", "scipy", "torch", "transformers", "peft")
-_NEVER_COVERED = (
-    ("hyper-parameter tuning (other runs on the same data)", "each run has its own ε; add them up"),
-    ("choosing the model, a checkpoint or a stopping point by its results on private data", "choose on public data"),
-    ("evaluation on private data", "keep the results to yourself, or evaluate on public data"),
-    ("a tokenizer, vocabulary or normalisation fitted to the private text", "fit them on public text"),
-    ("private records that the pretrained model had seen already", "check the source of the pretrained weights"),
-    ("training loss, gradient norms and realised batch sizes", "treat logs and plots of them like the data itself"),
-    ("running time and memory use, as seen by someone on the same machine", "train on a machine you control"),
-    ("the exactness of floating-point noise", "the noise is a float32 Gaussian, as in all common DP libraries"),
+_FORMAT = 2
+_CURVE_FACTORS = (1.0, 0.1, 0.01)
+_PACKAGES = (
+    "dp_accounting",
+    "prv_accountant",
+    "numpy",
+    "scipy",
+    "matplotlib",
+    "torch",
+    "transformers",
+    "peft",
 )
 
 
@@ -55,6 +61,8 @@ class ReleaseNotes:
     """Who will see the released model."""
     other_uses: str | None = None
     """Other uses of the same data: tuning runs, earlier models, model selection."""
+    audit: str | None = None
+    """What an empirical audit of the model found; asked for where ε is above 10."""
     utility: Mapping[str, Any] = field(default_factory=dict)
     """Held-out metric, the same without privacy, hardware, cost: name to value."""
 
@@ -75,27 +83,26 @@ def privacy_report(
     _check_belongs(plan, ledger_contents)
     notes = notes or ReleaseNotes()
     seeded = plan.seeded or ledger_contents.seeded
-    history = ledger_contents.history
-    zero_out, replace_one = (
-        accounting.epsilon(history, plan.delta, adjacency) for adjacency in ("zero-out", "replace-one")
-    )
-    headline = zero_out if plan.adjacency == "zero-out" else replace_one
+    history = tuple(ledger_contents.history)
+    epsilons = {name: accounting.epsilon(history, plan.delta, name) for name in ("zero-out", "replace-one")}
+    headline = epsilons[plan.adjacency]
     report = {
         "format": _FORMAT,
-        "statement": _statement(plan, ledger_contents, headline, seeded),
+        "statement": _statement(plan, ledger_contents, epsilons, seeded),
         "setting": {
             "model": "central differential privacy: the trainer sees the data and is trusted; the release is protected",
             "data_holder": notes.data_holder,
             "audience": notes.audience,
         },
-        "definition": _definition(plan, ledger_contents, notes),
-        "accounting": _accounting(plan, ledger_contents, zero_out, replace_one),
-        "strength": _strength(plan, ledger_contents, headline, seeded),
+        "definition": define(plan, ledger_contents, notes.other_uses),
+        "accounting": _accounting(plan, ledger_contents, epsilons),
+        "strength": _strength(plan, ledger_contents, headline, seeded, notes.audit),
+        "curves": curves(history, plan.delta, plan.adjacency, headline, plan.target_epsilon),
         "checkable": _checkable(plan, ledger_contents),
         "utility": dict(notes.utility) or None,
-        "open_points": [],
     }
-    report["open_points"] = _open_points(report, ledger_contents)
+    report["checklist"] = checklist(report)
+    report["open_points"] = open_points(report)
     return report
 
 
@@ -105,7 +112,7 @@ def write_report(
     ledger: Ledger | LedgerContents,
     notes: ReleaseNotes | None = None,
 ) -> dict[str, Any]:
-    """Write ``privacy_report.md`` and ``privacy_report.json`` into a folder, and return the report.
+    """Write ``privacy_report.json``, ``.md`` and ``.html`` into a folder, and return the report.
 
     Args:
         output_dir: an existing folder.
@@ -118,9 +125,16 @@ def write_report(
     """
     contents = read_ledger(ledger.path) if isinstance(ledger, Ledger) else ledger
     report = privacy_report(plan, contents, notes)
-    _replace(Path(output_dir) / JSON_FILE, json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    report = json.loads(json_text(report))  # what people noted may hold values that JSON writes otherwise
+    _replace(Path(output_dir) / JSON_FILE, json_text(report))
     _replace(Path(output_dir) / MARKDOWN_FILE, render_markdown(report))
+    _replace(Path(output_dir) / HTML_FILE, render_html(report, draw_figures(report)))
     return report
+
+
+def json_text(report: Mapping[str, Any]) -> str:
+    """Return the text of the JSON file."""
+    return json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def notes_in(folder: str | Path) -> ReleaseNotes:
@@ -132,11 +146,22 @@ def notes_in(folder: str | Path) -> ReleaseNotes:
     path = Path(folder) / JSON_FILE
     if not path.is_file():
         return ReleaseNotes()
-    report = json.loads(path.read_text(encoding="utf-8"))
+    return notes_of(json.loads(path.read_text(encoding="utf-8")))
+
+
+def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
+    """Return what people noted in a report; nothing where it has another format than today's.
+
+    Args:
+        report: as the JSON file holds it.
+    """
+    if report.get("format") != _FORMAT:
+        return ReleaseNotes()
     return ReleaseNotes(
         data_holder=report["setting"]["data_holder"],
         audience=report["setting"]["audience"],
         other_uses=report["definition"]["other_uses_of_the_data"],
+        audit=report["strength"]["audit"],
         utility=report["utility"] or {},
     )
 
@@ -159,7 +184,10 @@ def _json_number(value: float) -> float | str:
     return value if math.isfinite(value) else "inf"
 
 
-def _statement(plan: PrivacyPlan, contents: LedgerContents, epsilon: float, seeded: bool) -> dict[str, Any]:
+def _statement(
+    plan: PrivacyPlan, contents: LedgerContents, epsilons: Mapping[str, float], seeded: bool
+) -> dict[str, Any]:
+    epsilon = epsilons[plan.adjacency]
     unit = "record" if plan.unit == "sequence" else "user"
     if seeded:
         words = (
@@ -174,21 +202,30 @@ def _statement(plan: PrivacyPlan, contents: LedgerContents, epsilon: float, seed
     elif contents.num_steps == 0:
         words = "No step has been charged: nothing has been learnt from the private data so far."
     else:
-        change = "contributed nothing" if plan.adjacency == "zero-out" else f"been another {unit}"
-        words = (
-            f"The training satisfies (ε, δ)-differential privacy with ε = {_up(epsilon)} and δ = {plan.delta:.3g} for "
-            f"every single {unit}. Whatever is released of the model would have come out almost as likely had any one "
-            f"{unit} {change}: the chance of any outcome changes at most by the factor exp(ε) = {_factor(epsilon)}, "
-            f"plus {plan.delta:.3g}."
-        )
+        words = _guarantee(plan, epsilons, unit)
     return {
         "private": not seeded and math.isfinite(epsilon),
         "words": words,
         "epsilon": _json_number(epsilon),
         "delta": plan.delta,
         "adjacency": plan.adjacency,
+        "epsilon_by_adjacency": {name: _json_number(value) for name, value in epsilons.items()},
         "unit": plan.unit,
     }
+
+
+def _guarantee(plan: PrivacyPlan, epsilons: Mapping[str, float], unit: str) -> str:
+    changes = {"zero-out": "contributed nothing", "replace-one": f"been another {unit}"}
+    epsilon = epsilons[plan.adjacency]
+    other = "replace-one" if plan.adjacency == "zero-out" else "zero-out"
+    value = f"ε = {_up(epsilons[other])}" if math.isfinite(epsilons[other]) else "ε is infinite"
+    return (
+        f"The training satisfies (ε, δ)-differential privacy with ε = {_up(epsilon)} and δ = {plan.delta:.3g} for "
+        f"every single {unit}. Whatever is released of the model would have come out almost as likely had any one "
+        f"{unit} {changes[plan.adjacency]}: the chance of any outcome changes at most by the factor "
+        f"exp(ε) = {_factor(epsilon)}, plus {plan.delta:.3g}. Had any one {unit} {changes[other]} "
+        f"({other} adjacency), {value} at the same δ."
+    )
 
 
 def _up(value: float, digits: int = 4) -> str:
@@ -205,90 +242,110 @@ def _factor(epsilon: float) -> str:
     return f"{math.ceil(value * 10**digits) / 10**digits:,g}" if value < 1e5 else f"{math.ceil(value):,}"
 
 
-def _definition(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> dict[str, Any]:
-    if plan.unit == "sequence":
-        unit = (
-            "one record of the training data. A record longer than the model's context that was cut into several rows "
-            "is still one unit. A text that stands in several records is that many units, and is protected less"
-        )
-    else:
-        unit = (
-            f"one user: all records with the same id in column '{plan.unit_column}', of which at most "
-            f"{plan.max_rows_per_unit} rows were used. A person with several ids is several units"
-        )
-    adjacency = {
-        "zero-out": "two data sets of the same public size, equal but that one unit contributes nothing in one of them",
-        "replace-one": "two data sets of the same public size, equal but that one unit is another in one of them",
-    }
-    return {
-        "unit": unit,
-        "adjacency": adjacency[plan.adjacency],
-        "public": ["the number of units N, and all settings in this report", *contents.public],
-        "data_accesses_covered": [
-            f"the {contents.num_steps} training steps in the ledger, of {len(contents.runs)} run(s)"
-        ],
-        "other_uses_of_the_data": notes.other_uses,
-        "released_under_the_guarantee": [
-            "the final weights",
-            "every checkpoint",
-            "the sequence of noisy gradients, and the optimizer's state, which is computed from them",
-        ],
-        "written_out_and_not_covered": [
-            {"what": what, "count": count} for what, count in sorted(contents.disclosures.items())
-        ],
-        "never_covered": [{"what": what, "advice": advice} for what, advice in _NEVER_COVERED],
-    }
-
-
-def _accounting(plan: PrivacyPlan, contents: LedgerContents, zero_out: float, replace_one: float) -> dict[str, Any]:
-    history = contents.history
-    margin = accounting.rounding_margin(history)
-    deltas = [plan.delta * factor for factor in _CURVE_FACTORS if margin <= plan.delta * factor / 2]
-    curves = {name: accounting.epsilon_curve(history, deltas, name) for name in ("zero-out", "replace-one")}
+def _accounting(plan: PrivacyPlan, contents: LedgerContents, epsilons: Mapping[str, float]) -> dict[str, Any]:
+    history = tuple(contents.history)
+    budgets = (run.get("budget") for run in contents.runs)
     return {
         "kind": "privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT; "
-        "computed by dpllm.pld and dp_accounting, to whose results tests hold it",
+        f"computed by dpllm.pld and {accounting.TOOL}, to whose results tests hold it",
+        "event": event(plan),
         "tool": accounting.TOOL,
         "tool_version": accounting.tool_version(),
-        "discretization": accounting.discretization_used(history),
-        "delta_set_aside_for_rounding": margin,
+        "discretization": accounting.discretization_used(history, plan.adjacency),
         "composition": "all steps of all runs in the ledger, those lost in a crash included",
-        "cross_checks": _cross_checks(plan, history),
-        "zcdp_rho": _zcdp(plan, contents),
-        "epsilon": {"zero-out": _json_number(zero_out), "replace-one": _json_number(replace_one)},
-        "curve": [
-            {"delta": at, **{name: _json_number(curve[row][1]) for name, curve in curves.items()}}
-            for row, at in enumerate(deltas)
-        ],
+        "budget": [dict(entry) for entry in {str(entry): entry for entry in budgets if entry}.values()],
+        "cross_checks": _cross_checks(history, plan.delta),
+        "zcdp_rho": _json_number(comparison.zcdp_rho(history)),
+        "epsilon": {name: _json_number(value) for name, value in epsilons.items()},
+        "curve": _curve(history, plan.delta),
+        "steps": _steps(plan, contents),
         "parameters": _parameters(plan, contents),
-        "assumptions": _assumptions(plan, contents),
+        "assumptions": assumptions(plan, contents),
     }
 
 
-def _cross_checks(plan: PrivacyPlan, history: accounting.History) -> list[dict[str, Any]]:
-    """Return ε under zero-out by two other ways; both are upper bounds, and looser."""
-    coarse = math.inf
-    if plan.noise_multiplier > 0:
-        coarse = accounting.library_epsilon(history, plan.delta)
-    return [
-        {"kind": "dp_accounting's own PLD accountant, zero-out, grid 0.001", "epsilon": _json_number(coarse)},
+def _curve(history: tuple[tuple[accounting.Step, int], ...], delta: float) -> list[dict[str, Any]]:
+    """Return ε at a few δ; one too small for so many steps is left out, unless it is that of the run."""
+    rows: list[dict[str, Any]] = []
+    for factor in _CURVE_FACTORS:
+        try:
+            row = {name: accounting.epsilon(history, delta * factor, name) for name in ("zero-out", "replace-one")}
+        except ValueError:
+            if factor == 1:
+                raise
+            continue
+        rows.append({"delta": delta * factor, **{name: _json_number(value) for name, value in row.items()}})
+    return rows
+
+
+def _steps(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
+    wanted, taken = plan.num_steps_wanted or plan.num_steps, contents.num_steps
+    budget = (
+        f"{wanted} steps were asked for, and the target ε = {plan.target_epsilon:g} allows {plan.num_steps}; "
+        if plan.num_steps_wanted is not None and plan.target_epsilon is not None
+        else ""
+    )
+    ended = f"the run ended: {contents.end}" if contents.end is not None else "the run has not ended, or crashed"
+    return {
+        "wanted": wanted,
+        "planned": plan.num_steps,
+        "charged": taken,
+        "torn_by_a_crash": contents.torn_steps,
+        "words": f"{budget}{taken} of {plan.num_steps} planned steps were taken; {ended}",
+    }
+
+
+@lru_cache(maxsize=8)
+def _cross_checks_of(history: tuple[tuple[accounting.Step, int], ...], delta: float) -> tuple[dict[str, Any], ...]:
+    """Return ε under zero-out by other ways.
+
+    The PRV accountant knows no truncation, so it is held against the PLD of the same steps without truncation.
+    """
+    plain = [(dataclasses.replace(step, max_batch_size=None), count) for step, count in history]
+    library = comparison.library_epsilon(history, delta)
+    prv = comparison.prv_epsilon(history, delta)
+    renyi = comparison.renyi_epsilon(history, delta)
+    no_rows = "does not apply: it has no event for the rows of a user drawn each by itself"
+    return (
         {
-            "kind": "Rényi accounting, zero-out, without the effect of truncation",
-            "epsilon": _json_number(accounting.renyi_epsilon(history, plan.delta)),
+            "name": "PRV",
+            "epsilon": _json_number(prv.estimate) if prv else None,
+            "bounds": [_json_number(prv.lower), _json_number(prv.upper)] if prv else None,
+            "pld_of_the_same_steps": _json_number(accounting.epsilon(plain, delta)) if prv else None,
+            "note": "an estimate with bounds, under zero-out, without the effect of truncation (arXiv:2106.02848); "
+            "held against the PLD of the same steps without truncation"
+            if prv
+            else "does not apply to these steps",
         },
-    ]
+        {
+            "name": "PLD of dp_accounting",
+            "epsilon": _json_number(library),
+            "bounds": None,
+            "pld_of_the_same_steps": _json_number(accounting.epsilon(history, delta)),
+            "note": "an upper bound by that library's own accountant, under zero-out, on the coarser grid 0.001",
+        },
+        {
+            "name": "Rényi",
+            "epsilon": None if renyi is None else _json_number(renyi),
+            "bounds": None,
+            "pld_of_the_same_steps": None if renyi is None else _json_number(accounting.epsilon(plain, delta)),
+            "note": no_rows
+            if renyi is None
+            else "an upper bound, looser by nature, under zero-out, without the effect of truncation",
+        },
+    )
 
 
-def _zcdp(plan: PrivacyPlan, contents: LedgerContents) -> float | None:
-    """Return ρ = T/(2σ²) where every unit takes part in every step; sampled steps have no useful ρ."""
-    whole = plan.sampling_rate == 1 and plan.max_batch_size == plan.num_units and plan.noise_multiplier > 0
-    return contents.num_steps / (2 * plan.noise_multiplier**2) if whole else None
+def _cross_checks(history: tuple[tuple[accounting.Step, int], ...], delta: float) -> list[dict[str, Any]]:
+    return [dict(check) for check in _cross_checks_of(history, delta)]
 
 
 def _parameters(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
     share = plan.delta * plan.num_units
     return {
+        "sampling": plan.sampling,
         "num_units": plan.num_units,
+        "num_examples": plan.num_examples,
         "sampling_rate": plan.sampling_rate,
         "expected_batch_size": plan.expected_batch_size,
         "max_batch_size": plan.max_batch_size,
@@ -303,47 +360,13 @@ def _parameters(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
             f"δ = {share:.3g}/N. At 1/N, publishing one unit outright would pass; the usual choice is at most 0.1/N"
         ),
         "max_rows_per_unit": plan.max_rows_per_unit,
+        "rows_kept": plan.rows_kept,
     }
 
 
-def _assumptions(plan: PrivacyPlan, contents: LedgerContents) -> list[dict[str, str]]:
-    entropy = ", ".join(dict.fromkeys(run["entropy"] for run in contents.runs))
-    pairs = (
-        (
-            "Units are drawn by Poisson sampling and cut to the maximal batch (not shuffled)",
-            f"the sampler is made from the plan: q = {plan.sampling_rate:.6g}, at most {plan.max_batch_size} of "
-            f"{plan.num_units} units; each step in the ledger carries these numbers",
-        ),
-        ("There is one draw per step", "a step's units are drawn once and only then divided into microbatches"),
-        (
-            "No unit contributes more than the clip norm",
-            "the exact gradient norm of each unit over all trained parameters is bounded before the sum; a unit whose "
-            "gradient is not finite contributes zero; a parameter without a norm rule is refused",
-        ),
-        (
-            "A unit's gradient depends on that unit alone",
-            "losses are normalised within a row; modules that mix rows, such as batch norm, are refused",
-        ),
-        (
-            "Noise is independent in every step and parameter entry",
-            f"Gaussian noise of standard deviation {plan.noise_stddev:.6g} is drawn once per step, on the complete sum",
-        ),
-        (
-            "The noisy sum is scaled by a public constant",
-            f"it is divided by the expected batch size {plan.expected_batch_size}, never by the realised one; a step "
-            "without units is taken all the same",
-        ),
-        ("Sampling and noise can't be predicted", f"entropy: {entropy}"),
-        (
-            "Every step is counted",
-            "each step is on the disk before its gradient is used; the lines of the ledger are chained by hashes"
-            + (f"; {contents.torn_steps} step(s) torn by a crash are charged" if contents.torn_steps else ""),
-        ),
-    )
-    return [{"assumption": assumption, "how_ensured": how} for assumption, how in pairs]
-
-
-def _strength(plan: PrivacyPlan, contents: LedgerContents, epsilon: float, seeded: bool) -> dict[str, Any]:
+def _strength(
+    plan: PrivacyPlan, contents: LedgerContents, epsilon: float, seeded: bool, audit: str | None
+) -> dict[str, Any]:
     risk = attack_risk(contents.history, plan.adjacency)
     tier, words = _tier(epsilon, seeded)
     sentences = in_plain_words(risk, "record" if plan.unit == "sequence" else "user")
@@ -356,7 +379,9 @@ def _strength(plan: PrivacyPlan, contents: LedgerContents, epsilon: float, seede
         "advantage": figures["advantage"],
         "bayes_success": {f"{prior:g}": value for prior, value in figures["bayes_success"].items()},
         "true_positive_rate": {f"{rate:g}": value for rate, value in figures["true_positive_rate"].items()},
+        "reconstruction": {f"{prior:g}": value for prior, value in figures["reconstruction"].items()},
         "in_plain_words": sentences,
+        "audit": audit,
     }
 
 
@@ -378,21 +403,25 @@ def _tier(epsilon: float, seeded: bool) -> tuple[str, str]:
 
 
 def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
+    sample = f"--num-units {plan.num_units} --max-batch-size {plan.max_batch_size}"
+    if plan.sampling == "example":
+        sample = f"--rows-per-unit {plan.max_rows_per_unit}"
     command = (
         f"dpllm epsilon --noise-multiplier {plan.noise_multiplier!r} --sampling-rate {plan.sampling_rate!r} "
-        f"--steps {contents.num_steps} --delta {plan.delta!r} --num-units {plan.num_units} "
-        f"--max-batch-size {plan.max_batch_size} --adjacency {plan.adjacency}"
+        f"--steps {contents.num_steps} --delta {plan.delta!r} {sample} --adjacency {plan.adjacency}"
     )
     return {
+        "verify": "dpllm verify OUTPUT_DIR",
         "recompute_from_the_ledger": "dpllm report OUTPUT_DIR",
         "recompute_from_the_numbers": command,
         "plan": plan.to_dict(),
         "plan_hash": plan.hash,
         "ledger_sha256": contents.sha256,
-        "runs": contents.runs,
+        "runs": [{**run, "budget": run.get("budget")} for run in contents.runs],
         "ended": contents.end,
         "torn_lines": contents.torn_lines,
         "diagnostics_not_covered": contents.diagnostics,
+        "machine": platform.machine(),
         "versions": {
             "dpllm": dpllm.__version__,
             "python": platform.python_version(),
@@ -406,25 +435,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _open_points(report: Mapping[str, Any], contents: LedgerContents) -> list[str]:
-    points = []
-    if not report["statement"]["private"]:
-        points.append("This run is not private. Do not release it as such.")
-    if contents.end is None:
-        points.append("The run has not ended, or ended in a crash; this report covers what was charged so far.")
-    named = {
-        "who holds the raw data": report["setting"]["data_holder"],
-        "who will see the released model": report["setting"]["audience"],
-        "which other uses the same data had (tuning runs, earlier models, model selection); their ε adds up": report[
-            "definition"
-        ]["other_uses_of_the_data"],
-        "how useful the model is: held-out metric, the same without privacy, hardware and cost": report["utility"],
-    }
-    points += [f"Not filled in: {name}." for name, value in named.items() if value is None]
-    if report["definition"]["written_out_and_not_covered"]:
-        points.append(
-            "Some results that depend on the private data were written out and are not covered by ε (see below)."
-        )
-    return points

@@ -1,21 +1,48 @@
-"""Tests of dpllm.report and dpllm.markdown."""
+"""Tests of dpllm.report, dpllm.definition and dpllm.markdown."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
+import dpllm.report
 from dpllm.accounting import Step, epsilon
 from dpllm.config import PrivacyConfig
-from dpllm.ledger import Ledger, LedgerError, read_ledger
+from dpllm.ledger import Ledger, LedgerContents, LedgerError, read_ledger
 from dpllm.plan import PrivacyPlan, make_plan
-from dpllm.report import ReleaseNotes, notes_in, privacy_report, render_markdown, write_report
+from dpllm.report import ReleaseNotes, notes_in, notes_of, privacy_report, render_markdown, write_report
+from dpllm.verify import report_schema
 
 NUM_STEPS = 20
+NOTES = ReleaseNotes(
+    data_holder="the clinic",
+    audience="the staff",
+    other_uses="one tuning run at ε = 2",
+    utility={"perplexity": 12.5},
+)
+
+
+@pytest.fixture(autouse=True)
+def every_report_fits_the_schema(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hold each report that a test makes to the published schema."""
+    schema = jsonschema.Draft202012Validator(report_schema())
+    made = []
+
+    def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        report = privacy_report(*args, **kwargs)
+        made.append(json.loads(json.dumps(report, allow_nan=False)))
+        return report
+
+    monkeypatch.setattr("dpllm.report.privacy_report", checked)
+    yield
+    for report in made:
+        schema.validate(report)
 
 
 def make(
@@ -32,10 +59,47 @@ def make(
     return plan, ledger
 
 
+def make_report(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes | None = None) -> dict[str, Any]:
+    """Return the report as the package makes it at this moment, so that the schema is held against it."""
+    return dpllm.report.privacy_report(plan, contents, notes)
+
+
 def report_of(tmp_path: Path, notes: ReleaseNotes | None = None, **change: Any) -> dict[str, Any]:
     plan, ledger = make(tmp_path, **change)
     ledger.close()
-    return privacy_report(plan, read_ledger(ledger.path), notes)
+    return make_report(plan, read_ledger(ledger.path), notes)
+
+
+def run_of(tmp_path: Path, plan: PrivacyPlan, **ledger_entries: Any) -> dict[str, Any]:
+    """Return the report of a run of all steps of a plan."""
+    with Ledger.create(tmp_path / "privacy_ledger.jsonl", plan, **ledger_entries) as ledger:
+        for number in range(plan.num_steps):
+            ledger.append_step(number, plan.step)
+        ledger.append_end("completed")
+    return make_report(plan, read_ledger(ledger.path))
+
+
+def rows_drawn(**change: Any) -> PrivacyPlan:
+    """Return a plan in which rows of users are drawn each by itself."""
+    fields: dict[str, Any] = {
+        "unit": "user",
+        "adjacency": "zero-out",
+        "num_units": 1000,
+        "sampling_rate": 20 / 3000,
+        "expected_batch_size": 20,
+        "max_batch_size": 3000,
+        "num_steps": NUM_STEPS,
+        "noise_multiplier": 2.0,
+        "clip_norm": 0.5,
+        "delta": 1e-4,
+        "max_rows_per_unit": 4,
+        "unit_column": "author",
+        "rows_kept": "random",
+        "sampling": "example",
+        "num_examples": 3000,
+        "dataset": "letters",
+    }
+    return PrivacyPlan(**{**fields, **change})
 
 
 def test_epsilon_is_that_of_the_ledger(tmp_path: Path) -> None:
@@ -76,7 +140,7 @@ def test_headline_follows_the_adjacency(tmp_path: Path) -> None:
 def test_curve_falls_as_delta_rises(tmp_path: Path) -> None:
     """The curve starts at the run's δ, and a smaller δ costs a larger ε."""
     curve = report_of(tmp_path)["accounting"]["curve"]
-    assert curve[0]["delta"] == 1e-4 and len(curve) == 4
+    assert curve[0]["delta"] == 1e-4 and len(curve) == 3
     for name in ("zero-out", "replace-one"):
         values = [row[name] for row in curve]
         assert values == sorted(values) and values[0] > 0
@@ -84,19 +148,14 @@ def test_curve_falls_as_delta_rises(tmp_path: Path) -> None:
 
 def test_what_the_reporting_guide_asks_for(tmp_path: Path) -> None:
     """Every line of the guide has its field, and every field reaches the page."""
-    notes = ReleaseNotes(
-        data_holder="the clinic",
-        audience="the staff",
-        other_uses="one tuning run at ε = 2",
-        utility={"perplexity": 12.5},
-    )
-    report = report_of(tmp_path, notes)
+    report = report_of(tmp_path, NOTES, dataset="letters to the clinic")
     assert report["open_points"] == []
     page = render_markdown(report)
     for words in (
         "central differential privacy",
         "the clinic",
         "the staff",
+        "letters to the clinic",
         "one tuning run at ε = 2",
         "perplexity",
         "one record of the training data",
@@ -117,12 +176,18 @@ def test_what_the_reporting_guide_asks_for(tmp_path: Path) -> None:
         "operating system",
         "chained by hashes",
         "blind guessing",
+        "out of a million equally likely",
+        "| PRV | 0.14",
+        "Steps: 20 of 20 planned steps were taken; the run ended: completed",
+        "dpllm verify OUTPUT_DIR",
         "dpllm report OUTPUT_DIR",
         "dpllm epsilon --noise-multiplier 2.0 --sampling-rate 0.02 --steps 20 --delta 0.0001 --num-units 1000",
         report["checkable"]["ledger_sha256"],
         report["checkable"]["plan_hash"],
     ):
         assert words in page, words
+    for line in report["checklist"]:
+        assert line["filled"] and f"| {line['question']} |" in page
     for name, value in report["accounting"]["parameters"].items():
         assert f"| {name} | {'-' if value is None else value} |" in page
 
@@ -130,9 +195,11 @@ def test_what_the_reporting_guide_asks_for(tmp_path: Path) -> None:
 def test_what_is_missing_is_a_reason_not_to_release(tmp_path: Path) -> None:
     """A point that nobody filled in is named before anything else."""
     report = report_of(tmp_path)
-    assert [point for point in report["open_points"] if point.startswith("Not filled in: who holds the raw data")]
-    assert len(report["open_points"]) == 4
-    assert "a reason not to release" in render_markdown(report)
+    assert "Not filled in: Who holds the raw data?" in report["open_points"]
+    assert len(report["open_points"]) == 5
+    assert sum(not line["filled"] for line in report["checklist"]) == 5
+    page = render_markdown(report)
+    assert "a reason not to release" in page and page.count("| **not filled in** |") == 5
 
 
 def test_disclosures_and_diagnostics_are_listed_with_counts(tmp_path: Path) -> None:
@@ -155,7 +222,8 @@ def test_no_noise_is_infinite_in_words(tmp_path: Path) -> None:
     report = report_of(tmp_path, noise_multiplier=0)
     assert report["statement"]["epsilon"] == "inf" and not report["statement"]["private"]
     assert report["accounting"]["epsilon"] == {"zero-out": "inf", "replace-one": "inf"}
-    assert [check["epsilon"] for check in report["accounting"]["cross_checks"]] == ["inf", "inf"]
+    assert [check["epsilon"] for check in report["accounting"]["cross_checks"]] == ["inf"] * 3
+    assert report["accounting"]["zcdp_rho"] == "inf" and report["curves"]["tradeoff"]["true_positive_rate"] == []
     assert report["strength"]["tier"] == "none" and report["strength"]["advantage"] == 1.0
     page = render_markdown(report)
     assert page.startswith("# NOT PRIVATE") and "infinite: no privacy" in page and "satisfies" not in page
@@ -172,11 +240,25 @@ def test_seeded_run_is_not_private_first_thing(tmp_path: Path) -> None:
     assert page.startswith("# NOT PRIVATE") and "fixed seed (NOT PRIVATE)" in page and "satisfies" not in page
 
 
-def test_cross_checks_are_looser(tmp_path: Path) -> None:
-    """Both checks lie above the stated ε: one below it would show a fault."""
+def test_cross_checks(tmp_path: Path) -> None:
+    """The looser accountants lie above the stated ε, and the estimate's bounds hold it: nothing disagrees."""
     report = report_of(tmp_path)
-    for check in report["accounting"]["cross_checks"]:
-        assert report["accounting"]["epsilon"]["zero-out"] < check["epsilon"]
+    epsilon = report["accounting"]["epsilon"]["zero-out"]
+    prv, library, renyi = report["accounting"]["cross_checks"]
+    assert prv["bounds"][0] < epsilon < prv["bounds"][1]
+    assert prv["epsilon"] == pytest.approx(epsilon, abs=2e-3)
+    assert epsilon < library["epsilon"] < epsilon + 5e-3 and epsilon < renyi["epsilon"]
+    assert not [point for point in report["open_points"] if "disagree" in point]
+    assert f"| {prv['name']} | {prv['epsilon']:.3f}"[:-1] in render_markdown(report)
+
+
+def test_truncation_is_not_taken_for_a_disagreement(tmp_path: Path) -> None:
+    """A maximal batch that costs a lot of ε is unknown to the estimate, which is held against the same without it."""
+    report = report_of(tmp_path, max_batch_size=22)
+    prv = report["accounting"]["cross_checks"][0]
+    assert report["accounting"]["epsilon"]["zero-out"] > 2 * prv["epsilon"]
+    assert prv["pld_of_the_same_steps"] == pytest.approx(prv["epsilon"], abs=2e-3)
+    assert not [point for point in report["open_points"] if "disagree" in point]
 
 
 @pytest.mark.parametrize(("size", "sigma", "tier"), [(20, 2.0, "strong"), (500, 3.0, "reasonable"), (500, 1.2, "weak")])
@@ -218,18 +300,132 @@ def test_crash_and_resume_are_charged(tmp_path: Path) -> None:
 
 
 def test_user_level_words(tmp_path: Path) -> None:
-    """At user level the unit, its column and its bound are named."""
+    """Users drawn as wholes: the unit, its column, its bound, and one clip for all rows of a user."""
     report = report_of(tmp_path, unit="user", unit_column="sender", max_rows_per_unit=4)
     assert "'sender'" in report["definition"]["unit"] and "at most 4 rows" in report["definition"]["unit"]
     assert "every single user" in report["statement"]["words"]
+    mechanism = report["definition"]["mechanism"]
+    assert mechanism.startswith("user-level sampling (ULS)") and "summed over all rows of that user" in mechanism
+    assert "1000 users is drawn" in mechanism and "clipped once" in mechanism
+    assert report["definition"]["rows_left_out"] == 0
+    assert any("bounded before the sampling rate" in item["assumption"] for item in report["accounting"]["assumptions"])
 
 
-def test_zcdp_where_it_exists(tmp_path: Path) -> None:
-    """With every unit in every step, ρ = T / (2σ²); with sampling there is none."""
-    assert report_of(tmp_path)["accounting"]["zcdp_rho"] is None
+def test_rows_left_out_are_counted(tmp_path: Path) -> None:
+    """What the bound on rows per user left out is stated, and marked as private; sequences know no such bound."""
+    plan, ledger = make(tmp_path, unit="user", unit_column="sender", max_rows_per_unit=4)
+    ledger.append_diagnostic("rows left out by the bound on rows per user", 17)
+    report = write_report(tmp_path, plan, ledger)
+    ledger.close()
+    assert report["definition"]["rows_left_out"] == 17
+    page = render_markdown(report)
+    assert "Rows left out by the bound on rows per user (depends on the private data, not covered by ε): 17." in page
+    ledger.path.unlink()
+    assert report_of(tmp_path)["definition"]["rows_left_out"] is None
+
+
+def test_rows_drawn_each_by_itself(tmp_path: Path) -> None:
+    """Example-level sampling: what is drawn, the bound k, the event it is accounted as, and no truncation anywhere."""
+    plan = rows_drawn()
+    report = run_of(tmp_path, plan)
+    mechanism, event = report["definition"]["mechanism"], report["accounting"]["event"]
+    assert "example-level sampling (ELS)" in mechanism and "every one of 3000 rows is drawn" in mechanism
+    assert "at most 4 rows" in mechanism and "clipped by itself" in mechanism and "truncated" not in mechanism
+    assert "mixture of Gaussians" in event and "k = 4" in event and "arXiv:2407.07737" in event
+    assert "chosen by a secret draw" in report["definition"]["unit"]
+    assert report["statement"]["epsilon"] == epsilon([(plan.step, NUM_STEPS)], plan.delta)
+    assert report["statement"]["epsilon"] > epsilon(
+        [(Step(1000, plan.sampling_rate, None, 2.0, 0.5), NUM_STEPS)], plan.delta
+    )
+    prv, library, renyi = report["accounting"]["cross_checks"]
+    assert prv["epsilon"] is None and renyi["epsilon"] is None and "does not apply" in renyi["note"]
+    assert library["epsilon"] == pytest.approx(report["statement"]["epsilon"], abs=5e-3)
+    command = report["checkable"]["recompute_from_the_numbers"]
+    assert "--rows-per-unit 4" in command and "--max-batch-size" not in command
+    assert "number of rows to draw from" in report["definition"]["public"][0]
+    assert not any("cut to the maximal batch" in item["assumption"] for item in report["accounting"]["assumptions"])
+    assert "mixture of Gaussians" in render_markdown(report)
+
+
+def test_data_set_budget_and_steps(tmp_path: Path) -> None:
+    """The data set's name, the entry of its budget file, and why a run took fewer steps than were asked for."""
+    plan = rows_drawn(sampling="unit", num_examples=None, sampling_rate=0.02, max_batch_size=60, num_steps_wanted=50)
+    plan = dataclasses.replace(plan, target_epsilon=0.5)
+    report = run_of(tmp_path, plan, budget={"file": "letters.json", "entry": "a1b2"})
+    assert report["definition"]["dataset"] == "letters"
+    assert report["accounting"]["budget"] == [{"file": "letters.json", "entry": "a1b2"}]
+    assert report["accounting"]["steps"] == {
+        "wanted": 50,
+        "planned": 20,
+        "charged": 20,
+        "torn_by_a_crash": 0,
+        "words": "50 steps were asked for, and the target ε = 0.5 allows 20; 20 of 20 planned steps were taken; the "
+        "run ended: completed",
+    }
+    page = render_markdown(report)
+    assert "entry a1b2 of letters.json" in page and "50 steps were asked for" in page
+
+
+def test_both_adjacencies_stand_in_the_statement(tmp_path: Path) -> None:
+    """The headline names ε under the other adjacency too, rounded up."""
+    report = report_of(tmp_path)
+    assert report["statement"]["epsilon_by_adjacency"] == report["accounting"]["epsilon"]
+    other = report["accounting"]["epsilon"]["replace-one"]
+    assert f"(replace-one adjacency), ε = {other + 5e-5:.4f}" in report["statement"]["words"]
+
+
+def test_zcdp(tmp_path: Path) -> None:
+    """ρ = T / (2σ²), k² times that where k rows of a user are clipped each by itself."""
+    assert report_of(tmp_path)["accounting"]["zcdp_rho"] == pytest.approx(20 / 8)
     (tmp_path / "privacy_ledger.jsonl").unlink()
-    full = report_of(tmp_path, expected_batch_size=1000, noise_multiplier=10.0)
-    assert full["accounting"]["zcdp_rho"] == pytest.approx(20 / 200)
+    assert run_of(tmp_path, rows_drawn())["accounting"]["zcdp_rho"] == pytest.approx(16 * 20 / 8)
+
+
+def test_weak_guarantee_asks_for_an_audit(tmp_path: Path) -> None:
+    """Above ε = 10 a missing audit is an open point, and one that was noted answers it."""
+    change: dict[str, Any] = {"expected_batch_size": 500, "noise_multiplier": 1.2}
+    assert "Not filled in: What did an empirical audit find?" in report_of(tmp_path, **change)["open_points"]
+    (tmp_path / "privacy_ledger.jsonl").unlink()
+    report = report_of(tmp_path, ReleaseNotes(audit="ε of at least 1.3 at 95 %"), **change)
+    assert not [point for point in report["open_points"] if "audit" in point]
+    assert "Empirical audit: ε of at least 1.3 at 95 %." in render_markdown(report)
+
+
+def test_schema_refuses_missing_and_additional_keys(tmp_path: Path) -> None:
+    """Every fixed key is required, and no other is allowed, at every depth."""
+    schema = jsonschema.Draft202012Validator(report_schema())
+    report = report_of(tmp_path, NOTES)
+    for path in ((), ("statement",), ("accounting", "parameters"), ("checkable", "plan"), ("curves", "tradeoff")):
+        for change in ("missing", "additional"):
+            edited = json.loads(json.dumps(report))
+            part = edited
+            for name in path:
+                part = part[name]
+            if change == "missing":
+                part.pop(next(iter(part)))
+            else:
+                part["something"] = 1
+            assert not schema.is_valid(edited), (path, change)
+
+
+def test_schema_describes_every_key() -> None:
+    """Each key has a description, and each object with fixed keys admits no other."""
+
+    def walk(part: Any, where: str) -> None:
+        if isinstance(part, dict):
+            if isinstance(part.get("properties"), dict):
+                assert part["additionalProperties"] is False, where
+                assert part["required"] == list(part["properties"]), where
+                for name, value in part["properties"].items():
+                    assert value.get("description") or "$ref" in value, f"{where}.{name}"
+            for name, value in part.items():
+                walk(value, f"{where}.{name}")
+        elif isinstance(part, list):
+            for value in part:
+                walk(value, where)
+
+    jsonschema.Draft202012Validator.check_schema(report_schema())
+    walk(report_schema(), "report")
 
 
 def test_foreign_ledger_is_refused(tmp_path: Path) -> None:
@@ -256,8 +452,9 @@ def test_damaged_ledger_makes_no_report(tmp_path: Path) -> None:
 
 def test_what_people_noted_survives_a_recomputation(tmp_path: Path) -> None:
     """`dpllm report` computes everything else anew; a folder without a report has no notes."""
-    notes = ReleaseNotes(data_holder="the clinic", audience="everyone", other_uses="none", utility={"perplexity": 4.2})
+    notes = dataclasses.replace(NOTES, audit="none found anything")
     plan, ledger = make(tmp_path)
     assert notes_in(tmp_path) == ReleaseNotes()
     write_report(tmp_path, plan, ledger, notes)
     assert notes_in(tmp_path) == notes
+    assert notes_of({"format": 1}) == ReleaseNotes()

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from dpllm.accounting import Step, epsilon
-from dpllm.risk import AttackRisk, attack_risk, in_plain_words
+from dpllm.risk import AttackRisk, attack_risk, in_plain_words, tradeoff_curve
 
 
 def plain(sigma: float, rate: float) -> Step:
@@ -85,6 +85,7 @@ def test_no_noise_is_certainty_and_no_step_is_nothing() -> None:
     nothing = attack_risk([])
     assert nothing.advantage == 0 and nothing.true_positive_rate[0.01] == 0.01
     assert nothing.bayes_success == {0.5: 0.5, 0.01: 0.99}
+    assert set(certain.reconstruction.values()) == {1.0} and nothing.reconstruction == {1e-3: 1e-3, 1e-6: 1e-6}
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan])
@@ -94,11 +95,68 @@ def test_bad_rate_is_refused(value: float) -> None:
         attack_risk([], false_positive_rates=[value])
     with pytest.raises(ValueError, match="lie between 0 and 1"):
         attack_risk([], priors=[value])
+    with pytest.raises(ValueError, match="lie between 0 and 1"):
+        attack_risk([], reconstruction_priors=[value])
+    with pytest.raises(ValueError, match="lie between 0 and 1"):
+        tradeoff_curve([], false_positive_rates=[value])
+
+
+def test_nothing_to_guess_is_refused() -> None:
+    """A reconstruction prior of 0 has no bound to state."""
+    with pytest.raises(ValueError, match="prior of 0 means that nothing could be guessed"):
+        attack_risk([], reconstruction_priors=[0.0])
+
+
+def test_reconstruction_covers_the_exact_attack_on_a_gaussian() -> None:
+    """One full-batch step, units with one of 1000 orthogonal gradients: the best guess stays below the bound.
+
+    Simulated: the guess that is best under equal chances is the gradient nearest to the noisy sum.
+    """
+    sigma, kinds, trials = 0.5, 1000, 4000
+    rng = np.random.default_rng(0)
+    sums = sigma * rng.standard_normal((trials, kinds))
+    sums[:, 0] += 1.0  # the unit is of the first kind; by symmetry that costs nothing in generality
+    success = (sums.argmax(axis=1) == 0).mean()
+    bound = attack_risk([(plain(sigma, 1.0), 1)], discretization=1e-3).reconstruction[1e-3]
+    assert 0.05 < success <= bound < 0.2
+
+
+def test_reconstruction_is_the_rate_at_the_chance_of_a_guess() -> None:
+    """The bound equals that on the true positive rate at the same false positive rate, and exceeds the blind guess."""
+    risk = attack_risk([(plain(0.8, 0.02), 300)], discretization=1e-3)
+    assert list(risk.reconstruction) == [1e-3, 1e-6]
+    assert risk.reconstruction[1e-3] == risk.true_positive_rate[1e-3] > 1e-3
+    assert risk.reconstruction[1e-6] > 1e-6
+
+
+@pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
+def test_tradeoff_curve(adjacency: str) -> None:
+    """Concave, rising, above the diagonal, and neither below the finer search nor far above it."""
+    history = [(Step(500, 0.1, 80, 1.0), 50)]
+    rates, found = tradeoff_curve(history, adjacency, discretization=1e-3)
+    assert rates[0] == pytest.approx(1e-8) and rates[-1] == found[-1] == 1.0
+    assert (found >= rates).all() and (np.diff(found) >= 0).all()
+    slopes = np.diff(found) / np.diff(rates)
+    assert (np.diff(slopes) <= 1e-9 * slopes[:-1]).all()
+    finer = attack_risk(history, adjacency, rates.tolist(), discretization=1e-3).true_positive_rate
+    fine = np.array([finer[rate] for rate in rates.tolist()])
+    assert (fine <= found * (1 + 1e-6)).all() and (found <= fine * 1.003).all()
+
+
+def test_tradeoff_of_a_gaussian_is_the_exact_one() -> None:
+    """For one full-batch step the curve is known: the bound lies on it or just above."""
+    rates, found = tradeoff_curve([(plain(1.0, 1.0), 1)], "zero-out", [1e-4, 1e-2, 0.3], 1e-3)
+    exact = stats.norm.sf(stats.norm.isf(rates) - 1.0)
+    assert (exact <= found).all() and (found <= exact * 1.01).all()
 
 
 def test_words_round_up() -> None:
     """A sentence never states less than the bound, and names what blind guessing achieves."""
-    words = in_plain_words(AttackRisk("replace-one", 0.1, {0.5: 0.55001, 0.01: 0.990001}, {0.01: 0.020001}))
+    words = in_plain_words(
+        AttackRisk("replace-one", 0.1, {0.5: 0.55001, 0.01: 0.990001}, {0.01: 0.020001}, {1e-6: 3.41e-6, 0.25: 0.5})
+    )
     assert "which of two units" in words[0] and "55.1%" in words[0]
     assert "99.01%" in words[1] and "99%" in words[1]
     assert "2.01%" in words[2] and "blind guessing finds 1%" in words[2]
+    assert "out of a million equally likely ones is right in at most 3.5 of a million such cases" in words[3]
+    assert "out of 4 equally likely ones is right in at most 2 of 4 such cases" in words[4]

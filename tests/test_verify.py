@@ -1,0 +1,343 @@
+"""Tests of dpllm.verify."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpllm import verify as verify_module
+from dpllm.config import PrivacyConfig
+from dpllm.ledger import LEDGER_FILE, Ledger
+from dpllm.model_card import write_model_card
+from dpllm.plan import PLAN_FILE, PrivacyPlan, make_plan
+from dpllm.report import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, json_text, privacy_report, write_report
+from dpllm.verify import Verification, verification_rows, verify
+
+NUM_STEPS = 6
+NOTES = ReleaseNotes(data_holder="the clinic", utility={"perplexity": 12.5})
+
+
+def charge(folder: Path, plan: PrivacyPlan, steps: int, of: PrivacyPlan | None = None) -> Ledger:
+    """Write the ledger of a run of so many steps."""
+    with Ledger.create(folder / LEDGER_FILE, plan) as ledger:
+        for number in range(steps):
+            ledger.append_step(number, (of or plan).step)
+        ledger.append_disclosure("training loss", 2)
+        ledger.append_end("completed")
+    return ledger
+
+
+def plan_of(**change: Any) -> PrivacyPlan:
+    config = {"noise_multiplier": 2.0, "clip_norm": 0.5, "expected_batch_size": 20, **change}
+    return make_plan(PrivacyConfig(**config), num_units=1000, num_steps=NUM_STEPS)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    plan = plan_of()
+    plan.save(folder / PLAN_FILE)
+    report = write_report(folder, plan, charge(folder, plan, NUM_STEPS), NOTES)
+    write_model_card(folder, report, base_model="org/base", task="causal_lm", adapter=False)
+    return folder
+
+
+@pytest.fixture
+def run(good: Path, tmp_path: Path) -> Path:
+    """A copy of a good run, to be spoilt."""
+    return Path(shutil.copytree(good, tmp_path / "run"))
+
+
+def edit(path: Path, pattern: str, by: str) -> None:
+    """Replace the first match, which must be there."""
+    text, count = re.subn(pattern, by, path.read_text(encoding="utf-8"), count=1)
+    assert count == 1
+    path.write_text(text, encoding="utf-8")
+
+
+def failed(verification: Verification) -> dict[str, str]:
+    assert verification.ok == all(check.ok for check in verification.checks)
+    return {check.what: check.detail for check in verification.checks if not check.ok}
+
+
+def test_good_run(good: Path) -> None:
+    """Nothing was touched, so everything holds, the model card included; the result prints and is plain values."""
+    result = verify(good)
+    assert result.ok and failed(result) == {}
+    assert len(result.checks) == 13
+    assert any(check.what == "README.md says the same" for check in result.checks)
+    assert all(text.startswith("ok: ") for _, text in verification_rows(result))
+    assert json.loads(json.dumps(result.to_dict()))["ok"] is True
+
+
+def test_checking_changes_nothing(good: Path) -> None:
+    """Verifying writes no file."""
+    before = {path.name: path.read_bytes() for path in good.iterdir()}
+    verify(good)
+    assert {path.name: path.read_bytes() for path in good.iterdir()} == before
+
+
+def test_edited_ledger_line(run: Path) -> None:
+    """A changed number in the ledger breaks its chain, and without a ledger nothing is confirmed."""
+    edit(run / LEDGER_FILE, '"noise_multiplier": 2.0', '"noise_multiplier": 3.0')
+    found = failed(verify(run))
+    assert "edited, or lines before it are missing" in found["the ledger is there and its lines are chained"]
+    assert "nothing to hold it against" in found[f"{MARKDOWN_FILE} says the same"]
+    assert "nothing to hold it against" in found[f"{HTML_FILE} says the same"]
+
+
+def test_step_missing_in_the_middle(run: Path) -> None:
+    """A line taken out of the ledger breaks its chain."""
+    lines = (run / LEDGER_FILE).read_text().splitlines(keepends=True)
+    (run / LEDGER_FILE).write_text("".join(lines[:3] + lines[4:]))
+    assert "line 4: edited, or lines before it" in failed(verify(run))["the ledger is there and its lines are chained"]
+
+
+def test_steps_cut_off_at_the_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole lines cut off at the end break no hash; the report still counts the steps."""
+    lines = (run / LEDGER_FILE).read_text().splitlines(keepends=True)
+    (run / LEDGER_FILE).write_text("".join(lines[:-4]))
+    monkeypatch.setattr("dpllm.verify._MOST_LISTED", 10_000)
+    found = failed(verify(run))
+    assert "the ledger is there and its lines are chained" not in found
+    counted = found["the ledger holds the steps that the report counts"]
+    assert f"the report counts {NUM_STEPS} steps, the ledger 4: lines were cut off its end" in counted
+    differing = found[f"{JSON_FILE} says what plan and ledger say"]
+    assert "accounting.parameters.num_steps_charged is 6 and should be 4" in differing
+    assert f"{MARKDOWN_FILE} says the same" in found and f"{HTML_FILE} says the same" in found
+
+
+def test_ledger_that_went_on(run: Path) -> None:
+    """A ledger with more steps than the report counts, and than were planned, is said to be that."""
+    plan = PrivacyPlan.load(run / PLAN_FILE)
+    with Ledger.open(run / LEDGER_FILE, plan) as ledger:
+        ledger.append_step(NUM_STEPS, plan.step)
+    found = failed(verify(run))
+    assert "the run went on after it" in found["the ledger holds the steps that the report counts"]
+    assert found["no more steps than planned"] == "7 of 6 planned steps: too many"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by", "where"),
+    [
+        (r'"epsilon": 0\.\d+', '"epsilon": 0.01', "statement.epsilon is 0.01 and should be 0."),
+        (r'"noise_stddev": 1\.0', '"noise_stddev": 1', "accounting.parameters.noise_stddev is 1 and should be 1.0"),
+        (r'"tier": "strong"', '"tier": "weak"', 'strength.tier is "weak" and should be "strong"'),
+        (r'"advantage": 0\.', '"advantage": 0.0', "strength.advantage is 0.0"),
+        (r'"torn_lines": \[\]', '"torn_lines": [3]', "checkable.torn_lines is [3] and should be []"),
+        (r'"filled": false', '"filled": true', ".filled is true and should be false"),
+        (r'"format": 2,', '"format": 2, "note": "x",', "note does not belong there"),
+        (r'"adjacency": "zero-out",\s*"epsilon_by', '"epsilon_by', "statement.adjacency is missing"),
+    ],
+)
+def test_edited_json(run: Path, pattern: str, by: str, where: str) -> None:
+    """Each key that was changed, added or removed is named; the other forms of the report are still right."""
+    edit(run / JSON_FILE, pattern, by)
+    found = failed(verify(run))
+    assert where in found[f"{JSON_FILE} says what plan and ledger say"]
+    assert f"{MARKDOWN_FILE} says the same" not in found and f"{HTML_FILE} says the same" not in found
+
+
+def test_schema_is_checked(run: Path) -> None:
+    """An unknown key, and a missing one, fail the schema with their place."""
+    edit(run / JSON_FILE, r'"private": true,', '"privat": true,')
+    found = failed(verify(run))[f"{JSON_FILE} fits the published schema"]
+    assert "$.statement: " in found and "'privat'" in found and "'private' is a required property" in found
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '{"epsilon": NaN}', "{}", '{"format": 2, "checkable": 3, "accounting": []}']
+)
+def test_json_that_is_no_report(run: Path, text: str) -> None:
+    """Whatever lies there instead of a report is a failed check and no crash."""
+    (run / JSON_FILE).write_text(text)
+    found = failed(verify(run))
+    assert any(JSON_FILE in what for what in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        (MARKDOWN_FILE, r"\| zero-out \| 0\.\d"),
+        (HTML_FILE, r"<dd>0\.\d"),
+        (HTML_FILE, r'd="M \d'),
+    ],
+)
+def test_edited_page(run: Path, name: str, pattern: str) -> None:
+    """One digit changed in the Markdown, in the HTML or in one of its pictures is found, with its line."""
+    text = (run / name).read_text(encoding="utf-8")
+    place = re.search(pattern, text)
+    assert place is not None
+    digit = "7" if text[place.end() - 1] != "7" else "8"
+    (run / name).write_text(text[: place.end() - 1] + digit + text[place.end() :], encoding="utf-8")
+    found = failed(verify(run))
+    assert list(found) == [f"{name} says the same"]
+    line = text[: place.start()].count("\n") + 1
+    assert f"line {line} is " in found[f"{name} says the same"]
+
+
+def test_page_cut_short(run: Path) -> None:
+    """A page whose end is missing differs where it ends."""
+    text = (run / MARKDOWN_FILE).read_text(encoding="utf-8")
+    (run / MARKDOWN_FILE).write_text("\n".join(text.split("\n")[:10]), encoding="utf-8")
+    assert "line 11 is " in failed(verify(run))[f"{MARKDOWN_FILE} says the same"]
+
+
+def test_another_plan(run: Path) -> None:
+    """A plan that is whole, but not that of the ledger, is found: its hash and its steps differ."""
+    plan_of(noise_multiplier=9.0).save(run / PLAN_FILE)
+    found = failed(verify(run))
+    assert "it was written under" in found["the ledger is of this plan"]
+    assert found["each step in the ledger is the plan's"] == "6 steps have other numbers than the plan"
+    assert "written under another plan" in found["the report can be computed anew"]
+
+
+def test_steps_of_another_plan(run: Path) -> None:
+    """Steps with other numbers under the right plan's name are found."""
+    (run / LEDGER_FILE).unlink()
+    plan = PrivacyPlan.load(run / PLAN_FILE)
+    charge(run, plan, NUM_STEPS, of=plan_of(noise_multiplier=9.0))
+    found = failed(verify(run))
+    assert "the ledger is of this plan" not in found
+    assert found["each step in the ledger is the plan's"] == "6 steps have other numbers than the plan"
+
+
+def test_edited_plan(run: Path) -> None:
+    """A number changed in the plan doesn't fit its hash."""
+    edit(run / PLAN_FILE, '"noise_multiplier": 2.0', '"noise_multiplier": 3.0')
+    assert "was edited" in failed(verify(run))["the plan is there and fits its hash"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by", "where"),
+    [
+        (r"  epsilon: 0\.\d+", "  epsilon: 0.0001", "differential_privacy.epsilon is 0.0001 and should be"),
+        (r"num_steps: 6", "num_steps: 5", "differential_privacy.num_steps is 5 and should be 6"),
+        (r"with ε = 0\.\d+", "with ε = 0.0001", "its text lacks"),
+        (r"differential_privacy:", "something_else:", "its block differential_privacy is missing"),
+    ],
+)
+def test_edited_card(run: Path, pattern: str, by: str, where: str) -> None:
+    """A number changed in the model card's metadata or in its text is found."""
+    edit(run / "README.md", pattern, by)
+    found = failed(verify(run))
+    assert list(found) == ["README.md says the same"] and where in found["README.md says the same"]
+
+
+def test_card_of_somebody_else(run: Path) -> None:
+    """No card, or one that claims nothing, is nothing to check; one that can't be read is a failed check."""
+    (run / "README.md").write_text("# A model\n")
+    assert verify(run).ok
+    (run / "README.md").unlink()
+    assert verify(run).ok
+    (run / "README.md").write_text("---\ntags: [a\n---\nε\n")
+    assert "can't be read" in failed(verify(run))["README.md says the same"]
+
+
+@pytest.mark.parametrize("name", [PLAN_FILE, LEDGER_FILE, JSON_FILE, MARKDOWN_FILE, HTML_FILE])
+def test_missing_file(run: Path, name: str) -> None:
+    """A file that isn't there is a failed check, and so is one that is no text."""
+    (run / name).unlink()
+    assert any(name in detail and "can't be read" in detail for detail in failed(verify(run)).values())
+    if name != LEDGER_FILE:
+        (run / name).write_bytes(b"\xff\xfe\x00")
+        assert not verify(run).ok
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    """A folder without a run fails all over, and says why."""
+    result = verify(tmp_path)
+    assert not result.ok and not any(check.ok for check in result.checks)
+    assert all(text.startswith("FAILED: ") for _, text in verification_rows(result))
+
+
+def rewrite(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the JSON and make the pages of it."""
+    report = json.loads((run / JSON_FILE).read_text(encoding="utf-8"))
+    change(report)
+    report["checklist"] = verify_module.checklist(report)
+    report["open_points"] = verify_module.open_points(report)
+    (run / JSON_FILE).write_text(json_text(report), encoding="utf-8")
+    (run / MARKDOWN_FILE).write_text(verify_module.render_markdown(report), encoding="utf-8")
+    page = verify_module.render_html(report, verify_module.draw_figures(report))
+    (run / HTML_FILE).write_text(page, encoding="utf-8")
+    (run / "README.md").unlink()
+
+
+def test_other_versions_may_differ_in_the_last_digits(run: Path) -> None:
+    """Numbers that another version of the accounting computed agree to a millionth; text still agrees to the letter."""
+
+    def other_version(report: dict[str, Any]) -> None:
+        report["checkable"]["versions"]["dp_accounting"] = report["accounting"]["tool_version"] = "0.5.9"
+        report["strength"]["advantage"] *= 1 + 1e-9
+
+    rewrite(run, other_version)
+    result = verify(run)
+    assert result.ok
+    [check] = [check for check in result.checks if check.what == f"{JSON_FILE} says what plan and ledger say"]
+    assert "to 1e-06, since other versions computed it (dp_accounting 0.5.9)" in check.detail
+    edit(run / JSON_FILE, r'"advantage": 0\.0', '"advantage": 0.1')
+    assert "strength.advantage is 0.1" in failed(verify(run))[f"{JSON_FILE} says what plan and ledger say"]
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1 + 1e-8, False), (1 + 1e-12, True)])
+def test_the_same_versions_agree_but_for_the_order_of_additions(run: Path, factor: float, passes: bool) -> None:
+    """With the installed versions the eighth digit counts; the last ones depend on the number of threads."""
+
+    def nudge(report: dict[str, Any]) -> None:
+        report["strength"]["advantage"] *= factor
+
+    rewrite(run, nudge)
+    result = verify(run)
+    assert result.ok is passes
+    if not passes:
+        assert "strength.advantage is" in failed(result)[f"{JSON_FILE} says what plan and ledger say"]
+
+
+def test_pictures_of_another_matplotlib_are_left_out(run: Path) -> None:
+    """Another version may draw otherwise: the rest of the page is compared, and the result says so."""
+
+    def other_version(report: dict[str, Any]) -> None:
+        report["checkable"]["versions"]["matplotlib"] = "3.8.0"
+
+    rewrite(run, other_version)
+    edit(run / HTML_FILE, r'd="M \d', 'd="M 9')
+    result = verify(run)
+    [check] = [check for check in result.checks if check.what == f"{HTML_FILE} says the same"]
+    assert result.ok and check.detail.startswith("without its pictures, which matplotlib 3.8.0 drew")
+    edit(run / HTML_FILE, r"<dd>0\.", "<dd>1.")
+    assert list(failed(verify(run))) == [f"{HTML_FILE} says the same"]
+
+
+def test_another_dpllm_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When another version of this package words things otherwise, the result says which one to verify with."""
+    monkeypatch.setattr("dpllm.__version__", "9.9.9")
+    edit(run / JSON_FILE, '"tier": "strong"', '"tier": "mighty"')
+    found = failed(verify(run))[f"{JSON_FILE} says what plan and ledger say"]
+    assert re.search(r"It was written by dpllm 0\.\d+\.\d+ and this is 9\.9\.9: verify it with that version", found)
+
+
+def test_notes_are_taken_from_the_json(run: Path) -> None:
+    """What people noted afterwards is no edit of numbers, but the pages must say the same."""
+    plan = PrivacyPlan.load(run / PLAN_FILE)
+    contents = verify_module.read_ledger(run / LEDGER_FILE)
+    report = privacy_report(plan, contents, dataclasses.replace(NOTES, audience="the staff"))
+    (run / JSON_FILE).write_text(json_text(report), encoding="utf-8")
+    found = failed(verify(run))
+    assert f"{JSON_FILE} says what plan and ledger say" not in found
+    assert f"{MARKDOWN_FILE} says the same" in found and f"{HTML_FILE} says the same" in found
+
+
+def test_listing_is_cut_short(run: Path) -> None:
+    """A report that differs everywhere names a dozen keys and the number of the rest."""
+    (run / JSON_FILE).write_text("{}")
+    assert re.search(r"; and \d+ more", failed(verify(run))[f"{JSON_FILE} fits the published schema"]) is None
+    edit(run / JSON_FILE, r"\{\}", json.dumps({f"key {number}": 1 for number in range(40)}))
+    assert re.search(r"; and \d+ more", failed(verify(run))[f"{JSON_FILE} says what plan and ledger say"])
