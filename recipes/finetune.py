@@ -20,8 +20,9 @@ import torch.distributed
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
-from dpllm import DPTrainer, load_recipe, make_plan
-from dpllm.arguments import training_arguments
+from dpllm import DPTrainer, load_recipe
+from dpllm.arguments import plan_for, training_arguments
+from dpllm.budget import require_room
 from dpllm.config import ModelConfig, Recipe, save_recipe
 from dpllm.data import RowCollator, load_records, load_train_and_eval, num_labels_of, tokenize_records, unit_index_of
 from dpllm.evaluation import Measurement, measure
@@ -31,7 +32,6 @@ from dpllm.models import load_base_model, load_tokenizer, prepare_model
 from dpllm.plan import format_epsilon, format_plan
 from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes
-from dpllm.trainer import num_private_steps
 
 PLAIN = {"save_strategy": "no", "report_to": "none"}
 PRETRAINED_FOLDER = "public_pretrain"
@@ -84,9 +84,10 @@ def run(recipe: Recipe) -> None:
     # The private records. Their number fixes the plan before anything is trained.
     with args.main_process_first(desc="reading the records"):
         train_records, eval_records = load_train_and_eval(recipe.data)
-    num_units = unit_index_of(train_records, recipe.privacy).num_units
-    plan = make_plan(recipe.privacy, num_units, num_private_steps(args, recipe.privacy, num_units))
+    plan = plan_for(args, recipe.privacy, unit_index_of(train_records, recipe.privacy))
     show("privacy plan", format_plan(plan))
+    if recipe.privacy.budget_file and not resume:  # at once, rather than after the public training
+        require_room(recipe.privacy.budget_file, plan, recipe.privacy.dataset)
 
     # What is public: starting weights, and text for a tokenizer and for ordinary training.
     public = [f"starting weights: {recipe.model.name}"] if recipe.model.name else []
@@ -138,14 +139,14 @@ def run(recipe: Recipe) -> None:
         trainer.disclose("evaluation on private rows", len(utility))
     hardware = str(args.device) if args.world_size == 1 else f"{args.world_size} processes, {args.device.type}"
     cost = {"seconds in all": round(time.monotonic() - began), "hardware": hardware}
-    trainer.notes = ReleaseNotes(utility={**utility, **cost})
+    trainer.notes = ReleaseNotes(**dataclasses.asdict(recipe.release), utility={**utility, **cost})
     trainer.save_model()
     if not args.should_save:
         return
     summary = [
         *utility.items(),
         ("guarantee", f"ε = {format_epsilon(trainer.epsilon)} at δ = {plan.delta:g}, {plan.adjacency} adjacency"),
-        ("unit of privacy", f"one {recipe.privacy.unit} of {num_units:,}"),
+        ("unit of privacy", f"one {recipe.privacy.unit} of {plan.num_units:,}"),
     ]
     show("done", [*summary, *what_ran(trainer, draw(trainer, output / "training.png", before.result, after), began)])
 

@@ -12,11 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from dpllm.arguments import training_arguments
+from dpllm.budget import charge
 from dpllm.cli import app
 from dpllm.config import PrivacyConfig, load_recipe
 from dpllm.footprint import ENGINES, engines_for, footprint_of_recipe, format_bytes
-from dpllm.ledger import Ledger
-from dpllm.plan import make_plan
+from dpllm.ledger import Ledger, read_ledger
+from dpllm.plan import PrivacyPlan, make_plan
+from dpllm.report import write_report
 
 EPSILON = ["epsilon", "--noise-multiplier", "1", "--sampling-rate", "0.02", "--steps", "1500", "--delta", "1e-5"]
 CALIBRATE = ["calibrate", "--epsilon", "8", "--delta", "1e-5", "--sampling-rate", "0.0244", "--steps", "410"]
@@ -104,7 +106,7 @@ def test_errors_are_one_line(arguments: list[str], message: str) -> None:
 
 def test_help_has_examples() -> None:
     """Every command's help shows a command that can be copied."""
-    for command in ("epsilon", "calibrate", "plan", "report"):
+    for command in ("epsilon", "calibrate", "compose", "plan", "report", "verify"):
         assert f"Example: dpllm {command}" in " ".join(run([command, "--help"]).replace("│", " ").split())
 
 
@@ -210,6 +212,163 @@ def test_memory_of_all_engines(recipe: Path) -> None:
 def test_memory_errors_are_one_line(recipe: Path, arguments: list[str], message: str) -> None:
     """Wrong engines, numbers and options are refused with one line."""
     assert message in refuse(["plan", str(recipe), *arguments])
+
+
+def test_rows_drawn_singly_cost_more() -> None:
+    """--rows-per-unit is the k of the accounting, in both directions."""
+    one, four = (as_json([*EPSILON, "--rows-per-unit", k])["epsilon"] for k in ("1", "4"))
+    assert one == as_json(EPSILON)["epsilon"] < four
+    sigma = as_json([*CALIBRATE, "--rows-per-unit", "2"])
+    assert sigma["noise_multiplier"] > as_json(CALIBRATE)["noise_multiplier"] and 7.99 < sigma["epsilon"] <= 8
+    assert "rows of which a unit has up to 4" in run([*EPSILON, "--rows-per-unit", "4"])
+    assert "no accounting for a truncated sample of rows" in refuse(
+        [*EPSILON, "--rows-per-unit", "4", "--num-units", "1000", "--max-batch-size", "60"]
+    )
+
+
+def test_compare_prints_every_method() -> None:
+    """`dpllm epsilon --compare`: the ε of the report first, then by other accountants."""
+    values = as_json([*EPSILON, "--compare"])
+    methods = {row["name"]: row["epsilon"] for row in values["comparison"]}
+    assert methods["PLD"] == values["epsilon"] == pytest.approx(4.81365, abs=1e-4)
+    assert methods["PRV"] == pytest.approx(4.8137, abs=1e-3) and methods["Rényi"] == pytest.approx(5.2960, abs=1e-3)
+    assert methods["basic composition"] > methods["advanced composition"] > methods["zCDP"] > methods["PLD"]
+    table = run([*EPSILON, "--compare"])
+    assert all(name in table for name in ("PLD", "PRV", "Rényi", "zCDP", "4.8137", "upper bound"))
+
+
+def test_epsilon_is_checked_by_a_second_accountant() -> None:
+    """Beside ε stands that of the PRV accountant; where it doesn't apply, that is said."""
+    assert as_json(EPSILON)["prv"]["estimate"] == pytest.approx(4.8137, abs=1e-3)
+    assert "checked by PRV, zero-out" in run(EPSILON) and "between 4.79" in run(EPSILON)
+    assert as_json([*EPSILON, "--rows-per-unit", "3"])["prv"] is None
+    assert "does not apply" in run([*EPSILON, "--rows-per-unit", "3"])
+    silent = [*EPSILON[:2], "0", *EPSILON[3:]]
+    assert as_json(silent)["prv"]["estimate"] == "inf" and "infinite: no privacy" in run(silent)
+
+
+def test_tuning_is_priced() -> None:
+    """--best-of: what it costs to release the best of a random number of runs."""
+    assert as_json([*EPSILON, "--best-of", "10"])["best_of"]["epsilon"] == pytest.approx(9.26, abs=5e-3)
+    assert "ε of the best of 10 runs on average" in run([*EPSILON, "--best-of", "10"])
+    assert "rows of one unit are drawn singly" in refuse([*EPSILON, "--best-of", "10", "--rows-per-unit", "2"])
+
+
+def two_runs(tmp_path: Path, dataset: str | None = "notes") -> list[str]:
+    """The folders of two runs on one data set."""
+    folders = []
+    for number in (1, 2):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        privacy = PrivacyConfig(noise_multiplier=2.0 + number, clip_norm=1.0, expected_batch_size=10, dataset=dataset)
+        plan = make_plan(privacy, 500, 3)
+        plan.save(folder / "privacy_plan.json")
+        with Ledger.create(folder / "privacy_ledger.jsonl", plan) as ledger:
+            for step in range(3):
+                ledger.append_step(step, plan.step)
+            ledger.append_end("completed")
+        folders.append(str(folder))
+    return folders
+
+
+def test_compose_adds_runs_up(tmp_path: Path) -> None:
+    """`dpllm compose`: what two runs cost together, at least what either does and at most their sum."""
+    folders = two_runs(tmp_path)
+    values = as_json(["compose", *folders])
+    alone = [entry["epsilon"] for entry in values["runs"]]
+    assert max(alone) < values["epsilon"] < sum(alone) * 1.5 and values["dataset"] == "notes"
+    assert "ε of all together" in run(["compose", *folders])
+    assert "same" in refuse(["compose", folders[0], folders[0]]) or "twice" in refuse(
+        ["compose", folders[0], folders[0]]
+    )
+    (tmp_path / "nameless").mkdir()
+    nameless = two_runs(tmp_path / "nameless", dataset=None)
+    assert "data set" in refuse(["compose", *nameless])
+    assert as_json(["compose", *nameless, "--dataset", "notes"])["epsilon"] == values["epsilon"]
+
+
+def test_verify_passes_and_fails(folder: Path) -> None:
+    """`dpllm verify`: exit code 0 for what a run left behind, 1 with the failed check for an edited report."""
+    contents = read_ledger(folder / "privacy_ledger.jsonl")
+    write_report(folder, PrivacyPlan.load(folder / "privacy_plan.json"), contents)
+    assert as_json(["verify", str(folder)])["ok"]
+    assert "is what its ledger says" in run(["verify", str(folder)])
+    path = folder / "privacy_report.md"
+    path.write_text(path.read_text().replace("0.0002", "0.0001"))
+    result = CliRunner().invoke(app, ["verify", str(folder)])
+    assert result.exit_code == 1 and "FAILED" in result.stdout and "do not rely on the report" in result.stdout
+    result = CliRunner().invoke(app, ["verify", str(folder), "--json"])
+    assert result.exit_code == 1 and not json.loads(result.stdout)["ok"]
+    assert "is no folder" in refuse(["verify", str(folder / "nowhere")])
+
+
+def test_budget_is_made_and_shown(tmp_path: Path) -> None:
+    """`dpllm budget create` makes the file that runs charge, `show` says what is spent; not twice."""
+    path = tmp_path / "notes.budget.json"
+    create = ["budget", "create", str(path), "--dataset", "notes", "--epsilon", "8", "--delta", "1e-6"]
+    created = as_json([*create, "--num-units", "42000"])
+    assert created["spent"] == 0 and created["entries"] == []
+    config = PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=1024, dataset="notes")
+    plan = make_plan(config, 42_000, 100)
+    charge(path, plan, "notes")
+    shown = as_json(["budget", "show", str(path)])
+    assert 0 < shown["spent"] < 8 and len(shown["entries"]) == 1
+    assert "run 1" in run(["budget", "show", str(path)])
+    assert "exists" in refuse([*create, "--num-units", "42000"])
+    assert "0 < delta < 1/num_units" in refuse(
+        [*create[:2], str(tmp_path / "b"), *create[3:], "--num-units", "2000000"]
+    )
+
+
+SWEEP = ["plan", "--sweep", "--num-units", "5000", "--epsilon", "8", "--expected-batch-size", "200", "--steps", "40"]
+
+
+def test_sweep_of_numbers(tmp_path: Path) -> None:
+    """`dpllm plan --sweep` from numbers alone: every point keeps the budget, one is recommended, and there is a PNG."""
+    picture = tmp_path / "sweep.png"
+    grid = ["--batch-sizes", "100,200,400", "--step-counts", "20,40,80", "--delta", "1e-5"]
+    values = as_json(
+        [*SWEEP, *grid, "--tokens-per-unit", "64", "--tokens-per-second", "1e5", "--picture", str(picture)]
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    points = values["points"]
+    assert len(points) == 9 and all(point["epsilon"] <= 8 for point in points)
+    assert all(point["seconds"] == pytest.approx(point["examples"] * 64 / 1e5) for point in points)
+    assert [point["recommended"] for point in points].count(True) == 1
+    assert values["recommended"]["examples"] == 8000
+    assert "Recommended:" in run([*SWEEP, *grid])
+
+
+def test_sweep_of_a_recipe(tmp_path: Path) -> None:
+    """The recipe gives units, budget, batch and steps; its model gives the work, and so the time."""
+    data = tmp_path / "records.jsonl"
+    data.write_text("".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(400)))
+    path = tmp_path / "recipe.yaml"
+    tiny = "{{config: {{model_type: gpt2, vocab_size: 100, n_embd: 32, n_head: 2, n_layer: 2}}}}"
+    path.write_text(RECIPE.replace("{{config: {{model_type: gpt2}}}}", tiny).format(data=data))
+    arguments = ["plan", str(path), "--sweep", "--batch-sizes", "10,20", "--step-counts", "60,120"]
+    values = as_json([*arguments, "--peak-tflops", "1", "--gpus", "2"])
+    assert values["num_units"] == 400 and values["delta"] == 1 / 4000 and values["points"][0]["tokens"] == 16 * 600
+    assert all(point["seconds"] > 0 for point in values["points"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan"], "give a recipe, or --sweep with the numbers"),
+        (["plan", "--sweep"], "give a recipe, or --sweep with the numbers"),
+        (["plan", "--sweep", "--num-units", "10"], "--expected-batch-size, --steps and --epsilon: give all four"),
+        (["plan", "r.yaml", "--sweep", "--memory"], "ask one at a time"),
+        (["plan", "r.yaml", "--picture", "x.png"], "the options of a sweep need --sweep"),
+        (["plan", "r.yaml", "--sweep", "--steps", "3"], "override the recipe's instead"),
+        ([*SWEEP, "--batch-sizes", "1,x"], "whole numbers separated by commas"),
+        ([*SWEEP, "--peak-tflops", "100"], "needs a recipe"),
+        ([*SWEEP, "--min-steps", "5000"], "at least min_steps=5000 steps"),
+    ],
+)
+def test_sweep_errors_are_one_line(arguments: list[str], message: str) -> None:
+    """Options that don't belong together are refused with one line."""
+    assert message in refuse(arguments)
 
 
 def test_help_names_every_engine() -> None:

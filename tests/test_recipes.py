@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from dpllm.arguments import private_arguments, training_arguments
+from dpllm.arguments import num_private_steps, private_arguments, training_arguments
 from dpllm.config import load_recipe
 from dpllm.data import train_tokenizer
 from dpllm.plan import make_plan
 from dpllm.records import required_columns
-from dpllm.trainer import num_private_steps
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(FOLDER.rglob("*.yaml"))
 # Units of each recipe's training data, as its header says.
 NUM_UNITS = {
     "quickstart": 255_564,
+    "quickstart_users": 1_314,
     "gpt2_e2e_full": 42_061,
     "gpt2_e2e_lora": 42_061,
     "roberta_sst2_full": 67_349,

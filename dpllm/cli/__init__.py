@@ -1,0 +1,29 @@
+"""The command line: what a run costs, before and after it.
+
+Place in the flow: a thin door to accounting, plan, budget and report; nothing is computed here. With `--json` a
+command prints one JSON object and nothing else. What can't be done is one line, `error: ...`, on the error stream, and
+exit code 2; a check that fails (`dpllm verify`) is exit code 1.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from dpllm.cli import budgets, cost, planning, runs
+
+app = typer.Typer(
+    name="dpllm",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Differentially private fine-tuning of language models: what a run costs, before and after it.",
+)
+cost.register(app)
+planning.register(app)
+runs.register(app)
+app.add_typer(budgets.app, name="budget")
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,5 @@
+"""``python -m dpllm.cli``."""
+
+from dpllm.cli import main
+
+main()

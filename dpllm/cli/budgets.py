@@ -1,0 +1,59 @@
+"""`dpllm budget create | show`: what all runs on one data set may cost together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dpllm.cli.common import Adjacency, AsJson, Delta, one_line_errors, show
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="The budget of a data set over several runs: a file that every run with privacy.budget_file charges "
+    "before it trains.",
+)
+
+BudgetFile = Annotated[Path, typer.Argument(help="The budget file.", show_default=False)]
+
+
+@app.command(
+    epilog="Example: dpllm budget create notes.budget.json --dataset notes --epsilon 8 --delta 1e-6 --num-units 42000"
+)
+@one_line_errors
+def create(
+    path: BudgetFile,
+    dataset: Annotated[str, typer.Option(help="Public name of the data set, as in privacy.dataset.")],
+    epsilon: Annotated[float, typer.Option(help="The ε that all runs together may cost.")],
+    delta: Delta,
+    num_units: Annotated[int, typer.Option(help="N: number of units (sequences or users) of the data set.")],
+    unit: Annotated[str, typer.Option(help="sequence or user.")] = "sequence",
+    unit_column: Annotated[str | None, typer.Option(help="The column of the user's id, with --unit user.")] = None,
+    adjacency: Adjacency = "zero-out",
+    as_json: AsJson = False,
+) -> None:
+    """Make the budget file of a data set."""
+    from dpllm.budget import budget_rows, create_budget
+
+    made = create_budget(
+        path,
+        dataset=dataset,
+        epsilon=epsilon,
+        delta=delta,
+        unit=unit,
+        num_units=num_units,
+        unit_column=unit_column,
+        adjacency=adjacency,
+    )
+    show(made.to_dict(), budget_rows(made), f"Budget {path}", as_json)
+
+
+@app.command("show", epilog="Example: dpllm budget show notes.budget.json")
+@one_line_errors
+def show_budget(path: BudgetFile, as_json: AsJson = False) -> None:
+    """Print what a data set's runs have spent, and what is left."""
+    from dpllm.budget import budget_rows, read_budget
+
+    budget = read_budget(path)
+    show(budget.to_dict(), budget_rows(budget), f"Budget {path}", as_json)

@@ -1,0 +1,80 @@
+"""What all commands share: options, output, and errors in one line."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
+
+SamplingRate = Annotated[float, typer.Option(help="q: expected batch size over number of units.")]
+Steps = Annotated[int, typer.Option(help="T: number of steps.")]
+Delta = Annotated[float, typer.Option(help="δ, below 1/N; usual is 1/(10 N).")]
+NumUnits = Annotated[int | None, typer.Option(help="N: number of units. Needed with --max-batch-size.")]
+MaxBatchSize = Annotated[
+    int | None, typer.Option(help="Units that enter one step at most. Without it: plain Poisson sampling.")
+]
+RowsPerUnit = Annotated[
+    int, typer.Option(help="k: rows of one unit that are drawn and clipped singly; 1 when units are drawn as wholes.")
+]
+Adjacency = Annotated[
+    str, typer.Option(help="What a neighbouring data set is: zero-out (a unit against nothing) or replace-one.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+def one_line_errors(command: _Command) -> _Command:
+    """Turn what the library refuses into one line on the error stream and exit code 2."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (ValueError, OSError) as error:
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from error
+
+    return guarded  # type: ignore[return-value]
+
+
+def show(values: Mapping[str, Any], rows: Iterable[tuple[str, str]], title: str, as_json: bool) -> None:
+    """Print one result: names and values for people, or JSON."""
+    if as_json:
+        show_json(values)
+        return
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def show_json(values: Mapping[str, Any]) -> None:
+    """Print one JSON object, an infinite number as "inf"."""
+    typer.echo(json.dumps(_finite(values), ensure_ascii=False, allow_nan=False))
+
+
+def show_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str, left: Iterable[int] = (0,)) -> None:
+    """Print a table with a header, numbers to the right."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, name in enumerate(head):
+        table.add_column(name, justify="left" if number in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False).print(table)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return "inf" if isinstance(value, float) and math.isinf(value) else value

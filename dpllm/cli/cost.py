@@ -1,0 +1,216 @@
+"""`dpllm epsilon`, `dpllm calibrate`, `dpllm compose`: what steps cost, and how little noise keeps a target."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dpllm import accounting
+from dpllm.cli.common import (
+    Adjacency,
+    AsJson,
+    Delta,
+    MaxBatchSize,
+    NumUnits,
+    RowsPerUnit,
+    SamplingRate,
+    Steps,
+    one_line_errors,
+    show,
+    show_json,
+    show_table,
+)
+from dpllm.config import ADJACENCIES
+from dpllm.plan import format_epsilon
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command(
+        epilog="Example: dpllm epsilon --noise-multiplier 1.0 --sampling-rate 0.02 --steps 1500 --delta 1e-5\n\n"
+        "Example: dpllm epsilon --noise-multiplier 1.0 --sampling-rate 0.02 --steps 1500 --delta 1e-5 --compare"
+    )(epsilon)
+    app.command(epilog="Example: dpllm calibrate --epsilon 8 --delta 1e-5 --sampling-rate 0.0244 --steps 410")(
+        calibrate
+    )
+    app.command(epilog="Example: dpllm compose runs/first runs/second")(compose)
+
+
+def _method(history: accounting.History, adjacency: str) -> dict[str, Any]:
+    return {
+        "method": "PLD",
+        "tool": accounting.TOOL,
+        "tool_version": accounting.tool_version(),
+        "discretization": accounting.discretization_used(history, adjacency),
+    }
+
+
+def _cost(step: accounting.Step, steps: int, delta: float, adjacency: str) -> tuple[dict[str, Any], list[Any]]:
+    """Return what a run of one kind of step costs: values for machines, and rows for people."""
+    history = [(step, steps)]
+    if adjacency not in ADJACENCIES:
+        raise ValueError(f"adjacency must be one of {', '.join(ADJACENCIES)}, got {adjacency!r}")
+    if steps < 0:
+        raise ValueError(f"steps must be at least 0, got {steps}")
+    costs = {name: accounting.epsilon(history, delta, name) for name in ADJACENCIES}
+    values = {
+        "epsilon": costs[adjacency],
+        "adjacency": adjacency,
+        "epsilon_zero_out": costs["zero-out"],
+        "epsilon_replace_one": costs["replace-one"],
+        "delta": delta,
+        "noise_multiplier": step.noise_multiplier,
+        "sampling_rate": step.sampling_rate,
+        "steps": steps,
+        "num_units": step.num_units,
+        "max_batch_size": step.max_batch_size,
+        "rows_per_unit": step.rows_per_unit,
+        **_method(history, adjacency),
+    }
+    if step.rows_per_unit > 1:
+        sampling = f"Poisson, rows of which a unit has up to {step.rows_per_unit}"
+    elif step.max_batch_size is None:
+        sampling = "plain Poisson"
+    else:
+        sampling = f"Poisson, at most {step.max_batch_size} units"
+    rows = [
+        ("ε, zero-out", format_epsilon(costs["zero-out"])),
+        ("ε, replace-one", format_epsilon(costs["replace-one"])),
+        ("δ", f"{delta:g}"),
+        ("noise multiplier σ", f"{step.noise_multiplier:.6g}"),
+        ("sampling rate q", f"{step.sampling_rate:g}"),
+        ("steps T", str(steps)),
+        ("sampling", sampling),
+        ("computed with", f"PLD, {values['tool']} {values['tool_version']}, grid {values['discretization']:g}"),
+    ]
+    return values, rows
+
+
+@one_line_errors
+def epsilon(
+    noise_multiplier: Annotated[
+        float, typer.Option(help="σ: noise standard deviation over clip norm. 0 means no privacy.")
+    ],
+    sampling_rate: SamplingRate,
+    steps: Steps,
+    delta: Delta,
+    num_units: NumUnits = None,
+    max_batch_size: MaxBatchSize = None,
+    rows_per_unit: RowsPerUnit = 1,
+    adjacency: Adjacency = "zero-out",
+    compare: Annotated[bool, typer.Option("--compare", help="Print ε by other ways of accounting beside it.")] = False,
+    best_of: Annotated[
+        float | None,
+        typer.Option(
+            help="Mean of a secret, geometrically distributed number of such runs, of which only the best is released."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the ε that a run costs."""
+    step = accounting.Step(num_units, sampling_rate, max_batch_size, noise_multiplier, rows_per_unit=rows_per_unit)
+    values, rows = _cost(step, steps, delta, adjacency)
+    if best_of is not None:
+        _tuning(step, steps, delta, best_of, values, rows)
+    if not compare:
+        _cross_check(step, steps, delta, values, rows)
+        show(values, rows, "What the run costs", as_json)
+        return
+    from dpllm.comparison import compare as compare_methods  # scipy and two more accountants only here
+
+    methods = compare_methods([(step, steps)], delta, adjacency)
+    if as_json:
+        names = ("name", "epsilon", "kind", "note")
+        show_json({**values, "comparison": [{name: getattr(row, name) for name in names} for row in methods]})
+        return
+    show_table(
+        ("method", "ε", "is", "note"),
+        (
+            (row.name, "-" if row.epsilon is None else format_epsilon(row.epsilon), row.kind, row.note)
+            for row in methods
+        ),
+        f"ε at δ = {delta:g}, {adjacency}, by several ways of accounting",
+        left=(0, 2, 3),
+    )
+
+
+def _cross_check(
+    step: accounting.Step, steps: int, delta: float, values: dict[str, Any], rows: list[tuple[str, str]]
+) -> None:
+    """Add ε by the PRV accountant, an independent way to compute it; it knows no truncation and no single rows."""
+    from dpllm.comparison import prv_epsilon
+
+    found = prv_epsilon([(step, steps)], delta)
+    values["prv"] = None if found is None else {name: getattr(found, name) for name in ("lower", "estimate", "upper")}
+    words = "does not apply to these steps"
+    if found is not None and math.isinf(found.estimate):
+        words = format_epsilon(found.estimate)
+    elif found is not None:
+        truncated = ", without truncation" if step.max_batch_size is not None else ""
+        words = f"{found.estimate:.4f}, between {found.lower:.4f} and {found.upper:.4f}{truncated}"
+    rows.insert(2, ("checked by PRV, zero-out", words))
+
+
+def _tuning(
+    step: accounting.Step,
+    steps: int,
+    delta: float,
+    mean_runs: float,
+    values: dict[str, Any],
+    rows: list[tuple[str, str]],
+) -> None:
+    """Add ε of releasing the best of a random number of runs."""
+    from dpllm.comparison import best_of_epsilon
+
+    found = best_of_epsilon([(step, steps)], delta, mean_runs)
+    if found is None:
+        raise ValueError("--best-of is not known where rows of one unit are drawn singly; add the runs up instead")
+    values["best_of"] = {"mean_runs": mean_runs, "epsilon": found}
+    words = f"{format_epsilon(found)} by Rényi accounting (one run: see above, by PLD)"
+    rows.insert(2, (f"ε of the best of {mean_runs:g} runs on average, zero-out", words))
+
+
+@one_line_errors
+def calibrate(
+    target_epsilon: Annotated[float, typer.Option("--epsilon", help="The ε that the whole run may cost.")],
+    delta: Delta,
+    sampling_rate: SamplingRate,
+    steps: Steps,
+    num_units: NumUnits = None,
+    max_batch_size: MaxBatchSize = None,
+    rows_per_unit: RowsPerUnit = 1,
+    adjacency: Adjacency = "zero-out",
+    as_json: AsJson = False,
+) -> None:
+    """Print the smallest noise multiplier σ that keeps a run within a target ε."""
+    noise_multiplier = accounting.calibrate_noise_multiplier(
+        target_epsilon, delta, sampling_rate, steps, num_units, max_batch_size, adjacency, rows_per_unit
+    )
+    step = accounting.Step(num_units, sampling_rate, max_batch_size, noise_multiplier, rows_per_unit=rows_per_unit)
+    values, rows = _cost(step, steps, delta, adjacency)
+    values["target_epsilon"] = target_epsilon
+    rows.insert(0, ("target ε", f"{target_epsilon:g} ({adjacency})"))
+    show(values, rows, "The least noise that keeps the target", as_json)
+
+
+@one_line_errors
+def compose(
+    folders: Annotated[list[Path], typer.Argument(help="Output folders of runs on the same data.", show_default=False)],
+    delta: Annotated[float | None, typer.Option(help="δ of the whole. Without it: the one of all runs.")] = None,
+    adjacency: Annotated[
+        str | None, typer.Option(help="zero-out or replace-one. Without it: that of all runs.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Vouch that runs whose plan names no data set were on this one.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what several runs on the same data cost together, from their ledgers."""
+    from dpllm.compose import compose as compose_runs
+    from dpllm.compose import composition_rows
+
+    made = compose_runs(folders, delta, adjacency, dataset)
+    show(made.to_dict(), composition_rows(made), "What the runs cost together", as_json)

@@ -1,0 +1,192 @@
+"""`dpllm plan`: what a run will cost in privacy, memory and time, before it is paid for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dpllm.cli.common import AsJson, one_line_errors, show
+from dpllm.cli.sweeping import UTILIZATION, Setting, run_sweep
+from dpllm.config import Recipe, load_recipe
+from dpllm.plan import PrivacyPlan, format_plan
+
+Memory = Annotated[bool, typer.Option("--memory", help="Print memory and communication per GPU instead, on paper.")]
+Sweep = Annotated[
+    bool, typer.Option("--sweep", help="Spend the budget on other batch sizes and steps, and recommend one.")
+]
+Gpus = Annotated[int | None, typer.Option(help="With --memory or --sweep: number of GPUs; 1 without it.")]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        help="With --memory: single, ddp, fsdp2, fsdp2-hybrid, zero1, zero2, zero3 or zero3_offload; without it, all "
+        "that make sense on so many GPUs."
+    ),
+]
+Counts = Annotated[str | None, typer.Option(help="With --sweep: values separated by commas, instead of those around.")]
+Compute = Annotated[
+    str, typer.Option(help="With --sweep: what may be computed: recipe (b T), max (of the grid), or units in all.")
+]
+MinSteps = Annotated[int, typer.Option(help="With --sweep: the fewest steps that the optimizer can do with.")]
+GradientRms = Annotated[
+    float,
+    typer.Option(
+        help="With --sweep: root mean square of the entries of the mean clipped gradient, in clip norms, measured on "
+        "public data; 0 when unknown."
+    ),
+]
+TokensPerSecond = Annotated[
+    float | None, typer.Option(help="With --sweep: measured, of all GPUs together; gives the time of a run.")
+]
+PeakTflops = Annotated[
+    float | None,
+    typer.Option(help=f"With --sweep: of one GPU, of which {UTILIZATION:.0%} are taken; gives the time of a run."),
+]
+Picture = Annotated[Path | None, typer.Option(help="With --sweep: write a PNG.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        epilog="Example: dpllm plan recipes/quickstart.yaml privacy.target_epsilon=3\n\n"
+        "Example: dpllm plan recipes/llama3_8b_chat_lora.yaml --memory --gpus 8 --engine fsdp2\n\n"
+        "Example: dpllm plan recipes/quickstart.yaml --sweep --picture sweep.png\n\n"
+        "Example: dpllm plan --sweep --num-units 1000000 --epsilon 8 --expected-batch-size 4096 --steps 500"
+    )(plan)
+
+
+@one_line_errors
+def plan(
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe file.", show_default=False)] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Replace values of the recipe.", show_default=False),
+    ] = None,
+    memory: Memory = False,
+    sweep: Sweep = False,
+    gpus: Gpus = None,
+    engine: Engine = None,
+    batch_sizes: Counts = None,
+    step_counts: Counts = None,
+    compute: Compute = "recipe",
+    min_steps: MinSteps = 1,
+    gradient_rms: GradientRms = 0.0,
+    tokens_per_second: TokensPerSecond = None,
+    peak_tflops: PeakTflops = None,
+    picture: Picture = None,
+    num_units: Annotated[int | None, typer.Option(help="With --sweep, instead of a recipe: N.")] = None,
+    expected_batch_size: Annotated[int | None, typer.Option(help="Likewise: b.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Likewise: T.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Likewise: the ε that a run may cost.")] = None,
+    delta: Annotated[float | None, typer.Option(help="Likewise: δ; 1/(10 N) without it.")] = None,
+    tokens_per_unit: Annotated[float | None, typer.Option(help="Likewise: tokens of a unit.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the privacy plan of a recipe, without training: every number that the guarantee rests on.
+
+    With --memory: what a GPU holds and sends, by formulas. Neither private data nor a GPU are needed for it.
+
+    With --sweep: which batch size and how many steps make most of the budget; of a recipe, or of numbers alone.
+    """
+    numbers = (num_units, expected_batch_size, steps, epsilon, delta, tokens_per_unit)
+    alone = any(number is not None for number in numbers)
+    if memory and sweep:
+        raise ValueError("--memory and --sweep are two questions: ask one at a time")
+    if not sweep and (alone or any((batch_sizes, step_counts, tokens_per_second, peak_tflops, picture))):
+        raise ValueError("the options of a sweep need --sweep: add it, or leave them out")
+    if not memory and (engine is not None or (gpus is not None and not sweep)):
+        raise ValueError("--gpus and --engine say what --memory is computed for: add --memory, or leave them out")
+    if recipe is None and not (sweep and alone):
+        raise ValueError("give a recipe, or --sweep with the numbers of a run (dpllm plan --help)")
+    if recipe is not None and alone:
+        raise ValueError("--num-units and the other numbers stand in for a recipe: override the recipe's instead")
+    if recipe is None:
+        setting = Setting.of_numbers(
+            num_units=num_units,
+            expected_batch_size=expected_batch_size,
+            num_steps=steps,
+            target_epsilon=epsilon,
+            delta=delta,
+            tokens_per_unit=tokens_per_unit,
+        )
+    else:
+        loaded = load_recipe(recipe, overrides or ())
+        if memory:
+            _memory(recipe, loaded, 1 if gpus is None else gpus, engine, as_json)
+            return
+        made = _plan_of(loaded)
+        if not sweep:
+            _show_plan(recipe, made, as_json)
+            return
+        setting = Setting.of_recipe(recipe, loaded, made, with_flops=peak_tflops is not None)
+    rule = {"min_steps": min_steps, "gradient_rms": gradient_rms}
+    time = (tokens_per_second, peak_tflops, gpus or 1)
+    run_sweep(setting, batch_sizes, step_counts, compute, rule, *time, picture, as_json)
+
+
+def _plan_of(recipe: Recipe) -> PrivacyPlan:
+    # These bring torch with them, which the other commands needn't wait for.
+    from dpllm.arguments import plan_for, training_arguments
+    from dpllm.data import load_train_and_eval, unit_index_of
+
+    arguments = training_arguments(recipe.train)
+    records, _ = load_train_and_eval(recipe.data)
+    return plan_for(arguments, recipe.privacy, unit_index_of(records, recipe.privacy))
+
+
+def _show_plan(path: Path, made: PrivacyPlan, as_json: bool) -> None:
+    values = {
+        **made.to_dict(),
+        "hash": made.hash,
+        "epsilon_zero_out": made.epsilon_under("zero-out"),
+        "epsilon_replace_one": made.epsilon_under("replace-one"),
+    }
+    show(values, format_plan(made), f"Privacy plan of {path}", as_json)
+
+
+def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: bool) -> None:
+    from dpllm.arguments import training_arguments
+    from dpllm.footprint import (
+        NATURE,
+        comparison_rows,
+        engines_for,
+        footprint_of_recipe,
+        footprint_rows,
+        setting_of,
+    )
+
+    # This machine needn't be able to train: bf16 and tf32 are those of the GPUs.
+    section = {**{name: value for name, value in recipe.train.items() if name != "tf32"}, "use_cpu": True}
+    arguments, batch = training_arguments(section), recipe.privacy.expected_batch_size
+    results = [
+        footprint_of_recipe(recipe, arguments, batch, name, gpus)
+        for name in ([engine] if engine else engines_for(gpus))
+    ]
+    shape = results[0].shape
+    values = {
+        "recipe": str(path),
+        "num_gpus": gpus,
+        "parameters": shape.total,
+        "trainable_parameters": shape.trainable,
+        "nature": NATURE,
+        "unit": "bytes",
+        "engines": [result.to_dict() for result in results],
+    }
+    if as_json or engine:
+        show(values, footprint_rows(results[0]), f"Memory and communication of {path}, per GPU", as_json)
+        return
+    unit, (head, *rows) = comparison_rows(results)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in head:
+        broken = name.replace("-", "-\n").replace("_", "_\n")  # eight engines side by side on a line of 80
+        table.add_column(broken, justify="right" if name else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    of_them = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+    console = Console(highlight=False, markup=False)
+    console.print(f"Memory and communication of {path} on {of_them}, {unit} per GPU:", soft_wrap=True)
+    console.print(table)
+    console.print(f"{setting_of(results[0])}; {NATURE}.")

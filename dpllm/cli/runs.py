@@ -1,0 +1,60 @@
+"""`dpllm report`, `dpllm verify`: what a run left behind, said and checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dpllm.cli.common import AsJson, one_line_errors, show_json
+from dpllm.ledger import LEDGER_FILE, read_ledger
+from dpllm.plan import PLAN_FILE, PrivacyPlan
+
+OutputDir = Annotated[Path, typer.Argument(help="The folder of a run or of a checkpoint.", show_default=False)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command(epilog="Example: dpllm report runs/quickstart")(report)
+    app.command(epilog="Example: dpllm verify runs/quickstart")(verify)
+
+
+@one_line_errors
+def report(output_dir: OutputDir, as_json: AsJson = False) -> None:
+    """Check the ledger of a run, compute ε from it anew, and print the privacy report."""
+    from dpllm.report import notes_in, privacy_report, render_markdown  # imports scipy's attack bounds only here
+
+    for name in (PLAN_FILE, LEDGER_FILE):
+        if not (output_dir / name).is_file():
+            raise ValueError(f"{output_dir} holds no {name}, so it is not the folder of a private run")
+    made = PrivacyPlan.load(output_dir / PLAN_FILE)
+    values = privacy_report(made, read_ledger(output_dir / LEDGER_FILE), notes_in(output_dir))
+    typer.echo(json.dumps(values, ensure_ascii=False, allow_nan=False) if as_json else render_markdown(values))
+
+
+@one_line_errors
+def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
+    """Compute everything that a run's report says anew from its ledger and plan, and fail on any difference."""
+    from dpllm.verify import verify as verify_folder
+
+    if not output_dir.is_dir():
+        raise ValueError(f"{output_dir} is no folder")
+    result = verify_folder(output_dir)
+    if as_json:
+        show_json(result.to_dict())
+    else:
+        console = Console(highlight=False, markup=False, soft_wrap=True)
+        for check in result.checks:
+            console.print("ok    " if check.ok else "FAILED", style="green" if check.ok else "bold red", end="  ")
+            console.print(f"{check.what}: {check.detail}")
+        failed = sum(not check.ok for check in result.checks)
+        console.print(
+            f"\n{output_dir} is what its ledger says."
+            if result.ok
+            else f"\n{failed} of {len(result.checks)} checks failed: do not rely on the report in {output_dir}."
+        )
+    if not result.ok:
+        raise typer.Exit(1)
