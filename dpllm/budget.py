@@ -39,6 +39,7 @@ from typing import Any
 from dpllm import accounting
 from dpllm.accounting import History, Step
 from dpllm.config import ADJACENCIES, UNITS
+from dpllm.ledger import LEDGER_FILE, is_being_written, read_ledger
 from dpllm.plan import PrivacyPlan, format_epsilon
 
 _FORMAT = 1
@@ -246,6 +247,36 @@ def settle(path: str | Path, entry_id: str, num_steps: int) -> None:
                 "run's ledger"
             )
         put(_with(budget, replace(entry, steps_charged=int(num_steps), steps_before=int(num_steps))))
+
+
+def settle_crashed(path: str | Path, folder: str | Path) -> int:
+    """Settle a run that crashed, with the steps that its ledger charges: what it had reserved beyond is free again.
+
+    A run that ends by itself settles by itself. One that is resumed later reserves what it needs anew.
+
+    Args:
+        path: the budget file.
+        folder: output folder of the run.
+
+    Returns:
+        The steps that its ledger charges.
+
+    Raises:
+        BudgetError: the run is still running, or is charged to another file or to none.
+        LedgerError: the ledger is missing or was edited.
+    """
+    ledger = Path(folder) / LEDGER_FILE
+    contents = read_ledger(ledger)
+    if is_being_written(ledger):
+        raise BudgetError(f"{ledger} is being written: the run goes on, and needs what it reserved. Wait for its end")
+    named = contents.runs[0].get("budget")
+    if not named or named["file"] != Path(path).name:
+        raise BudgetError(
+            f"{ledger} is charged to {named['file'] if named else 'no budget file'}, not to {path}. Give the file that "
+            "the run was charged to"
+        )
+    settle(path, named["entry"], contents.num_steps)
+    return contents.num_steps
 
 
 def check_entry(path: str | Path, entry_id: str, plan: PrivacyPlan) -> None:

@@ -370,6 +370,23 @@ class _Reader:
             raise self._fail(number, f"unknown kind {kind!r}")
 
 
+def is_being_written(path: str | Path) -> bool:
+    """Return whether a run has this ledger open at the moment.
+
+    Raises:
+        LedgerError: the file can't be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    except OSError as error:
+        raise LedgerError(f"{path} can't be read ({error.strerror})") from error
+    return False
+
+
 def _lock(path: Path, descriptor: int) -> None:
     """Keep other processes from appending until the run ends; the system lets go when the process dies.
 

@@ -26,7 +26,7 @@ from huggingface_hub.utils import validate_repo_id
 from dpllm.config import TASKS, nearest
 from dpllm.ledger import LEDGER_FILE
 from dpllm.plan import PLAN_FILE, format_epsilon
-from dpllm.report import JSON_FILE, MARKDOWN_FILE
+from dpllm.report import HTML_FILE, JSON_FILE, MARKDOWN_FILE
 
 CARD_FILE = "README.md"
 TAGS = ("differential-privacy", "dp-sgd", "dpllm")
@@ -51,6 +51,7 @@ _NOT_KEPT = ("differential_privacy", "model-index", "metrics", "base_model", "ba
 _BASE_TAG = re.compile(r"base_model:(?:[a-z]+:)?(.+)")
 _FILES = {
     MARKDOWN_FILE: "the whole privacy report: accounting, assumptions, parameters",
+    HTML_FILE: "the same as a page with pictures",
     JSON_FILE: "the same for programs",
     PLAN_FILE: "every number that the guarantee rests on, fixed before the run",
     LEDGER_FILE: "every step that ran, which ε is computed from",
@@ -119,6 +120,25 @@ def write_model_card(
     card.save(temporary)
     os.replace(temporary, path)
     return path
+
+
+def renew_open_points(folder: str | Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Put the open points of a report that people added to into the card, if there is a card.
+
+    Args:
+        folder: of a run or of a checkpoint.
+        before: the report whose open points the card has.
+        after: the report as it is now.
+    """
+    path = Path(folder) / CARD_FILE
+    if not path.is_file():
+        return
+    old, new = ("\n\n".join(_open_points(report["open_points"])) for report in (before, after))
+    text = path.read_text(encoding="utf-8")
+    if old and old != new:
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(text.replace(f"{old}\n\n", f"{new}\n\n" if new else "", 1), encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def metadata_in(path: Path) -> dict[str, Any]:
@@ -314,12 +334,13 @@ def _files(report: Mapping[str, Any]) -> list[str]:
 
 
 def _commands(checkable: Mapping[str, Any], private: bool) -> list[str]:
-    ledger, numbers = checkable["recompute_from_the_ledger"], checkable["recompute_from_the_numbers"]
+    verify, numbers = checkable["verify"], checkable["recompute_from_the_numbers"]
     if not private:  # the numbers alone don't tell that the randomness was no secret
-        return ["This verifies the ledger and makes the report anew:", f"```bash\n{ledger}\n```"]
+        return ["This checks ledger, plan, report and card against each other:", f"```bash\n{verify}\n```"]
     return [
-        "The first command verifies the ledger and computes ε from it anew, the second computes it from the numbers:",
-        f"```bash\n{ledger}\n{numbers}\n```",
+        "The first command checks ledger, plan, report and card against each other, the second computes ε from the "
+        "numbers alone:",
+        f"```bash\n{verify}\n{numbers}\n```",
     ]
 
 

@@ -29,8 +29,10 @@ from dpllm.budget import (
     read_budget,
     require_room,
     settle,
+    settle_crashed,
 )
 from dpllm.config import PrivacyConfig
+from dpllm.ledger import Ledger
 from dpllm.plan import PrivacyPlan, make_plan
 
 # Full batches are the quickest to account for.
@@ -402,3 +404,28 @@ def test_rows_and_dictionary_say_everything(path: Path) -> None:
     assert values["spent"] == budget.spent and [entry["steps_charged"] for entry in values["entries"]] == [20, None]
     thirds = dataclasses.replace(budget, epsilon=2.99999)
     assert isinstance(thirds, Budget) and dict(budget_rows(thirds))["budget"].startswith("ε = 2.9999 ")
+
+
+def test_a_crashed_run_gives_back_what_it_did_not_take(tmp_path: Path, path: Path) -> None:
+    """The steps of its ledger replace the reservation; a run that goes on keeps it, another file's is refused."""
+    plan, folder = make(), tmp_path / "run"
+    folder.mkdir()
+    entry = charge(path, plan, "chats")
+    ledger = Ledger.create(folder / "privacy_ledger.jsonl", plan, budget={"file": path.name, "entry": entry})
+    for number in range(3):
+        ledger.append_step(number, plan.step)
+    with pytest.raises(BudgetError, match="is being written: the run goes on"):
+        settle_crashed(path, folder)
+    assert read_budget(path).entries[0].num_steps == 50
+    ledger.close()  # as the system does when a process dies
+    assert settle_crashed(path, folder) == 3
+    assert read_budget(path).entries[0].num_steps == 3
+    other = tmp_path / "other.budget.json"
+    create_budget(other, **HEAD)
+    with pytest.raises(BudgetError, match=r"is charged to chats\.budget\.json, not to .*other\.budget\.json"):
+        settle_crashed(other, folder)
+    unnamed = tmp_path / "unnamed"
+    unnamed.mkdir()
+    Ledger.create(unnamed / "privacy_ledger.jsonl", plan).close()
+    with pytest.raises(BudgetError, match="is charged to no budget file"):
+        settle_crashed(path, unnamed)

@@ -302,6 +302,25 @@ def test_verify_passes_and_fails(folder: Path) -> None:
     assert "is no folder" in refuse(["verify", str(folder / "nowhere")])
 
 
+def test_what_people_know_is_noted(folder: Path) -> None:
+    """A note is written into all forms of the report and takes its open point off them and off the card."""
+    values = as_json(["report", str(folder)])
+    asked = "Not filled in: Who holds the raw data?"
+    assert asked in values["open_points"] and not (folder / "privacy_report.html").exists()
+    opened = "".join(f"- {point}\n" for point in values["open_points"])
+    head = "The privacy report has open points, and each is a reason not to release yet:"
+    (folder / "README.md").write_text(f"# A model\n\n{head}\n\n{opened}\n## Privacy\n")
+    noted = as_json(["report", str(folder), "--data-holder", "the clinic", "--other-uses", "none"])
+    assert noted["setting"]["data_holder"] == "the clinic" and noted["definition"]["other_uses_of_the_data"] == "none"
+    assert asked not in noted["open_points"] and len(noted["open_points"]) == len(values["open_points"]) - 2
+    card = (folder / "README.md").read_text()
+    assert asked not in card and "Who will see the released model?" in card and card.endswith("\n\n## Privacy\n")
+    for name in ("privacy_report.md", "privacy_report.html", "privacy_report.json"):
+        assert "the clinic" in (folder / name).read_text()
+    again = as_json(["report", str(folder), "--audience", "the public"])
+    assert again["setting"]["data_holder"] == "the clinic", "earlier notes are kept"
+
+
 def test_budget_is_made_and_shown(tmp_path: Path) -> None:
     """`dpllm budget create` makes the file that runs charge, `show` says what is spent; not twice."""
     path = tmp_path / "notes.budget.json"
@@ -318,6 +337,24 @@ def test_budget_is_made_and_shown(tmp_path: Path) -> None:
     assert "0 < delta < 1/num_units" in refuse(
         [*create[:2], str(tmp_path / "b"), *create[3:], "--num-units", "2000000"]
     )
+
+
+def test_a_crashed_run_is_settled(tmp_path: Path) -> None:
+    """`dpllm budget settle` replaces the reservation by the steps in the ledger."""
+    path, folder = tmp_path / "notes.budget.json", tmp_path / "run"
+    run(
+        ["budget", "create", str(path), "--dataset", "notes", "--epsilon", "8", "--delta", "1e-6", "--num-units", "500"]
+    )
+    config = PrivacyConfig(noise_multiplier=2.0, clip_norm=1.0, expected_batch_size=10, dataset="notes", delta=1e-6)
+    plan = make_plan(config, 500, 9)
+    folder.mkdir()
+    named = {"file": path.name, "entry": charge(path, plan, "notes")}
+    with Ledger.create(folder / "privacy_ledger.jsonl", plan, budget=named) as ledger:
+        ledger.append_step(0, plan.step)
+    settled = as_json(["budget", "settle", str(path), str(folder)])
+    assert settled["steps"] == 1 and settled["entries"][0]["steps_charged"] == 1
+    assert "1 of 9 steps charged" in run(["budget", "show", str(path)])
+    assert "can't be read" in refuse(["budget", "settle", str(path), str(tmp_path)])
 
 
 SWEEP = ["plan", "--sweep", "--num-units", "5000", "--epsilon", "8", "--expected-batch-size", "200", "--steps", "40"]

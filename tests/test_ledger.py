@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dpllm.accounting import Step, epsilon
-from dpllm.ledger import ENTROPY_SEEDED, ENTROPY_SYSTEM, Ledger, LedgerError, read_ledger
+from dpllm.ledger import ENTROPY_SEEDED, ENTROPY_SYSTEM, Ledger, LedgerError, is_being_written, read_ledger
 
 STEP = Step(1000, 0.02, 52, 1.0, 0.5)
 
@@ -267,3 +267,18 @@ def test_two_runs_cannot_write_one_ledger_at_once(path: Path) -> None:
     second.close()
     Ledger.open(path, PLAN).append_step(2, PLAN.step)
     assert read_ledger(path).num_steps == 3
+
+
+def test_whether_a_run_has_it_open(tmp_path: Path) -> None:
+    """A ledger that is open for appending is being written; one that ended, was closed or lost its process is not."""
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.create(path, PLAN)
+    assert is_being_written(path)
+    ledger.append_end("completed")
+    assert not is_being_written(path)
+    ledger.close()
+    with Ledger.open(path, PLAN):
+        assert is_being_written(path)
+    assert not is_being_written(path)
+    with pytest.raises(LedgerError, match="can't be read"):
+        is_being_written(tmp_path / "nowhere")

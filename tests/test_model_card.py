@@ -146,7 +146,7 @@ def test_not_private_is_said_first_thing(tmp_path: Path, change: dict[str, Any])
     assert lines[0].startswith("# NOT PRIVATE") and "WITHOUT a privacy guarantee" in lines[1]
     assert lines[2] == f"> **{report['statement']['words']}**" and lines[2].startswith("> **NOT PRIVATE")
     assert "satisfies" not in card.text and "| zero-out |" not in card.text
-    assert "dpllm report" in card.text and "dpllm epsilon" not in card.text
+    assert "dpllm verify" in card.text and "dpllm epsilon" not in card.text
     assert card.data.tags == ["dpllm", "lora"]
     privacy = card.data["differential_privacy"]
     assert privacy["private"] is False and privacy["epsilon"] == "infinite"

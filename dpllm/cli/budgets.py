@@ -57,3 +57,18 @@ def show_budget(path: BudgetFile, as_json: AsJson = False) -> None:
 
     budget = read_budget(path)
     show(budget.to_dict(), budget_rows(budget), f"Budget {path}", as_json)
+
+
+@app.command(epilog="Example: dpllm budget settle notes.budget.json runs/crashed")
+@one_line_errors
+def settle(
+    path: BudgetFile,
+    output_dir: Annotated[Path, typer.Argument(help="Output folder of a run that crashed.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Give back what a run that crashed had reserved and its ledger doesn't charge."""
+    from dpllm.budget import budget_rows, read_budget, settle_crashed
+
+    steps = settle_crashed(path, output_dir)
+    budget = read_budget(path)
+    show({"steps": steps, **budget.to_dict()}, budget_rows(budget), f"Budget {path}", as_json)

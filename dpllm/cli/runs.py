@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,15 +24,37 @@ def register(app: typer.Typer) -> None:
 
 
 @one_line_errors
-def report(output_dir: OutputDir, as_json: AsJson = False) -> None:
-    """Check the ledger of a run, compute ε from it anew, and print the privacy report."""
-    from dpllm.report import notes_in, privacy_report, render_markdown  # imports scipy's attack bounds only here
+def report(
+    output_dir: OutputDir,
+    data_holder: Annotated[str | None, typer.Option(help="Note who holds the raw data.")] = None,
+    audience: Annotated[str | None, typer.Option(help="Note who will see the released model.")] = None,
+    other_uses: Annotated[
+        str | None,
+        typer.Option(help='Note other uses of the same data, such as tuning runs; "none" if there were none.'),
+    ] = None,
+    audit: Annotated[str | None, typer.Option(help="Note what an empirical audit of the model found.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check the ledger of a run, compute ε from it anew, and print the privacy report.
+
+    With a note, which fills in what only people know, the report's files are written anew, and so are the open points
+    of the model card.
+    """
+    from dpllm.model_card import renew_open_points
+    from dpllm.report import notes_in, privacy_report, render_markdown, write_report
 
     for name in (PLAN_FILE, LEDGER_FILE):
         if not (output_dir / name).is_file():
             raise ValueError(f"{output_dir} holds no {name}, so it is not the folder of a private run")
     made = PrivacyPlan.load(output_dir / PLAN_FILE)
-    values = privacy_report(made, read_ledger(output_dir / LEDGER_FILE), notes_in(output_dir))
+    contents, notes = read_ledger(output_dir / LEDGER_FILE), notes_in(output_dir)
+    values = privacy_report(made, contents, notes)
+    given = {"data_holder": data_holder, "audience": audience, "other_uses": other_uses, "audit": audit}
+    noted: dict[str, Any] = {name: text for name, text in given.items() if text is not None}
+    if noted:
+        before = values
+        values = write_report(output_dir, made, contents, dataclasses.replace(notes, **noted))
+        renew_open_points(output_dir, before, values)
     typer.echo(json.dumps(values, ensure_ascii=False, allow_nan=False) if as_json else render_markdown(values))
 
 
