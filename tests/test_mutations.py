@@ -163,6 +163,13 @@ MUTATIONS = [
         ("tests/test_accounting.py",),
     ),
     Mutation(
+        "long norms are added up entry by entry",
+        "dpllm/ghost/kernels.py",
+        "    return pieces.square().sum(1) + rest.square()",
+        "    return torch.linalg.vector_norm(flat, dim=1).square()",
+        ("tests/ghost/test_kernels.py",),
+    ),
+    Mutation(
         "the sum is divided by the realised batch",
         "dpllm/step.py",
         "last=last, scale=scale)",

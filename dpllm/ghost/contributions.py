@@ -307,11 +307,11 @@ def squared_norms(contributions: Sequence[Contribution], rows: Rows) -> tuple[Te
     if isinstance(contributions[0], Instance):
         value_B = contributions[0].value_B
         if rows.pairs is None:  # a row is a unit: nothing to add up before squaring
-            sq_norm_U = rows.sum_rows(torch.linalg.vector_norm(value_B.flatten(1), dim=1).square())
-            return sq_norm_U, torch.zeros_like(sq_norm_U)
+            sq_norm_U = rows.sum_rows(kernels.squared_norms(value_B))
+            return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * sq_norm_U
         # The sum is formed row by row, after scaling; where a unit's rows cancel, it rounds otherwise than the norm.
-        mass_U = rows.sum_rows(torch.linalg.vector_norm(value_B.flatten(1), dim=1))
-        sq_norm_U = rows.sum_rows(value_B).flatten(1).square().sum(1)
+        mass_U = rows.sum_rows(kernels.squared_norms(value_B).sqrt())
+        sq_norm_U = kernels.squared_norms(rows.sum_rows(value_B))
         return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * mass_U.square()
     factored = [c for c in contributions if not isinstance(c, Instance)]
     assert len(factored) == len(contributions), "merge() leaves no mixture of instances and factors"

@@ -434,3 +434,20 @@ def test_a_nonfinite_unit_contributes_exactly_zero(tiny_llama):
     assert result.num_nonfinite == 1 and float(result.factors[2]) == 0.0
     for p, a in zip(tiny_llama.parameters(), alone, strict=True):
         torch.testing.assert_close(p.grad, a, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("tokens", [4, 1500])
+@pytest.mark.parametrize("several", [False, True], ids=["one row", "two rows"])
+def test_what_a_unit_releases_through_a_large_layer_is_within_the_bound(tokens, several):
+    """A million entries in one weight, as factors and as instance: the released norm is at most C, and near it."""
+    torch.manual_seed(0)
+    model = nn.Linear(1024, 1536)
+    rows = 2 if several else 1
+    clipper = GhostClipper(model, clip_norm=0.5)
+    losses = model(torch.ones(rows, tokens, 1024)).sum((1, 2))
+    result = clipper.backward(losses, torch.zeros(rows, dtype=torch.long))
+    clipper.remove()
+    released = torch.cat([p.grad.flatten().double() for p in model.parameters()]).norm()
+    assert 0.5 * (1 - 2e-3) <= float(released) <= 0.5
+    exact = rows * tokens * (1536 * 1024 + 1536) ** 0.5
+    assert result.norms.tolist() == pytest.approx([exact], rel=1e-5)

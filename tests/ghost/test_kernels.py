@@ -73,3 +73,14 @@ def test_products_stay_in_float32_under_an_active_autocast():
     torch.testing.assert_close(
         total.double(), torch.einsum("btl,btr->lr", left.double(), right.double()), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("fill", ["constant", "normal", "sparse"])
+@pytest.mark.parametrize("shape", [(1, 2048, 2048), (3, 517), (2, 64), (4, 1), (2, 0)], ids=str)
+def test_squared_norms_of_long_rows(shape, fill):
+    """In float32 they are those of float64 to a millionth, however long the row."""
+    x = torch.full(shape, 0.1) if fill == "constant" else torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    if fill == "sparse":
+        x = x * (x > 2)
+    exact = x.double().flatten(1).square().sum(1)
+    torch.testing.assert_close(kernels.squared_norms(x).double(), exact, rtol=1e-6, atol=1e-30)
