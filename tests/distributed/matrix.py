@@ -142,15 +142,20 @@ def movement(
     return released
 
 
-def reference(case: Case, clip_norm: float, owners: list[int]) -> tuple[Tensor, Tensor]:
-    """The clipped sum of one process: in float64, and in the case's own precision."""
+def reference(job: Job, clip_norm: float) -> tuple[Tensor, Tensor]:
+    """The clipped sum of one process in the job's microbatches: in float64, and in the case's own precision."""
+    case, units = job.case, sorted(set(job.owners))
     model, batch = build_model(case), make_batch(case.spec, num_rows=NUM_ROWS)
     wide = float64_copy(model)
     sums = []
     for candidate, kind in ((wide, case.but(dtype="float64")), (model, case)):
         clipper = GhostClipper(candidate, clip_norm)
-        losses = loss_of(candidate, kind)({**batch.inputs, "labels": batch.labels})
-        clipper.backward(losses, unit_index=torch.tensor(owners))
+        for microbatch in batches_of(batch, job.owners, units, job.max_rows, 0, 1):
+            losses = loss_of(candidate, kind)(microbatch.inputs)
+            if microbatch.continues:
+                clipper.hold(losses)
+            else:
+                clipper.backward(losses, microbatch.unit_index)
         clipper.remove()
         sums.append(flat({name: p.grad for name, p in candidate.named_parameters() if p.requires_grad}))
     return sums[0], sums[1]
@@ -161,7 +166,7 @@ def errors(jobs: list[Job], clip_norm: float = 0.5) -> list[tuple[float, float]]
     plan = plan_of(clip_norm, noise_multiplier=0.0)
     found = []
     for job in jobs:
-        wide, same = reference(job.case, clip_norm, job.owners)
+        wide, same = reference(job, clip_norm)
         (released,) = movement(job.engine, build_model(job.case), job.case, plan, job.max_rows, owners=job.owners)
         found.append(tuple(float((released - value).norm() / value.norm()) for value in (wide, same)))
     return found
@@ -173,7 +178,7 @@ def reach(jobs: list[Job], clip_norm: float = 1e-6) -> list[tuple[float, float]]
     found = []
     for job in jobs:
         ratios = []
-        for units in (sorted(set(job.owners)), [3]):
+        for units in (sorted(set(job.owners)), [job.owners[5]]):
             model = build_model(job.case)
             (released,) = movement(job.engine, model, job.case, plan, job.max_rows, units, job.owners, lr=1e10)
             ratios.append(float(released.norm()) / (clip_norm * len(units)))
