@@ -49,9 +49,10 @@ def microbatches(
     units: UnitIndex,
     lengths: np.ndarray,
     unit_ids: np.ndarray,
-    max_rows: int,
+    max_rows: int | None,
     rank: int = 0,
     size: int = 1,
+    max_tokens: int | None = None,
 ) -> Iterator[Microbatch]:
     """Cut the units drawn for one step into the microbatches of one process.
 
@@ -61,15 +62,20 @@ def microbatches(
         units: which rows each unit has.
         lengths: (num_rows,) tokens of every row of the data set.
         unit_ids: all units of this step, the same on every process; may be empty.
-        max_rows: rows of a microbatch at most.
+        max_rows: rows of a microbatch at most; None: as many as `max_tokens` allows.
         rank: this process, 0 <= rank < size.
         size: how many processes the units are divided over. Every process gets the same number of microbatches.
+        max_tokens: tokens of a microbatch at most, padding included: rows times the longest. A longer row is a
+            microbatch by itself.
 
     Raises:
         ValueError: the collator returned another number of rows than it was given.
     """
-    if max_rows < 1:
-        raise ValueError(f"max_rows is {max_rows}; at least 1 is needed.")
+    for name, bound in (("max_rows", max_rows), ("max_tokens", max_tokens)):
+        if bound is not None and bound < 1:
+            raise ValueError(f"{name} is {bound}; at least 1 is needed.")
+    if max_rows is None and max_tokens is None:
+        raise ValueError("max_rows and max_tokens are both None: a microbatch needs a bound.")
     if not 0 <= rank < size:
         raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
     rows, position = units.rows_of(unit_ids)
@@ -77,11 +83,14 @@ def microbatches(
     np.maximum.at(longest, position, lengths[rows])
     rank_of = np.empty(len(unit_ids), dtype=np.int64)  # longest first: memory peaks at once or never
     rank_of[np.argsort(-longest, kind="stable")] = np.arange(len(unit_ids))
-    order = np.argsort(rank_of[position], kind="stable")
+    order = np.lexsort((-lengths[rows], rank_of[position]))
     rows, unit = rows[order], rank_of[position][order]
     rows_of_unit = np.bincount(unit, minlength=len(unit_ids))
     owner = share_out(np.bincount(unit, weights=lengths[rows], minlength=len(unit_ids)), size)
-    pieces = [list(_pieces(rows_of_unit[owner == process], max_rows)) for process in range(size)]
+    room = np.full(len(rows), len(rows) if max_rows is None else max_rows)
+    if max_tokens is not None:
+        room = np.minimum(room, np.maximum(1, max_tokens // np.maximum(1, lengths[rows])))
+    pieces = [list(_pieces(rows_of_unit[owner == process], room[owner[unit] == process])) for process in range(size)]
     mine = owner[unit] == rank
     rows, unit = rows[mine], np.cumsum(owner == rank)[unit[mine]] - 1
     for start, stop, continues in pieces[rank]:
@@ -119,18 +128,24 @@ def share_out(tokens_U: np.ndarray, size: int) -> np.ndarray:
     return owner
 
 
-def _pieces(rows_of_unit: np.ndarray, max_rows: int) -> Iterator[tuple[int, int, bool]]:
-    """Cut rows that stand unit after unit: where each microbatch begins and ends, and whether its unit goes on."""
+def _pieces(rows_of_unit: np.ndarray, room: np.ndarray) -> Iterator[tuple[int, int, bool]]:
+    """Cut rows that stand unit after unit: where each microbatch begins and ends, and whether its unit goes on.
+
+    Args:
+        rows_of_unit: (U,) how many rows each unit has.
+        room: (num_rows,) how many rows fit into a microbatch that begins with this row, the longest of it.
+    """
     begin, end = 0, 0
     for count in rows_of_unit.tolist():
-        if end > begin and end - begin + count > max_rows:
+        if end > begin and end - begin + count > room[begin]:
             yield begin, end, False
             begin = end
         end += count
-        if count > max_rows:
-            while end - begin > max_rows:
-                yield begin, begin + max_rows, True
-                begin += max_rows
+        if end - begin > room[begin]:
+            while end - begin > room[begin]:
+                stop = begin + int(room[begin])
+                yield begin, stop, True
+                begin = stop
             yield begin, end, False  # no other unit joins the last of its rows
             begin = end
     if end > begin:

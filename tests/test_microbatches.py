@@ -14,7 +14,7 @@ def collate(rows):
     return {"row": torch.tensor(rows)}
 
 
-def cut(units, lengths, unit_ids, max_rows, rank=0, size=1):
+def cut(units, lengths, unit_ids, max_rows, rank=0, size=1, max_tokens=None):
     return list(
         microbatches(
             lambda rows: rows.tolist(),
@@ -25,6 +25,7 @@ def cut(units, lengths, unit_ids, max_rows, rank=0, size=1):
             max_rows,
             rank,
             size,
+            max_tokens,
         )
     )
 
@@ -187,3 +188,39 @@ def test_a_rank_that_does_not_exist_is_refused(rank, size):
     """Its share would be nobody's."""
     with pytest.raises(ValueError, match=rf"rank is {rank} of {size} processes; 0 <= rank < size"):
         cut(UnitIndex.one_row_per_unit(3), [1, 1, 1], [0], 2, rank, size)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_budget_of_tokens_is_kept(data):
+    """Rows times the longest of them never exceed the budget, but for a row that does so alone; nothing is lost."""
+    owner = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=30))
+    units = UnitIndex.from_ids([str(o) for o in owner], None)
+    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
+    lengths = np.array(data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner))))
+    budget, max_rows = data.draw(st.integers(1, 200)), data.draw(st.one_of(st.none(), st.integers(1, 6)))
+    size = data.draw(st.integers(1, 3))
+    shares = [cut(units, lengths, chosen, max_rows, rank, size, max_tokens=budget) for rank in range(size)]
+    assert len({len(share) for share in shares}) == 1
+    found = []
+    for batch in (batch for share in shares for batch in share):
+        rows = batch.inputs["row"][batch.unit_index >= 0].tolist()
+        found += rows
+        if rows:
+            assert len(rows) == 1 or len(rows) * lengths[rows].max() <= budget
+            assert max_rows is None or len(rows) <= max_rows
+    assert sorted(found) == sorted(units.rows_of(np.asarray(chosen))[0].tolist())
+
+
+def test_a_budget_of_tokens_fills_microbatches_with_short_rows():
+    """Many short rows go together where few long ones did: 200 tokens are two rows of 100, or ten of 20."""
+    units = UnitIndex.one_row_per_unit(14)
+    batches = cut(units, [100] * 4 + [20] * 10, range(14), None, max_tokens=200)
+    assert [len(b.unit_index) for b in batches] == [2, 2, 10]
+
+
+@pytest.mark.parametrize(("max_rows", "max_tokens"), [(0, None), (None, 0), (None, None)])
+def test_a_microbatch_needs_a_bound(max_rows, max_tokens):
+    """Without one, all rows of a step would go through the model at once."""
+    with pytest.raises(ValueError, match=r"max_(rows|tokens)"):
+        cut(UnitIndex.one_row_per_unit(2), [1, 1], [0], max_rows, max_tokens=max_tokens)
