@@ -54,14 +54,16 @@ class TrainingRows:
         lengths: (num_rows,) tokens of every row.
         fetch: row numbers to rows.
         collate: rows to the model's inputs, rows first.
-        max_rows: rows of a microbatch at most.
+        max_rows: rows of a microbatch at most; None: as many as ``max_tokens`` allows.
+        max_tokens: tokens of a microbatch at most, padding included; None: as many as ``max_rows`` have.
     """
 
     units: UnitIndex
     lengths: np.ndarray
     fetch: Callable[[np.ndarray], Sequence[Any]]
     collate: Callable[[list[Any]], Mapping[str, Any]]
-    max_rows: int
+    max_rows: int | None
+    max_tokens: int | None = None
 
     def facts(self) -> dict[str, Any]:
         """What every process must hold alike: it would otherwise divide other units than were drawn."""
@@ -197,6 +199,7 @@ class PrivateRun:
             lengths=self.rows.lengths,
             unit_ids=unit_ids,
             max_rows=self.rows.max_rows,
+            max_tokens=self.rows.max_tokens,
             rank=self.processes.rank,
             size=self.processes.size,
         )

@@ -109,6 +109,8 @@ class DPTrainer(Trainer):
         callbacks: as for ``Trainer``.
         optimizers: as for ``Trainer``.
         public: what was learnt from public data before, one line each, for the report.
+        max_tokens_per_microbatch: tokens of a microbatch, padding included, in place of the rows that
+            ``per_device_train_batch_size`` counts: short rows then go through the model many at a time.
 
     Raises:
         ConfigError, ValueError: anything that would make the guarantee untrue, before any training.
@@ -127,10 +129,13 @@ class DPTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         public: Sequence[str] = (),
+        max_tokens_per_microbatch: int | None = None,
     ) -> None:
         """Resolve the plan and set the Trainer up."""
         self.privacy, self.public = privacy, list(public)
         self.notes = ReleaseNotes()  # what only people know about the release; set it before save_model()
+        if max_tokens_per_microbatch is not None and max_tokens_per_microbatch < 1:
+            raise ConfigError(f"max_tokens_per_microbatch must be at least 1, got {max_tokens_per_microbatch}")
         private = private_arguments(args)
         self.processes = Processes()
         self.units: UnitIndex = unit_index_of(train_dataset, privacy, self._draw_of_rows())
@@ -154,7 +159,8 @@ class DPTrainer(Trainer):
             lengths=_row_lengths(train_dataset, self._task),
             fetch=lambda numbers: _fetch(train_dataset, numbers),
             collate=collate,
-            max_rows=args.per_device_train_batch_size,
+            max_rows=args.per_device_train_batch_size if max_tokens_per_microbatch is None else None,
+            max_tokens=max_tokens_per_microbatch,
         )
         self._run: PrivateRun | None = None
         self._attached = self._staging = False

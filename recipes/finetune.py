@@ -124,6 +124,7 @@ def run(recipe: Recipe) -> None:
         data_collator=collator,
         callbacks=[before] if eval_rows and not resume else [],
         public=public,
+        max_tokens_per_microbatch=recipe.microbatch_tokens,
     )
     console.rule("private fine-tuning")
     if args.should_save:

@@ -132,6 +132,17 @@ def test_what_people_know_about_a_release_is_a_section(tmp_path: Path) -> None:
         load_recipe(path, ["release.audiance=all"])
 
 
+def test_a_microbatch_may_be_counted_in_tokens(tmp_path: Path) -> None:
+    """`microbatch_tokens` is a whole number of at least 1, or left out."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    assert load_recipe(path).microbatch_tokens is None
+    assert load_recipe(path, ["microbatch_tokens=4096"]).microbatch_tokens == 4096
+    for value in ("0", "2.5", "true"):
+        with pytest.raises(ConfigError, match="microbatch_tokens must be"):
+            load_recipe(path, [f"microbatch_tokens={value}"])
+
+
 def test_rows_of_split_records_are_not_drawn_singly() -> None:
     """How many rows there are would depend on the tokenizer, and with them q."""
     singly = PrivacyConfig(**{**PRIVACY, **USERS, "sampling": "example"})

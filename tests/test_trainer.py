@@ -184,6 +184,32 @@ def test_a_user_with_more_rows_than_a_microbatch_is_clipped_as_one(tmp_path):
         assert float((update - updates[0]).norm()) <= 2e-3 * float(updates[0].norm())
 
 
+def test_microbatches_by_tokens_give_the_same_update(tmp_path):
+    """A budget of tokens in place of rows changes how often the model runs, and nothing else."""
+    updates, calls = [], []
+    for name, budget in (("rows", None), ("few", 16), ("many", 400)):
+        torch.manual_seed(0)
+        run = trainer(
+            tmp_path / name,
+            config=privacy(noise_multiplier=0.0, clip_norm=0.05, expected_batch_size=64),
+            args=arguments(tmp_path / name, max_steps=1, optim="sgd"),
+            max_tokens_per_microbatch=budget,
+        )
+        seen = []
+        run.model.register_forward_pre_hook(
+            lambda _, a, kw, s=seen: s.append(kw["input_ids"].numel()), with_kwargs=True
+        )
+        before = torch.cat([p.detach().flatten().double() for p in run.model.parameters()])
+        run.train()
+        updates.append(torch.cat([p.detach().flatten().double() for p in run.model.parameters()]) - before)
+        calls.append(seen)
+    for update in updates[1:]:
+        assert float((update - updates[0]).norm()) <= 1e-4 * float(updates[0].norm())
+    assert max(calls[1]) <= 16 and max(calls[2]) <= 400 and len(calls[1]) > len(calls[0]) > len(calls[2])
+    with pytest.raises(ConfigError, match="max_tokens_per_microbatch must be at least 1"):
+        trainer(tmp_path / "none", max_tokens_per_microbatch=0)
+
+
 def test_rows_of_users_drawn_singly(tmp_path):
     """Example sampling: q over the kept rows, each clipped by itself, ε that of users with 6 rows."""
     run = trainer(tmp_path, dataset=rows(who=[n % 8 for n in range(64)]), config=users(singly=True, rows_kept="random"))
