@@ -372,7 +372,10 @@ def test_sweep_of_numbers(tmp_path: Path) -> None:
     assert len(points) == 9 and all(point["epsilon"] <= 8 for point in points)
     assert all(point["seconds"] == pytest.approx(point["examples"] * 64 / 1e5) for point in points)
     assert [point["recommended"] for point in points].count(True) == 1
-    assert values["recommended"]["examples"] == 8000
+    assert values["recommended"]["examples"] == 8000 and values["recommended"]["num_steps"] >= 20
+    (fewer,) = (point for point in values["points"] if (point["expected_batch_size"], point["num_steps"]) == (400, 20))
+    alone = as_json([*SWEEP, "--batch-sizes", "400,800", "--step-counts", "10,20", "--min-steps", "10"])
+    assert alone["recommended"]["num_steps"] == 10 and fewer["noise_multiplier"] is not None
     assert "Recommended:" in run([*SWEEP, *grid])
 
 

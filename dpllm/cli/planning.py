@@ -30,7 +30,12 @@ Counts = Annotated[str | None, typer.Option(help="With --sweep: values separated
 Compute = Annotated[
     str, typer.Option(help="With --sweep: what may be computed: recipe (b T), max (of the grid), or units in all.")
 ]
-MinSteps = Annotated[int, typer.Option(help="With --sweep: the fewest steps that the optimizer can do with.")]
+MinSteps = Annotated[
+    int | None,
+    typer.Option(
+        help="With --sweep: the fewest steps that the optimizer can do with; half of the recipe's without it."
+    ),
+]
 GradientRms = Annotated[
     float,
     typer.Option(
@@ -72,7 +77,7 @@ def plan(
     batch_sizes: Counts = None,
     step_counts: Counts = None,
     compute: Compute = "recipe",
-    min_steps: MinSteps = 1,
+    min_steps: MinSteps = None,
     gradient_rms: GradientRms = 0.0,
     tokens_per_second: TokensPerSecond = None,
     peak_tflops: PeakTflops = None,
@@ -122,7 +127,8 @@ def plan(
             _show_plan(recipe, made, as_json)
             return
         setting = Setting.of_recipe(recipe, loaded, made, with_flops=peak_tflops is not None)
-    rule = {"min_steps": min_steps, "gradient_rms": gradient_rms}
+    fewest = -(-setting.num_steps // 2) if min_steps is None else min_steps
+    rule = {"min_steps": fewest, "gradient_rms": gradient_rms}
     time = (tokens_per_second, peak_tflops, gpus or 1)
     run_sweep(setting, batch_sizes, step_counts, compute, rule, *time, picture, as_json)
 
