@@ -122,7 +122,8 @@ def _definition(definition: Mapping[str, Any]) -> _Lines:
         ("What is taken as public?", "; ".join(definition["public"])),
     ]
     if left_out is not None:
-        lines.insert(6, ("How many rows did the bound on rows per user leave out?", str(left_out)))
+        count = f"{left_out:,} (a count over the private data, which ε does not cover)"
+        lines.insert(6, ("How many rows did the bound on rows per user leave out?", count))
     return lines
 
 

@@ -108,7 +108,6 @@ class PrivateRun:
 
     def __init__(self, plan: PrivacyPlan, rows: TrainingRows, ledger: SharedLedger, seed: int | None = None) -> None:
         """Make sure that the processes agree, and share the entropy of the draws."""
-        _check_rows(plan, rows.units)
         if (seed is not None) != plan.seeded:
             raise ConfigError(
                 f"The seed of the run is {seed} and the plan says seeded={plan.seeded}: the report would say the wrong "
@@ -116,6 +115,7 @@ class PrivateRun:
             )
         self.processes = Processes()
         self.processes.agree({"the plan": plan.hash[:12], **rows.facts(), **_versions()})
+        _check_rows(plan, rows.units)  # now: what is raised is raised by all processes
         self.plan, self.rows, self.ledger = plan, rows, ledger
         entropy = self.processes.from_main(lambda: int.from_bytes(secrets.token_bytes(32), "little"))
         self._rng = seeded_rng(entropy if seed is None else seed)

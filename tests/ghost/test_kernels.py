@@ -84,3 +84,21 @@ def test_squared_norms_of_long_rows(shape, fill):
         x = x * (x > 2)
     exact = x.double().flatten(1).square().sum(1)
     torch.testing.assert_close(kernels.squared_norms(x).double(), exact, rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4, 8, 14336, 4096), (8, 1, 14336, 4096), (8, 1, 300, 200), (2, 3, 513, 1025)], ids=str
+)
+def test_norms_of_numbers_of_one_sign_are_within_the_allowance(shape, dtype):
+    """Where all rounding errors point one way, the norm with its slack and the factor's margin is still not below."""
+    rows, tokens, inputs, outputs = shape
+    generator = torch.Generator().manual_seed(3)
+    a = torch.rand(rows, tokens, inputs, generator=generator).to(dtype)
+    g = torch.rand(rows, tokens, outputs, generator=generator).to(dtype)
+    sq_norm_B, mass_B = kernels.gram_norms(a, [g])
+    exact_B = (torch.bmm(a.double(), a.double().mT) * torch.bmm(g.double(), g.double().mT)).sum((1, 2))
+    margin = 16 * torch.finfo(torch.float32).eps  # of `FlatClipping.factors`, squared
+    upper_B = (sq_norm_B + kernels.rounding_slack(torch.float32) * mass_B).double() * (1 + margin)
+    assert bool((upper_B >= exact_B).all())
+    torch.testing.assert_close(sq_norm_B.double(), exact_B, rtol=3e-6, atol=0)
