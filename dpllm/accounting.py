@@ -377,6 +377,52 @@ def _loss_deviation(sigma: float, sampling_rate: float) -> float:
     return math.sqrt(float(weight @ (loss - mean) ** 2))
 
 
+def steps_within(
+    target_epsilon: float,
+    delta: float,
+    step: Step,
+    num_steps: int,
+    adjacency: str = "zero-out",
+    before: History = (),
+) -> int:
+    """Return how many of `num_steps` equal steps keep a history to a target ε: the next one would exceed it.
+
+    By bisection on a coarse grid, which takes a tenth of the time, and then around what it finds.
+
+    Args:
+        target_epsilon: what all steps together may cost.
+        delta: δ.
+        step: the step that is to be taken.
+        num_steps: how often, at most.
+        adjacency: "zero-out" or "replace-one".
+        before: (step, count) pairs that have run already.
+
+    >>> steps_within(4.0, 1e-5, Step(None, 0.02, None, 1.0), 1500)
+    1051
+    """
+
+    def keeps(number: int, discretization: float = DISCRETIZATION) -> bool:
+        steps = [*before, (step, number)]
+        return number == 0 or epsilon(steps, delta, adjacency, discretization) <= target_epsilon
+
+    def bisect(fits: int, exceeds: int, discretization: float) -> int:
+        while exceeds - fits > 1:
+            middle = (fits + exceeds) // 2
+            fits, exceeds = (middle, exceeds) if keeps(middle, discretization) else (fits, middle)
+        return fits
+
+    if keeps(num_steps):
+        return num_steps
+    fits, exceeds = 0, num_steps
+    near, stride = bisect(fits, exceeds, _COARSE), 1
+    while fits < near < exceeds and not keeps(near):
+        exceeds, near, stride = near, near - stride, 2 * stride
+    fits, stride = max(fits, near), 1
+    while fits + stride < exceeds and keeps(fits + stride):
+        fits, stride = fits + stride, 2 * stride
+    return bisect(fits, min(exceeds, fits + stride), DISCRETIZATION)
+
+
 def choose_max_batch_size(
     expected_batch_size: int,
     num_units: int,

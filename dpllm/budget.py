@@ -43,7 +43,6 @@ from dpllm.ledger import LEDGER_FILE, is_being_written, read_ledger
 from dpllm.plan import PrivacyPlan, format_epsilon
 
 _FORMAT = 1
-_COARSE = 1e-3
 _HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", "delta")
 
 
@@ -379,7 +378,7 @@ def _check_fits(budget: Budget, others: tuple[Entry, ...], step: Step, num_steps
     total = budget.cost([*before, (step, num_steps)])
     if total <= budget.epsilon:
         return
-    allowed = _steps_that_fit(budget, before, step, num_steps)
+    allowed = accounting.steps_within(budget.epsilon, budget.delta, step, num_steps, budget.adjacency, before)
     spent = budget.cost(before)
     left = budget.cost([*before, (step, allowed)])
     instead = (
@@ -395,32 +394,6 @@ def _check_fits(budget: Budget, others: tuple[Entry, ...], step: Step, num_steps
         f"would cost ε = {format_epsilon(alone)} alone over {num_steps} steps, and bring the total to "
         f"ε = {format_epsilon(total)}; {instead}"
     )
-
-
-def _steps_that_fit(budget: Budget, before: History, step: Step, num_steps: int) -> int:
-    """Return the largest number below `num_steps` of equal steps that keep to the budget, 0 when none does.
-
-    By bisection on a coarse grid, which takes a tenth of the time, and then around what it finds.
-    """
-
-    def keeps(number: int, discretization: float = accounting.DISCRETIZATION) -> bool:
-        return number == 0 or budget.cost([*before, (step, number)], discretization) <= budget.epsilon
-
-    def bisect(fits: int, exceeds: int, discretization: float) -> int:
-        while exceeds - fits > 1:
-            middle = (fits + exceeds) // 2
-            fits, exceeds = (middle, exceeds) if keeps(middle, discretization) else (fits, middle)
-        return fits
-
-    fits, exceeds = 0, num_steps
-    near, stride = bisect(fits, exceeds, _COARSE), 1
-    while fits < near < exceeds and not keeps(near):
-        exceeds, near, stride = near, near - stride, 2 * stride
-    fits = max(fits, near)
-    stride = 1
-    while fits + stride < exceeds and keeps(fits + stride):
-        fits, stride = fits + stride, 2 * stride
-    return bisect(fits, min(exceeds, fits + stride), accounting.DISCRETIZATION)
 
 
 def _entry(budget: Budget, entry_id: str) -> Entry:

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dpllm.accounting import Step, calibrate_noise_multiplier, choose_max_batch_size, epsilon
+from dpllm.accounting import Step, calibrate_noise_multiplier, choose_max_batch_size, epsilon, steps_within
 from dpllm.config import ADJACENCIES, SAMPLINGS, UNITS, PrivacyConfig
 from dpllm.sampling import TruncatedPoissonSampler
 
@@ -244,29 +244,11 @@ def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int, num_exampl
     return _within_budget(plan, privacy)
 
 
-def steps_within(step: Step, num_steps: int, target_epsilon: float, delta: float, adjacency: str) -> int:
-    """Return how many of `num_steps` equal steps keep to a target ε: the next one would exceed it.
-
-    >>> steps_within(Step(None, 0.02, None, 1.0), 1500, target_epsilon=4.0, delta=1e-5, adjacency="zero-out")
-    1051
-    """
-    fits, exceeds = 0, num_steps + 1
-    if epsilon([(step, num_steps)], delta, adjacency) <= target_epsilon:
-        return num_steps
-    while exceeds - fits > 1:
-        middle = (fits + exceeds) // 2
-        if epsilon([(step, middle)], delta, adjacency) <= target_epsilon:
-            fits = middle
-        else:
-            exceeds = middle
-    return fits
-
-
 def _within_budget(plan: PrivacyPlan, privacy: PrivacyConfig) -> PrivacyPlan:
     """Return the plan with as many steps as its target allows; σ calibrated to the target allows all of them."""
     if privacy.target_epsilon is None or privacy.noise_multiplier is None:
         return plan
-    allowed = steps_within(plan.step, plan.num_steps, privacy.target_epsilon, plan.delta, plan.adjacency)
+    allowed = steps_within(privacy.target_epsilon, plan.delta, plan.step, plan.num_steps, plan.adjacency)
     if allowed == plan.num_steps:
         return plan
     if allowed == 0 or privacy.on_budget == "error":

@@ -258,9 +258,7 @@ def sweep(
     _check_budget(target_epsilon, delta, num_units, adjacency, rows_per_unit)
     _check_counts(num_units, "expected_batch_size", batches)
     _check_counts(None, "num_steps", steps)
-    _check_counts(None, "min_steps", [min_steps])
-    if not 0 <= gradient_rms < math.inf:
-        raise ValueError(f"gradient_rms must be at least 0 and finite, got {gradient_rms}")
+    _check_rule(min_steps, gradient_rms)
     cost = cost or Cost()
     examples, compute_name = _compute(compute, batches, steps)
     line = _line(examples, batches, steps)
@@ -274,9 +272,8 @@ def sweep(
         return _point(budget, b, t, noise, full_batch, gradient_rms, cost, (b, t) in line)
 
     points = {size: point(*size) for size in sizes}
-    if all(item.noise_multiplier is None for item in points.values()):
-        raise ValueError(f"no point of the grid reaches the target: {next(iter(points.values())).reason}")
-    chosen = recommend([points[size] for size in line], min_steps, gradient_rms)
+    _check_reachable(list(points.values()))
+    chosen = recommend([points[at] for at in line], min_steps, gradient_rms)
     size = (chosen.expected_batch_size, chosen.num_steps)
     what_if = _what_if(budget, *size, found[size])
     found[size] = refined(budget, *size, found[size])
@@ -386,6 +383,17 @@ def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency
             f"a sweep is over runs that draw whole units; got rows_per_unit={rows_per_unit}. For runs that draw single "
             "rows make a plan for each batch size"
         )
+
+
+def _check_reachable(points: Sequence[SweepPoint]) -> None:
+    if all(point.noise_multiplier is None for point in points):
+        raise ValueError(f"no point of the grid reaches the target: {points[0].reason}")
+
+
+def _check_rule(min_steps: int, gradient_rms: float) -> None:
+    _check_counts(None, "min_steps", [min_steps])
+    if not 0 <= gradient_rms < math.inf:
+        raise ValueError(f"gradient_rms must be at least 0 and finite, got {gradient_rms}")
 
 
 def _check_counts(num_units: int | None, name: str, values: Sequence[int]) -> None:

@@ -400,6 +400,8 @@ def test_sweep_of_a_recipe(tmp_path: Path) -> None:
         (["plan", "--sweep", "--num-units", "10"], "--expected-batch-size, --steps and --epsilon: give all four"),
         (["plan", "r.yaml", "--sweep", "--memory"], "ask one at a time"),
         (["plan", "r.yaml", "--picture", "x.png"], "the options of a sweep need --sweep"),
+        (["plan", "r.yaml", "--min-steps", "3"], "the options of a sweep need --sweep"),
+        (["plan", "r.yaml", "--compute", "max"], "the options of a sweep need --sweep"),
         (["plan", "r.yaml", "--sweep", "--steps", "3"], "override the recipe's instead"),
         ([*SWEEP, "--batch-sizes", "1,x"], "whole numbers separated by commas"),
         ([*SWEEP, "--peak-tflops", "100"], "needs a recipe"),

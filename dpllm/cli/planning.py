@@ -100,7 +100,8 @@ def plan(
     alone = any(number is not None for number in numbers)
     if memory and sweep:
         raise ValueError("--memory and --sweep are two questions: ask one at a time")
-    if not sweep and (alone or any((batch_sizes, step_counts, tokens_per_second, peak_tflops, picture))):
+    of_sweep = (batch_sizes, step_counts, min_steps, gradient_rms, tokens_per_second, peak_tflops, picture)
+    if not sweep and (alone or compute != "recipe" or any(of_sweep)):
         raise ValueError("the options of a sweep need --sweep: add it, or leave them out")
     if not memory and (engine is not None or (gpus is not None and not sweep)):
         raise ValueError("--gpus and --engine say what --memory is computed for: add --memory, or leave them out")

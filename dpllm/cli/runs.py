@@ -61,6 +61,7 @@ def report(
 @one_line_errors
 def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
     """Compute everything that a run's report says anew from its ledger and plan, and fail on any difference."""
+    from dpllm.verify import verification_rows
     from dpllm.verify import verify as verify_folder
 
     if not output_dir.is_dir():
@@ -70,9 +71,8 @@ def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
         show_json(result.to_dict())
     else:
         console = Console(highlight=False, markup=False, soft_wrap=True)
-        for check in result.checks:
-            console.print("ok    " if check.ok else "FAILED", style="green" if check.ok else "bold red", end="  ")
-            console.print(f"{check.what}: {check.detail}")
+        for check, (what, words) in zip(result.checks, verification_rows(result), strict=True):
+            console.print(f"{what}: {words}", style="" if check.ok else "bold red")
         failed = sum(not check.ok for check in result.checks)
         console.print(
             f"\n{output_dir} is what its ledger says."

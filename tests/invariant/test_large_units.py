@@ -7,6 +7,8 @@ import torch
 
 from dpllm import GhostClipper
 from dpllm.ghost import GhostError
+from tests.invariant.test_invariance import CASES as OTHER_CASES
+from tests.invariant.test_invariance import NUM_ROWS
 from tests.reference.oracle import (
     LOSSES,
     clipped_sum,
@@ -18,17 +20,7 @@ from tests.reference.oracle import (
 )
 from tests.reference.zoo import Batch, Case, build_model, enable_checkpointing, forward_context, make_batch
 
-NUM_ROWS = 6
-CASES = [
-    Case("gpt2-without-dropout", tied=True),
-    Case("llama"),
-    Case("llama", tied=True, mode="lora-all-linear"),
-    Case("gemma3", tied=True),
-    Case("bert"),
-    Case("t5", tied=True),
-    Case("t5", mode="lora-all-linear"),
-    Case("albert"),
-]
+CASES = [*OTHER_CASES, Case("albert")]
 EVERY_CASE = pytest.mark.parametrize("case", [c.but(dtype=d) for d in ("float64", "float32") for c in CASES], ids=str)
 
 
