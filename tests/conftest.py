@@ -5,9 +5,13 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import torch
+
+if not torch.cuda.is_available():  # before anything imports Triton, which decides then whether it interprets
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import datasets
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)

@@ -102,7 +102,7 @@ MUTATIONS = [
     Mutation(
         "padding rows get weight 1",
         "dpllm/ghost/book.py",
-        "weight_B = (unit_B >= 0).to(loss_B.dtype)",
+        "weight_B = (self._rows.unit_B >= 0).to(loss_B.dtype)",
         "weight_B = torch.ones_like(loss_B)",
         ("tests/ghost/test_book.py", "tests/test_step.py"),
     ),
@@ -116,15 +116,17 @@ MUTATIONS = [
     Mutation(
         "the cross term of a tied head is deleted",
         "dpllm/ghost/contributions.py",
-        "sq_norm_U = sq_norm_U + 2 * _unit_inner(x, y, rows)",
+        "sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows, sq_norm_U)",
         "pass",
         ("tests/ghost/test_contributions.py",),
     ),
     Mutation(
         "the cross term between a unit's rows is deleted",
         "dpllm/ghost/contributions.py",
-        "first_N, second_N, weight_N = rows.pairs\n",
-        "first_N, second_N, weight_N = (t[rows.pairs[0] == rows.pairs[1]] for t in rows.pairs)\n",
+        "        sq_norm_G, mass_G = forms.outer_norms("
+        "units.fold(group[0].input), [units.fold(c.grad) for c in group])\n",
+        "        each = forms.outer_norms(group[0].input, [c.grad for c in group])\n"
+        "        sq_norm_G, mass_G = (x_B[units.rows_GN].sum(1) for x_B in each)\n",
         ("tests/ghost/test_contributions.py",),
     ),
     Mutation(
@@ -137,8 +139,8 @@ MUTATIONS = [
     Mutation(
         "rows of a large unit are forgotten",
         "dpllm/ghost/book.py",
-        "                self._held[key] = join(self._held.get(key, []), contributions)\n",
-        "                self._held[key] = join([], contributions)\n",
+        "                self._held[key] = join(self._held.get(key, []), contributions, self.forms)\n",
+        "                self._held[key] = join([], contributions, self.forms)\n",
         ("tests/invariant/test_large_units.py",),
     ),
     Mutation(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,20 @@ from torch import Tensor, nn
 
 from dpllm.ghost import kernels
 from dpllm.ghost.checks import FunctionalUses, RowProbe, rows_of_call
-from dpllm.ghost.contributions import Contribution, Instance, Outer, Rows, join, merge, squared_norms
+from dpllm.ghost.contributions import (
+    Contribution,
+    Instance,
+    Outer,
+    Rows,
+    Use,
+    held,
+    join,
+    merge,
+    shared_norms,
+    squared_norms,
+)
 from dpllm.ghost.errors import GhostError
+from dpllm.ghost.forms import Forms
 from dpllm.ghost.rules import Served, find_sites, refuse_coupled_modules
 from dpllm.ghost.tap import Receive, tap
 
@@ -29,13 +42,18 @@ from dpllm.ghost.tap import Receive, tap
 class Book:
     """Hooks on a model, and the contributions of one microbatch.
 
+    Args:
+        model: any module whose inputs and outputs have the rows of the batch first.
+        forms: how norms are computed.
+
     Raises:
         GhostError: a module that couples rows, a parameter no rule can serve, no trainable parameter, a compiled or
             data-parallel model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, forms: Forms | None = None) -> None:
         """Check the model and attach the hooks."""
+        self.forms = forms or Forms()
         _refuse_wrapped(model)
         refuse_coupled_modules(model)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -50,7 +68,7 @@ class Book:
         self._contributions: dict[int, list[Contribution]] = defaultdict(list)
         self._held: dict[int, list[Contribution]] = {}  # of a unit that has more rows than one pass takes
         self._rows: Rows | None = None
-        self._weights: tuple[Tensor | None, Tensor] | None = None
+        self._weights: tuple[_Weights, _Weights] | None = None  # of the rows, of the units
         self._batch_rows: int | None = None
         self._active: list[Served] = []
         self._in_forward = self._in_backward = self._paused = False
@@ -184,9 +202,9 @@ class Book:
         rows = self._rows.unit_B.numel()
         return x.unflatten(0, (rows, -1)) if x.ndim == 2 and x.shape[0] != rows and x.shape[0] % rows == 0 else x
 
-    def record(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+    def record(self, parameter: nn.Parameter, use: Use) -> None:
         """Take note of what one use of a parameter contributes to its gradient."""
-        value = contribution.grad
+        value = use.grad
         assert self._rows is not None
         if value.shape[0] != self._rows.unit_B.numel():
             raise GhostError(
@@ -198,17 +216,15 @@ class Book:
         if self._probe is not None:
             self._probe.look(self._name_of[id(parameter)], value)
             return
-        if not isinstance(contribution, Instance) and contribution.prefers_instance():
-            with kernels.exact_matmul():
-                contribution = Instance(contribution.instance())
-        self._contributions[id(parameter)].append(contribution)
+        with kernels.exact_matmul():
+            self._contributions[id(parameter)].append(held(use, self._rows, self.forms))
 
     def backward(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> tuple[Tensor, Tensor]:
         """Run the backward pass and return each unit's squared gradient norm.
 
         Args:
             loss_B: (B,) losses with a graph, each depending on its own row alone.
-            unit_B: (B,) int64 unit of each row; -1 for a padding row, whose loss gets weight 0.
+            unit_B: (B,) int64 unit of each row, best on the CPU; -1 for a padding row, whose loss gets weight 0.
             num_units: U.
 
         Returns:
@@ -224,7 +240,7 @@ class Book:
         if self._held:
             self._join()
             self._contributions, self._held = defaultdict(list, self._held), {}
-            self._rows = Rows.of(unit_B.new_zeros(1), 1)
+            self._rows = Rows.one_unit(loss_B.device)
         with kernels.exact_matmul(), torch.no_grad():
             return self._norms()
 
@@ -234,19 +250,19 @@ class Book:
         Args:
             loss_B: (B,) losses with a graph, all of the same unit.
         """
-        self._differentiate(loss_B, torch.zeros(len(loss_B), dtype=torch.int64, device=loss_B.device), 1)
+        self._differentiate(loss_B, torch.zeros(len(loss_B), dtype=torch.int64), 1)
         self._join()
 
     def _join(self) -> None:
         with kernels.exact_matmul(), torch.no_grad():
             for key, contributions in self._contributions.items():
-                self._held[key] = join(self._held.get(key, []), contributions)
+                self._held[key] = join(self._held.get(key, []), contributions, self.forms)
         self._contributions.clear()
 
     def _differentiate(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> None:
         """Fill the book with the contributions of these rows."""
-        self._rows = Rows.of(unit_B, num_units)
-        weight_B = (unit_B >= 0).to(loss_B.dtype)
+        self._rows = Rows.of(unit_B, num_units, loss_B.device)
+        weight_B = (self._rows.unit_B >= 0).to(loss_B.dtype)
         self._in_backward = True
         self._switch_off(self._parameters.values())
         try:
@@ -266,7 +282,7 @@ class Book:
 
     def probe(self, loss_B: Tensor, row: int, unit_B: Tensor, num_units: int) -> None:
         """Run the backward pass of one row's loss and make sure that no other row receives a gradient."""
-        self._rows = Rows.of(unit_B, num_units)
+        self._rows = Rows.of(unit_B, num_units, loss_B.device)
         self._in_backward = True
         self._switch_off(self._parameters.values())
         try:
@@ -300,17 +316,17 @@ class Book:
         slack_U = torch.zeros_like(total_U)
         shared: dict[tuple, list[Outer]] = defaultdict(list)
         for key, contributions in self._contributions.items():
-            merged = self._contributions[key] = merge(contributions)
-            if self._rows.pairs is None and len(merged) == 1 and isinstance(merged[0], Outer):
+            merged = self._contributions[key] = merge(contributions, self._rows)
+            if len(merged) == 1 and isinstance(merged[0], Outer):
                 shared[merged[0].input_key()].append(merged[0])
                 continue
-            sq_norm_U, param_slack_U = squared_norms(merged, self._rows)
+            sq_norm_U, param_slack_U = squared_norms(merged, self._rows, self.forms)
             total_U += sq_norm_U
             slack_U += param_slack_U
         for group in shared.values():
-            sq_norm_B, mass_B = kernels.gram_norms(group[0].input, [outer.grad for outer in group])
-            total_U += self._rows.sum_rows(sq_norm_B)
-            slack_U += self._rows.sum_rows(kernels.rounding_slack(total_U.dtype) * mass_B)
+            sq_norm_U, group_slack_U = shared_norms(group, self._rows, self.forms)
+            total_U += sq_norm_U
+            slack_U += group_slack_U
         return total_U, slack_U
 
     def weigh(self, factor_U: Tensor) -> None:
@@ -323,10 +339,7 @@ class Book:
         assert self._rows is not None, "weigh() follows backward()"
         unit_B = self._rows.unit_B
         factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
-        # 0 * inf is NaN: rows that must contribute nothing are taken out rather than multiplied by zero.
-        (keep,) = torch.nonzero(factor_B, as_tuple=True)
-        every = keep.numel() == factor_B.numel()
-        self._weights = (None if every else keep, factor_B[keep])
+        self._weights = _Weights.of(factor_B), _Weights.of(factor_U)
 
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Add sum_u factor_u g_u of one parameter to ``total``, once, and forget what it was made of.
@@ -339,12 +352,13 @@ class Book:
         `backward`; no rounding to the parameter's dtype takes place.
         """
         assert self._weights is not None, "add_clipped_sum_() follows weigh()"
-        keep, factor_B = self._weights
+        of_rows, of_units = self._weights
         with torch.no_grad(), kernels.exact_matmul():
             for contribution in self._contributions.pop(id(parameter)):
-                if factor_B.numel():
-                    kept = contribution if keep is None else contribution.select(keep)
-                    kept.add_weighted_(total, factor_B)
+                weights = of_units if isinstance(contribution, Instance) else of_rows
+                if weights.factor.numel():
+                    kept = contribution if weights.keep is None else contribution.select(weights.keep)
+                    kept.add_weighted_(total, weights.factor)
 
     def clear(self) -> None:
         """Forget the microbatch."""
@@ -363,6 +377,25 @@ class Book:
         self._handles.clear()
         self._held.clear()
         self.clear()
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What each row's or each unit's gradient is multiplied by in the sum.
+
+    Attributes:
+        keep: those that contribute; None: all.
+        factor: their factors.
+    """
+
+    keep: Tensor | None
+    factor: Tensor
+
+    @classmethod
+    def of(cls, factor: Tensor) -> _Weights:
+        """0 * inf is NaN: what must contribute nothing is taken out rather than multiplied by zero."""
+        (keep,) = torch.nonzero(factor, as_tuple=True)
+        return cls(None, factor) if keep.numel() == factor.numel() else cls(keep, factor[keep])
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

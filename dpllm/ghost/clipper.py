@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dpllm.clipping import FlatClipping
 from dpllm.ghost.book import Book
 from dpllm.ghost.errors import GhostError
+from dpllm.ghost.forms import Forms
 from dpllm.ghost.kernels import accumulation_dtype
 
 
@@ -44,6 +45,7 @@ class GhostClipper:
         model: any module whose inputs and outputs have the rows of the batch first; a transformers model,
             PEFT-wrapped or not.
         clip_norm: C > 0.
+        forms: how norms are computed; the default takes what costs least.
 
     Raises:
         GhostError: the model has a part whose per-row gradient can't be had exactly, with its path and the reason.
@@ -58,10 +60,10 @@ class GhostClipper:
     >>> clipper.remove()
     """
 
-    def __init__(self, model: nn.Module, clip_norm: float) -> None:
+    def __init__(self, model: nn.Module, clip_norm: float, forms: Forms | None = None) -> None:
         """Attach to the model."""
         self.clipping = FlatClipping(clip_norm)
-        self._book = Book(model)
+        self._book = Book(model, forms)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -164,7 +166,7 @@ class GhostClipper:
             )
         rows = losses.shape[0]
         if unit_index is None:
-            return torch.arange(rows, device=losses.device), rows
+            return torch.arange(rows), rows
         if unit_index.shape != losses.shape or unit_index.is_floating_point() or unit_index.dtype == torch.bool:
             raise GhostError(
                 f"unit_index has shape {tuple(unit_index.shape)} and dtype {unit_index.dtype}; integers of shape "
@@ -174,7 +176,7 @@ class GhostClipper:
         lowest, highest = int(unit_index.min()), int(unit_index.max())
         if lowest < -1:
             raise GhostError(f"unit_index contains {lowest}; units are numbered from 0, and -1 marks a padding row.")
-        return unit_index.to(losses.device, torch.int64), highest + 1
+        return unit_index.long(), highest + 1
 
     def remove(self) -> None:
         """Undo the hooks; the model is as before."""

@@ -1,27 +1,54 @@
-"""What one use of a parameter adds to the gradient of each row, in the cheapest exact form.
+"""What one use of a parameter adds to the gradient of each unit, in the cheapest exact form.
 
-A parameter's gradient for row b is the sum of what its *uses* in the forward pass contribute: a tied embedding
-contributes once as a lookup and once as a matrix product. Three forms cover everything:
+A parameter's gradient is the sum of what its *uses* in the forward pass contribute: a tied embedding contributes once
+as a lookup and once as a matrix product. A use comes from a layer's rule as one of
 
-* `Outer`:    sum_t left[b, t] (x) right[b, t]          matrices: linear layers;
-* `Lookup`:   sum_t onehot(index[b, t]) (x) right[b, t] embeddings;
-* `Instance`: the per-row gradient itself               biases, norms, LoRA factors, and anything else.
+* `Outer`:        sum_t left[b, t] (x) right[b, t]          matrices: linear layers;
+* `Lookup`:       sum_t onehot(index[b, t]) (x) right[b, t] embeddings;
+* `RowGradients`: the gradient of each row                  biases, norms, and anything else.
 
-`squared_norms` adds up all pairs of contributions and, for a unit with several rows, all pairs of rows: the cross terms
-are part of the norm. `add_weighted` forms the clipped sum.
+It is held in its factors, or as an `Instance`, the gradient of each *unit*, where that takes no more memory (LoRA
+factors, narrow layers, units with many rows). `squared_norms` adds up all pairs of contributions, and a unit's rows are
+one long row to it: the cross terms are part of the norm. `add_weighted_` forms the clipped sum.
 
-Shape suffixes: B rows, U units, T tokens, L and R the two dimensions of a weight, N pairs of rows.
+Shape suffixes: B rows, U units, T tokens, L and R the two dimensions of a weight, G units that have equally many rows,
+N rows of each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dpllm.ghost import kernels
+from dpllm.ghost.forms import Forms
+
+_MAX_ENTRIES = 1 << 26  # of the rows' gradients that are formed at a time, where a unit has several rows
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units of a microbatch that have equally many rows.
+
+    Attributes:
+        unit_G: which units.
+        rows_GN: the rows of each.
+        every: whether these are all rows of the microbatch, in order; they are then viewed, not copied.
+    """
+
+    unit_G: Tensor
+    rows_GN: Tensor
+    every: bool
+
+    def fold(self, x: Tensor) -> Tensor:
+        """Lay the rows of a unit end to end, (B, T, ...) to (G, N * T, ...): a sum over rows and tokens is one sum."""
+        if not self.every:
+            x = x[self.rows_GN.flatten()]
+        return x if self.rows_GN.shape[1] == 1 else x.unflatten(0, self.rows_GN.shape).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -31,33 +58,76 @@ class Rows:
     Attributes:
         unit_B: (B,) int64, the unit of each row; -1 marks a padding row, which belongs to no unit.
         num_units: U.
-        pairs: None when no unit has several rows; else (first_N, second_N, weight_N): every pair of rows of one unit
-            once, with weight 2 where the rows differ.
+        groups: the units that have rows, by how many.
+        in_order: whether row b is unit b, for all rows.
     """
 
     unit_B: Tensor
     num_units: int
-    pairs: tuple[Tensor, Tensor, Tensor] | None
+    groups: tuple[Group, ...]
+    in_order: bool
 
     @classmethod
-    def of(cls, unit_B: Tensor, num_units: int) -> Rows:
-        """Find the pairs of rows that share a unit."""
-        same_BB = (unit_B[:, None] == unit_B[None, :]) & (unit_B >= 0)[:, None]
-        first_N, second_N = torch.nonzero(torch.triu(same_BB), as_tuple=True)
-        if first_N.numel() == int((unit_B >= 0).sum()):
-            return cls(unit_B, num_units, None)
-        return cls(unit_B, num_units, (first_N, second_N, 1 + (first_N != second_N).to(torch.float32)))
+    def of(cls, unit_B: Tensor, num_units: int, device: torch.device | None = None) -> Rows:
+        """Find the rows of each unit.
+
+        Args:
+            unit_B: best on the CPU: from a GPU it has to be waited for.
+            num_units: U.
+            device: where the rows are computed with; None: where ``unit_B`` is.
+        """
+        device = unit_B.device if device is None else device
+        unit = unit_B.cpu().numpy()
+        order = np.argsort(unit, kind="stable")[int((unit < 0).sum()) :]  # rows, those of a unit side by side
+        counts = np.bincount(unit[order], minlength=num_units)
+        starts = np.cumsum(counts) - counts
+        groups = []
+        for count in np.unique(counts[counts > 0]):
+            (units,) = np.nonzero(counts == count)
+            rows_GN = order[starts[units][:, None] + np.arange(count)]
+            every = np.array_equal(rows_GN.ravel(), np.arange(len(unit)))
+            groups.append(Group(torch.from_numpy(units).to(device), torch.from_numpy(rows_GN).to(device), every))
+        in_order = np.array_equal(unit, np.arange(num_units))
+        return cls(unit_B.to(device), num_units, tuple(groups), in_order)
+
+    @classmethod
+    def one_unit(cls, device: torch.device) -> Rows:
+        """A single row that is a unit."""
+        return cls.of(torch.zeros(1, dtype=torch.int64), 1, device)
 
     def sum_rows(self, value_B: Tensor) -> Tensor:
         """Add what each row carries to its unit, (B, ...) to (U, ...); padding rows are left out."""
+        if self.in_order:
+            return value_B
         keep_B = self.unit_B >= 0
         total = value_B.new_zeros(self.num_units, *value_B.shape[1:])
         return total.index_add_(0, self.unit_B[keep_B], value_B[keep_B])
 
+    def sum_formed(self, form: Callable[[slice], Tensor], entries: int) -> Tensor:
+        """`sum_rows` of what ``form`` makes of a few rows at a time, where all of it would be too large.
+
+        Args:
+            form: some rows to what they carry.
+            entries: of what one row carries.
+        """
+        num_rows = self.unit_B.numel()
+        chunk = num_rows if self.in_order else max(1, _MAX_ENTRIES // max(1, entries))
+        if chunk >= num_rows:
+            return self.sum_rows(form(slice(None)))
+        total: Tensor | None = None
+        for start in range(0, num_rows, chunk):
+            here = slice(start, start + chunk)
+            value, unit = form(here), self.unit_B[here]
+            if total is None:
+                total = value.new_zeros(self.num_units, *value.shape[1:])
+            total.index_add_(0, unit[unit >= 0], value[unit >= 0])
+        assert total is not None, "there are rows"
+        return total
+
 
 @dataclass(frozen=True)
-class Instance:
-    """The gradient of each row, held as it is: (B, *parameter shape)."""
+class RowGradients:
+    """The gradient of each row, (B, *parameter shape), in the accumulation dtype."""
 
     value_B: Tensor
 
@@ -66,21 +136,33 @@ class Instance:
         """What came back from the loss, rows first."""
         return self.value_B
 
-    def instance(self) -> Tensor:
-        """The per-row gradients (B, *parameter shape) in the accumulation dtype."""
-        return self.value_B
+    def instance(self, rows: Rows) -> Tensor:
+        """The gradients of the units."""
+        return rows.sum_rows(self.value_B)
+
+
+@dataclass(frozen=True)
+class Instance:
+    """The gradient of each unit, held as it is: (U, *parameter shape), in the accumulation dtype."""
+
+    value_U: Tensor
+
+    def instance(self, rows: Rows) -> Tensor:
+        """The gradients of the units."""
+        del rows
+        return self.value_U
 
     def fold(self) -> Instance:
-        """The same, of a single row that stands for all of them."""
-        return Instance(self.value_B.sum(0, keepdim=True, dtype=kernels.accumulation_dtype(self.value_B.dtype)))
+        """The same: it is of one unit."""
+        return self
 
-    def select(self, rows: Tensor) -> Instance:
-        """Keep the given rows."""
-        return Instance(self.value_B[rows])
+    def select(self, units: Tensor) -> Instance:
+        """Keep the given units."""
+        return Instance(self.value_U[units])
 
-    def add_weighted_(self, total: Tensor, factor_B: Tensor) -> None:
-        """``total += sum_b factor_b g_b``."""
-        total += torch.tensordot(factor_B.to(total.dtype), self.value_B.to(total.dtype), dims=1)
+    def add_weighted_(self, total: Tensor, factor_U: Tensor) -> None:
+        """``total += sum_u factor_u g_u``."""
+        total += torch.tensordot(factor_U.to(total.dtype), self.value_U.to(total.dtype), dims=1)
 
 
 @dataclass(frozen=True)
@@ -113,21 +195,31 @@ class Outer:
         x = self.input
         return x.data_ptr(), x.shape, x.stride(), x.dtype
 
-    def prefers_instance(self) -> bool:
-        """Whether the instance takes no more memory than the factors; it is then no dearer than their Gram norm."""
-        tokens, left, right = self.left_BTL.shape[1], self.left_BTL.shape[2], self.right_BTR.shape[2]
-        instance_bytes = left * right * kernels.accumulation_dtype(self.left_BTL.dtype).itemsize
-        factor_bytes = tokens * (left * self.left_BTL.element_size() + right * self.right_BTR.element_size())
-        return instance_bytes <= factor_bytes
+    def factor_bytes(self) -> int:
+        """What the factors take."""
+        return self.left_BTL.nbytes + self.right_BTR.nbytes
 
-    def instance(self) -> Tensor:
-        """The per-row gradients (B, L, R)."""
+    def instance_bytes(self, rows: Rows) -> int:
+        """What the gradients of the units would take."""
+        entries = rows.num_units * self.left_BTL.shape[2] * self.right_BTR.shape[2]
+        return entries * kernels.accumulation_dtype(self.left_BTL.dtype).itemsize
+
+    def instance(self, rows: Rows) -> Tensor:
+        """The gradients of the units (U, L, R)."""
         dtype = kernels.accumulation_dtype(self.left_BTL.dtype)
-        return torch.bmm(self.left_BTL.to(dtype).mT, self.right_BTR.to(dtype))
+
+        def form(here: slice) -> Tensor:
+            return torch.bmm(self.left_BTL[here].to(dtype).mT, self.right_BTR[here].to(dtype))
+
+        return rows.sum_formed(form, self.left_BTL.shape[2] * self.right_BTR.shape[2])
 
     def fold(self) -> Outer:
         """The same, of a single row that has the tokens of all of them."""
         return Outer(_one_row(self.left_BTL), _one_row(self.right_BTR), self.input_side)
+
+    def of(self, group: Group) -> Outer:
+        """The same, with the rows of each unit of a group laid end to end."""
+        return Outer(group.fold(self.left_BTL), group.fold(self.right_BTR), self.input_side)
 
     def select(self, rows: Tensor) -> Outer:
         """Keep the given rows."""
@@ -157,20 +249,34 @@ class Lookup:
         """What came back from the loss, rows first."""
         return self.right_BTR
 
-    def prefers_instance(self) -> bool:
-        """Whether the table is no longer than the sequence."""
-        return self.num_entries <= self.index_BT.shape[1]
+    def factor_bytes(self) -> int:
+        """What is needed to hold it as it is."""
+        return self.right_BTR.nbytes
 
-    def instance(self) -> Tensor:
-        """The per-row gradients (B, V, R)."""
-        rows, _, width = self.right_BTR.shape
+    def instance_bytes(self, rows: Rows) -> int:
+        """What the gradients of the units would take."""
+        entries = rows.num_units * self.num_entries * self.right_BTR.shape[2]
+        return entries * kernels.accumulation_dtype(self.right_BTR.dtype).itemsize
+
+    def instance(self, rows: Rows) -> Tensor:
+        """The gradients of the units (U, V, R)."""
+        width = self.right_BTR.shape[2]
         dtype = kernels.accumulation_dtype(self.right_BTR.dtype)
-        total = torch.zeros(rows, self.num_entries, width, dtype=dtype, device=self.right_BTR.device)
-        return total.scatter_add_(1, self.index_BT[:, :, None].expand(-1, -1, width), self.right_BTR.to(dtype))
+
+        def form(here: slice) -> Tensor:
+            right = self.right_BTR[here].to(dtype)
+            total = right.new_zeros(right.shape[0], self.num_entries, width)
+            return total.scatter_add_(1, self.index_BT[here][:, :, None].expand(-1, -1, width), right)
+
+        return rows.sum_formed(form, self.num_entries * width)
 
     def fold(self) -> Lookup:
         """The same, of a single row that has the tokens of all of them."""
         return Lookup(_one_row(self.index_BT), _one_row(self.right_BTR), self.num_entries)
+
+    def of(self, group: Group) -> Lookup:
+        """The same, with the rows of each unit of a group laid end to end."""
+        return Lookup(group.fold(self.index_BT), group.fold(self.right_BTR), self.num_entries)
 
     def select(self, rows: Tensor) -> Lookup:
         """Keep the given rows."""
@@ -186,19 +292,8 @@ class Lookup:
         dtype = kernels.accumulation_dtype(self.right_BTR.dtype)
         return torch.linalg.vector_norm(self.right_BTR, dim=2, dtype=dtype).sum(1)
 
-    def unit_squared_norms(self, rows: Rows) -> Tensor:
-        """(U,): equal tokens of one unit are added up first, by their sorted (unit, token) keys, then squared."""
-        dtype = kernels.accumulation_dtype(self.right_BTR.dtype)
-        keep_B = rows.unit_B >= 0
-        unit_B = rows.unit_B[keep_B]
-        key_BT = unit_B[:, None] * self.num_entries + self.index_BT[keep_B]
-        keys, slot = torch.unique(key_BT.flatten(), return_inverse=True)
-        slots = torch.zeros(keys.numel(), self.right_BTR.shape[2], dtype=dtype, device=self.right_BTR.device)
-        slots.index_add_(0, slot, self.right_BTR[keep_B].to(dtype).flatten(0, 1))
-        total_U = torch.zeros(rows.num_units, dtype=dtype, device=slots.device)
-        return total_U.index_add_(0, keys // self.num_entries, slots.square().sum(1))
 
-
+Use = RowGradients | Outer | Lookup
 Contribution = Instance | Outer | Lookup
 
 
@@ -207,80 +302,35 @@ def _one_row(x: Tensor) -> Tensor:
     return x.flatten(0, 1)[None]
 
 
-def _pair_inner(x: Outer | Lookup, y: Outer | Lookup, first_N: Tensor | slice, second_N: Tensor | slice) -> Tensor:
-    """(N,): <gradient of x in row first_n, gradient of y in row second_n>."""
-    if isinstance(x, Outer) and isinstance(y, Outer):
-        return kernels.outer_inner(
-            x.left_BTL[first_N], x.right_BTR[first_N], y.left_BTL[second_N], y.right_BTR[second_N]
-        )
-    if isinstance(x, Lookup) and isinstance(y, Outer):
-        return kernels.lookup_outer_inner(
-            x.index_BT[first_N], x.right_BTR[first_N], y.left_BTL[second_N], y.right_BTR[second_N]
-        )
-    if isinstance(x, Outer):
-        return _pair_inner(y, x, second_N, first_N)
-    assert isinstance(x, Lookup) and isinstance(y, Lookup)
-    same_NTS = x.index_BT[first_N][:, :, None] == y.index_BT[second_N][:, None, :]
-    dtype = kernels.accumulation_dtype(x.right_BTR.dtype)
-    products = torch.bmm(x.right_BTR[first_N].to(dtype), y.right_BTR[second_N].to(dtype).mT)
-    return (products * same_NTS).sum((1, 2))
+def held(use: Use, rows: Rows, forms: Forms) -> Contribution:
+    """What is kept of a use until the clipped sum is formed: whichever takes less memory."""
+    if isinstance(use, RowGradients) or forms.holds_instance(use.factor_bytes(), use.instance_bytes(rows)):
+        return Instance(use.instance(rows))
+    return use
 
 
-def _unit_inner(x: Outer | Lookup, y: Outer | Lookup, rows: Rows) -> Tensor:
-    """(U,): <gradient of x for the unit, gradient of y for the unit>, over all ordered pairs of its rows."""
-    if x is y and isinstance(x, Lookup):
-        return x.unit_squared_norms(rows)
-    if rows.pairs is None:
-        every = slice(None)  # a view: indexing with row numbers would copy the head's output gradient
-        return rows.sum_rows(_pair_inner(x, y, every, every))
-    first_N, second_N, weight_N = rows.pairs
-    if x is not y:
-        mirrored = first_N != second_N
-        first_N, second_N = (
-            torch.cat([first_N, second_N[mirrored]]),
-            torch.cat([second_N, first_N[mirrored]]),
-        )
-        weight_N = torch.ones_like(first_N)
-    total_U: Tensor | None = None
-    step = max(
-        1, rows.unit_B.numel()
-    )  # no more pairs at a time than rows, so that copies stay as large as the microbatch
-    for start in range(0, first_N.numel(), step):
-        here = slice(start, start + step)
-        inner_N = _pair_inner(x, y, first_N[here], second_N[here])
-        if total_U is None:
-            total_U = inner_N.new_zeros(rows.num_units)
-        total_U.index_add_(0, rows.unit_B[first_N[here]], inner_N * weight_N[here].to(inner_N.dtype))
-    assert total_U is not None, "there are pairs"
-    return total_U
-
-
-def merge(contributions: Sequence[Contribution]) -> list[Contribution]:
+def merge(contributions: Sequence[Contribution], rows: Rows) -> list[Contribution]:
     """Bring the contributions to one parameter into a common form.
 
-    Instances simply add up; where one contribution is held as an instance, or all prefer it, all of them become one.
+    Instances simply add up; where one contribution is held as an instance, all of them become one.
     """
-    if len(contributions) == 1 and isinstance(contributions[0], Instance):
+    if len(contributions) == 1 or not any(isinstance(c, Instance) for c in contributions):
         return list(contributions)
-    if any(isinstance(c, Instance) or c.prefers_instance() for c in contributions):
-        total = contributions[0].instance()
-        for contribution in contributions[1:]:
-            total = total + contribution.instance()
-        return [Instance(total)]
-    return list(contributions)
+    return [Instance(sum_of(contribution.instance(rows) for contribution in contributions))]
 
 
-def join(held: Sequence[Contribution], more: Sequence[Contribution]) -> list[Contribution]:
+def join(already: Sequence[Contribution], more: Sequence[Contribution], forms: Forms) -> list[Contribution]:
     """Bring together what the rows of one unit contribute to one parameter in several passes, as of a single row.
 
     A sum over rows of sums over tokens is one sum over tokens. It is held in factors, or as the gradient itself as soon
     as that takes less memory, however many rows follow.
 
     Args:
-        held: what `join` returned for the passes before; empty at first.
+        already: what `join` returned for the passes before; empty at first.
         more: every use of the parameter in one more pass.
+        forms: says which takes less.
     """
-    folded = [*held, *(contribution.fold() for contribution in more)]
+    folded = [*already, *(contribution.fold() for contribution in more)]
     outers = [c for c in folded if isinstance(c, Outer)]
     lookups = [c for c in folded if isinstance(c, Lookup)]
     joined: list[Contribution] = [c for c in folded if isinstance(c, Instance)]
@@ -290,37 +340,82 @@ def join(held: Sequence[Contribution], more: Sequence[Contribution]) -> list[Con
     if lookups:
         indexes, rights = [c.index_BT for c in lookups], [c.right_BTR for c in lookups]
         joined.append(Lookup(torch.cat(indexes, 1), torch.cat(rights, 1), lookups[0].num_entries))
-    return merge(joined)
+    one = Rows.one_unit(_device(joined[0]))
+    return merge([c if isinstance(c, Instance) else held(c, one, forms) for c in joined], one)
 
 
-def squared_norms(contributions: Sequence[Contribution], rows: Rows) -> tuple[Tensor, Tensor]:
+def _device(contribution: Contribution) -> torch.device:
+    return (contribution.value_U if isinstance(contribution, Instance) else contribution.right_BTR).device
+
+
+def squared_norms(contributions: Sequence[Contribution], rows: Rows, forms: Forms) -> tuple[Tensor, Tensor]:
     """Squared norm of each unit's gradient of one parameter, cross terms included.
 
     Args:
         contributions: every use of the parameter, as returned by `merge`.
         rows: the units of the rows.
+        forms: how norms are computed.
 
     Returns:
         ``(sq_norm_U, slack_U)``: the squared norms, and what rounding may have taken from them or add to the clipped
         sum.
     """
     if isinstance(contributions[0], Instance):
-        value_B = contributions[0].value_B
-        if rows.pairs is None:  # a row is a unit: nothing to add up before squaring
-            sq_norm_U = rows.sum_rows(kernels.squared_norms(value_B))
-            return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * sq_norm_U
-        # The sum is formed row by row, after scaling; where a unit's rows cancel, it rounds otherwise than the norm.
-        mass_U = rows.sum_rows(kernels.squared_norms(value_B).sqrt())
-        sq_norm_U = kernels.squared_norms(rows.sum_rows(value_B))
-        return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * mass_U.square()
+        sq_norm_U = kernels.squared_norms(contributions[0].value_U)
+        return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * sq_norm_U
     factored = [c for c in contributions if not isinstance(c, Instance)]
     assert len(factored) == len(contributions), "merge() leaves no mixture of instances and factors"
-    sq_norm_U = sum_of(_unit_inner(c, c, rows) for c in factored)
+    sq_norm_U = sum_of(_square(c, rows, forms) for c in factored)
     for i, x in enumerate(factored):
         for y in factored[:i]:
-            sq_norm_U = sq_norm_U + 2 * _unit_inner(x, y, rows)
+            sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows, sq_norm_U)
     mass_U = rows.sum_rows(sum_of(c.mass() for c in factored))
     return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * mass_U.square()
+
+
+def shared_norms(group: Sequence[Outer], rows: Rows, forms: Forms) -> tuple[Tensor, Tensor]:
+    """`squared_norms` of several parameters together, each used once, in layers that read one input."""
+    slack = kernels.rounding_slack(kernels.accumulation_dtype(group[0].input.dtype))
+
+    def norms(units: Group) -> Tensor:
+        sq_norm_G, mass_G = forms.outer_norms(units.fold(group[0].input), [units.fold(c.grad) for c in group])
+        return torch.stack([sq_norm_G, slack * mass_G], 1)
+
+    like = torch.empty(0, 2, dtype=kernels.accumulation_dtype(group[0].input.dtype), device=group[0].input.device)
+    both_U2 = _by_groups(rows, like, norms)
+    return both_U2[:, 0], both_U2[:, 1]
+
+
+def _by_groups(rows: Rows, like: Tensor, of: Callable[[Group], Tensor]) -> Tensor:
+    """(U, ...): what ``of`` gives for the units of each group, 0 for a unit without rows."""
+    total_U = like.new_zeros(rows.num_units, *like.shape[1:])
+    for group in rows.groups:
+        total_U[group.unit_G] = of(group)
+    return total_U
+
+
+def _square(x: Outer | Lookup, rows: Rows, forms: Forms) -> Tensor:
+    """(U,): the squared norm of one use."""
+    if isinstance(x, Outer):
+        return shared_norms([x], rows, forms)[0]
+    return forms.lookup_norms(x.index_BT, x.right_BTR, rows.unit_B, rows.num_units, x.num_entries)
+
+
+def _cross(x: Outer | Lookup, y: Outer | Lookup, rows: Rows, like: Tensor) -> Tensor:
+    """(U,): <gradient of one use, gradient of another>, of each unit."""
+    return _by_groups(rows, like, lambda group: _inner(x.of(group), y.of(group)))
+
+
+def _inner(x: Outer | Lookup, y: Outer | Lookup) -> Tensor:
+    """(G,): <gradient of x in a row, gradient of y in the same row>."""
+    if isinstance(x, Outer) and isinstance(y, Outer):
+        return kernels.outer_inner(x.left_BTL, x.right_BTR, y.left_BTL, y.right_BTR)
+    if isinstance(x, Lookup) and isinstance(y, Outer):
+        return kernels.lookup_outer_inner(x.index_BT, x.right_BTR, y.left_BTL, y.right_BTR)
+    if isinstance(x, Outer):
+        return _inner(y, x)
+    assert isinstance(x, Lookup) and isinstance(y, Lookup)
+    return kernels.lookup_inner(x.index_BT, x.right_BTR, y.index_BT, y.right_BTR)
 
 
 def sum_of(tensors: Iterable[Tensor]) -> Tensor:

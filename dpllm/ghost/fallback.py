@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost.call import Call
-from dpllm.ghost.contributions import Instance
+from dpllm.ghost.contributions import RowGradients
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.kernels import widen
 from dpllm.ghost.tap import Recorder
@@ -75,4 +75,4 @@ class PerRowRule:
                 f"its rows depend on each other. Freeze {sorted(self.trainable)}."
             )
         for name, parameter in self.trainable.items():
-            self.book.record(parameter, Instance(widen(grads[name])))
+            self.book.record(parameter, RowGradients(widen(grads[name])))

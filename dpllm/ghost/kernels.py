@@ -29,6 +29,7 @@ from torch import Tensor
 # Temporaries of a Gram product are kept below this many entries by walking over the rows in chunks.
 _MAX_GRAM_ENTRIES = 1 << 26
 _MAX_TERMS = 512  # of an inner product that are added in one go
+_STRIP = 128  # tokens of a symmetric product that are formed together
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -121,7 +122,8 @@ def squared_norms(x_B: Tensor) -> Tensor:
 def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Squared norms of the gradients of several layers that read one input, summed over the layers.
 
-    The Gram matrix of the input is formed once; those of the output gradients are added before the contraction.
+    The Gram matrix of the input is formed once; those of the output gradients are added before the contraction. Both
+    are symmetric: they are formed in strips of tokens, and of each strip only what lies left of its diagonal.
 
     Args:
         shared_BTD: the input (B, T, D) that all the layers read.
@@ -138,18 +140,72 @@ def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]
     True
     """
     rows, tokens = shared_BTD.shape[:2]
-    chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * tokens))
-    sq_norms, masses = [], []
-    for start in range(0, rows, chunk):
-        rows_here = slice(start, start + chunk)
-        input_gram = _products(shared_BTD[rows_here], shared_BTD[rows_here])
-        grad_gram = _products(grads[0][rows_here], grads[0][rows_here])
-        for grad_BTP in grads[1:]:
-            grad_gram += _products(grad_BTP[rows_here], grad_BTP[rows_here])
-        sizes_BT = (input_gram.diagonal(dim1=1, dim2=2) * grad_gram.diagonal(dim1=1, dim2=2)).clamp_min(0).sqrt()
-        masses.append(sizes_BT.sum(1).square())
-        sq_norms.append((input_gram * grad_gram).sum((1, 2)))
-    return torch.cat(sq_norms), torch.cat(masses)
+    dtype = accumulation_dtype(shared_BTD.dtype)
+    sq_norm_B = torch.zeros(rows, dtype=dtype, device=shared_BTD.device)
+    root_B = torch.zeros_like(sq_norm_B)  # of the mass
+    chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * min(tokens, _STRIP)))
+    for row in range(0, rows, chunk):
+        here = slice(row, row + chunk)
+        for start in range(0, tokens, _STRIP):
+            strip, before = (here, slice(start, start + _STRIP)), (here, slice(0, start + _STRIP))
+            input_gram = _products(shared_BTD[strip], shared_BTD[before])
+            grad_gram = _products(grads[0][strip], grads[0][before])
+            for grad_BTP in grads[1:]:
+                grad_gram += _products(grad_BTP[strip], grad_BTP[before])
+            sizes_BT = (_diagonal(input_gram, start) * _diagonal(grad_gram, start)).clamp_min(0).sqrt()
+            root_B[here] += sizes_BT.sum(1)
+            terms = input_gram.mul_(grad_gram)
+            sq_norm_B[here] += 2 * terms[:, :, :start].sum((1, 2)) + terms[:, :, start:].sum((1, 2))
+    return sq_norm_B, root_B.square()
+
+
+def _diagonal(strip_BST: Tensor, start: int) -> Tensor:
+    return strip_BST[:, :, start:].diagonal(dim1=1, dim2=2)
+
+
+def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
+    """Squared norms ||sum_t left_bt (x) right_bt||^2 by way of the gradient itself, a few rows at a time; (B,).
+
+    Where tokens cancel, an entry of the gradient has a rounding error that scales with sum_t |left_t| |right_t|, not
+    with the norm; the caller allows for it.
+    """
+    dtype = accumulation_dtype(left_BTL.dtype)
+    chunk = max(1, _MAX_GRAM_ENTRIES // max(1, left_BTL.shape[2] * right_BTR.shape[2]))
+    parts = [
+        squared_norms(torch.bmm(left_BTL[row : row + chunk].to(dtype).mT, right_BTR[row : row + chunk].to(dtype)))
+        for row in range(0, left_BTL.shape[0], chunk)
+    ]
+    return torch.cat(parts) if parts else left_BTL.new_zeros(0, dtype=dtype)
+
+
+def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int) -> Tensor:
+    """Squared norm of each unit's gradient of a lookup table, sum_v ||sum of right_bt where index_bt = v||^2; (U,).
+
+    Equal tokens of one unit are added up first, by their sorted (unit, token) keys, and then squared: neither a one-hot
+    matrix nor a table is formed.
+
+    Args:
+        index_BT: integers in [0, V).
+        right_BTR: what goes to the entry looked up.
+        unit_B: unit of each row; a negative one marks a padding row, which belongs to no unit.
+        num_units: U.
+        num_entries: V, rows of the table.
+    """
+    dtype = accumulation_dtype(right_BTR.dtype)
+    keep_B = unit_B >= 0
+    key_BT = unit_B[keep_B][:, None] * num_entries + index_BT[keep_B]
+    keys, slot = torch.unique(key_BT.flatten(), return_inverse=True)
+    slots = torch.zeros(keys.numel(), right_BTR.shape[2], dtype=dtype, device=right_BTR.device)
+    slots.index_add_(0, slot, right_BTR[keep_B].to(dtype).flatten(0, 1))
+    total_U = torch.zeros(num_units, dtype=dtype, device=slots.device)
+    return total_U.index_add_(0, keys // num_entries, slots.square().sum(1))
+
+
+def sum_tokens(grad: Tensor, keep: int = 1) -> Tensor:
+    """Sum (B, ..., D) over all but the first and the last ``keep`` dimensions, in the accumulation dtype."""
+    middle = tuple(range(1, grad.ndim - keep))
+    dtype = accumulation_dtype(grad.dtype)
+    return grad.sum(middle, dtype=dtype) if middle else grad.to(dtype)
 
 
 def outer_inner(left_NTL: Tensor, right_NTR: Tensor, left_NSL: Tensor, right_NSR: Tensor) -> Tensor:
@@ -178,6 +234,18 @@ def lookup_outer_inner(index_NT: Tensor, right_NTR: Tensor, left_NSL: Tensor, ri
         picks_NST = left_NSL[here].gather(2, index_NT[here, None, :].expand(-1, left_NSL.shape[1], -1))
         right_NST = _products(right_NSR[here], right_NTR[here])
         parts.append((picks_NST.to(right_NST.dtype) * right_NST).sum((1, 2)))
+    return torch.cat(parts) if parts else right_NTR.new_zeros(0, dtype=accumulation_dtype(right_NTR.dtype))
+
+
+def lookup_inner(index_NT: Tensor, right_NTR: Tensor, index_NS: Tensor, right_NSR: Tensor) -> Tensor:
+    """Inner products of N pairs of lookup gradients: of what goes to the same entry; (N,)."""
+    pairs, tokens = index_NT.shape
+    chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * index_NS.shape[1]))
+    parts = []
+    for start in range(0, pairs, chunk):
+        here = slice(start, start + chunk)
+        same_NTS = index_NT[here][:, :, None] == index_NS[here][:, None, :]
+        parts.append((_products(right_NTR[here], right_NSR[here]) * same_NTS).sum((1, 2)))
     return torch.cat(parts) if parts else right_NTR.new_zeros(0, dtype=accumulation_dtype(right_NTR.dtype))
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost.contributions import Instance, Outer
+from dpllm.ghost.contributions import Outer, RowGradients
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.ghost.kernels import sum_tokens
 from dpllm.ghost.tap import Recorder
 
 
@@ -23,13 +23,6 @@ def is_transposed(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether the forward pass is that of ``nn.Linear`` or ``Conv1D``, also in a subclass that doesn't override it."""
     return is_transposed(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
-
-
-def sum_tokens(grad: Tensor, keep: int = 1) -> Tensor:
-    """Sum (B, ..., D) over all but the first and the last ``keep`` dimensions, in the accumulation dtype."""
-    middle = tuple(range(1, grad.ndim - keep))
-    dtype = accumulation_dtype(grad.dtype)
-    return grad.sum(middle, dtype=dtype) if middle else grad.to(dtype)
 
 
 def as_tokens(x: Tensor) -> Tensor:
@@ -65,7 +58,7 @@ class LinearRule:
         """Record what this use adds to the weight and to the bias."""
         grad = self.book.by_rows(grad)
         if self.bias is not None:
-            self.book.record(self.bias, Instance(sum_tokens(grad)))
+            self.book.record(self.bias, RowGradients(sum_tokens(grad)))
         if self.weight is not None:
             x_BTD, grad_BTP = as_tokens(self.book.by_rows(saved[0])), as_tokens(grad)
             left, right = (x_BTD, grad_BTP) if self.input_is_left else (grad_BTP, x_BTD)

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpllm.ghost.call import Call
-from dpllm.ghost.contributions import Instance
+from dpllm.ghost.contributions import RowGradients
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.kernels import widen
-from dpllm.ghost.linear import sum_tokens
+from dpllm.ghost.kernels import sum_tokens
 from dpllm.ghost.tap import Recorder
 
 
@@ -46,10 +45,10 @@ class LayerNormRule:
         keep = len(self.shape)
         grad = self.book.by_rows(grad)
         if self.bias is not None:
-            self.book.record(self.bias, Instance(sum_tokens(grad, keep)))
+            self.book.record(self.bias, RowGradients(sum_tokens(grad, keep)))
         if self.weight is not None:
             normed = F.layer_norm(self.book.by_rows(saved[0]), self.shape, eps=self.eps)
-            self.book.record(self.weight, Instance(sum_tokens(widen(grad) * widen(normed), keep)))
+            self.book.record(self.weight, RowGradients(self.book.forms.scale_grads(normed, grad, keep)))
 
 
 def offset_of(call: Call, name: str, weight: Tensor, output: Tensor) -> str | None:
@@ -97,7 +96,7 @@ class ScaleRule:
                 if self.offset != "zero":
                     at_zero = torch.zeros(shape, dtype=dtype, device=device)
                     normed = normed - call.again({self.name: at_zero}, saved)
-            per_row = sum_tokens(self.book.by_rows(widen(grad) * widen(normed)))
-            self.book.record(self.weight, Instance(per_row))
+            per_row = self.book.forms.scale_grads(self.book.by_rows(normed), self.book.by_rows(grad))
+            self.book.record(self.weight, RowGradients(per_row))
 
         return self.book.tap(output, receive, *tensors)

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost.contributions import Contribution
+from dpllm.ghost.contributions import Use
+from dpllm.ghost.forms import Forms
 
 Receive = Callable[[Tensor, "list[Tensor]"], None]
 
@@ -47,7 +48,13 @@ def tap(output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
 
 
 class Recorder(Protocol):
-    """What a rule needs of the book."""
+    """What a rule needs of the book.
+
+    Attributes:
+        forms: how norms are computed.
+    """
+
+    forms: Forms
 
     def tap(self, output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
         """`tap`, with modules that ``receive`` runs on its own account not taken for uses of their parameters."""
@@ -57,6 +64,6 @@ class Recorder(Protocol):
         """View what a module worked on with the rows of the batch as first dimension."""
         ...
 
-    def record(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+    def record(self, parameter: nn.Parameter, use: Use) -> None:
         """Add what one use of a parameter contributes to its gradient."""
         ...

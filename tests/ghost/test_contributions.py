@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dpllm.ghost.contributions import Instance, Lookup, Outer, Rows, merge, squared_norms
+from dpllm.ghost.contributions import Instance, Lookup, Outer, RowGradients, Rows, held, merge, squared_norms
+from dpllm.ghost.forms import Forms
 
 V, R, B = 11, 3, 6
 UNITS = {
@@ -23,7 +24,7 @@ def lookup(tokens=5):
 
 
 def instance():
-    return Instance(torch.randn(B, V, R).double())
+    return RowGradients(torch.randn(B, V, R).double())
 
 
 USES = {
@@ -38,58 +39,110 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("uses", USES.values(), ids=USES.keys())
-@pytest.mark.parametrize("unit_of_row", UNITS.values(), ids=UNITS.keys())
-def test_norms_and_sums_equal_those_of_the_instances(uses, unit_of_row):
-    """Cross terms between uses, and between the rows of a unit, are part of the norm."""
-    contributions = [make() for make in uses]
-    unit_B = torch.tensor(unit_of_row)
-    num_units = int(unit_B.max()) + 1
-    gradient_B = sum(c.instance() for c in contributions)
-    gradient_U = torch.zeros(num_units, V, R).double()
+FORMS = {form: Forms(norm=form, fused=False) for form in ("auto", "gram", "instance", "tiled")}
+
+
+def gradient_of_rows(use):
+    """The gradient of each row (B, V, R)."""
+    return use.instance(Rows.of(torch.arange(B), B))
+
+
+def units_of(gradient_B, unit_of_row, num_units):
+    """The gradient of each unit, row by row."""
+    gradient_U = torch.zeros(num_units, *gradient_B.shape[1:], dtype=gradient_B.dtype)
     for b, u in enumerate(unit_of_row):
         if u >= 0:
             gradient_U[u] += gradient_B[b]
-    sq_norm_U, slack_U = squared_norms(
-        contributions if len(uses) > 1 and instance not in uses else merge(contributions), Rows.of(unit_B, num_units)
-    )
+    return gradient_U
+
+
+@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize("uses", USES.values(), ids=USES.keys())
+@pytest.mark.parametrize("unit_of_row", UNITS.values(), ids=UNITS.keys())
+def test_norms_and_sums_equal_those_of_the_instances(uses, unit_of_row, forms):
+    """Cross terms between uses, and between the rows of a unit, are part of the norm."""
+    made = [make() for make in uses]
+    unit_B = torch.tensor(unit_of_row)
+    num_units = int(unit_B.max()) + 1
+    rows = Rows.of(unit_B, num_units)
+    contributions = merge([held(use, rows, forms) for use in made], rows)
+    gradient_B = sum(gradient_of_rows(use) for use in made)
+    gradient_U = units_of(gradient_B, unit_of_row, num_units)
+    sq_norm_U, slack_U = squared_norms(contributions, rows, forms)
     torch.testing.assert_close(sq_norm_U, gradient_U.square().sum((1, 2)))
     assert (slack_U >= 0).all() and (slack_U < 1e-9 * (1 + sq_norm_U)).all()
 
-    factor_B = torch.rand(B).double()
+    factor_U = torch.rand(num_units).double()
+    factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)], 0)
     total = torch.zeros(V, R).double()
     for contribution in contributions:
-        contribution.add_weighted_(total, factor_B)
-    torch.testing.assert_close(total, torch.einsum("b,bvr->vr", factor_B, gradient_B))
+        contribution.add_weighted_(total, factor_U if isinstance(contribution, Instance) else factor_B)
+    torch.testing.assert_close(total, torch.einsum("u,uvr->vr", factor_U, gradient_U))
 
-    keep = torch.tensor([0, 3])
+    keep = torch.tensor([0, 2])
     some = torch.zeros(V, R).double()
     for contribution in contributions:
-        contribution.select(keep).add_weighted_(some, factor_B[keep])
-    torch.testing.assert_close(some, torch.einsum("b,bvr->vr", factor_B[keep], gradient_B[keep]))
+        factor = factor_U if isinstance(contribution, Instance) else factor_B
+        contribution.select(keep).add_weighted_(some, factor[keep])
+    instances = isinstance(contributions[0], Instance)
+    expected = torch.einsum("u,uvr->vr", factor_U[keep], gradient_U[keep]) if instances else None
+    if expected is None:
+        expected = torch.einsum("b,bvr->vr", factor_B[keep], gradient_B[keep])
+    torch.testing.assert_close(some, expected)
 
 
 def test_merge_turns_a_mixture_into_one_instance():
     """Instances and factors of one parameter can't be combined in a norm without becoming one."""
-    contributions = [outer(), instance()]
-    expected = sum(c.instance() for c in contributions)
-    (merged,) = merge(contributions)
+    rows = Rows.of(torch.arange(B), B)
+    uses = [outer(), instance()]
+    (merged,) = merge([held(use, rows, Forms(norm="gram")) for use in uses], rows)
     assert isinstance(merged, Instance)
-    torch.testing.assert_close(merged.value_B, expected)
+    torch.testing.assert_close(merged.value_U, sum(gradient_of_rows(use) for use in uses))
 
 
-def test_the_cheaper_form_is_chosen_by_shape():
-    """A LoRA factor is held as an instance, a wide layer as its two factors."""
+def test_the_cheaper_form_is_held():
+    """A LoRA factor is held as an instance, a wide layer as its two factors, unless they are of a unit's many rows."""
+    rows = Rows.of(torch.arange(2), 2)
     narrow = Outer(torch.zeros(2, 64, 4), torch.zeros(2, 64, 512), "right")
-    wide = Outer(torch.zeros(2, 64, 512), torch.zeros(2, 64, 512), "right")
-    assert narrow.prefers_instance() and not wide.prefers_instance()
-    assert isinstance(merge([narrow])[0], Instance) and isinstance(merge([wide])[0], Outer)
+    wide = Outer(torch.zeros(2, 64, 128), torch.zeros(2, 64, 129), "right")
+    assert isinstance(held(narrow, rows, Forms()), Instance) and isinstance(held(wide, rows, Forms()), Outer)
+    assert isinstance(held(wide, rows, Forms(norm="instance")), Instance)
+    assert isinstance(held(narrow, rows, Forms(norm="gram")), Outer)
+    assert isinstance(held(wide, Rows.of(torch.zeros(2, dtype=torch.int64), 1), Forms()), Instance)
+    table = Lookup(torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64, 3), 65)
+    assert isinstance(held(table, rows, Forms()), Lookup)
+    assert isinstance(held(table, Rows.of(torch.zeros(2, dtype=torch.int64), 1), Forms()), Instance)
 
 
-def test_pairs_are_chunked_without_changing_the_norm():
-    """A unit with more pairs of rows than the microbatch has rows."""
-    rows = Rows.of(torch.zeros(B, dtype=torch.int64), 1)
-    assert rows.pairs is not None and rows.pairs[0].numel() == B * (B + 1) // 2
-    c = outer()
-    sq_norm_U, _ = squared_norms([c], rows)
-    torch.testing.assert_close(sq_norm_U, c.instance().sum(0).square().sum()[None])
+def test_large_instances_of_a_unit_are_formed_a_few_rows_at_a_time(monkeypatch):
+    """The gradients of all rows of a unit never stand side by side; what is formed doesn't depend on it."""
+    unit_B = torch.tensor([0, 1, 0, -1, 1, 0])
+    rows, use = Rows.of(unit_B, 2), outer()
+    whole = use.instance(rows)
+    formed = []
+    monkeypatch.setattr("dpllm.ghost.contributions._MAX_ENTRIES", 2 * V * R)
+    sums = rows.sum_formed(lambda here: formed.append(gradient_of_rows(use)[here]) or formed[-1], V * R)
+    assert [len(part) for part in formed] == [2, 2, 2]
+    torch.testing.assert_close(sums, units_of(gradient_of_rows(use), unit_B.tolist(), 2))
+    torch.testing.assert_close(use.instance(rows), whole)
+
+
+def test_rows_are_viewed_where_they_lie_as_their_units_do():
+    """Nothing is copied where each unit's rows lie side by side and all have equally many; elsewhere it is."""
+    x = torch.randn(6, 5, 2)
+    for unit_of_row in ([0, 1, 2, 3, 4, 5], [0, 0, 1, 1, 2, 2]):
+        (group,) = Rows.of(torch.tensor(unit_of_row), max(unit_of_row) + 1).groups
+        folded = group.fold(x)
+        assert folded.data_ptr() == x.data_ptr()
+        torch.testing.assert_close(folded, x.view(max(unit_of_row) + 1, -1, 2))
+    singles, pair = Rows.of(torch.tensor([0, 1, 1, 2, -1]), 3).groups
+    torch.testing.assert_close(singles.fold(x[:5]), x[[0, 3]])
+    torch.testing.assert_close(pair.fold(x[:5]), x[[1, 2]].view(1, 10, 2))
+
+
+def test_a_unit_without_rows_has_no_norm():
+    """Units may be missing from a microbatch; all rows may be padding."""
+    rows = Rows.of(torch.tensor([0, -1, 2, 2, 0, -1]), 4)
+    sq_norm_U, slack_U = squared_norms([outer()], rows, Forms())
+    assert (sq_norm_U[[0, 2]] > 0).all() and (sq_norm_U[[1, 3]] == 0).all() and slack_U[1] == 0
+    assert squared_norms([lookup()], Rows.of(torch.full((B,), -1), 0), Forms())[0].shape == (0,)

@@ -1,0 +1,132 @@
+"""Which of several equal ways of computing a norm is taken, and on what.
+
+Place in the flow: between the arithmetic (`kernels` in PyTorch, `triton_kernels` fused) and what a layer contributes
+(`contributions`). The gradient of a matrix for one unit is sum_t a_t (x) g_t over its T tokens, D x P. Its norm can be
+had from
+
+* the **Gram** matrices of a and g, T^2 (D + P) operations by symmetry, nothing but the factors held;
+* the **instance**, D x P entries, formed and held instead of the factors: it serves norm and sum alike, so that the
+  norm costs nothing beyond it;
+* the **tiled** instance, 2 T D P operations, of which no entry is held; the factors are.
+
+The choice is made from shapes, at each call, since lengths vary. All forms are exact: a choice can't change a norm
+beyond rounding.
+
+Shape suffixes: B rows, U units, T tokens, D, L, R, P widths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from dpllm.ghost import kernels, triton_kernels
+
+NormForm = Literal["auto", "gram", "instance", "tiled"]
+
+
+@dataclass(frozen=True)
+class Forms:
+    """How norms of matrices are computed.
+
+    Attributes:
+        norm: the form, or "auto", the one that costs least for the shape at hand.
+        fused: the Triton kernels (True), the PyTorch forms (False), or the kernels on CUDA where Triton is installed
+            and takes the dtype (None).
+
+    Raises:
+        ValueError: an unknown form; kernels asked for that can't run here.
+
+    >>> Forms(norm="gram", fused=False).fuses(torch.zeros(1))
+    False
+    """
+
+    norm: NormForm = "auto"
+    fused: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if self.norm not in get_args(NormForm):
+            raise ValueError(f"norm is {self.norm!r}; choose one of {', '.join(get_args(NormForm))}.")
+        if self.fused and not triton_kernels.available():
+            raise ValueError(
+                "fused=True asks for the Triton kernels, which can't run here: Triton or a CUDA device is missing. "
+                "Leave fused=None; the PyTorch forms compute the same."
+            )
+
+    def fuses(self, *tensors: Tensor) -> bool:
+        """Whether the kernels work on these tensors."""
+        if self.fused is not None:
+            return self.fused
+        return triton_kernels.available() and all(t.is_cuda and t.dtype in triton_kernels.DTYPES for t in tensors)
+
+    def holds_instance(self, factor_bytes: int, instance_bytes: int) -> bool:
+        """Whether a gradient is held as itself rather than in factors: where that takes no more memory.
+
+        It is then no dearer either: the Gram form would cost T^2 (D + P) operations more, and has to cost less than
+        that of the clipped sum, 2 T D P, only while T < 2 D P / (D + P), where the factors of 16 bits are smaller.
+
+        Args:
+            factor_bytes: what the factors take, of all rows.
+            instance_bytes: what the gradients take, of all units.
+        """
+        if self.norm == "auto":
+            return instance_bytes <= factor_bytes
+        return self.norm == "instance"
+
+    def outer_norms(self, shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Squared norms of the gradients of several layers that read one input, summed over the layers.
+
+        Args:
+            shared_BTD: the input (B, T, D) that all the layers read.
+            grads: the output gradient (B, T, P_i) of each layer.
+
+        Returns:
+            ``(sq_norm_B, mass_B)``: squared norms, and an upper bound of (sum_t |a_t| |g_t|)^2, which scales their
+            rounding error.
+        """
+        if self._tiles(shared_BTD, grads):
+            return self._tiled_norms(shared_BTD, grads)
+        if self.fuses(shared_BTD, *grads):
+            return triton_kernels.gram_norms(shared_BTD, grads)
+        return kernels.gram_norms(shared_BTD, grads)
+
+    def _tiles(self, shared_BTD: Tensor, grads: list[Tensor]) -> bool:
+        if self.norm != "auto":
+            return self.norm == "tiled"
+        tokens, width = shared_BTD.shape[1:]
+        outputs = sum(grad.shape[2] for grad in grads)
+        return 2 * tokens * width * outputs < tokens * tokens * (width + outputs)
+
+    def _tiled_norms(self, shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+        dtype = kernels.accumulation_dtype(shared_BTD.dtype)
+        norms = triton_kernels.instance_norms if self.fuses(shared_BTD, *grads) else kernels.instance_norms
+        sq_norm_B = shared_BTD.new_zeros(shared_BTD.shape[0], dtype=dtype)
+        mass_B = torch.zeros_like(sq_norm_B)
+        size_BT = torch.linalg.vector_norm(shared_BTD, dim=2, dtype=dtype)
+        for grad_BTP in grads:
+            sq_norm_B += norms(shared_BTD, grad_BTP)
+            mass_B += (size_BT * torch.linalg.vector_norm(grad_BTP, dim=2, dtype=dtype)).sum(1).square()
+        return sq_norm_B, mass_B
+
+    def lookup_norms(
+        self, index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int
+    ) -> Tensor:
+        """Squared norm of each unit's gradient of a lookup table, (U,); see `kernels.lookup_norms`."""
+        norms = triton_kernels.lookup_norms if self.fuses(right_BTR) else kernels.lookup_norms
+        return norms(index_BT, right_BTR, unit_B, num_units, num_entries)
+
+    def scale_grads(self, normed: Tensor, grad: Tensor, keep: int = 1) -> Tensor:
+        """Per-row gradient of what scales the features, sum_t n_t * g_t, (B, ...) in the accumulation dtype.
+
+        Args:
+            normed: n(x), rows first.
+            grad: output gradient of the same shape.
+            keep: how many of the last dimensions the scale has.
+        """
+        if keep == 1 and normed.ndim in (3, 4) and self.fuses(normed, grad):
+            return triton_kernels.norm_layer_grads(normed, grad)[0]
+        return kernels.sum_tokens(kernels.widen(grad) * kernels.widen(normed), keep)

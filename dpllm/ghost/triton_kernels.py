@@ -1,0 +1,324 @@
+"""Fused Triton forms of the norm arithmetic, drop-ins for what `dpllm.ghost.kernels` and its callers do in PyTorch.
+
+Place in the flow: activations and output gradients of one microbatch -> **squared norms per row or unit** -> clip
+factors. The PyTorch forms are the reference and the CPU path; these are for CUDA. Nothing here changes what is
+computed, only how often it travels through memory:
+
+* `gram_norms`: ||sum_t a_t (x) g_t||^2 = sum_{s,t} <a_s, a_t> <g_s, g_t> (ghost norm, Li et al. 2022,
+  arXiv:2110.05679). Both Gram matrices stay in registers, one tile pair at a time; only pairs with t <= s are
+  computed, T^2 (D + P) operations in place of 2 T^2 (D + P).
+* `instance_norms`: the same number by way of the (L, R) gradient, which is formed tile by tile, squared and never
+  written; 2 T L R operations, less than the Gram form where T > 2 L R / (L + R).
+* `norm_layer_grads`: weight and bias gradients of LayerNorm and RMSNorm per row, from one pass over input and gradient.
+* `lookup_norms`: embedding norms; equal tokens of a unit lie side by side after a sort, and each run is summed,
+  squared and reduced without a slot per token.
+
+Every product is accumulated in float32: bfloat16 and float16 inputs are multiplied exactly by the tensor cores, float32
+ones in float32 and never in TF32. Tensor cores align the terms of a block with their running sum and cut off what
+doesn't fit (Fasi et al. 2021, PeerJ Computer Science 7:e330, for V100, T4 and A100), so a long sum of one sign comes
+out too small, and with it a norm. It is therefore cut after `CHUNK` terms, and the parts are added with rounding to
+nearest. ``benchmarks/kernels.py`` measures what remains against `dpllm.ghost.kernels.rounding_slack`.
+
+Programs write one partial result each, and a second pass adds those in a fixed order: no atomics, so equal inputs give
+equal bits. Tile sizes follow from the shapes by fixed rules, not from timing, for the same reason.
+
+Inputs are bfloat16, float16 or float32, of any strides and never copied; sizes need not divide by anything. Triton is
+imported if it is there. With ``TRITON_INTERPRET=1`` set before the first import of Triton in the process, the kernels
+run on the CPU, slowly, which is how they are tested without a GPU.
+
+Shape suffixes: B rows, T tokens, U units, V table entries, D, L, R, P widths.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpllm.ghost import triton_programs as programs
+
+triton = programs.triton
+INTERPRETED = programs.INTERPRETED
+
+CHUNK = 1024
+"""Terms that a tensor core adds up before its sum is added to a total with rounding to nearest."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Programs below which a smaller tile pays: about two for each of the 132 multiprocessors of an H100 or H200.
+_MANY_PROGRAMS = 256
+
+
+def available() -> bool:
+    """Whether the kernels can run here: Triton is installed, and a CUDA device or the interpreter is there.
+
+    >>> available() in (True, False)
+    True
+    """
+    return triton is not None and (INTERPRETED or torch.cuda.is_available())
+
+
+def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Squared norms of the gradients of several layers that read one input, summed over the layers.
+
+    Drop-in for `dpllm.ghost.kernels.gram_norms`. The Gram tile of the input is formed once for all layers.
+
+    Args:
+        shared_BTD: the input (B, T, D) that all the layers read.
+        grads: the output gradient (B, T, P_i) of each layer.
+
+    Returns:
+        ``(sq_norm_B, mass_B)`` in float32: squared norms, and (sum_t |a_t| |g_t|)^2 with |g_t| over all the layers,
+        which scales their rounding error.
+
+    Raises:
+        ValueError: no gradient, shapes that don't fit, a dtype or device that the kernels don't take.
+    """
+    if not grads:
+        raise ValueError("gram_norms: no output gradient. Give one (B, T, P) tensor per layer.")
+    _require("gram_norms", shared_BTD, *grads)
+    for grad in grads:
+        _require_same_tokens("gram_norms", shared_BTD, grad)
+    rows, tokens, width = shared_BTD.shape
+    if rows == 0 or tokens == 0:
+        return _zeros(shared_BTD, rows), _zeros(shared_BTD, rows)
+    exact = any(x.dtype == torch.float32 for x in (shared_BTD, *grads))
+    block = _gram_block(rows, tokens, exact)
+    blocks = -(-tokens // block)
+    pairs = blocks * (blocks + 1) // 2
+    partial = torch.empty(2, rows, pairs, dtype=torch.float32, device=shared_BTD.device)
+    with torch.cuda.device_of(shared_BTD):
+        programs.gram_program[(rows * pairs,)](
+            shared_BTD,
+            shared_BTD.stride(),
+            width,
+            tuple(grads),
+            tuple(grad.stride() for grad in grads),
+            tuple(grad.shape[2] for grad in grads),
+            partial,
+            partial.stride(0),
+            tokens,
+            pairs,
+            NUM_GRADS=len(grads),
+            BLOCK_T=block,
+            BLOCK_K=16 if exact else 64,
+            CHUNK_K=CHUNK,
+            WIDEN=INTERPRETED,
+            num_warps=8 if block == 128 else 4,
+            num_stages=3,
+            enable_fp_fusion=True,
+        )
+    sums = partial.sum(2)
+    return sums[0], sums[1].square()
+
+
+def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
+    """Squared norms ||sum_t left_bt (x) right_bt||^2 by way of the gradient itself, of which no entry is written.
+
+    Args:
+        left_BTL: factor (B, T, L) along the first dimension of the weight.
+        right_BTR: factor (B, T, R) along its second.
+
+    Returns:
+        (B,) float32. Where tokens cancel, an entry of the gradient has a rounding error that scales with
+        sum_t |left_t| |right_t| (`Outer.mass`), not with the norm; the caller allows for it.
+
+    Raises:
+        ValueError: shapes that don't fit, a dtype or device that the kernels don't take.
+    """
+    _require("instance_norms", left_BTL, right_BTR)
+    _require_same_tokens("instance_norms", left_BTL, right_BTR)
+    rows, tokens, left = left_BTL.shape
+    right = right_BTR.shape[2]
+    if 0 in (rows, tokens, left, right):
+        return _zeros(left_BTL, rows)
+    exact = torch.float32 in (left_BTL.dtype, right_BTR.dtype)
+    block_l, block_r = _instance_blocks(rows, left, right, exact)
+    tiles_r = -(-right // block_r)
+    tiles = -(-left // block_l) * tiles_r
+    partial = torch.empty(rows, tiles, dtype=torch.float32, device=left_BTL.device)
+    with torch.cuda.device_of(left_BTL):
+        programs.instance_program[(rows * tiles,)](
+            left_BTL,
+            left_BTL.stride(),
+            left,
+            right_BTR,
+            right_BTR.stride(),
+            right,
+            partial,
+            tokens,
+            tiles,
+            tiles_r,
+            SAME_DTYPE=left_BTL.dtype == right_BTR.dtype,
+            BLOCK_L=block_l,
+            BLOCK_R=block_r,
+            BLOCK_T=16 if exact else 64,
+            CHUNK_T=CHUNK,
+            WIDEN=INTERPRETED,
+            num_warps=8 if block_l * block_r > 64 * 128 else 4,
+            num_stages=3,
+            enable_fp_fusion=True,
+        )
+    return partial.sum(1)
+
+
+def norm_layer_grads(normed: Tensor, grad: Tensor, with_bias: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Per-row gradients of the weight (and bias) of a layer y = w * n(x) + b over the last dimension.
+
+    Args:
+        normed: n(x), (B, T, D), or (B, T, H, D) for a norm per attention head.
+        grad: output gradient of the same shape, with strides of its own.
+        with_bias: whether to return the bias gradient as well, from the same pass.
+
+    Returns:
+        ``(weight_BD, bias_BD)`` in float32: sum_t n_t * g_t and sum_t g_t; the second is None without ``with_bias``.
+
+    Raises:
+        ValueError: shapes that differ or have other than 3 or 4 dimensions, a dtype or device that the kernels don't
+            take.
+    """
+    _require("norm_layer_grads", normed, grad)
+    if normed.shape != grad.shape or normed.ndim not in (3, 4):
+        raise ValueError(
+            f"norm_layer_grads: the normalised input has shape {tuple(normed.shape)}, the gradient {tuple(grad.shape)}."
+            " Give both as (B, T, D) or both as (B, T, H, D)."
+        )
+    if normed.ndim == 3:
+        normed, grad = normed.unsqueeze(2), grad.unsqueeze(2)
+    rows, outer, inner, width = normed.shape
+    if normed.numel() == 0:
+        empty = _zeros(normed, rows, width)
+        return empty, torch.zeros_like(empty) if with_bias else None
+    tokens = outer * inner
+    block_d, block_t = min(128, triton.next_power_of_2(width)), 32
+    tiles_d = -(-width // block_d)
+    # Long rows are cut so that there are enough programs; what a cut yields is added up afterwards.
+    splits = max(1, min(-(-tokens // (4 * block_t)), 4 * _MANY_PROGRAMS // (rows * tiles_d)))
+    span = -(-tokens // splits)
+    partial = torch.empty(1 + with_bias, rows, splits, width, dtype=torch.float32, device=normed.device)
+    with torch.cuda.device_of(normed):
+        programs.norm_layer_program[(rows * splits * tiles_d,)](
+            normed,
+            normed.stride(),
+            grad,
+            grad.stride(),
+            partial,
+            partial.stride(0),
+            tokens,
+            inner,
+            width,
+            splits,
+            span,
+            tiles_d,
+            WITH_BIAS=with_bias,
+            BLOCK_T=block_t,
+            BLOCK_D=block_d,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    sums = partial.sum(2) if splits > 1 else partial.squeeze(2)
+    return sums[0], sums[1] if with_bias else None
+
+
+def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int) -> Tensor:
+    """Squared norm of each unit's gradient of a lookup table, sum_v ||sum of right_bt where index_bt = v||^2.
+
+    Drop-in for `dpllm.ghost.kernels.lookup_norms`. A sort of the (unit, token) keys brings equal tokens of one unit
+    together, also from several rows; nothing of the size of ``right_BTR`` or of the table is written, and the host
+    waits for nothing.
+
+    Args:
+        index_BT: (B, T) integers in [0, V).
+        right_BTR: what goes to the entry looked up, (B, T, R).
+        unit_B: (B,) unit of each row; a negative one marks a padding row, which belongs to no unit.
+        num_units: U.
+        num_entries: V, rows of the table.
+
+    Returns:
+        (U,) float32; 0 for a unit without rows.
+
+    Raises:
+        ValueError: shapes that don't fit, a dtype or device that the kernels don't take.
+    """
+    _require("lookup_norms", right_BTR)
+    if index_BT.shape != right_BTR.shape[:2] or unit_B.shape != right_BTR.shape[:1]:
+        raise ValueError(
+            f"lookup_norms: index {tuple(index_BT.shape)}, gradient {tuple(right_BTR.shape)} and unit "
+            f"{tuple(unit_B.shape)} don't fit. Give them as (B, T), (B, T, R) and (B,)."
+        )
+    rows, tokens, width = right_BTR.shape
+    total_U = _zeros(right_BTR, num_units)
+    if right_BTR.numel() == 0 or num_units == 0:
+        return total_U
+    unit_B1 = torch.where(unit_B >= 0, unit_B, num_units).long()[:, None]  # padding sorts behind every unit
+    keys, order = torch.sort((unit_B1 * num_entries + index_BT).flatten(), stable=True)
+    ends = torch.searchsorted(keys, keys, right=True)
+    bounds = torch.searchsorted(keys, torch.arange(num_units + 1, device=keys.device) * num_entries)
+    block_r = min(512, triton.next_power_of_2(width))
+    tiles_r = -(-width // block_r)
+    count = rows * tokens
+    partial = torch.empty(count, tiles_r, dtype=torch.float32, device=right_BTR.device)
+    with torch.cuda.device_of(right_BTR):
+        programs.run_program[(count * tiles_r,)](
+            keys,
+            order,
+            ends,
+            right_BTR,
+            right_BTR.stride(),
+            partial,
+            num_units * num_entries,
+            tokens,
+            width,
+            tiles_r,
+            BLOCK_J=8,
+            BLOCK_R=block_r,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+        programs.segment_program[(num_units,)](
+            partial, bounds, total_U, tiles_r, BLOCK=1024, num_warps=4, enable_fp_fusion=True
+        )
+    return total_U
+
+
+def _require(name: str, *tensors: Tensor) -> None:
+    """Refuse what the kernels would read wrongly."""
+    if not available():
+        raise ValueError(
+            f"{name}: Triton or a CUDA device is missing. Use the PyTorch form in dpllm.ghost, which computes the same."
+        )
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{name}: an input is {tensor.dtype}; the kernels take bfloat16, float16 and float32. Use the PyTorch "
+                "form in dpllm.ghost, which takes any."
+            )
+        if tensor.device != tensors[0].device or not (tensor.is_cuda or INTERPRETED):
+            raise ValueError(
+                f"{name}: an input is on {tensor.device}. Put all of them on one CUDA device, or use the PyTorch form "
+                "in dpllm.ghost."
+            )
+
+
+def _require_same_tokens(name: str, x: Tensor, y: Tensor) -> None:
+    if x.ndim != 3 or y.ndim != 3 or x.shape[:2] != y.shape[:2]:
+        raise ValueError(
+            f"{name}: shapes {tuple(x.shape)} and {tuple(y.shape)} don't fit. Give (B, T, ·) tensors of equal B and T."
+        )
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=like.device)
+
+
+def _gram_block(rows: int, tokens: int, exact: bool) -> int:
+    """Tile of tokens: as large as registers allow, smaller where that leaves multiprocessors without work."""
+    if tokens <= 64:
+        return max(16, triton.next_power_of_2(tokens))
+    blocks = -(-tokens // 128)
+    return 64 if exact or rows * blocks * (blocks + 1) // 2 < _MANY_PROGRAMS else 128
+
+
+def _instance_blocks(rows: int, left: int, right: int, exact: bool) -> tuple[int, int]:
+    """Tile of the gradient, by the same rule."""
+    largest = 64 if exact or rows * -(-left // 128) * -(-right // 128) < _MANY_PROGRAMS else 128
+    block_l, block_r = (min(largest, max(16, triton.next_power_of_2(size))) for size in (left, right))
+    return block_l, block_r

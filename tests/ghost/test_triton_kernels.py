@@ -1,0 +1,342 @@
+"""The fused kernels equal their PyTorch forms and the float64 definition, for every odd shape.
+
+Without a CUDA device they run in Triton's CPU interpreter, which has to be chosen before Triton is first imported.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from dpllm.ghost import kernels, triton_kernels
+from dpllm.ghost.contributions import Lookup, Outer, Rows
+from dpllm.ghost.kernels import sum_tokens
+
+needs_triton = pytest.mark.skipif(
+    not triton_kernels.available(),
+    reason="Triton is not installed, or was imported without TRITON_INTERPRET=1 on a machine without CUDA",
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# One token; fewer than a tile; several tiles; widths that divide by nothing, with several gradients at one input.
+GRAM_SHAPES = [
+    (1, 1, 1, (1,)),
+    (3, 1, 48, (80,)),
+    (2, 17, 48, (80, 5, 33)),
+    (2, 65, 33, (16, 7)),
+    (1, 150, 20, (3,)),
+]
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def rounding(dtype):
+    """Tolerance against float64: inputs are exact, so only the float32 accumulation counts."""
+    return 1e-5 if dtype == torch.float32 else 1e-3
+
+
+def instance_of(a, g):
+    """The gradient of each row in float64."""
+    return torch.einsum("btd,btp->bdp", a.double(), g.double())
+
+
+def assert_close(actual, expected, rtol, atol=0.0):
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=rtol, atol=atol)
+
+
+# ------------------------------------------------------------------------ Gram
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "tokens", "width", "grad_widths"), GRAM_SHAPES)
+def test_gram_norms_equal_definition_and_pytorch_form(dtype, rows, tokens, width, grad_widths):
+    """Norm and mass, of any number of layers on one input."""
+    a = randn(rows, tokens, width, dtype=dtype)
+    grads = [randn(rows, tokens, p, dtype=dtype) for p in grad_widths]
+    sq_norm, mass = triton_kernels.gram_norms(a, grads)
+    assert_close(sq_norm, sum(instance_of(a, g).square().sum((1, 2)) for g in grads), rounding(dtype))
+    expected, expected_mass = kernels.gram_norms(a, grads)
+    assert_close(sq_norm, expected, rounding(dtype))
+    assert_close(mass, expected_mass, rounding(dtype))
+    assert sq_norm.shape == mass.shape == (rows,)
+
+
+@needs_triton
+def test_gram_norms_walk_long_widths_in_chunks(monkeypatch):
+    """Sums longer than a tensor core may take are cut, also where the last part is short; norm and mass stay."""
+    monkeypatch.setattr(triton_kernels, "CHUNK", 64)
+    a, g = randn(2, 20, 150), randn(2, 20, 130)
+    sq_norm, mass = triton_kernels.gram_norms(a, [g])
+    assert_close(sq_norm, instance_of(a, g).square().sum((1, 2)), 1e-5)
+    assert_close(mass, kernels.gram_norms(a, [g])[1], 1e-5)
+    assert_close(triton_kernels.instance_norms(a, g), sq_norm, 1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("block", [16, 32])
+def test_gram_norms_do_not_depend_on_the_tile(monkeypatch, block):
+    """Every pair of tiles is met once, off-diagonal ones count twice: many tiles give what one gives."""
+    a, g = randn(2, 83, 12), randn(2, 83, 9)
+    whole = triton_kernels.gram_norms(a, [g])
+    monkeypatch.setattr(triton_kernels, "_gram_block", lambda *_: block)
+    for part, at_once in zip(triton_kernels.gram_norms(a, [g]), whole, strict=True):
+        assert_close(part, at_once, 1e-5)
+
+
+@needs_triton
+def test_mass_bounds_the_rounding_of_cancelling_tokens():
+    """Two tokens that cancel: the norm is tiny, the mass isn't, and the error stays within the slack it scales."""
+    a, g = randn(1, 1, 40).expand(1, 2, 40), randn(1, 1, 30)
+    g = torch.cat([g, -g * (1 + 1e-4)], 1)
+    sq_norm, mass = triton_kernels.gram_norms(a, [g])
+    exact = instance_of(a, g).square().sum((1, 2))
+    assert float(mass) > 1e6 * float(exact)
+    assert abs(float(sq_norm) - float(exact)) <= kernels.rounding_slack(torch.float32) * float(mass)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padding_has_norm_zero(dtype):
+    """A row of zero gradients gives exactly zero in every kernel, beside a row that doesn't."""
+    a, g = randn(2, 17, 48, dtype=dtype), randn(2, 17, 80, dtype=dtype)
+    g[0] = 0
+    sq_norm, mass = triton_kernels.gram_norms(a, [g, g])
+    index, unit = torch.zeros(2, 17, dtype=torch.long, device=DEVICE), torch.arange(2, device=DEVICE)
+    weight, bias = triton_kernels.norm_layer_grads(g, g, with_bias=True)
+    for value in (
+        sq_norm,
+        mass,
+        triton_kernels.instance_norms(a, g),
+        triton_kernels.lookup_norms(index, g, unit, 2, 3),
+        weight.square().sum(1),
+        bias.square().sum(1),
+    ):
+        assert value[0] == 0 < value[1]
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # from NumPy, under the interpreter
+@pytest.mark.parametrize("kernel", ["gram", "instance"])
+def test_a_row_that_is_not_finite_stays_by_itself(kernel):
+    """Infinity or NaN shows in the norm of its own row, so that it is dropped, and in no other."""
+    a, g = randn(3, 20, 10), randn(3, 20, 12)
+    g[1, 19, 3], g[2, 0, 0] = float("inf"), float("nan")
+    if kernel == "gram":
+        sq_norm, mass = triton_kernels.gram_norms(a, [g])
+        assert not mass[1:].isfinite().any()
+    else:
+        sq_norm = triton_kernels.instance_norms(a, g)
+    assert sq_norm.isfinite().tolist() == [True, False, False]
+
+
+# -------------------------------------------------------------------- instance
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "tokens", "left", "right"), [(1, 1, 1, 1), (2, 1, 48, 80), (3, 17, 80, 48), (1, 200, 3, 70)]
+)
+def test_instance_norms_equal_definition_and_pytorch_form(dtype, rows, tokens, left, right):
+    """The squared norm of the gradient, of which no entry is written."""
+    x, y = randn(rows, tokens, left, dtype=dtype), randn(rows, tokens, right, dtype=dtype)
+    sq_norm = triton_kernels.instance_norms(x, y)
+    assert_close(sq_norm, instance_of(x, y).square().sum((1, 2)), rounding(dtype))
+    assert_close(sq_norm, kernels.instance_norms(x, y), rounding(dtype))
+
+
+@needs_triton
+def test_gram_and_instance_agree_on_mixed_dtypes():
+    """Input and output gradient may differ in dtype, as under autocast."""
+    a, g = randn(2, 17, 10, dtype=torch.bfloat16), randn(2, 17, 12)
+    expected = instance_of(a, g).square().sum((1, 2))
+    assert_close(triton_kernels.gram_norms(a, [g])[0], expected, 1e-5)
+    assert_close(triton_kernels.instance_norms(a, g), expected, 1e-5)
+
+
+# --------------------------------------------------------------------- strides
+
+
+@needs_triton
+def test_no_layout_needs_a_copy():
+    """Slices of tokens and widths, transposed and expanded tensors give what their contiguous copies give."""
+    whole = randn(4, 40, 30)
+    a = whole[::2, 3:24, 5:22]
+    g = randn(21, 2, 26).transpose(0, 1)
+    columns = randn(2, 19, 21).mT  # the last dimension isn't the contiguous one
+    shared = randn(1, 21, 17).expand(2, -1, -1)
+    assert not any(x.is_contiguous() for x in (a, g, columns, shared))
+    index, unit = torch.randint(0, 4, (2, 21), device=DEVICE), torch.arange(2, device=DEVICE)
+    for x, grads in ((a, [g, columns]), (shared, [g])):
+        copies = [grad.contiguous() for grad in grads]
+        for actual, expected in zip(
+            triton_kernels.gram_norms(x, grads), triton_kernels.gram_norms(x.contiguous(), copies), strict=True
+        ):
+            assert torch.equal(actual, expected)
+        for grad, copy in zip(grads, copies, strict=True):
+            actual, expected = triton_kernels.instance_norms(grad, x), triton_kernels.instance_norms(copy, x.clone())
+            assert torch.equal(actual, expected)
+            actual, expected = (triton_kernels.lookup_norms(index, y, unit, 2, 4) for y in (grad, copy))
+            assert torch.equal(actual, expected)
+    weight, _ = triton_kernels.norm_layer_grads(a, shared)
+    assert torch.equal(weight, triton_kernels.norm_layer_grads(a.contiguous(), shared.contiguous())[0])
+
+
+@needs_triton
+def test_equal_inputs_give_equal_bits():
+    """No sum depends on which program finishes first."""
+    a, g = randn(2, 70, 20, dtype=torch.bfloat16), randn(2, 70, 24, dtype=torch.bfloat16)
+    index, unit = torch.randint(0, 4, (2, 70), device=DEVICE), torch.arange(2, device=DEVICE)
+    for run in (
+        lambda: triton_kernels.gram_norms(a, [g])[0],
+        lambda: triton_kernels.instance_norms(a, g),
+        lambda: triton_kernels.norm_layer_grads(g, g)[0],
+        lambda: triton_kernels.lookup_norms(index, g, unit, 2, 4),
+    ):
+        assert torch.equal(run(), run())
+
+
+# ----------------------------------------------------------------- norm layers
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 48), (3, 17, 80), (2, 301, 5), (2, 7, 3, 20)])
+def test_norm_layer_grads_equal_the_pytorch_form(dtype, shape):
+    """Weight and bias gradients of each row, also where a norm serves each attention head."""
+    normed, grad = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+    weight, bias = triton_kernels.norm_layer_grads(normed, grad, with_bias=True)
+    assert_close(weight, sum_tokens(normed.double() * grad.double()), rounding(dtype), atol=1e-4)
+    assert_close(bias, sum_tokens(grad.double()), rounding(dtype), atol=1e-4)
+    alone, none = triton_kernels.norm_layer_grads(normed, grad)
+    assert none is None
+    assert torch.equal(alone, weight)
+
+
+@needs_triton
+def test_norm_layer_grads_of_heads_take_a_transposed_gradient():
+    """(B, H, T, D) in memory, seen as (B, T, H, D): read where it lies."""
+    normed, grad = randn(2, 5, 3, 8), randn(2, 3, 5, 8).transpose(1, 2)
+    weight, _ = triton_kernels.norm_layer_grads(normed, grad)
+    assert_close(weight, (normed * grad).sum((1, 2)), 1e-5, atol=1e-5)
+
+
+# --------------------------------------------------------------------- lookups
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("units", "tokens", "width", "entries"),
+    [
+        ([0], 1, 1, 1),
+        ([0, 1], 17, 80, 5),
+        ([2, 0, 2], 9, 48, 7),  # several rows of a unit, and a unit without rows
+        ([1, -1, 0, -1], 6, 10, 3),  # padding rows
+        ([-1, -1], 4, 3, 3),
+        ([0, 0], 30, 4, 1),  # one token throughout
+        ([0, 1], 3, 600, 1000),  # wider than one tile
+    ],
+)
+def test_lookup_norms_equal_the_pytorch_form(dtype, units, tokens, width, entries):
+    """Equal tokens of a unit add up before they are squared, over all of its rows."""
+    unit = torch.tensor(units, device=DEVICE)
+    num_units = max(3, max(units) + 1)
+    index = torch.randint(0, entries, (len(units), tokens), device=DEVICE)
+    right = randn(len(units), tokens, width, dtype=dtype)
+    actual = triton_kernels.lookup_norms(index, right, unit, num_units, entries)
+    assert_close(actual, kernels.lookup_norms(index, right, unit, num_units, entries), rounding(dtype))
+    by_unit = Lookup(index, right.double(), entries).instance(Rows.of(unit, num_units))
+    assert_close(actual, by_unit.square().sum((1, 2)), rounding(dtype))
+
+
+# ------------------------------------------------------------ nothing, refusals
+
+
+@needs_triton
+def test_nothing_has_norm_zero():
+    """No rows, no tokens or no width: zeros of the right shape."""
+    index, unit = torch.zeros(2, 0, dtype=torch.long, device=DEVICE), torch.arange(2, device=DEVICE)
+    for tensors in (
+        triton_kernels.gram_norms(randn(0, 3, 4), [randn(0, 3, 4)]),
+        [triton_kernels.instance_norms(randn(0, 3, 4), randn(0, 3, 4))],
+    ):
+        assert all(x.shape == (0,) for x in tensors)
+    assert torch.equal(triton_kernels.gram_norms(randn(2, 0, 4), [randn(2, 0, 4)])[0], torch.zeros(2, device=DEVICE))
+    assert torch.equal(triton_kernels.instance_norms(randn(2, 3, 0), randn(2, 3, 4)), torch.zeros(2, device=DEVICE))
+    weight, bias = triton_kernels.norm_layer_grads(randn(2, 0, 4), randn(2, 0, 4), with_bias=True)
+    assert torch.equal(weight, torch.zeros(2, 4, device=DEVICE))
+    assert torch.equal(bias, weight)
+    assert torch.equal(triton_kernels.lookup_norms(index, randn(2, 0, 4), unit, 2, 5), torch.zeros(2, device=DEVICE))
+
+
+@needs_triton
+def test_what_does_not_fit_is_refused():
+    """A kernel reads where its strides lead it: shapes and dtypes are checked before."""
+    a, g = randn(2, 3, 4), randn(2, 3, 5)
+    unit = torch.arange(2, device=DEVICE)
+    with pytest.raises(ValueError, match="no output gradient"):
+        triton_kernels.gram_norms(a, [])
+    with pytest.raises(ValueError, match=r"gram_norms: shapes .* don't fit"):
+        triton_kernels.gram_norms(a, [g, randn(2, 4, 5)])
+    with pytest.raises(ValueError, match=r"instance_norms: shapes .* don't fit"):
+        triton_kernels.instance_norms(a, randn(1, 3, 5))
+    with pytest.raises(ValueError, match=r"is torch\.float64"):
+        triton_kernels.instance_norms(a.double(), g.double())
+    with pytest.raises(ValueError, match=r"Give both as \(B, T, D\)"):
+        triton_kernels.norm_layer_grads(a, g)
+    with pytest.raises(ValueError, match=r"lookup_norms: index .* don't fit"):
+        triton_kernels.lookup_norms(torch.zeros(2, 4, dtype=torch.long, device=DEVICE), g, unit, 2, 5)
+    with pytest.raises(ValueError, match="an input is on meta"):
+        triton_kernels.instance_norms(a, g.to("meta"))
+
+
+@needs_triton
+def test_cpu_tensors_are_refused_where_kernels_run_on_a_device(monkeypatch):
+    """Only the interpreter may read host memory."""
+    monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
+    monkeypatch.setattr(triton_kernels, "available", lambda: True)
+    with pytest.raises(ValueError, match="an input is on cpu"):
+        triton_kernels.instance_norms(torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+
+
+def test_a_machine_without_triton_is_told_so(monkeypatch):
+    """The module imports all the same, and refuses instead of failing inside a kernel."""
+    monkeypatch.setattr(triton_kernels, "triton", None)
+    assert not triton_kernels.available()
+    with pytest.raises(ValueError, match="Triton or a CUDA device is missing"):
+        triton_kernels.instance_norms(torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+
+
+def test_the_package_imports_without_triton():
+    """Triton is optional: with its import blocked, the module loads and says that it isn't available."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from dpllm.ghost import triton_kernels\n"
+        "assert not triton_kernels.available() and not triton_kernels.INTERPRETED"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_are_available_in_the_tests():
+    """Where Triton is installed, nothing here is skipped for the order in which modules were imported."""
+    assert triton_kernels.available()
+
+
+@needs_triton
+def test_norms_of_instances_and_factors_agree():
+    """What the kernels return for a layer is what the norm of its instances is, the form used for narrow layers."""
+    a, g = randn(2, 9, 6), randn(2, 9, 4)
+    value = Outer(a, g, "left").instance(Rows.of(torch.arange(2), 2))
+    assert_close(triton_kernels.gram_norms(a, [g])[0], value.square().sum((1, 2)), 1e-5)

@@ -1,0 +1,87 @@
+"""The programs compile for GPUs, which the interpreter doesn't show, into the instructions that their promises need.
+
+Triton brings its own assembler, so neither a GPU nor a driver is needed; a process of its own is, since the interpreter
+is chosen once per process.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # for the other tests of this process
+
+from dpllm.ghost import triton_programs
+
+# Launches compile and record instead of running; the driver only says what to compile for.
+COMPILE = """
+import json, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from dpllm.ghost import triton_kernels
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", int(sys.argv[1]), 32)
+    def get_current_device(self):
+        return 0
+    def get_current_stream(self, device):
+        return 0
+
+driver.set_active(Driver())
+run, found = JITFunction.run, []
+def compile_only(self, *args, grid, warmup, **options):
+    kernel = run(self, *args, grid=grid, warmup=True, **options)
+    found.append([self.fn.__name__, str(dtype), kernel.asm["ptx"]])
+JITFunction.run = compile_only
+triton_kernels._require = lambda name, *tensors: None
+
+for dtype in (torch.bfloat16, torch.float32):
+    def x(*shape):
+        return torch.empty(shape, dtype=dtype)
+    # Sizes of one become constants, which is a program of its own.
+    for rows, tokens, width in ((1, 1, 1), (8, 512, 64)):
+        triton_kernels.gram_norms(x(rows, tokens, width), [x(rows, tokens, width), x(rows, tokens, 80)])
+        triton_kernels.instance_norms(x(rows, tokens, width), x(rows, tokens, 80))
+        triton_kernels.norm_layer_grads(x(rows, tokens, width), x(rows, tokens, width), with_bias=True)
+        index, unit = torch.zeros(rows, tokens, dtype=torch.long), torch.arange(rows)
+        triton_kernels.lookup_norms(index, x(rows, tokens, width), unit, rows, 9)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_programs_compile_for_gpus(tmp_path):
+    """For Hopper: tensor cores for bfloat16, no TF32 for float32, and no atomics, whose order would vary."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    result = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", COMPILE, "90"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    compiled = json.loads(result.stdout.splitlines()[-1])
+    names = {name for name, _, _ in compiled}
+    assert names == {f"{name}_program" for name in ("gram", "instance", "norm_layer", "run", "segment")}
+    for name, dtype, ptx in compiled:
+        assert ".entry" in ptx and not re.search(r"tf32|\b(atom|red)\.", ptx)
+        if name in ("gram_program", "instance_program"):
+            assert (".bf16.bf16" in ptx) == (dtype == "torch.bfloat16")
+
+
+def test_what_nothing_calls_is_left_alone_without_triton(monkeypatch):
+    """The decorator needs no Triton, so that the module can be imported anywhere."""
+    monkeypatch.setattr(triton_programs, "triton", None)
+    assert triton_programs.jit_if_present(len) is len
