@@ -41,7 +41,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 from dpllm.ghost import kernels, triton_kernels
-from dpllm.ghost.linear import sum_tokens
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COLUMNS = (
@@ -162,8 +161,8 @@ def norm_layer_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> C
         kernel="norm layer",
         shape=f"B={rows} T={tokens} D={width}",
         fused=lambda: (triton_kernels.norm_layer_grads(x, g)[0], None),
-        plain=lambda: (sum_tokens(kernels.widen(g) * kernels.widen(x)), None),
-        exact=lambda: sum_tokens(g.double() * x.double()),
+        plain=lambda: (kernels.sum_tokens(kernels.widen(g) * kernels.widen(x)), None),
+        exact=lambda: kernels.sum_tokens(g.double() * x.double()),
         flops=2 * rows * tokens * width,
         bytes=x.nbytes + g.nbytes + 4 * rows * width,
     )

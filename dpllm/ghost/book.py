@@ -35,6 +35,7 @@ from dpllm.ghost.contributions import (
 )
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.forms import Forms
+from dpllm.ghost.rounding import require_within_slack
 from dpllm.ghost.rules import Served, find_sites, refuse_coupled_modules
 from dpllm.ghost.tap import Receive, tap
 
@@ -311,7 +312,10 @@ class Book:
                 "the graph (then call "
                 "model.enable_input_require_grads() or set use_reentrant=False)."
             )
-        dtype = kernels.accumulation_dtype(next(iter(self._parameters.values())).dtype)
+        first = next(iter(self._parameters.values()))
+        if first.is_cuda and first.dtype != torch.float64:
+            require_within_slack(self.forms, self._rows.unit_B.device, first.dtype)
+        dtype = kernels.accumulation_dtype(first.dtype)
         total_U = torch.zeros(self._rows.num_units, dtype=dtype, device=self._rows.unit_B.device)
         slack_U = torch.zeros_like(total_U)
         shared: dict[tuple, list[Outer]] = defaultdict(list)

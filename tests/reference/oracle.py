@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpllm import GhostClipper, per_sequence_loss
+from dpllm.ghost import Forms
 from dpllm.losses import classification_loss, seq2seq_loss
 
 from .zoo import IGNORED, Batch, Case, build_model, enable_checkpointing, float64_copy, forward_context, make_batch
@@ -117,6 +118,7 @@ def clipped_sum(
     clip_norm: float,
     unit_index: Tensor | list[Tensor] | None = None,
     seed: int | None = None,
+    forms: Forms | None = None,
 ) -> Clipped:
     """Runs the clipper under test over one microbatch, or over several that add up.
 
@@ -127,13 +129,14 @@ def clipped_sum(
         clip_norm: C.
         unit_index: As the clipper takes it; one per microbatch.
         seed: Seeds dropout before the first forward pass.
+        forms: How norms are computed.
     """
     batches = batches if isinstance(batches, list) else [batches]
     indices = unit_index if isinstance(unit_index, list) else [unit_index] * len(batches)
     model.zero_grad(set_to_none=True)
     if seed is not None:
         torch.manual_seed(seed)
-    clipper = GhostClipper(model, clip_norm=clip_norm)
+    clipper = GhostClipper(model, clip_norm, forms)
     results = []
     try:
         for batch, index in zip(batches, indices, strict=True):
