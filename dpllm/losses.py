@@ -3,32 +3,66 @@
 A loss divided by the number of tokens in the *batch* makes each row's gradient depend on the lengths of the others:
 clipping then no longer bounds what one unit changes. Every loss here returns (B,).
 
-Shape suffixes: B rows, T tokens, V vocabulary, K classes.
+Shape suffixes: B rows, T tokens, V vocabulary, K classes, M places (rows x tokens), N places with a target.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # labels with this value are no targets, as everywhere in the ecosystem
+_CHUNK_ENTRIES = 1 << 24  # of float32 logits that exist at a time: 64 MiB
 
 
 def _token_mean(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
-    """(B,): cross-entropy averaged over each row's own targets; 0 for a row without any.
-
-    Where most positions are masked (prompts, padding), they are left out before the softmax over the vocabulary.
-    """
+    """(B,): cross-entropy averaged over each row's own targets; 0 for a row without any."""
     is_target_BT = target_BT != IGNORE
-    if 2 * int(is_target_BT.sum()) < is_target_BT.numel():
-        loss_N = F.cross_entropy(_float(logits_BTV[is_target_BT]), target_BT[is_target_BT], reduction="none")
-        tokens_BT = loss_N.new_zeros(target_BT.shape).masked_scatter(is_target_BT, loss_N)
-    else:
-        logits_NV = _float(logits_BTV.flatten(0, 1))
-        tokens_BT = F.cross_entropy(logits_NV, target_BT.flatten(), ignore_index=IGNORE, reduction="none")
-        tokens_BT = tokens_BT.view(target_BT.shape)
+    (place_N,) = torch.nonzero(is_target_BT.flatten(), as_tuple=True)
+    loss_N = _CrossEntropy.apply(logits_BTV.flatten(0, 1), target_BT.flatten()[place_N], place_N)
+    tokens_BT = loss_N.new_zeros(target_BT.numel()).index_put((place_N,), loss_N).view(target_BT.shape)
     return tokens_BT.sum(1) / is_target_BT.sum(1).clamp_min(1)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """-log softmax(logits[place])[target], (N,), a few places at a time.
+
+    Logits in float32, their softmax and its gradient each take twice what a bfloat16 model's logits do, for the whole
+    vocabulary. Here they exist for `_CHUNK_ENTRIES` entries at a time; masked places cost nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_MV: Tensor, target_N: Tensor, place_N: Tensor) -> Tensor:
+        parts = [_float(logits_MV.new_zeros(0))]
+        scales = [parts[0]]
+        for here in _chunks(place_N, logits_MV.shape[1]):
+            logits = _float(logits_MV[place_N[here]])
+            scales.append(logits.logsumexp(1))
+            parts.append(scales[-1] - logits.gather(1, target_N[here, None]).squeeze(1))
+        ctx.save_for_backward(logits_MV, target_N, place_N, torch.cat(scales))
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
+        logits_MV, target_N, place_N, scale_N = ctx.saved_tensors
+        grad_MV = torch.zeros_like(logits_MV)
+        for here in _chunks(place_N, logits_MV.shape[1]):
+            softmax = _float(logits_MV[place_N[here]]).sub_(scale_N[here, None]).exp_()
+            softmax.scatter_add_(1, target_N[here, None], softmax.new_full((softmax.shape[0], 1), -1.0))
+            grad_MV[place_N[here]] = softmax.mul_(grad_N[here, None]).to(grad_MV.dtype)
+        return grad_MV, None, None
+
+
+def _chunks(place_N: Tensor, vocabulary: int) -> Iterator[slice]:
+    size = max(1, _CHUNK_ENTRIES // vocabulary)
+    for start in range(0, place_N.numel(), size):
+        yield slice(start, start + size)
 
 
 def _float(logits: Tensor) -> Tensor:

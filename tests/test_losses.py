@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpllm.losses import classification_loss, per_sequence_loss, seq2seq_loss
 
@@ -70,3 +71,52 @@ def test_shapes_that_do_not_fit_are_refused(loss, logits, labels):
     """Broadcasting would mix rows."""
     with pytest.raises(ValueError, match="are needed; they are"):
         loss(torch.zeros(logits), torch.zeros(labels, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("chunk", [1, 20, 1 << 24])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_cross_entropy_in_chunks_is_pytorchs(monkeypatch, dtype, chunk):
+    """Loss and gradient are those of the whole float32 logits, however few places exist at a time."""
+    monkeypatch.setattr("dpllm.losses._CHUNK_ENTRIES", chunk)
+    labels = torch.randint(0, 7, (3, 6))
+    labels[0, 2:4] = labels[2, 1:] = -100
+    logits = (3 * torch.randn(3, 6, 7)).to(dtype).requires_grad_()
+    factor = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    losses = per_sequence_loss(logits, labels)
+    (grad,) = torch.autograd.grad(losses, logits, factor.to(losses.dtype))
+
+    exact = logits.detach().double().requires_grad_()
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    loss_BT = F.cross_entropy(exact.mT, shifted, reduction="none", ignore_index=-100)
+    expected = loss_BT.sum(1) / (shifted != -100).sum(1).clamp_min(1)
+    (expected_grad,) = torch.autograd.grad(expected, exact, factor)
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    assert grad.dtype == dtype
+    rounding = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=rounding, atol=rounding)
+
+
+def test_logits_never_stand_whole_in_float32(monkeypatch):
+    """Nor their softmax: the largest float32 tensor of forward and backward is a chunk, for bfloat16 logits."""
+
+    class Largest(TorchDispatchMode):
+        entries = 0
+
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            result = operation(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+                self.entries = max(self.entries, result.numel())
+            return result
+
+    monkeypatch.setattr("dpllm.losses._CHUNK_ENTRIES", 4 * 50)
+    logits = torch.randn(2, 30, 50).bfloat16().requires_grad_()
+    with Largest() as largest:
+        per_sequence_loss(logits, torch.randint(0, 50, (2, 30))).sum().backward()
+    assert 0 < largest.entries <= 4 * 50 < logits.numel()
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def test_a_target_outside_the_vocabulary_is_an_error():
+    """As in PyTorch: it doesn't pass for another token."""
+    with pytest.raises((IndexError, RuntimeError), match="index 7 is out of bounds"):
+        per_sequence_loss(torch.zeros(1, 3, 7), torch.tensor([[1, 7, 2]]))
