@@ -11,10 +11,13 @@ large models is known, and the same holds for the peers.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_BLOCK = 1 << 22  # entries drawn at a time; 16 MiB, which a GPU's cache holds until they are added
 
 
 class NoiseSource:
@@ -59,7 +62,7 @@ class NoiseSource:
         """Add independent noise to every entry, in place.
 
         Args:
-            grad: the clipped sum, float32 or float64.
+            grad: the clipped sum, float32 or float64, contiguous.
             noise_stddev: σ·C, in units of the gradient; 0 adds nothing.
 
         Raises:
@@ -80,14 +83,18 @@ class NoiseSource:
             raise ValueError(f"noise_stddev is {noise_stddev}; a number of at least 0 is needed.")
         if noise_stddev == 0:
             return
+        draw = self._normal_of(grad)
+        for block in grad.view(-1).split(_BLOCK):  # no second tensor of the gradient's size
+            block.add_(draw(block), alpha=noise_stddev)
+
+    def _normal_of(self, grad: Tensor) -> Callable[[Tensor], Tensor]:
+        """What draws N(0, 1) like a block of the gradient, from one new generator."""
         if grad.is_cuda:
-            noise = torch.empty_like(grad).normal_(generator=self._cuda_generator(grad.device))
-        else:
-            dtype = np.float64 if grad.dtype == torch.float64 else np.float32
-            noise = torch.from_numpy(self._numpy_generator().standard_normal(tuple(grad.shape), dtype=dtype)).to(
-                grad.device
-            )
-        grad.add_(noise, alpha=noise_stddev)
+            on_device = self._cuda_generator(grad.device)
+            return lambda block: torch.empty_like(block).normal_(generator=on_device)
+        generator = self._numpy_generator()
+        dtype = np.float64 if grad.dtype == torch.float64 else np.float32
+        return lambda block: torch.from_numpy(generator.standard_normal(block.numel(), dtype=dtype)).to(block.device)
 
     def _entropy(self) -> int:
         """256 bits."""

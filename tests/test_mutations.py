@@ -39,7 +39,7 @@ MUTATIONS = [
     Mutation(
         "the noise is deleted",
         "dpllm/noise.py",
-        "grad.add_(noise, alpha=noise_stddev)",
+        "block.add_(draw(block), alpha=noise_stddev)",
         "pass",
         ("tests/test_noise.py", "tests/test_step.py"),
     ),

@@ -54,6 +54,17 @@ def test_a_seed_repeats_the_noise():
     assert torch.equal(*draws) and draws[0].any()
 
 
+@pytest.mark.parametrize("block", [1, 7, 1000])
+def test_every_entry_has_noise_of_its_own_whatever_the_block(monkeypatch, block):
+    """What is drawn a block at a time is never used twice, reaches every entry, and has the right deviation."""
+    monkeypatch.setattr("dpllm.noise._BLOCK", block)
+    for source in (NoiseSource(), NoiseSource(seed=2)):
+        grad = torch.zeros(30, 100, dtype=torch.float64)
+        source.add_(grad, 2.0)
+        assert grad.unique().numel() == grad.numel() and grad.all()
+        assert 1.8 < float(grad.std()) < 2.2
+
+
 def test_no_noise_at_zero_deviation():
     """noise_multiplier=0: epsilon is infinite, and the sum is exact."""
     grad = torch.ones(10)

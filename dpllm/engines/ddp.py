@@ -6,12 +6,11 @@ were made equal on all processes when it was built.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dpllm.engines.single import SingleProcess
-
-_BUCKET_BYTES = 64 * 2**20
 
 
 class DataParallel(SingleProcess):
@@ -21,27 +20,11 @@ class DataParallel(SingleProcess):
     """
 
     def _reduce(self, totals: list[Tensor]) -> None:
-        """Add up over the processes, small tensors together: a LoRA model has hundreds of them."""
-        for bucket in _buckets(totals):
-            if len(bucket) == 1:
-                dist.all_reduce(bucket[0])
-                continue
-            flat = bucket[0].new_empty(sum(t.numel() for t in bucket))
-            pieces = flat.split([t.numel() for t in bucket])
-            for piece, total in zip(pieces, bucket, strict=True):
-                piece.copy_(total.flatten())
-            dist.all_reduce(flat)
-            for piece, total in zip(pieces, bucket, strict=True):
-                total.copy_(piece.view_as(total))
-
-
-def _buckets(totals: list[Tensor]) -> list[list[Tensor]]:
-    """Tensors of one dtype and device, together no larger than a bucket unless one alone is."""
-    buckets: dict[tuple, list[list[Tensor]]] = {}
-    for total in totals:
-        kind = buckets.setdefault((total.dtype, total.device), [[]])
-        filled = sum(t.nbytes for t in kind[-1])
-        if kind[-1] and filled + total.nbytes > _BUCKET_BYTES:
-            kind.append([])
-        kind[-1].append(total)
-    return [bucket for kind in buckets.values() for bucket in kind]
+        """Small tensors together: a LoRA model has hundreds of them."""
+        if len(totals) == 1:
+            dist.all_reduce(totals[0])
+            return
+        flat = torch.cat([total.flatten() for total in totals])
+        dist.all_reduce(flat)
+        for piece, total in zip(flat.split([t.numel() for t in totals]), totals, strict=True):
+            total.copy_(piece.view_as(total))

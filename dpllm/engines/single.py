@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from dpllm.processes import Processes
 
 AddTo = Callable[[nn.Parameter, Tensor], None]
 """Adds this process's share of one parameter's noisy clipped sum to a tensor of the parameter's full shape."""
+
+
+_BUCKET_BYTES = 64 * 2**20
 
 
 class SingleProcess:
@@ -34,26 +37,51 @@ class SingleProcess:
     def collect(self, parameters: Mapping[str, nn.Parameter], add_to: AddTo, *, last: bool, scale: float) -> None:
         """Add one microbatch's sums; after the last, the total times ``scale`` stands in ``.grad``.
 
+        Where the parameters are of 16 bits, float32 sums of all of them exist only between the microbatches of a step:
+        with the last, each bucket's sums become gradients before the next bucket's are formed.
+
         Raises:
             EngineError: autograd left a gradient of its own, which would be released unclipped.
         """
         refuse_foreign_gradients(parameters)
-        for parameter in parameters.values():
-            if parameter not in self._totals:
-                dtype = accumulation_dtype(parameter.dtype)
-                self._totals[parameter] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-            add_to(parameter, self._totals[parameter])
-        if last:
-            self._reduce(list(self._totals.values()))
-            for parameter, total in self._totals.items():
-                self.guard.leave(set_gradient(parameter, total.mul_(scale)))
-            self._totals = {}
+        if not last:
+            for parameter in parameters.values():
+                if parameter not in self._totals:
+                    self._totals[parameter] = _zeros_like(parameter)
+                add_to(parameter, self._totals[parameter])
+            return
+        for bucket in _buckets(parameters.values()):
+            totals = []
+            for parameter in bucket:
+                total = self._totals.pop(parameter, None)
+                totals.append(_zeros_like(parameter) if total is None else total)
+                add_to(parameter, totals[-1])
+            self._reduce(totals)
+            for parameter in bucket:
+                self.guard.leave(set_gradient(parameter, totals.pop(0).mul_(scale)))
 
     def _reduce(self, totals: list[Tensor]) -> None:
-        """The sum of one process is the total."""
+        """Add up over the processes what one bucket's sums are; the sum of one process is the total."""
 
     def finish(self) -> None:
         """The optimizer is stepped by whoever called the private step."""
+
+
+def _zeros_like(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros(parameter.shape, dtype=accumulation_dtype(parameter.dtype), device=parameter.device)
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters whose sums have one dtype and device, together no larger than a bucket unless one alone is."""
+    buckets: dict[tuple, list[list[nn.Parameter]]] = {}
+    for parameter in parameters:
+        dtype = accumulation_dtype(parameter.dtype)
+        kind = buckets.setdefault((dtype, parameter.device), [[]])
+        filled = sum(p.numel() for p in kind[-1])
+        if kind[-1] and (filled + parameter.numel()) * dtype.itemsize > _BUCKET_BYTES:
+            kind.append([])
+        kind[-1].append(parameter)
+    return [bucket for kind in buckets.values() for bucket in kind]
 
 
 def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
