@@ -11,32 +11,22 @@ Shape suffixes: B rows, U units.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from dpllm.ghost import kernels
+from dpllm.ghost import kernels, memory
 from dpllm.ghost.checks import FunctionalUses, RowProbe, rows_of_call
-from dpllm.ghost.contributions import (
-    Contribution,
-    Instance,
-    Outer,
-    Rows,
-    Use,
-    held,
-    join,
-    merge,
-    shared_norms,
-    squared_norms,
-)
+from dpllm.ghost.contributions import Contribution, Instance, Rows, Use, held, join, merge
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.forms import Forms
 from dpllm.ghost.rounding import require_within_slack
 from dpllm.ghost.rules import Served, find_sites, refuse_coupled_modules
+from dpllm.ghost.tally import NormTally, Weights
 from dpllm.ghost.tap import Receive, tap
 
 
@@ -64,13 +54,26 @@ class Book:
                 "the model with "
                 "peft.get_peft_model before)."
             )
+        self._sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self._parameters.values())
+        if self._sharded and self.forms.passes == 2:
+            raise GhostError(
+                "Two backward passes (Forms(passes=2)) need parameters that stay whole from the first to the second, "
+                "and a process that holds a gradient of the whole model; this one's are sharded. Use passes=1 with "
+                "smaller microbatches, or a replicated model."
+            )
         self._name_of = {id(p): name for name, p in self._parameters.items()}
         self._switched_off: dict[int, nn.Parameter] = {}
         self._contributions: dict[int, list[Contribution]] = defaultdict(list)
         self._held: dict[int, list[Contribution]] = {}  # of a unit that has more rows than one pass takes
         self._rows: Rows | None = None
-        self._weights: tuple[_Weights, _Weights] | None = None  # of the rows, of the units
+        self._weights: tuple[Weights, Weights] | None = None  # of the rows, of the units
+        self._calls: Counter[int] = Counter()  # of the modules that use each parameter, in this forward pass
+        self._take: Callable[[nn.Parameter, Use], None] = self._keep
+        self._again: tuple[Tensor, Tensor, Tensor] | None = None  # losses to differentiate twice, and what came out
+        self._sums: dict[int, Tensor] = {}
+        self._modules = list(model.modules())
         self._batch_rows: int | None = None
+        self._tokens = 1
         self._active: list[Served] = []
         self._in_forward = self._in_backward = self._paused = False
         self._probe: RowProbe | None = None
@@ -98,6 +101,8 @@ class Book:
                 self._refuse_bypass(served)
                 return None
             self._active.append(served)
+            if self._in_forward:
+                self._calls.update(map(id, served.site.trainable.values()))
             # A sharded model (FSDP2) puts other tensors in place of its parameters while a module runs.
             self._switch_off(p for holder, name in holders if (p := getattr(holder, name)).requires_grad)
             if served.before is None:
@@ -150,7 +155,7 @@ class Book:
         if self._in_forward or not torch.is_grad_enabled():
             return
         self.clear()
-        self._batch_rows = rows_of_call(args, kwargs)
+        self._batch_rows, self._tokens = rows_of_call(args, kwargs), memory.tokens_of_call(args, kwargs)
         self._in_forward = True
         self._switch_off(self._parameters.values())
         if self._uses is not None:
@@ -217,8 +222,12 @@ class Book:
         if self._probe is not None:
             self._probe.look(self._name_of[id(parameter)], value)
             return
-        with kernels.exact_matmul():
-            self._contributions[id(parameter)].append(held(use, self._rows, self.forms))
+        with kernels.exact_matmul(), torch.no_grad():
+            self._take(parameter, use)
+
+    def _keep(self, parameter: nn.Parameter, use: Use) -> None:
+        assert self._rows is not None
+        self._contributions[id(parameter)].append(held(use, self._rows, self.forms))
 
     def backward(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> tuple[Tensor, Tensor]:
         """Run the backward pass and return each unit's squared gradient norm.
@@ -237,13 +246,16 @@ class Book:
                 f"Rows of a unit are held, and this microbatch has rows of {num_units} units or padding. Give the rest "
                 "of that unit's rows by themselves, as unit 0."
             )
+        if self._passes(loss_B) == 2 and not self._held:
+            return self._first_pass(loss_B, unit_B, num_units)
         self._differentiate(loss_B, unit_B, num_units)
         if self._held:
             self._join()
             self._contributions, self._held = defaultdict(list, self._held), {}
             self._rows = Rows.one_unit(loss_B.device)
+        self._require_all(self._contributions.keys())
         with kernels.exact_matmul(), torch.no_grad():
-            return self._norms()
+            return self._add_norms(self._tally())
 
     def hold(self, loss_B: Tensor) -> None:
         """Run the backward pass of some rows of one unit, and hold their share of its gradient for the next pass.
@@ -260,7 +272,7 @@ class Book:
                 self._held[key] = join(self._held.get(key, []), contributions, self.forms)
         self._contributions.clear()
 
-    def _differentiate(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> None:
+    def _differentiate(self, loss_B: Tensor, unit_B: Tensor, num_units: int, retain_graph: bool = False) -> None:
         """Fill the book with the contributions of these rows."""
         self._rows = Rows.of(unit_B, num_units, loss_B.device)
         weight_B = (self._rows.unit_B >= 0).to(loss_B.dtype)
@@ -269,7 +281,7 @@ class Book:
         try:
             if not self.rows_checked and int(weight_B.sum()) > 1:
                 self._check_rows(loss_B, weight_B)
-            torch.autograd.backward(loss_B, weight_B)
+            torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
         finally:
             self._in_backward = False
             self._switch_on()
@@ -301,9 +313,8 @@ class Book:
         finally:
             self._probe = None
 
-    def _norms(self) -> tuple[Tensor, Tensor]:
-        assert self._rows is not None
-        missing = [name for name, p in self._parameters.items() if id(p) not in self._contributions]
+    def _require_all(self, seen: Collection[int]) -> None:
+        missing = [name for name, p in self._parameters.items() if id(p) not in seen]
         if missing:
             raise GhostError(
                 f"No gradient reached {len(missing)} trainable parameter(s), the first is {missing[0]}. Either it "
@@ -312,26 +323,20 @@ class Book:
                 "the graph (then call "
                 "model.enable_input_require_grads() or set use_reentrant=False)."
             )
-        first = next(iter(self._parameters.values()))
+
+    def _tally(self, max_waiting: int | None = None) -> NormTally:
+        assert self._rows is not None
+        first, device = next(iter(self._parameters.values())), self._rows.unit_B.device
         if first.is_cuda and first.dtype != torch.float64:
-            require_within_slack(self.forms, self._rows.unit_B.device, first.dtype)
-        dtype = kernels.accumulation_dtype(first.dtype)
-        total_U = torch.zeros(self._rows.num_units, dtype=dtype, device=self._rows.unit_B.device)
-        slack_U = torch.zeros_like(total_U)
-        shared: dict[tuple, list[Outer]] = defaultdict(list)
+            require_within_slack(self.forms, device, first.dtype)
+        return NormTally(self._rows, self.forms, kernels.accumulation_dtype(first.dtype), max_waiting)
+
+    def _add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
+        assert self._rows is not None
         for key, contributions in self._contributions.items():
-            merged = self._contributions[key] = merge(contributions, self._rows)
-            if len(merged) == 1 and isinstance(merged[0], Outer):
-                shared[merged[0].input_key()].append(merged[0])
-                continue
-            sq_norm_U, param_slack_U = squared_norms(merged, self._rows, self.forms)
-            total_U += sq_norm_U
-            slack_U += param_slack_U
-        for group in shared.values():
-            sq_norm_U, group_slack_U = shared_norms(group, self._rows, self.forms)
-            total_U += sq_norm_U
-            slack_U += group_slack_U
-        return total_U, slack_U
+            self._contributions[key] = merge(contributions, self._rows)
+            tally.add(self._contributions[key])
+        return tally.total()
 
     def weigh(self, factor_U: Tensor) -> None:
         """Fix the factors of the clipped sum, which `add_clipped_sum_` then forms one parameter at a time.
@@ -339,11 +344,91 @@ class Book:
         Args:
             factor_U: (U,) clip factors; a unit with factor 0 contributes exactly zero, even if its gradient isn't
                 finite.
+
+        Raises:
+            GhostError: with two passes, the second gave other gradients than the first.
         """
         assert self._rows is not None, "weigh() follows backward()"
         unit_B = self._rows.unit_B
         factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
-        self._weights = _Weights.of(factor_B), _Weights.of(factor_U)
+        self._weights = Weights.of(factor_B), Weights.of(factor_U)
+        if self._again is not None:
+            self._second_pass(factor_U)
+
+    # -------------------------------------------------------------- two passes
+
+    def _passes(self, loss_B: Tensor) -> int:
+        if self.forms.passes != "auto":
+            return self.forms.passes
+        if self._sharded or not memory.recomputes(self._modules):
+            return 1
+        fits = memory.one_pass_fits(self._modules, len(loss_B), self._tokens, memory.free_bytes(loss_B.device))
+        return 1 if fits else 2
+
+    def _first_pass(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> tuple[Tensor, Tensor]:
+        """Measure each layer's norm as its gradient arrives, and hold nothing but what several uses contribute."""
+        tally = None
+        seen: set[int] = set()
+
+        def measure(parameter: nn.Parameter, use: Use) -> None:
+            nonlocal tally
+            tally = self._tally(max_waiting=1) if tally is None else tally
+            seen.add(id(parameter))
+            self._stream(parameter, use, tally)
+
+        with self._taking(measure):
+            self._differentiate(loss_B, unit_B, num_units, retain_graph=True)
+        self._require_all(seen)
+        assert tally is not None, "there are parameters"
+        with kernels.exact_matmul(), torch.no_grad():
+            sq_norm_U, slack_U = self._add_norms(tally)
+        self._contributions.clear()
+        self._again = loss_B, sq_norm_U, slack_U
+        return sq_norm_U, slack_U
+
+    def _second_pass(self, factor_U: Tensor) -> None:
+        """Differentiate again, add up each layer's weighted gradient as it arrives, and check its norm."""
+        assert self._again is not None and self._rows is not None
+        (loss_B, sq_norm_U, slack_U), self._again = self._again, None
+        tally = self._tally(max_waiting=1)
+
+        def add(parameter: nn.Parameter, use: Use) -> None:
+            contribution = self._stream(parameter, use, tally)
+            if contribution is not None:
+                dtype = kernels.accumulation_dtype(parameter.dtype)
+                total = self._sums[id(parameter)] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+                self._add_weighted_(total, contribution)
+
+        with self._taking(add):
+            self._differentiate(loss_B, self._rows.unit_B, self._rows.num_units)
+        with kernels.exact_matmul(), torch.no_grad():
+            again_U, _ = self._add_norms(tally)
+        if bool(((again_U > sq_norm_U + slack_U) & (factor_U > 0)).any()):
+            raise GhostError(
+                "The second backward pass gave a unit a longer gradient than the first, from which its clip factor "
+                "comes: some operation isn't repeatable. Call torch.use_deterministic_algorithms(True), or clip in one "
+                "pass (Forms(passes=1))."
+            )
+
+    @contextlib.contextmanager
+    def _taking(self, take: Callable[[nn.Parameter, Use], None]) -> Iterator[None]:
+        self._take = take
+        try:
+            yield
+        finally:
+            self._take = self._keep
+
+    def _stream(self, parameter: nn.Parameter, use: Use, tally: NormTally) -> Contribution | None:
+        """Count what may be forgotten at once; None for a parameter of which there are other uses, which is kept."""
+        assert self._rows is not None
+        if self._calls[id(parameter)] != 1:
+            self._keep(parameter, use)
+            return None
+        contribution = held(use, self._rows, self.forms)
+        tally.add([contribution])
+        return contribution
+
+    # ------------------------------------------------------------ clipped sums
 
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Add sum_u factor_u g_u of one parameter to ``total``, once, and forget what it was made of.
@@ -355,19 +440,24 @@ class Book:
         Guarantee: the sum is formed in the dtype of ``total`` from the very factors whose norm was returned by
         `backward`; no rounding to the parameter's dtype takes place.
         """
+        with torch.no_grad(), kernels.exact_matmul():
+            if id(parameter) in self._sums:
+                total += self._sums.pop(id(parameter))
+                return
+            for contribution in self._contributions.pop(id(parameter)):
+                self._add_weighted_(total, contribution)
+
+    def _add_weighted_(self, total: Tensor, contribution: Contribution) -> None:
         assert self._weights is not None, "add_clipped_sum_() follows weigh()"
         of_rows, of_units = self._weights
-        with torch.no_grad(), kernels.exact_matmul():
-            for contribution in self._contributions.pop(id(parameter)):
-                weights = of_units if isinstance(contribution, Instance) else of_rows
-                if weights.factor.numel():
-                    kept = contribution if weights.keep is None else contribution.select(weights.keep)
-                    kept.add_weighted_(total, weights.factor)
+        (of_units if isinstance(contribution, Instance) else of_rows).add_(total, contribution)
 
     def clear(self) -> None:
         """Forget the microbatch."""
         self._contributions.clear()
-        self._rows = self._weights = None
+        self._sums.clear()
+        self._calls.clear()
+        self._rows = self._weights = self._again = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -381,25 +471,6 @@ class Book:
         self._handles.clear()
         self._held.clear()
         self.clear()
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """What each row's or each unit's gradient is multiplied by in the sum.
-
-    Attributes:
-        keep: those that contribute; None: all.
-        factor: their factors.
-    """
-
-    keep: Tensor | None
-    factor: Tensor
-
-    @classmethod
-    def of(cls, factor: Tensor) -> _Weights:
-        """0 * inf is NaN: what must contribute nothing is taken out rather than multiplied by zero."""
-        (keep,) = torch.nonzero(factor, as_tuple=True)
-        return cls(None, factor) if keep.numel() == factor.numel() else cls(keep, factor[keep])
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

@@ -30,12 +30,19 @@ NormForm = Literal["auto", "gram", "instance", "tiled"]
 
 @dataclass(frozen=True)
 class Forms:
-    """How norms of matrices are computed.
+    """How norms of matrices are computed, and how often the backward pass runs for them.
 
     Attributes:
         norm: the form, or "auto", the one that costs least for the shape at hand.
         fused: the Triton kernels (True), the PyTorch forms (False), or the kernels on CUDA where Triton is installed
             and takes the dtype (None).
+        passes: 1, one backward pass: the factors of all layers are held from its beginning to the clipped sum. 2: a
+            first one for the norms, which holds one layer's factors at a time, and a second one for the sum, whose
+            norms are compared with the first's. Costs the activation gradients twice, under activation checkpointing
+            the recomputed forward pass as well (about 6 units of work in place of 4), and one float32 gradient of the
+            model where microbatches accumulate. Worth it for full fine-tuning under activation checkpointing with
+            long rows, where the factors are most of the memory; LoRA holds next to nothing in either case. "auto": 2
+            only under activation checkpointing, where what one pass would hold doesn't fit into a GPU's free memory.
 
     Raises:
         ValueError: an unknown form; kernels asked for that can't run here.
@@ -46,11 +53,14 @@ class Forms:
 
     norm: NormForm = "auto"
     fused: bool | None = None
+    passes: Literal["auto", 1, 2] = "auto"
 
     def __post_init__(self) -> None:
         """Check the fields."""
         if self.norm not in get_args(NormForm):
             raise ValueError(f"norm is {self.norm!r}; choose one of {', '.join(get_args(NormForm))}.")
+        if self.passes not in ("auto", 1, 2):
+            raise ValueError(f"passes is {self.passes!r}; choose auto, 1 or 2.")
         if self.fused and not triton_kernels.available():
             raise ValueError(
                 "fused=True asks for the Triton kernels, which can't run here: Triton or a CUDA device is missing. "

@@ -1,0 +1,74 @@
+"""How much the book would hold between a backward pass and the clipped sum, and how much there is.
+
+Place in the flow: asked by the book before each backward pass, where it may choose between one pass and two
+(`Forms.passes`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dpllm.ghost import kernels
+from dpllm.ghost.call import flatten_tensors
+
+_SHARE = 0.8  # of the free memory that may be filled: the backward pass needs some of it too
+
+
+def one_pass_fits(modules: Iterable[nn.Module], rows: int, tokens: int, free: int | None) -> bool:
+    """Whether inputs and output gradients of all trainable layers fit into what is free.
+
+    Args:
+        modules: of the model.
+        rows: of the microbatch.
+        tokens: of each of its rows.
+        free: bytes, from `free_bytes`; None: not known, and they are taken to fit.
+    """
+    return free is None or held_bytes(modules, rows, tokens) <= _SHARE * free
+
+
+def held_bytes(modules: Iterable[nn.Module], rows: int, tokens: int) -> int:
+    """Bytes held of a microbatch whose units have a row each: per layer the factors, or the instances if smaller.
+
+    >>> held_bytes([nn.Linear(100, 50, bias=False)], rows=2, tokens=10)
+    12000
+    """
+    total = 0
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad:
+                total += rows * _held_per_row(module, parameter, tokens)
+    return total
+
+
+def _held_per_row(module: nn.Module, parameter: nn.Parameter, tokens: int) -> int:
+    instance = parameter.numel() * kernels.accumulation_dtype(parameter.dtype).itemsize
+    if parameter.ndim != 2:
+        return instance
+    width = parameter.shape[1] if isinstance(module, nn.Embedding) else sum(parameter.shape)
+    return min(instance, tokens * width * parameter.element_size())
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What can still be allocated on a GPU; None elsewhere, where it isn't known."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def recomputes(modules: Iterable[nn.Module]) -> bool:
+    """Whether activation checkpointing is on, as transformers marks it.
+
+    Without it the activations are held by autograd until the end in any case, and a second pass saves little.
+    """
+    return any(getattr(module, "gradient_checkpointing", False) for module in modules)
+
+
+def tokens_of_call(args: tuple, kwargs: dict) -> int:
+    """Tokens of each row, from the first of a model's inputs that has rows and tokens; 1 where none has."""
+    shapes: Iterable[Tensor] = flatten_tensors((args, kwargs))
+    return next((math.prod(t.shape[1:2]) for t in shapes if t.ndim >= 2), 1)

@@ -1,0 +1,89 @@
+"""Adds up the squared norms of all parameters' gradients, and fixes what each unit is multiplied by.
+
+Place in the flow: between the contributions of one microbatch, as the book receives them, and the clip factors.
+
+Shape suffixes: B rows, U units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpllm.ghost.contributions import Contribution, Outer, Rows, shared_norms, squared_norms
+from dpllm.ghost.forms import Forms
+
+
+class NormTally:
+    """Squared norms over parameters, added as they come.
+
+    Layers that read one input share its Gram matrix; they wait for each other.
+
+    Args:
+        rows: the units of the rows.
+        forms: how norms are computed.
+        dtype: in which the norms add up.
+        max_waiting: inputs whose layers wait at a time; None: all, until `total`. Where activations are to be freed
+            one after another, 1: layers that share an input follow each other in a backward pass.
+    """
+
+    def __init__(self, rows: Rows, forms: Forms, dtype: torch.dtype, max_waiting: int | None = None) -> None:
+        """Start at zero."""
+        self._rows, self._forms, self._max_waiting = rows, forms, max_waiting
+        self._total_U = torch.zeros(rows.num_units, dtype=dtype, device=rows.unit_B.device)
+        self._slack_U = torch.zeros_like(self._total_U)
+        self._waiting: dict[tuple, list[Outer]] = {}
+
+    def add(self, contributions: Sequence[Contribution]) -> None:
+        """Add one parameter's norm.
+
+        Args:
+            contributions: every use of it, as returned by `dpllm.ghost.contributions.merge`.
+        """
+        if len(contributions) > 1 or not isinstance(contributions[0], Outer):
+            self._add(*squared_norms(contributions, self._rows, self._forms))
+            return
+        self._waiting.setdefault(contributions[0].input_key(), []).append(contributions[0])
+        while self._max_waiting is not None and len(self._waiting) > self._max_waiting:
+            self._add_group(next(iter(self._waiting)))
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        """``(sq_norm_U, slack_U)``: squared norms over all parameters, and what rounding may add to a unit's share."""
+        for key in list(self._waiting):
+            self._add_group(key)
+        return self._total_U, self._slack_U
+
+    def _add_group(self, key: tuple) -> None:
+        self._add(*shared_norms(self._waiting.pop(key), self._rows, self._forms))
+
+    def _add(self, sq_norm_U: Tensor, slack_U: Tensor) -> None:
+        self._total_U += sq_norm_U
+        self._slack_U += slack_U
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What each row's or each unit's gradient is multiplied by in the sum.
+
+    Attributes:
+        keep: those that contribute; None: all.
+        factor: their factors.
+    """
+
+    keep: Tensor | None
+    factor: Tensor
+
+    @classmethod
+    def of(cls, factor: Tensor) -> Weights:
+        """0 * inf is NaN: what must contribute nothing is taken out rather than multiplied by zero."""
+        (keep,) = torch.nonzero(factor, as_tuple=True)
+        return cls(None, factor) if keep.numel() == factor.numel() else cls(keep, factor[keep])
+
+    def add_(self, total: Tensor, contribution: Contribution) -> None:
+        """``total += sum factor g``."""
+        if self.factor.numel():
+            kept = contribution if self.keep is None else contribution.select(self.keep)
+            kept.add_weighted_(total, self.factor)
