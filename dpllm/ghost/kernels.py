@@ -28,7 +28,7 @@ from torch import Tensor
 
 # Temporaries of a Gram product are kept below this many entries by walking over the rows in chunks.
 _MAX_GRAM_ENTRIES = 1 << 26
-_MAX_TERMS = 512  # of an inner product that are added in one go
+_MAX_TERMS = 128  # of an inner product that are added in one go; at 512, a single token of a unit passed the slack
 _STRIP = 128  # tokens of a symmetric product that are formed together
 
 
