@@ -385,14 +385,18 @@ class Recipe:
     """Names of `TrainingArguments`, checked where they are used."""
     public_pretrain: PublicPretrainConfig | None = None
     release: ReleaseConfig = field(default_factory=ReleaseConfig)
-    microbatch_tokens: int | None = None
+    microbatch_tokens: int | str | None = None
     """Tokens of a microbatch, padding included, in place of the rows of ``train.per_device_train_batch_size``: rows of
-    similar length go together, and short ones many at a time. It has no influence on the guarantee."""
+    similar length go together, and short ones many at a time. "auto": as many as fit into the memory of the GPU, found
+    by trial before the first step (one process per GPU and DDP; 2048 on a CPU). It has no influence on the
+    guarantee."""
 
     def __post_init__(self) -> None:
         """Check the section that has no dataclass of its own, and what two sections say together."""
         _check_train("train", self.train)
-        if self.microbatch_tokens is not None:
+        if isinstance(self.microbatch_tokens, str):
+            _choice("microbatch_tokens", self.microbatch_tokens, ("auto",))
+        elif self.microbatch_tokens is not None:
             _integer("microbatch_tokens", self.microbatch_tokens, 1)
         if self.privacy.sampling == "example" and self.data.long_records == "split":
             raise ConfigError(

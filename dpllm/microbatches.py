@@ -26,6 +26,29 @@ from dpllm.units import UnitIndex
 PADDING_UNIT = -1  # the unit of a row that belongs to none; its loss has weight 0
 
 
+@dataclass(frozen=True, eq=False)
+class RowsTaken:
+    """The rows of a microbatch as they were before they were collated, so that smaller ones can be made of them.
+
+    Attributes:
+        rows: B of them, unit after unit.
+        lengths_B: (B,) tokens of each.
+        collate: rows to the model's inputs.
+    """
+
+    rows: Sequence[Any]
+    lengths_B: np.ndarray
+    collate: Callable[[list[Any]], Mapping[str, Any]]
+
+    def __getitem__(self, part: slice) -> RowsTaken:
+        """Some of the rows."""
+        return RowsTaken(self.rows[part], self.lengths_B[part], self.collate)
+
+    def microbatch(self, unit_index: np.ndarray, num_units: int, continues: bool = False) -> Microbatch:
+        """The microbatch of these rows; see `Microbatch`."""
+        return Microbatch(*_collated(self.rows, self.collate, unit_index), num_units, continues, self)
+
+
 @dataclass(frozen=True)
 class Microbatch:
     """Rows that go through the model together.
@@ -35,12 +58,41 @@ class Microbatch:
         unit_index: (B,) int64, each row's unit within this microbatch, 0..num_units-1; -1 for a padding row.
         num_units: units that end in this microbatch.
         continues: whether all rows belong to one unit, of which the next microbatch has more.
+        taken: what it was made of; None where it can't be divided further.
     """
 
     inputs: Mapping[str, Any]
     unit_index: Tensor
     num_units: int
     continues: bool = False
+    taken: RowsTaken | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, padding included: rows times the longest; 0 where it isn't known."""
+        return 0 if self.taken is None else len(self.taken.rows) * int(self.taken.lengths_B.max())
+
+    def halves(self) -> tuple[Microbatch, Microbatch] | None:
+        """Two microbatches with the same rows, collated anew: cut between units, or within the only one.
+
+        Guarantee: every row is in one of them, the units are the same, and each ends in one of them; that of a
+        microbatch which continues goes on after the second.
+
+        Returns:
+            None: a single row, or rows that this can't be done with.
+        """
+        if self.taken is None or len(self.unit_index) < 2:
+            return None
+        unit_B = self.unit_index.numpy()
+        middle, begins = len(unit_B) / 2, 1 + np.flatnonzero(np.diff(unit_B))
+        if not len(begins):
+            cut = -(-len(unit_B) // 2)
+            first = self.taken[:cut].microbatch(unit_B[:cut], 0, continues=True)
+            return first, self.taken[cut:].microbatch(unit_B[cut:], self.num_units, self.continues)
+        cut = int(begins[np.abs(begins - middle).argmin()])
+        before = int(unit_B[cut])
+        first = self.taken[:cut].microbatch(unit_B[:cut], before)
+        return first, self.taken[cut:].microbatch(unit_B[cut:] - before, self.num_units - before)
 
 
 def microbatches(
@@ -96,8 +148,8 @@ def microbatches(
     for start, stop, continues in pieces[rank]:
         here = unit[start:stop]
         num_units = 0 if continues else int(here[-1] - here[0]) + 1
-        inputs, unit_index = _collated(fetch(rows[start:stop]), collate, here - here[0])
-        yield Microbatch(inputs, unit_index, num_units, continues)
+        taken = RowsTaken(fetch(rows[start:stop]), lengths[rows[start:stop]], collate)
+        yield taken.microbatch(here - here[0], num_units, continues)
     for _ in range(max(1, *map(len, pieces)) - len(pieces[rank])):
         yield Microbatch(*_collated(fetch(units.rows[:1]), collate, np.array([PADDING_UNIT])), num_units=0)
 

@@ -16,6 +16,7 @@ another:
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +27,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpllm.autosize import AUTO, TOKENS_WITHOUT_MEASURE, Memory, memory_of, needed_later, rows_that_fit
 from dpllm.config import ConfigError
 from dpllm.engines import engine_for, model_inside
 from dpllm.ghost import GhostClipper
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
-from dpllm.microbatches import microbatches
+from dpllm.microbatches import Microbatch, RowsTaken, microbatches
 from dpllm.noise import NoiseSource
 from dpllm.plan import PrivacyPlan
 from dpllm.processes import Processes
+from dpllm.recovery import MicrobatchTooLargeError
 from dpllm.report import write_report
 from dpllm.sampling import seeded_rng
 from dpllm.shared_ledger import SharedLedger
@@ -55,7 +58,11 @@ class TrainingRows:
         fetch: row numbers to rows.
         collate: rows to the model's inputs, rows first.
         max_rows: rows of a microbatch at most; None: as many as ``max_tokens`` allows.
-        max_tokens: tokens of a microbatch at most, padding included; None: as many as ``max_rows`` have.
+        max_tokens: tokens of a microbatch at most, padding included; None: as many as ``max_rows`` have; "auto": as
+            many as fit into the memory of the GPU, found before the first step (`dpllm.autosize`).
+
+    Raises:
+        ConfigError: ``max_tokens`` is none of these.
     """
 
     units: UnitIndex
@@ -63,7 +70,20 @@ class TrainingRows:
     fetch: Callable[[np.ndarray], Sequence[Any]]
     collate: Callable[[list[Any]], Mapping[str, Any]]
     max_rows: int | None
-    max_tokens: int | None = None
+    max_tokens: int | str | None = None
+
+    def __post_init__(self) -> None:
+        """Check what may be a word."""
+        if isinstance(self.max_tokens, str) and self.max_tokens != AUTO:
+            raise ConfigError(f'max_tokens is {self.max_tokens!r}; a whole number, "auto" or None is needed')
+
+    def longest(self, count: int) -> Microbatch:
+        """A microbatch of the longest row, taken so many times; as many of them to a unit as one has at most."""
+        rows = self.units.rows
+        number = rows[self.lengths[rows].argmax()]
+        unit_index = np.arange(count) // self.units.max_rows
+        taken = RowsTaken(list(self.fetch(np.array([number]))) * count, self.lengths[[number] * count], self.collate)
+        return taken.microbatch(unit_index, int(unit_index[-1]) + 1)
 
     def facts(self) -> dict[str, Any]:
         """What every process must hold alike: it would otherwise divide other units than were drawn."""
@@ -120,9 +140,11 @@ class PrivateRun:
         entropy = self.processes.from_main(lambda: int.from_bytes(secrets.token_bytes(32), "little"))
         self._rng = seeded_rng(entropy if seed is None else seed)
         self._noise = NoiseSource(seed, stream=self.processes.rank)
+        self.max_tokens = rows.max_tokens  # of a microbatch; less after a step in which memory ran out
         self._engine: Engine | None = None
         self._clipper: GhostClipper | None = None
         self._model: Any = None
+        self._optimizer: Any = None
 
     @classmethod
     def start(
@@ -171,9 +193,16 @@ class PrivateRun:
             EngineError: an engine or an option of it under which the guarantee would not hold.
             GhostError: a part of the model that can't be clipped exactly.
             DisagreementError: the processes train different parameters.
+            ConfigError: ``rows.max_tokens`` is "auto", and the processes run in lockstep.
         """
-        self._model = model_inside(model)
+        self._model, self._optimizer = model_inside(model), optimizer
         self._engine = engine_for(model, optimizer)
+        if self.max_tokens == AUTO and self._engine.lockstep:
+            raise ConfigError(
+                f'A microbatch of "auto" tokens is found by each process by itself, and under '
+                f"{type(self._engine).__name__} all of them pass through each layer together. Give a number of tokens "
+                "(microbatch_tokens); `dpllm plan --memory` says what a microbatch takes"
+            )
         self._clipper = GhostClipper(self._model, self.plan.clip_norm)
         self.processes.agree({"the trainable parameters": _digest(self._clipper.parameters)})
 
@@ -199,7 +228,7 @@ class PrivateRun:
             lengths=self.rows.lengths,
             unit_ids=unit_ids,
             max_rows=self.rows.max_rows,
-            max_tokens=self.rows.max_tokens,
+            max_tokens=self._budget(loss_of),
             rank=self.processes.rank,
             size=self.processes.size,
         )
@@ -214,7 +243,46 @@ class PrivateRun:
         )
         if done.num_nonfinite:
             self.ledger.append_diagnostic("units with a non-finite gradient, contributing zero", done.num_nonfinite)
+        if done.num_divided:
+            self.ledger.append_diagnostic("microbatches taken again in halves for lack of memory", done.num_divided)
+        if done.max_tokens is not None:  # the same on every process, since all of them cut alike
+            self.max_tokens = done.max_tokens
         return done
+
+    def _budget(self, loss_of: LossOf) -> int | None:
+        """Tokens of a microbatch in the next step."""
+        if isinstance(self.max_tokens, str):
+            self.max_tokens = self._find_budget(loss_of)
+        return self.max_tokens
+
+    def _find_budget(self, loss_of: LossOf) -> int:
+        """The largest budget that fits on every process, found by trials; nothing is charged for them."""
+        assert self._clipper is not None, "attach() comes first"
+        memory = self._memory()
+        if memory is None:
+            return TOKENS_WITHOUT_MEASURE
+        units = self.rows.units
+        share = self.plan.expected_batch_size * units.num_rows / units.num_units / self.processes.size
+        rows = rows_that_fit(
+            self._clipper,
+            lambda inputs: loss_of(self._model, inputs),
+            self.rows.longest,
+            memory,
+            most=math.ceil(share),
+        )
+        fewest = min(self.processes.gather(rows))
+        if fewest == 0:
+            raise MicrobatchTooLargeError(
+                "Memory runs out on the longest row alone. Shorten the rows (data.max_length), recompute activations "
+                "(train.gradient_checkpointing=true), train fewer parameters (LoRA), or shard the model "
+                "(accelerate_configs/fsdp2.yaml)"
+            )
+        return fewest * int(self.rows.lengths[units.rows].max())
+
+    def _memory(self) -> Memory | None:
+        assert self._clipper is not None, "attach() comes first"
+        parameters = list(self._clipper.parameters.values())
+        return memory_of(parameters[0].device, needed_later(parameters, self._optimizer))
 
     def detach(self) -> None:
         """Undo the hooks; the model is as before."""
@@ -222,7 +290,7 @@ class PrivateRun:
             self._clipper.remove()
         if self._engine is not None:
             self._engine.guard.remove()
-        self._engine = self._clipper = self._model = None
+        self._engine = self._clipper = self._model = self._optimizer = None
 
     def finish(self, reason: str = "completed") -> dict[str, Any] | None:
         """End the run: undo the hooks, close the ledger, and write the privacy report beside it.

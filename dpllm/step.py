@@ -7,9 +7,9 @@ public constant. What the optimizer then does with it is post-processing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ from dpllm.microbatches import Microbatch
 from dpllm.noise import NoiseSource
 from dpllm.plan import PrivacyPlan
 from dpllm.processes import Processes
-
-_Item = TypeVar("_Item")
+from dpllm.recovery import OutOfMemory, Passed, Portions, attempt
 
 
 class Engine(Protocol):
@@ -32,11 +31,14 @@ class Engine(Protocol):
         processes: all processes of the run.
         guard: checks what reaches the optimizer in the first step.
         unfinished: a step was begun and hasn't ended; set by `private_step`.
+        lockstep: forward passes, or `collect` before the last microbatch, communicate, so that every process has to
+            run the same number of microbatches.
     """
 
     processes: Processes
     guard: UpdateGuard
     unfinished: bool
+    lockstep: bool
 
     def collect(
         self,
@@ -86,12 +88,17 @@ class StepDiagnostics:
         num_units: units that took part.
         num_nonfinite: units whose gradient wasn't finite and which therefore contributed zero.
         num_clipped: units whose gradient was longer than the clip norm.
+        num_divided: how often memory ran out, and a microbatch was taken again in halves.
+        max_tokens: tokens of a microbatch at most, padding included, with which the rest of the step was run; None
+            where memory sufficed.
     """
 
     mean_loss: float
     num_units: int
     num_nonfinite: int
     num_clipped: int
+    num_divided: int = 0
+    max_tokens: int | None = None
 
 
 def private_step(
@@ -107,7 +114,8 @@ def private_step(
 
     Guarantee: with ``batch`` this process's share of what ``plan.sampler`` drew, what the optimizer receives is the
     output of the mechanism whose event is ``plan.step``, also when the batch is empty. The ledger holds the step
-    durably before anything of it is computed, so no crash can lose it.
+    durably before anything of it is computed, so no crash can lose it. A microbatch on which memory runs out is
+    taken again in halves, where the processes don't run in lockstep; each unit still enters the sum once.
 
     Args:
         clipper: attached to the model, with the plan's clip norm.
@@ -123,6 +131,7 @@ def private_step(
         ValueError: the clipper's norm isn't the plan's, gradients stand in ``.grad`` already, the plan's steps are used
             up, or a step on this engine failed half-way, whose sums would be released under this one's noise.
         UpdateError: in the first step, when what reaches the optimizer isn't the private sum.
+        MicrobatchTooLargeError: memory ran out on a microbatch that can't be divided.
     """
     _check(clipper, plan, ledger, engine)
     ledger.append_step(ledger.num_steps, plan.step)
@@ -130,13 +139,13 @@ def private_step(
     processes, scale = engine.processes, 1 / plan.expected_batch_size
     tally = _Tally(plan.clip_norm)
     num_entries = 0
-    for microbatch, last in _with_last(batch):
-        _check_rows(clipper, microbatch, loss_of, processes)
-        loss_B = loss_of(microbatch.inputs)
-        if microbatch.continues:
-            clipper.hold(loss_B)
-        norm_U = loss_B.new_zeros(0) if microbatch.continues else clipper.clip(loss_B, microbatch.unit_index).norms
-        tally.add(loss_B, microbatch, norm_U)
+    portions = Portions(batch, divisible=not engine.lockstep)
+    for microbatch, last in portions:
+        passed = attempt(clipper, microbatch, loss_of, _has_to_check_rows(clipper, microbatch, engine))
+        if isinstance(passed, OutOfMemory):
+            portions.divide(microbatch, passed)
+            continue
+        tally.add(passed, microbatch)
 
         def add_to(
             parameter: nn.Parameter, total: Tensor, last: bool = last, whole: bool = not microbatch.continues
@@ -150,7 +159,7 @@ def private_step(
             num_entries += total.numel() if last else 0
 
         engine.collect(clipper.parameters, add_to, last=last, scale=scale)
-    done = tally.over(processes)
+    done = tally.over(processes, portions)
     engine.guard.expect(done.num_units, num_entries, plan.clip_norm, plan.noise_stddev, scale)
     engine.finish()
     engine.unfinished = False
@@ -182,22 +191,12 @@ def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges, engine: En
         )
 
 
-def _check_rows(
-    clipper: GhostClipper, microbatch: Microbatch, loss_of: Callable[[Mapping], Tensor], processes: Processes
-) -> None:
-    """Measure once, in all processes at the same time, that rows are independent."""
-    if not clipper.rows_checked and processes.any(int((microbatch.unit_index >= 0).sum()) > 1):
-        clipper.check_rows(lambda: loss_of(microbatch.inputs), microbatch.unit_index)
-
-
-def _with_last(items: Iterable[_Item]) -> Iterator[tuple[_Item, bool]]:
-    """Each item, and whether it is the last."""
-    iterator = iter(items)
-    held = next(iterator)
-    for following in iterator:
-        yield held, False
-        held = following
-    yield held, True
+def _has_to_check_rows(clipper: GhostClipper, microbatch: Microbatch, engine: Engine) -> bool:
+    """Whether to measure that rows are independent: once, in processes in lockstep in all at the same time."""
+    if clipper.rows_checked:
+        return False
+    several = int((microbatch.unit_index >= 0).sum()) > 1
+    return engine.processes.any(several) if engine.lockstep else several
 
 
 class _Tally:
@@ -208,11 +207,13 @@ class _Tally:
         self._units = 0
         self._counts: Tensor | None = None  # sum of losses, rows, non-finite units, clipped units
 
-    def add(self, loss_B: Tensor, microbatch: Microbatch, norm_U: Tensor) -> None:
+    def add(self, passed: Passed, microbatch: Microbatch) -> None:
+        loss_B = passed.loss_B
+        norm_U = loss_B.new_zeros(0) if passed.norm_U is None else passed.norm_U
         real_B = microbatch.unit_index.to(loss_B.device) >= 0
         counts = torch.stack(
             [
-                torch.where(real_B, loss_B.detach(), 0).double().sum(),
+                torch.where(real_B, loss_B, 0).double().sum(),
                 real_B.sum().double(),
                 (~torch.isfinite(norm_U)).sum().double(),
                 (norm_U > self._clip_norm).sum().double(),
@@ -221,7 +222,16 @@ class _Tally:
         self._counts = counts if self._counts is None else self._counts + counts
         self._units += microbatch.num_units
 
-    def over(self, processes: Processes) -> StepDiagnostics:
+    def over(self, processes: Processes, portions: Portions) -> StepDiagnostics:
         assert self._counts is not None, "every step has a microbatch"
-        loss, rows, nonfinite, clipped, units = processes.sum([*self._counts.tolist(), self._units])
-        return StepDiagnostics(loss / rows if rows else math.nan, int(units), int(nonfinite), int(clipped))
+        here = [*self._counts.tolist(), self._units, portions.num_divided]
+        loss, rows, nonfinite, clipped, units, divided = processes.sum(here)
+        budgets = processes.gather(portions.max_tokens) if divided else []
+        return StepDiagnostics(
+            loss / rows if rows else math.nan,
+            int(units),
+            int(nonfinite),
+            int(clipped),
+            int(divided),
+            min((budget for budget in budgets if budget is not None), default=None),
+        )

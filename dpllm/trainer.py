@@ -110,7 +110,9 @@ class DPTrainer(Trainer):
         optimizers: as for ``Trainer``.
         public: what was learnt from public data before, one line each, for the report.
         max_tokens_per_microbatch: tokens of a microbatch, padding included, in place of the rows that
-            ``per_device_train_batch_size`` counts: short rows then go through the model many at a time.
+            ``per_device_train_batch_size`` counts: short rows then go through the model many at a time. "auto": as
+            many as fit into the memory of the GPU, found before the first step (`dpllm.autosize`); refused where the
+            model is sharded.
 
     Raises:
         ConfigError, ValueError: anything that would make the guarantee untrue, before any training.
@@ -129,12 +131,12 @@ class DPTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         public: Sequence[str] = (),
-        max_tokens_per_microbatch: int | None = None,
+        max_tokens_per_microbatch: int | str | None = None,
     ) -> None:
         """Resolve the plan and set the Trainer up."""
         self.privacy, self.public = privacy, list(public)
         self.notes = ReleaseNotes()  # what only people know about the release; set it before save_model()
-        if max_tokens_per_microbatch is not None and max_tokens_per_microbatch < 1:
+        if isinstance(max_tokens_per_microbatch, int) and max_tokens_per_microbatch < 1:
             raise ConfigError(f"max_tokens_per_microbatch must be at least 1, got {max_tokens_per_microbatch}")
         private = private_arguments(args)
         self.processes = Processes()
@@ -283,6 +285,14 @@ class DPTrainer(Trainer):
             self._attached = True
         with self.compute_loss_context_manager():
             done = self._run.step(inputs["unit_ids"].numpy(), self._loss_per_row)
+        if done.num_divided:
+            logger.warning(
+                "Memory ran out %d time(s), and microbatches were taken again in halves; no step was lost. From now "
+                "on a microbatch has %d tokens at most: start with max_tokens_per_microbatch (in a recipe "
+                "microbatch_tokens) at that.",
+                done.num_divided,
+                self._run.max_tokens,
+            )
         if done.num_nonfinite:
             logger.warning_once(
                 "Some units have a non-finite gradient and contribute nothing; the report counts them. If the loss "

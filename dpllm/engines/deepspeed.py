@@ -137,7 +137,7 @@ class DeepSpeedZero:
         """Check the configuration as DeepSpeed understood it, and attach the guard."""
         _check_engine(engine)
         self.processes = Processes()
-        self.unfinished = False
+        self.unfinished, self.lockstep = False, True
         self._engine, self._stage = engine, engine.zero_optimization_stage()
         self.guard = UpdateGuard(engine.optimizer, self.processes, replicas=1, at_once=False)
         self._totals: dict[nn.Parameter, Tensor] = {}

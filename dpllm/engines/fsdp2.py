@@ -37,7 +37,7 @@ class FullySharded:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         """Check the meshes and attach the guard."""
         self.processes = Processes()
-        self.unfinished = False
+        self.unfinished, self.lockstep = False, True
         for module in model.modules():  # a forward pass without gradients may have left weights gathered
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -30,7 +30,7 @@ class SingleProcess:
     def __init__(self, optimizer: Any) -> None:
         """Attach the guard."""
         self.processes = Processes()
-        self.unfinished = False
+        self.unfinished, self.lockstep = False, False
         self.guard = UpdateGuard(optimizer, self.processes, replicas=self.processes.size)
         self._totals: dict[nn.Parameter, Tensor] = {}
 

@@ -65,6 +65,7 @@ class Book:
         self._switched_off: dict[int, nn.Parameter] = {}
         self._contributions: dict[int, list[Contribution]] = defaultdict(list)
         self._held: dict[int, list[Contribution]] = {}  # of a unit that has more rows than one pass takes
+        self._joining = False
         self._rows: Rows | None = None
         self._weights: tuple[Weights, Weights] | None = None  # of the rows, of the units
         self._calls: Counter[int] = Counter()  # of the modules that use each parameter, in this forward pass
@@ -168,9 +169,9 @@ class Book:
         self._active.clear()
         self._switch_on()
         if self._uses is not None:
-            uses, self._uses = self._uses, None
-            uses.stop()
-            if output is not None:
+            self._uses.stop()
+            if output is not None:  # a forward pass that broke off is watched anew
+                uses, self._uses = self._uses, None
                 uses.raise_if_any()
 
     def _switch_off(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -251,6 +252,7 @@ class Book:
         self._differentiate(loss_B, unit_B, num_units)
         if self._held:
             self._join()
+            self._joining = True  # until its factor is fixed: what was held is no longer held by itself
             self._contributions, self._held = defaultdict(list, self._held), {}
             self._rows = Rows.one_unit(loss_B.device)
         self._require_all(self._contributions.keys())
@@ -267,10 +269,12 @@ class Book:
         self._join()
 
     def _join(self) -> None:
+        self._joining = True
         with kernels.exact_matmul(), torch.no_grad():
             for key, contributions in self._contributions.items():
                 self._held[key] = join(self._held.get(key, []), contributions, self.forms)
         self._contributions.clear()
+        self._joining = False
 
     def _differentiate(self, loss_B: Tensor, unit_B: Tensor, num_units: int, retain_graph: bool = False) -> None:
         """Fill the book with the contributions of these rows."""
@@ -352,6 +356,7 @@ class Book:
         unit_B = self._rows.unit_B
         factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
         self._weights = Weights.of(factor_B), Weights.of(factor_U)
+        self._joining = False
         if self._again is not None:
             self._second_pass(factor_U)
 
@@ -451,6 +456,20 @@ class Book:
         assert self._weights is not None, "add_clipped_sum_() follows weigh()"
         of_rows, of_units = self._weights
         (of_units if isinstance(contribution, Instance) else of_rows).add_(total, contribution)
+
+    def forget(self) -> None:
+        """Forget a microbatch whose pass broke off; what is held of a unit before it stays.
+
+        Raises:
+            GhostError: it broke off while it was joined to what is held, which is then neither with nor without it.
+        """
+        self.clear()
+        if self._joining:
+            raise GhostError(
+                "The parts of a unit that has more rows than fit at once could not be brought together, for lack of "
+                "memory. Allow fewer rows per unit (max_rows_per_unit), train fewer parameters (LoRA), or shard the "
+                "model."
+            )
 
     def clear(self) -> None:
         """Forget the microbatch."""

@@ -115,8 +115,9 @@ class GhostClipper:
         unit_B, num_units = self._check(losses, unit_index)
         sq_norm_U, slack_U = self._book.backward(losses, unit_B, num_units)
         factor_U = self.clipping.factors(sq_norm_U, slack_U)
-        self._book.weigh(factor_U)
-        return ClipResult(sq_norm_U.clamp_min(0).sqrt().float(), factor_U.float())
+        result = ClipResult(sq_norm_U.clamp_min(0).sqrt().float(), factor_U.float())
+        self._book.weigh(factor_U)  # last: where memory runs out before it, the microbatch can be taken anew
+        return result
 
     @property
     def rows_checked(self) -> bool:
@@ -151,6 +152,16 @@ class GhostClipper:
             total: of the parameter's full shape, float32 (float64 for a float64 parameter), not rounded to its dtype.
         """
         self._book.add_clipped_sum_(parameter, total)
+
+    def forget(self) -> None:
+        """Forget a microbatch whose forward or backward pass broke off, so that its rows can be taken anew.
+
+        What `hold` keeps of the rows before it stays. Nothing of the microbatch may have been added to a sum yet.
+
+        Raises:
+            GhostError: it broke off while it was joined to what is held, which can't be undone.
+        """
+        self._book.forget()
 
     @staticmethod
     def _check(losses: Tensor, unit_index: Tensor | None) -> tuple[Tensor, int]:

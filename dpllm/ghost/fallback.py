@@ -62,6 +62,8 @@ class PerRowRule:
 
         try:
             output_B, grads = torch.func.vmap(one_row, in_dims=(0, *row_dims), randomness="error")(grad_B, *saved)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError) as error:
             raise GhostError(
                 f"{self.path} ({self.kind}): the per-row gradients of {sorted(self.trainable)} can't be computed "

@@ -1,0 +1,56 @@
+"""Memory that runs out: layers that raise what PyTorch raises on a GPU, on the way forward or backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Refuse = Callable[[str, int], bool]
+"""The direction, "forward" or "backward", and the number of tokens that pass through: whether memory runs out."""
+
+
+def _shortage() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Gate) -> Tensor:
+        ctx.gate = gate
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.gate.let_through("backward", grad)
+        return grad, None
+
+
+class Gate(nn.Module):
+    """Lets through what fits.
+
+    Attributes:
+        passed: direction and tokens of everything that was let through, in order.
+    """
+
+    def __init__(self, refuse: Refuse) -> None:
+        super().__init__()
+        self.refuse = refuse
+        self.passed: list[tuple[str, int]] = []
+
+    def let_through(self, direction: str, x: Tensor) -> None:
+        tokens = x.shape[:-1].numel()
+        if self.refuse(direction, tokens):
+            raise _shortage()
+        self.passed.append((direction, tokens))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.let_through("forward", x)
+        return _Backward.apply(x, self)
+
+
+def more_than(limit: int, direction: str = "forward") -> Refuse:
+    """Memory for so many tokens, in one direction."""
+    return lambda where, tokens: where == direction and tokens > limit
