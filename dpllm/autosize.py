@@ -106,7 +106,7 @@ def needed_later(parameters: Iterable[nn.Parameter], optimizer: Any) -> int:
 
 
 def largest_that_fits(peak_of: Callable[[int], int | None], capacity: int, most: int) -> int:
-    """The largest number of rows whose peak stays within the capacity, to within a few per cent.
+    """The largest number of rows whose peak stays within the capacity, to within a tenth.
 
     Args:
         peak_of: peak bytes of a trial with so many rows, rising with them; None: memory ran out.

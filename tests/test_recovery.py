@@ -273,7 +273,7 @@ def test_a_microbatch_of_unknown_origin_is_not_divided(tmp_path):
     """Its tensors need not be divisible by rows."""
     by_hand = Microbatch(first_of().inputs, torch.arange(6), 6)
     assert by_hand.halves() is None and by_hand.num_tokens == 0
-    with pytest.raises(MicrobatchTooLargeError, match="wasn't made by dpllm.microbatches"):
+    with pytest.raises(MicrobatchTooLargeError, match=r"wasn't made by dpllm\.microbatches"):
         Stepped(tmp_path / "run", [by_hand], more_than(30)).take()
 
 
