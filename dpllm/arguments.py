@@ -24,7 +24,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
         1,
         "the logical batch is privacy.expected_batch_size; per_device_train_batch_size is the microbatch",
     ),
-    "auto_find_batch_size": (False, "it repeats steps; set per_device_train_batch_size"),
+    "auto_find_batch_size": (False, "it repeats steps; set per_device_train_batch_size, or microbatch_tokens: auto"),
     "label_smoothing_factor": (
         0.0,
         "its loss averages over the batch; pass a compute_loss_func that returns one loss per row",

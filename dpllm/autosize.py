@@ -4,7 +4,9 @@ Place in the flow: above `dpllm.recovery`, whose `attempt` a trial is; `dpllm.ru
 
 A trial runs rows of the greatest length through the model, up to their clipped sums, and drops everything. Peak memory
 is close to a + b * rows, so two small trials predict how many rows fit; the prediction is tried, and corrected where
-memory grows otherwise. The trials are not part of the mechanism: nothing of them is kept but the budget, which, like
+memory grows otherwise. Long rows are the dear ones: what grows with the square of the length is largest for them. What
+a trial can't know (units whose rows take several passes, memory that others take meanwhile) is left to
+`dpllm.recovery`. The trials are not part of the mechanism: nothing of them is kept but the budget, which, like
 the way a logical batch is cut, has no influence on what is released.
 """
 

@@ -428,7 +428,8 @@ def footprint_of_recipe(
     """Memory and communication of a recipe; no private data is read, and no weights.
 
     Args:
-        recipe: what is trained. ``data.max_length`` is T. Users with several rows are taken to have
+        recipe: what is trained. ``data.max_length`` is T, and B what ``microbatch_tokens`` holds of such rows
+            ("auto" or left out: ``per_device_train_batch_size``). Users with several rows are taken to have
             ``max_rows_per_unit`` each.
         arguments: its ``train`` section.
         plan_or_batch: the plan, or the expected batch size b in units.
@@ -451,6 +452,8 @@ def footprint_of_recipe(
     by_example = recipe.privacy.sampling == "example"
     per_unit = 1 if by_example else recipe.privacy.max_rows_per_unit or 1
     rows = arguments.per_device_train_batch_size
+    if isinstance(recipe.microbatch_tokens, int):
+        rows = max(1, recipe.microbatch_tokens // recipe.data.max_length)
     run = Run(
         engine=engine,
         num_gpus=num_gpus,

@@ -115,6 +115,10 @@ class PrivateRun:
     system that every process shares; each process draws its share of the noise from entropy of its own. Neither is
     stored, so that a resumed run repeats nothing.
 
+    Attributes:
+        max_tokens: of a microbatch, in the next step: as ``rows`` say, as was found, or less after a step in which
+            memory ran out.
+
     Args:
         plan: the constants.
         rows: the data.
@@ -140,7 +144,7 @@ class PrivateRun:
         entropy = self.processes.from_main(lambda: int.from_bytes(secrets.token_bytes(32), "little"))
         self._rng = seeded_rng(entropy if seed is None else seed)
         self._noise = NoiseSource(seed, stream=self.processes.rank)
-        self.max_tokens = rows.max_tokens  # of a microbatch; less after a step in which memory ran out
+        self.max_tokens = rows.max_tokens
         self._engine: Engine | None = None
         self._clipper: GhostClipper | None = None
         self._model: Any = None

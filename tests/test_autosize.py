@@ -60,7 +60,7 @@ def test_linear_memory_is_predicted_exactly(base, slope, device):
 )
 @pytest.mark.parametrize("device", [DEVICE, 1800, 10**9])
 def test_other_growth_is_searched(peak, device):
-    """What is returned was tried and fits, and at most a tenth more would, whether excess shows as a peak or as a shortage."""
+    """The result was tried and fits, and at most a tenth more would; whether excess shows as a peak or a shortage."""
     trials = Trials(peak, device)
     found = largest_that_fits(trials, 1800, 400)
     best = max(rows for rows in range(1, 401) if peak(rows) <= 1800)

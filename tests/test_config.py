@@ -133,12 +133,13 @@ def test_what_people_know_about_a_release_is_a_section(tmp_path: Path) -> None:
 
 
 def test_a_microbatch_may_be_counted_in_tokens(tmp_path: Path) -> None:
-    """`microbatch_tokens` is a whole number of at least 1, or left out."""
+    """`microbatch_tokens` is a whole number of at least 1, or "auto", or left out."""
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     assert load_recipe(path).microbatch_tokens is None
     assert load_recipe(path, ["microbatch_tokens=4096"]).microbatch_tokens == 4096
-    for value in ("0", "2.5", "true"):
+    assert load_recipe(path, ["microbatch_tokens=auto"]).microbatch_tokens == "auto"
+    for value in ("0", "2.5", "true", "automatic"):
         with pytest.raises(ConfigError, match="microbatch_tokens must be"):
             load_recipe(path, [f"microbatch_tokens={value}"])
 

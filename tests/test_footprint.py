@@ -431,6 +431,13 @@ def test_recipe_of_a_model_by_name(tmp_path):
     assert result.weights == -(-(2 * result.shape.frozen + 4 * result.shape.trainable) // 8)
 
 
+def test_recipe_with_microbatches_by_tokens():
+    """B is what the budget holds of the longest rows; where it is found on the GPU, the rows stand in for it."""
+    for budget, expected in (("40", 1), ("4096", 4096 // 48), ("auto", 32)):
+        recipe, arguments = recipe_of(f"microbatch_tokens={budget}")
+        assert footprint_of_recipe(recipe, arguments, 100, "single", 1).run.rows == expected
+
+
 def test_recipe_of_users():
     """A user's rows go through the model in several passes; what is held in between is at most one gradient."""
     user = ("privacy.unit=user", "privacy.unit_column=author", "privacy.max_rows_per_unit=50")

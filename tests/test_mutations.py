@@ -179,6 +179,27 @@ MUTATIONS = [
         ("tests/test_step.py",),
     ),
     Mutation(
+        "half of a microbatch on which memory ran out is lost",
+        "dpllm/recovery.py",
+        "self._waiting.extendleft(reversed(halves))",
+        "self._waiting.appendleft(halves[0])",
+        ("tests/test_recovery.py",),
+    ),
+    Mutation(
+        "a unit whose rows are divided for lack of memory is clipped part by part",
+        "dpllm/microbatches.py",
+        "self.taken[:cut].microbatch(unit_B[:cut], 0, continues=True)",
+        "self.taken[:cut].microbatch(unit_B[:cut], 1)",
+        ("tests/test_recovery.py",),
+    ),
+    Mutation(
+        "a pass on which memory ran out counts as watched",
+        "dpllm/ghost/book.py",
+        "            self._uses.stop()\n            if output is not None:",
+        "            self._uses.stop()\n            if True:",
+        ("tests/test_recovery.py",),
+    ),
+    Mutation(
         "the step is not charged",
         "dpllm/step.py",
         "    ledger.append_step(ledger.num_steps, plan.step)\n",

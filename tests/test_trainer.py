@@ -210,6 +210,26 @@ def test_microbatches_by_tokens_give_the_same_update(tmp_path):
         trainer(tmp_path / "none", max_tokens_per_microbatch=0)
 
 
+def test_a_shortage_of_memory_in_the_middle_of_training(tmp_path, caplog):
+    """All steps are taken and charged once; the report counts the shortage, and the log says what to set."""
+    run = trainer(tmp_path, max_tokens_per_microbatch="auto")
+    sizes = []
+
+    def before_layer(_, args):
+        sizes.append(args[0].shape[:-1].numel())
+        if sizes[-1] > 32:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
+
+    run.model.model.layers[1].mlp.register_forward_pre_hook(before_layer)
+    run.train()
+    assert run.ledger.num_steps == 4 and sizes[0] > 32 >= sizes[-1]
+    assert "microbatches were taken again in halves" in caplog.text
+    counted = run.privacy_report()["checkable"]["diagnostics_not_covered"]
+    assert counted["microbatches taken again in halves for lack of memory"] >= 1
+    with pytest.raises(ConfigError, match="max_tokens is 'most'"):
+        trainer(tmp_path / "none", max_tokens_per_microbatch="most")
+
+
 def test_rows_of_users_drawn_singly(tmp_path):
     """Example sampling: q over the kept rows, each clipped by itself, ε that of users with 6 rows."""
     run = trainer(tmp_path, dataset=rows(who=[n % 8 for n in range(64)]), config=users(singly=True, rows_kept="random"))
