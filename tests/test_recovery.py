@@ -20,6 +20,7 @@ from dpllm.recovery import MicrobatchTooLargeError, OutOfMemory, attempt
 from dpllm.step import private_step
 from dpllm.units import UnitIndex
 from tests.conftest import tiny_llama_config
+from tests.reference.zoo import enable_checkpointing
 from tests.scarce import Gate, more_than
 
 ROWS, CLIP = 24, 0.3
@@ -165,6 +166,25 @@ def test_memory_that_runs_out_on_the_last_microbatch(direction, owners, tmp_path
     assert parts.engine.lasts == [False] * len(whole.engine.lasts) + [True]
 
 
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_memory_that_runs_out_while_activations_are_recomputed(kind, tmp_path):
+    """With activation checkpointing the forward pass of a layer runs again within the backward pass."""
+    passes = []
+
+    def refuse(direction, tokens):
+        recomputed = torch.is_grad_enabled() and passes and passes[-1] == "forward"
+        passes.append(direction)
+        return direction == "forward" and bool(recomputed) and tokens > 16
+
+    owners = OWNERS["more rows than fit"]
+    whole = Stepped(tmp_path / "whole", cut(owners)).done()
+    parts = Stepped(tmp_path / "parts", cut(owners), refuse)
+    enable_checkpointing(parts.model, kind)
+    parts.done()
+    torch.testing.assert_close(parts.gradient, whole.gradient, rtol=1e-10, atol=1e-12)
+    assert parts.diagnostics.num_divided > 0 and parts.diagnostics.num_units == whole.diagnostics.num_units
+
+
 def test_microbatches_that_follow_are_no_larger(tmp_path):
     """Memory runs out once in the step, not at every microbatch; those that fit are left as they are."""
     step = Stepped(tmp_path / "run", cut(OWNERS["single rows"]), more_than(30)).done()
@@ -173,7 +193,8 @@ def test_microbatches_that_follow_are_no_larger(tmp_path):
     assert max(tokens) <= 24 and tokens.count(24) >= 2
 
 
-def test_nothing_of_the_failed_pass_stays_in_memory():
+@pytest.mark.parametrize("kind", ["none", "reentrant", "non-reentrant"])
+def test_nothing_of_the_failed_pass_stays_in_memory(kind):
     """Neither the exception nor the clipper refer to its tensors, which a GPU needs for the halves."""
     made = []
 
@@ -188,6 +209,7 @@ def test_nothing_of_the_failed_pass_stays_in_memory():
 
     model, _ = model_with(refuse)
     model.model.layers[1].mlp.insert(0, Watching())
+    enable_checkpointing(model, kind)
     clipper = GhostClipper(model, CLIP)
     (microbatch, *_) = cut(OWNERS["single rows"])
     gc.disable()
@@ -297,6 +319,36 @@ def test_what_is_held_cannot_be_joined_twice():
         clipper.hold(losses)
     with pytest.raises(GhostError, match="could not be brought together"):
         clipper.forget()
+    clipper.remove()
+
+
+class Bent(nn.Module):
+    """Has a parameter that no rule but the per-row fallback serves, which runs the module again."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(2, 3))
+        self.scarce = False
+
+    def forward(self, x):
+        if self.scarce:
+            raise torch.OutOfMemoryError("no room for the rows' own gradients")
+        return x * self.table.sum(0)
+
+
+def test_a_shortage_in_the_per_row_fallback_is_one_too():
+    """It isn't taken for a module whose gradients can't be had."""
+    model = Bent()
+    clipper = GhostClipper(model, CLIP)
+
+    def loss(inputs):
+        model.scarce = False
+        losses = model(inputs["x"]).sum(1)
+        model.scarce = True
+        return losses
+
+    microbatch = Microbatch({"x": torch.randn(4, 3)}, torch.arange(4), 4)
+    assert attempt(clipper, microbatch, loss, check_rows=False) == OutOfMemory("no room for the rows' own gradients")
     clipper.remove()
 
 
