@@ -394,9 +394,9 @@ class Recipe:
     def __post_init__(self) -> None:
         """Check the section that has no dataclass of its own, and what two sections say together."""
         _check_train("train", self.train)
-        if isinstance(self.microbatch_tokens, str):
-            _choice("microbatch_tokens", self.microbatch_tokens, ("auto",))
-        elif self.microbatch_tokens is not None:
+        if isinstance(self.microbatch_tokens, str) and self.microbatch_tokens != "auto":
+            raise ConfigError(f'microbatch_tokens must be a whole number or "auto", got {self.microbatch_tokens!r}')
+        if self.microbatch_tokens not in (None, "auto"):
             _integer("microbatch_tokens", self.microbatch_tokens, 1)
         if self.privacy.sampling == "example" and self.data.long_records == "split":
             raise ConfigError(
