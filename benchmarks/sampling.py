@@ -1,0 +1,371 @@
+"""What drawing and dividing a step's units costs, from 10^6 to 10^9 units.
+
+    python benchmarks/sampling.py                                      # N = 10^6 ... 10^9, q = 1e-6, 1e-5, 1e-4
+    python benchmarks/sampling.py --units 1e9 --rates 1e-6 --ranks 64 --json sampling.json
+    python benchmarks/sampling.py --units 1e9 --index-up-to 1e9 --mask-up-to 1e9      # needs about 90 GB
+
+A step is `TruncatedPoissonSampler.draw` and then `dpllm.microbatches.microbatches` of one rank, which looks up the rows
+(`UnitIndex.rows_of`), divides the units over the ranks (`share_out`) and cuts this rank's share into microbatches. Rows
+aren't fetched and no tensor of tokens is made. `rows_of` and `share_out` are timed once more by themselves.
+
+index   "all N": the index and the lengths of all N units stand in memory, one row per unit, and every look-up goes to
+        them. "drawn": above --index-up-to the draw is still from N units, but rows and lengths are looked up in arrays
+        of the drawn units alone, since those of N units wouldn't fit; their cost is what the second table says per unit
+mask    the usual way for comparison, O(N): ``(torch.rand(N) < q).nonzero().tolist()`` (opacus/utils/uniform_sampler.py,
+        UniformWithReplacementSampler); not run above --mask-up-to. Its random numbers are multiples of 2^-24, so the
+        rate at which it really draws isn't q: "mask q" says which it is
+peak    bytes alive at once beyond what was there before: Python and numpy by tracemalloc, torch by its live tensors.
+        Of making the index: resident memory, Linux alone, since numpy keeps a hash table of its own there
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from throughput import CLOCKS, LiveBytes, machine
+
+from dpllm.microbatches import microbatches, share_out
+from dpllm.run import TrainingRows
+from dpllm.sampling import TruncatedPoissonSampler, default_max_batch_size, secret_rng
+from dpllm.units import UnitIndex
+
+SHORTEST, LONGEST = 16, 512
+SETUP_BYTES = ("index", "lengths", "index_peak", "facts_peak", "max_rows_peak")
+PARTS = ("draw", "rows_of", "share_out", "microbatches")
+MASK_RESOLUTION = 2.0**-24  # of torch.rand in float32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured."""
+
+    units: tuple[int, ...] = (10**6, 10**7, 10**8, 10**9)
+    rates: tuple[float, ...] = (1e-6, 1e-5, 1e-4)
+    ranks: int = 8
+    rows: int = 32
+    rounds: int = 20
+    index_up_to: int = 10**7
+    mask_up_to: int = 10**8
+    clock: str = "wall"
+
+
+def lengths_of(num_rows: int) -> np.ndarray:
+    """(num_rows,) int64: a length for each row, spread evenly between the shortest and the longest."""
+    return np.random.default_rng(0).integers(SHORTEST, LONGEST, size=num_rows, endpoint=True)
+
+
+def identity(numbers: np.ndarray) -> np.ndarray:
+    """Fetch nothing: the row numbers stand for the rows."""
+    return numbers
+
+
+def nothing(rows: list[Any]) -> dict[str, Any]:
+    """Make no tensor of the rows."""
+    del rows
+    return {}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The units of one step, and where their rows are looked up."""
+
+    index: UnitIndex
+    lengths: np.ndarray
+    unit_ids: np.ndarray
+
+    @classmethod
+    def of(cls, unit_ids: np.ndarray, everything: tuple[UnitIndex, np.ndarray] | None) -> Drawn:
+        """Take the index of all units, or, where there is none, make one of the drawn units alone."""
+        if everything is not None:
+            return cls(*everything, unit_ids)
+        count = max(1, len(unit_ids))
+        return cls(UnitIndex.one_row_per_unit(count), lengths_of(count), np.arange(len(unit_ids)))
+
+    def rows_of(self) -> None:
+        """Look the rows up."""
+        self.index.rows_of(self.unit_ids)
+
+    def tokens(self) -> np.ndarray:
+        """(U,) tokens of each unit, the longest first, as `share_out` receives them."""
+        return -np.sort(-self.lengths[self.index.rows_of(self.unit_ids)[0]])
+
+    def divide(self, settings: Settings) -> None:
+        """Cut the share of rank 0 into microbatches."""
+        for _ in microbatches(
+            fetch=identity,
+            collate=nothing,
+            units=self.index,
+            lengths=self.lengths,
+            unit_ids=self.unit_ids,
+            max_rows=settings.rows,
+            rank=0,
+            size=settings.ranks,
+        ):
+            pass
+
+
+def timed(function: Callable[[], Any], clock: str) -> tuple[Any, float]:
+    """What one call returns, and its milliseconds."""
+    start = CLOCKS[clock]()
+    result = function()
+    return result, 1000 * (CLOCKS[clock]() - start)
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """Bytes of Python and numpy that one call has alive at once."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def resident_peak(function: Callable[[], Any]) -> tuple[Any, int | None]:
+    """What a call returns, and by how many bytes its highest resident memory exceeds that before; None off Linux."""
+
+    def resident(name: str) -> int:
+        found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None, f"/proc/self/status has a line {name}"
+        return 1024 * int(found.group(1))
+
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew (man 5 proc)
+    except OSError:
+        return function(), None
+    before = resident("VmRSS")
+    result = function()
+    return result, max(0, resident("VmHWM") - before)
+
+
+def measure_step(
+    units: int, rate: float, settings: Settings, everything: tuple[UnitIndex, np.ndarray] | None
+) -> dict[str, Any]:
+    """Median milliseconds of a step and of its parts, and its peak.
+
+    Args:
+        units: N.
+        rate: q.
+        settings: ranks, rows of a microbatch, rounds.
+        everything: index and lengths of all units; None: those of the drawn units are made, untimed.
+    """
+    sampler = TruncatedPoissonSampler(units, rate, default_max_batch_size(max(1, round(units * rate)), units))
+    rng = secret_rng()
+    times: dict[str, list[float]] = {part: [] for part in PARTS}
+    counts = []
+    for _ in range(settings.rounds + 1):
+        unit_ids, elapsed = timed(lambda: sampler.draw(rng), settings.clock)
+        counts.append(len(unit_ids))
+        drawn = Drawn.of(unit_ids, everything)
+        tokens = drawn.tokens()
+        calls = (drawn.rows_of, lambda t=tokens: share_out(t, settings.ranks), lambda d=drawn: d.divide(settings))
+        for part, own in zip(PARTS, (elapsed, *(timed(call, settings.clock)[1] for call in calls)), strict=True):
+            times[part].append(own)
+    warm = {part: values[1:] for part, values in times.items()}
+    steps = [draw + divide for draw, divide in zip(warm["draw"], warm["microbatches"], strict=True)]
+    return {
+        "units": units,
+        "sampling_rate": rate,
+        "max_batch_size": sampler.max_batch_size,
+        "median_drawn": statistics.median(counts[1:]),
+        "index": "drawn" if everything is None else "all N",
+        "ms": {part: statistics.median(values) for part, values in warm.items()},
+        "step_ms": statistics.median(steps),
+        "step_ms_range": [min(steps), max(steps)],
+        "peak_bytes": max(
+            peak_bytes(lambda: sampler.draw(rng)),
+            peak_bytes(lambda: drawn.divide(settings)),
+        ),
+    }
+
+
+def mask_rate(rate: float) -> float:
+    """The probability that a multiple of 2^-24, drawn uniformly from [0, 1), is below q as float32 holds it."""
+    return math.ceil(float(np.float32(rate)) / MASK_RESOLUTION) * MASK_RESOLUTION
+
+
+def measure_mask(units: int, rate: float, rounds: int, clock: str) -> dict[str, Any]:
+    """One random number per unit, compared with q: median milliseconds, peak, and the rate at which it draws."""
+
+    def draw() -> list[int]:
+        return (torch.rand(units) < rate).nonzero(as_tuple=False).reshape(-1).tolist()
+
+    times = [timed(draw, clock)[1] for _ in range(rounds)]
+    with LiveBytes() as live:
+        draw()
+    return {"ms": statistics.median(times), "peak_bytes": live.peak, "sampling_rate": mask_rate(rate)}
+
+
+def measure_setup(units: int, clock: str) -> tuple[dict[str, Any], tuple[UnitIndex, np.ndarray]]:
+    """What is done once per run over all N units, one row each.
+
+    Returns:
+        Seconds and bytes of making the index, of hashing it with the lengths so that processes can compare them, and of
+        asking for the rows of the largest unit; the index and the lengths.
+    """
+    (index, index_peak), index_ms = timed(lambda: resident_peak(lambda: UnitIndex.one_row_per_unit(units)), clock)
+    lengths = lengths_of(units)
+    rows = TrainingRows(units=index, lengths=lengths, fetch=identity, collate=nothing, max_rows=1)
+    _, facts_ms = timed(rows.facts, clock)
+    return {
+        "units": units,
+        "index_s": index_ms / 1000,
+        "index_bytes": index.offsets.nbytes + index.rows.nbytes,
+        "index_peak_bytes": index_peak,
+        "lengths_bytes": lengths.nbytes,
+        "facts_s": facts_ms / 1000,
+        "facts_peak_bytes": peak_bytes(rows.facts),
+        "max_rows_peak_bytes": peak_bytes(lambda: index.max_rows),
+    }, (index, lengths)
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Every combination of N and q, and the set-up of every N whose index is made."""
+    steps, setups = [], []
+    for units in settings.units:
+        everything = None
+        if units <= settings.index_up_to:
+            setup, everything = measure_setup(units, settings.clock)
+            setups.append(setup)
+        for rate in settings.rates:
+            step = measure_step(units, rate, settings, everything)
+            step["mask"] = None
+            if units <= settings.mask_up_to:
+                step["mask"] = measure_mask(units, rate, min(3, settings.rounds), settings.clock)
+            steps.append(step)
+    return {
+        "settings": asdict(settings),
+        "machine": {**machine(torch.device("cpu")), "numpy": np.__version__},
+        "steps": steps,
+        "setup": setups,
+    }
+
+
+def _size(count: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def _per_unit(count: int | None, units: int) -> str:
+    return "-" if count is None else f"{_size(count)} ({count / units:.1f})"
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [f"| {' | '.join(columns)} |", f"|{'|'.join('---' for _ in columns)}|"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """Two tables: a step, and what is done once per run."""
+    where, settings = report["machine"], report["settings"]
+    lines = [
+        f"{where['device']}, {where['threads']} threads, numpy {where['numpy']}, PyTorch {where['torch']}; "
+        f"{settings['ranks']} ranks, {settings['rows']} rows per microbatch; medians of {settings['rounds']} draws, "
+        f"ms of {settings['clock']} time",
+        "",
+    ]
+    rows = []
+    for step in report["steps"]:
+        mask = step["mask"]
+        rows.append(
+            [
+                f"{step['units']:.0e}",
+                f"{step['sampling_rate']:g}",
+                f"{step['median_drawn']:.0f}",
+                step["index"],
+                *(f"{step['ms'][part]:.3f}" for part in PARTS),
+                f"**{step['step_ms']:.2f}**",
+                _size(step["peak_bytes"]),
+                f"{mask['ms']:.1f}" if mask else "-",
+                _size(mask["peak_bytes"]) if mask else "-",
+                f"{mask['sampling_rate']:.4g}" if mask else "-",
+            ]
+        )
+    lines += _table(
+        ["N", "q", "drawn", "index", *PARTS, "step", "peak", "mask", "mask peak", "mask q"],
+        rows,
+    )
+    if report["setup"]:
+        lines += ["", "Once per run, one row per unit; bytes per unit in brackets:", ""]
+        lines += _table(
+            ["N", "index s", "facts s", "index held", "lengths", "index peak", "facts peak", "max_rows peak"],
+            [
+                [
+                    f"{setup['units']:.0e}",
+                    f"{setup['index_s']:.2f}",
+                    f"{setup['facts_s']:.2f}",
+                    *(_per_unit(setup[f"{name}_bytes"], setup["units"]) for name in SETUP_BYTES),
+                ]
+                for setup in report["setup"]
+            ],
+        )
+    return "\n".join(lines)
+
+
+def _count(text: str) -> int:
+    """Read a whole number, also written as 1e9."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value >= 1 and value.is_integer()):
+        raise argparse.ArgumentTypeError(f"{text} isn't a whole number of at least 1; write it as 1000000 or 1e6")
+    return int(value)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    d = Settings()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--units", type=_count, nargs="+", default=list(d.units), metavar="N", help="units of the data")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=list(d.rates), metavar="q", help="sampling rates, above 0, at most 1"
+    )
+    parser.add_argument("--ranks", type=_count, default=d.ranks, help="processes (default %(default)s)")
+    parser.add_argument("--rows", type=_count, default=d.rows, help="rows of a microbatch (default %(default)s)")
+    parser.add_argument("--rounds", type=_count, default=d.rounds, help="timed draws (default %(default)s)")
+    parser.add_argument("--clock", choices=tuple(CLOCKS), default=d.clock, help="wall time, or processor time")
+    parser.add_argument("--index-up-to", type=_count, default=d.index_up_to, metavar="N", help="default %(default)s")
+    parser.add_argument("--mask-up-to", type=_count, default=d.mask_up_to, metavar="N", help="default %(default)s")
+    parser.add_argument("--json", type=Path, help="also write every figure to this file")
+    options = parser.parse_args(arguments)
+    for rate in options.rates:
+        if not 0 < rate <= 1:
+            parser.error(f"--rates has {rate:g}; a sampling rate is above 0 and at most 1")
+        if rate * min(options.units) < 0.5:
+            parser.error(
+                f"--rates {rate:g} of {min(options.units)} units is no unit in most steps; raise one of the two"
+            )
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print, write."""
+    options = parse_arguments(arguments)
+    values = {name: getattr(options, name) for name in Settings.__dataclass_fields__}
+    report = measure(Settings(**values | {"units": tuple(options.units), "rates": tuple(options.rates)}))
+    print(as_markdown(report))
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
