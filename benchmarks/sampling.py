@@ -2,20 +2,16 @@
 
     python benchmarks/sampling.py                                      # N = 10^6 ... 10^9, q = 1e-6, 1e-5, 1e-4
     python benchmarks/sampling.py --units 1e9 --rates 1e-6 --ranks 64 --json sampling.json
-    python benchmarks/sampling.py --units 1e9 --index-up-to 1e9 --mask-up-to 1e9      # needs about 90 GB
 
 A step is `TruncatedPoissonSampler.draw` and then `dpllm.microbatches.microbatches` of one rank, which looks up the rows
-(`UnitIndex.rows_of`), divides the units over the ranks (`share_out`) and cuts this rank's share into microbatches. Rows
-aren't fetched and no tensor of tokens is made. `rows_of` and `share_out` are timed once more by themselves.
+(`UnitIndex.rows_of`), divides the units over the ranks (`share_out`) and cuts this rank's share into microbatches, on
+the index and the lengths of all N rows. Rows aren't fetched and no tensor of tokens is made. `rows_of` and `share_out`
+are timed once more by themselves. The lengths take 4 bytes per row: 4 GB for 10^9.
 
-index   "all N": the index and the lengths of all N units stand in memory, one row per unit, and every look-up goes to
-        them. "drawn": above --index-up-to the draw is still from N units, but rows and lengths are looked up in arrays
-        of the drawn units alone, since those of N units wouldn't fit; their cost is what the second table says per unit
 mask    the usual way for comparison, O(N): ``(torch.rand(N) < q).nonzero().tolist()`` (opacus/utils/uniform_sampler.py,
         UniformWithReplacementSampler); not run above --mask-up-to. Its random numbers are multiples of 2^-24, so the
         rate at which it really draws isn't q: "mask q" says which it is
-peak    bytes alive at once beyond what was there before: Python and numpy by tracemalloc, torch by its live tensors.
-        Of making the index: resident memory, Linux alone, since numpy keeps a hash table of its own there
+peak    bytes alive at once beyond what was there before: Python and numpy by tracemalloc, torch by its live tensors
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import statistics
 import sys
 import tracemalloc
@@ -46,7 +41,7 @@ from dpllm.sampling import TruncatedPoissonSampler, default_max_batch_size, secr
 from dpllm.units import UnitIndex
 
 SHORTEST, LONGEST = 16, 512
-SETUP_BYTES = ("index", "lengths", "index_peak", "facts_peak", "max_rows_peak")
+SETUP_BYTES = ("index_peak", "lengths", "facts_peak", "max_rows_peak")
 PARTS = ("draw", "rows_of", "share_out", "microbatches")
 MASK_RESOLUTION = 2.0**-24  # of torch.rand in float32
 
@@ -60,14 +55,13 @@ class Settings:
     ranks: int = 8
     rows: int = 32
     rounds: int = 20
-    index_up_to: int = 10**7
     mask_up_to: int = 10**8
     clock: str = "wall"
 
 
 def lengths_of(num_rows: int) -> np.ndarray:
-    """(num_rows,) int64: a length for each row, spread evenly between the shortest and the longest."""
-    return np.random.default_rng(0).integers(SHORTEST, LONGEST, size=num_rows, endpoint=True)
+    """(num_rows,) int32, as `dpllm.lengths.row_lengths` gives them: spread evenly from the shortest to the longest."""
+    return np.random.default_rng(0).integers(SHORTEST, LONGEST, size=num_rows, dtype=np.int32, endpoint=True)
 
 
 def identity(numbers: np.ndarray) -> np.ndarray:
@@ -88,14 +82,6 @@ class Drawn:
     index: UnitIndex
     lengths: np.ndarray
     unit_ids: np.ndarray
-
-    @classmethod
-    def of(cls, unit_ids: np.ndarray, everything: tuple[UnitIndex, np.ndarray] | None) -> Drawn:
-        """Take the index of all units, or, where there is none, make one of the drawn units alone."""
-        if everything is not None:
-            return cls(*everything, unit_ids)
-        count = max(1, len(unit_ids))
-        return cls(UnitIndex.one_row_per_unit(count), lengths_of(count), np.arange(len(unit_ids)))
 
     def rows_of(self) -> None:
         """Look the rows up."""
@@ -137,34 +123,16 @@ def peak_bytes(function: Callable[[], Any]) -> int:
         tracemalloc.stop()
 
 
-def resident_peak(function: Callable[[], Any]) -> tuple[Any, int | None]:
-    """What a call returns, and by how many bytes its highest resident memory exceeds that before; None off Linux."""
-
-    def resident(name: str) -> int:
-        found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found is not None, f"/proc/self/status has a line {name}"
-        return 1024 * int(found.group(1))
-
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew (man 5 proc)
-    except OSError:
-        return function(), None
-    before = resident("VmRSS")
-    result = function()
-    return result, max(0, resident("VmHWM") - before)
-
-
-def measure_step(
-    units: int, rate: float, settings: Settings, everything: tuple[UnitIndex, np.ndarray] | None
-) -> dict[str, Any]:
+def measure_step(index: UnitIndex, lengths: np.ndarray, rate: float, settings: Settings) -> dict[str, Any]:
     """Median milliseconds of a step and of its parts, and its peak.
 
     Args:
-        units: N.
+        index: of all N units.
+        lengths: (num_rows,) of all rows.
         rate: q.
         settings: ranks, rows of a microbatch, rounds.
-        everything: index and lengths of all units; None: those of the drawn units are made, untimed.
     """
+    units = index.num_units
     sampler = TruncatedPoissonSampler(units, rate, default_max_batch_size(max(1, round(units * rate)), units))
     rng = secret_rng()
     times: dict[str, list[float]] = {part: [] for part in PARTS}
@@ -172,7 +140,7 @@ def measure_step(
     for _ in range(settings.rounds + 1):
         unit_ids, elapsed = timed(lambda: sampler.draw(rng), settings.clock)
         counts.append(len(unit_ids))
-        drawn = Drawn.of(unit_ids, everything)
+        drawn = Drawn(index, lengths, unit_ids)
         tokens = drawn.tokens()
         calls = (drawn.rows_of, lambda t=tokens: share_out(t, settings.ranks), lambda d=drawn: d.divide(settings))
         for part, own in zip(PARTS, (elapsed, *(timed(call, settings.clock)[1] for call in calls)), strict=True):
@@ -184,7 +152,6 @@ def measure_step(
         "sampling_rate": rate,
         "max_batch_size": sampler.max_batch_size,
         "median_drawn": statistics.median(counts[1:]),
-        "index": "drawn" if everything is None else "all N",
         "ms": {part: statistics.median(values) for part, values in warm.items()},
         "step_ms": statistics.median(steps),
         "step_ms_range": [min(steps), max(steps)],
@@ -219,36 +186,34 @@ def measure_setup(units: int, clock: str) -> tuple[dict[str, Any], tuple[UnitInd
         Seconds and bytes of making the index, of hashing it with the lengths so that processes can compare them, and of
         asking for the rows of the largest unit; the index and the lengths.
     """
-    (index, index_peak), index_ms = timed(lambda: resident_peak(lambda: UnitIndex.one_row_per_unit(units)), clock)
+    index, index_ms = timed(lambda: UnitIndex.one_row_per_unit(units), clock)
     lengths = lengths_of(units)
     rows = TrainingRows(units=index, lengths=lengths, fetch=identity, collate=nothing, max_rows=1)
-    _, facts_ms = timed(rows.facts, clock)
+    facts_peak, facts_ms = timed(lambda: peak_bytes(rows.facts), clock)
     return {
         "units": units,
         "index_s": index_ms / 1000,
-        "index_bytes": index.offsets.nbytes + index.rows.nbytes,
-        "index_peak_bytes": index_peak,
+        "index_peak_bytes": peak_bytes(lambda: UnitIndex.one_row_per_unit(units)),
         "lengths_bytes": lengths.nbytes,
         "facts_s": facts_ms / 1000,
-        "facts_peak_bytes": peak_bytes(rows.facts),
+        "facts_peak_bytes": facts_peak,
         "max_rows_peak_bytes": peak_bytes(lambda: index.max_rows),
     }, (index, lengths)
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Every combination of N and q, and the set-up of every N whose index is made."""
+    """Every combination of N and q, and the set-up of every N."""
     steps, setups = [], []
     for units in settings.units:
-        everything = None
-        if units <= settings.index_up_to:
-            setup, everything = measure_setup(units, settings.clock)
-            setups.append(setup)
+        setup, (index, lengths) = measure_setup(units, settings.clock)
+        setups.append(setup)
         for rate in settings.rates:
-            step = measure_step(units, rate, settings, everything)
+            step = measure_step(index, lengths, rate, settings)
             step["mask"] = None
             if units <= settings.mask_up_to:
                 step["mask"] = measure_mask(units, rate, min(3, settings.rounds), settings.clock)
             steps.append(step)
+        del index, lengths
     return {
         "settings": asdict(settings),
         "machine": {**machine(torch.device("cpu")), "numpy": np.__version__},
@@ -264,8 +229,8 @@ def _size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def _per_unit(count: int | None, units: int) -> str:
-    return "-" if count is None else f"{_size(count)} ({count / units:.1f})"
+def _per_unit(count: int, units: int) -> str:
+    return f"{_size(count)} ({count / units:.2g})"
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
@@ -290,7 +255,6 @@ def as_markdown(report: dict[str, Any]) -> str:
                 f"{step['units']:.0e}",
                 f"{step['sampling_rate']:g}",
                 f"{step['median_drawn']:.0f}",
-                step["index"],
                 *(f"{step['ms'][part]:.3f}" for part in PARTS),
                 f"**{step['step_ms']:.2f}**",
                 _size(step["peak_bytes"]),
@@ -300,23 +264,22 @@ def as_markdown(report: dict[str, Any]) -> str:
             ]
         )
     lines += _table(
-        ["N", "q", "drawn", "index", *PARTS, "step", "peak", "mask", "mask peak", "mask q"],
+        ["N", "q", "drawn", *PARTS, "step", "peak", "mask", "mask peak", "mask q"],
         rows,
     )
-    if report["setup"]:
-        lines += ["", "Once per run, one row per unit; bytes per unit in brackets:", ""]
-        lines += _table(
-            ["N", "index s", "facts s", "index held", "lengths", "index peak", "facts peak", "max_rows peak"],
+    lines += ["", "Once per run, one row per unit; bytes per unit in brackets:", ""]
+    lines += _table(
+        ["N", "index s", "facts s", "index", "lengths", "facts peak", "max_rows peak"],
+        [
             [
-                [
-                    f"{setup['units']:.0e}",
-                    f"{setup['index_s']:.2f}",
-                    f"{setup['facts_s']:.2f}",
-                    *(_per_unit(setup[f"{name}_bytes"], setup["units"]) for name in SETUP_BYTES),
-                ]
-                for setup in report["setup"]
-            ],
-        )
+                f"{setup['units']:.0e}",
+                f"{setup['index_s']:.5f}",
+                f"{setup['facts_s']:.2f}",
+                *(_per_unit(setup[f"{name}_bytes"], setup["units"]) for name in SETUP_BYTES),
+            ]
+            for setup in report["setup"]
+        ],
+    )
     return "\n".join(lines)
 
 
@@ -343,7 +306,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=_count, default=d.rows, help="rows of a microbatch (default %(default)s)")
     parser.add_argument("--rounds", type=_count, default=d.rounds, help="timed draws (default %(default)s)")
     parser.add_argument("--clock", choices=tuple(CLOCKS), default=d.clock, help="wall time, or processor time")
-    parser.add_argument("--index-up-to", type=_count, default=d.index_up_to, metavar="N", help="default %(default)s")
     parser.add_argument("--mask-up-to", type=_count, default=d.mask_up_to, metavar="N", help="default %(default)s")
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     options = parser.parse_args(arguments)

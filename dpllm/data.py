@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -126,9 +127,13 @@ class RowCollator:
 
 
 def _column(dataset: Any, name: str) -> Sequence[Any]:
-    if isinstance(dataset, datasets.Dataset):
-        return list(dataset.with_format("arrow")[:][name].to_pylist())
-    return [row.get(name) for row in dataset]
+    """A column, without a Python object per row where it is of whole numbers and none is missing."""
+    if not isinstance(dataset, datasets.Dataset):
+        return [row.get(name) for row in dataset]
+    column = dataset.select_columns([name]).with_format("arrow")[:][name]
+    if pa.types.is_integer(column.type) and column.null_count == 0:
+        return column.to_numpy()
+    return list(column.to_pylist())
 
 
 def _list(row: Mapping[str, Any], name: str) -> list[int]:

@@ -151,7 +151,7 @@ def microbatches(
         taken = RowsTaken(fetch(rows[start:stop]), lengths[rows[start:stop]], collate)
         yield taken.microbatch(here - here[0], num_units, continues)
     for _ in range(max(1, *map(len, pieces)) - len(pieces[rank])):
-        yield Microbatch(*_collated(fetch(units.rows[:1]), collate, np.array([PADDING_UNIT])), num_units=0)
+        yield Microbatch(*_collated(fetch(np.asarray(units.rows[:1])), collate, np.array([PADDING_UNIT])), num_units=0)
 
 
 def share_out(tokens_U: np.ndarray, size: int) -> np.ndarray:

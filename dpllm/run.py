@@ -43,6 +43,7 @@ from dpllm.shared_ledger import SharedLedger
 from dpllm.step import Engine, StepDiagnostics, private_step
 from dpllm.units import UnitIndex
 
+_BLOCK = 1 << 20  # lengths hashed together
 _SAMPLE = 256  # rows whose contents the processes compare
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
 """A module and a microbatch's inputs to one loss per row (B,), each from its own row alone."""
@@ -87,9 +88,11 @@ class TrainingRows:
 
     def facts(self) -> dict[str, Any]:
         """What every process must hold alike: it would otherwise divide other units than were drawn."""
-        order = hashlib.sha256(np.ascontiguousarray(self.units.rows).tobytes())
-        order.update(np.ascontiguousarray(self.units.offsets).tobytes())
-        order.update(np.ascontiguousarray(self.lengths).tobytes())
+        order = hashlib.sha256()
+        for block in self.units.blocks():
+            order.update(np.ascontiguousarray(block).data)
+        for at in range(0, len(self.lengths), _BLOCK):
+            order.update(np.ascontiguousarray(self.lengths[at : at + _BLOCK], dtype=np.int64).data)
         return {
             "the number of units": self.units.num_units,
             "the number of rows": len(self.lengths),

@@ -44,12 +44,13 @@ from dpllm.checkpoints import (
     verify,
 )
 from dpllm.config import ConfigError, PrivacyConfig
-from dpllm.data import DataError, RowCollator, unit_index_of
+from dpllm.data import RowCollator, unit_index_of
 from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.ghost import GhostClipper
 from dpllm.ledger import LEDGER_FILE, read_ledger
-from dpllm.losses import IGNORE, classification_loss, per_sequence_loss, seq2seq_loss
+from dpllm.lengths import row_lengths
+from dpllm.losses import classification_loss, per_sequence_loss, seq2seq_loss
 from dpllm.model_card import write_model_card
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 from dpllm.processes import Processes
@@ -158,7 +159,7 @@ class DPTrainer(Trainer):
         self._base_name = getattr(getattr(model, "config", None), "_name_or_path", None)
         self._rows = TrainingRows(
             units=drawn,
-            lengths=_row_lengths(train_dataset, self._task),
+            lengths=row_lengths(train_dataset, self._task),
             fetch=lambda numbers: _fetch(train_dataset, numbers),
             collate=collate,
             max_rows=args.per_device_train_batch_size if max_tokens_per_microbatch is None else None,
@@ -503,48 +504,6 @@ def _fetch(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
 
 def _is_adapter(model: Any) -> bool:
     return isinstance(model, PeftModel)
-
-
-def _inputs_and_labels(dataset: Any) -> Iterator[tuple[Any, Any]]:
-    """Each row's input and its labels, None where it has none; a `datasets.Dataset` is read in batches, for speed."""
-    if not hasattr(dataset, "select_columns"):
-        for number in range(len(dataset)):
-            row = dataset[number]
-            yield row["input_ids"], row.get("labels")
-        return
-    has_labels = "labels" in dataset.column_names
-    columns = dataset.select_columns(["input_ids", "labels"] if has_labels else ["input_ids"])
-    for batch in columns.iter(batch_size=4096):
-        labels = batch["labels"] if has_labels else [None] * len(batch["input_ids"])
-        yield from zip(batch["input_ids"], labels, strict=True)
-
-
-def _row_lengths(dataset: Any, task: str | None) -> np.ndarray:
-    """(num_rows,) tokens of every row.
-
-    Raises:
-        DataError: a row without input, with labels that don't fit its input, or without any target.
-    """
-    lengths = np.empty(len(dataset), dtype=np.int64)
-    for number, (ids, labels) in enumerate(_inputs_and_labels(dataset)):
-        lengths[number] = len(ids)
-        if len(ids) == 0:
-            raise DataError(f"row {number} has no input_ids: a row needs at least one token")
-        if task not in ("causal_lm", "seq2seq_lm") or labels is None:
-            continue
-        shift = 1 if task == "causal_lm" else 0  # position t predicts token t + 1
-        if task == "causal_lm" and len(labels) != len(ids):
-            raise DataError(
-                f"row {number} has {len(labels)} labels for {len(ids)} input tokens: give one label per token, -100 "
-                f"where no "
-                "loss is wanted"
-            )
-        if all(label == IGNORE for label in labels[shift:]):
-            raise DataError(
-                f"row {number} has no target, all its labels are masked: give it one, or leave the record out before "
-                f"N is counted"
-            )
-    return lengths
 
 
 def _task(model: Any) -> str | None:

@@ -4,13 +4,16 @@ Place in the flow: between the data and the sampler. The sampler draws units, th
 unit is what a neighbouring data set lacks, so all rows of a unit must come and go together: a long record cut into
 several rows stays one unit, and so does a user with many records. Nothing here changes the number of units once made.
 
+Numbers that follow each other by a rule are held as a `range`, which takes no memory: a data set of 10^9 rows, each a
+unit by itself, has an index of two of them.
+
 The ids are private. The errors name a row number and never an id.
 """
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int64Array = NDArray[np.int64]
+_BLOCK = 1 << 20  # entries looked at together where all of them at once would take as much memory again
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +34,9 @@ class UnitIndex:
         ValueError: the arrays don't describe such a map.
     """
 
-    offsets: Int64Array
+    offsets: Int64Array | range
     """(num_units + 1,): where the rows of each unit begin."""
-    rows: Int64Array
+    rows: Int64Array | range
     """(num_rows,): row numbers, those of a unit side by side."""
     rows_dropped: int = 0
     """Rows left out because their unit already had as many as it may have."""
@@ -42,24 +46,26 @@ class UnitIndex:
     def __post_init__(self) -> None:
         """Check the arrays and make them read-only."""
         for name in ("offsets", "rows"):
-            array = np.array(getattr(self, name), dtype=np.int64)
-            array.setflags(write=False)
-            object.__setattr__(self, name, array)
-        if self.offsets.ndim != 1 or self.rows.ndim != 1 or len(self.offsets) == 0:
+            values = getattr(self, name)
+            if not isinstance(values, range):
+                array = np.array(values, dtype=np.int64)
+                array.setflags(write=False)
+                object.__setattr__(self, name, array)
+        if any(getattr(values, "ndim", 1) != 1 for values in (self.offsets, self.rows)) or len(self.offsets) == 0:
             raise ValueError("a unit index needs two arrays of one dimension, offsets with at least one entry")
-        if self.offsets[0] != 0 or self.offsets[-1] != len(self.rows) or np.any(np.diff(self.offsets) < 1):
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.rows) or not _rises(self.offsets):
             raise ValueError("offsets must rise from 0 to the number of rows: every unit has at least one row")
-        if len(np.unique(self.rows)) != len(self.rows):
+        if not (isinstance(self.rows, range) or _rises(self.rows) or _rises(np.sort(self.rows))):
             raise ValueError("a row belongs to two units; then the clip norm would bound neither of them")
 
     @classmethod
     def one_row_per_unit(cls, num_rows: int) -> UnitIndex:
-        """Return the index of a data set in which every row is a unit by itself.
+        """Return the index of a data set in which every row is a unit by itself; it takes no memory.
 
         >>> UnitIndex.one_row_per_unit(3).num_units
         3
         """
-        return cls(offsets=np.arange(num_rows + 1), rows=np.arange(num_rows))
+        return cls(offsets=range(num_rows + 1), rows=range(num_rows))
 
     @classmethod
     def from_ids(
@@ -71,7 +77,8 @@ class UnitIndex:
         """Return the index in which rows with the same id are one unit; units stand in the order of their first row.
 
         Args:
-            ids: one id per row, all texts or all whole numbers.
+            ids: one id per row, all texts or all whole numbers. An array of whole numbers is taken as it is, without a
+                Python object per row.
             max_rows_per_unit: how many rows a unit may have at most; the others are left out and counted in
                 `rows_dropped`. None: no bound.
             rng: where to draw the rows that stay, uniformly among the unit's own. None: the first ones stay.
@@ -87,13 +94,15 @@ class UnitIndex:
         if max_rows_per_unit is not None and max_rows_per_unit < 1:
             raise ValueError(f"max_rows_per_unit must be at least 1, got {max_rows_per_unit}")
         units = _unit_of_each_row(ids)
-        by_unit = np.argsort(units, kind="stable")
         counts = np.bincount(units) if len(units) else np.zeros(0, dtype=np.int64)
-        if max_rows_per_unit is None or not len(units):
-            return cls(offsets=_offsets(counts), rows=by_unit)
-        if rng is not None:
-            # Sorting by (unit, random key) puts each unit's own rows in uniformly random order.
-            by_unit = np.lexsort((rng.random(len(units)), units))
+        if len(counts) == len(units):  # each unit has one row, and stands where its row does
+            return cls.one_row_per_unit(len(units))
+        if max_rows_per_unit is None:
+            together = bool(np.all(units[:-1] <= units[1:]))
+            rows = range(len(units)) if together else np.argsort(units, kind="stable")
+            return cls(offsets=_offsets(counts), rows=rows)
+        # Sorting by (unit, random key) puts each unit's own rows in uniformly random order.
+        by_unit = np.argsort(units, kind="stable") if rng is None else np.lexsort((rng.random(len(units)), units))
         rank_in_unit = np.arange(len(units)) - np.repeat(_offsets(counts)[:-1], counts)
         kept = by_unit[rank_in_unit < max_rows_per_unit]
         kept = kept[np.lexsort((kept, units[kept]))]
@@ -108,7 +117,8 @@ class UnitIndex:
         >>> UnitIndex.from_ids(["ann", "bob", "ann"]).each_row().rows_per_owner
         2
         """
-        return UnitIndex(np.arange(self.num_rows + 1), np.sort(self.rows), self.rows_dropped, self.max_rows)
+        rows = self.rows if isinstance(self.rows, range) else np.sort(self.rows)
+        return UnitIndex(range(self.num_rows + 1), rows, self.rows_dropped, self.max_rows)
 
     @property
     def num_units(self) -> int:
@@ -123,7 +133,10 @@ class UnitIndex:
     @property
     def max_rows(self) -> int:
         """Rows of the unit that has most."""
-        return int(np.diff(self.offsets).max(initial=0))
+        if isinstance(self.offsets, range):
+            return self.offsets.step if self.num_units else 0
+        blocks = (self.offsets[at : at + _BLOCK + 1] for at in range(0, self.num_units, _BLOCK))
+        return max((int(np.diff(block).max()) for block in blocks), default=0)
 
     def rows_of(self, unit_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the rows of some units.
@@ -145,11 +158,34 @@ class UnitIndex:
         unit_ids = np.asarray(unit_ids, dtype=np.int64)
         if unit_ids.size and (unit_ids.min() < 0 or unit_ids.max() >= self.num_units):
             raise ValueError(f"unit numbers must lie in 0..{self.num_units - 1}")
-        starts = self.offsets[unit_ids]
-        counts = self.offsets[unit_ids + 1] - starts
+        starts = _take(self.offsets, unit_ids)
+        counts = _take(self.offsets, unit_ids + 1) - starts
         position = np.repeat(np.arange(len(unit_ids)), counts)
         rank_in_unit = np.arange(counts.sum()) - np.repeat(_offsets(counts)[:-1], counts)
-        return self.rows[np.repeat(starts, counts) + rank_in_unit], position
+        return _take(self.rows, np.repeat(starts, counts) + rank_in_unit), position
+
+    def blocks(self) -> Iterator[Int64Array]:
+        """All rows and then all offsets as arrays, a bounded number of entries at a time: for hashing them.
+
+        >>> [block.tolist() for block in UnitIndex.one_row_per_unit(2).blocks()]
+        [[0, 1], [0, 1, 2]]
+        """
+        for values in (self.rows, self.offsets):
+            for at in range(0, len(values), _BLOCK):
+                end = min(at + _BLOCK, len(values))
+                yield _take(values, np.arange(at, end)) if isinstance(values, range) else values[at:end]
+
+
+def _take(values: Int64Array | range, places: Int64Array) -> Int64Array:
+    """The entries at these places, none of them negative."""
+    return values.start + values.step * places if isinstance(values, range) else values[places]
+
+
+def _rises(values: Int64Array | range) -> bool:
+    """Whether each entry is larger than the one before."""
+    if isinstance(values, range):
+        return values.step > 0
+    return bool(np.all(values[1:] > values[:-1]))
 
 
 def _offsets(counts: NDArray[np.integer[Any]]) -> Int64Array:
@@ -158,6 +194,8 @@ def _offsets(counts: NDArray[np.integer[Any]]) -> Int64Array:
 
 def _unit_of_each_row(ids: Sequence[Any]) -> Int64Array:
     """Number the distinct ids in the order in which they appear."""
+    if isinstance(ids, np.ndarray) and np.issubdtype(ids.dtype, np.integer):
+        return _unit_of_each_number(ids)
     number_of: dict[Hashable, int] = {}
     units = np.empty(len(ids), dtype=np.int64)
     first_kind: type | None = None
@@ -177,6 +215,18 @@ def _unit_of_each_row(ids: Sequence[Any]) -> Int64Array:
             )
         units[row] = number_of.setdefault(value, len(number_of))
     return units
+
+
+def _unit_of_each_number(ids: NDArray[np.integer[Any]]) -> Int64Array:
+    """The same for an array; rows that stand record after record, as tokenization leaves them, need no sorting."""
+    units = np.zeros(len(ids), dtype=np.int64)
+    if np.all(ids[:-1] <= ids[1:]):
+        np.cumsum(ids[1:] != ids[:-1], out=units[1:])
+        return units
+    _, first_row, sorted_place = np.unique(ids, return_index=True, return_inverse=True)
+    number_of_place = np.empty(len(first_row), dtype=np.int64)
+    number_of_place[np.argsort(first_row)] = np.arange(len(first_row))
+    return number_of_place[sorted_place]
 
 
 def _kind(value: Any) -> type | None:

@@ -1,4 +1,4 @@
-"""benchmarks/sampling.py: its tables say what was drawn and divided, from a thousand units to a billion."""
+"""benchmarks/sampling.py: its tables say what was drawn and divided."""
 
 from __future__ import annotations
 
@@ -17,65 +17,69 @@ benchmark = importlib.util.module_from_spec(_spec)
 sys.modules["benchmark_sampling"] = benchmark
 _spec.loader.exec_module(benchmark)
 
-SMALL = ["--units", "1e5", "1e9", "--rates", "1e-5", "--rounds", "2", "--ranks", "3", "--rows", "4"]
+SMALL = ["--units", "1e5", "1e6", "--rates", "1e-5", "--rounds", "2", "--ranks", "3", "--rows", "4"]
 
 
 @pytest.mark.parametrize("clock", ["wall", "cpu"])
 def test_command_line_prints_tables_and_writes_json(clock, tmp_path, capsys):
-    """Both N are measured, the small one with the index of all its units, the large one without; figures agree."""
+    """Both N are measured, on the index of all their units, the mask up to its limit; figures agree."""
     path = tmp_path / "sampling.json"
-    limits = ["--index-up-to", "1e5", "--mask-up-to", "1e5", "--clock", clock]
+    limits = ["--mask-up-to", "1e5", "--clock", clock]
     benchmark.main([*SMALL, *limits, "--json", str(path)])
     report = json.loads(path.read_text())
     small, large = report["steps"]
-    assert (small["index"], large["index"]) == ("all N", "drawn")
     assert small["mask"]["peak_bytes"] >= 5 * small["units"] and large["mask"] is None
-    assert [setup["units"] for setup in report["setup"]] == [10**5]
-    assert report["setup"][0]["index_bytes"] == 8 * (2 * 10**5 + 1)
+    assert [setup["units"] for setup in report["setup"]] == [10**5, 10**6]
+    for setup in report["setup"]:
+        assert setup["lengths_bytes"] == 4 * setup["units"] and setup["index_peak_bytes"] < 10_000
     for step in report["steps"]:
         assert 0 < step["step_ms_range"][0] <= step["step_ms"] <= step["step_ms_range"][1]
         assert set(step["ms"]) == set(benchmark.PARTS)
         assert step["median_drawn"] <= step["max_batch_size"]
     printed = capsys.readouterr().out
-    assert "| 1e+09 |" in printed and "Once per run" in printed
-    widths = {line.count("|") for line in printed.splitlines() if line.startswith("| 1e+09")}
-    assert widths == {line.count("|") for line in printed.splitlines() if line.startswith("| N | q |")}
+    tables = printed.split("Once per run")
+    for table, start in zip(tables, ("| N | q |", "| N | index s |"), strict=True):
+        lines = [line for line in table.splitlines() if line.startswith("|")]
+        assert lines[0].startswith(start) and lines[3].startswith("| 1e+06 |")
+        assert len({line.count("|") for line in lines}) == 1
 
 
-def test_memory_of_a_step_does_not_grow_with_the_units():
-    """Ten thousand times the units at the same batch size: the peak of a step stays, as it wouldn't with a mask."""
+def test_memory_does_not_grow_with_the_units():
+    """A hundred times the units at the same batch size: the peak of a step stays, as it wouldn't with a mask."""
     settings = benchmark.Settings(rounds=1)
-    peaks = [benchmark.measure_step(n, 1000 / n, settings, None)["peak_bytes"] for n in (10**5, 10**9)]
+    peaks = []
+    for units in (10**4, 10**6):
+        setup, made = benchmark.measure_setup(units, "wall")
+        peaks.append(benchmark.measure_step(*made, 1000 / units, settings)["peak_bytes"])
+        assert setup["facts_peak_bytes"] < 30 * 2**20
     assert 1000 * 8 < peaks[1] < 2 * peaks[0] < 10**6
 
 
 def test_what_is_timed_is_the_whole_step():
-    """Rank by rank, the microbatches that are timed hold every drawn unit once, with either index."""
-    lengths = benchmark.lengths_of(1000)
-    everything = (benchmark.UnitIndex.one_row_per_unit(1000), lengths)
+    """Rank by rank, the microbatches that are timed hold every drawn unit once."""
     unit_ids = np.arange(0, 1000, 10)
-    for drawn in (benchmark.Drawn.of(unit_ids, everything), benchmark.Drawn.of(unit_ids, None)):
-        seen = []
-        for rank in range(3):
-            for batch in benchmark.microbatches(
-                benchmark.identity,
-                lambda rows: {"rows": torch.tensor(rows)},
-                drawn.index,
-                drawn.lengths,
-                drawn.unit_ids,
-                max_rows=4,
-                rank=rank,
-                size=3,
-            ):
-                seen += batch.inputs["rows"][batch.unit_index >= 0].tolist()
-        assert sorted(seen) == sorted(drawn.index.rows_of(drawn.unit_ids)[0].tolist())
-        assert len(seen) == len(drawn.tokens()) == 100
-        assert (np.diff(drawn.tokens()) <= 0).all()
+    drawn = benchmark.Drawn(benchmark.UnitIndex.one_row_per_unit(1000), benchmark.lengths_of(1000), unit_ids)
+    seen = []
+    for rank in range(3):
+        for batch in benchmark.microbatches(
+            benchmark.identity,
+            lambda rows: {"rows": torch.tensor(rows)},
+            drawn.index,
+            drawn.lengths,
+            drawn.unit_ids,
+            max_rows=4,
+            rank=rank,
+            size=3,
+        ):
+            seen += batch.inputs["rows"][batch.unit_index >= 0].tolist()
+    assert sorted(seen) == unit_ids.tolist()
+    assert (np.diff(drawn.tokens()) <= 0).all() and len(drawn.tokens()) == 100
 
 
 def test_nothing_drawn_is_a_step_too():
     """An empty draw is divided like any other: each rank runs its padding row."""
-    drawn = benchmark.Drawn.of(np.zeros(0, dtype=np.int64), None)
+    none = np.zeros(0, dtype=np.int64)
+    drawn = benchmark.Drawn(benchmark.UnitIndex.one_row_per_unit(9), benchmark.lengths_of(9), none)
     drawn.divide(benchmark.Settings())
     assert len(drawn.tokens()) == 0
 
@@ -99,20 +103,6 @@ def test_peak_bytes_counts_what_is_alive_at_once():
         np.zeros(10**5)
 
     assert 8 * 10**5 <= benchmark.peak_bytes(two_in_turn) < 12 * 10**5
-
-
-def test_resident_peak_returns_result_and_bytes(monkeypatch):
-    """The result comes back with the bytes that were touched; where the kernel has no mark, with None."""
-    result, peak = benchmark.resident_peak(lambda: np.ones(10**7).sum())
-    assert result == 10**7
-    assert peak is None or peak >= 4 * 10**7
-
-    def refuse(self, text):
-        raise OSError
-
-    monkeypatch.setattr(Path, "write_text", refuse)
-    assert benchmark.resident_peak(lambda: 3) == (3, None)
-    assert benchmark._per_unit(None, 5) == "-"
 
 
 @pytest.mark.parametrize(

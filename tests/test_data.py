@@ -306,6 +306,18 @@ class TestUnits:
             assert {rows[int(row)]["record"] for row in own} == {unit}
         assert index.num_rows == len(rows) > 6
 
+    def test_numbers_in_arrow_and_in_rows_give_one_index(self, tokenizer):
+        """A column of whole numbers is never a list of Python numbers, and a number that is missing is still seen."""
+        rows = rows_of(self.RECORDS, tokenizer, max_length=8, long_records="split")
+        user = privacy(unit="user", unit_column="who", max_rows_per_unit=2)
+        users = datasets.Dataset.from_list([{"text": "x", "who": who} for who in (7, -1, 7, 3, 7, -1)])
+        for dataset, section in ((rows, privacy()), (rows.select([2, 0, 1, 3]), privacy()), (users, user)):
+            of_arrow, of_rows = unit_index_of(dataset, section), unit_index_of(list(dataset), section)
+            assert list(of_arrow.rows) == list(of_rows.rows) and list(of_arrow.offsets) == list(of_rows.offsets)
+            assert of_arrow.rows_dropped == of_rows.rows_dropped
+        with pytest.raises(ValueError, match="row 1 has no usable unit id"):
+            unit_index_of(datasets.Dataset.from_list([{"text": "x", "who": who} for who in (7, None)]), user)
+
     def test_a_column_named_record_in_raw_data_is_not_a_unit(self):
         """Only the column that tokenization makes says which rows belong together."""
         records = datasets.Dataset.from_list([{"text": "x", "record": 1}, {"text": "y", "record": 1}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ def test_index_keeps_units_whole_and_bounded(ids: list[int], bound: int, drawn: 
     order = list(dict.fromkeys(ids))
     assert index.num_units == len(order)
     for unit, name in enumerate(order):
-        rows = index.rows[index.offsets[unit] : index.offsets[unit + 1]].tolist()
+        rows = list(index.rows[index.offsets[unit] : index.offsets[unit + 1]])
         assert all(ids[row] == name for row in rows)
         assert len(rows) == min(ids.count(name), bound)
         assert drawn or rows == [row for row, other in enumerate(ids) if other == name][:bound]
@@ -43,6 +44,56 @@ def test_one_row_per_unit() -> None:
     assert (index.num_units, index.num_rows, index.max_rows, index.rows_dropped) == (4, 4, 1, 0)
     rows, position = index.rows_of(np.array([3, 1]))
     assert rows.tolist() == [3, 1] and position.tolist() == [0, 1]
+
+
+def test_a_billion_rows_have_an_index_without_arrays() -> None:
+    """N entries are never alive, neither in making the index nor in asking it for rows, for its bound or for units."""
+    tracemalloc.start()
+    try:
+        index = UnitIndex.one_row_per_unit(10**9).each_row()
+        rows, position = index.rows_of(np.array([0, 10**9 - 1]))
+        assert (index.num_units, index.num_rows, index.max_rows) == (10**9, 10**9, 1)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+    assert rows.tolist() == [0, 10**9 - 1] and position.tolist() == [0, 1]
+
+
+def as_before(ids: list[int]) -> UnitIndex:
+    """The index as two arrays, from a loop over the units."""
+    own = {name: [row for row, other in enumerate(ids) if other == name] for name in dict.fromkeys(ids)}
+    counts = np.array([0, *map(len, own.values())])
+    return UnitIndex(np.cumsum(counts), np.array([row for rows in own.values() for row in rows], dtype=np.int64))
+
+
+@given(st.lists(st.integers(-3, 6), max_size=40), st.sampled_from([list, sorted, lambda ids: range(len(ids))]))
+def test_ranges_and_arrays_of_ids_give_the_index_of_a_loop(ids: list[int], order: Any) -> None:
+    """Ids in any order, rising, or all different, as a list or as an array of any width: one index, in every way."""
+    ids = list(order(ids))
+    expected = as_before(ids)
+    for given_ids in (ids, np.array(ids, dtype=np.int64), np.array(ids, dtype=np.int8)):
+        index = UnitIndex.from_ids(given_ids)
+        assert list(index.rows) == expected.rows.tolist() and list(index.offsets) == expected.offsets.tolist()
+        assert np.concatenate([*index.blocks()]).tolist() == [*expected.rows.tolist(), *expected.offsets.tolist()]
+        assert index.max_rows == expected.max_rows
+        every = np.arange(index.num_units)[::-1]
+        for found, wanted in zip(index.rows_of(every), expected.rows_of(every), strict=True):
+            assert found.dtype == np.int64 and found.tolist() == wanted.tolist()
+        assert list(index.each_row().rows) == expected.each_row().rows.tolist()
+        for bound in (1, 2):
+            bounded, looped = UnitIndex.from_ids(given_ids, bound), UnitIndex.from_ids(list(ids), bound)
+            assert list(bounded.rows) == list(looped.rows) and bounded.rows_dropped == looped.rows_dropped
+
+
+def test_the_largest_unit_is_found_in_any_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets are looked at piece by piece; a unit at the seam of two pieces counts like any other."""
+    monkeypatch.setattr("dpllm.units._BLOCK", 2)
+    for largest in range(5):
+        counts = np.array([0, *(3 if unit == largest else 1 for unit in range(5))])
+        index = UnitIndex(np.cumsum(counts), np.arange(7))
+        assert index.max_rows == 3
+        assert np.concatenate([*index.blocks()]).tolist() == [*range(7), *index.offsets]
+    assert UnitIndex(range(0, 7, 3), range(6)).max_rows == 3
 
 
 def test_no_rows_give_no_units() -> None:
@@ -96,20 +147,25 @@ def test_unit_out_of_range_is_refused(units: list[int]) -> None:
     ("offsets", "rows", "match"),
     [
         ([0, 2], [1, 1], "a row belongs to two units"),
+        ([0, 3], [1, 0, 1], "a row belongs to two units"),
+        (range(0, 3, 2), range(3), "must rise from 0"),
+        ([[0, 1]], [0], "two arrays of one dimension"),
         ([0, 1, 1], [0], "every unit has at least one row"),
         ([1, 2], [0, 1], "must rise from 0"),
         ([], [], "offsets with at least one entry"),
     ],
 )
-def test_bad_map_is_refused(offsets: list[int], rows: list[int], match: str) -> None:
+def test_bad_map_is_refused(offsets: Any, rows: Any, match: str) -> None:
     """An index whose units overlap or are empty can't be made."""
     with pytest.raises(ValueError, match=match):
-        UnitIndex(offsets=np.array(offsets, dtype=np.int64), rows=np.array(rows, dtype=np.int64))
+        UnitIndex(offsets=offsets, rows=rows)
 
 
 def test_index_is_read_only() -> None:
     """Nobody can move a row to another unit afterwards."""
     with pytest.raises(ValueError, match="read-only"):
+        UnitIndex.from_ids([1, 2, 1]).rows[0] = 1
+    with pytest.raises(TypeError, match="does not support item assignment"):
         UnitIndex.one_row_per_unit(2).rows[0] = 1
 
 
@@ -117,6 +173,6 @@ def test_each_row_by_itself_keeps_the_bound_of_its_owner() -> None:
     """The rows that were kept, each a unit of its own, and how many of them one owner has at most."""
     users = UnitIndex.from_ids(["a", "b", "a", "a", "b"], max_rows_per_unit=2)
     rows = users.each_row()
-    assert rows.rows.tolist() == [0, 1, 2, 4] and rows.num_units == rows.num_rows == 4 and rows.max_rows == 1
+    assert list(rows.rows) == [0, 1, 2, 4] and rows.num_units == rows.num_rows == 4 and rows.max_rows == 1
     assert (rows.rows_per_owner, users.rows_per_owner) == (2, 1)
     assert rows.rows_dropped == users.rows_dropped == 1

@@ -94,7 +94,7 @@ def test_every_rank_draws_the_same_units_and_takes_its_share(seen, name):
     """One draw per step over all units; the rows of each unit go to one rank, and none is left out."""
     steps = [result["steps"] for result in seen("runs", name)]
     rows = rows_of()
-    padding = set(rows.units.rows[:1].tolist())
+    padding = set(rows.units.rows[:1])
     for first, second in zip(*steps, strict=True):
         assert first[0] == second[0] and first[2] == second[2] == len(first[0])
         expected, _ = rows.units.rows_of(first[0])
