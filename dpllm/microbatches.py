@@ -2,12 +2,12 @@
 
 Clipping is per unit, so neither changes anything but speed. Units are handed out longest first, each to the process
 with the fewest tokens so far, so that processes that wait for each other at every layer have equal work; within a
-process they stay sorted by length, so that little padding is needed. A unit stays in one microbatch, unless it has more
-rows than fit: then it has several to itself, all but the last marked as to be continued. Every process gets the same
-number of microbatches: one with nothing left, like a step without any unit, runs a single padding row, whose loss has
-weight 0.
+process they stay sorted by length, and the cuts between microbatches are those that leave the least padding
+(`best_cuts`). A unit stays in one microbatch, unless it has more rows than fit: then it has several to itself, all but
+the last marked as to be continued. Every process gets the same number of microbatches: one with nothing left, like a
+step without any unit, runs a single padding row, whose loss has weight 0.
 
-Shape suffixes: B rows.
+Shape suffixes: B rows, U units.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ from torch import Tensor
 from dpllm.units import UnitIndex
 
 PADDING_UNIT = -1  # the unit of a row that belongs to none; its loss has weight 0
+TOKENS_PER_MICROBATCH = 1024
+"""What one more microbatch may save in padding before it is worth having.
+
+Each one reads the weights for forward and backward and adds a gradient to a float32 sum, about 16 bytes per parameter,
+where a token costs 6 operations per parameter: at the 100 operations that a large GPU does per byte that is some 270
+tokens. Beside it stands Python's time for the launches, some thousand tokens for a model of 10^9 parameters. Too large
+a value leaves padding, too small a one makes microbatches that the device doesn't fill.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +150,10 @@ def microbatches(
     room = np.full(len(rows), len(rows) if max_rows is None else max_rows)
     if max_tokens is not None:
         room = np.minimum(room, np.maximum(1, max_tokens // np.maximum(1, lengths[rows])))
-    pieces = [list(_pieces(rows_of_unit[owner == process], room[owner[unit] == process])) for process in range(size)]
+    pieces = []
+    for process in range(size):
+        its = owner[unit] == process
+        pieces.append(list(_pieces(rows_of_unit[owner == process], lengths[rows[its]], room[its])))
     mine = owner[unit] == rank
     rows, unit = rows[mine], np.cumsum(owner == rank)[unit[mine]] - 1
     for start, stop, continues in pieces[rank]:
@@ -180,27 +191,68 @@ def share_out(tokens_U: np.ndarray, size: int) -> np.ndarray:
     return owner
 
 
-def _pieces(rows_of_unit: np.ndarray, room: np.ndarray) -> Iterator[tuple[int, int, bool]]:
+def best_cuts(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
+    """Cut units sorted by length so that padded tokens plus `TOKENS_PER_MICROBATCH` per microbatch are fewest.
+
+    A microbatch costs its rows times its longest. Dynamic programming from the end: the best cost of what begins with
+    unit u is the least, over where the first microbatch ends, of that microbatch and the best of the rest. A cut
+    between two units that are alike need be tried only where the microbatch after it is full: otherwise the unit before
+    the cut can move over, and the sum doesn't rise.
+
+    Args:
+        rows_U: (U,) rows of each unit.
+        longest_U: (U,) tokens of the longest of them, falling.
+        room_U: (U,) rows of a microbatch that begins with this unit, not falling.
+
+    Returns:
+        First and last unit + 1 of each microbatch. A unit with more rows than fit stands alone.
+
+    >>> best_cuts(np.array([1, 1, 1, 1]), np.array([900, 20, 10, 10]), np.array([4, 4, 4, 4]))
+    [(0, 1), (1, 4)]
+    """
+    num_units = len(rows_U)
+    numbers = np.arange(num_units)
+    ends = np.concatenate(([0], np.cumsum(rows_U)))
+    latest = np.maximum(numbers + 1, np.searchsorted(ends, ends[:-1] + room_U, side="right") - 1)
+    if_full = np.clip(np.searchsorted(ends, ends[:-1] + room_U - rows_U, side="right"), numbers + 1, latest)
+    alike = np.zeros(num_units, dtype=bool)
+    alike[1:] = (rows_U[1:] == rows_U[:-1]) & (longest_U[1:] == longest_U[:-1])
+    earliest = np.where(alike, if_full, numbers + 1)
+    best = np.zeros(num_units + 1)
+    end_of = np.empty(num_units, dtype=np.int64)
+    for first, low, high, tokens in zip(
+        range(num_units - 1, -1, -1),
+        earliest[::-1].tolist(),
+        latest[::-1].tolist(),
+        longest_U[::-1].tolist(),
+        strict=True,
+    ):
+        costs = best[low : high + 1] + (ends[low : high + 1] - ends[first]) * tokens
+        place = int(costs[::-1].argmin())  # of several the latest: the longest fill their microbatch
+        end_of[first] = high - place
+        best[first] = costs[-1 - place] + TOKENS_PER_MICROBATCH
+    cuts, first = [], 0
+    while first < num_units:
+        cuts.append((first, int(end_of[first])))
+        first = cuts[-1][1]
+    return cuts
+
+
+def _pieces(rows_of_unit: np.ndarray, lengths: np.ndarray, room: np.ndarray) -> Iterator[tuple[int, int, bool]]:
     """Cut rows that stand unit after unit: where each microbatch begins and ends, and whether its unit goes on.
 
     Args:
         rows_of_unit: (U,) how many rows each unit has.
+        lengths: (num_rows,) tokens of each row; the longest of a unit comes first.
         room: (num_rows,) how many rows fit into a microbatch that begins with this row, the longest of it.
     """
-    begin, end = 0, 0
-    for count in rows_of_unit.tolist():
-        if end > begin and end - begin + count > room[begin]:
-            yield begin, end, False
-            begin = end
-        end += count
-        if end - begin > room[begin]:
-            while end - begin > room[begin]:
-                stop = begin + int(room[begin])
-                yield begin, stop, True
-                begin = stop
-            yield begin, end, False  # no other unit joins the last of its rows
-            begin = end
-    if end > begin:
+    ends = np.concatenate(([0], np.cumsum(rows_of_unit)))
+    for first, last in best_cuts(rows_of_unit, lengths[ends[:-1]], room[ends[:-1]]):
+        begin, end = int(ends[first]), int(ends[last])
+        while end - begin > room[begin]:
+            stop = begin + int(room[begin])
+            yield begin, stop, True
+            begin = stop
         yield begin, end, False
 
 

@@ -1,12 +1,14 @@
 """The cut of a logical batch: every row of every drawn unit once, no unit split, nothing else."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpllm.microbatches import PADDING_UNIT, microbatches, share_out
+from dpllm.microbatches import PADDING_UNIT, TOKENS_PER_MICROBATCH, best_cuts, microbatches, share_out
 from dpllm.units import UnitIndex
 
 
@@ -224,3 +226,52 @@ def test_a_microbatch_needs_a_bound(max_rows, max_tokens):
     """Without one, all rows of a step would go through the model at once."""
     with pytest.raises(ValueError, match=r"max_(rows|tokens)"):
         cut(UnitIndex.one_row_per_unit(2), [1, 1], [0], max_rows, max_tokens=max_tokens)
+
+
+def cost_of(cuts, rows, longest):
+    """Padded tokens, and what the microbatches cost in tokens."""
+    return sum(sum(rows[first:last]) * longest[first] + TOKENS_PER_MICROBATCH for first, last in cuts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_cut_of_the_units_costs_less(data):
+    """Against every division of a few units into microbatches that fit; units of several rows, many of them alike."""
+    scale = data.draw(st.sampled_from([1, 100, 600]))
+    longest = sorted(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=9)), reverse=True)
+    longest = np.array(longest) * scale
+    rows = np.array([data.draw(st.sampled_from([1, 1, 1, 2, 3])) for _ in longest])
+    budget, max_rows = data.draw(st.integers(1, 20)) * scale, data.draw(st.integers(1, 9))
+    room = np.minimum(max_rows, np.maximum(1, budget // longest))
+    possible = []
+    for inner in itertools.product([False, True], repeat=len(rows) - 1):
+        edges = [0, *(at + 1 for at, cut_here in enumerate(inner) if cut_here), len(rows)]
+        cuts = list(itertools.pairwise(edges))
+        if all(last == first + 1 or rows[first:last].sum() <= room[first] for first, last in cuts):
+            possible.append(cost_of(cuts, rows, longest))
+    found = best_cuts(rows, longest, room)
+    assert found[0][0] == 0 and found[-1][1] == len(rows)
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(found))
+    assert all(last == first + 1 or rows[first:last].sum() <= room[first] for first, last in found)
+    assert cost_of(found, rows, longest) == min(possible)
+
+
+def test_a_few_long_rows_do_not_stretch_the_others():
+    """Two rows of 1000 tokens and thirty of 100 would fit together; two microbatches save 27 000 tokens of padding."""
+    units = UnitIndex.one_row_per_unit(32)
+    batches = cut(units, [1000] * 2 + [100] * 30, range(32), None, max_tokens=32_000)
+    assert [len(batch.unit_index) for batch in batches] == [2, 30]
+    short = cut(units, [10] * 2 + [1] * 30, range(32), None, max_tokens=32_000)
+    assert len(short) == 1  # padding of 270 tokens is less than what a microbatch costs
+
+
+def test_the_first_of_equally_good_cuts_is_full():
+    """Memory peaks in the first microbatch."""
+    batches = cut(UnitIndex.one_row_per_unit(5), [7] * 5, range(5), 2)
+    assert [len(batch.unit_index) for batch in batches] == [2, 2, 1]
+
+
+def test_no_units_have_no_cuts():
+    """Nothing drawn, nothing cut."""
+    none = np.zeros(0, dtype=np.int64)
+    assert best_cuts(none, none, none) == []
