@@ -1,0 +1,254 @@
+"""Every row of the target table: what privacy costs the models one fine-tunes, of one and eight billion parameters.
+
+    python benchmarks/targets.py                                    # all rows; on CUDA time and memory
+    python benchmarks/targets.py --rows 1 4 --markdown targets.md --json targets.json
+
+Llama architecture, random weights, bfloat16, SDPA attention, vocabulary 32 000 with an untied head; one microbatch,
+forward to clipped sum, no noise, no optimizer, as in throughput.py. Ratios: speed is non-private / private (1 is
+parity, more is better), memory is private / non-private (less is better).
+
+On CUDA the whole models run. Elsewhere two shallow models of the same width run at the full batch and length, and
+their figures are extended to the whole depth:
+
+FLOPs   operations are linear in the depth, so that the extended count is exact
+memory  bytes of live tensors. Their peak is the largest of several sums, each linear in the depth, so that the extended
+        figure is an estimate
+values  products of matrices and attention return zeros at once instead of being computed: shapes decide what runs and
+        what is kept, values don't. Everything else runs as it is
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import logging
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from throughput import FORMULAS, OPACUS, OURS, PLAIN, LiveBytes, Settings, count_flops, machine, measure, prepare
+
+DEPTHS = (1, 2)  # of the shallow models
+WIDTHS = {
+    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A row of the table; the targets are None where the row is for comparison."""
+
+    model: str
+    mode: str
+    batch: int
+    tokens: int
+    checkpointing: str = "none"
+    speed: float | None = None
+    memory: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What the row says of itself."""
+        kept = "" if self.checkpointing == "none" else ", checkpointing"
+        return f"Llama {self.model}, {'LoRA r=16' if self.mode == 'lora' else 'full'}, {self.batch}×{self.tokens}{kept}"
+
+    @property
+    def layers(self) -> int:
+        """Depth of the whole model."""
+        return WIDTHS[self.model]["num_hidden_layers"]
+
+    def settings(self, layers: int, device: str, rounds: int, dtype: str = "bfloat16") -> Settings:
+        """What throughput.py measures, at this depth."""
+        config = {
+            "model_type": "llama",
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 32_000,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": False,
+            **WIDTHS[self.model],
+            "num_hidden_layers": layers,
+        }
+        return Settings(
+            config=json.dumps(config),
+            mode=self.mode,
+            rank=16,
+            batch=self.batch,
+            tokens=self.tokens,
+            dtype=dtype,
+            checkpointing=self.checkpointing,
+            device=device,
+            rounds=rounds,
+            warmup=3,
+        )
+
+
+TARGETS = (
+    Target("1B", "full", 8, 512, speed=0.95, memory=1.10),
+    Target("1B", "full", 8, 1024, speed=0.92, memory=1.10),
+    Target("8B", "full", 4, 512, speed=0.96, memory=1.15),
+    Target("8B", "lora", 8, 512, speed=0.985, memory=1.03),
+    Target("8B", "lora", 8, 512, "nonreentrant", speed=0.985, memory=1.05),
+    Target("1B", "full", 8, 512, "nonreentrant"),
+    Target("1B", "lora", 8, 512),
+    Target("1B", "lora", 8, 512, "nonreentrant"),
+)
+
+
+class WithoutProducts(TorchDispatchMode):
+    """Products and attention return zeros of the right shape, in-place ones what they were given."""
+
+    SKIPPED = frozenset(flop_registry) | frozenset(FORMULAS)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Skip what has a FLOP formula, run everything else."""
+        kwargs = kwargs or {}
+        if func._overloadpacket not in self.SKIPPED:
+            return func(*args, **kwargs)
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                return kwargs[argument.name] if argument.name in kwargs else args[position]
+        shapes = func(*tree_map_only(Tensor, _meta, args), **tree_map_only(Tensor, _meta, kwargs))
+        return tree_map_only(Tensor, lambda like: torch.zeros_like(like, device="cpu"), shapes)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def counted(settings: Settings) -> dict[str, tuple[int, int]]:
+    """FLOPs and peak bytes of a step without and with privacy, without computing the products."""
+    short = replace(settings, batch=2, tokens=4, warmup=1)  # the one-off checks of a first batch, with all values
+    steps, _, _ = prepare(short, [PLAIN, OURS])
+    generator = torch.Generator().manual_seed(1)
+    ids_BT = torch.randint(0, 1000, (settings.batch, settings.tokens), generator=generator)
+    figures = {}
+    for name, step in steps.items():
+        step.forget()
+        live = LiveBytes()
+        for tensor in (ids_BT, *step.model.parameters(), *step.model.buffers()):
+            live.watch(tensor)
+        with WithoutProducts(), live:
+            flops = sum(count_flops(lambda step=step: step.run(ids_BT)).values())
+        figures[name] = flops, live.peak
+        step.forget()
+    return figures
+
+
+def extended(shallow: int, deeper: int, layers: int) -> int:
+    """A figure that is linear in the depth, at `layers`, from those of the two shallow models."""
+    return shallow + (layers - DEPTHS[0]) * (deeper - shallow) // (DEPTHS[1] - DEPTHS[0])
+
+
+def measure_row(target: Target, device: str, rounds: int) -> dict[str, Any]:
+    """The ratios of one row; of Opacus where it is installed and a GPU is there."""
+    row: dict[str, Any] = {"name": target.name, **asdict(target)}
+    if torch.device(device).type == "cuda":
+        installed = importlib.util.find_spec(OPACUS) is not None
+        results = measure(target.settings(target.layers, device, rounds), [PLAIN, OURS, *[OPACUS] * installed])
+        base, own = results[PLAIN], results[OURS]
+        row |= {
+            "speed_ratio": base.median_ms / own.median_ms,
+            "flops": {PLAIN: base.flops, OURS: own.flops},
+            "peak_bytes": {PLAIN: base.peak_bytes, OURS: own.peak_bytes},
+            "ms": {PLAIN: base.times_ms, OURS: own.times_ms},
+            "opacus": "not installed",
+        }
+        if installed:
+            theirs = results[OPACUS]
+            speed = None if theirs.refused else base.median_ms / theirs.median_ms
+            row["opacus"] = theirs.refused or f"{speed:.2f} / {theirs.peak_bytes / base.peak_bytes:.2f}"
+    else:
+        models = [counted(target.settings(layers, device, rounds)) for layers in DEPTHS]
+        flops, peak = (
+            {name: extended(models[0][name][at], models[1][name][at], target.layers) for name in (PLAIN, OURS)}
+            for at in (0, 1)
+        )
+        row |= {"speed_ratio": None, "flops": flops, "peak_bytes": peak, "opacus": "not run"}
+    row["flop_ratio"] = row["flops"][PLAIN] / row["flops"][OURS]
+    row["memory_ratio"] = row["peak_bytes"][OURS] / row["peak_bytes"][PLAIN]
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return row
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The table, with the machine it is of."""
+    where = report["machine"]
+    on_gpu = any(row["speed_ratio"] is not None for row in report["rows"])
+    how = "whole models" if on_gpu else f"counted on {DEPTHS[0]} and {DEPTHS[1]} layers, extended to the whole depth"
+    lines = [
+        f"{where['device']}, {where['threads']} CPU threads, PyTorch {where['torch']}; bfloat16; {how}.",
+        "",
+        "| model, mode, B×T | target speed | speed | FLOPs, non-private / private | target memory | memory | "
+        "GiB, non-private | GiB, private | Opacus, speed / memory |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        speed, memory = row["speed"], row["memory"]
+        cells = [
+            row["name"],
+            f"≥ {speed:g}" if speed else "-",
+            f"{row['speed_ratio']:.3f}" if row["speed_ratio"] is not None else "-",
+            f"{row['flop_ratio']:.3f}",
+            f"≤ {memory:g}" if memory else "-",
+            f"{row['memory_ratio']:.3f}",
+            *(f"{row['peak_bytes'][name] / 2**30:.1f}" for name in (PLAIN, OURS)),
+            row["opacus"],
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=list(range(1, len(TARGETS) + 1)), metavar="N", help="these alone, from 1"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--rounds", type=int, default=6, help="timed steps on CUDA (default %(default)s)")
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
+    parser.add_argument("--json", type=Path, help="also write every figure to this file")
+    options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}; at least 1 is needed")
+    for number in options.rows:
+        if not 1 <= number <= len(TARGETS):
+            parser.error(f"--rows has {number}; the table has the rows 1 to {len(TARGETS)}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print, write."""
+    options = parse_arguments(arguments)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    device = str(Settings(device=options.device).resolved_device())
+    rows = []
+    for number in options.rows:
+        rows.append(measure_row(TARGETS[number - 1], device, options.rounds))
+        print(f"{rows[-1]['name']}: done", file=sys.stderr)
+    report = {"machine": machine(torch.device(device)), "rows": rows}
+    table = as_markdown(report)
+    print(table)
+    if options.markdown:
+        options.markdown.write_text(table + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
