@@ -25,6 +25,7 @@ import importlib.util
 import json
 import logging
 import sys
+import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print, write."""
     options = parse_arguments(arguments)
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")  # of transformers, about peft's call
     device = str(Settings(device=options.device).resolved_device())
     rows = []
     for number in options.rows:
