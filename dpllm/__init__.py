@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dpllm.ghost import GhostClipper as GhostClipper
     from dpllm.ghost import GhostError as GhostError
     from dpllm.losses import classification_loss as classification_loss
+    from dpllm.losses import packed_sequence_loss as packed_sequence_loss
     from dpllm.losses import per_sequence_loss as per_sequence_loss
     from dpllm.losses import seq2seq_loss as seq2seq_loss
     from dpllm.plan import PrivacyPlan as PrivacyPlan
@@ -34,6 +35,7 @@ _HOME = {
     "GhostClipper": "dpllm.ghost",
     "GhostError": "dpllm.ghost",
     "classification_loss": "dpllm.losses",
+    "packed_sequence_loss": "dpllm.losses",
     "per_sequence_loss": "dpllm.losses",
     "seq2seq_loss": "dpllm.losses",
     "PrivacyPlan": "dpllm.plan",

@@ -390,6 +390,9 @@ class Recipe:
     similar length go together, and short ones many at a time. "auto": as many as fit into the memory of the GPU, found
     by trial before the first step (one process per GPU and DDP; 2048 on a CPU). It has no influence on the
     guarantee."""
+    pack_rows: bool = False
+    """Whether the rows of a microbatch are laid end to end, without padding; ``microbatch_tokens`` are then the rows'
+    own. For causal language models. It has no influence on the guarantee."""
 
     def __post_init__(self) -> None:
         """Check the section that has no dataclass of its own, and what two sections say together."""
@@ -398,6 +401,13 @@ class Recipe:
             raise ConfigError(f'microbatch_tokens must be a whole number or "auto", got {self.microbatch_tokens!r}')
         if self.microbatch_tokens not in (None, "auto"):
             _integer("microbatch_tokens", self.microbatch_tokens, 1)
+        if not isinstance(self.pack_rows, bool):
+            raise ConfigError(f"pack_rows must be true or false, got {self.pack_rows!r}")
+        if self.pack_rows and self.model.task != "causal_lm":
+            raise ConfigError(
+                f'pack_rows lays rows end to end, which model.task="{self.model.task}" can\'t have: it is for causal '
+                "language models. Leave pack_rows out"
+            )
         if self.privacy.sampling == "example" and self.data.long_records == "split":
             raise ConfigError(
                 'privacy.sampling="example" draws rows, and data.long_records="split" makes several of one record: how '

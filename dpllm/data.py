@@ -126,6 +126,51 @@ class RowCollator:
         return labels
 
 
+@dataclass(frozen=True)
+class PackedCollator:
+    """Lays rows end to end, without padding; for causal language models.
+
+    Called with a list of B rows of N tokens together, it returns `input_ids` (1, N), `position_ids` (1, N), which begin
+    anew with each row, `labels` (1, N), with each row's first masked, and what the attention is told of the rows
+    (transformers' ``FlashAttentionKwargs``): `cu_seq_lens_q` and `cu_seq_lens_k` (B + 1,), where each row begins and
+    the last one ends, and the longest row, `max_length_q` and `max_length_k`. The loss per row is then
+    `dpllm.packed_sequence_loss`. A row without `labels` is its own target.
+
+    >>> batch = PackedCollator()([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
+    >>> batch["input_ids"].tolist(), batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist()
+    ([[5, 6, 7, 8, 9]], [[0, 1, 0, 1, 2]], [0, 2, 5])
+    """
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Collate B rows.
+
+        Raises:
+            DataError: no row, a row without tokens, with masked tokens or token types, or with labels of a length other
+                than the input's.
+        """
+        padded = RowCollator(pad_token_id=0)(rows)
+        seen_BT = padded["attention_mask"].bool()
+        lengths = [len(_list(row, "input_ids")) for row in rows]
+        if min(lengths) == 0 or seen_BT.sum(1).tolist() != lengths or "token_type_ids" in padded:
+            raise DataError(
+                "a row has no token, masked tokens or token types, and rows can't be packed with them: leave padding "
+                "and token types out of the rows, or set pack_rows to false"
+            )
+        labels_BT = padded["labels"]
+        labels_BT[:, 0] = IGNORE
+        boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        positions_BT = torch.arange(max(lengths)).expand(len(rows), -1)
+        return {
+            "input_ids": padded["input_ids"][seen_BT][None],
+            "position_ids": positions_BT[seen_BT][None],
+            "labels": labels_BT[seen_BT][None],
+            "cu_seq_lens_q": boundaries,
+            "cu_seq_lens_k": boundaries,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+        }
+
+
 def _column(dataset: Any, name: str) -> Sequence[Any]:
     """A column, without a Python object per row where it is of whole numbers and none is missing."""
     if not isinstance(dataset, datasets.Dataset):

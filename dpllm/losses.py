@@ -91,6 +91,41 @@ def per_sequence_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return _token_mean(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORE))
 
 
+def packed_sequence_loss(logits: Tensor, labels: Tensor, cu_seq_lens: Tensor) -> Tensor:
+    """`per_sequence_loss` of rows that were laid end to end.
+
+    Args:
+        logits: (1, N, V) for the N tokens of all rows.
+        labels: (1, N) token ids with -100 where no loss is wanted. They are shifted here, within each row: its last
+            token predicts nothing.
+        cu_seq_lens: (B + 1,) where each row begins, and at last N.
+
+    Returns:
+        (B,) float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: shapes that don't fit.
+
+    >>> labels, boundaries = torch.tensor([[1, 2, 3, 4, 1, 2]]), torch.tensor([0, 4, 6])
+    >>> packed_sequence_loss(torch.zeros(1, 6, 10), labels, boundaries)
+    tensor([2.3026, 2.3026])
+    """
+    _check(logits, labels)
+    if len(labels) != 1 or cu_seq_lens.ndim != 1 or int(cu_seq_lens[-1]) != labels.shape[1]:
+        raise ValueError(
+            f"One row of all tokens and the places where rows begin are needed; labels are {tuple(labels.shape)}, and "
+            f"the last of the boundaries, {tuple(cu_seq_lens.shape)}, is {cu_seq_lens.flatten()[-1:].tolist()}."
+        )
+    boundaries = cu_seq_lens.long()
+    target_N = F.pad(labels[0, 1:], (0, 1), value=IGNORE).index_fill(0, boundaries[1:] - 1, IGNORE)
+    loss_N = _token_mean(logits[0, :, None], target_N[:, None])  # of one token each
+    rows = torch.arange(len(boundaries) - 1, device=labels.device)
+    row_N = torch.repeat_interleave(rows, boundaries.diff(), output_size=len(loss_N))
+    total_B = loss_N.new_zeros(len(rows)).index_add(0, row_N, loss_N)
+    count_B = torch.zeros_like(total_B).index_add(0, row_N, (target_N != IGNORE).to(total_B.dtype))
+    return total_B / count_B.clamp_min(1)
+
+
 def seq2seq_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy of each row of an encoder-decoder, whose labels are aligned with the logits (not shifted).
 

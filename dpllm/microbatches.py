@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dpllm.units import UnitIndex
 
+_BOUNDARIES = "cu_seq_lens_q"  # the input that says where packed rows begin
 PADDING_UNIT = -1  # the unit of a row that belongs to none; its loss has weight 0
 TOKENS_PER_MICROBATCH = 1024
 """What one more microbatch may save in padding before it is worth having.
@@ -62,7 +63,8 @@ class Microbatch:
     """Rows that go through the model together.
 
     Attributes:
-        inputs: what the collator made of the rows; every tensor has the rows first.
+        inputs: what the collator made of the rows; every tensor has the rows first, or the rows are laid end to end
+            and `cu_seq_lens_q` (B + 1,) says where they begin.
         unit_index: (B,) int64, each row's unit within this microbatch, 0..num_units-1; -1 for a padding row.
         num_units: units that end in this microbatch.
         continues: whether all rows belong to one unit, of which the next microbatch has more.
@@ -77,8 +79,11 @@ class Microbatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, padding included: rows times the longest; 0 where it isn't known."""
-        return 0 if self.taken is None else len(self.taken.rows) * int(self.taken.lengths_B.max())
+        """Tokens, padding included: rows times the longest, of packed rows their own; 0 where it isn't known."""
+        if self.taken is None:
+            return 0
+        lengths_B = self.taken.lengths_B
+        return int(lengths_B.sum()) if _BOUNDARIES in self.inputs else len(lengths_B) * int(lengths_B.max())
 
     def halves(self) -> tuple[Microbatch, Microbatch] | None:
         """Two microbatches with the same rows, collated anew: cut between units, or within the only one.
@@ -113,6 +118,7 @@ def microbatches(
     rank: int = 0,
     size: int = 1,
     max_tokens: int | None = None,
+    packed: bool = False,
 ) -> Iterator[Microbatch]:
     """Cut the units drawn for one step into the microbatches of one process.
 
@@ -127,6 +133,7 @@ def microbatches(
         size: how many processes the units are divided over. Every process gets the same number of microbatches.
         max_tokens: tokens of a microbatch at most, padding included: rows times the longest. A longer row is a
             microbatch by itself.
+        packed: whether the collator lays rows end to end, without padding: ``max_tokens`` are then the rows' own.
 
     Raises:
         ValueError: the collator returned another number of rows than it was given.
@@ -147,13 +154,11 @@ def microbatches(
     rows, unit = rows[order], rank_of[position][order]
     rows_of_unit = np.bincount(unit, minlength=len(unit_ids))
     owner = share_out(np.bincount(unit, weights=lengths[rows], minlength=len(unit_ids)), size)
-    room = np.full(len(rows), len(rows) if max_rows is None else max_rows)
-    if max_tokens is not None:
-        room = np.minimum(room, np.maximum(1, max_tokens // np.maximum(1, lengths[rows])))
     pieces = []
     for process in range(size):
-        its = owner[unit] == process
-        pieces.append(list(_pieces(rows_of_unit[owner == process], lengths[rows[its]], room[its])))
+        its = lengths[rows[owner[unit] == process]]
+        room = _room(its, max_rows, max_tokens, packed)
+        pieces.append(list(_pieces(rows_of_unit[owner == process], its, room, padded=not packed)))
     mine = owner[unit] == rank
     rows, unit = rows[mine], np.cumsum(owner == rank)[unit[mine]] - 1
     for start, stop, continues in pieces[rank]:
@@ -189,6 +194,19 @@ def share_out(tokens_U: np.ndarray, size: int) -> np.ndarray:
         owner[unit] = process
         heapq.heapreplace(loads, (load + tokens, process))
     return owner
+
+
+def _room(lengths: np.ndarray, max_rows: int | None, max_tokens: int | None, packed: bool) -> np.ndarray:
+    """(num_rows,): how many rows fit into a microbatch that begins with each of these, which stand longest first."""
+    room = np.full(len(lengths), len(lengths) if max_rows is None else max_rows)
+    if max_tokens is None:
+        return room
+    if packed:
+        until = np.cumsum(lengths)
+        fitting = np.searchsorted(until, until - lengths + max_tokens, side="right") - np.arange(len(lengths))
+    else:
+        fitting = max_tokens // np.maximum(1, lengths)
+    return np.minimum(room, np.maximum(1, fitting))
 
 
 def best_cuts(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
@@ -238,16 +256,32 @@ def best_cuts(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> 
     return cuts
 
 
-def _pieces(rows_of_unit: np.ndarray, lengths: np.ndarray, room: np.ndarray) -> Iterator[tuple[int, int, bool]]:
+def full_cuts(rows_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
+    """As `best_cuts` for rows that leave no padding: each microbatch takes what fits."""
+    ends = np.concatenate(([0], np.cumsum(rows_U)))
+    latest = np.maximum(np.arange(len(rows_U)) + 1, np.searchsorted(ends, ends[:-1] + room_U, side="right") - 1)
+    cuts, first = [], 0
+    while first < len(rows_U):
+        cuts.append((first, int(latest[first])))
+        first = cuts[-1][1]
+    return cuts
+
+
+def _pieces(
+    rows_of_unit: np.ndarray, lengths: np.ndarray, room: np.ndarray, padded: bool
+) -> Iterator[tuple[int, int, bool]]:
     """Cut rows that stand unit after unit: where each microbatch begins and ends, and whether its unit goes on.
 
     Args:
         rows_of_unit: (U,) how many rows each unit has.
         lengths: (num_rows,) tokens of each row; the longest of a unit comes first.
         room: (num_rows,) how many rows fit into a microbatch that begins with this row, the longest of it.
+        padded: whether rows are padded to the longest of their microbatch.
     """
     ends = np.concatenate(([0], np.cumsum(rows_of_unit)))
-    for first, last in best_cuts(rows_of_unit, lengths[ends[:-1]], room[ends[:-1]]):
+    here = ends[:-1]
+    cuts = best_cuts(rows_of_unit, lengths[here], room[here]) if padded else full_cuts(rows_of_unit, room[here])
+    for first, last in cuts:
         begin, end = int(ends[first]), int(ends[last])
         while end - begin > room[begin]:
             stop = begin + int(room[begin])
@@ -258,11 +292,29 @@ def _pieces(rows_of_unit: np.ndarray, lengths: np.ndarray, room: np.ndarray) -> 
 
 def _collated(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray) -> tuple[Mapping[str, Any], Tensor]:
     inputs = collate(list(rows))
+    boundaries = inputs.get(_BOUNDARIES)
+    if boundaries is not None:
+        _check_packed(inputs, boundaries, len(rows))
     for name, value in inputs.items():
-        if isinstance(value, Tensor) and (value.ndim == 0 or value.shape[0] != len(rows)):
+        if boundaries is None and isinstance(value, Tensor) and (value.ndim == 0 or value.shape[0] != len(rows)):
             raise ValueError(
                 f"The collator turned {len(rows)} rows into '{name}' of shape {tuple(value.shape)}. Every row has to "
-                f"stay a row of its own, first "
-                "dimension first: packing rows together would mix the gradients of different units."
+                f"stay a row of its own, first dimension first: packing rows together would mix the gradients of "
+                "different units, unless 'cu_seq_lens_q' says where each begins (dpllm.data.PackedCollator)."
             )
     return inputs, torch.from_numpy(unit_index.astype(np.int64))
+
+
+def _check_packed(inputs: Mapping[str, Any], boundaries: Tensor, num_rows: int) -> None:
+    """Make sure that rows laid end to end are as many as were given, and all inputs as long as they are together."""
+    if boundaries.shape != (num_rows + 1,) or int(boundaries[0]) != 0 or int(boundaries.diff().min()) < 1:
+        raise ValueError(
+            f"The collator turned {num_rows} rows into packed ones that begin at {boundaries.tolist()}: these are the "
+            "gradients of other units. Give one boundary for each row and the end of the last."
+        )
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and not name.startswith("cu_seq_lens") and value.shape[:2] != (1, boundaries[-1]):
+            raise ValueError(
+                f"The collator packed {int(boundaries[-1])} tokens, and '{name}' has shape {tuple(value.shape)}; one "
+                "row of all tokens is needed."
+            )

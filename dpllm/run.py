@@ -61,6 +61,8 @@ class TrainingRows:
         max_rows: rows of a microbatch at most; None: as many as ``max_tokens`` allows.
         max_tokens: tokens of a microbatch at most, padding included; None: as many as ``max_rows`` have; "auto": as
             many as fit into the memory of the GPU, found before the first step (`dpllm.autosize`).
+        packed: whether ``collate`` lays rows end to end (`dpllm.data.PackedCollator`): there is no padding then. The
+            loss is `dpllm.packed_sequence_loss`, and the model runs within `dpllm.packing.attention_by_row`.
 
     Raises:
         ConfigError: ``max_tokens`` is none of these.
@@ -72,6 +74,7 @@ class TrainingRows:
     collate: Callable[[list[Any]], Mapping[str, Any]]
     max_rows: int | None
     max_tokens: int | str | None = None
+    packed: bool = False
 
     def __post_init__(self) -> None:
         """Check what may be a word."""
@@ -236,6 +239,7 @@ class PrivateRun:
             unit_ids=unit_ids,
             max_rows=self.rows.max_rows,
             max_tokens=self._budget(loss_of),
+            packed=self.rows.packed,
             rank=self.processes.rank,
             size=self.processes.size,
         )

@@ -44,14 +44,15 @@ from dpllm.checkpoints import (
     verify,
 )
 from dpllm.config import ConfigError, PrivacyConfig
-from dpllm.data import RowCollator, unit_index_of
+from dpllm.data import PackedCollator, RowCollator, unit_index_of
 from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.ghost import GhostClipper
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.lengths import row_lengths
-from dpllm.losses import classification_loss, per_sequence_loss, seq2seq_loss
+from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
 from dpllm.model_card import write_model_card
+from dpllm.packing import attention_by_row, refuse_unpackable
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes, privacy_report, write_report
@@ -114,6 +115,8 @@ class DPTrainer(Trainer):
             ``per_device_train_batch_size`` counts: short rows then go through the model many at a time. "auto": as
             many as fit into the memory of the GPU, found before the first step (`dpllm.autosize`); refused where the
             model is sharded.
+        pack_rows: lay the rows of a microbatch end to end, without padding, for causal language models. The attention
+            runs each row by itself (`dpllm.packing`) while `train` lasts; evaluation pads as before.
 
     Raises:
         ConfigError, ValueError: anything that would make the guarantee untrue, before any training.
@@ -133,12 +136,16 @@ class DPTrainer(Trainer):
         optimizers: tuple[Any, Any] = (None, None),
         public: Sequence[str] = (),
         max_tokens_per_microbatch: int | str | None = None,
+        pack_rows: bool = False,
     ) -> None:
         """Resolve the plan and set the Trainer up."""
         self.privacy, self.public = privacy, list(public)
         self.notes = ReleaseNotes()  # what only people know about the release; set it before save_model()
         if isinstance(max_tokens_per_microbatch, int) and max_tokens_per_microbatch < 1:
             raise ConfigError(f"max_tokens_per_microbatch must be at least 1, got {max_tokens_per_microbatch}")
+        if pack_rows:
+            refuse_unpackable(model, _task(model), data_collator, compute_loss_func)
+        self._pack_rows = pack_rows
         private = private_arguments(args)
         self.processes = Processes()
         self.units: UnitIndex = unit_index_of(train_dataset, privacy, self._draw_of_rows())
@@ -161,9 +168,10 @@ class DPTrainer(Trainer):
             units=drawn,
             lengths=row_lengths(train_dataset, self._task),
             fetch=lambda numbers: _fetch(train_dataset, numbers),
-            collate=collate,
+            collate=PackedCollator() if pack_rows else collate,
             max_rows=args.per_device_train_batch_size if max_tokens_per_microbatch is None else None,
             max_tokens=max_tokens_per_microbatch,
+            packed=pack_rows,
         )
         self._run: PrivateRun | None = None
         self._attached = self._staging = False
@@ -215,7 +223,8 @@ class DPTrainer(Trainer):
             GhostClipper(self._module, self.plan.clip_norm).remove()  # what can't be clipped is refused at once
         reason = "failed"
         try:
-            with self._interrupt.listening():
+            by_row = attention_by_row(self._module) if self._pack_rows else contextlib.nullcontext()
+            with self._interrupt.listening(), by_row:
                 result = super().train(
                     str(checkpoint) if checkpoint else None, ignore_keys_for_eval=ignore_keys_for_eval
                 )
@@ -305,6 +314,8 @@ class DPTrainer(Trainer):
     def _loss_per_row(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         inputs = dict(self._prepare_inputs(dict(inputs)))
         labels = inputs.pop("labels")
+        if self._pack_rows:
+            return packed_sequence_loss(model(**inputs).logits, labels, inputs["cu_seq_lens_q"])
         if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
         return self._row_loss(model(**inputs), labels)

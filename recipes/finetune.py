@@ -125,6 +125,7 @@ def run(recipe: Recipe) -> None:
         callbacks=[before] if eval_rows and not resume else [],
         public=public,
         max_tokens_per_microbatch=recipe.microbatch_tokens,
+        pack_rows=recipe.pack_rows,
     )
     console.rule("private fine-tuning")
     if args.should_save:

@@ -144,6 +144,23 @@ def test_a_microbatch_may_be_counted_in_tokens(tmp_path: Path) -> None:
             load_recipe(path, [f"microbatch_tokens={value}"])
 
 
+def test_rows_may_be_packed(tmp_path: Path) -> None:
+    """`pack_rows` is true or false, and for causal language models."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    assert load_recipe(path).pack_rows is False
+    assert load_recipe(path, ["pack_rows=true"]).pack_rows is True
+    with pytest.raises(ConfigError, match="pack_rows must be true or false, got 1"):
+        load_recipe(path, ["pack_rows=1"])
+    with pytest.raises(ConfigError, match=r'pack_rows lays rows end to end, which model\.task="seq2seq_lm"'):
+        Recipe(
+            model=ModelConfig(name="t5", task="seq2seq_lm"),
+            data=DataConfig(path="x.jsonl", max_length=8),
+            privacy=PrivacyConfig(**PRIVACY),
+            pack_rows=True,
+        )
+
+
 def test_rows_of_split_records_are_not_drawn_singly() -> None:
     """How many rows there are would depend on the tokenizer, and with them q."""
     singly = PrivacyConfig(**{**PRIVACY, **USERS, "sampling": "example"})

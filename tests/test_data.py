@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from dpllm.config import ConfigError, DataConfig, PrivacyConfig
 from dpllm.data import (
     DataError,
+    PackedCollator,
     RowCollator,
     load_records,
     num_labels_of,
@@ -438,3 +439,37 @@ def test_rows_kept_at_random_are_drawn_and_counted_the_same() -> None:
     assert drawn.rows.tolist() == again.rows.tolist() != other.rows.tolist() != first.rows.tolist()
     assert first.num_rows == drawn.num_rows == 10 and first.rows_dropped == drawn.rows_dropped == 30
     assert all(row < 30 for row in drawn.rows_of(np.array([0]))[0])
+
+
+class TestPackedCollator:
+    """Rows laid end to end."""
+
+    def test_rows_begin_where_it_is_said(self) -> None:
+        """Tokens, positions and labels of each row alone, its first label masked; without labels, its own tokens."""
+        batch = PackedCollator()(
+            [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 1]}]
+        )
+        assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 1]]
+        assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
+        assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100, 1]]
+        assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 4, 6]
+        assert batch["max_length_q"] == batch["max_length_k"] == 3 and "attention_mask" not in batch
+
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {"input_ids": []},
+            {"input_ids": [1, 2], "attention_mask": [0, 1]},
+            {"input_ids": [1, 2], "token_type_ids": [0, 1]},
+        ],
+        ids=["empty", "padding", "token types"],
+    )
+    def test_rows_that_would_lose_something_are_refused(self, row: dict) -> None:
+        """Nothing of a row is left out silently."""
+        with pytest.raises(DataError, match="rows can't be packed with them"):
+            PackedCollator()([row, row])
+
+    def test_no_rows(self) -> None:
+        """As for padded rows."""
+        with pytest.raises(DataError, match="no row to collate"):
+            PackedCollator()([])

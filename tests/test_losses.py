@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpllm.losses import classification_loss, per_sequence_loss, seq2seq_loss
+from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
 
 
 def test_each_row_is_averaged_over_its_own_targets():
@@ -35,6 +35,29 @@ def test_a_row_without_targets_has_loss_zero_and_no_gradient():
     losses = per_sequence_loss(logits, labels)
     losses.sum().backward()
     assert float(losses[1].detach()) == 0 and not logits.grad[1].any()
+
+
+def test_packed_rows_have_the_losses_of_padded_ones():
+    """The last token of a row predicts nothing, whatever its neighbour's first label is."""
+    lengths = [4, 1, 3, 5]
+    logits, labels = torch.randn(1, 13, 7, dtype=torch.float64, requires_grad=True), torch.randint(0, 7, (1, 13))
+    labels[0, 5:8] = -100
+    losses = packed_sequence_loss(logits, labels, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
+    pieces = zip(logits.split(lengths, 1), labels.split(lengths, 1), strict=True)
+    torch.testing.assert_close(losses, torch.cat([per_sequence_loss(*piece) for piece in pieces]))
+    losses.sum().backward()
+    assert not logits.grad[0, [3, 4, 5, 6, 7, 12]].any() and logits.grad[0, [0, 1, 2, 8]].any(1).all()
+
+
+@pytest.mark.parametrize(
+    ("labels", "boundaries"),
+    [(torch.zeros(1, 4), [0, 3]), (torch.zeros(2, 2), [0, 2]), (torch.zeros(1, 4), [[0, 4]])],
+    ids=["end", "two rows", "shape"],
+)
+def test_boundaries_that_are_not_those_of_the_labels_are_refused(labels, boundaries):
+    """A loss would be counted to another row."""
+    with pytest.raises(ValueError, match="the places where rows begin are needed"):
+        packed_sequence_loss(torch.zeros(*labels.shape, 3), labels.long(), torch.tensor(boundaries))
 
 
 def test_seq2seq_labels_are_not_shifted():

@@ -16,7 +16,7 @@ def collate(rows):
     return {"row": torch.tensor(rows)}
 
 
-def cut(units, lengths, unit_ids, max_rows, rank=0, size=1, max_tokens=None):
+def cut(units, lengths, unit_ids, max_rows, rank=0, size=1, max_tokens=None, packed=False):
     return list(
         microbatches(
             lambda rows: rows.tolist(),
@@ -28,6 +28,7 @@ def cut(units, lengths, unit_ids, max_rows, rank=0, size=1, max_tokens=None):
             rank,
             size,
             max_tokens,
+            packed,
         )
     )
 
@@ -219,6 +220,54 @@ def test_a_budget_of_tokens_fills_microbatches_with_short_rows():
     units = UnitIndex.one_row_per_unit(14)
     batches = cut(units, [100] * 4 + [20] * 10, range(14), None, max_tokens=200)
     assert [len(b.unit_index) for b in batches] == [2, 2, 10]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_budget_of_tokens_of_packed_rows_is_kept(data):
+    """The rows' own tokens never exceed it, but for a row that does so alone; nothing is lost, no unit is split."""
+    owner = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=30))
+    units = UnitIndex.from_ids([str(o) for o in owner], None)
+    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
+    lengths = np.array(data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner))))
+    budget, max_rows = data.draw(st.integers(1, 200)), data.draw(st.one_of(st.none(), st.integers(1, 6)))
+    size = data.draw(st.integers(1, 3))
+    shares = [cut(units, lengths, chosen, max_rows, rank, size, budget, packed=True) for rank in range(size)]
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(unit for share in shares for unit in units_of(share, units)) == sorted(chosen)
+    found = []
+    for batch in (batch for share in shares for batch in share):
+        rows = batch.inputs["row"][batch.unit_index >= 0].tolist()
+        found += rows
+        if rows:
+            assert len(rows) == 1 or int(lengths[rows].sum()) <= budget
+            assert max_rows is None or len(rows) <= max_rows
+    assert sorted(found) == sorted(units.rows_of(np.asarray(chosen))[0].tolist())
+
+
+def test_packed_rows_are_as_many_as_their_own_tokens_allow():
+    """A row of 100 tokens leaves room for five of 20, which would have been padded to 100 each."""
+    units = UnitIndex.one_row_per_unit(6)
+    assert [len(b.unit_index) for b in cut(units, [100] + [20] * 5, range(6), None, max_tokens=200, packed=True)] == [6]
+    assert [len(b.unit_index) for b in cut(units, [100] + [20] * 5, range(6), None, max_tokens=200)] == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 2])}, r"3 rows into packed ones that begin at \[0, 2\]"),
+        ({"cu_seq_lens_q": torch.tensor([0, 1, 1, 2])}, r"begin at \[0, 1, 1, 2\]"),
+        ({"cu_seq_lens_q": torch.tensor([1, 2, 3, 4])}, r"begin at \[1, 2, 3, 4\]"),
+        ({"input_ids": torch.zeros(1, 5)}, r"packed 4 tokens, and 'input_ids' has shape \(1, 5\)"),
+        ({"input_ids": torch.zeros(3, 4)}, r"'input_ids' has shape \(3, 4\)"),
+    ],
+)
+def test_a_collator_that_packs_other_rows_than_it_was_given_is_refused(change, match):
+    """As many rows as there were, and every input as long as they are together."""
+    inputs = {"input_ids": torch.zeros(1, 4), "cu_seq_lens_q": torch.tensor([0, 2, 3, 4]), **change}
+    arguments = (UnitIndex.one_row_per_unit(3), np.ones(3, dtype=np.int64), np.arange(3), 8)
+    with pytest.raises(ValueError, match=match):
+        list(microbatches(lambda rows: rows.tolist(), lambda rows: inputs, *arguments))
 
 
 @pytest.mark.parametrize(("max_rows", "max_tokens"), [(0, None), (None, 0), (None, None)])

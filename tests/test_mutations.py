@@ -214,6 +214,27 @@ MUTATIONS = [
         ("tests/test_losses.py",),
     ),
     Mutation(
+        "of packed rows the first alone is probed",
+        "dpllm/ghost/checks.py",
+        "[real[::2], real[1::2], real[-1:]] if packed",
+        "[real[:1]] if packed",
+        ("tests/ghost/test_packed.py",),
+    ),
+    Mutation(
+        "a packed row's last token predicts the next row's first",
+        "dpllm/losses.py",
+        ".index_fill(0, boundaries[1:] - 1, IGNORE)",
+        "",
+        ("tests/test_losses.py",),
+    ),
+    Mutation(
+        "values that aren't finite may pass from one packed row to another",
+        "dpllm/ghost/clipper.py",
+        "            self._book.probe_spread(losses_of_row, unit_B, num_units)\n",
+        "            pass\n",
+        ("tests/ghost/test_packed.py",),
+    ),
+    Mutation(
         "the sampler ignores the sampling rate",
         "dpllm/sampling.py",
         "rng.binomial(self.num_units, self.sampling_rate)",

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dpllm.ghost import kernels, memory
-from dpllm.ghost.checks import FunctionalUses, RowProbe, rows_of_call
+from dpllm.ghost.checks import FunctionalUses, RowProbe, SpreadProbe, probed_rows, rows_of_call
 from dpllm.ghost.contributions import Contribution, Instance, Rows, Use, held, join, merge
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.forms import Forms
+from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.rounding import require_within_slack
-from dpllm.ghost.rules import Served, find_sites, refuse_coupled_modules
+from dpllm.ghost.rules import Served, find_sites, refuse_coupled_modules, refuse_wrapped
 from dpllm.ghost.tally import NormTally, Weights
 from dpllm.ghost.tap import Receive, tap
 
@@ -45,7 +46,7 @@ class Book:
     def __init__(self, model: nn.Module, forms: Forms | None = None) -> None:
         """Check the model and attach the hooks."""
         self.forms = forms or Forms()
-        _refuse_wrapped(model)
+        refuse_wrapped(model)
         refuse_coupled_modules(model)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
@@ -77,9 +78,11 @@ class Book:
         self._tokens = 1
         self._active: list[Served] = []
         self._in_forward = self._in_backward = self._paused = False
-        self._probe: RowProbe | None = None
+        self._packed = PackedRows()
+        self._probe: RowProbe | SpreadProbe | None = None
         self._uses: FunctionalUses | None = FunctionalUses(model, self._name_of)
-        self.rows_checked = False
+        self.rows_checked = self._packed_checked = self._spread_checked = False
+        self._finite_B = torch.empty(0, dtype=torch.bool)  # packed rows, while they are checked
         self._handles: list[Any] = []
         self._attach(model)
 
@@ -157,6 +160,7 @@ class Book:
             return
         self.clear()
         self._batch_rows, self._tokens = rows_of_call(args, kwargs), memory.tokens_of_call(args, kwargs)
+        self._packed.start(kwargs)
         self._in_forward = True
         self._switch_off(self._parameters.values())
         if self._uses is not None:
@@ -198,14 +202,18 @@ class Book:
             with self._pause():
                 receive(grad, tensors)
 
+        if isinstance(self._probe, SpreadProbe):
+            output = self._packed.fill(output, self._probe.poisoned_B, float("nan"))
         return tap(output, receive_paused, *saved)
 
     def by_rows(self, x: Tensor) -> Tensor:
-        """View (B * T, D), what a module sees that flattens rows and tokens, as (B, T, D).
+        """View (B * T, D), what a module sees that flattens rows and tokens, as (B, T, D); cut packed rows apart.
 
         That the flattened order is rows first is part of what the check of the first batch establishes.
         """
         assert self._rows is not None
+        if self.is_packed:
+            return self._packed.cut(x)
         rows = self._rows.unit_B.numel()
         return x.unflatten(0, (rows, -1)) if x.ndim == 2 and x.shape[0] != rows and x.shape[0] % rows == 0 else x
 
@@ -214,6 +222,11 @@ class Book:
         value = use.grad
         assert self._rows is not None
         if value.shape[0] != self._rows.unit_B.numel():
+            if self.is_packed:
+                raise GhostError(
+                    f"{self._name_of[id(parameter)]}: what a module that uses it works on, {tuple(value.shape)}, can't "
+                    "be cut into the packed rows. Freeze the parameter, or don't pack the rows (pack_rows: false)."
+                )
             raise GhostError(
                 f"{self._name_of[id(parameter)]}: a module that uses it works on {value.shape[0]} rows, the losses on "
                 f"{self._rows.unit_B.numel()}. Every module with trainable parameters has to keep the rows of the "
@@ -257,7 +270,19 @@ class Book:
             self._rows = Rows.one_unit(loss_B.device)
         self._require_all(self._contributions.keys())
         with kernels.exact_matmul(), torch.no_grad():
-            return self._add_norms(self._tally())
+            sq_norm_U, slack_U = self._add_norms(self._tally())
+        return self._settled(unit_B, sq_norm_U), slack_U
+
+    def _settled(self, unit_B: Tensor, sq_norm_U: Tensor) -> Tensor:
+        """Refuse norms that aren't finite where they might be those of other units."""
+        several = self.is_packed and not self._spread_checked and bool((unit_B != unit_B[0]).any())
+        if several and not bool(torch.isfinite(sq_norm_U).all()):
+            raise GhostError(
+                "A unit's gradient isn't finite, and it was not measured that such values stay within their packed "
+                "row: they may have reached other units. Call GhostClipper.check_rows() before the first step, or "
+                "don't pack the rows (pack_rows: false)."
+            )
+        return sq_norm_U
 
     def hold(self, loss_B: Tensor) -> None:
         """Run the backward pass of some rows of one unit, and hold their share of its gradient for the next pass.
@@ -278,42 +303,95 @@ class Book:
 
     def _differentiate(self, loss_B: Tensor, unit_B: Tensor, num_units: int, retain_graph: bool = False) -> None:
         """Fill the book with the contributions of these rows."""
-        self._rows = Rows.of(unit_B, num_units, loss_B.device)
+        self._begin_backward(loss_B, unit_B, num_units)
+        assert self._rows is not None
         weight_B = (self._rows.unit_B >= 0).to(loss_B.dtype)
         self._in_backward = True
         self._switch_off(self._parameters.values())
         try:
-            if not self.rows_checked and int(weight_B.sum()) > 1:
+            checked = self._packed_checked if self.is_packed else self.rows_checked
+            if not checked and int(weight_B.sum()) > 1:
                 self._check_rows(loss_B, weight_B)
             torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
         finally:
             self._in_backward = False
+            self._packed.stop()
             self._switch_on()
+
+    def _begin_backward(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> None:
+        packed = len(self._packed.lengths)
+        if packed and packed != len(loss_B):
+            raise GhostError(
+                f"The model was called with {packed} packed rows, and there are {len(loss_B)} losses. One loss per row "
+                "is needed: see dpllm.packed_sequence_loss."
+            )
+        self._rows = Rows.of(unit_B, num_units, loss_B.device)
 
     def _check_rows(self, loss_B: Tensor, weight_B: Tensor) -> None:
         """Measure once that a row's loss has no gradient in another row."""
-        (real,) = torch.nonzero(weight_B, as_tuple=True)
-        for row in (int(real[0]), int(real[-1])):
-            self._backward_of_row(loss_B, row, retain_graph=True)
-        self.rows_checked = True
+        for rows in probed_rows(weight_B > 0, self.is_packed):
+            self._backward_of(loss_B, rows, RowProbe(rows, self.is_packed), retain_graph=True)
+        self.note_rows_checked()
 
-    def probe(self, loss_B: Tensor, row: int, unit_B: Tensor, num_units: int) -> None:
-        """Run the backward pass of one row's loss and make sure that no other row receives a gradient."""
-        self._rows = Rows.of(unit_B, num_units, loss_B.device)
+    def note_rows_checked(self) -> None:
+        """Rows are independent, as they were given to the last call of the model: packed or not."""
+        self.rows_checked = True
+        self._packed_checked |= self.is_packed
+
+    def probe(self, loss_B: Tensor, which: int, unit_B: Tensor, num_units: int) -> int:
+        """Run the backward pass of some rows' losses and make sure that no other row receives a gradient.
+
+        Args:
+            loss_B: (B,) losses with a graph.
+            which: one of the sets of rows that `dpllm.ghost.checks.probed_rows` names, from 0.
+            unit_B: (B,) the rows' units, -1 for padding.
+            num_units: U.
+
+        Returns:
+            How many sets there are; the same for every microbatch, as long as all are packed or none is.
+        """
+        sets = probed_rows(unit_B >= 0, self.is_packed)
+        probe = RowProbe(sets[which], self.is_packed)
+        self._probe_backward(loss_B, unit_B, num_units, sets[which], probe)
+        if probe.finite_B is not None:
+            self._finite_B = probe.finite_B if which == 0 else self._finite_B & probe.finite_B
+        return len(sets)
+
+    def probe_spread(self, losses_of_row: Callable[[], Tensor], unit_B: Tensor, num_units: int) -> None:
+        """Make sure that values that aren't finite stay within their packed row, forward and backward.
+
+        Rows that aren't finite by themselves, as `probe` saw, tell nothing; with these alone, nothing is measured.
+        """
+        poisoned_B = torch.zeros_like(self._finite_B)
+        poisoned_B[1::2] = True
+        probe = SpreadProbe(poisoned_B, self._finite_B)
+        self._probe = probe
+        try:
+            loss_B = losses_of_row()
+        finally:
+            self._probe = None
+        self._probe_backward(loss_B, unit_B, num_units, unit_B >= 0, probe)
+        # A process with a single row has nothing to measure, and relies on the others.
+        self._spread_checked = len(unit_B) == 1 or bool(probe.healthy_B.any())
+
+    def _probe_backward(
+        self, loss_B: Tensor, unit_B: Tensor, num_units: int, rows: Tensor, probe: RowProbe | SpreadProbe
+    ) -> None:
+        self._begin_backward(loss_B, unit_B, num_units)
         self._in_backward = True
         self._switch_off(self._parameters.values())
         try:
-            self._backward_of_row(loss_B, row, retain_graph=False)
+            self._backward_of(loss_B, rows, probe, retain_graph=False)
         finally:
             self._in_backward = False
             self._switch_on()
 
-    def _backward_of_row(self, loss_B: Tensor, row: int, retain_graph: bool) -> None:
-        self._probe = RowProbe(row)
-        one_row = torch.zeros_like(loss_B)
-        one_row[row] = 1
+    def _backward_of(self, loss_B: Tensor, rows: Tensor, probe: RowProbe | SpreadProbe, retain_graph: bool) -> None:
+        self._probe = probe
+        weight_B = torch.zeros_like(loss_B)
+        weight_B[rows] = 1
         try:
-            torch.autograd.backward(loss_B, one_row, retain_graph=retain_graph)
+            torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
         finally:
             self._probe = None
 
@@ -367,7 +445,9 @@ class Book:
             return self.forms.passes
         if self._sharded or not memory.recomputes(self._modules):
             return 1
-        fits = memory.one_pass_fits(self._modules, len(loss_B), self._tokens, memory.free_bytes(loss_B.device))
+        fits = memory.one_pass_fits(
+            self._modules, self._batch_rows or len(loss_B), self._tokens, memory.free_bytes(loss_B.device)
+        )
         return 1 if fits else 2
 
     def _first_pass(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> tuple[Tensor, Tensor]:
@@ -389,7 +469,7 @@ class Book:
             sq_norm_U, slack_U = self._add_norms(tally)
         self._contributions.clear()
         self._again = loss_B, sq_norm_U, slack_U
-        return sq_norm_U, slack_U
+        return self._settled(unit_B, sq_norm_U), slack_U
 
     def _second_pass(self, factor_U: Tensor) -> None:
         """Differentiate again, add up each layer's weighted gradient as it arrives, and check its norm."""
@@ -474,9 +554,15 @@ class Book:
     def clear(self) -> None:
         """Forget the microbatch."""
         self._contributions.clear()
+        self._packed.stop()
         self._sums.clear()
         self._calls.clear()
         self._rows = self._weights = self._again = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the model was last called with rows laid end to end."""
+        return bool(self._packed.lengths)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -490,24 +576,3 @@ class Book:
         self._handles.clear()
         self._held.clear()
         self.clear()
-
-
-def _refuse_wrapped(model: nn.Module) -> None:
-    if isinstance(model, nn.DataParallel):
-        raise GhostError(
-            "nn.DataParallel splits the batch out of sight of the hooks. Use one process per device instead."
-        )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise GhostError(
-            "DistributedDataParallel reduces unclipped gradients by hooks of its own. Give GhostClipper the model "
-            "inside (model.module); dpllm.engines.engine_for reduces the clipped sum."
-        )
-    compiled = [
-        path or "the model" for path, m in model.named_modules() if getattr(m, "_compiled_call_impl", None) is not None
-    ]
-    if hasattr(model, "_orig_mod") or compiled:
-        raise GhostError(
-            f"{compiled[0] if compiled else 'The model'} was compiled with torch.compile, which may fuse a layer "
-            f"away from under its hooks. "
-            "Give GhostClipper the model before compilation."
-        )

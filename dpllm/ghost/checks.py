@@ -103,23 +103,72 @@ class FunctionalUses(TorchFunctionMode):
             )
 
 
-class RowProbe:
-    """Receives the gradients of one row's loss; any gradient in another row is an error."""
+def probed_rows(real_B: Tensor, packed: bool) -> list[Tensor]:
+    """The sets of rows whose losses are differentiated for the check; row numbers each.
 
-    def __init__(self, row: int) -> None:
-        """Probe this row."""
-        self.row = row
+    The first and the last row. Of packed rows every other one, and then the others: what passes a boundary goes from
+    one set to the other, so that every boundary of the microbatch is looked at; and the last, which anything that skips
+    a whole row comes to as well.
+
+    Args:
+        real_B: (B,) which rows aren't padding.
+        packed: whether the rows were laid end to end.
+    """
+    (real,) = torch.nonzero(real_B, as_tuple=True)
+    if real.numel() == 0:
+        real = real.new_zeros(1)
+    return [real[::2], real[1::2], real[-1:]] if packed else [real[:1], real[-1:]]
+
+
+class RowProbe:
+    """Receives the gradients of some rows' losses; any gradient in another row is an error."""
+
+    def __init__(self, rows: Tensor, packed: bool) -> None:
+        """Probe these rows."""
+        self.rows, self._packed = rows, packed
+        self.finite_B: Tensor | None = None  # which rows received nothing but finite values
 
     def look(self, name: str, value_B: Tensor) -> None:
         """Check what one use of a parameter received."""
         others = value_B.detach().flatten(1).clone()
-        others[self.row] = 0
+        if self._packed:
+            finite_B = torch.isfinite(others).all(1)
+            self.finite_B = finite_B if self.finite_B is None else self.finite_B & finite_B
+        others[self.rows] = 0
         touched = (torch.isfinite(others) & (others != 0)).any(1)
-        if bool(touched.any()):
-            other = int(torch.nonzero(touched)[0])
+        if not bool(touched.any()):
+            return
+        other = int(torch.nonzero(touched)[0])
+        if self._packed:
             raise GhostError(
-                f"The loss of row {self.row} depends on row {other} of the batch (seen at {name}), so a unit can't "
-                f"be bounded. Remove what couples "
-                "rows: batch statistics, in-batch negatives, several units packed into one row, a loss normalised "
-                "over the batch."
+                f"A packed row's loss depends on the packed row {other} (seen at {name}), so a unit can't "
+                "be bounded: something in the model mixes tokens and doesn't stop where a row ends. Don't pack the "
+                "rows of this model (pack_rows: false), or give it an attention that reads cu_seq_lens_q."
+            )
+        raise GhostError(
+            f"The loss of row {int(self.rows[0])} depends on row {other} of the batch (seen at {name}), so a unit "
+            "can't be bounded. Remove what couples rows: batch statistics, in-batch negatives, several units packed "
+            "into one row, a loss normalised over the batch."
+        )
+
+
+class SpreadProbe:
+    """Receives the gradients of packed rows of which some were made NaN; any such value in another row is an error.
+
+    A gradient shows no such path: attention that multiplies what it masks by zero keeps finite rows apart, but
+    0 * NaN is NaN, and one unit that overflows would take all its neighbours out of the sum.
+    """
+
+    def __init__(self, poisoned_B: Tensor, finite_B: Tensor) -> None:
+        """Know which rows (B,) are NaN, and which aren't finite by themselves."""
+        self.poisoned_B, self.healthy_B = poisoned_B, finite_B & ~poisoned_B
+
+    def look(self, name: str, value_B: Tensor) -> None:
+        """Check what one use of a parameter received."""
+        if not bool(torch.isfinite(value_B.detach().flatten(1)[self.healthy_B]).all()):
+            raise GhostError(
+                f"A value that isn't finite reaches other packed rows (seen at {name}): the attention masks by "
+                "multiplying with zero, so one unit that overflows would change what the others contribute. Use an "
+                "attention that runs each row by itself (dpllm.packing, flash_attention_2), or don't pack the rows "
+                "(pack_rows: false)."
             )

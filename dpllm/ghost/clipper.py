@@ -128,7 +128,8 @@ class GhostClipper:
         """Measure that a row's loss has no gradient in other rows, by a forward and backward pass of its own each.
 
         `backward` does this by itself on the first batch, keeping the graph for several passes. An engine that frees
-        weights after their first use in a backward pass (ZeRO-3) can't do that.
+        weights after their first use in a backward pass (ZeRO-3) can't do that. Of packed rows it is measured here
+        alone that values which aren't finite don't pass from one row to another.
 
         Args:
             losses_of_row: runs the model and returns the losses (B,), anew at each call.
@@ -137,12 +138,15 @@ class GhostClipper:
         Raises:
             GhostError: a row's loss depends on another row.
         """
-        real = torch.nonzero(unit_index >= 0).flatten().tolist() or [0]
-        for row in (real[0], real[-1]):
+        done, sets = 0, 1
+        while done < sets:
             losses = losses_of_row()
             unit_B, num_units = self._check(losses, unit_index)
-            self._book.probe(losses, row, unit_B, num_units)
-        self._book.rows_checked = True
+            sets = self._book.probe(losses, done, unit_B, num_units)
+            done += 1
+        if self._book.is_packed:
+            self._book.probe_spread(losses_of_row, unit_B, num_units)
+        self._book.note_rows_checked()
 
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Add one parameter's share of the clipped sum of the last `clip` to ``total``, once.

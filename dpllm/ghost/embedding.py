@@ -101,6 +101,7 @@ class EmbeddingRule:
             grad = grad * saved[1]
         if self.padding_idx is not None:
             grad = grad.masked_fill((index_BT == self.padding_idx)[:, :, None], 0)
+        index_BT, grad = self.book.by_rows(index_BT[..., None])[..., 0], self.book.by_rows(grad)
         self.book.record(self.weight, Lookup(index_BT, grad, entries))
 
 

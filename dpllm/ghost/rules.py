@@ -63,6 +63,28 @@ def refuse_coupled_modules(model: nn.Module) -> None:
         raise GhostError("The model adds a router loss over the batch (config.output_router_logits). Set it to False.")
 
 
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise `GhostError` for a model around which something else runs: compiled, or with a reducer of its own."""
+    if isinstance(model, nn.DataParallel):
+        raise GhostError(
+            "nn.DataParallel splits the batch out of sight of the hooks. Use one process per device instead."
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise GhostError(
+            "DistributedDataParallel reduces unclipped gradients by hooks of its own. Give GhostClipper the model "
+            "inside (model.module); dpllm.engines.engine_for reduces the clipped sum."
+        )
+    compiled = [
+        path or "the model" for path, m in model.named_modules() if getattr(m, "_compiled_call_impl", None) is not None
+    ]
+    if hasattr(model, "_orig_mod") or compiled:
+        raise GhostError(
+            f"{compiled[0] if compiled else 'The model'} was compiled with torch.compile, which may fuse a layer "
+            f"away from under its hooks. "
+            "Give GhostClipper the model before compilation."
+        )
+
+
 def find_sites(model: nn.Module) -> list[Site]:
     """Every module with trainable parameters of its own.
 

@@ -1,0 +1,75 @@
+"""What runs in the processes of `test_packed`: a private step on packed rows, against padded ones in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpllm import PrivateRun, TrainingRows, packed_sequence_loss
+from dpllm.data import PackedCollator
+from dpllm.engines import model_inside
+from dpllm.packing import attention_by_row
+from dpllm.units import UnitIndex
+from tests.distributed.matrix import NUM_ROWS, NoLedger, flat, plan_of
+from tests.distributed.setups import dispose, prepare, whole_parameters
+from tests.reference.oracle import clipped_sum
+from tests.reference.zoo import Case, build_model, enable_checkpointing, float64_copy, make_batch
+
+
+def errors(engine: str, clip_norm: float = 0.5) -> list[float]:
+    """Relative error of the released sum, for units of one row and of two, and for a model with checkpointing."""
+    found = []
+    for case, rows_per_unit in (
+        (Case("llama", tied=True, dtype="float32"), 1),
+        (Case("gpt2-without-dropout", tied=True, dtype="float32"), 2),
+        (Case("llama", mode="lora-all-linear", dtype="float32", checkpointing="non-reentrant"), 1),
+    ):
+        owners = [row // rows_per_unit for row in range(NUM_ROWS)]
+        batch = make_batch(case.spec, num_rows=NUM_ROWS)
+        model = build_model(case)
+        expected = clipped_sum(float64_copy(model), case.but(dtype="float64"), batch, clip_norm, torch.tensor(owners))
+        released = movement(engine, model, case, owners, batch, clip_norm)
+        found.append(float((released - expected.total).norm() / expected.total.norm()))
+    return found
+
+
+def movement(engine: str, model: Any, case: Case, owners: list[int], batch: Any, clip_norm: float) -> torch.Tensor:
+    """What one step releases, from microbatches of at most 22 tokens: two or three rows."""
+    lengths = batch.inputs["attention_mask"].sum(1).numpy()
+    rows = [
+        {"input_ids": ids[:length], "labels": labels[:length]}
+        for ids, labels, length in zip(batch.inputs["input_ids"], batch.labels, lengths, strict=True)
+    ]
+    units = UnitIndex.from_ids(owners)
+    data = TrainingRows(
+        units=units,
+        lengths=lengths,
+        fetch=lambda numbers: [rows[int(number)] for number in numbers],
+        collate=PackedCollator(),
+        max_rows=None,
+        max_tokens=22,
+        packed=True,
+    )
+
+    def loss(module: Any, inputs: Any) -> torch.Tensor:
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        return packed_sequence_loss(module(**inputs).logits, labels, inputs["cu_seq_lens_q"])
+
+    with attention_by_row(model):
+        prepared, optimizer = prepare(engine, model, lr=1e3)
+        inner = model_inside(prepared)
+        enable_checkpointing(inner, case.checkpointing)
+        plan = plan_of(clip_norm, noise_multiplier=0.0, num_units=units.num_units)
+        run = PrivateRun(plan, data, NoLedger())
+        run.attach(prepared, optimizer)
+        before = whole_parameters(prepared, inner)
+        run.step(np.arange(units.num_units), loss)
+        if not hasattr(prepared, "zero_optimization_stage"):
+            optimizer.step()
+        after = whole_parameters(prepared, inner)
+        run.detach()
+        dispose(prepared)
+    return (flat(before) - flat(after)) / 1e3 * plan.expected_batch_size

@@ -1,0 +1,252 @@
+"""Packed rows: how they are cut, and that whatever passes a boundary between two of them is found."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpllm import GhostClipper, GhostError, packed_sequence_loss
+from dpllm.data import PackedCollator
+from dpllm.ghost.packed import PackedRows
+from dpllm.packing import attention_by_row
+from tests.reference.zoo import Case, build_model
+
+LENGTHS = (5, 3, 2, 1)
+
+
+def boundaries(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def packed(*lengths):
+    rows = PackedRows()
+    rows.start({"cu_seq_lens_q": boundaries(*lengths)})
+    return rows
+
+
+def expected(x_N, lengths):
+    return torch.stack([F.pad(row, (0, 0, 0, max(lengths) - len(row))) for row in x_N.split(list(lengths))])
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (4, 4), (1, 1, 1), (7, 1)], ids=str)
+def test_every_layout_is_cut_into_the_same_rows(lengths):
+    """With the tokens first, behind a batch of one, or behind the heads of an attention."""
+    tokens = sum(lengths)
+    x = torch.randn(tokens, 13)
+    rows = expected(x, lengths)
+    assert torch.equal(packed(*lengths).cut(x), rows)
+    assert torch.equal(packed(*lengths).cut(x[None]), rows)
+    by_head = x[None, None].expand(1, 2, -1, -1) if tokens != 2 else x[None, None]
+    assert torch.equal(packed(*lengths).cut(by_head), rows[:, :, None].expand(-1, -1, by_head.shape[1], -1))
+
+
+def test_what_has_no_tokens_is_left_alone():
+    """Without packing, or where no dimension is that of the tokens."""
+    x = torch.randn(1, 11, 4)
+    assert PackedRows().cut(x) is x
+    assert packed(3, 2).cut(x) is x
+    assert packed(11).cut(x) is x
+
+
+def test_layers_that_read_one_input_get_one_tensor():
+    """Their common Gram matrix is found by its address; a tensor that was changed in between is cut anew."""
+    rows, x = packed(*LENGTHS), torch.randn(1, 11, 4)
+    first = rows.cut(x)
+    rows.cut(torch.randn(1, 11, 6))
+    assert rows.cut(x.detach()) is first
+    x += 1
+    assert torch.equal(rows.cut(x), expected(x[0], LENGTHS))
+
+
+def test_two_dimensions_as_long_as_the_tokens():
+    """What other calls have shown decides; if they haven't, it is an error rather than a guess."""
+    x = torch.randn(1, 5, 5, 3)
+    with pytest.raises(GhostError, match=r"\(1, 5, 5, 3\) it can't be told which dimension are the 5 tokens"):
+        packed(3, 2).cut(x)
+    rows = packed(4, 2)
+    rows.cut(torch.randn(1, 5, 6, 3))
+    rows.start({"cu_seq_lens_q": boundaries(3, 2)})
+    assert torch.equal(rows.cut(x), packed(3, 2).cut(x[:, 0])[:, :, None].repeat(1, 1, 5, 1)) is False
+    assert torch.equal(rows.cut(x)[1, 1], x[0, :, 4]) and not rows.cut(x)[1, 2].any()
+    rows.start({"cu_seq_lens_q": boundaries(4, 2)})
+    rows.cut(torch.randn(1, 6, 5, 3))
+    rows.start({"cu_seq_lens_q": boundaries(3, 2)})
+    with pytest.raises(GhostError, match="can't be told"):
+        rows.cut(x)
+
+
+@pytest.mark.parametrize("wrong", [[1, 4], [0, 3, 3], [0], [[0, 4]], [0, 5, 4]], ids=str)
+def test_boundaries_that_are_none_are_refused(wrong):
+    """They begin with 0 and rise."""
+    with pytest.raises(GhostError, match="the places where packed rows begin"):
+        PackedRows().start({"cu_seq_lens_q": torch.tensor(wrong)})
+
+
+class Mixer(nn.Module):
+    """Tokens to logits, with something in the middle that may mix tokens."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Embedding(17, 6), middle, nn.Linear(6, 17)
+
+    def forward(self, input_ids, cu_seq_lens_q=None, **_):
+        return self.head(self.middle(self.embed(input_ids)))
+
+
+class TokenConvolution(nn.Module):
+    """Each token sees the one before it, like the short convolution of a state-space model."""
+
+    def forward(self, h):
+        return h + 0.5 * F.pad(h, (0, 0, 1, 0))[:, :-1]
+
+
+class LongConvolution(nn.Module):
+    """Each token sees the one four places before: of rows of two tokens, the second next row's."""
+
+    def forward(self, h):
+        return h + 0.5 * F.pad(h, (0, 0, 4, 0))[:, :-4]
+
+
+class State(nn.Module):
+    """A recurrence over all tokens, as of a state-space model that isn't told where rows begin."""
+
+    def forward(self, h):
+        return h.cumsum(1)
+
+
+class Backwards(nn.Module):
+    """Each token sees the second after it; the last of a row predicts nothing, so the one before it must be seen."""
+
+    def forward(self, h):
+        return h + 0.5 * F.pad(h, (0, 0, 0, 2))[:, 2:]
+
+
+class Power(nn.Module):
+    """Not affine in its parameter: served row by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.exponent = nn.Parameter(torch.rand(6) + 1)
+
+    def forward(self, h):
+        return h.abs().clamp_min(0.1) ** self.exponent
+
+
+def batch_of(lengths=LENGTHS, vocabulary=17):
+    generator = torch.Generator().manual_seed(2)
+    return PackedCollator()(
+        [{"input_ids": torch.randint(4, vocabulary, (n,), generator=generator).tolist()} for n in lengths]
+    )
+
+
+def losses(model, inputs):
+    inputs = dict(inputs)
+    labels = inputs.pop("labels")
+    output = model(**inputs)
+    return packed_sequence_loss(getattr(output, "logits", output), labels, inputs["cu_seq_lens_q"])
+
+
+LEAKS = {"convolution": TokenConvolution, "long convolution": LongConvolution, "state": State, "backwards": Backwards}
+
+
+@pytest.mark.parametrize("lengths", [(5, 3), (4, 4, 4), (5, 3, 2, 2, 2), (2, 2, 2), (6, 3, 1, 1)], ids=str)
+@pytest.mark.parametrize("middle", LEAKS.values(), ids=LEAKS.keys())
+def test_a_model_that_mixes_tokens_across_rows_is_refused(middle, lengths):
+    """Whatever it is, in either direction, over short rows as well: seen in the first backward pass or in the check."""
+    model = Mixer(middle())
+    clipper, inputs = GhostClipper(model, 1.0), batch_of(lengths)
+    match = r"depends on the packed row \d.*pack_rows: false"
+    with pytest.raises(GhostError, match=match):
+        clipper.backward(losses(model, inputs))
+    with pytest.raises(GhostError, match=match):
+        clipper.check_rows(lambda: losses(model, inputs), torch.arange(len(lengths)))
+    clipper.remove()
+
+
+def test_a_model_that_works_on_tokens_one_by_one_is_accepted():
+    """The measurement has nothing against it, and is made once."""
+    model = Mixer(nn.GELU())
+    clipper = GhostClipper(model, 1.0)
+    clipper.check_rows(lambda: losses(model, batch_of()), torch.arange(4))
+    assert clipper.rows_checked
+    assert clipper.backward(losses(model, batch_of())).norms.shape == (4,)
+
+
+def test_rows_that_were_padded_first_are_measured_again_when_packed():
+    """That padded rows are independent says nothing about packed ones."""
+    model = Mixer(TokenConvolution())
+    clipper = GhostClipper(model, 1.0)
+    clipper.backward(model(torch.randint(4, 17, (3, 5))).square().mean((1, 2)))
+    assert clipper.rows_checked
+    with pytest.raises(GhostError, match=r"depends on the packed row \d"):
+        clipper.backward(losses(model, batch_of()))
+
+
+def test_a_cache_that_makes_transformers_forget_the_rows_is_found():
+    """With use_cache its packed mask isn't made, and later rows see all earlier ones."""
+    model = build_model(Case("llama"))
+    inputs = batch_of(vocabulary=97)
+    clipper = GhostClipper(model, 1.0)
+    with pytest.raises(GhostError, match=r"depends on the packed row \d"):
+        clipper.backward(losses(model, {**inputs, "use_cache": True}))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_that_multiplies_what_it_masks_is_refused_by_measurement(attention):
+    """A mask over all pairs of tokens keeps finite rows apart, and lets a NaN through."""
+    model = build_model(Case("llama", dtype="float32"))
+    model.set_attn_implementation(attention)
+    inputs, clipper = batch_of(vocabulary=97), GhostClipper(model, 1.0)
+    with pytest.raises(GhostError, match=r"isn't finite reaches other packed rows.*dpllm\.packing, flash_attention_2"):
+        clipper.check_rows(lambda: losses(model, inputs), torch.arange(4))
+    with attention_by_row(model):
+        clipper.check_rows(lambda: losses(model, inputs), torch.arange(4))
+
+
+def test_a_gradient_that_is_not_finite_ends_a_loop_that_did_not_measure():
+    """It may have reached other units. Where all rows are of one unit, they are lost together in any case."""
+    model = Mixer(nn.GELU())
+    with torch.no_grad():
+        model.embed.weight[16] = float("inf")
+    inputs = batch_of(vocabulary=16)
+    clipper = GhostClipper(model, 1.0)
+    clipper.backward(losses(model, inputs))
+    inputs["input_ids"][0, 0] = 16
+    with pytest.raises(GhostError, match=r"isn't finite.*check_rows\(\) before the first step"):
+        clipper.backward(losses(model, inputs))
+    assert clipper.backward(losses(model, inputs), torch.zeros(4, dtype=torch.int64)).num_nonfinite == 1
+
+
+def test_a_first_batch_with_a_row_that_is_not_finite():
+    """It tells nothing, and the others do; where all are lost, nothing was measured, and nothing is released."""
+    model = Mixer(nn.GELU())
+    with torch.no_grad():
+        model.embed.weight[16] = float("inf")
+    inputs, units = batch_of(vocabulary=16), torch.arange(4)
+    for tokens, finite in (([0], 3), ([0, 5, 8, 10], 0)):
+        inputs["input_ids"][0, tokens] = 16
+        clipper = GhostClipper(model, 1.0)
+        clipper.check_rows(lambda: losses(model, inputs), units)
+        if finite:
+            assert clipper.backward(losses(model, inputs), units).num_nonfinite == 4 - finite
+        else:
+            with pytest.raises(GhostError, match="isn't finite, and it was not measured"):
+                clipper.backward(losses(model, inputs), units)
+        clipper.remove()
+
+
+def test_a_parameter_that_is_served_row_by_row_can_not_be_packed():
+    """By name; frozen, or with a single row, there is nothing against it."""
+    model = Mixer(Power())
+    clipper = GhostClipper(model, 1.0)
+    with pytest.raises(GhostError, match=r"middle\.exponent: .*\(1, 6\), can't be cut into the packed rows"):
+        clipper.backward(losses(model, batch_of()))
+    assert clipper.backward(losses(model, batch_of((5,)))).norms.shape == (1,)
+
+
+def test_as_many_losses_as_packed_rows():
+    """A mean over all of them, or a loss per token, is no loss per row."""
+    model = Mixer(nn.GELU())
+    clipper = GhostClipper(model, 1.0)
+    with pytest.raises(GhostError, match=r"4 packed rows, and there are 1 losses.*packed_sequence_loss"):
+        clipper.backward(losses(model, batch_of()).mean()[None])
