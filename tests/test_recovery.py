@@ -2,7 +2,9 @@
 
 import functools
 import gc
+import tempfile
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -109,6 +111,13 @@ class Stepped:
 
 
 @functools.cache
+def undisturbed(owners):
+    """The step with memory enough."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Stepped(Path(folder) / "whole", cut(owners)).done()
+
+
+@functools.cache
 def single_units(owners):
     """The clipped sum by plain autograd, unit after unit and row after row."""
     model, _ = model_with()
@@ -128,7 +137,7 @@ def single_units(owners):
 @pytest.mark.parametrize("owners", OWNERS.values(), ids=OWNERS.keys())
 def test_the_sum_is_that_of_an_undisturbed_step(owners, limit, direction, tmp_path):
     """And that of single-unit autograd; what is counted is the same, the step is charged once, and ends once."""
-    whole = Stepped(tmp_path / "whole", cut(owners)).done()
+    whole = undisturbed(owners)
     parts = Stepped(tmp_path / "parts", cut(owners), more_than(limit, direction)).done()
     torch.testing.assert_close(parts.gradient, whole.gradient, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(parts.gradient, single_units(owners), rtol=1e-5, atol=1e-8)
@@ -159,7 +168,7 @@ def test_memory_that_runs_out_on_the_last_microbatch(direction, owners, tmp_path
             return True
         return False
 
-    whole = Stepped(tmp_path / "whole", cut(owners)).done()
+    whole = undisturbed(owners)
     parts = Stepped(tmp_path / "parts", until_the_last(), refuse).done()
     assert refused and parts.diagnostics.num_divided == 1
     torch.testing.assert_close(parts.gradient, whole.gradient, rtol=1e-10, atol=1e-12)
@@ -177,7 +186,7 @@ def test_memory_that_runs_out_while_activations_are_recomputed(kind, tmp_path):
         return direction == "forward" and bool(recomputed) and tokens > 16
 
     owners = OWNERS["more rows than fit"]
-    whole = Stepped(tmp_path / "whole", cut(owners)).done()
+    whole = undisturbed(owners)
     parts = Stepped(tmp_path / "parts", cut(owners), refuse)
     enable_checkpointing(parts.model, kind)
     parts.done()
