@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dpllm.config import PrivacyConfig as PrivacyConfig
     from dpllm.config import load_recipe as load_recipe
     from dpllm.ghost import ClipResult as ClipResult
+    from dpllm.ghost import Forms as Forms
     from dpllm.ghost import GhostClipper as GhostClipper
     from dpllm.ghost import GhostError as GhostError
     from dpllm.losses import classification_loss as classification_loss
@@ -32,6 +33,7 @@ _HOME = {
     "PrivacyConfig": "dpllm.config",
     "load_recipe": "dpllm.config",
     "ClipResult": "dpllm.ghost",
+    "Forms": "dpllm.ghost",
     "GhostClipper": "dpllm.ghost",
     "GhostError": "dpllm.ghost",
     "classification_loss": "dpllm.losses",

@@ -46,6 +46,8 @@ NATURE = "computed by dpllm.footprint, not measured"
 _FLOAT32, _BFLOAT16 = 4, 2
 _INDEX = 8  # bytes of a token id
 _LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered entries that it keeps before it frees any
+_CHUNK = 2**26  # of float32 logits (dpllm.losses)
+_NOISE = 2**24  # drawn at a time (dpllm.noise)
 _BUCKET = 5 * 10**8  # DeepSpeed's reduce_bucket_size, in entries
 _SUB_GROUP = 10**9  # DeepSpeed's sub_group_size: entries of a shard that ZeRO-3 updates at a time
 
@@ -134,7 +136,8 @@ class Footprint:
     recomputed: int
     """What one block saves, recomputed in the backward pass; 0 without checkpointing."""
     logits: int
-    """Logits and their loss: three (B, T, V) tensors in float32 at the worst moment, the start of the backward pass."""
+    """Logits and their gradient, in the model's dtype, at the worst moment, the start of the backward pass; and a
+    float32 chunk of `dpllm.losses`."""
     book: int
     """What private training holds at the end of the backward pass, until the norms are known: input and output
     gradient of every trainable layer, or the per-row gradient where that is smaller. Ordinary training frees these
@@ -243,7 +246,7 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
         gathered=_gathered(shape, run, dtypes),
         activations=shape.num_layers * kept + outer,
         recomputed=block + block_casts if run.checkpointing else 0,
-        logits=3 * _FLOAT32 * tokens * shape.vocabulary,
+        logits=2 * dtypes.compute * tokens * shape.vocabulary + min(_CHUNK, _FLOAT32 * tokens * shape.vocabulary),
         book=_book(shape, run, dtypes),
         forming=_forming(shape, run),
         update=_update(shape, run, dtypes),
@@ -385,7 +388,7 @@ def _forming(shape: ModelShape, run: Run) -> int:
     for inputs, outputs in layers:
         copies = max(copies, _FLOAT32 * tokens * (inputs + outputs + min(inputs, outputs)))
     largest = _FLOAT32 * shape.largest_trainable
-    noise = _share(largest, run.num_gpus)
+    noise = min(_NOISE, _share(largest, run.num_gpus))
     if run.is_deepspeed and run.engine != "zero1":
         flat = 2 if run.engine == "zero2" else 1
         bucket = _FLOAT32 * min(shape.trainable, _BUCKET) if run.engine == "zero2" else largest

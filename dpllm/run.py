@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from dpllm.autosize import AUTO, TOKENS_WITHOUT_MEASURE, Memory, memory_of, needed_later, rows_that_fit
 from dpllm.config import ConfigError
 from dpllm.engines import engine_for, model_inside
-from dpllm.ghost import GhostClipper
+from dpllm.ghost import Forms, GhostClipper
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.microbatches import Microbatch, RowsTaken, microbatches
 from dpllm.noise import NoiseSource
@@ -192,12 +192,13 @@ class PrivateRun:
         """
         return cls(plan, rows, SharedLedger.open(Path(folder) / LEDGER_FILE, plan, Processes(), budget_file))
 
-    def attach(self, model: Any, optimizer: Any) -> None:
+    def attach(self, model: Any, optimizer: Any, forms: Forms | None = None) -> None:
         """Hook a model that was prepared for its engine.
 
         Args:
             model: what ``accelerator.prepare`` returned (in one process: any module).
             optimizer: likewise.
+            forms: how norms are computed; the default takes what costs least.
 
         Raises:
             EngineError: an engine or an option of it under which the guarantee would not hold.
@@ -213,7 +214,7 @@ class PrivateRun:
                 f"{type(self._engine).__name__} all of them pass through each layer together. Give a number of tokens "
                 "(microbatch_tokens); `dpllm plan --memory` says what a microbatch takes"
             )
-        self._clipper = GhostClipper(self._model, self.plan.clip_norm)
+        self._clipper = GhostClipper(self._model, self.plan.clip_norm, forms)
         self.processes.agree({"the trainable parameters": _digest(self._clipper.parameters)})
 
     def draws(self, num_steps: int) -> Iterator[np.ndarray]:

@@ -47,7 +47,7 @@ from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data import PackedCollator, RowCollator, unit_index_of
 from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
-from dpllm.ghost import GhostClipper
+from dpllm.ghost import Forms, GhostClipper
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.lengths import row_lengths
 from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
@@ -117,6 +117,7 @@ class DPTrainer(Trainer):
             model is sharded.
         pack_rows: lay the rows of a microbatch end to end, without padding, for causal language models. The attention
             runs each row by itself (`dpllm.packing`) while `train` lasts; evaluation pads as before.
+        forms: how norms are computed (`dpllm.ghost.Forms`); the default takes what costs least.
 
     Raises:
         ConfigError, ValueError: anything that would make the guarantee untrue, before any training.
@@ -137,6 +138,7 @@ class DPTrainer(Trainer):
         public: Sequence[str] = (),
         max_tokens_per_microbatch: int | str | None = None,
         pack_rows: bool = False,
+        forms: Forms | None = None,
     ) -> None:
         """Resolve the plan and set the Trainer up."""
         self.privacy, self.public = privacy, list(public)
@@ -145,7 +147,7 @@ class DPTrainer(Trainer):
             raise ConfigError(f"max_tokens_per_microbatch must be at least 1, got {max_tokens_per_microbatch}")
         if pack_rows:
             refuse_unpackable(model, _task(model), data_collator, compute_loss_func)
-        self._pack_rows = pack_rows
+        self._pack_rows, self._forms = pack_rows, forms
         private = private_arguments(args)
         self.processes = Processes()
         self.units: UnitIndex = unit_index_of(train_dataset, privacy, self._draw_of_rows())
@@ -220,7 +222,9 @@ class DPTrainer(Trainer):
         if checkpoint and self.is_deepspeed_enabled:
             prepare_to_load(checkpoint, self.accelerator.state.deepspeed_plugin.deepspeed_config, self.processes)
         if not self._attached:
-            GhostClipper(self._module, self.plan.clip_norm).remove()  # what can't be clipped is refused at once
+            GhostClipper(
+                self._module, self.plan.clip_norm, self._forms
+            ).remove()  # what can't be clipped is refused at once
         reason = "failed"
         try:
             by_row = attention_by_row(self._module) if self._pack_rows else contextlib.nullcontext()
@@ -291,7 +295,7 @@ class DPTrainer(Trainer):
         if not self._attached:  # here, since the Trainer has only now spread the model over the processes
             if self._resumed_from and self.is_deepspeed_enabled:
                 complete_load(model, self._resumed_from, self.processes)
-            self._run.attach(model, self.optimizer)
+            self._run.attach(model, self.optimizer, self._forms)
             self._attached = True
         with self.compute_loss_context_manager():
             done = self._run.step(inputs["unit_ids"].numpy(), self._loss_per_row)

@@ -144,6 +144,20 @@ MUTATIONS = [
         ("tests/invariant/test_large_units.py",),
     ),
     Mutation(
+        "the second pass is not compared with the first",
+        "dpllm/ghost/book.py",
+        "        if bool(((again_U > sq_norm_U + slack_U) & (factor_U > 0)).any()):\n",
+        "        if False:\n",
+        ("tests/ghost/test_two_passes.py",),
+    ),
+    Mutation(
+        "a norm's strips are not mirrored",
+        "dpllm/ghost/kernels.py",
+        "2 * terms[:, :, :start].sum((1, 2))",
+        "terms[:, :, :start].sum((1, 2))",
+        ("tests/ghost/test_forms.py",),
+    ),
+    Mutation(
         "rows that are drawn singly are accounted for as whole units",
         "dpllm/plan.py",
         "self.noise_multiplier, self.clip_norm, k)",

@@ -29,6 +29,7 @@ from dpllm.accounting import epsilon
 from dpllm.budget import BudgetError, create_budget, read_budget
 from dpllm.checkpoints import STAGING_FOLDER, CheckpointError, verify
 from dpllm.config import ConfigError
+from dpllm.ghost import Forms
 from dpllm.ledger import LedgerError, read_ledger
 from dpllm.plan import PrivacyPlan, format_epsilon
 from tests.conftest import tiny_llama_config
@@ -229,6 +230,25 @@ def test_a_shortage_of_memory_in_the_middle_of_training(tmp_path, caplog):
     assert counted["microbatches taken again in halves for lack of memory"] >= 1
     with pytest.raises(ConfigError, match="max_tokens is 'most'"):
         trainer(tmp_path / "none", max_tokens_per_microbatch="most")
+
+
+def test_every_form_gives_the_same_update(tmp_path):
+    """Two steps at σ = 0 under activation checkpointing: norms from Gram matrices or tiles, in one pass or two."""
+    updates = []
+    for number, forms in enumerate((None, Forms("gram", passes=2), Forms("tiled", passes=1), Forms("instance"))):
+        torch.manual_seed(0)
+        folder = tmp_path / str(number)
+        run = trainer(
+            folder,
+            config=privacy(noise_multiplier=0.0, clip_norm=0.05, seed=3),
+            args=arguments(folder, max_steps=2, optim="sgd", gradient_checkpointing=True),
+            forms=forms,
+        )
+        before = torch.cat([p.detach().flatten().double() for p in run.model.parameters()])
+        run.train()
+        updates.append(torch.cat([p.detach().flatten().double() for p in run.model.parameters()]) - before)
+    for update in updates[1:]:
+        assert float((update - updates[0]).norm()) <= 1e-4 * float(updates[0].norm()) > 0
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
