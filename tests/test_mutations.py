@@ -95,7 +95,7 @@ MUTATIONS = [
     Mutation(
         "norms and sums are rounded under autocast",
         "dpllm/ghost/kernels.py",
-        'with torch.autocast("cpu", enabled=False), torch.autocast(_accelerator(), enabled=False):',
+        'with torch.autocast("cpu", enabled=False), torch.autocast(accelerator, enabled=False):',
         "with contextlib.nullcontext():",
         ("tests/ghost/test_kernels.py",),
     ),

@@ -74,6 +74,7 @@ class Book:
         self._again: tuple[Tensor, Tensor, Tensor] | None = None  # losses to differentiate twice, and what came out
         self._sums: dict[int, Tensor] = {}
         self._modules = list(model.modules())
+        self._recomputing = [module for module in self._modules if memory.may_recompute(module)]
         self._batch_rows: int | None = None
         self._tokens = 1
         self._active: list[Served] = []
@@ -443,7 +444,7 @@ class Book:
     def _passes(self, loss_B: Tensor) -> int:
         if self.forms.passes != "auto":
             return self.forms.passes
-        if self._sharded or not memory.recomputes(self._modules):
+        if self._sharded or not memory.recomputes(self._recomputing):
             return 1
         fits = memory.one_pass_fits(
             self._modules, self._batch_rows or len(loss_B), self._tokens, memory.free_bytes(loss_B.device)
@@ -535,7 +536,7 @@ class Book:
     def _add_weighted_(self, total: Tensor, contribution: Contribution) -> None:
         assert self._weights is not None, "add_clipped_sum_() follows weigh()"
         of_rows, of_units = self._weights
-        (of_units if isinstance(contribution, Instance) else of_rows).add_(total, contribution)
+        (of_units if isinstance(contribution, Instance) else of_rows).add_(total, contribution, self.forms)
 
     def forget(self) -> None:
         """Forget a microbatch whose pass broke off; what is held of a unit before it stays.

@@ -160,8 +160,9 @@ class Instance:
         """Keep the given units."""
         return Instance(self.value_U[units])
 
-    def add_weighted_(self, total: Tensor, factor_U: Tensor) -> None:
+    def add_weighted_(self, total: Tensor, factor_U: Tensor, forms: Forms) -> None:
         """``total += sum_u factor_u g_u``."""
+        del forms
         total += torch.tensordot(factor_U.to(total.dtype), self.value_U.to(total.dtype), dims=1)
 
 
@@ -206,10 +207,9 @@ class Outer:
 
     def instance(self, rows: Rows) -> Tensor:
         """The gradients of the units (U, L, R)."""
-        dtype = kernels.accumulation_dtype(self.left_BTL.dtype)
 
         def form(here: slice) -> Tensor:
-            return torch.bmm(self.left_BTL[here].to(dtype).mT, self.right_BTR[here].to(dtype))
+            return kernels.wide_bmm(self.left_BTL[here].mT, self.right_BTR[here])
 
         return rows.sum_formed(form, self.left_BTL.shape[2] * self.right_BTR.shape[2])
 
@@ -225,9 +225,9 @@ class Outer:
         """Keep the given rows."""
         return Outer(self.left_BTL[rows], self.right_BTR[rows], self.input_side)
 
-    def add_weighted_(self, total: Tensor, factor_B: Tensor) -> None:
+    def add_weighted_(self, total: Tensor, factor_B: Tensor, forms: Forms) -> None:
         """``total += sum_b factor_b g_b``."""
-        kernels.add_weighted_outer_(total, self.left_BTL, self.right_BTR, factor_B)
+        forms.add_weighted_outer_(total, self.left_BTL, self.right_BTR, factor_B)
 
     def mass(self) -> Tensor:
         """(B,): sum_t |left_t| |right_t|, the scale of the rounding error of norms and sums."""
@@ -282,8 +282,9 @@ class Lookup:
         """Keep the given rows."""
         return Lookup(self.index_BT[rows], self.right_BTR[rows], self.num_entries)
 
-    def add_weighted_(self, total: Tensor, factor_B: Tensor) -> None:
+    def add_weighted_(self, total: Tensor, factor_B: Tensor, forms: Forms) -> None:
         """``total += sum_b factor_b g_b``."""
+        del forms
         weighted = self.right_BTR.to(total.dtype) * factor_B.to(total.dtype)[:, None, None]
         total.index_add_(0, self.index_BT.flatten(), weighted.flatten(0, 1))
 

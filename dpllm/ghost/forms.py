@@ -122,6 +122,12 @@ class Forms:
             mass_B += (size_BT * torch.linalg.vector_norm(grad_BTP, dim=2, dtype=dtype)).sum(1).square()
         return sq_norm_B, mass_B
 
+    def add_weighted_outer_(self, total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, factor_B: Tensor) -> None:
+        """``total += sum_b factor_b sum_t left_bt (x) right_bt`` in place; see `kernels.add_weighted_outer_`."""
+        narrow = left_BTL.element_size() == right_BTR.element_size() == 2  # wider ones are what cuBLAS is best at
+        fused = narrow and total_LR.dtype == torch.float32 and self.fuses(left_BTL, right_BTR, total_LR)
+        (triton_kernels if fused else kernels).add_weighted_outer_(total_LR, left_BTL, right_BTR, factor_B)
+
     def lookup_norms(
         self, index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int
     ) -> Tensor:

@@ -63,9 +63,14 @@ def exact_matmul() -> Iterator[None]:
     Norms and clipped sums decide the sensitivity; the model's own forward and backward keep the user's setting.
     """
     before = torch.get_float32_matmul_precision()
+    accelerator = _accelerator()
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(accelerator)
+    if before == "highest" and not autocast:  # entered for every layer: what changes nothing should cost nothing
+        yield
+        return
     torch.set_float32_matmul_precision("highest")
     try:
-        with torch.autocast("cpu", enabled=False), torch.autocast(_accelerator(), enabled=False):
+        with torch.autocast("cpu", enabled=False), torch.autocast(accelerator, enabled=False):
             yield
     finally:
         torch.set_float32_matmul_precision(before)
@@ -95,10 +100,21 @@ def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
 
 
 def _short_products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
-    if x_BTD.is_cuda and x_BTD.dtype == y_BSD.dtype and x_BTD.dtype in (torch.bfloat16, torch.float16):
-        return torch.bmm(x_BTD, y_BSD.mT, out_dtype=torch.float32)
-    dtype = accumulation_dtype(x_BTD.dtype)
-    return torch.bmm(x_BTD.to(dtype), y_BSD.to(dtype).mT)
+    return wide_bmm(x_BTD, y_BSD.mT)
+
+
+def on_tensor_cores(*tensors: Tensor) -> bool:
+    """Whether products of these are exact before they are added up in float32: 16 bits each, on a GPU."""
+    first = tensors[0].dtype
+    return first in (torch.bfloat16, torch.float16) and all(t.is_cuda and t.dtype == first for t in tensors)
+
+
+def wide_bmm(x_BMK: Tensor, y_BKN: Tensor) -> Tensor:
+    """Batched matrix product, accumulated and returned in float32 (float64 for float64 inputs)."""
+    if on_tensor_cores(x_BMK, y_BKN):
+        return torch.bmm(x_BMK, y_BKN, out_dtype=torch.float32)
+    dtype = accumulation_dtype(x_BMK.dtype)
+    return torch.bmm(x_BMK.to(dtype), y_BKN.to(dtype))
 
 
 def squared_norms(x_B: Tensor) -> Tensor:
@@ -172,7 +188,7 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
     dtype = accumulation_dtype(left_BTL.dtype)
     chunk = max(1, _MAX_GRAM_ENTRIES // max(1, left_BTL.shape[2] * right_BTR.shape[2]))
     parts = [
-        squared_norms(torch.bmm(left_BTL[row : row + chunk].to(dtype).mT, right_BTR[row : row + chunk].to(dtype)))
+        squared_norms(wide_bmm(left_BTL[row : row + chunk].mT, right_BTR[row : row + chunk]))
         for row in range(0, left_BTL.shape[0], chunk)
     ]
     return torch.cat(parts) if parts else left_BTL.new_zeros(0, dtype=dtype)
@@ -252,9 +268,17 @@ def lookup_inner(index_NT: Tensor, right_NTR: Tensor, index_NS: Tensor, right_NS
 def add_weighted_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, factor_B: Tensor) -> None:
     """``total += sum_b factor_b sum_t left_bt (x) right_bt`` in place, in the dtype of ``total``.
 
-    The factor goes onto the narrower side, after its conversion to the accumulator's dtype: scaling in bfloat16 would
-    round the released gradient away from the one whose norm was bounded.
+    The factor meets numbers of the accumulator's dtype alone: scaling in bfloat16 would round the released gradient
+    away from the one whose norm was bounded. On tensor cores it multiplies what they made of a row's tokens, a few rows
+    at a time; elsewhere the narrower side, after its conversion.
     """
+    if on_tensor_cores(left_BTL, right_BTR) and total_LR.dtype == torch.float32:
+        chunk = max(1, _MAX_GRAM_ENTRIES // max(1, total_LR.numel()))
+        for row in range(0, left_BTL.shape[0], chunk):
+            here = slice(row, row + chunk)
+            rows_BLR = wide_bmm(left_BTL[here].mT, right_BTR[here])
+            total_LR += torch.tensordot(factor_B[here].to(total_LR.dtype), rows_BLR, dims=1)
+        return
     left_BTL, right_BTR = left_BTL.to(total_LR.dtype), right_BTR.to(total_LR.dtype)
     factor_B11 = factor_B.to(total_LR.dtype)[:, None, None]
     if left_BTL.shape[2] < right_BTR.shape[2]:

@@ -60,6 +60,11 @@ def free_bytes(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def may_recompute(module: nn.Module) -> bool:
+    """Whether activation checkpointing can be switched on for a module, as transformers marks it."""
+    return hasattr(module, "gradient_checkpointing")
+
+
 def recomputes(modules: Iterable[nn.Module]) -> bool:
     """Whether activation checkpointing is on, as transformers marks it.
 

@@ -82,8 +82,8 @@ class Weights:
         (keep,) = torch.nonzero(factor, as_tuple=True)
         return cls(None, factor) if keep.numel() == factor.numel() else cls(keep, factor[keep])
 
-    def add_(self, total: Tensor, contribution: Contribution) -> None:
+    def add_(self, total: Tensor, contribution: Contribution, forms: Forms) -> None:
         """``total += sum factor g``."""
         if self.factor.numel():
             kept = contribution if self.keep is None else contribution.select(self.keep)
-            kept.add_weighted_(total, self.factor)
+            kept.add_weighted_(total, self.factor, forms)

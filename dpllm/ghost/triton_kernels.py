@@ -9,6 +9,8 @@ computed, only how often it travels through memory:
   computed, T^2 (D + P) operations in place of 2 T^2 (D + P).
 * `instance_norms`: the same number by way of the (L, R) gradient, which is formed tile by tile, squared and never
   written; 2 T L R operations, less than the Gram form where T > 2 L R / (L + R).
+* `add_weighted_outer_`: the clipped sum of a matrix. The factor meets a row's gradient after its tokens are added up,
+  in float32; scaling an input of 16 bits beforehand would round it, and would be one more pass over it.
 * `norm_layer_grads`: weight and bias gradients of LayerNorm and RMSNorm per row, from one pass over input and gradient.
 * `lookup_norms`: embedding norms; equal tokens of a unit lie side by side after a sort, and each run is summed,
   squared and reduced without a slot per token.
@@ -158,6 +160,63 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
             enable_fp_fusion=True,
         )
     return partial.sum(1)
+
+
+def add_weighted_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, factor_B: Tensor) -> None:
+    """``total += sum_b factor_b sum_t left_bt (x) right_bt`` in place.
+
+    Drop-in for `dpllm.ghost.kernels.add_weighted_outer_`. A factor multiplies a row's finished gradient, in float32 and
+    in registers: neither factor nor product is rounded to the inputs' 16 bits, and neither side is scaled before.
+
+    Args:
+        total_LR: float32, of the weight's shape.
+        left_BTL: factor (B, T, L) along the first dimension of the weight.
+        right_BTR: factor (B, T, R) along its second.
+        factor_B: what each row's gradient is multiplied by.
+
+    Raises:
+        ValueError: shapes that don't fit, a total that isn't float32, a dtype or device that the kernels don't take.
+    """
+    _require("add_weighted_outer_", left_BTL, right_BTR, total_LR)
+    _require_same_tokens("add_weighted_outer_", left_BTL, right_BTR)
+    rows, tokens, left = left_BTL.shape
+    right = right_BTR.shape[2]
+    if total_LR.shape != (left, right) or total_LR.dtype != torch.float32 or factor_B.shape != (rows,):
+        raise ValueError(
+            f"add_weighted_outer_: total {tuple(total_LR.shape)} in {total_LR.dtype}, factor {tuple(factor_B.shape)}. "
+            f"Give float32 ({left}, {right}) and ({rows},)."
+        )
+    if 0 in (rows, tokens, left, right):
+        return
+    exact = torch.float32 in (left_BTL.dtype, right_BTR.dtype)
+    block_l, block_r = _instance_blocks(1, left, right, exact)
+    tiles_l, tiles_r = -(-left // block_l), -(-right // block_r)
+    with torch.cuda.device_of(total_LR):
+        programs.weighted_outer_program[(tiles_l * tiles_r,)](
+            left_BTL,
+            left_BTL.stride(),
+            left,
+            right_BTR,
+            right_BTR.stride(),
+            right,
+            factor_B.to(torch.float32),
+            total_LR,
+            total_LR.stride(),
+            rows,
+            tokens,
+            tiles_l,
+            tiles_r,
+            SAME_DTYPE=left_BTL.dtype == right_BTR.dtype,
+            BLOCK_L=block_l,
+            BLOCK_R=block_r,
+            BLOCK_T=16 if exact else 64,
+            CHUNK_T=CHUNK,
+            GROUP=8,
+            WIDEN=INTERPRETED,
+            num_warps=8 if block_l * block_r > 64 * 128 else 4,
+            num_stages=3,
+            enable_fp_fusion=True,
+        )
 
 
 def norm_layer_grads(normed: Tensor, grad: Tensor, with_bias: bool = False) -> tuple[Tensor, Tensor | None]:

@@ -169,6 +169,55 @@ def instance_program(
 
 
 @jit_if_present
+def weighted_outer_program(
+    left: tl.tensor,
+    left_strides: tl.tuple,
+    left_width: tl.tensor,
+    right: tl.tensor,
+    right_strides: tl.tuple,
+    right_width: tl.tensor,
+    factor: tl.tensor,
+    total: tl.tensor,
+    total_strides: tl.tuple,
+    rows: tl.tensor,
+    tokens: tl.tensor,
+    tiles_l: tl.tensor,
+    tiles_r: tl.tensor,
+    SAME_DTYPE: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    CHUNK_T: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """One tile of the weighted sum over rows: each row's gradient is complete before its factor meets it."""
+    program = tl.program_id(0)
+    # Tiles that run at the same time share what they read: GROUP tiles of the left side by all of the right.
+    first_l = (program // (GROUP * tiles_r)) * GROUP
+    height = tl.minimum(GROUP, tiles_l - first_l)
+    within = program % (GROUP * tiles_r)
+    l_L1 = ((first_l + within % height) * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)[:, None]
+    r_1R = ((within // height) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[None, :]
+    total_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
+    x, y = left, right
+    for row in range(0, rows):
+        row_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
+        for start in range(0, tokens, CHUNK_T):
+            end = tl.minimum(start + CHUNK_T, tokens)
+            row_LR += product(
+                x, left_strides[2], left_strides[1], y, right_strides[2], right_strides[1],
+                l_L1, r_1R, left_width, right_width, start, end, BLOCK_L, BLOCK_R, BLOCK_T, SAME_DTYPE, WIDEN,
+            )  # fmt: skip
+        total_LR += tl.load(factor + row) * row_LR
+        x += left_strides[0]
+        y += right_strides[0]
+    out = total + l_L1 * total_strides[0] + r_1R * total_strides[1]
+    inside = (l_L1 < left_width) & (r_1R < right_width)
+    tl.store(out, tl.load(out, mask=inside, other=0.0) + total_LR, mask=inside)
+
+
+@jit_if_present
 def norm_layer_program(
     normed: tl.tensor,
     normed_strides: tl.tuple,

@@ -76,14 +76,14 @@ def test_norms_and_sums_equal_those_of_the_instances(uses, unit_of_row, forms):
     factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)], 0)
     total = torch.zeros(V, R).double()
     for contribution in contributions:
-        contribution.add_weighted_(total, factor_U if isinstance(contribution, Instance) else factor_B)
+        contribution.add_weighted_(total, factor_U if isinstance(contribution, Instance) else factor_B, forms)
     torch.testing.assert_close(total, torch.einsum("u,uvr->vr", factor_U, gradient_U))
 
     keep = torch.tensor([0, 2])
     some = torch.zeros(V, R).double()
     for contribution in contributions:
         factor = factor_U if isinstance(contribution, Instance) else factor_B
-        contribution.select(keep).add_weighted_(some, factor[keep])
+        contribution.select(keep).add_weighted_(some, factor[keep], forms)
     instances = isinstance(contributions[0], Instance)
     expected = torch.einsum("u,uvr->vr", factor_U[keep], gradient_U[keep]) if instances else None
     if expected is None:

@@ -139,6 +139,56 @@ def test_a_row_that_is_not_finite_stays_by_itself(kernel):
     assert sq_norm.isfinite().tolist() == [True, False, False]
 
 
+# ---------------------------------------------------------------- weighted sum
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "tokens", "left", "right"),
+    [(1, 1, 1, 1), (2, 1, 48, 80), (3, 17, 80, 48), (1, 200, 3, 70), (2, 33, 150, 140), (3, 5, 600, 20)],
+)
+def test_weighted_sums_equal_definition_and_pytorch_form(dtype, rows, tokens, left, right):
+    """The factor is not rounded to the inputs' 16 bits, and what stood in the total stays."""
+    x, y = randn(rows, tokens, left, dtype=dtype), randn(rows, tokens, right, dtype=dtype)
+    factor = torch.rand(rows, device=DEVICE)
+    start = randn(left, right)
+    total, plain = start.clone(), start.clone()
+    triton_kernels.add_weighted_outer_(total, x, y, factor)
+    kernels.add_weighted_outer_(plain, x, y, factor)
+    expected = start.double() + torch.einsum("b,blr->lr", factor.double(), instance_of(x, y))
+    assert_close(total, expected, 1e-5, atol=1e-4)
+    assert_close(total, plain, 1e-5, atol=1e-4)
+
+
+@needs_triton
+def test_weighted_sums_take_any_layout(monkeypatch):
+    """Transposed inputs and totals are read and written where they are; long rows are walked in chunks."""
+    monkeypatch.setattr(triton_kernels, "CHUNK", 64)
+    x, y = randn(20, 150, 2).permute(2, 1, 0), randn(2, 9, 150).mT
+    total = torch.zeros(9, 20, device=DEVICE).mT
+    triton_kernels.add_weighted_outer_(total, x, y, torch.tensor([1.0, -2.0], device=DEVICE))
+    assert_close(total, instance_of(x, y)[0] - 2 * instance_of(x, y)[1], 1e-5, atol=1e-4)
+    kept = total.clone()
+    triton_kernels.add_weighted_outer_(total, x[:0], y[:0], torch.zeros(0, device=DEVICE))
+    assert torch.equal(total, kept)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("total", "factor"),
+    [
+        (torch.zeros(5, 4), torch.ones(2)),
+        (torch.zeros(4, 5).bfloat16(), torch.ones(2)),
+        (torch.zeros(4, 5), torch.ones(3)),
+    ],
+)
+def test_weighted_sums_that_do_not_fit_are_refused(total, factor):
+    """A total of another shape or dtype, factors of other rows."""
+    with pytest.raises(ValueError, match=r"Give float32 \(4, 5\) and \(2,\)"):
+        triton_kernels.add_weighted_outer_(total.to(DEVICE), randn(2, 3, 4), randn(2, 3, 5), factor.to(DEVICE))
+
+
 # -------------------------------------------------------------------- instance
 
 

@@ -51,6 +51,8 @@ for dtype in (torch.bfloat16, torch.float32):
     for rows, tokens, width in ((1, 1, 1), (8, 512, 64)):
         triton_kernels.gram_norms(x(rows, tokens, width), [x(rows, tokens, width), x(rows, tokens, 80)])
         triton_kernels.instance_norms(x(rows, tokens, width), x(rows, tokens, 80))
+        total = torch.empty(width, 80)
+        triton_kernels.add_weighted_outer_(total, x(rows, tokens, width), x(rows, tokens, 80), torch.ones(rows))
         triton_kernels.norm_layer_grads(x(rows, tokens, width), x(rows, tokens, width), with_bias=True)
         index, unit = torch.zeros(rows, tokens, dtype=torch.long), torch.arange(rows)
         triton_kernels.lookup_norms(index, x(rows, tokens, width), unit, rows, 9)
@@ -74,10 +76,10 @@ def test_programs_compile_for_gpus(tmp_path):
     assert result.returncode == 0, result.stderr
     compiled = json.loads(result.stdout.splitlines()[-1])
     names = {name for name, _, _ in compiled}
-    assert names == {f"{name}_program" for name in ("gram", "instance", "norm_layer", "run", "segment")}
+    assert names == {f"{name}_program" for name in ("gram", "instance", "weighted_outer", "norm_layer", "run", "segment")}
     for name, dtype, ptx in compiled:
         assert ".entry" in ptx and not re.search(r"tf32|\b(atom|red)\.", ptx)
-        if name in ("gram_program", "instance_program"):
+        if name in ("gram_program", "instance_program", "weighted_outer_program"):
             assert (".bf16.bf16" in ptx) == (dtype == "torch.bfloat16")
 
 
