@@ -47,7 +47,7 @@ COLUMNS = (
     *("kernel", "shape", "GFLOP", "MB", "roofline µs", "fused µs", "PyTorch µs"),
     *("error", "PyTorch error", "slack", "PyTorch slack"),
 )
-KERNELS = ("gram", "instance", "norm layer", "lookup")
+KERNELS = ("gram", "instance", "weighted sum", "norm layer", "lookup")
 
 # Dense peak rates in TFLOP/s for 16-bit inputs on tensor cores and for float32 outside of them, and memory bandwidth
 # in TB/s, by a part of the device's name; from NVIDIA's data sheets (half of the figures given "with sparsity").
@@ -75,12 +75,14 @@ GRAM_SHAPES = [
 ]
 POSITIVE_SHAPES = [(8, 1, 14_336, (14_336,)), (8, 512, 14_336, (4096,))]
 INSTANCE_SHAPES = [(8, 512, 2048, 16), (8, 4096, 2048, 2048), (2, 4096, 2048, 512), (2, 8192, 4096, 1024)]
+SUM_SHAPES = [(8, 512, 2048, 2048), (8, 512, 2048, 8192), (8, 512, 32_000, 2048), (4, 512, 4096, 14_336)]
 NORM_SHAPES = [(8, 512, 2048), (8, 1024, 2048), (4, 512, 4096), (64, 37, 2048)]
 LOOKUP_SHAPES = [(8, 512, 2048, 32_000), (4, 512, 4096, 128_256), (64, 37, 2048, 32_000)]
 TINY: dict[str, list] = {
     "gram": [(2, 17, 48, (80,)), (2, 70, 33, (16, 7))],
     "positive": [(2, 1, 300, (200,))],
     "instance": [(2, 17, 48, 80)],
+    "weighted sum": [(2, 17, 48, 80)],
     "norm layer": [(2, 17, 48)],
     "lookup": [(2, 17, 48, 9)],
 }
@@ -88,6 +90,7 @@ FULL: dict[str, list] = {
     "gram": GRAM_SHAPES,
     "positive": POSITIVE_SHAPES,
     "instance": INSTANCE_SHAPES,
+    "weighted sum": SUM_SHAPES,
     "norm layer": NORM_SHAPES,
     "lookup": LOOKUP_SHAPES,
 }
@@ -153,6 +156,28 @@ def instance_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> Cas
     )
 
 
+def weighted_sum_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> Case:
+    """The clipped sum of a linear layer. Ordinary training's weight gradient is the same product without factors."""
+    rows, tokens, left, right = shape
+    x, y = (random(rows, tokens, width, dtype=dtype, device=device) for width in (left, right))
+    factor = torch.rand(rows, device=device)
+
+    def total(form: Any, *inputs: Tensor) -> Tensor:
+        sum_LR = torch.zeros(left, right, dtype=kernels.accumulation_dtype(inputs[0].dtype), device=device)
+        form.add_weighted_outer_(sum_LR, *inputs)
+        return sum_LR
+
+    return Case(
+        kernel="weighted sum",
+        shape=f"B={rows} T={tokens} L={left} R={right}",
+        fused=lambda: (total(triton_kernels, x, y, factor), None),
+        plain=lambda: (total(kernels, x, y, factor), None),
+        exact=lambda: total(kernels, x.double(), y.double(), factor.double()),
+        flops=2 * rows * tokens * left * right,
+        bytes=x.nbytes + y.nbytes + 12 * left * right,
+    )
+
+
 def norm_layer_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> Case:
     """Weight gradients of RMSNorm, per row."""
     rows, tokens, width = shape
@@ -189,7 +214,12 @@ def lookup_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> Case:
 def cases(only: list[str], dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """One after another, so that the inputs of one are gone before the next."""
     shapes = FULL if device.type == "cuda" else TINY
-    makers = {"instance": instance_case, "norm layer": norm_layer_case, "lookup": lookup_case}
+    makers = {
+        "instance": instance_case,
+        "weighted sum": weighted_sum_case,
+        "norm layer": norm_layer_case,
+        "lookup": lookup_case,
+    }
     for kernel in only:
         if kernel == "gram":
             yield from (gram_case(shape, dtype, device) for shape in shapes["gram"])

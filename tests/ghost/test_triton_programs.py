@@ -76,7 +76,9 @@ def test_programs_compile_for_gpus(tmp_path):
     assert result.returncode == 0, result.stderr
     compiled = json.loads(result.stdout.splitlines()[-1])
     names = {name for name, _, _ in compiled}
-    assert names == {f"{name}_program" for name in ("gram", "instance", "weighted_outer", "norm_layer", "run", "segment")}
+    assert names == {
+        f"{name}_program" for name in ("gram", "instance", "weighted_outer", "norm_layer", "run", "segment")
+    }
     for name, dtype, ptx in compiled:
         assert ".entry" in ptx and not re.search(r"tf32|\b(atom|red)\.", ptx)
         if name in ("gram_program", "instance_program", "weighted_outer_program"):
