@@ -55,7 +55,8 @@ def packed_attention(
         query: (1, H, N, D) of packed rows, or (B, H, T, D) of rows that aren't packed.
         key: likewise, with as many heads as there are keys.
         value: likewise.
-        attention_mask: (B, T), of rows that aren't packed; True where a token may be seen.
+        attention_mask: (B, T), of rows that aren't packed; True where a token may be seen. Or (B, 1, T, T), as PyTorch's
+            scaled dot product attention takes it.
         dropout: of the attention's weights.
         scaling: of the products; None: 1/sqrt(D).
         sliding_window: how many tokens back a token sees, itself included; None: all.
@@ -77,7 +78,8 @@ def packed_attention(
             "have. Don't pack the rows of this model (pack_rows: false), or load it with flash_attention_2."
         )
     if cu_seq_lens_q is None:
-        mask = _mask(query, key, attention_mask, sliding_window)
+        prepared = attention_mask is not None and attention_mask.ndim == 4
+        mask = attention_mask if prepared else _mask(query, key, attention_mask, sliding_window)
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling)
     num_rows, longest = len(cu_seq_lens_q) - 1, max_length_q or int(cu_seq_lens_q.diff().max())
     slot_N = _slots(cu_seq_lens_q, query.shape[2], longest)

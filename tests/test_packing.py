@@ -90,6 +90,14 @@ def test_left_padding_is_hidden():
         torch.testing.assert_close(padded, model(input_ids=ids[:, 2:]).logits)
 
 
+def test_a_mask_that_the_model_made_itself_is_taken_as_it_is():
+    """Of rows that aren't packed: what is visible to whom."""
+    q, k, v = states(4, rows=2), states(4, rows=2), states(4, rows=2)
+    visible = torch.eye(4, dtype=torch.bool).expand(2, 1, -1, -1)
+    output, _ = packed_attention(Layer(), q, k, v, visible)
+    torch.testing.assert_close(output, v.transpose(1, 2))
+
+
 def test_the_model_has_its_own_attention_afterwards():
     """Also after an error, and nothing of it is saved with the model."""
     model = build_model(Case("llama", "lora-all-linear"))
