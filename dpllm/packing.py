@@ -55,8 +55,8 @@ def packed_attention(
         query: (1, H, N, D) of packed rows, or (B, H, T, D) of rows that aren't packed.
         key: likewise, with as many heads as there are keys.
         value: likewise.
-        attention_mask: (B, T), of rows that aren't packed; True where a token may be seen. Or (B, 1, T, T), as PyTorch's
-            scaled dot product attention takes it.
+        attention_mask: (B, T), of rows that aren't packed; True where a token may be seen; or (B, 1, T, T), as
+            PyTorch's scaled dot product attention takes it.
         dropout: of the attention's weights.
         scaling: of the products; None: 1/sqrt(D).
         sliding_window: how many tokens back a token sees, itself included; None: all.
