@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dpllm.ghost import kernels, memory
-from dpllm.ghost.checks import FunctionalUses, RowProbe, SpreadProbe, probed_rows, rows_of_call
+from dpllm.ghost.checks import FunctionalUses, RowProbe, SpreadProbe, probed_rows, rows_of_call, tokens_by_themselves
 from dpllm.ghost.contributions import Contribution, Instance, Rows, Use, held, join, merge
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.forms import Forms
@@ -75,6 +75,7 @@ class Book:
         self._sums: dict[int, Tensor] = {}
         self._modules = list(model.modules())
         self._recomputing = [module for module in self._modules if memory.may_recompute(module)]
+        self._most_tokens = tokens_by_themselves(model)
         self._batch_rows: int | None = None
         self._tokens = 1
         self._active: list[Served] = []
@@ -162,6 +163,13 @@ class Book:
         self.clear()
         self._batch_rows, self._tokens = rows_of_call(args, kwargs), memory.tokens_of_call(args, kwargs)
         self._packed.start(kwargs)
+        longest = max(self._packed.lengths, default=self._tokens)
+        if self._most_tokens is not None and longest > self._most_tokens:
+            raise GhostError(
+                f"Rows of {longest} tokens: beyond {self._most_tokens} this model chooses its position embeddings by "
+                "the longest row of the batch (dynamic or longrope), so that a row's loss depends on the others. Set "
+                f"data.max_length={self._most_tokens}, or another rope type."
+            )
         self._in_forward = True
         self._switch_off(self._parameters.values())
         if self._uses is not None:

@@ -26,6 +26,28 @@ def rows_of_call(args: tuple, kwargs: dict[str, Any]) -> int | None:
     return None
 
 
+def tokens_by_themselves(model: nn.Module) -> int | None:
+    """Tokens up to which a row's position embeddings don't depend on the other rows; None: any number.
+
+    Rotary embeddings of the types "dynamic" and "longrope" choose their frequencies by the longest row of the batch
+    (transformers, ``modeling_rope_utils.py``): beyond the length that the model was first trained for, a row's loss
+    depends on how long its company is. No gradient shows that.
+    """
+    config: Any = getattr(model, "config", None)
+    described = config.to_dict() if hasattr(config, "to_dict") else {}
+    return min(_rope_limits(described, described.get("max_position_embeddings")), default=None)
+
+
+def _rope_limits(section: dict, longest: int | None) -> Iterator[int]:
+    longest = section.get("max_position_embeddings", longest)
+    kind = str(section.get("rope_type", section.get("type", "")))
+    if "dynamic" in kind or kind == "longrope":
+        yield section.get("original_max_position_embeddings") or longest or 0
+    for value in section.values():
+        if isinstance(value, dict):
+            yield from _rope_limits(value, longest)
+
+
 class FunctionalUses(TorchFunctionMode):
     """Watches one forward pass for uses of trainable parameters outside the modules that hold them.
 

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 from dpllm import GhostClipper, GhostError, per_sequence_loss
 from dpllm.ghost.book import Book
 from dpllm.ghost.contributions import Instance
 from dpllm.ghost.forms import Forms
+from tests.conftest import tiny_llama_config
 
 
 class Net(nn.Module):
@@ -455,3 +457,38 @@ def test_what_a_unit_releases_through_a_large_layer_is_within_the_bound(tokens, 
     assert 0.5 * (1 - 2e-3) <= float(released) <= 0.5
     exact = rows * tokens * (1536 * 1024 + 1536) ** 0.5
     assert result.norms.tolist() == pytest.approx([exact], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 16),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "rope_theta": 1e4,
+            },
+            8,
+        ),
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_position_embeddings_chosen_by_the_longest_row_are_refused_where_they_differ(rope, limit):
+    """Up to the original length a row has the loss it has alone; beyond it a longer neighbour would change it."""
+    model = LlamaForCausalLM(tiny_llama_config(max_position_embeddings=16, rope_parameters=rope))
+    ids = torch.randint(3, 61, (2, limit + 1))
+    short, mask = ids[:, :limit], torch.ones(2, limit + 1, dtype=torch.int64)
+    mask[0, limit:] = 0
+    with torch.no_grad():
+        alone = model(input_ids=short[:1]).logits
+        in_company = model(input_ids=ids, attention_mask=mask).logits[:1, :limit]
+        assert float((alone - in_company).abs().max()) > 1e-6  # what is refused is real
+        model(input_ids=short[:, : limit - 1])  # resets the frequencies
+    clipper = GhostClipper(model, 1.0)
+    assert clipper.backward(per_sequence_loss(model(input_ids=short).logits, short)).norms.shape == (2,)
+    with pytest.raises(GhostError, match=rf"Rows of {limit + 1} tokens: beyond {limit} this model chooses"):
+        model(input_ids=ids, attention_mask=mask)
