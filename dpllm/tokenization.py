@@ -97,21 +97,13 @@ def tokenize_records(
                     out[name].append(batch[name][position])
         return out
 
-    integer = datasets.Value("int32")
     rows = records.map(
         rows_of,
         batched=True,
         with_indices=True,
         batch_size=2000,
         remove_columns=records.column_names,
-        features=datasets.Features(
-            {
-                "input_ids": datasets.List(integer),
-                "labels": integer if task == "sequence_classification" else datasets.List(integer),
-                RECORD: datasets.Value("int64"),
-                **{name: records.features[name] for name in keep},
-            }
-        ),
+        features=_features(records, keep, task),
         load_from_cache_file=False,
         new_fingerprint=uuid.uuid4().hex,  # never taken from a cache: the rows must be those of these records
         desc="tokenizing",
@@ -126,6 +118,18 @@ def tokenize_records(
     rows.info.description = json.dumps({"tokenization": info})
     logger.info("tokenized %s", info)
     return rows
+
+
+def _features(records: datasets.Dataset, keep: Sequence[str], task: str) -> datasets.Features:
+    integer = datasets.Value("int32")
+    return datasets.Features(
+        {
+            "input_ids": datasets.List(integer),
+            "labels": integer if task == "sequence_classification" else datasets.List(integer),
+            RECORD: datasets.Value("int64"),
+            **{name: records.features[name] for name in keep},
+        }
+    )
 
 
 def tokenization_info(rows: datasets.Dataset) -> dict[str, int]:
