@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from dpllm import GhostClipper
+from dpllm import GhostClipper, per_sequence_loss
 from dpllm.ghost import Forms, GhostError, memory
 from dpllm.ghost.book import Book
+from tests.conftest import tiny_llama_config
 from tests.reference.oracle import clipped_sum, relative_error
 from tests.reference.zoo import Case, build_model, enable_checkpointing, make_batch
 
@@ -179,3 +180,23 @@ def test_unknown_numbers_of_passes_are_refused():
     """There are two ways."""
     with pytest.raises(ValueError, match="passes is 3; choose auto, 1 or 2"):
         Forms(passes=3)
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "nonreentrant"])
+def test_what_is_held_of_lora_does_not_grow_with_the_tokens(checkpointing):
+    """Each factor is held as its per-unit gradient: rows x trainable entries, however long the rows are."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(tiny_llama_config(hidden_size=32, intermediate_size=48))
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+    model.enable_input_require_grads()
+    model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")).train()
+    book = GhostClipper(model, 1.0)._book
+    trainable_bytes = sum(p.nbytes for p in book.parameters.values())
+    for tokens in (24, 60):
+        ids = torch.randint(3, 61, (3, tokens))
+        book.backward(per_sequence_loss(model(input_ids=ids).logits, ids), torch.arange(3), 3)
+        held = [c for contributions in book._contributions.values() for c in contributions]
+        assert sum(c.value_U.nbytes for c in held) == 3 * trainable_bytes
