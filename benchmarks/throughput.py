@@ -46,7 +46,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dpllm.ghost import GhostClipper
+from dpllm.engines.single import SingleProcess
+from dpllm.ghost import Forms, GhostClipper
 from dpllm.losses import IGNORE, per_sequence_loss
 
 CLIP_NORM = 1.0
@@ -192,16 +193,22 @@ class Step:
 
 
 class GhostStep(Step):
-    """This package: norms and clipped sum from one backward pass."""
+    """This package: norms and clipped sum from one backward pass, and gradients as the engine of one process leaves."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, forms: Forms | None = None) -> None:
         """Attach the hooks."""
         super().__init__(model)
-        self.clipper = GhostClipper(model, CLIP_NORM)
+        self.clipper = GhostClipper(model, CLIP_NORM, forms)
+        self.engine = SingleProcess(torch.optim.SGD(self.clipper.parameters.values(), lr=0.0))
+        self.engine.guard.done = True  # its check of the first step isn't what is measured
 
     def run(self, ids_BT: Tensor) -> None:
         """One DP step, noise left out."""
-        self.norms = self.clipper.backward(per_sequence_loss(self.model(input_ids=ids_BT).logits, ids_BT)).norms
+        losses_B = per_sequence_loss(self.model(input_ids=ids_BT).logits, ids_BT)
+        self.norms = self.clipper.clip(losses_B).norms
+        self.engine.collect(
+            self.clipper.parameters, self.clipper.add_clipped_sum_, last=True, scale=1 / ids_BT.shape[0]
+        )
 
 
 class OpacusStep(Step):

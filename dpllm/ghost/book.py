@@ -26,7 +26,7 @@ from dpllm.ghost.errors import GhostError
 from dpllm.ghost.forms import Forms
 from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.rounding import require_within_slack
-from dpllm.ghost.rules import Served, find_sites, refuse_coupled_modules, refuse_wrapped
+from dpllm.ghost.rules import Served, find_sites, refuse_compiled, refuse_coupled_modules, refuse_wrapped
 from dpllm.ghost.tally import NormTally, Weights
 from dpllm.ghost.tap import Receive, tap
 
@@ -157,9 +157,10 @@ class Book:
                 "every use of a parameter is seen; wrap evaluation in torch.no_grad()."
             )
 
-    def _begin_forward(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _begin_forward(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._in_forward or not torch.is_grad_enabled():
             return
+        refuse_compiled("The model", model)
         self.clear()
         self._batch_rows, self._tokens = rows_of_call(args, kwargs), memory.tokens_of_call(args, kwargs)
         self._packed.start(kwargs)

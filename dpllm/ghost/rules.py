@@ -74,15 +74,23 @@ def refuse_wrapped(model: nn.Module) -> None:
             "DistributedDataParallel reduces unclipped gradients by hooks of its own. Give GhostClipper the model "
             "inside (model.module); dpllm.engines.engine_for reduces the clipped sum."
         )
-    compiled = [
-        path or "the model" for path, m in model.named_modules() if getattr(m, "_compiled_call_impl", None) is not None
-    ]
-    if hasattr(model, "_orig_mod") or compiled:
-        raise GhostError(
-            f"{compiled[0] if compiled else 'The model'} was compiled with torch.compile, which may fuse a layer "
-            f"away from under its hooks. "
-            "Give GhostClipper the model before compilation."
-        )
+    if hasattr(model, "_orig_mod"):
+        raise _compiled("The model")
+    for path, module in model.named_modules():
+        refuse_compiled(path or "The model", module)
+
+
+def refuse_compiled(path: str, module: nn.Module) -> None:
+    """Raise `GhostError` for a module that was compiled in place (``module.compile()``)."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise _compiled(path)
+
+
+def _compiled(path: str) -> GhostError:
+    return GhostError(
+        f"{path} was compiled with torch.compile, which may fuse a layer away from under its hooks. Give GhostClipper "
+        "the model before compilation, and train that one."
+    )
 
 
 def find_sites(model: nn.Module) -> list[Site]:

@@ -206,6 +206,11 @@ def test_a_compiled_model_is_refused():
     net.middle.compile()
     with pytest.raises(GhostError, match="middle was compiled"):
         GhostClipper(net, 1.0)
+    late = Net()
+    clipper = GhostClipper(late, 1.0)
+    late.compile(backend="eager")
+    with pytest.raises(GhostError, match="The model was compiled"):
+        clipper.backward(late(x(2)))
 
 
 def test_a_router_loss_in_the_config_is_refused():
