@@ -1,5 +1,6 @@
 """Shared by all tests: one thread per process, no progress bars, no Hub."""
 
+import logging
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,6 +18,15 @@ import pytest
 @pytest.fixture(autouse=True)
 def _deterministic():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _audible_transformers():
+    """A program that silences transformers, run within a test, leaves it audible to the tests that follow."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,7 @@ MUTATIONS = [
     Mutation(
         "the sums of the processes are not added up",
         "dpllm/engines/ddp.py",
-        "            dist.all_reduce(flat)\n",
+        "        dist.all_reduce(flat)\n",
         "",
         ("tests/distributed/test_engines.py::test_noise_is_drawn_exactly_once[ddp]",),
     ),

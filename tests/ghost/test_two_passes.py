@@ -1,6 +1,5 @@
 """Two backward passes, one for the norms and one for the sum, give what one pass gives, and hold less between them."""
 
-import gc
 import math
 from itertools import product
 
@@ -62,7 +61,6 @@ def peak_of_factors(passes, layers=6):
             nonlocal most
             alive.append(torch.utils.weak.WeakTensorKeyDictionary({use.grad: None}))
             record(self, parameter, use)
-            gc.collect()
             most = max(most, sum(len(entry) for entry in alive))
 
     book.__class__ = Watching
