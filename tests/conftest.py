@@ -21,12 +21,13 @@ def _deterministic():
 
 
 @pytest.fixture(autouse=True)
-def _audible_transformers():
-    """A program that silences transformers, run within a test, leaves it audible to the tests that follow."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
+def _audible_libraries():
+    """A program that silences libraries, run within a test, leaves them audible to the tests that follow."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "datasets", "dpllm")]
+    levels = [logger.level for logger in loggers]
     yield
-    logger.setLevel(level)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
