@@ -38,7 +38,7 @@ from torch.utils.flop_counter import flop_registry
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from throughput import FORMULAS, OPACUS, OURS, PLAIN, LiveBytes, Settings, count_flops, machine, measure, prepare
+from throughput import FORMULAS, OPACUS, OURS, PLAIN, TWICE, LiveBytes, Settings, count_flops, machine, measure, prepare
 
 DEPTHS = (2, 3)  # of the shallow models; of a single layer the peak lies elsewhere than of many
 WIDTHS = {
@@ -56,6 +56,7 @@ class Target:
     batch: int
     tokens: int
     checkpointing: str = "none"
+    method: str = OURS
     speed: float | None = None
     memory: float | None = None
 
@@ -63,6 +64,7 @@ class Target:
     def name(self) -> str:
         """What the row says of itself."""
         kept = "" if self.checkpointing == "none" else ", checkpointing"
+        kept += ", two passes" if self.method == TWICE else ""
         return f"Llama {self.model}, {'LoRA r=16' if self.mode == 'lora' else 'full'}, {self.batch}×{self.tokens}{kept}"
 
     @property
@@ -103,6 +105,8 @@ TARGETS = (
     Target("8B", "lora", 8, 512, speed=0.985, memory=1.03),
     Target("8B", "lora", 8, 512, "reentrant", speed=0.985, memory=1.05),
     Target("1B", "full", 8, 512, "reentrant"),
+    Target("1B", "full", 4, 2048, "reentrant"),
+    Target("1B", "full", 4, 2048, "reentrant", TWICE),
     Target("1B", "lora", 8, 512),
     Target("1B", "lora", 8, 512, "reentrant"),
 )
@@ -129,10 +133,10 @@ def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def counted(settings: Settings) -> dict[str, tuple[int, int]]:
+def counted(settings: Settings, method: str = OURS) -> dict[str, tuple[int, int]]:
     """FLOPs and peak bytes of a step without and with privacy, without computing the products."""
     short = replace(settings, batch=2, tokens=4, warmup=1)  # the one-off checks of a first batch, with all values
-    steps, _, _ = prepare(short, [PLAIN, OURS])
+    steps, _, _ = prepare(short, [PLAIN, method])
     generator = torch.Generator().manual_seed(1)
     ids_BT = torch.randint(0, 1000, (settings.batch, settings.tokens), generator=generator)
     figures = {}
@@ -143,7 +147,7 @@ def counted(settings: Settings) -> dict[str, tuple[int, int]]:
             live.watch(tensor)
         with WithoutProducts(), live:
             flops = sum(count_flops(lambda step=step: step.run(ids_BT)).values())
-        figures[name] = flops, live.peak
+        figures[PLAIN if name == PLAIN else OURS] = flops, live.peak
         step.forget()
     return figures
 
@@ -158,8 +162,8 @@ def measure_row(target: Target, device: str, rounds: int) -> dict[str, Any]:
     row: dict[str, Any] = {"name": target.name, **asdict(target)}
     if torch.device(device).type == "cuda":
         installed = importlib.util.find_spec(OPACUS) is not None
-        results = measure(target.settings(target.layers, device, rounds), [PLAIN, OURS, *[OPACUS] * installed])
-        base, own = results[PLAIN], results[OURS]
+        results = measure(target.settings(target.layers, device, rounds), [PLAIN, target.method, *[OPACUS] * installed])
+        base, own = results[PLAIN], results[target.method]
         row |= {
             "speed_ratio": base.median_ms / own.median_ms,
             "flops": {PLAIN: base.flops, OURS: own.flops},
@@ -172,7 +176,7 @@ def measure_row(target: Target, device: str, rounds: int) -> dict[str, Any]:
             speed = None if theirs.refused else base.median_ms / theirs.median_ms
             row["opacus"] = theirs.refused or f"{speed:.2f} / {theirs.peak_bytes / base.peak_bytes:.2f}"
     else:
-        models = [counted(target.settings(layers, device, rounds)) for layers in DEPTHS]
+        models = [counted(target.settings(layers, device, rounds), target.method) for layers in DEPTHS]
         flops, peak = (
             {name: extended(models[0][name][at], models[1][name][at], target.layers) for name in (PLAIN, OURS)}
             for at in (0, 1)
