@@ -25,7 +25,7 @@ from dpllm.ghost.contributions import Contribution, Instance, Rows, Use, held, j
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.forms import Forms
 from dpllm.ghost.packed import PackedRows
-from dpllm.ghost.rounding import require_within_slack
+from dpllm.ghost.rounding import slack_factor
 from dpllm.ghost.rules import Served, find_sites, refuse_compiled, refuse_coupled_modules, refuse_wrapped
 from dpllm.ghost.tally import NormTally, Weights
 from dpllm.ghost.tap import Receive, tap
@@ -419,9 +419,9 @@ class Book:
     def _tally(self, max_waiting: int | None = None) -> NormTally:
         assert self._rows is not None
         first, device = next(iter(self._parameters.values())), self._rows.unit_B.device
-        if first.is_cuda and first.dtype != torch.float64:
-            require_within_slack(self.forms, device, first.dtype)
-        return NormTally(self._rows, self.forms, kernels.accumulation_dtype(first.dtype), max_waiting)
+        measured = first.is_cuda and first.dtype != torch.float64
+        slack = slack_factor(self.forms, device, first.dtype) if measured else 1.0
+        return NormTally(self._rows, self.forms, kernels.accumulation_dtype(first.dtype), slack, max_waiting)
 
     def _add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
         assert self._rows is not None

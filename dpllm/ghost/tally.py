@@ -26,13 +26,16 @@ class NormTally:
         rows: the units of the rows.
         forms: how norms are computed.
         dtype: in which the norms add up.
+        slack: how many times `dpllm.ghost.kernels.rounding_slack` is allowed for.
         max_waiting: inputs whose layers wait at a time; None: all, until `total`. Where activations are to be freed
             one after another, 1: layers that share an input follow each other in a backward pass.
     """
 
-    def __init__(self, rows: Rows, forms: Forms, dtype: torch.dtype, max_waiting: int | None = None) -> None:
+    def __init__(
+        self, rows: Rows, forms: Forms, dtype: torch.dtype, slack: float = 1.0, max_waiting: int | None = None
+    ) -> None:
         """Start at zero."""
-        self._rows, self._forms, self._max_waiting = rows, forms, max_waiting
+        self._rows, self._forms, self._slack, self._max_waiting = rows, forms, slack, max_waiting
         self._total_U = torch.zeros(rows.num_units, dtype=dtype, device=rows.unit_B.device)
         self._slack_U = torch.zeros_like(self._total_U)
         self._waiting: dict[tuple, list[Outer]] = {}
@@ -54,7 +57,7 @@ class NormTally:
         """``(sq_norm_U, slack_U)``: squared norms over all parameters, and what rounding may add to a unit's share."""
         for key in list(self._waiting):
             self._add_group(key)
-        return self._total_U, self._slack_U
+        return self._total_U, self._slack * self._slack_U
 
     def _add_group(self, key: tuple) -> None:
         self._add(*shared_norms(self._waiting.pop(key), self._rows, self._forms))
