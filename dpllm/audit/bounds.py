@@ -1,0 +1,337 @@
+"""Lower bounds on ε from canaries that were included by coin flips.
+
+Place in the flow: scores and coins to the bounds that a verdict rests on. Nothing of a model is known here.
+
+Two situations. *One run*: m canaries, each included by an independent fair coin, one training run, a score per canary;
+nothing is assumed about how their scores depend on each other. *Independent runs*: one canary in each of n runs. Two
+kinds of claim are tested in each: the pair (ε, δ) of any mechanism, and the trade-off curve of a family of mechanisms
+(`dpllm.audit.families`), which says far more.
+
+* one run, (ε, δ): Steinke, Nasr, Jagielski, arXiv:2305.08846, theorem 5.2;
+* one run, curve: Mahloujifar, Melis, Chaudhuri, arXiv:2410.22235, algorithm 3;
+* independent runs, (ε, δ): Clopper-Pearson intervals as in Nasr et al., arXiv:2101.04535;
+* independent runs, curve: Nasr et al., arXiv:2302.07956, section 4.
+
+Whoever looks for the best of several thresholds finds one by chance, too. Here the numbers of guesses are a fixed
+ladder, the error is divided over everything that is tried, and `LowerBound.correction` says how.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, special, stats
+
+from dpllm.accounting import History
+from dpllm.audit.families import MOST_EPSILON, Family, Member, gaussian_family, plan_family
+
+CONFIDENCE = 0.95
+ONE_SIDED = (0.02, 0.05, 0.15, 0.5)
+"""Shares of the canaries that are guessed to be in: those with the highest scores."""
+TWO_SIDED = (0.05, 0.15, 0.4, 1.0)
+"""Shares of the canaries that are guessed: half of these, with the highest scores, in; half, with the lowest, out."""
+FEWEST_CANARIES = 10
+CHOOSING_SHARE = 0.2
+"""Share of the independent runs in which the threshold is chosen; the others test it."""
+_ANY_ORDER = 20261
+_Ladder = list[tuple[int, int]]  # numbers of guesses, and of those that are right
+
+
+class AuditError(ValueError):
+    """An audit that would say nothing, or something untrue; the message names what, where, and the remedy."""
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """What one method shows. All bounds of one call hold together, with the confidence asked for."""
+
+    method: str
+    """Which theorem."""
+    epsilon: float
+    """ε is at least this, at the δ that was given; 0: nothing was shown."""
+    ceiling: float
+    """What the method would have shown of perfect scores of as many canaries."""
+    num_guesses: int
+    """Guesses at the rung of the ladder that shows most."""
+    num_correct: int
+    """Those of them that were right."""
+    correction: str
+    """How the error was divided."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dict(vars(self))
+
+
+def one_run_bounds(
+    scores: NDArray[np.float64],
+    included: NDArray[np.bool_],
+    delta: float,
+    confidence: float = CONFIDENCE,
+    history: History | None = None,
+    tests: int = 1,
+) -> list[LowerBound]:
+    """Return what one run shows: for the pair (ε, δ), and for a curve.
+
+    Guarantee: if the run is (ε, δ)-differentially private, and, for the second, its trade-off curve is the family's,
+    then all bounds are at most ε with probability ``confidence`` over the coins, whatever the scores.
+
+    Args:
+        scores: (m,) the higher, the likelier the canary was included.
+        included: (m,) the coins.
+        delta: δ of the claim.
+        confidence: of all bounds together.
+        history: the steps of the run, whose curve is the claim; None: the Gaussian curve.
+        tests: how many further tests the same coins are used for; the error is divided by it.
+
+    Raises:
+        AuditError: too few canaries, coins that are all alike, or scores that are not numbers.
+    """
+    scores, included = checked(scores, included, delta, confidence)
+    family = plan_family(history, delta) if history is not None else gaussian_family(delta)
+    rungs = _ladder(scores, included)
+    error = (1 - confidence) / (2 * tests * len(rungs))
+    how = _correction(2 * tests * len(rungs), f"{len(rungs)} numbers of guesses, 2 methods", tests)
+    num = len(scores)
+    perfect = [(guesses, guesses) for guesses, _ in rungs]
+
+    def of_pair(ladder: _Ladder) -> tuple[float, int]:
+        found = [one_run_epsilon(num, *rung, delta, error) for rung in ladder]
+        best = int(np.argmax(found))
+        return found[best], best
+
+    def of_curve(ladder: _Ladder) -> tuple[float, int]:
+        return one_run_curve_epsilon(num, ladder, family, error)
+
+    bounds = []
+    for name, bound_of in (("one run, (ε, δ)", of_pair), (f"one run, curve of {family.name}", of_curve)):
+        found, best = bound_of(rungs)
+        bounds.append(LowerBound(name, found, bound_of(perfect)[0], *rungs[best], how))
+    return bounds
+
+
+def trial_bounds(
+    scores: NDArray[np.float64],
+    included: NDArray[np.bool_],
+    delta: float,
+    confidence: float = CONFIDENCE,
+    history: History | None = None,
+    tests: int = 1,
+) -> list[LowerBound]:
+    """Return what independent runs show, with one canary in each: for the pair (ε, δ), and for a curve.
+
+    A fifth of the runs, the first ones, choose the threshold; the others test it.
+
+    Guarantee: as for `one_run_bounds`, if the runs are independent.
+
+    Args:
+        scores: (n,) one per run; the higher, the likelier the canary was included.
+        included: (n,) the coins.
+        delta: δ of the claim.
+        confidence: of all bounds together.
+        history: the steps of one run, whose curve is the claim; None: the Gaussian curve.
+        tests: how many further tests the same coins are used for; the error is divided by it.
+
+    Raises:
+        AuditError: too few runs, coins that are all alike, or scores that are not numbers.
+    """
+    scores, included = checked(scores, included, delta, confidence)
+    family = plan_family(history, delta) if history is not None else gaussian_family(delta)
+    begin = math.ceil(CHOOSING_SHARE * len(scores))
+    threshold = _best_threshold(scores[:begin], included[:begin])
+    said_in, truth = scores[begin:] > threshold, included[begin:]
+    error = (1 - confidence) / (2 * tests)
+    how = _correction(2 * tests, f"threshold chosen in {begin} other runs, 2 methods", tests)
+
+    def of_pair(rates: tuple[float, float]) -> float:
+        return _epsilon_of_rates(*rates, delta)
+
+    def of_curve(rates: tuple[float, float]) -> float:
+        return _curve_epsilon_of_rates(*rates, family)
+
+    found, best = (_rate_bounds(guess, truth, error) for guess in (said_in, truth))
+    correct = int((said_in == truth).sum())
+    return [
+        LowerBound(name, bound_of(found), bound_of(best), len(truth), correct, how)
+        for name, bound_of in (
+            ("independent runs, (ε, δ)", of_pair),
+            (f"independent runs, curve of {family.name}", of_curve),
+        )
+    ]
+
+
+def one_run_epsilon(num_canaries: int, num_guesses: int, num_correct: int, delta: float, error: float) -> float:
+    """Return the ε below which so many correct guesses would be too unlikely (arXiv:2305.08846, theorem 5.2).
+
+    Args:
+        num_canaries: m.
+        num_guesses: r, fixed beforehand.
+        num_correct: v.
+        delta: δ.
+        error: probability that the result is above ε.
+
+    >>> round(one_run_epsilon(1000, 1000, 1000, 1e-5, 0.05), 2)
+    5.78
+    """
+
+    def gap(at: float) -> float:
+        return error - _one_run_p_value(num_canaries, num_guesses, num_correct, at, delta)
+
+    if gap(0.0) <= 0:
+        return 0.0
+    high = 1.0
+    while gap(high) > 0 and high < MOST_EPSILON:
+        high *= 2
+    return float(optimize.brentq(gap, 0.0, high, xtol=1e-6)) if gap(high) <= 0 else MOST_EPSILON
+
+
+def _one_run_p_value(num_canaries: int, num_guesses: int, num_correct: int, at: float, delta: float) -> float:
+    """P[Bin(r, e^ε/(1+e^ε)) >= v] + 2 m δ max_i P[v - i <= Bin < v] / i."""
+    accuracy = special.expit(at)
+    above = stats.binom.sf(num_correct - 1, num_guesses, accuracy)
+    if delta == 0 or num_correct == 0:
+        return float(above)
+    lower = np.arange(1, num_correct + 1)
+    slack = (stats.binom.sf(num_correct - lower - 1, num_guesses, accuracy) - above) / lower
+    return min(1.0, float(above + 2 * num_canaries * delta * slack.max()))
+
+
+def one_run_curve_epsilon(num_canaries: int, ladder: _Ladder, family: Family, error: float) -> tuple[float, int]:
+    """Return ε of the most leaking member of a family that some rung refutes (arXiv:2410.22235), and which rung.
+
+    Args:
+        num_canaries: m.
+        ladder: numbers of guesses, fixed beforehand, and how many of them were right.
+        family: the mechanisms.
+        error: of each rung, the probability that it refutes the true mechanism.
+
+    >>> from dpllm.audit.families import gaussian_family
+    >>> round(one_run_curve_epsilon(1000, [(1000, 1000)], gaussian_family(1e-5), 0.05)[0], 2)
+    12.33
+    """
+    best = 0
+
+    def refuted(member: Member) -> bool:
+        nonlocal best
+        for number, rung in enumerate(ladder):
+            if _refuted_in_one_run(num_canaries, *rung, member, error):
+                best = number
+                return True
+        return False
+
+    return family.most_refuted(refuted), best
+
+
+def _refuted_in_one_run(num_canaries: int, num_guesses: int, num_correct: int, member: Member, error: float) -> bool:
+    """Whether so many correct guesses have a probability below ``error``.
+
+    Suppose they had just that. ``right`` and ``wrong`` bound the mass of canaries guessed rightly and wrongly in the
+    event that at least so many guesses are right; going down one correct guess at a time, the curve bounds how much
+    mass the next event must have at least. They can't add up to more than all guesses.
+    """
+    right = error * num_correct / num_canaries
+    wrong = error * (num_guesses - num_correct) / num_canaries
+    for below in range(num_correct - 1, -1, -1):
+        least = max(wrong, member.least_fpr(right))
+        if least == wrong:
+            break  # neither changes any more
+        right = min(right + below / (num_guesses - below) * (least - wrong), 1.0)
+        wrong = least
+    return right + wrong > num_guesses / num_canaries
+
+
+def checked(
+    scores: NDArray[np.float64], included: NDArray[np.bool_], delta: float, confidence: float
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return scores and coins as arrays.
+
+    Raises:
+        AuditError: they can't be audited.
+    """
+    scores, coins = np.asarray(scores, dtype=np.float64), np.asarray(included)
+    if scores.ndim != 1 or coins.shape != scores.shape:
+        raise AuditError(f"one score and one coin per canary are needed, got shapes {scores.shape} and {coins.shape}")
+    if coins.dtype != np.bool_:
+        raise AuditError(f"the coins must be true or false, got {coins.dtype}: give whether each canary was included")
+    if not 0 < delta < 1 or not 0 < confidence < 1:
+        raise AuditError(f"delta and confidence lie between 0 and 1, got {delta} and {confidence}")
+    if not np.isfinite(scores).all():
+        raise AuditError(
+            f"{int((~np.isfinite(scores)).sum())} of {len(scores)} scores are not finite: the model overflows on these "
+            "canaries; score them in float32, or make others"
+        )
+    if len(scores) < FEWEST_CANARIES:
+        raise AuditError(
+            f"{len(scores)} canaries can't show anything: of perfect scores the bound would be "
+            f"{_ceiling_of_few(len(scores), delta, confidence):.2f}. Take at least {FEWEST_CANARIES}, better 1000"
+        )
+    if coins.all() or not coins.any():
+        raise AuditError(
+            "all canaries were included, or none: include each by a fair coin of its own (`dpllm audit prepare`), so "
+            "that there is something to tell apart"
+        )
+    return scores, coins
+
+
+def _ceiling_of_few(num: int, delta: float, confidence: float) -> float:
+    return one_run_epsilon(num, num, num, delta, 1 - confidence) if num else 0.0
+
+
+def _ladder(scores: NDArray[np.float64], included: NDArray[np.bool_]) -> _Ladder:
+    """Numbers of guesses and of correct ones, for shares fixed beforehand; ties are broken without the coins."""
+    num = len(scores)
+    shuffled = np.random.default_rng(_ANY_ORDER).permutation(num)
+    truth = included[shuffled][np.argsort(-scores[shuffled], kind="stable")]
+    right_in, right_out = np.cumsum(truth), np.cumsum(~truth[::-1])
+    rungs = []
+    for share in ONE_SIDED:
+        guesses = math.ceil(share * num)
+        rungs.append((guesses, int(right_in[guesses - 1])))
+    for share in TWO_SIDED:
+        side = max(1, math.floor(share * num / 2))
+        rungs.append((2 * side, int(right_in[side - 1] + right_out[side - 1])))
+    return rungs
+
+
+def _correction(parts: int, of_what: str, tests: int) -> str:
+    others = f", {tests} attacks" if tests > 1 else ""
+    return f"Bonferroni over {parts} ({of_what}{others})"
+
+
+def _best_threshold(scores: NDArray[np.float64], included: NDArray[np.bool_]) -> float:
+    """The threshold of the scores at which estimates of the rates tell most, with a pseudo-count in each cell."""
+    candidates = np.quantile(scores, np.linspace(0.02, 0.98, 97))
+    said_in = scores[None, :] > candidates[:, None]
+    num_in, num_out = included.sum() + 2, (~included).sum() + 2
+    tpr, fpr = ((said_in & included).sum(1) + 1) / num_in, ((said_in & ~included).sum(1) + 1) / num_out
+    mu = special.ndtri(tpr) - special.ndtri(fpr)
+    deviation = np.sqrt(tpr * (1 - tpr) / num_in / _density(tpr) ** 2 + fpr * (1 - fpr) / num_out / _density(fpr) ** 2)
+    return float(candidates[int(np.argmax(mu - deviation))])
+
+
+def _density(rate: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of the normal distribution at the quantile of a rate."""
+    return np.exp(-(special.ndtri(rate) ** 2) / 2) / math.sqrt(2 * math.pi)
+
+
+def _rate_bounds(said_in: NDArray[np.bool_], truth: NDArray[np.bool_], error: float) -> tuple[float, float]:
+    """Clopper-Pearson's smallest true and largest false positive rate, each with half of the error."""
+    found, accused = int((said_in & truth).sum()), int((said_in & ~truth).sum())
+    num_in, num_out = int(truth.sum()), int((~truth).sum())
+    low = stats.beta.ppf(error / 2, found, num_in - found + 1) if found else 0.0
+    high = stats.beta.ppf(1 - error / 2, accused + 1, num_out - accused) if accused < num_out else 1.0
+    return float(low), float(high)
+
+
+def _epsilon_of_rates(tpr: float, fpr: float, delta: float) -> float:
+    """From tpr <= exp(ε) fpr + δ and 1 - fpr <= exp(ε) (1 - tpr) + δ (Kairouz, Oh, Viswanath, arXiv:1311.0776)."""
+    ratios = [(hit - delta) / miss for hit, miss in ((tpr, fpr), (1 - fpr, 1 - tpr)) if hit > delta]
+    return max([0.0, *(math.log(ratio) for ratio in ratios if ratio > 1)])
+
+
+def _curve_epsilon_of_rates(tpr: float, fpr: float, family: Family) -> float:
+    return family.most_refuted(lambda member: fpr < member.least_fpr(tpr))

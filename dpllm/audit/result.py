@@ -1,0 +1,260 @@
+"""What an audit found, in one object: for the screen, for JSON, for the report.
+
+Place in the flow: after the scores. `judge` computes every figure; nothing here touches a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpllm.accounting import History, epsilon, merge
+from dpllm.audit.bounds import CONFIDENCE, AuditError, LowerBound, one_run_bounds, trial_bounds
+from dpllm.audit.roc import Estimate, auroc, tpr_at
+from dpllm.risk import attack_risk
+
+AUDIT_FILE = "audit.json"
+RATES = (1e-3, 1e-2)
+"""False positive rates at which true positive rates are stated."""
+FAIL, CONSISTENT, NO_CLAIM = "FAIL", "consistent, not proof", "no claim to refute"
+INCLUSION = "independent fair coins"
+_TOLERANCE = 1e-3  # a bound above ε by less is rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackResult:
+    """What one way of scoring the canaries shows."""
+
+    name: str
+    """The score."""
+    auroc: Estimate
+    """Probability that an included canary scores above one that was not."""
+    tpr: Mapping[float, Estimate]
+    """False positive rate -> share of the included canaries found."""
+    bounds: tuple[LowerBound, ...]
+    """Lower bounds on ε."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "name": self.name,
+            "auroc": self.auroc.to_dict(),
+            "tpr": {f"{rate:g}": found.to_dict() for rate, found in self.tpr.items()},
+            "bounds": [bound.to_dict() for bound in self.bounds],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditResult:
+    """What an audit found."""
+
+    claimed_epsilon: float | None
+    """ε of the run under zero-out adjacency, which is what coins test; None: nothing is claimed."""
+    delta: float
+    """δ of the claim and of the bounds."""
+    unit: str
+    """"sequence" or "user"."""
+    adjacency: str
+    """What the coins decide; always "zero-out"."""
+    canary_kind: str
+    """What the canaries are."""
+    num_canaries: int
+    """m."""
+    num_included: int
+    """How many of the coins fell on in."""
+    inclusion: str
+    """How it was decided which canaries are in."""
+    repetitions: int
+    """Rows of each canary, all in one unit."""
+    confidence: float
+    """With which all bounds hold together."""
+    attacks: tuple[AttackResult, ...]
+    """Every way of scoring that was tried; the error is divided over them."""
+    tpr_bounds: Mapping[float, float] = field(default_factory=dict)
+    """False positive rate -> largest true positive rate that the claim allows any attack."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What else belongs to it: exposure, plan hash, files."""
+
+    @property
+    def best(self) -> LowerBound:
+        """The highest lower bound of all attacks and methods."""
+        return max((bound for attack in self.attacks for bound in attack.bounds), key=lambda bound: bound.epsilon)
+
+    @property
+    def epsilon_lower(self) -> float:
+        """ε is at least this, with `confidence`; 0: nothing was shown."""
+        return self.best.epsilon
+
+    @property
+    def ceiling(self) -> float:
+        """The highest bound that so many canaries could have shown, of perfect scores."""
+        return max(bound.ceiling for attack in self.attacks for bound in attack.bounds)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the claim is refuted."""
+        return self.claimed_epsilon is not None and self.epsilon_lower > self.claimed_epsilon * (1 + _TOLERANCE)
+
+    @property
+    def verdict(self) -> str:
+        """`FAIL`, `CONSISTENT` or `NO_CLAIM`."""
+        if self.claimed_epsilon is None:
+            return NO_CLAIM
+        return FAIL if self.failed else CONSISTENT
+
+    def summary(self) -> str:
+        """One sentence, for the report of the run."""
+        shown = (
+            f"ε is at least {self.epsilon_lower:.2f} at {100 * self.confidence:g} % (δ = {self.delta:g}; so many could "
+            f"show {self.ceiling:.2f} at most)"
+        )
+        canaries = f"{self.num_canaries:,} canaries ({self.canary_kind}) included by {self.inclusion}"
+        if self.failed:
+            return (
+                f"FAIL: {canaries}: {shown}, and the claim is {self.claimed_epsilon:.4g}. The claim is refuted: do not "
+                "release the model"
+            )
+        return f"{self.verdict}: {canaries}: {shown}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        own = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        own["attacks"] = [attack.to_dict() for attack in self.attacks]
+        own["tpr_bounds"] = {f"{rate:g}": bound for rate, bound in self.tpr_bounds.items()}
+        own["details"] = dict(self.details)
+        first = {"verdict": self.verdict, "epsilon_lower": self.epsilon_lower, "ceiling": self.ceiling}
+        return {**first, "method": self.best.method, **own}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return names and values for people."""
+        claim = "none" if self.claimed_epsilon is None else f"ε = {self.claimed_epsilon:.4f} at δ = {self.delta:g}"
+        rows = [
+            ("claimed", f"{claim}, {self.adjacency} adjacency"),
+            ("unit of privacy", f"one {self.unit}"),
+            ("canaries", f"{self.num_canaries:,} ({self.canary_kind}), {self.repetitions} row(s) each, in one unit"),
+            ("included", f"{self.num_included:,}, by {self.inclusion}"),
+        ]
+        for attack in self.attacks:
+            rows.append((f"attack: {attack.name}", f"AUROC {attack.auroc}"))
+            for rate, found in attack.tpr.items():
+                allowed = f"; the claim allows {self.tpr_bounds[rate]:.4f}" if rate in self.tpr_bounds else ""
+                rows.append((f"  found at FPR {100 * rate:g} %", f"{found}{allowed}"))
+            rows += [(f"  {bound.method}", self._of_bound(bound)) for bound in attack.bounds]
+        best = self.best
+        rows += [
+            ("ε at least", f"{self.epsilon_lower:.4f} at {100 * self.confidence:g} %: {best.method}"),
+            ("correction", best.correction),
+            ("ceiling", f"{self.ceiling:.2f}: what {self.num_canaries:,} canaries could show of perfect scores"),
+        ]
+        return [*rows, *((name, str(value)) for name, value in self.details.items()), ("verdict", self._verdict())]
+
+    @staticmethod
+    def _of_bound(bound: LowerBound) -> str:
+        right = f"{bound.num_correct:,} of {bound.num_guesses:,} guesses right"
+        return f"ε at least {bound.epsilon:.4f} ({right}; ceiling {bound.ceiling:.2f})"
+
+    def _verdict(self) -> str:
+        if self.failed:
+            return (
+                f"{FAIL}: at least {self.epsilon_lower:.4f}, and {self.claimed_epsilon:.4f} is claimed. Do not release"
+            )
+        return self.verdict
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `AUDIT_FILE` into a folder, with the time; returns its path."""
+        path = Path(folder) / AUDIT_FILE
+        values = {"format": 1, "made_at": datetime.now(UTC).isoformat(timespec="seconds"), **self.to_dict()}
+        path.write_text(json.dumps(_finite(values), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return path
+
+
+def judge(
+    scores: Mapping[str, NDArray[np.float64]],
+    included: NDArray[np.bool_],
+    *,
+    delta: float,
+    history: History | None,
+    canary_kind: str,
+    unit: str = "sequence",
+    repetitions: int = 1,
+    confidence: float = CONFIDENCE,
+    independent_runs: bool = False,
+    details: Mapping[str, Any] | None = None,
+) -> AuditResult:
+    """Compute every figure of an audit.
+
+    Guarantee: a sound run fails with probability 1 - confidence at most, whatever the scores, if the coins were fair,
+    independent and unknown to whatever made the scores.
+
+    Args:
+        scores: attack -> (m,) one score per canary; the higher, the likelier it was included.
+        included: (m,) the coins.
+        delta: δ of the claim.
+        history: the steps charged, which are the claim; None, or steps without noise: nothing is claimed.
+        canary_kind: what the canaries are.
+        unit: of privacy.
+        repetitions: rows of each canary.
+        confidence: of all bounds together.
+        independent_runs: each canary was in a run of its own.
+        details: what else to print and to keep.
+
+    Raises:
+        AuditError: no attack, or scores and coins that can't be audited.
+
+    >>> rng = np.random.default_rng(0)
+    >>> coins = rng.random(400) < 0.5
+    >>> result = judge({"none": rng.random(400)}, coins, delta=1e-5, history=None, canary_kind="numbers")
+    >>> result.verdict, round(result.epsilon_lower, 2)
+    ('no claim to refute', 0.0)
+    """
+    if not scores:
+        raise AuditError("there is no score to judge: name at least one attack")
+    if history is not None and not _claims(history):
+        history = None
+    bounds_of = trial_bounds if independent_runs else one_run_bounds
+    attacks = tuple(
+        AttackResult(
+            name=name,
+            auroc=auroc(values, included),
+            tpr={rate: tpr_at(values, included, rate) for rate in RATES},
+            bounds=tuple(bounds_of(values, included, delta, confidence, history, len(scores))),
+        )
+        for name, values in scores.items()
+    )
+    return AuditResult(
+        claimed_epsilon=None if history is None else epsilon(history, delta, "zero-out"),
+        delta=delta,
+        unit=unit,
+        adjacency="zero-out",
+        canary_kind=canary_kind,
+        num_canaries=len(included),
+        num_included=int(np.asarray(included).sum()),
+        inclusion=INCLUSION,
+        repetitions=repetitions,
+        confidence=confidence,
+        attacks=attacks,
+        tpr_bounds={} if history is None else attack_risk(history, false_positive_rates=RATES).true_positive_rate,
+        details=details or {},
+    )
+
+
+def _claims(history: History) -> bool:
+    steps = merge(history)
+    return bool(steps) and all(step.noise_multiplier > 0 for step, _ in steps)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,111 @@
+"""How well scores tell members from others: area under the ROC curve, true positive rates, each with its interval.
+
+Place in the flow: beside `bounds`; estimates of what an attack achieves, where those are proofs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from dpllm.audit.bounds import AuditError
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def auroc(scores: NDArray[np.float64], included: NDArray[np.bool_], confidence: float = 0.95) -> Estimate:
+    """Return the probability that a member scores above another, ties counted half.
+
+    The interval is DeLong's (DeLong, DeLong, Clarke-Pearson 1988), at least as wide as what so few canaries allow at
+    all: with n of the rarer kind, an area of 1 is compatible with any above (1 - confidence)^(1/n).
+
+    Args:
+        scores: (m,) the higher, the likelier a member.
+        included: (m,) whether it is one.
+        confidence: of the interval.
+
+    Raises:
+        AuditError: there are no members, or nobody else.
+
+    >>> print(auroc(np.array([3.0, 2.0, 1.0, 0.0]), np.array([True, True, False, False])))
+    1.000 (0.224 to 1.000)
+    """
+    members, others = _both(scores, included)
+    ranks = stats.rankdata(np.concatenate((members, others)))
+    num_in, num_out = len(members), len(others)
+    above_in = (ranks[:num_in] - stats.rankdata(members)) / num_out  # of each member: the share of others below it
+    above_out = 1 - (ranks[num_in:] - stats.rankdata(others)) / num_in
+    value = float(above_in.mean())
+    variance = (above_in.var(ddof=1) / num_in if num_in > 1 else 0.0) + (
+        above_out.var(ddof=1) / num_out if num_out > 1 else 0.0
+    )
+    half = float(stats.norm.ppf((1 + confidence) / 2)) * math.sqrt(variance)
+    least = (1 - confidence) ** (1 / min(num_in, num_out))
+    low, high = max(0.0, value - half), min(1.0, value + half)
+    return Estimate(value, min(low, least) if value == 1 else low, max(high, 1 - least) if value == 0 else high)
+
+
+def tpr_at(scores: NDArray[np.float64], included: NDArray[np.bool_], fpr: float, confidence: float = 0.95) -> Estimate:
+    """Return the share of members found when at most a share ``fpr`` of the others is accused.
+
+    The threshold is one of the others' scores, so that with n others no rate below 1/n can be told from 0: then it is
+    the highest of them. The interval is Clopper-Pearson's for that threshold.
+
+    Args:
+        scores: (m,) the higher, the likelier a member.
+        included: (m,) whether it is one.
+        fpr: false positive rate, between 0 and 1.
+        confidence: of the interval.
+
+    Raises:
+        AuditError: there are no members, or nobody else, or the rate is no rate.
+    """
+    if not 0 <= fpr <= 1:
+        raise AuditError(f"a false positive rate lies between 0 and 1, got {fpr}")
+    members, others = _both(scores, included)
+    accused = math.floor(fpr * len(others) + 1e-9)
+    ordered = np.sort(others)[::-1]
+    hits = len(members) if accused == len(others) else int((members > ordered[accused]).sum())
+    found = stats.binomtest(hits, len(members)).proportion_ci(confidence, method="exact")
+    return Estimate(hits / len(members), float(found.low), float(found.high))
+
+
+def roc_curve(
+    scores: NDArray[np.float64], included: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the false and true positive rates at all thresholds, from (0, 0) to (1, 1)."""
+    members, others = _both(scores, included)
+    values = np.concatenate((members, others))
+    is_member = np.arange(len(values)) < len(members)
+    order = np.argsort(-values, kind="stable")
+    last = np.append(np.diff(values[order]) != 0, True)  # of equal scores all are accused together
+    tpr = np.cumsum(is_member[order])[last] / len(members)
+    fpr = np.cumsum(~is_member[order])[last] / len(others)
+    return np.concatenate(([0.0], fpr)), np.concatenate(([0.0], tpr))
+
+
+def _both(scores: NDArray[np.float64], included: NDArray[np.bool_]) -> tuple[NDArray, NDArray]:
+    scores, included = np.asarray(scores, dtype=np.float64), np.asarray(included, dtype=bool)
+    members, others = scores[included], scores[~included]
+    if len(members) == 0 or len(others) == 0:
+        raise AuditError(f"{len(members)} members and {len(others)} others: an attack needs some of both to be judged")
+    return members, others
