@@ -58,7 +58,7 @@ def plot_audit(
     left.legend(frameon=False, fontsize=8, loc="lower right")
     best = max(result.attacks, key=lambda attack: max(bound.epsilon for bound in attack.bounds)).name
     values = np.asarray(scores[best])
-    bins = np.linspace(*np.quantile(values, [0.0, 1.0]), 41).tolist() if np.ptp(values) else 1
+    bins = np.histogram_bin_edges(values, 40).tolist()
     middle.hist(values[~included], bins=bins, color=GREY, alpha=0.6, label="out")
     middle.hist(values[included], bins=bins, color=BLUE, alpha=0.6, label="in")
     middle.set(xlabel=f"score: {best}", ylabel="canaries")
