@@ -12,6 +12,8 @@ from typing import Any
 
 MOST_DIFFERENCE = 0.01
 """Two accountants that differ by more than this share of ε disagree."""
+REFUTED = "FAIL"
+"""What the summary of an audit begins with when the audit refutes the claim."""
 _LEAST_DIFFERENCE = 0.002  # the PRV estimate is itself no more accurate than that
 
 _Lines = list[tuple[str, str | None]]
@@ -52,6 +54,9 @@ def open_points(report: Mapping[str, Any]) -> list[str]:
     steps = report["accounting"]["steps"]
     if steps["charged"] > steps["planned"]:
         points.append(f"{steps['charged']} steps were charged, more than the {steps['planned']} planned.")
+    audit = report["strength"]["audit"]
+    if audit is not None and str(audit).startswith(REFUTED):
+        points.append("An audit of this model refutes the claim. Do not release it (see below).")
     points += disagreements(report["accounting"])
     points += [f"Not filled in: {line['question']}" for line in report["checklist"] if not line["filled"]]
     if report["definition"]["written_out_and_not_covered"]:

@@ -12,6 +12,7 @@ huggingface/hub-docs, says which are verified). The guarantee is therefore a blo
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from dpllm.config import TASKS, nearest
-from dpllm.ledger import LEDGER_FILE
-from dpllm.plan import PLAN_FILE, format_epsilon
-from dpllm.report import HTML_FILE, JSON_FILE, MARKDOWN_FILE
+from dpllm.ledger import LEDGER_FILE, read_ledger
+from dpllm.plan import PLAN_FILE, PrivacyPlan, format_epsilon
+from dpllm.report import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
 CARD_FILE = "README.md"
 TAGS = ("differential-privacy", "dp-sgd", "dpllm")
@@ -120,6 +121,32 @@ def write_model_card(
     card.save(temporary)
     os.replace(temporary, path)
     return path
+
+
+def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in what people, or an audit, know about a run: its report is written anew, and the card's open points.
+
+    Args:
+        folder: of a run or of a checkpoint.
+        noted: fields of `dpllm.report.ReleaseNotes`; the others stay as they are.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: the folder holds no plan or no ledger, or they don't belong together.
+    """
+    folder = Path(folder)
+    for name in (PLAN_FILE, LEDGER_FILE):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} holds no {name}, so it is not the folder of a private run")
+    plan, contents, notes = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE), notes_in(folder)
+    before = privacy_report(plan, contents, notes)
+    if not noted:
+        return before
+    after = write_report(folder, plan, contents, dataclasses.replace(notes, **noted))
+    renew_open_points(folder, before, after)
+    return after
 
 
 def renew_open_points(folder: str | Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

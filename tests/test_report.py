@@ -381,6 +381,15 @@ def test_zcdp(tmp_path: Path) -> None:
     assert run_of(tmp_path, rows_drawn())["accounting"]["zcdp_rho"] == pytest.approx(16 * 20 / 8)
 
 
+def test_an_audit_that_refutes_the_claim_is_a_reason_not_to_release(tmp_path: Path) -> None:
+    """The report says so first among its open points; an audit that is consistent leaves none."""
+    refuted = report_of(tmp_path, ReleaseNotes(audit="FAIL: 1,000 canaries: ε is at least 9"))
+    assert "An audit of this model refutes the claim. Do not release it (see below)." in refuted["open_points"]
+    (tmp_path / "privacy_ledger.jsonl").unlink()
+    fine = report_of(tmp_path, ReleaseNotes(audit="consistent, not proof: ε is at least 0.3"))
+    assert not [point for point in fine["open_points"] if "audit" in point.lower()]
+
+
 def test_weak_guarantee_asks_for_an_audit(tmp_path: Path) -> None:
     """Above ε = 10 a missing audit is an open point, and one that was noted answers it."""
     change: dict[str, Any] = {"expected_batch_size": 500, "noise_multiplier": 1.2}

@@ -32,8 +32,10 @@ from dpllm.audit.families import MOST_EPSILON, Family, Member, gaussian_family, 
 CONFIDENCE = 0.95
 ONE_SIDED = (0.02, 0.05, 0.15, 0.5)
 """Shares of the canaries that are guessed to be in: those with the highest scores."""
-TWO_SIDED = (0.05, 0.15, 0.4, 1.0)
-"""Shares of the canaries that are guessed: half of these, with the highest scores, in; half, with the lowest, out."""
+TWO_SIDED = (0.05, 0.15, 0.4, 0.8)
+"""Shares of the canaries that are guessed: half of these, with the highest scores, in; half, with the lowest, out.
+
+Not all of them: fair coins rarely fall on in for just half, and a perfect score shall be able to reach the ceiling."""
 FEWEST_CANARIES = 10
 CHOOSING_SHARE = 0.2
 """Share of the independent runs in which the threshold is chosen; the others test it."""

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from dpllm.accounting import History, epsilon, merge
 from dpllm.audit.bounds import CONFIDENCE, AuditError, LowerBound, one_run_bounds, trial_bounds
 from dpllm.audit.roc import Estimate, auroc, tpr_at
+from dpllm.checklist import REFUTED
 from dpllm.risk import attack_risk
 
 AUDIT_FILE = "audit.json"
 RATES = (1e-3, 1e-2)
 """False positive rates at which true positive rates are stated."""
-FAIL, CONSISTENT, NO_CLAIM = "FAIL", "consistent, not proof", "no claim to refute"
+FAIL, CONSISTENT, NO_CLAIM = REFUTED, "consistent, not proof", "no claim to refute"
 INCLUSION = "independent fair coins"
 _TOLERANCE = 1e-3  # a bound above ε by less is rounding
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from dpllm.cli.common import AsJson, one_line_errors, show_json
-from dpllm.ledger import LEDGER_FILE, read_ledger
-from dpllm.plan import PLAN_FILE, PrivacyPlan
 
 OutputDir = Annotated[Path, typer.Argument(help="The folder of a run or of a checkpoint.", show_default=False)]
 
@@ -40,21 +37,11 @@ def report(
     With a note, which fills in what only people know, the report's files are written anew, and so are the open points
     of the model card.
     """
-    from dpllm.model_card import renew_open_points
-    from dpllm.report import notes_in, privacy_report, render_markdown, write_report
+    from dpllm.model_card import add_notes
+    from dpllm.report import render_markdown
 
-    for name in (PLAN_FILE, LEDGER_FILE):
-        if not (output_dir / name).is_file():
-            raise ValueError(f"{output_dir} holds no {name}, so it is not the folder of a private run")
-    made = PrivacyPlan.load(output_dir / PLAN_FILE)
-    contents, notes = read_ledger(output_dir / LEDGER_FILE), notes_in(output_dir)
-    values = privacy_report(made, contents, notes)
     given = {"data_holder": data_holder, "audience": audience, "other_uses": other_uses, "audit": audit}
-    noted: dict[str, Any] = {name: text for name, text in given.items() if text is not None}
-    if noted:
-        before = values
-        values = write_report(output_dir, made, contents, dataclasses.replace(notes, **noted))
-        renew_open_points(output_dir, before, values)
+    values = add_notes(output_dir, {name: text for name, text in given.items() if text is not None})
     typer.echo(json.dumps(values, ensure_ascii=False, allow_nan=False) if as_json else render_markdown(values))
 
 
