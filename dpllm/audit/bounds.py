@@ -8,9 +8,9 @@ kinds of claim are tested in each: the pair (ε, δ) of any mechanism, and the t
 (`dpllm.audit.families`), which says far more.
 
 * one run, (ε, δ): Steinke, Nasr, Jagielski, arXiv:2305.08846, theorem 5.2;
-* one run, curve: Mahloujifar, Melis, Chaudhuri, arXiv:2410.22235, algorithm 3;
+* one run, curve: Mahloujifar, Melis, Chaudhuri, arXiv:2410.22235;
 * independent runs, (ε, δ): Clopper-Pearson intervals as in Nasr et al., arXiv:2101.04535;
-* independent runs, curve: Nasr et al., arXiv:2302.07956, section 4.
+* independent runs, curve: Nasr et al., arXiv:2302.07956.
 
 Whoever looks for the best of several thresholds finds one by chance, too. Here the numbers of guesses are a fixed
 ladder, the error is divided over everything that is tried, and `LowerBound.correction` says how.
