@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from dpllm.cli import budgets, cost, planning, runs
+from dpllm.cli import auditing, budgets, cost, planning, runs
 
 app = typer.Typer(
     name="dpllm",
@@ -22,6 +22,7 @@ cost.register(app)
 planning.register(app)
 runs.register(app)
 app.add_typer(budgets.app, name="budget")
+app.add_typer(auditing.app, name="audit")
 
 
 def main() -> None:

@@ -1,0 +1,292 @@
+"""Canaries: what was made for an audit, which of it entered the data, and the proof that nobody changed that since.
+
+Place in the flow: `dpllm.audit.prepare` makes a `CanarySet` and saves it as ``canaries.json``, a secret until the
+audit; `dpllm.audit.run` reads it back after the training. A canary is one privacy unit: one record, or the records of
+one new user. Each enters by a fair coin of its own, which is what the one-run bounds rest on (Steinke, Nasr, Jagielski,
+arXiv:2305.08846).
+
+The file carries a hash of everything in it, and the data file is named by that hash, so the recipe of the run commits
+to texts, order and coins before anything is trained. The data file holds what was included and nothing else of the
+canaries; both are checked before a score is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+from scipy import stats
+
+from dpllm.audit.bounds import AuditError
+from dpllm.config import DataConfig
+
+CANARIES_FILE = "canaries.json"
+COIN_FLIPS = "an independent fair coin per canary"
+FORMATS = ("text", "prompt_completion", "chat")
+"""Formats of records that a canary can have."""
+
+READ_TOGETHER = 10_000
+"""Records looked at together."""
+
+_FORMAT = 1
+_NAME_LENGTH = 12  # characters of the hash in the name of the data file
+_IMPLAUSIBLE = 1e-6  # probability below which coins weren't fair
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canary:
+    """One privacy unit that was made for the audit."""
+
+    records: tuple[tuple[str, str], ...]
+    """What its records say: a prefix, which is not scored, and what is."""
+    user: str | int | None = None
+    """The new user whose records these are; None at sequence level."""
+    included: bool = False
+    """The coin: whether it entered the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanarySet:
+    """All canaries of one audit, and the data that some of them entered."""
+
+    canaries: tuple[Canary, ...]
+    """(m,) in secret order."""
+    candidates: tuple[Canary, ...] = ()
+    """More of the same kind that never had a coin: the reference of exposure."""
+    kind: str
+    """How the texts were made."""
+    unit: str
+    """"sequence" or "user"."""
+    repetitions: int = 1
+    """How often each record of an included canary stands in the data."""
+    delta: float
+    """δ of the recipe for these data."""
+    num_units: int
+    """N of the data, the included canaries counted."""
+    data_sha256: str
+    """Hash of the data file."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """The recipe that trains on the data, its `data.path` left out: that is named by the hash of all this."""
+    created_at: str
+    """When, in UTC."""
+    nonce: str
+    """256 random bits, so that the hash, which stands in a file name, tells nothing."""
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over texts, order, coins and everything else."""
+        return hashlib.sha256(json.dumps(self._body(), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def data_name(self) -> str:
+        """Name of the data file."""
+        return f"records-{self.hash[:_NAME_LENGTH]}.parquet"
+
+    @property
+    def included(self) -> list[bool]:
+        """(m,) the coins."""
+        return [canary.included for canary in self.canaries]
+
+    @property
+    def data(self) -> DataConfig:
+        """How a record of the data becomes rows; its path is the name of the data file alone."""
+        return DataConfig(**{**self.recipe["data"], "path": self.data_name})
+
+    @property
+    def unit_column(self) -> str | None:
+        """The column of the user's id."""
+        column: str | None = self.recipe["privacy"]["unit_column"]
+        return column
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, for its owner's eyes alone (mode 0600).
+
+        Raises:
+            FileExistsError: there is one.
+        """
+        text = json.dumps({**self._body(), "hash": self.hash}, indent=1, ensure_ascii=False)
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> CanarySet:
+        """Read a file that `save` wrote.
+
+        Raises:
+            AuditError: it can't be read, is no such file, was edited, or says that the canaries were not included by
+                coin flips.
+        """
+        try:
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise AuditError(
+                f"{path} can't be read ({error.strerror}): give the file of `dpllm audit prepare`"
+            ) from error
+        except ValueError as error:
+            raise AuditError(f"{path} is not JSON ({error})") from error
+        if not isinstance(raw, dict) or raw.get("format") != _FORMAT or not isinstance(raw.get("canaries"), list):
+            raise AuditError(f"{path} holds no canaries of format {_FORMAT}: give the file of `dpllm audit prepare`")
+        _check_coins(path, raw)
+        stored = raw.pop("hash", None)
+        try:
+            made = cls._from_body(raw)
+        except (KeyError, TypeError, ValueError) as error:
+            raise AuditError(
+                f"{path} lacks what `dpllm audit prepare` writes: {error}. Restore it from a copy"
+            ) from error
+        if made.hash != stored:
+            raise AuditError(
+                f"{path} was edited: texts, order or coins don't fit its hash. Scores judged by other coins than those "
+                "that were flipped say nothing; restore the file from a copy"
+            )
+        return made
+
+    def _body(self) -> dict[str, Any]:
+        values = dataclasses.asdict(self)
+        values["candidates"] = [{"records": item["records"]} for item in values["candidates"]]
+        return {"format": _FORMAT, "num_canaries": len(self.canaries), "inclusion": COIN_FLIPS, **values}
+
+    @classmethod
+    def _from_body(cls, raw: Mapping[str, Any]) -> CanarySet:
+        values = {name: raw[name] for name in raw if name not in ("format", "num_canaries", "inclusion")}
+        for name in ("canaries", "candidates"):
+            values[name] = tuple(
+                Canary(**{**item, "records": tuple((prefix, text) for prefix, text in item["records"])})
+                for item in values[name]
+            )
+        return cls(**values)
+
+
+def _check_coins(path: str | Path, raw: Mapping[str, Any]) -> None:
+    """Raise unless every canary has a coin, and the coins look like coins."""
+    if raw.get("inclusion") != COIN_FLIPS:
+        raise AuditError(
+            f"{path} says that the canaries were included by {raw.get('inclusion')!r}. The bound holds for "
+            f"{COIN_FLIPS} (arXiv:2305.08846), not for a fixed number or a choice: prepare an "
+            "audit with `dpllm audit prepare`"
+        )
+    for number, item in enumerate(raw["canaries"]):
+        if not isinstance(item, dict) or not isinstance(item.get("included"), bool):
+            raise AuditError(
+                f"{path}: canary {number} has no coin (included: true or false), so nobody knows whether it was in the "
+                "data. Restore the file from a copy"
+            )
+    num, num_in = len(raw["canaries"]), sum(item["included"] for item in raw["canaries"])
+    if num == 0:
+        raise AuditError(f"{path} has no canary, so there is nothing to audit with: give the file of another audit")
+    if stats.binomtest(num_in, num, 0.5).pvalue < _IMPLAUSIBLE:
+        raise AuditError(
+            f"{path}: {num_in} of {num} canaries were included, which fair coins give in less than one case in "
+            f"{1 / _IMPLAUSIBLE:,.0f}. Include each by a fair coin of its own: `dpllm audit prepare` does"
+        )
+
+
+def record_of(prefix: str, text: str, config: DataConfig) -> dict[str, Any]:
+    """Return a record in the format of the data: the prefix is its prompt, where there is one.
+
+    Raises:
+        AuditError: the format has no place for a text that a model learns to write.
+
+    >>> record_of("Say:", "xyzzy", DataConfig(path="x", max_length=8, format="prompt_completion"))
+    {'prompt': 'Say:', 'completion': 'xyzzy'}
+    """
+    if config.format == "text":
+        return {config.text_column: f"{prefix} {text}" if prefix else text}
+    if config.format == "prompt_completion":
+        return {config.prompt_column: prefix, config.completion_column: text}
+    if config.format == "chat":
+        turns = [{"role": "user", "content": prefix}, {"role": "assistant", "content": text}]
+        return {config.messages_column: turns}
+    raise AuditError(
+        f"data.format={config.format!r} can't hold a canary: a model of records of the formats {', '.join(FORMATS)} "
+        "gives a text a probability, and that is what is audited"
+    )
+
+
+def key_of(record: Mapping[str, Any], config: DataConfig, unit_column: str | None) -> tuple[Any, ...]:
+    """Return what tells a record from others: its texts, and its user."""
+    user = record[unit_column] if unit_column else None
+    if config.format == "chat":
+        return (*((turn["role"], turn["content"]) for turn in record[config.messages_column]), user)
+    return (*(record[name] for name in record_of("", "", config)), user)
+
+
+def key_columns(config: DataConfig, unit_column: str | None) -> list[str]:
+    """Return the columns that a record's key is made of."""
+    return [*record_of("", "", config), *([unit_column] if unit_column else [])]
+
+
+def count_records(
+    batches: Iterable[Mapping[str, Sequence[Any]]],
+    wanted: Iterable[tuple[Any, ...]],
+    config: DataConfig,
+    unit_column: str | None,
+) -> Counter[tuple[Any, ...]]:
+    """Return how often each of the wanted keys stands in the data.
+
+    Args:
+        batches: records, each batch as columns, those of `key_columns` at least.
+        wanted: keys, as `key_of` makes them.
+        config: the format of the records.
+        unit_column: the column of the user's id; None where it is not part of the keys.
+    """
+    known, found = set(wanted), Counter[tuple[Any, ...]]()
+    columns = key_columns(config, unit_column)
+    for batch in batches:
+        rows = zip(*(batch[name] for name in columns), strict=True)
+        keys = (key_of(dict(zip(columns, row, strict=True)), config, unit_column) for row in rows)
+        found.update(key for key in keys if key in known)
+    return found
+
+
+def check_data(made: CanarySet, folder: str | Path) -> None:
+    """Make sure that the data beside ``canaries.json`` are those that the coins decided about.
+
+    Raises:
+        AuditError: the data file is missing or another one, an included canary isn't in it, or an excluded one is.
+    """
+    path = Path(folder) / made.data_name
+    if not path.is_file():
+        raise AuditError(
+            f"{path} is missing: its name is part of the hash of {CANARIES_FILE}. Either the file was moved, or the "
+            f"coins were changed after the data had been written. Put both as `dpllm audit prepare` left them"
+        )
+    if file_hash(path) != made.data_sha256:
+        raise AuditError(f"{path} is not the file that {CANARIES_FILE} was made with: restore it from a copy")
+    config, column = made.data, made.unit_column
+    # Streamed, so that no copy of private records is left in a cache.
+    stored = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+    batches = stored.select_columns(key_columns(config, column)).iter(READ_TOGETHER)
+    keys = [canary_keys(canary, config, column) for canary in made.canaries]
+    found = count_records(batches, (key for own in keys for key in own), config, column)
+    for number, (canary, own) in enumerate(zip(made.canaries, keys, strict=True)):
+        expected = made.repetitions if canary.included else 0
+        if any(found[key] != expected for key in own):
+            raise AuditError(
+                f"canary {number} was {'included' if canary.included else 'left out'} by its coin, and {path} says "
+                "otherwise: coins and data are not of the same audit, or labels were swapped. Prepare the audit anew"
+            )
+
+
+def canary_keys(canary: Canary, config: DataConfig, unit_column: str | None) -> list[tuple[Any, ...]]:
+    """Return the keys of a canary's records, one each."""
+    user = {unit_column: canary.user} if unit_column else {}
+    return [key_of({**record_of(*record, config), **user}, config, unit_column) for record in canary.records]
+
+
+def file_hash(path: str | Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,350 @@
+"""Data with canaries, and the recipe that trains on them.
+
+Place in the flow: before the training of a model that is to be audited. `prepare` reads the records of a recipe as the
+training would, makes canaries, tosses a fair coin for each, and writes a folder with the records and the included
+canaries at random places among them, the recipe that trains on these, and ``canaries.json``, which is a secret until
+the audit: whoever trains must not know the coins.
+
+What coins test is the zero-out adjacency, with one difference that is as old as audits of DP-SGD: an excluded canary is
+not a unit that contributes nothing, it is not there. So N, and with it q = b/N, depends on the coins, by one part in N
+for each. N is public, and the bounds guess from scores alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from dpllm.audit.bounds import AuditError, one_run_bounds
+from dpllm.audit.canaries import (
+    CANARIES_FILE,
+    FORMATS,
+    READ_TOGETHER,
+    Canary,
+    CanarySet,
+    canary_keys,
+    count_records,
+    file_hash,
+    key_columns,
+    record_of,
+)
+from dpllm.audit.kinds import KINDS, RANDOM_TOKENS, RARE_SUFFIX, SAMPLED, Pair, distinct, random_tokens, rare_suffix
+from dpllm.audit.kinds import sampled as sampled_texts
+from dpllm.config import DataConfig, ModelConfig, Recipe, nearest, recipe_to_dict, save_recipe
+from dpllm.data import load_records, load_train_and_eval, tokenization_info, tokenize_records, unit_index_of
+from dpllm.models import load_base_model, load_tokenizer
+from dpllm.sampling import secret_rng
+
+RECIPE_FILE = "recipe.yaml"
+HELD_OUT_FILE = "held_out.parquet"
+RUN_FOLDER = "run"
+DEFAULT_CANARIES = 1000
+
+_LONGEST, _LONGEST_PREFIX = 32, 16  # tokens, where none are asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryOptions:
+    """What canaries to make.
+
+    Raises:
+        AuditError: a value is out of range.
+    """
+
+    num: int = DEFAULT_CANARIES
+    """m: each has a coin of its own; more show more."""
+    kind: str = RANDOM_TOKENS
+    """"random-tokens", "rare-suffix" or "sampled"."""
+    length: int | None = None
+    """Tokens of a canary's own text. None: 32, or what fits into half of `data.max_length`."""
+    records_per_user: int | None = None
+    """Different records of one canary user. None: 8, or as many as a user may have. User level alone."""
+    repetitions: int = 1
+    """How often each of these stands in the data. User level alone."""
+    prefixes: Sequence[str] | None = None
+    """Public texts that canaries with a rare suffix begin with. None: the recipe's public text."""
+    sampler: str | None = None
+    """Folder or Hub id of the model that writes the sampled ones. None: the recipe's `model.name`."""
+    temperature: float = 1.0
+    """Of the sampling."""
+    num_candidates: int | None = None
+    """More of the kind, without coins, for exposure. None: as many as there are canaries."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.kind not in KINDS:
+            raise AuditError(
+                f"unknown kind of canary {self.kind!r}{nearest(self.kind, KINDS) or '.'} Known: {', '.join(KINDS)}"
+            )
+        for name in ("num", "length", "records_per_user", "repetitions"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise AuditError(f"{name} must be at least 1, got {value}")
+        if self.num_candidates is not None and self.num_candidates < 0:
+            raise AuditError(f"num_candidates must be at least 0, got {self.num_candidates}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What `prepare` left behind."""
+
+    folder: Path
+    """Where it is."""
+    made: CanarySet
+    """What ``canaries.json`` holds."""
+    num_records: int
+    """Records of the data file."""
+    ceiling: float
+    """The highest lower bound on ε that so many canaries can show, of perfect scores."""
+
+    @property
+    def recipe_path(self) -> Path:
+        """The recipe that trains on the data."""
+        return self.folder / RECIPE_FILE
+
+    @property
+    def run_folder(self) -> Path:
+        """Where that recipe writes the model."""
+        return self.folder / RUN_FOLDER
+
+
+def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = None) -> Prepared:
+    """Write data with canaries into a new folder, and the recipe that trains on them.
+
+    Guarantee: the coins are fair, independent and from the operating system's entropy; nothing but the data file
+    depends on them. Canaries are made without looking at a private record; that none of them is in the data already is
+    checked afterwards.
+
+    Args:
+        recipe: what to train. Held-out records are split off first, so that no canary is among them.
+        folder: where to write; it must not exist, or be empty.
+        options: what canaries to make.
+
+    Raises:
+        AuditError: canaries that could show nothing, or something untrue, or can't be made of this recipe.
+        ValueError: the records, the tokenizer or the model can't be loaded.
+    """
+    options, folder = options or CanaryOptions(), Path(folder)
+    _check_request(recipe, folder, options)
+    train, held_out = load_train_and_eval(recipe.data)
+    public = load_records(recipe.public_pretrain.data) if recipe.public_pretrain else None
+    public_texts = public[recipe.public_pretrain.data.text_column] if public and recipe.public_pretrain else None
+    tokenizer = load_tokenizer(recipe.model, public_texts)
+
+    per_unit = _records_per_unit(recipe, options)
+    num_more = options.num if options.num_candidates is None else options.num_candidates
+    draw = _texts(recipe, tokenizer, options, public_texts)
+    pairs = distinct(draw, (options.num + num_more) * per_unit)
+    _check_lengths(pairs, recipe, tokenizer)
+    units = [tuple(pairs[start : start + per_unit]) for start in range(0, len(pairs), per_unit)]
+    users = _new_users(train, recipe.privacy.unit_column, options.num)
+    canaries = tuple(
+        Canary(records=records, user=user, included=bool(secrets.randbits(1)))
+        for records, user in zip(units[: options.num], users, strict=True)
+    )
+    _check_new(canaries, train, recipe.data)
+    records = _insert(train, canaries, recipe, options.repetitions)
+    num_units = unit_index_of(records, recipe.privacy).num_units
+    delta = recipe.privacy.delta if recipe.privacy.delta is not None else 1 / (10 * num_units)
+    ceiling = _ceiling(options.num, delta)  # before anything is written
+
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / "records.tmp"
+    records.to_parquet(str(temporary))
+    if held_out is not None:
+        held_out.to_parquet(str(folder / HELD_OUT_FILE))
+    changed = _recipe_for(recipe, folder.resolve(), with_held_out=held_out is not None)
+    made = CanarySet(
+        canaries=canaries,
+        candidates=tuple(Canary(records=records) for records in units[options.num :]),
+        kind=options.kind,
+        unit=recipe.privacy.unit,
+        repetitions=options.repetitions,
+        delta=delta,
+        num_units=num_units,
+        data_sha256=file_hash(temporary),
+        recipe=_as_stored(changed),
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        nonce=secrets.token_hex(32),
+    )
+    os.replace(temporary, folder / made.data_name)
+    data = dataclasses.replace(changed.data, path=str(folder.resolve() / made.data_name))
+    save_recipe(dataclasses.replace(changed, data=data), folder / RECIPE_FILE)
+    made.save(folder / CANARIES_FILE)
+    return Prepared(folder=folder, made=made, num_records=len(records), ceiling=ceiling)
+
+
+def read_prefixes(path: str | Path) -> list[str]:
+    """Return the lines of a file of public text.
+
+    Raises:
+        AuditError: it can't be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AuditError(f"{path} can't be read as text ({error}): give a file with a public text per line") from error
+
+
+def _check_request(recipe: Recipe, folder: Path, options: CanaryOptions) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise AuditError(f"{folder} is not empty: give a new folder, so that an earlier audit's coins aren't lost")
+    if recipe.model.task != "causal_lm" or recipe.data.format not in FORMATS:
+        raise AuditError(
+            f"model.task={recipe.model.task!r} with data.format={recipe.data.format!r} can't be audited by canaries of "
+            f"text: it takes a causal_lm and one of the formats {', '.join(FORMATS)}. `dpllm audit gradient` audits "
+            "the training itself, whatever the task"
+        )
+    if recipe.privacy.budget_file is not None:
+        raise AuditError(
+            f"the recipe charges {recipe.privacy.budget_file}, which counts the units without canaries: it would be "
+            "refused with them. Create a budget for these data (`dpllm budget create`), and name it when you train; "
+            "prepare with privacy.budget_file="
+        )
+    if recipe.privacy.unit == "sequence" and (options.repetitions > 1 or options.records_per_user is not None):
+        raise AuditError(
+            'with privacy.unit="sequence" every record is a unit: of a canary that stands in several of them ε says '
+            "nothing, and a bound above it would accuse a sound run. Leave --repetitions and --records-per-user out, "
+            "or audit a recipe at user level"
+        )
+
+
+def _records_per_unit(recipe: Recipe, options: CanaryOptions) -> int:
+    """How many different records a canary has.
+
+    Raises:
+        AuditError: some of them would be left out of the training.
+    """
+    most = recipe.privacy.max_rows_per_unit
+    if recipe.privacy.unit == "sequence" or most is None:
+        return 1
+    asked = options.records_per_user
+    chosen = max(1, min(8, most // options.repetitions)) if asked is None else asked
+    if chosen * options.repetitions > most:
+        raise AuditError(
+            f"a canary user would have {chosen * options.repetitions} records, and max_rows_per_unit={most} of a user "
+            "are used: take fewer (--records-per-user, --repetitions)"
+        )
+    return chosen
+
+
+def _texts(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    options: CanaryOptions,
+    public_texts: Iterable[str] | None,
+) -> Callable[[int], Sequence[Pair]]:
+    """Return what draws texts of the kind."""
+    room = max(2, recipe.data.max_length - 4)  # what a tokenizer or a template may put around a text
+    length = min(_LONGEST, max(2, room // 2)) if options.length is None else options.length
+    prefix = min(_LONGEST_PREFIX, max(1, room // 4))
+    lengths = (0 if recipe.data.format == "text" else prefix, length)
+    if options.kind == RANDOM_TOKENS:
+        return random_tokens(tokenizer, lengths, secret_rng())
+    if options.kind == RARE_SUFFIX:
+        public = options.prefixes if options.prefixes is not None else list(public_texts or ())
+        return rare_suffix(tokenizer, (prefix, length), public, secret_rng())
+    name = options.sampler or recipe.model.name
+    if name is None:
+        raise AuditError(
+            f"{SAMPLED} canaries are written by a model that exists before the private training, and the recipe names "
+            "none: give its folder (--sampler, such as public_pretrain of an earlier run), or another kind (--kind)"
+        )
+    model = load_base_model(ModelConfig(name=name, dtype=recipe.model.dtype), tokenizer)
+    return sampled_texts(model, tokenizer, lengths, options.temperature, secrets.randbits(63))
+
+
+def _check_lengths(pairs: Sequence[Pair], recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise unless every record of a canary is one whole row."""
+    records = datasets.Dataset.from_list([record_of(*pair, recipe.data) for pair in pairs])
+    info = tokenization_info(tokenize_records(records, tokenizer, recipe.data))
+    if too_long := info["records_truncated"] + info["records_split"]:
+        raise AuditError(
+            f"{too_long} of {len(pairs)} canaries have more than data.max_length={recipe.data.max_length} tokens, and "
+            "what is cut off is never learnt: make them shorter (--length), or raise data.max_length"
+        )
+
+
+def _check_new(canaries: Sequence[Canary], train: datasets.Dataset, config: DataConfig) -> None:
+    """Raise if the data hold a canary already, whoever's it is."""
+    keys = {key for canary in canaries for key in canary_keys(canary, config, None)}
+    batches = train.select_columns(key_columns(config, None)).iter(READ_TOGETHER)
+    if known := count_records(batches, keys, config, None):
+        raise AuditError(
+            f"{len(known)} of the canaries are in the data already, so leaving one out would leave nothing out: make "
+            "them longer (--length), or of another kind (--kind)"
+        )
+
+
+def _new_users(train: datasets.Dataset, column: str | None, num: int) -> list[Any]:
+    """Return ids that nobody in the data has, of the same kind as theirs; None at sequence level."""
+    if column is None:
+        return [None] * num
+    present = set(train[column])
+    if all(isinstance(user, str) for user in present):
+        width = max([len(user) for user in present])
+        found: dict[str, None] = {}
+        while len(found) < num:
+            user = secrets.token_hex(max(4, (width + 1) // 2))
+            if user not in present:
+                found[user] = None
+        return list(found)
+    first = int(max(present)) + 1
+    return [first + int(number) for number in secret_rng().permutation(num)]
+
+
+def _insert(train: datasets.Dataset, canaries: Sequence[Canary], recipe: Recipe, repetitions: int) -> datasets.Dataset:
+    """Put the records of the included canaries at random places; the others keep their order."""
+    column = recipe.privacy.unit_column
+    filled = []
+    for canary in canaries:
+        for pair in canary.records if canary.included else ():
+            record = dict.fromkeys(train.column_names) | record_of(*pair, recipe.data)
+            filled += [record | ({column: canary.user} if column else {})] * repetitions
+    columns = {name: [record[name] for record in filled] for name in train.column_names}
+    added = datasets.Dataset.from_dict(columns, features=train.features)
+    rng = secret_rng()
+    order = np.empty(len(train) + len(added), dtype=np.int64)
+    is_added = np.zeros(len(order), dtype=bool)
+    is_added[rng.choice(len(order), len(added), replace=False)] = True
+    order[is_added] = len(train) + rng.permutation(len(added))
+    order[~is_added] = np.arange(len(train))
+    return datasets.concatenate_datasets([train, added]).select(order)
+
+
+def _recipe_for(recipe: Recipe, folder: Path, with_held_out: bool) -> Recipe:
+    """Return the recipe for the data in the folder, their path still missing."""
+    data = dataclasses.replace(
+        recipe.data,
+        path=CANARIES_FILE,  # takes the place of a name that depends on all else
+        name=None,
+        split="train",
+        eval_path=str(folder / HELD_OUT_FILE) if with_held_out else None,
+        eval_split=None,
+        eval_fraction=0.0,
+        limit=None,
+    )
+    train = {name: value for name, value in recipe.train.items() if name != "resume_from_checkpoint"}
+    return dataclasses.replace(recipe, data=data, train={**train, "output_dir": str(folder / RUN_FOLDER)})
+
+
+def _as_stored(recipe: Recipe) -> dict[str, Any]:
+    values = recipe_to_dict(recipe)
+    values["data"] = {**values["data"], "path": ""}
+    return values
+
+
+def _ceiling(num: int, delta: float) -> float:
+    """What perfect scores of so many canaries would show, all corrections included."""
+    perfect = np.arange(num, dtype=np.float64)
+    return max(bound.ceiling for bound in one_run_bounds(perfect, perfect >= num / 2, delta))

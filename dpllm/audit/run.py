@@ -1,0 +1,290 @@
+"""The audit of a model that was trained on data with canaries.
+
+Place in the flow: after the training, before the release. The canaries of `dpllm.audit.prepare` are scored under the
+released model, by every way that only reads it, and `dpllm.audit.result.judge` says what that shows. Before anything is
+scored it is made sure that coins, data, plan, ledger and model belong together: a verdict about another run would be
+worth less than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from peft import PeftConfig, PeftModel
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from dpllm.accounting import History
+from dpllm.audit.bounds import CONFIDENCE, AuditError
+from dpllm.audit.canaries import Canary, CanarySet, check_data, record_of
+from dpllm.audit.exposure import exposure
+from dpllm.audit.figure import plot_audit
+from dpllm.audit.result import AuditResult, judge
+from dpllm.audit.scores import loss_score, ratio_score, token_scores
+from dpllm.config import ConfigError, ModelConfig, load_recipe
+from dpllm.data import RowCollator, tokenization_info, tokenize_records
+from dpllm.ledger import LEDGER_FILE, read_ledger
+from dpllm.losses import IGNORE
+from dpllm.models import load_base_model
+from dpllm.plan import PLAN_FILE, PrivacyPlan
+
+PICTURE_FILE = "audit.png"
+PRETRAINED_FOLDER = "public_pretrain"
+RECIPE_FILE = "recipe.yaml"
+LOSS, RATIO = "loss", "ratio to the reference"
+
+_ADAPTER = "adapter_config.json"
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleasedModel:
+    """What is audited."""
+
+    run_folder: Path
+    """The run's, with plan and ledger."""
+    model_folder: Path
+    """The released model's; the same, or a checkpoint of the run."""
+    history: History | None
+    """The steps charged: the claim. None: nothing is claimed."""
+    delta: float
+    """δ of the claim; where there is none, of the recipe."""
+    plan_hash: str | None
+    """Which plan; None: nothing is claimed."""
+
+
+def audit_run(
+    run_folder: str | Path,
+    canaries: str | Path,
+    model: str | Path | None = None,
+    reference: str | None = None,
+    plain: bool = False,
+    confidence: float = CONFIDENCE,
+) -> AuditResult:
+    """Audit the model of a run, and write ``audit.json`` and ``audit.png`` into its folder.
+
+    Scores of a canary are means over its records: the mean log-probability of its tokens, and, where there is a
+    reference, by how much that is above the reference's. What stands before a rare suffix is read and not scored. The
+    error is divided over all of them.
+
+    Guarantee: a sound run fails with probability 1 - confidence at most (`judge`).
+
+    Args:
+        run_folder: where the training wrote plan, ledger and model.
+        canaries: ``canaries.json`` of the audit, with the data file beside it.
+        model: folder of another model of the run, such as a checkpoint. None: the one in the run's folder.
+        reference: folder or Hub id of a model that never saw the data. None: the run's own start, where it is known.
+        plain: the model was trained without privacy, and claims nothing.
+        confidence: of all bounds together.
+
+    Raises:
+        AuditError: coins, data, plan, ledger and model don't belong together.
+        ValueError: one of the files can't be read, or a model can't be loaded.
+    """
+    run_folder, canaries = Path(run_folder), Path(canaries)
+    made = CanarySet.load(canaries)
+    released = check_run(run_folder, made, Path(model) if model is not None else None, plain)
+    check_data(made, canaries.parent)
+    tokenizer = _tokenizer(released)
+    rows = canary_rows([*made.canaries, *made.candidates], made, tokenizer)
+    own = load_released(released.model_folder, run_folder, made, tokenizer)
+    base = _reference(reference, run_folder, made, tokenizer)
+    scores = score_canaries(own, base, rows, int(tokenizer.pad_token_id))
+    per_unit = len(made.canaries[0].records)
+    by_unit = {name: values.reshape(-1, per_unit).mean(axis=1) for name, values in scores.items()}
+    included = np.array(made.included)
+    num = len(included)
+    main = by_unit[RATIO if base is not None else LOSS]
+    details: dict[str, Any] = {"model": str(released.model_folder)}
+    if released.plan_hash is not None:
+        details["plan"] = released.plan_hash
+    if included.any():
+        unseen = np.concatenate([main[:num][~included], main[num:]])
+        details["exposure"] = exposure(main[:num][included], unseen).to_dict()
+    judged = {name: values[:num] for name, values in by_unit.items()}
+    result = judge(
+        judged,
+        included,
+        delta=released.delta,
+        history=released.history,
+        canary_kind=made.kind,
+        unit=made.unit,
+        repetitions=per_unit * made.repetitions,
+        confidence=confidence,
+        details=details,
+    )
+    plot_audit(result, judged, included, run_folder / PICTURE_FILE, released.history)
+    result.save(run_folder)
+    return result
+
+
+def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool) -> ReleasedModel:
+    """Make sure that a run trained on the data of these canaries, after they were made.
+
+    Raises:
+        AuditError: it has no ledger and claims one, or is of another plan, of other data, or older than the canaries.
+        ValueError: plan or ledger can't be read.
+    """
+    has_ledger = (run_folder / LEDGER_FILE).is_file() and (run_folder / PLAN_FILE).is_file()
+    if plain and has_ledger:
+        raise AuditError(f"{run_folder} holds the ledger of a private run, whose claim is to be audited: drop --plain")
+    if not plain and not has_ledger:
+        raise AuditError(
+            f"{run_folder} holds no {LEDGER_FILE} with its {PLAN_FILE}, so nothing says what was claimed: give the "
+            "folder of the run, or --plain for a model that was trained without privacy"
+        )
+    folder = model if model is not None else run_folder
+    _check_age(folder, made)
+    _check_recipe(run_folder / RECIPE_FILE, made)
+    if plain:
+        return ReleasedModel(run_folder=run_folder, model_folder=folder, history=None, delta=made.delta, plan_hash=None)
+    plan, contents = PrivacyPlan.load(run_folder / PLAN_FILE), read_ledger(run_folder / LEDGER_FILE)
+    if any(run["plan_hash"] != plan.hash for run in contents.runs) or any(s != plan.step for s, _ in contents.history):
+        raise AuditError(f"{contents.path} charges steps of another plan than the one beside it: restore both files")
+    if contents.seeded:
+        raise AuditError(
+            f"{run_folder} drew from a fixed seed, so nothing in it is private and there is no claim to audit: train "
+            "without privacy.seed"
+        )
+    privacy = made.recipe["privacy"]
+    pairs = [
+        ("units", plan.num_units, made.num_units),
+        ("unit", plan.unit, made.unit),
+        ("unit column", plan.unit_column, made.unit_column),
+        ("rows of a user", plan.max_rows_per_unit, privacy["max_rows_per_unit"]),
+    ]
+    _require_same(pairs, f"{run_folder / PLAN_FILE} is the plan of another run than the one that was prepared")
+    started = datetime.fromisoformat(contents.runs[0]["started_at"])
+    if started < datetime.fromisoformat(made.created_at):
+        raise AuditError(
+            f"the run in {run_folder} began at {started:%F %T} UTC, before these canaries were made "
+            f"({made.created_at}): it can't have seen them. Train with the recipe that was prepared, and audit that run"
+        )
+    return ReleasedModel(
+        run_folder=run_folder,
+        model_folder=folder,
+        history=contents.history,
+        delta=plan.delta,
+        plan_hash=plan.hash,
+    )
+
+
+def _check_age(folder: Path, made: CanarySet) -> None:
+    """Raise unless the folder's weights were written after the canaries were made."""
+    files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
+    if not files:
+        raise AuditError(f"{folder} holds no model (no {' or '.join(_WEIGHTS)}): give the folder of the released model")
+    written = datetime.fromtimestamp(int(max(file.stat().st_mtime for file in files)), UTC)
+    if written < datetime.fromisoformat(made.created_at):
+        raise AuditError(
+            f"the model in {folder} was written at {written:%F %T} UTC, before these canaries were made "
+            f"({made.created_at}): it can't have seen them. Audit the model that was trained on the prepared data"
+        )
+
+
+def _check_recipe(path: Path, made: CanarySet) -> None:
+    """Raise unless the recipe beside the run, where there is one, names the data that were prepared."""
+    if not path.is_file():
+        return
+    data = load_recipe(path).data
+    if Path(data.path).name != made.data_name:
+        raise AuditError(
+            f"{path} trained on {data.path}, and these canaries decided about {made.data_name}: the audit is of "
+            "another run, or the coins were changed afterwards. Give the canaries.json that the run was prepared with"
+        )
+    names = ("format", "text_column", "prompt_column", "completion_column", "messages_column")
+    cuts = ("max_length", "long_records", "limit", "eval_fraction")
+    pairs = [(f"data.{name}", getattr(data, name), getattr(made.data, name)) for name in (*names, *cuts)]
+    _require_same(pairs, f"{path} read the data otherwise than was prepared")
+
+
+def _require_same(pairs: Sequence[tuple[str, Any, Any]], what: str) -> None:
+    differing = [f"{name} is {there!r}, not {here!r}" for name, there, here in pairs if there != here]
+    if differing:
+        raise AuditError(f"{what}: {'; '.join(differing)}. Train with the prepared recipe, and audit that run")
+
+
+def canary_rows(units: Sequence[Canary], made: CanarySet, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
+    """Return the rows of all records of canaries, as the training made them; a prefix is no target.
+
+    Raises:
+        AuditError: a canary was cut in the training.
+    """
+    pairs = [pair for unit in units for pair in unit.records]
+    records = datasets.Dataset.from_list([record_of(*pair, made.data) for pair in pairs])
+    rows = tokenize_records(records, tokenizer, made.data)
+    info = tokenization_info(rows)
+    if info["records_truncated"] + info["records_split"]:
+        raise AuditError(
+            "canaries don't fit into rows under the tokenizer of this model, so it is not the one they were made for: "
+            "audit the model that was trained on the prepared data"
+        )
+    if made.data.format != "text" or not any(prefix for prefix, _ in pairs):
+        return rows
+    heads = tokenizer([prefix for prefix, _ in pairs], verbose=False)["input_ids"]
+    labels = []
+    for ids, head in zip(rows["input_ids"], heads, strict=True):
+        shared = next((at for at, pair in enumerate(zip(ids, head, strict=False)) if pair[0] != pair[1]), len(head))
+        labels.append([IGNORE] * shared + list(ids[shared:]))
+    return rows.remove_columns("labels").add_column("labels", labels)
+
+
+def score_canaries(
+    model: Any, reference: Any | None, rows: datasets.Dataset, pad_token_id: int
+) -> dict[str, NDArray[np.float64]]:
+    """Return score -> (R,) values, one per row: `LOSS`, and `RATIO` where there is a reference."""
+    collator = RowCollator(pad_token_id=pad_token_id)
+    own = token_scores(_on_device(model), rows, collator)
+    scores = {LOSS: loss_score(own)}
+    if reference is not None:
+        scores[RATIO] = ratio_score(own, token_scores(_on_device(reference), rows, collator))
+    return scores
+
+
+def _on_device(model: Any) -> Any:
+    return model.to(torch.accelerator.current_accelerator() or "cpu")
+
+
+def load_released(folder: Path, run_folder: Path, made: CanarySet, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Load a model as it is released: weights of transformers, or adapters of PEFT on the weights that they name.
+
+    Raises:
+        ConfigError: it can't be loaded.
+    """
+    if not (folder / _ADAPTER).is_file():
+        return load_base_model(ModelConfig(name=str(folder), dtype="auto"), tokenizer)
+    start = run_folder / PRETRAINED_FOLDER
+    name = str(start) if start.is_dir() else PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
+    tying = made.recipe["model"]["tie_word_embeddings"]
+    base = load_base_model(ModelConfig(name=name, dtype="auto", tie_word_embeddings=tying), tokenizer)
+    try:
+        return PeftModel.from_pretrained(base, str(folder))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(f"the adapters in {folder} don't fit {name}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _reference(given: str | None, run_folder: Path, made: CanarySet, tokenizer: PreTrainedTokenizerBase) -> Any | None:
+    """The model given, or what the run began with; None for a run that began with nothing."""
+    start = run_folder / PRETRAINED_FOLDER
+    name = given or (str(start) if start.is_dir() else made.recipe["model"]["name"])
+    return load_base_model(ModelConfig(name=name, dtype="auto"), tokenizer) if name else None
+
+
+def _tokenizer(released: ReleasedModel) -> PreTrainedTokenizerBase:
+    for folder in (released.model_folder, released.run_folder):
+        if (folder / "tokenizer_config.json").is_file():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder))
+            if tokenizer.pad_token_id is None:
+                tokenizer.pad_token = tokenizer.eos_token
+            return tokenizer
+    raise AuditError(
+        f"{released.model_folder} holds no tokenizer, without which the canaries are no tokens: save it with the model "
+        "(tokenizer.save_pretrained)"
+    )

@@ -1,0 +1,108 @@
+"""`dpllm audit prepare`: data with canaries, and the recipe that trains on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dpllm.cli.common import AsJson, one_line_errors, show
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        epilog="Example: dpllm audit prepare --config recipes/quickstart.yaml --output audits/quickstart"
+        "\n\nExample: dpllm audit prepare --config recipes/gpt2_e2e_lora.yaml --output audits/e2e --kind sampled "
+        "privacy.target_epsilon=3"
+    )(prepare)
+
+
+@one_line_errors
+def prepare(
+    config: Annotated[Path, typer.Option(help="The recipe to audit.", show_default=False)],
+    output: Annotated[Path, typer.Option(help="A new folder for data, recipe and canaries.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Replace values of the recipe.", show_default=False),
+    ] = None,
+    canaries: Annotated[int, typer.Option(help="m: canaries, each with a coin of its own.")] = 1000,
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="random-tokens; rare-suffix (public text, then rare tokens); sampled (written by the model at a high "
+            "temperature)."
+        ),
+    ] = "random-tokens",
+    length: Annotated[int | None, typer.Option(help="Tokens of a canary's own text; 32 at most without it.")] = None,
+    records_per_user: Annotated[
+        int | None, typer.Option(help="User level: different records of one canary user; 8 at most without it.")
+    ] = None,
+    repetitions: Annotated[int, typer.Option(help="User level: how often each of them stands in the data.")] = 1,
+    prefixes: Annotated[
+        Path | None,
+        typer.Option(
+            help="For rare-suffix: a file with public text, a line each; the recipe's public text without it."
+        ),
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="For sampled: folder or Hub id of a model; the recipe's model.name without it.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="For sampled: 0.8 or more.")] = 1.0,
+    candidates: Annotated[
+        int | None,
+        typer.Option(help="More texts of the kind, without coins, for exposure; as many as canaries without it."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put canaries into the data of a recipe, each by a secret fair coin, and write the recipe that trains on them.
+
+    Then train with that recipe, and audit with `dpllm audit run`. canaries.json is a secret until then: it says which
+    canaries are in, and only its owner can read it. The folder holds a copy of the private records.
+    """
+    from dpllm.audit.canaries import CANARIES_FILE
+    from dpllm.audit.prepare import CanaryOptions, read_prefixes
+    from dpllm.audit.prepare import prepare as prepare_audit
+    from dpllm.config import load_recipe
+
+    options = CanaryOptions(
+        num=canaries,
+        kind=kind,
+        length=length,
+        records_per_user=records_per_user,
+        repetitions=repetitions,
+        prefixes=None if prefixes is None else read_prefixes(prefixes),
+        sampler=sampler,
+        temperature=temperature,
+        num_candidates=candidates,
+    )
+    prepared = prepare_audit(load_recipe(config, overrides or ()), output, options)
+    made, secret = prepared.made, output / CANARIES_FILE
+    per_unit = len(made.canaries[0].records) * made.repetitions
+    run_folder = prepared.run_folder
+    values = {
+        "canaries": len(made.canaries),
+        "kind": made.kind,
+        "unit": made.unit,
+        "records_per_canary": per_unit,
+        "num_units": made.num_units,
+        "delta": made.delta,
+        "ceiling": prepared.ceiling,
+        "recipe": str(prepared.recipe_path),
+        "data": str(output / made.data_name),
+        "secret": str(secret),
+        "run_folder": str(run_folder),
+        "created_at": made.created_at,
+    }
+    rows = [
+        ("canaries m", f"{len(made.canaries):,} ({made.kind}), {per_unit} record(s) each, in one {made.unit}"),
+        ("included", "each by a fair coin of its own; which ones is secret"),
+        ("units N, with those included", f"{made.num_units:,}"),
+        ("ceiling", f"ε ≥ {prepared.ceiling:.2f} at δ = {made.delta:g}: the most that so many can show, at 95 %"),
+        ("data", str(output / made.data_name)),
+        ("secret until the audit", f"{secret} (mode 0600)"),
+        ("train", f"accelerate launch recipes/finetune.py --config {prepared.recipe_path}"),
+        ("then", f"dpllm audit run {run_folder} --canaries {secret}"),
+    ]
+    show(values, rows, f"Audit of {config}", as_json)

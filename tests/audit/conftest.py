@@ -1,0 +1,80 @@
+"""A small model with its tokenizer, records, and a recipe, for the audits of trained models."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from dpllm.data import train_tokenizer
+from tests.conftest import tiny_llama_config
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+WORDS = [
+    "the",
+    "small",
+    "dog",
+    "sees",
+    "a",
+    "red",
+    "house",
+    "and",
+    "the",
+    "old",
+    "man",
+    "walks",
+    "over",
+    "one",
+    "bridge",
+    "under",
+    "seven",
+    "clouds",
+]
+RECIPE = """
+model: {{name: {model}}}
+data: {{path: {data}, max_length: 32, eval_fraction: 0.1}}
+privacy: {{noise_multiplier: 1, clip_norm: 1, expected_batch_size: 20, delta: 1.0e-3}}
+train: {{output_dir: unused, max_steps: 2, per_device_train_batch_size: 32, use_cpu: true, disable_tqdm: true,
+  dataloader_pin_memory: false, learning_rate: 1.0e-3}}
+"""
+
+
+@pytest.fixture(scope="session")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small untrained model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer([" ".join(WORDS)] * 3, vocab_size=320, max_length=64)
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "max_position_embeddings": 64}
+    LlamaForCausalLM(tiny_llama_config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def recipe_file(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Path:
+    """A recipe for 100 records, ten of them held out; each is of one of 20 users."""
+    folder = tmp_path_factory.mktemp("recipe")
+    lines = [
+        {"text": " ".join(WORDS[(n + k * (n // 7 + 1)) % len(WORDS)] for k in range(6)) + f" {n}", "user": f"u{n % 20}"}
+        for n in range(100)
+    ]
+    (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.format(model=base_model, data=folder / "records.jsonl"), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def finetune() -> ModuleType:
+    """The program that runs recipes."""
+    spec = importlib.util.spec_from_file_location("finetune", RECIPES / "finetune.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
