@@ -32,6 +32,7 @@ from dpllm.config import ConfigError, ModelConfig, load_recipe
 from dpllm.data import RowCollator, tokenization_info, tokenize_records
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.losses import IGNORE
+from dpllm.model_card import add_notes
 from dpllm.models import load_base_model
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 
@@ -69,6 +70,8 @@ def audit_run(
     confidence: float = CONFIDENCE,
 ) -> AuditResult:
     """Audit the model of a run, and write ``audit.json`` and ``audit.png`` into its folder.
+
+    The run's privacy report takes up what was found of the model that it is about.
 
     Scores of a canary are means over its records: the mean log-probability of its tokens, and, where there is a
     reference, by how much that is above the reference's. What stands before a rare suffix is read and not scored. The
@@ -122,6 +125,8 @@ def audit_run(
     )
     plot_audit(result, judged, included, run_folder / PICTURE_FILE, released.history)
     result.save(run_folder)
+    if not plain and released.model_folder == run_folder:
+        add_notes(run_folder, {"audit": result.summary()})
     return result
 
 
@@ -239,12 +244,21 @@ def canary_rows(units: Sequence[Canary], made: CanarySet, tokenizer: PreTrainedT
 def score_canaries(
     model: Any, reference: Any | None, rows: datasets.Dataset, pad_token_id: int
 ) -> dict[str, NDArray[np.float64]]:
-    """Return score -> (R,) values, one per row: `LOSS`, and `RATIO` where there is a reference."""
+    """Return score -> (R,) values, one per row: `LOSS`, and `RATIO` where there is a reference.
+
+    Raises:
+        AuditError: model and reference are the same.
+    """
     collator = RowCollator(pad_token_id=pad_token_id)
     own = token_scores(_on_device(model), rows, collator)
     scores = {LOSS: loss_score(own)}
     if reference is not None:
         scores[RATIO] = ratio_score(own, token_scores(_on_device(reference), rows, collator))
+        if not scores[RATIO].any():
+            raise AuditError(
+                "the model gives every canary the very probability that the reference gives it, so they are the same "
+                "model: give the trained one, or another --reference"
+            )
     return scores
 
 

@@ -1,0 +1,298 @@
+"""Tests of dpllm.audit.run and of its commands: from a recipe to a verdict, on a small model and real files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from dpllm.audit import run as auditing
+from dpllm.audit.bounds import AuditError
+from dpllm.audit.canaries import CANARIES_FILE, Canary, CanarySet
+from dpllm.audit.result import AUDIT_FILE, CONSISTENT, FAIL, NO_CLAIM
+from dpllm.audit.run import LOSS, PICTURE_FILE, RATIO, audit_run, canary_rows, load_released
+from dpllm.cli import app
+from dpllm.config import ConfigError, PrivacyConfig, load_recipe
+from dpllm.data import RowCollator, load_train_and_eval, tokenize_records
+from dpllm.ledger import LEDGER_FILE, Ledger
+from dpllm.losses import per_sequence_loss
+from dpllm.plan import PLAN_FILE, PrivacyPlan, make_plan
+
+M = 60
+USER = ["privacy.unit=user", "privacy.unit_column=user", "privacy.max_rows_per_unit=5"]
+
+
+def call(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["audit", *map(str, arguments)])
+
+
+def memorise(prepared: Path, base: Path, folder: Path, steps: int = 150) -> Path:
+    """Train on the prepared data without any privacy, until they are known by heart."""
+    recipe = load_recipe(prepared / "recipe.yaml")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    records, _ = load_train_and_eval(recipe.data)
+    batch = RowCollator(pad_token_id=0)(list(tokenize_records(records, tokenizer, recipe.data)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(steps):
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        per_sequence_loss(model(**inputs).logits, batch["labels"]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_claim(folder: Path, made: CanarySet, noise_multiplier: float = 5.0, **changes: Any) -> Path:
+    """Put a plan and a ledger beside a model that never kept them."""
+    values = {"noise_multiplier": noise_multiplier, "clip_norm": 1.0, "expected_batch_size": 20, "delta": made.delta}
+    num_units = changes.pop("num_units", made.num_units)
+    plan = make_plan(PrivacyConfig(**{**values, **changes}), num_units, 2)
+    plan.save(folder / PLAN_FILE)
+    with Ledger.create(folder / LEDGER_FILE, plan) as ledger:
+        for number in range(2):
+            ledger.append_step(number, plan.step)
+        ledger.append_end("completed")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An audit's folder, made by the command."""
+    folder = tmp_path_factory.mktemp("audit") / "a"
+    result = call("prepare", "--config", recipe_file, "--output", folder, "--canaries", M, "--length", 10)
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(prepared: Path) -> CanarySet:
+    return CanarySet.load(prepared / CANARIES_FILE)
+
+
+@pytest.fixture(scope="module")
+def memorised(prepared: Path, base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    return memorise(prepared, base_model, tmp_path_factory.mktemp("memorised"))
+
+
+@pytest.fixture
+def broken(memorised: Path, made: CanarySet, tmp_path: Path) -> Path:
+    """A run whose model knows its data by heart, and whose ledger claims a small ε."""
+    return write_claim(Path(shutil.copytree(memorised, tmp_path / "broken")), made)
+
+
+class TestVerdicts:
+    def test_a_private_run_is_consistent(self, prepared: Path, finetune: ModuleType):
+        """Prepare, train with the prepared recipe, audit: all that was promised is said, and nothing is shown."""
+        finetune.run(load_recipe(prepared / "recipe.yaml"))
+        run = prepared / "run"
+        result = call("run", run, "--canaries", prepared / CANARIES_FILE)
+        assert result.exit_code == 0, result.output
+        words = " ".join(result.stdout.replace("│", " ").split())
+        for expected in (
+            *("claimed", "zero-out adjacency", "one sequence", "60 (random-tokens), 1 row", "independent fair coins"),
+            *("attack: loss", f"attack: {RATIO}", "AUROC 0.", "found at FPR 0.1 %", "the claim allows", "at 95 %"),
+            *("Bonferroni over", "ceiling", "what 60 canaries could show", "exposure", "verdict", CONSISTENT),
+        ):
+            assert expected in words
+        saved = json.loads((run / AUDIT_FILE).read_text(encoding="utf-8"))
+        plan = PrivacyPlan.load(run / PLAN_FILE)
+        assert saved["claimed_epsilon"] == pytest.approx(plan.epsilon) and saved["delta"] == plan.delta == 1e-3
+        assert saved["verdict"] == CONSISTENT and saved["details"]["plan"] == plan.hash
+        assert saved["details"]["exposure"]["median_by_rank"] < 4 and (run / PICTURE_FILE).stat().st_size > 10_000
+        assert "60 canaries (random-tokens)" in (run / "privacy_report.md").read_text(encoding="utf-8")
+
+    def test_a_model_without_privacy_nears_the_ceiling(self, prepared: Path, memorised: Path, tmp_path: Path):
+        """Of a model that knows its data by heart nearly all is shown that so many canaries can show."""
+        run = shutil.copytree(memorised, tmp_path / "plain")
+        result = call("run", run, "--canaries", prepared / CANARIES_FILE, "--plain", "--json")
+        assert result.exit_code == 0, result.output
+        values = json.loads(result.stdout)
+        assert values["verdict"] == NO_CLAIM and values["claimed_epsilon"] is None and values["delta"] == 1e-3
+        assert values["attacks"][1]["auroc"]["value"] > 0.99
+        assert 0.7 * values["ceiling"] < values["epsilon_lower"] <= values["ceiling"]
+        assert values["details"]["exposure"]["median_by_rank"] > 5
+
+    def test_a_claim_that_is_not_kept_fails(self, prepared: Path, broken: Path):
+        """A ledger of much noise beside a model that saw none: FAIL, exit code 1, and the report takes it up."""
+        result = call("run", broken, "--canaries", prepared / CANARIES_FILE)
+        assert result.exit_code == 1 and FAIL in result.stdout, result.output
+        saved = json.loads((broken / AUDIT_FILE).read_text(encoding="utf-8"))
+        assert saved["epsilon_lower"] > saved["claimed_epsilon"] > 0 and saved["verdict"] == FAIL
+        assert "An audit of this model refutes the claim" in (broken / "privacy_report.md").read_text(encoding="utf-8")
+
+    def test_another_model_of_the_run(self, prepared: Path, broken: Path, base_model: Path):
+        """--model scores a checkpoint, with the claim of the run; without a tokenizer of its own it takes the run's."""
+        other = broken / "checkpoint-1"
+        model = AutoModelForCausalLM.from_pretrained(base_model)
+        torch.nn.init.normal_(model.lm_head.weight, std=0.1)
+        model.save_pretrained(other)
+        result = audit_run(broken, prepared / CANARIES_FILE, model=other)
+        assert result.verdict == CONSISTENT and result.details["model"] == str(other)
+        assert result.claimed_epsilon is not None and [attack.name for attack in result.attacks] == [LOSS, RATIO]
+
+    def test_users(self, recipe_file: Path, base_model: Path, tmp_path: Path):
+        """A user's score is the mean over its records, and one user is one canary."""
+        folder = tmp_path / "a"
+        options = ["--canaries", 20, "--length", 8, "--records-per-user", 2, "--repetitions", 2]
+        result = call("prepare", "--config", recipe_file, "--output", folder, *options, "--json", *USER)
+        assert result.exit_code == 0 and json.loads(result.stdout)["records_per_canary"] == 4, result.output
+        run = memorise(folder, base_model, tmp_path / "run", steps=80)
+        privacy = {"unit": "user", "unit_column": "user", "max_rows_per_unit": 5, "expected_batch_size": 5}
+        write_claim(run, CanarySet.load(folder / CANARIES_FILE), **privacy)
+        found = audit_run(run, folder / CANARIES_FILE)
+        assert (found.unit, found.num_canaries, found.repetitions) == ("user", 20, 4)
+        assert found.attacks[1].auroc.value > 0.95
+
+    def test_without_a_reference_the_loss_alone_is_scored(self, prepared: Path, broken: Path, monkeypatch):
+        """A model that began with nothing has nothing to be compared with, and the error isn't divided for it."""
+        monkeypatch.setattr(auditing, "_reference", lambda *_: None)
+        found = audit_run(broken, prepared / CANARIES_FILE)
+        assert [attack.name for attack in found.attacks] == [LOSS] and "attacks" not in found.best.correction
+
+
+class TestModels:
+    def test_adapters_are_scored_on_the_weights_that_they_name(self, made, base_model, tmp_path):
+        """A folder of PEFT gives the model that was trained; where public training came first, on its weights."""
+        model = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(base_model), LoraConfig(r=2, target_modules=["q_proj"])
+        )
+        torch.nn.init.normal_(model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight)
+        model.save_pretrained(tmp_path)
+        tokenizer = AutoTokenizer.from_pretrained(base_model)
+        ids = torch.tensor([[5, 6, 7]])
+        loaded = load_released(tmp_path, tmp_path, made, tokenizer)
+        torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+        pretrained = AutoModelForCausalLM.from_pretrained(base_model)
+        torch.nn.init.normal_(pretrained.lm_head.weight)
+        pretrained.save_pretrained(tmp_path / "public_pretrain")
+        loaded = load_released(tmp_path, tmp_path, made, tokenizer)
+        assert torch.equal(loaded.base_model.model.lm_head.weight, pretrained.lm_head.weight)
+        config = json.loads((tmp_path / "adapter_config.json").read_text())
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "r": 3}))
+        with pytest.raises(ConfigError, match=r"the adapters in .* don't fit"):
+            load_released(tmp_path, tmp_path, made, tokenizer)
+
+    def test_a_prefix_is_read_and_not_scored(self, made, base_model):
+        """What stands before a rare suffix is no target; what follows is, to the end of the text."""
+        tokenizer = AutoTokenizer.from_pretrained(base_model)
+        units = [Canary(records=(("the small dog", "xq zv"),)), Canary(records=(("", "xq zv"),))]
+        with_prefix, without = canary_rows(units, made, tokenizer)
+        size = len(tokenizer("the small dog").input_ids)
+        assert with_prefix["labels"][:size] == [-100] * size
+        assert with_prefix["labels"][size:] == with_prefix["input_ids"][size:]
+        assert tokenizer.decode(with_prefix["labels"][size:]) == " xq zv</s>"
+        assert without["labels"][1:] == without["input_ids"][1:]
+
+
+class TestRefusals:
+    def refuse(self, run: Path, canaries: Path, *more: Any) -> str:
+        result = call("run", run, "--canaries", canaries, *more)
+        assert result.exit_code == 2 and result.stdout == "", result.output
+        assert not (run / AUDIT_FILE).exists()
+        return result.stderr.splitlines()[-1]
+
+    def test_a_claim_or_none(self, prepared: Path, broken: Path, memorised: Path):
+        """Without a ledger there is no claim, and with one it isn't left out."""
+        canaries = prepared / CANARIES_FILE
+        assert "holds no privacy_ledger.jsonl with its privacy_plan.json" in self.refuse(memorised, canaries)
+        assert "whose claim is to be audited: drop --plain" in self.refuse(broken, canaries, "--plain")
+
+    def test_a_model_older_than_the_canaries(self, prepared: Path, broken: Path, memorised: Path, made, tmp_path):
+        """By its file, and by the ledger's first line: what was trained before can't have seen them."""
+        os.utime(broken / "model.safetensors", (1.6e9, 1.6e9))
+        assert "was written at 2020-09-13" in self.refuse(broken, prepared / CANARIES_FILE)
+        later = dataclasses.replace(made, created_at="2125-01-01T00:00:00+00:00")
+        run = write_claim(Path(shutil.copytree(memorised, tmp_path / "run")), made)
+        os.utime(run / "model.safetensors", (6e9, 6e9))
+        with pytest.raises(AuditError, match=r"the run in .* began at .* before these canaries were made"):
+            auditing.check_run(run, later, None, False)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"num_units": 400}, "units is 400, not"),
+            ({"unit": "user", "unit_column": "user", "max_rows_per_unit": 3}, "unit is 'user', not 'sequence'"),
+            ({"seed": 3}, "drew from a fixed seed"),
+        ],
+    )
+    def test_another_plan(self, prepared: Path, memorised: Path, made, tmp_path, changes, message):
+        """An audit of another plan than the one that was prepared."""
+        run = write_claim(Path(shutil.copytree(memorised, tmp_path / "run")), made, **changes)
+        assert message in self.refuse(run, prepared / CANARIES_FILE)
+
+    def test_a_ledger_of_another_plan(self, prepared: Path, broken: Path, made, tmp_path):
+        """Plan and ledger of two runs."""
+        (tmp_path / "other").mkdir()
+        shutil.copy(write_claim(tmp_path / "other", made, noise_multiplier=9.0) / PLAN_FILE, broken / PLAN_FILE)
+        assert "charges steps of another plan" in self.refuse(broken, prepared / CANARIES_FILE)
+
+    def test_other_data(self, prepared: Path, broken: Path):
+        """The recipe beside the run names another data file, or reads it otherwise."""
+        text = (prepared / "recipe.yaml").read_text(encoding="utf-8")
+        (broken / "recipe.yaml").write_text(text.replace("records-", "else-"), encoding="utf-8")
+        assert "the audit is of another run" in self.refuse(broken, prepared / CANARIES_FILE)
+        (broken / "recipe.yaml").write_text(text.replace("max_length: 32", "max_length: 9"), encoding="utf-8")
+        assert "data.max_length is 9, not 32" in self.refuse(broken, prepared / CANARIES_FILE)
+
+    def test_swapped_labels(self, prepared: Path, broken: Path, tmp_path):
+        """Coins that were changed after the data had been written."""
+        raw = json.loads((prepared / CANARIES_FILE).read_text(encoding="utf-8"))
+        for item in raw["canaries"]:
+            item["included"] = not item["included"]
+        (tmp_path / CANARIES_FILE).write_text(json.dumps(raw), encoding="utf-8")
+        assert "was edited: texts, order or coins" in self.refuse(broken, tmp_path / CANARIES_FILE)
+        moved = tmp_path / "moved" / CANARIES_FILE
+        moved.parent.mkdir()
+        shutil.copy(prepared / CANARIES_FILE, moved)
+        assert "is missing: its name is part of the hash" in self.refuse(broken, moved)
+
+    def test_the_reference(self, prepared: Path, broken: Path):
+        """One that isn't there, and one that is the model itself."""
+        canaries = prepared / CANARIES_FILE
+        assert "can't be loaded" in self.refuse(broken, canaries, "--reference", prepared)
+        assert "they are the same model" in self.refuse(broken, canaries, "--reference", broken)
+
+    def test_no_model_no_tokenizer_another_tokenizer(self, prepared: Path, broken: Path, made, base_model, tmp_path):
+        """Without them canaries can't be scored."""
+        (broken / "tokenizer_config.json").unlink()
+        assert "holds no tokenizer" in self.refuse(broken, prepared / CANARIES_FILE)
+        (broken / "model.safetensors").unlink()
+        assert "holds no model" in self.refuse(broken, prepared / CANARIES_FILE)
+        long = dataclasses.replace(made, recipe={**made.recipe, "data": {**made.recipe["data"], "max_length": 4}})
+        with pytest.raises(AuditError, match="canaries don't fit into rows"):
+            canary_rows(made.canaries, long, AutoTokenizer.from_pretrained(base_model))
+
+    def test_mistakes_of_prepare_are_one_line(self, recipe_file: Path, tmp_path: Path):
+        """Too few canaries to show anything: the message has their ceiling."""
+        result = call("prepare", "--config", recipe_file, "--output", tmp_path / "a", "--canaries", 5)
+        assert result.exit_code == 2 and result.stderr.splitlines()[-1].startswith("error: 5 canaries can't show")
+        assert "of perfect scores the bound would be 0." in result.stderr and not (tmp_path / "a").exists()
+
+
+def test_help_shows_commands_that_can_be_copied():
+    """Each command's help has an example."""
+    for command in ("prepare", "run"):
+        words = " ".join(call(command, "--help").stdout.replace("│", " ").split())
+        assert f"Example: dpllm audit {command}" in words
+
+
+def test_the_data_are_not_left_in_a_cache(prepared: Path, broken: Path):
+    """The audit reads the private records in passing: no copy of them is written."""
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    before = sorted(cache.rglob("*")) if cache.exists() else []
+    audit_run(broken, prepared / CANARIES_FILE)
+    assert (sorted(cache.rglob("*")) if cache.exists() else []) == before
