@@ -162,7 +162,7 @@ def sampled(
         ids: list[list[int]] = []
         for start in range(0, num, _SAMPLED_TOGETHER):
             size = min(_SAMPLED_TOGETHER, num - start)
-            ids += _sample(model, begin, (size, sum(lengths)), allowed / temperature, temperature, generator)
+            ids += _sample(model, begin, (size, sum(lengths)), allowed, temperature, generator)
         return [_decode_pair(tokenizer, row, lengths[0]) for row in ids]
 
     return draw

@@ -77,7 +77,8 @@ def audit_run(
     reference, by how much that is above the reference's. What stands before a rare suffix is read and not scored. The
     error is divided over all of them.
 
-    Guarantee: a sound run fails with probability 1 - confidence at most (`judge`).
+    Guarantee: a sound run fails with probability 1 - confidence at most (`judge`). Each further model that is audited
+    with the same coins, such as every checkpoint of the run, is a further chance to fail.
 
     Args:
         run_folder: where the training wrote plan, ledger and model.

@@ -37,7 +37,7 @@ def call(*arguments: Any) -> Any:
     return CliRunner().invoke(app, ["audit", *map(str, arguments)])
 
 
-def memorise(prepared: Path, base: Path, folder: Path, steps: int = 150) -> Path:
+def memorise(prepared: Path, base: Path, folder: Path, steps: int = 100) -> Path:
     """Train on the prepared data without any privacy, until they are known by heart."""
     recipe = load_recipe(prepared / "recipe.yaml")
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -70,11 +70,13 @@ def write_claim(folder: Path, made: CanarySet, noise_multiplier: float = 5.0, **
 
 @pytest.fixture(scope="module")
 def prepared(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An audit's folder, made by the command."""
-    folder = tmp_path_factory.mktemp("audit") / "a"
-    result = call("prepare", "--config", recipe_file, "--output", folder, "--canaries", M, "--length", 10)
-    assert result.exit_code == 0, result.output
-    return folder
+    """An audit's folder, made by the command; one whose coins fell evenly enough for the ceiling to be in reach."""
+    while True:
+        folder = tmp_path_factory.mktemp("audit") / "a"
+        result = call("prepare", "--config", recipe_file, "--output", folder, "--canaries", M, "--length", 10)
+        assert result.exit_code == 0, result.output
+        if 25 <= sum(CanarySet.load(folder / CANARIES_FILE).included) <= M - 25:
+            return folder
 
 
 @pytest.fixture(scope="module")
