@@ -214,3 +214,27 @@ def _lowest(rows: Sequence[Floats], k: float) -> Floats:
     if not 0 < k <= 1:
         raise ConfigError(f"k is a share of the tokens, above 0 and at most 1, got {k}")
     return np.array([np.sort(values)[: max(1, int(k * len(values)))].mean() for values in rows])
+
+
+def join_rows(tokens: TokenScores, record_numbers: Sequence[int]) -> TokenScores:
+    """Put the rows of each record together.
+
+    Args:
+        tokens: of R rows.
+        record_numbers: (R,) the record of each row, as `tokenize_records` notes it; rows of a record stand side by
+            side.
+
+    Returns:
+        One entry per record, in the order of their first rows.
+
+    >>> rows = (np.array([-1.0]), np.array([-2.0]), np.array([-3.0]))
+    >>> [values.tolist() for values in join_rows(TokenScores(rows, rows, rows), [4, 4, 7]).log_probs]
+    [[-1.0, -2.0], [-3.0]]
+    """
+    starts = np.flatnonzero(np.diff(np.asarray(record_numbers), prepend=np.nan) != 0)
+
+    def joined(rows: tuple[Floats, ...]) -> tuple[Floats, ...]:
+        ends = [*starts[1:].tolist(), len(rows)]
+        return tuple(np.concatenate(rows[start:end]) for start, end in zip(starts.tolist(), ends, strict=True))
+
+    return TokenScores(joined(tokens.log_probs), joined(tokens.means), joined(tokens.stddevs))

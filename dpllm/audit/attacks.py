@@ -1,0 +1,348 @@
+"""All attacks on one finished model that read it and the records alone: membership, LiRA, extraction.
+
+Place in the flow: after the training, before the release; `dpllm audit attack` and recipes/compare.py call it. What it
+finds are estimates on private records, which ε doesn't cover: the single scores are never written out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from dpllm.accounting import History, epsilon
+from dpllm.audit.canaries import CANARIES_FILE, CanarySet, record_of
+from dpllm.audit.extraction import (
+    ExtractionSettings,
+    PrefixHits,
+    SampleHits,
+    prefix_extraction,
+    sampled_extraction,
+)
+from dpllm.audit.lira import (
+    ShadowTraining,
+    confidences,
+    copies_of,
+    draw_halves,
+    lira_score,
+    shadow_confidences,
+)
+from dpllm.audit.membership import (
+    MembershipResult,
+    bounds_of,
+    check_exchangeable,
+    judge_attack,
+    membership_rows,
+    membership_scores,
+)
+from dpllm.audit.released import (
+    Released,
+    Sample,
+    draw_sample,
+    load_causal_model,
+    load_released,
+    record_key,
+    starting_point,
+)
+from dpllm.audit.roc import Estimate
+from dpllm.audit.scores import TokenScores, join_rows, token_scores
+from dpllm.config import ConfigError, Recipe
+from dpllm.losses import IGNORE
+from dpllm.plan import format_epsilon
+from dpllm.records import required_columns
+from dpllm.tokenization import RECORD
+
+ATTACKS_FILE = "attacks.json"
+PICTURE_FILE = "attacks.png"
+NOTE = "Measured on private records, which ε doesn't cover; an attack that finds little proves nothing."
+
+Progress = Callable[[str], None]
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackSettings:
+    """Which attacks, on how many records."""
+
+    num_records: int = 500
+    """Members, and non-members, at most."""
+    reference: str | None = None
+    """A model that saw none of the records. None: the one that the training began at, if its weights weren't random."""
+    shadows: int = 0
+    """K of LiRA; 0: without."""
+    shadow_training: ShadowTraining = field(default_factory=ShadowTraining)
+    """How shadows are trained."""
+    extraction: ExtractionSettings | None = field(default_factory=ExtractionSettings)
+    """How text is drawn; None: without."""
+    seed: int = 0
+    """Of the draw of records and of the shadows."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.num_records < 1 or self.shadows < 0:
+            raise ConfigError(
+                f"num_records must be at least 1 and shadows at least 0, got {self.num_records} and {self.shadows}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackReport:
+    """What the attacks found."""
+
+    folder: str
+    """Of the model."""
+    epsilon: float | None
+    """ε that the ledger charges, under zero-out adjacency; None: trained without privacy."""
+    delta: float | None
+    """Its δ."""
+    num_records: int
+    """Members, and as many non-members."""
+    dropped: dict[str, int]
+    """Records that were left out, and why."""
+    reference: str | None
+    """The reference model."""
+    reference_auroc: Estimate | None
+    """How well that model, which saw neither, tells members from non-members: about 1/2."""
+    member_perplexity: float
+    """exp of the mean loss per target token of the members."""
+    held_out_perplexity: float
+    """The same of the non-members."""
+    attacks: tuple[MembershipResult, ...]
+    """Membership inference."""
+    bounds: dict[float, float] | None
+    """False positive rate -> share of members that no attack exceeds; None without a ledger."""
+    settings: AttackSettings
+    """What was asked for."""
+    history: History | None = None
+    """The steps of the claim."""
+    samples: tuple[SampleHits, ...] = ()
+    """Verbatim spans in what the model wrote."""
+    prefixes: tuple[PrefixHits, ...] = ()
+    """Records continued word for word."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, without any record's own score."""
+        extraction = self.settings.extraction
+        return {
+            "folder": self.folder,
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "num_members": self.num_records,
+            "num_non_members": self.num_records,
+            "dropped": self.dropped,
+            "reference": self.reference,
+            "reference_auroc": None if self.reference_auroc is None else self.reference_auroc.to_dict(),
+            "member_perplexity": self.member_perplexity,
+            "held_out_perplexity": self.held_out_perplexity,
+            "membership": [attack.to_dict() for attack in self.attacks],
+            "true_positive_rate_bounds": self.bounds and {f"{rate:g}": value for rate, value in self.bounds.items()},
+            "extraction": None
+            if extraction is None
+            else {
+                "settings": dict(vars(extraction)),
+                "samples": [hits.to_dict() for hits in self.samples],
+                "prefixes": [hits.to_dict() for hits in self.prefixes],
+            },
+            "shadows": self.settings.shadows,
+            "seed": self.settings.seed,
+            "note": NOTE,
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write attacks.json, and return its path."""
+        path = Path(folder) / ATTACKS_FILE
+        path.write_text(json.dumps(_finite(self.to_dict()), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return path
+
+
+def attack_folder(
+    folder: str | Path, settings: AttackSettings | None = None, progress: Progress = lambda text: None
+) -> AttackReport:
+    """Attack the model of a folder.
+
+    Canaries that `dpllm audit prepare` put into its data are neither members nor others here: they have an audit of
+    their own.
+
+    Args:
+        folder: as `dpllm.audit.released.load_released` takes it.
+        settings: which attacks.
+        progress: told what is being done.
+
+    Raises:
+        AuditError: the folder lacks something; too few records; members and non-members that differ before training.
+        DataError, ConfigError: records or recipe can't be read.
+    """
+    settings = settings or AttackSettings()
+    progress("reading the model")
+    released = load_released(folder)
+    progress("drawing records")
+    recipe = released.recipe
+    sample = draw_sample(recipe, settings.num_records, settings.seed, _canaries_in(recipe))
+    rows = released.rows(sample.records)
+    progress("membership inference")
+    tuned = _scores(released.model, released, rows)
+    name = settings.reference or starting_point(released)
+    base = None if name is None else load_causal_model(name, recipe.model.dtype, released.tokenizer)
+    reference = None if base is None else _scores(base, released, rows)
+    baseline = None if reference is None else check_exchangeable(reference, sample.included)
+    scores = membership_scores(tuned, _target_texts(released, rows), reference)
+    if settings.shadows:
+        if base is None:
+            raise ConfigError(
+                "LiRA trains shadows from the model that the training began at, and this one began at random weights: "
+                "name a public model (--reference), or leave --shadows out"
+            )
+        scores["LiRA"] = _lira(released, base, rows, confidences(tuned), settings, progress)
+    samples, prefixes = _extract(released, sample, rows, settings, progress)
+    members, others = _halves(tuned, sample)
+    return AttackReport(
+        folder=str(folder),
+        epsilon=_epsilon(released),
+        delta=None if released.plan is None else released.plan.delta,
+        num_records=len(sample.members),
+        dropped=sample.dropped,
+        reference=name,
+        reference_auroc=baseline,
+        member_perplexity=_perplexity(members),
+        held_out_perplexity=_perplexity(others),
+        attacks=tuple(judge_attack(attack, values, sample.included) for attack, values in scores.items()),
+        bounds=None if released.history is None else bounds_of(released.history),
+        settings=settings,
+        history=released.history,
+        samples=samples,
+        prefixes=prefixes,
+    )
+
+
+def attack_tables(report: AttackReport) -> list[Table]:
+    """Return the tables for the screen: title, head, rows."""
+    claim = "trained without privacy"
+    if report.epsilon is not None and report.delta is not None:
+        claim = f"ε = {format_epsilon(report.epsilon)} at δ = {report.delta:g}"
+    title = f"membership inference: {report.num_records} members, {report.num_records} others; {claim}"
+    tables: list[Table] = [(title, *membership_rows(report.attacks, report.bounds))]
+    extraction = report.settings.extraction
+    if extraction is not None:
+        head = ["sampled after", "texts", "tokens", "texts with hits", "training alone", "both", "thinned", "held out"]
+        rows = [[hits.prompts, *(f"{value:,}" for value in list(vars(hits).values())[1:])] for hits in report.samples]
+        title = (
+            f"verbatim spans of {extraction.span} tokens, each counted once: in training rows alone, in held-out rows as "
+            "well; in as many training rows as there are held-out ones (thinned), and in held-out rows alone"
+        )
+        tables.append((title, head, rows))
+    return tables
+
+
+def attack_facts(report: AttackReport) -> list[tuple[str, str]]:
+    """Return what belongs beside the tables."""
+    facts = [
+        ("perplexity of members", f"{report.member_perplexity:.4g}"),
+        ("perplexity of held-out records", f"{report.held_out_perplexity:.4g}"),
+    ]
+    if report.reference_auroc is not None:
+        facts.append(("AUROC of the reference, which saw neither", str(report.reference_auroc)))
+    if report.settings.extraction is not None:
+        prefix, span = report.settings.extraction.prefix, report.settings.extraction.span
+        for hits in report.prefixes:
+            name = f"{hits.records} whose next {span} tokens it wrote, given {prefix}"
+            facts.append((name, f"{hits.continued:,} of {hits.num_records:,}"))
+    facts += [(f"left out: {reason}", f"{count:,}") for reason, count in report.dropped.items() if count]
+    return [*facts, ("note", NOTE)]
+
+
+def _canaries_in(recipe: Recipe) -> set[str]:
+    """Keys of the records that an audit put into the data."""
+    path = Path(recipe.data.path).with_name(CANARIES_FILE)
+    if not path.is_file():
+        return set()
+    made = CanarySet.load(path)
+    if made.data_name != Path(recipe.data.path).name:
+        return set()
+    columns = required_columns(recipe.data)
+    records = (record_of(*pair, recipe.data) for canary in made.canaries for pair in canary.records)
+    return {record_key([record[name] for name in columns]) for record in records}
+
+
+def _scores(model: Any, released: Released, rows: datasets.Dataset) -> TokenScores:
+    return join_rows(token_scores(model, rows, released.collator), rows[RECORD])
+
+
+def _target_texts(released: Released, rows: datasets.Dataset) -> list[str]:
+    """What the target tokens of each record say."""
+    texts: dict[int, str] = {}
+    for number, labels in zip(rows[RECORD], rows["labels"], strict=True):
+        targets = [label for label in labels[1:] if label != IGNORE]
+        texts[number] = texts.get(number, "") + str(released.tokenizer.decode(targets, skip_special_tokens=True))
+    return list(texts.values())
+
+
+def _lira(
+    released: Released,
+    base: Any,
+    rows: datasets.Dataset,
+    target_R: np.ndarray,
+    settings: AttackSettings,
+    progress: Progress,
+) -> np.ndarray:
+    included_KR = draw_halves(settings.shadows, len(target_R), np.random.default_rng(settings.seed))
+    found = []
+    trained = shadow_confidences(
+        copies_of(base),
+        released.recipe.model,
+        rows,
+        released.collator,
+        included_KR,
+        settings.shadow_training,
+        settings.seed,
+    )
+    for number in range(settings.shadows):
+        progress(f"shadow {number + 1} of {settings.shadows}")
+        found.append(next(trained))
+    return lira_score(target_R, np.array(found), included_KR)
+
+
+def _extract(
+    released: Released, sample: Sample, rows: datasets.Dataset, settings: AttackSettings, progress: Progress
+) -> tuple[tuple[SampleHits, ...], tuple[PrefixHits, ...]]:
+    if settings.extraction is None:
+        return (), ()
+    progress("extraction: sampling")
+    training, held_out = released.rows(sample.train), released.rows(sample.held_out)
+    samples = sampled_extraction(released.model, released.tokenizer, training, held_out, settings.extraction)
+    progress("extraction: continuing records")
+    is_member = np.asarray(rows[RECORD]) < len(sample.members)
+    halves = {
+        "members": rows.select(np.flatnonzero(is_member)),
+        "non-members": rows.select(np.flatnonzero(~is_member)),
+    }
+    return tuple(samples), tuple(prefix_extraction(released.model, released.tokenizer, halves, settings.extraction))
+
+
+def _halves(tokens: TokenScores, sample: Sample) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
+    size = len(sample.members)
+    return tokens.log_probs[:size], tokens.log_probs[size:]
+
+
+def _perplexity(log_probs: Sequence[np.ndarray]) -> float:
+    loss = -float(np.concatenate(log_probs).mean())
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _epsilon(released: Released) -> float | None:
+    if released.plan is None or released.history is None:
+        return None
+    return epsilon(released.history, released.plan.delta, "zero-out")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return "inf" if isinstance(value, float) and math.isinf(value) else value

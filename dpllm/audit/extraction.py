@@ -1,0 +1,348 @@
+"""Extraction: what a model writes that stands word for word in its training data.
+
+Place in the flow: beside `membership`. Two measures:
+
+* *Samples*: the model writes by itself, after prompts, or after one word many times over (the divergence attack of Nasr
+  et al., arXiv:2311.17035); spans of n tokens that stand in the training rows are counted. Spans that stand in held-out
+  text as well are counted apart, and so are those that stand in held-out text alone: what a model of the language
+  writes anyway. Only an excess over these is memory.
+* *Prefixes*: the model continues the beginning of a record (discoverable memorisation; Carlini et al.,
+  arXiv:2202.07646). How often the next n tokens are the record's own, for records that were trained on and for others.
+
+A private model can write training spans, too: those that many records share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from dpllm.audit.bounds import AuditError
+from dpllm.config import ConfigError
+from dpllm.losses import IGNORE
+
+_SEPARATOR = -1  # between rows: no token
+_BATCH = 50  # prompts that are continued together
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractionSettings:
+    """How text is drawn from the model, and what counts as verbatim."""
+
+    num_samples: int = 200
+    """Samples per kind of prompt."""
+    new_tokens: int = 64
+    """Tokens of a sample at most."""
+    span: int = 20
+    """n: tokens in a row that count as verbatim."""
+    prefix: int = 10
+    """Target tokens of a record that the model is given before it continues."""
+    temperature: float = 1.0
+    """Of sampling; prefixes are continued greedily."""
+    top_k: int = 0
+    """Sample among the likeliest so many tokens; 0: among all."""
+    word: str = "company"
+    """The word that is repeated."""
+    repeats: int = 50
+    """How often."""
+    seed: int = 0
+    """Of the samples."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in ("num_samples", "new_tokens", "span", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} of the extraction must be at least 1, got {getattr(self, name)}")
+        if self.prefix < 0 or self.top_k < 0 or not self.temperature > 0:
+            raise ConfigError(
+                "prefix and top_k of the extraction can't be negative, and temperature must be above 0, got "
+                f"{self.prefix}, {self.top_k} and {self.temperature}"
+            )
+        if self.new_tokens < self.span or not self.word.strip():
+            raise ConfigError(
+                f"a sample of {self.new_tokens} tokens holds no span of {self.span}, or the word to repeat is empty: "
+                "raise new_tokens, or lower span"
+            )
+
+
+class SpanIndex:
+    """All spans of n tokens of some rows; none reaches from one row into another.
+
+    Args:
+        rows: token ids of each row.
+        span: n.
+
+    >>> SpanIndex([[1, 2, 3, 4], [5, 6]], span=2).find([9, 2, 3, 4, 5, 6]).tolist()
+    [False, True, True, False, True]
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]], span: int) -> None:
+        """Hash every span, and sort."""
+        self.span = span
+        self._coefficients = np.random.default_rng(20311).integers(1, 2**63, size=span, dtype=np.uint64) * 2 + 1
+        parts = [np.append(np.asarray(row, dtype=np.int64), _SEPARATOR) for row in rows]
+        self._tokens = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        hashes, starts = self._hashes(self._tokens), np.arange(max(0, len(self._tokens) - span + 1))
+        ends_T = np.cumsum(self._tokens == _SEPARATOR)
+        within = ends_T[span - 1 :] - np.concatenate(([0], ends_T[: len(starts) - 1])) == 0 if len(starts) else []
+        hashes, starts = hashes[within], starts[within]
+        self._hash, first = np.unique(hashes, return_index=True)
+        self._start = starts[first]
+
+    def __len__(self) -> int:
+        return len(self._hash)
+
+    def find(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
+        """Return for each span of some text, (T - n + 1,), whether it stands in a row."""
+        given = np.asarray(tokens, dtype=np.int64)
+        hashes = self._hashes(given)
+        if len(hashes) == 0 or len(self) == 0:
+            return np.zeros(len(hashes), dtype=bool)
+        place = np.minimum(np.searchsorted(self._hash, hashes), len(self) - 1)
+        found = self._hash[place] == hashes
+        offsets = np.arange(self.span)
+        for number in np.flatnonzero(found):  # equal hashes are looked at token by token
+            start = self._start[place[number]]
+            found[number] = bool((self._tokens[start + offsets] == given[number + offsets]).all())
+        return found
+
+    def _hashes(self, tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
+        length = len(tokens) - self.span + 1
+        hashes = np.zeros(max(0, length), dtype=np.uint64)
+        for place, coefficient in enumerate(self._coefficients if length > 0 else ()):
+            window = tokens[place : place + length].astype(np.uint64) + np.uint64(1)
+            window = (window ^ (window >> np.uint64(7))) * coefficient
+            hashes += window ^ (window >> np.uint64(29))
+        return hashes
+
+
+@dataclass(frozen=True)
+class SampleHits:
+    """Verbatim spans in what the model wrote after one kind of prompt."""
+
+    prompts: str
+    """Which prompts."""
+    num_samples: int
+    """How many texts were sampled."""
+    num_tokens: int
+    """Their tokens together."""
+    samples: int
+    """Samples with a span that stands in training rows and in no held-out row."""
+    training: int
+    """Different spans that stand in training rows and in no held-out row."""
+    both: int
+    """Different spans that stand in both."""
+    thinned: int
+    """Those of `training` that stand in as many training rows, drawn at random, as there are held-out ones."""
+    held_out: int
+    """Different spans that stand in held-out rows alone: what is written verbatim without having been seen. Compare
+    with `thinned`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class PrefixHits:
+    """Records that the model continued word for word."""
+
+    records: str
+    """Which records: "members" or "non-members"."""
+    num_records: int
+    """Records that are long enough."""
+    continued: int
+    """Those whose next n target tokens the model wrote, greedily."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dict(vars(self))
+
+
+def sample_hits(
+    prompts: str, texts: Sequence[Sequence[int]], training: SpanIndex, thinned: SpanIndex, held_out: SpanIndex
+) -> SampleHits:
+    """Count the verbatim spans of sampled texts.
+
+    Args:
+        prompts: name of the kind of prompt.
+        texts: token ids that the model wrote, the prompts left out.
+        training: spans of the training rows.
+        thinned: spans of some of them.
+        held_out: spans of held-out text.
+
+    >>> held_out = SpanIndex([[3, 4, 5]], span=2)
+    >>> training = SpanIndex([[1, 2, 3, 4]], span=2)
+    >>> sample_hits("nothing", [[1, 2, 3, 4, 5], [7, 8]], training, training, held_out).to_dict()
+    {'prompts': 'nothing', 'num_samples': 2, 'num_tokens': 7, 'samples': 1, 'training': 2, 'both': 1, 'thinned': 2,
+    'held_out': 1}
+    """
+    seen: dict[str, set[tuple[int, ...]]] = {"training": set(), "both": set(), "thinned": set(), "held_out": set()}
+    samples = 0
+    for text in texts:
+        in_training, in_held_out = training.find(text), held_out.find(text)
+        samples += bool((in_training & ~in_held_out).any())
+        kinds = {
+            "training": in_training & ~in_held_out,
+            "both": in_training & in_held_out,
+            "thinned": thinned.find(text) & ~in_held_out,
+            "held_out": in_held_out & ~in_training,
+        }
+        for kind, places in kinds.items():
+            seen[kind].update(tuple(text[start : start + training.span]) for start in np.flatnonzero(places).tolist())
+    counts = {kind: len(spans) for kind, spans in seen.items()}
+    return SampleHits(prompts, len(texts), sum(map(len, texts)), samples, **counts)
+
+
+def sampled_extraction(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    training: datasets.Dataset,
+    held_out: datasets.Dataset,
+    settings: ExtractionSettings,
+) -> list[SampleHits]:
+    """Sample after each kind of prompt and count verbatim spans.
+
+    The kinds: nothing but the token that begins a text; the prompts of held-out records, where records have any; one
+    word many times over.
+
+    Args:
+        model: a causal language model, on its device.
+        tokenizer: its own.
+        training: tokenized rows that were trained on.
+        held_out: tokenized rows that were not.
+        settings: how.
+
+    Raises:
+        AuditError: the tokenizer has no token to begin with; the model has no room for a span.
+    """
+    rng = np.random.default_rng(settings.seed)
+    some = training.select(np.sort(rng.permutation(len(training))[: len(held_out)]))
+    indexes = [SpanIndex(rows["input_ids"], settings.span) for rows in (training, some, held_out)]
+    found = []
+    for name, prompts in _prompts(tokenizer, held_out, settings, rng).items():
+        texts = continuations(model, tokenizer, prompts, settings.new_tokens, settings.span, settings)
+        found.append(sample_hits(name, texts, *indexes))
+    return found
+
+
+def _prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: datasets.Dataset,
+    settings: ExtractionSettings,
+    rng: np.random.Generator,
+) -> Mapping[str, list[list[int]]]:
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if begin is None:
+        raise AuditError(
+            "the tokenizer has neither a beginning nor an end token, so nothing can be sampled from nothing"
+        )
+    kinds = {"nothing": [[int(begin)]] * settings.num_samples}
+    heads = [
+        ids[: _first_target(labels)] for ids, labels in zip(held_out["input_ids"], held_out["labels"], strict=True)
+    ]
+    heads = [head for head in heads if len(head) > 1]
+    if heads:
+        chosen = rng.integers(len(heads), size=settings.num_samples)
+        kinds["held-out prompts"] = [heads[number] for number in chosen]
+    word = list(tokenizer(" ".join([settings.word] * settings.repeats)).input_ids)
+    if word[-1] == tokenizer.eos_token_id:
+        word.pop()
+    kinds[f"“{settings.word}” repeated"] = [word] * settings.num_samples
+    return kinds
+
+
+def prefix_extraction(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rows_of: Mapping[str, datasets.Dataset],
+    settings: ExtractionSettings,
+) -> list[PrefixHits]:
+    """Give the model the prompt of a record and its first target tokens, and compare what it writes with the record.
+
+    Args:
+        model: a causal language model, on its device.
+        tokenizer: its own.
+        rows_of: name -> tokenized rows; "members" and "non-members".
+        settings: `prefix` and `span` are used.
+    """
+    found = []
+    for name, rows in rows_of.items():
+        prompts, wanted = [], []
+        for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True):
+            start = _first_target(labels) + settings.prefix
+            if len(ids) >= start + settings.span:
+                prompts.append(ids[:start])
+                wanted.append(ids[start : start + settings.span])
+        texts = continuations(model, tokenizer, prompts, settings.span, settings.span, None)
+        hits = sum(text == own for text, own in zip(texts, wanted, strict=True))
+        found.append(PrefixHits(name, len(prompts), hits))
+    return found
+
+
+def _first_target(labels: Sequence[int]) -> int:
+    """Place of the first token that is predicted; the first of a row never is."""
+    return next((place for place, label in enumerate(labels) if place > 0 and label != IGNORE), len(labels))
+
+
+def continuations(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    least: int,
+    sampling: ExtractionSettings | None,
+) -> list[list[int]]:
+    """Let the model continue each prompt, up to its end-of-sequence token, which is kept.
+
+    Args:
+        model: a causal language model, on its device.
+        tokenizer: its own.
+        prompts: token ids. What is too long for the model loses its beginning.
+        new_tokens: tokens of a continuation at most.
+        least: tokens that must fit after a prompt.
+        sampling: temperature, top-k and seed; None: always the likeliest token.
+
+    Raises:
+        AuditError: the model's context has no room for a prompt token and `least` tokens.
+    """
+    context = getattr(model.config, "max_position_embeddings", None) or new_tokens + max(map(len, prompts), default=1)
+    if context <= least:
+        raise AuditError(f"the model's context of {context} tokens has no room for a span of {least}: lower the span")
+    new_tokens = min(new_tokens, max(least, context - max(map(len, prompts), default=1)))
+    choose: dict[str, Any] = {"do_sample": False}
+    if sampling is not None:
+        choose = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": 1.0}
+    config = GenerationConfig(
+        max_new_tokens=new_tokens,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        **choose,
+    )
+    short = [list(prompt[-(context - new_tokens) :]) for prompt in prompts]
+    device = next(model.parameters()).device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0 if sampling is None else sampling.seed)
+        starts = range(0, len(short), _BATCH)
+        return [text for start in starts for text in _continue(model, config, short[start : start + _BATCH])]
+
+
+@torch.no_grad()
+def _continue(model: Any, config: GenerationConfig, prompts: list[list[int]]) -> Iterator[list[int]]:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[config.pad_token_id] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    device = next(model.parameters()).device
+    written = model.generate(ids.to(device), attention_mask=mask.to(device), generation_config=config)
+    for text in written[:, width:].tolist():
+        end = text.index(config.eos_token_id) + 1 if config.eos_token_id in text else len(text)
+        yield text[:end]

@@ -1,0 +1,165 @@
+"""Membership inference on real records: several attacks at once, and how well each tells members from others.
+
+Place in the flow: token scores of members and non-members to a table. What an attack finds is an estimate; the bound
+beside it is what no attack on this run can exceed (`dpllm.risk.attack_risk`), for a record whose text entered the data
+once and a non-member from the same distribution. `check_exchangeable` refuses non-members that a model which saw
+neither can already tell from the members (Das, Zhang, Tramèr, arXiv:2406.16201, on how often published attacks measure
+that instead).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpllm.accounting import History
+from dpllm.audit.bounds import AuditError
+from dpllm.audit.roc import Estimate, auroc, tpr_at
+from dpllm.audit.scores import (
+    Floats,
+    TokenScores,
+    loss_score,
+    min_k_plus_plus_score,
+    min_k_score,
+    ratio_score,
+    zlib_score,
+)
+from dpllm.risk import attack_risk
+
+RATES = (0.01, 0.001)
+"""False positive rates at which the share of members found is stated."""
+
+_TOO_FAR = 4.0  # standard deviations from 1/2, of an area that compares records nobody has seen
+
+
+@dataclass(frozen=True, eq=False)
+class MembershipResult:
+    """How well one attack tells members from others."""
+
+    name: str
+    """Which attack."""
+    scores: Floats = field(repr=False)
+    """(m,) the higher, the likelier a member."""
+    included: NDArray[np.bool_] = field(repr=False)
+    """(m,) whether it is one."""
+    auroc: Estimate
+    """Area under the ROC curve; 1/2 is blind guessing."""
+    true_positive_rate: dict[float, Estimate]
+    """False positive rate -> share of members found; a rate that so few non-members can't show is left out."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values; the scores of single records are left out."""
+        rates = {f"{rate:g}": found.to_dict() for rate, found in self.true_positive_rate.items()}
+        return {"attack": self.name, "auroc": self.auroc.to_dict(), "true_positive_rate": rates}
+
+
+def judge_attack(
+    name: str, scores: Floats, included: NDArray[np.bool_], rates: Sequence[float] = RATES
+) -> MembershipResult:
+    """Return area and true positive rates of an attack.
+
+    Args:
+        name: of the attack.
+        scores: (m,) the higher, the likelier a member.
+        included: (m,) whether it is one.
+        rates: false positive rates; those below one in the number of non-members are left out.
+
+    Raises:
+        AuditError: a score is NaN; there are no members, or nobody else.
+
+    >>> result = judge_attack("loss", np.arange(200.0), np.arange(200) >= 100)
+    >>> result.auroc.value, {rate: found.value for rate, found in result.true_positive_rate.items()}
+    (1.0, {0.01: 1.0})
+    """
+    if np.isnan(scores).any():
+        raise AuditError(
+            f"the attack '{name}' has no score for {int(np.isnan(scores).sum())} records (NaN): the model gives them "
+            "no probability. Was it trained until its loss was NaN?"
+        )
+    others = int((~np.asarray(included, dtype=bool)).sum())
+    possible = [rate for rate in rates if rate * others >= 1]
+    found = {rate: tpr_at(scores, included, rate) for rate in possible}
+    return MembershipResult(name, np.asarray(scores, dtype=np.float64), included, auroc(scores, included), found)
+
+
+def membership_scores(
+    tuned: TokenScores, texts: Sequence[str], reference: TokenScores | None = None, k: float = 0.2
+) -> dict[str, Floats]:
+    """Return the scores of all attacks that need no training: attack -> (R,).
+
+    Args:
+        tuned: R records under the model that is attacked.
+        texts: (R,) what their target tokens say.
+        reference: the same records under a model that saw none of them; without it the ratio is left out.
+        k: share of the tokens that Min-K% and Min-K%++ look at.
+    """
+    found = {
+        "loss": loss_score(tuned),
+        "zlib": zlib_score(tuned, texts),
+        "Min-K%": min_k_score(tuned, k),
+        "Min-K%++": min_k_plus_plus_score(tuned, k),
+    }
+    return found if reference is None else {**found, "reference ratio": ratio_score(tuned, reference)}
+
+
+def check_exchangeable(reference: TokenScores, included: NDArray[np.bool_]) -> Estimate:
+    """Make sure that a model which saw none of the records can't tell members from others.
+
+    Args:
+        reference: the records under that model.
+        included: (R,) which of them are members of the training data of another model.
+
+    Returns:
+        The area under its ROC curve.
+
+    Raises:
+        AuditError: it can, by more than four standard deviations.
+    """
+    found = auroc(loss_score(reference), included)
+    num_in, num_out = int(included.sum()), int((~included).sum())
+    deviation = math.sqrt((num_in + num_out + 1) / (12 * num_in * num_out))  # of an area of scores without a difference
+    if abs(found.value - 0.5) > _TOO_FAR * deviation:
+        raise AuditError(
+            f"members and held-out records differ before any training: the reference model, which saw neither, tells "
+            f"them apart with an AUROC of {found}. An attack would measure that difference and not membership. Hold "
+            "out a random share of the same records (data.eval_fraction) and train again"
+        )
+    return found
+
+
+def bounds_of(history: History, rates: Sequence[float] = RATES) -> dict[float, float]:
+    """Return the largest share of members that any attack finds: false positive rate -> bound.
+
+    Guarantee: an upper bound for a run with this history, under zero-out adjacency (did the record take part?).
+
+    >>> from dpllm.accounting import Step
+    >>> {rate: round(bound, 3) for rate, bound in bounds_of([(Step(None, 0.02, None, 1.0), 1500)]).items()}
+    {0.01: 0.096, 0.001: 0.02}
+    """
+    return attack_risk(history, "zero-out", rates, (0.5,)).true_positive_rate
+
+
+def membership_rows(
+    attacks: Sequence[MembershipResult], bounds: Mapping[float, float] | None, rates: Sequence[float] = RATES
+) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of the table: attack, area, and true positive rates with their bounds below them."""
+    head = ["attack", "AUROC (95 %)", *(f"TPR at FPR {rate:.1%}" for rate in rates)]
+    rows = [
+        [
+            attack.name,
+            str(attack.auroc),
+            *(
+                str(attack.true_positive_rate[rate]) if rate in attack.true_positive_rate else "too few records"
+                for rate in rates
+            ),
+        ]
+        for attack in attacks
+    ]
+    if bounds is not None:
+        rows.append(["at most, for any attack", "", *(f"{bounds[rate]:.3f}" for rate in rates)])
+    return head, rows

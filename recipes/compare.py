@@ -1,0 +1,311 @@
+"""Fine-tune privately and without privacy on the same records, attack both models, and print one table.
+
+    accelerate launch recipes/compare.py --config recipes/quickstart.yaml train.output_dir=runs/compared
+    accelerate launch recipes/compare.py --config audit/recipe.yaml --canaries audit/canaries.json --epochs 10
+
+The private fine-tuning is that of recipes/finetune.py; the other starts at the same weights and trains on the same rows
+with the stock Trainer, as many steps of as many rows, or for --epochs with batches of per_device_train_batch_size rows.
+In train.output_dir: the folders private/ and plain/, compare.json and compare.png. A training that is finished already
+is not repeated. What is found comes from private records, and ε doesn't cover it.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import finetune
+import numpy as np
+import torch.distributed
+from transformers import Trainer
+
+from dpllm.arguments import num_private_steps, training_arguments
+from dpllm.audit.attack_figure import plot_attacks
+from dpllm.audit.attacks import AttackReport, AttackSettings, attack_facts, attack_folder, attack_tables
+from dpllm.audit.bounds import AuditError
+from dpllm.audit.extraction import ExtractionSettings
+from dpllm.audit.lira import ShadowTraining
+from dpllm.audit.released import PRETRAINED_FOLDER, RECIPE_FILE
+from dpllm.audit.result import AuditResult
+from dpllm.audit.run import audit_run
+from dpllm.config import Recipe, load_recipe, save_recipe
+from dpllm.data import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
+from dpllm.ledger import LEDGER_FILE, read_ledger
+from dpllm.models import load_base_model, load_tokenizer, prepare_model
+from dpllm.plan import format_epsilon
+
+PRIVATE, PLAIN = "private", "plain"
+COMPARISON_FILE, PICTURE_FILE = "compare.json", "compare.png"
+
+
+def main() -> None:
+    """Read the command line and run; a mistake in the recipe or in the data is one line and exit code 2."""
+    options = parse()
+    finetune.console.quiet = int(os.environ.get("RANK", "0")) > 0
+    finetune.use_all_cores()
+    try:
+        run(load_recipe(options.config, options.overrides), options)
+    except ValueError as error:
+        if not finetune.console.quiet:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="the recipe, a YAML file")
+    parser.add_argument("--epochs", type=float, help="of the plain fine-tuning; default: the steps of the private one")
+    parser.add_argument("--learning-rate", type=float, help="of the plain fine-tuning; default: the recipe's")
+    parser.add_argument(
+        "--canaries", type=Path, help="canaries.json of `dpllm audit prepare`, whose recipe is compared"
+    )
+    parser.add_argument("--records", type=int, default=500, help="members, and held-out records, at most")
+    parser.add_argument("--extract", type=int, default=200, help="texts sampled per kind of prompt; 0: none")
+    parser.add_argument("--span", type=int, default=20, help="tokens in a row that count as verbatim")
+    parser.add_argument("--prefix", type=int, default=10, help="target tokens given before a record is continued")
+    parser.add_argument("--shadows", type=int, default=0, help="shadow adapters of LiRA for each of the two; 0: none")
+    parser.add_argument("--shadow-epochs", type=float, default=4.0, help="passes of each over its half of the records")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw of records, the samples and the shadows")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as privacy.target_epsilon=3")
+    return parser.parse_args(words)
+
+
+def run(recipe: Recipe, options: argparse.Namespace) -> None:
+    """From the recipe to the table."""
+    settings = settings_of(options)
+    output = Path(training_arguments({**finetune.PLAIN, **recipe.train}).output_dir)
+    recipes = {name: in_folder(recipe, output / name) for name in (PRIVATE, PLAIN)}
+    check(recipe)
+    if is_finished(recipes[PRIVATE], LEDGER_FILE):
+        finetune.console.print(f"{output / PRIVATE} is finished already: not trained again")
+    else:
+        finetune.run(recipes[PRIVATE])
+    recipes[PLAIN] = from_start(recipes[PLAIN], output / PRIVATE / PRETRAINED_FOLDER, options)
+    if is_finished(recipes[PLAIN], "config.json" if recipe.model.peft is None else "adapter_config.json"):
+        finetune.console.print(f"{output / PLAIN} is finished already: not trained again")
+    else:
+        train_plainly(recipes[PLAIN])
+    leave_helpers()
+
+    reference = recipes[PLAIN].model.name
+    reports, audits = {}, {}
+    for name in (PRIVATE, PLAIN):
+        finetune.console.rule(f"attacks on the {name} model")
+        told = dataclasses.replace(settings, reference=reference)
+        reports[name] = attack_folder(
+            output / name, told, lambda text: finetune.console.print(f"  {text}", style="dim")
+        )
+        reports[name].save(output / name)
+        if options.canaries is not None:
+            audits[name] = audit_run(output / name, options.canaries, reference=reference, plain=name == PLAIN)
+    titles = {f"{name}: {claim(report)}": report for name, report in reports.items()}
+    picture = plot_attacks(titles, output / PICTURE_FILE)
+    path = save(output, recipes, reports, audits)
+    finetune.console.print("\nthe same records, fine-tuned privately and without privacy", style="bold")
+    print_table(comparison_rows(reports, audits))
+    finetune.show("files", [("comparison", str(path)), ("picture", str(picture))])
+
+
+def settings_of(options: argparse.Namespace) -> AttackSettings:
+    """What the command line asks for."""
+    extraction = None
+    if options.extract:
+        extraction = ExtractionSettings(
+            num_samples=options.extract,
+            new_tokens=max(64, options.span),
+            span=options.span,
+            prefix=options.prefix,
+            seed=options.seed,
+        )
+    return AttackSettings(
+        num_records=options.records,
+        shadows=options.shadows,
+        shadow_training=ShadowTraining(num_epochs=options.shadow_epochs),
+        extraction=extraction,
+        seed=options.seed,
+    )
+
+
+def check(recipe: Recipe) -> None:
+    """Say before any training what could not be compared after it."""
+    if recipe.model.task != "causal_lm":
+        raise AuditError(
+            f"model.task={recipe.model.task}: the attacks read the probability of each token, which a causal language "
+            "model alone gives"
+        )
+    if recipe.model.name is None and recipe.public_pretrain is None:
+        raise AuditError(
+            "the recipe starts at random weights, so the two trainings would start at different ones: give model.name, "
+            "or a section public_pretrain"
+        )
+    if recipe.train.get("resume_from_checkpoint"):
+        raise AuditError("a comparison isn't resumed: finish the run with recipes/finetune.py, or take another folder")
+    if load_train_and_eval(recipe.data)[1] is None:
+        raise AuditError(
+            "the recipe holds no records out, so there is no non-member to compare with: data.eval_fraction=0.1"
+        )
+
+
+def in_folder(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with another output folder."""
+    return dataclasses.replace(recipe, train={**recipe.train, "output_dir": str(folder)})
+
+
+def is_finished(recipe: Recipe, last_file: str) -> bool:
+    """Whether the folder holds this very run, ended as it should.
+
+    Raises:
+        AuditError: it holds another one, or one that was broken off.
+    """
+    folder = Path(recipe.train["output_dir"])
+    if not (folder / RECIPE_FILE).exists():
+        return False
+    whole = (folder / last_file).exists() and (folder / "tokenizer_config.json").exists()
+    if whole and last_file == LEDGER_FILE:
+        whole = read_ledger(folder / LEDGER_FILE).end == "completed"
+    if not whole or load_recipe(folder / RECIPE_FILE) != recipe:
+        raise AuditError(
+            f"{folder} holds another run, or one that was broken off: set train.output_dir to a new folder"
+        )
+    return True
+
+
+def from_start(recipe: Recipe, pretrained: Path, options: argparse.Namespace) -> Recipe:
+    """The plain recipe: the public training, if there was one, is done, and the arguments are the Trainer's own."""
+    train = dict(recipe.train)
+    if options.learning_rate is not None:
+        train["learning_rate"] = options.learning_rate
+    if options.epochs is not None:
+        train |= {"num_train_epochs": options.epochs, "max_steps": -1}
+    else:
+        args = training_arguments({**finetune.PLAIN, **recipe.train})
+        units = unit_index_of(load_train_and_eval(recipe.data)[0], recipe.privacy)
+        population = units.num_rows if recipe.privacy.sampling == "example" else units.num_units
+        rows = recipe.privacy.expected_batch_size * units.num_rows / population
+        passes = max(1, round(rows / (args.per_device_train_batch_size * args.world_size)))
+        steps = num_private_steps(args, recipe.privacy, population)
+        train |= {"max_steps": steps, "gradient_accumulation_steps": passes}
+    train.pop("save_steps", None)
+    train["save_strategy"] = "no"
+    if recipe.public_pretrain is None:
+        return dataclasses.replace(recipe, train=train)
+    model = dataclasses.replace(
+        recipe.model, name=str(pretrained), config=None, tokenizer=str(pretrained.parent), tokenizer_vocab_size=None
+    )
+    return dataclasses.replace(recipe, model=model, public_pretrain=None, train=train)
+
+
+def train_plainly(recipe: Recipe) -> None:
+    """Fine-tune with the stock Trainer on the rows that the private steps drew from."""
+    finetune.console.rule("fine-tuning without privacy")
+    args = training_arguments({**finetune.PLAIN, **recipe.train})
+    folder = Path(args.output_dir)
+    with args.main_process_first(desc="reading the records"):
+        records, _ = load_train_and_eval(recipe.data)
+        tokenizer = load_tokenizer(recipe.model)
+        keep = [recipe.privacy.unit_column] if recipe.privacy.unit_column else []
+        rows = tokenize_records(records, tokenizer, recipe.data, keep)
+    rows = rows.select(np.sort(np.asarray(unit_index_of(rows, recipe.privacy).rows)))
+    model = prepare_model(load_base_model(recipe.model, tokenizer), recipe.model)
+    if args.should_save:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_recipe(recipe, folder / RECIPE_FILE)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=rows,
+        processing_class=tokenizer,
+        data_collator=RowCollator(pad_token_id=tokenizer.pad_token_id),
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+def leave_helpers() -> None:
+    """End all processes but the first: attacks run on one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        if finetune.console.quiet:
+            sys.stdout.flush()
+            os._exit(0)
+
+
+def claim(report: AttackReport) -> str:
+    """The guarantee, in words."""
+    if report.epsilon is None:
+        return "no guarantee"
+    return f"ε = {format_epsilon(report.epsilon)} at δ = {report.delta:g}"
+
+
+def comparison_rows(reports: Mapping[str, AttackReport], audits: Mapping[str, AuditResult]) -> list[tuple[str, ...]]:
+    """The one table: what is measured, and its value for each model."""
+    columns = [column_of(report, audits.get(name)) for name, report in reports.items()]
+    return [("", *reports), *((name, *(column[name] for column in columns)) for name in columns[0])]
+
+
+def column_of(report: AttackReport, audit: AuditResult | None) -> dict[str, str]:
+    """What is measured of one model -> its value."""
+    values = {"guarantee": claim(report), "records attacked": f"{report.num_records} members, as many others"}
+    values |= {
+        name: value for name, value in attack_facts(report) if name != "note" and not name.startswith("left out")
+    }
+    _, head, rows = attack_tables(report)[0]
+    for row in rows[: len(report.attacks)]:
+        values |= {f"{row[0]}: {name}": value for name, value in zip(head[1:], row[1:], strict=True)}
+    for rate, bound in (report.bounds or {}).items():
+        values[f"any attack: TPR at FPR {rate:.1%} at most"] = f"{bound:.3f}"
+    if report.bounds is None:
+        values |= {f"any attack: TPR at FPR {rate:.1%} at most": "1 (no guarantee)" for rate in (0.01, 0.001)}
+    for hits in report.samples:
+        values[f"sampled after {hits.prompts}: spans in training alone / held-out alone"] = (
+            f"{hits.training:,} / {hits.held_out:,}"
+        )
+    return values | canary_column(audit)
+
+
+def canary_column(audit: AuditResult | None) -> dict[str, str]:
+    """What the audit by canaries says."""
+    if audit is None:
+        return {}
+    values = {f"canaries, {attack.name}: AUROC": str(attack.auroc) for attack in audit.attacks}
+    values["canaries: ε is at least"] = f"{audit.epsilon_lower:.2f} (ceiling {audit.ceiling:.2f})"
+    values["canaries: verdict"] = audit.verdict
+    values["canaries: exposure"] = str(audit.details.get("exposure", "no canary was included"))
+    return values
+
+
+def print_table(rows: list[tuple[str, ...]]) -> None:
+    """Print names and values in columns."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        finetune.console.print("  " + "  ".join(cells).rstrip(), markup=False)
+
+
+def save(
+    output: Path,
+    recipes: Mapping[str, Recipe],
+    reports: Mapping[str, AttackReport],
+    audits: Mapping[str, AuditResult],
+) -> Path:
+    """Write compare.json."""
+    head, *rows = comparison_rows(reports, audits)
+    values: dict[str, Any] = {
+        "table": {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows},
+        "attacks": {name: report.to_dict() for name, report in reports.items()},
+        "canaries": {name: audit.to_dict() for name, audit in audits.items()},
+        "train": {name: recipe.train for name, recipe in recipes.items()},
+    }
+    path = output / COMPARISON_FILE
+    path.write_text(json.dumps(values, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    main()
