@@ -232,8 +232,8 @@ def attack_tables(report: AttackReport) -> list[Table]:
         head = ["sampled after", "texts", "tokens", "texts with hits", "training alone", "both", "thinned", "held out"]
         rows = [[hits.prompts, *(f"{value:,}" for value in list(vars(hits).values())[1:])] for hits in report.samples]
         title = (
-            f"verbatim spans of {extraction.span} tokens, each counted once: in training rows alone, in held-out rows as "
-            "well; in as many training rows as there are held-out ones (thinned), and in held-out rows alone"
+            f"verbatim spans of {extraction.span} tokens, each counted once: in training rows alone, in held-out rows "
+            "too; in as many training rows as there are held-out ones (thinned), and in held-out rows alone"
         )
         tables.append((title, head, rows))
     return tables

@@ -202,13 +202,13 @@ def _train(model: Any, rows: datasets.Dataset, collator: RowCollator, training: 
     num_steps = max(1, math.ceil(training.num_epochs * len(rows) / training.batch_size))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
     rng, order = np.random.default_rng(seed), np.zeros(0, dtype=np.int64)
-    device = parameters[0].device
+    device, held = parameters[0].device, list(rows)
     model.train()
     for _ in range(num_steps):
         if len(order) < training.batch_size:
             order = np.concatenate((order, rng.permutation(len(rows))))
         batch, order = order[: training.batch_size], order[training.batch_size :]
-        inputs = {name: tensor.to(device) for name, tensor in collator(list(rows.select(batch))).items()}
+        inputs = {name: tensor.to(device) for name, tensor in collator([held[number] for number in batch]).items()}
         labels = inputs.pop("labels")
         per_sequence_loss(model(**inputs).logits, labels).mean().backward()
         optimizer.step()

@@ -1,0 +1,215 @@
+"""The comparison of a private with a plain fine-tuning, and the attacks on their folders."""
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+from dpllm.audit.attacks import AttackSettings, attack_folder
+from dpllm.audit.bounds import AuditError
+from dpllm.audit.extraction import ExtractionSettings
+from dpllm.audit.prepare import CanaryOptions, prepare
+from dpllm.audit.released import record_key
+from dpllm.cli import app
+from dpllm.config import ConfigError, load_recipe
+from dpllm.data import train_tokenizer
+from tests.conftest import tiny_llama_config
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPE = """
+model: {{name: {model}}}
+data: {{path: {data}, max_length: 24, eval_fraction: 0.5}}
+privacy: {{noise_multiplier: 2, delta: 1.0e-3, clip_norm: 1, expected_batch_size: 20}}
+train: {{output_dir: {output}, max_steps: 3, per_device_train_batch_size: 20, learning_rate: 1.0e-2,
+         use_cpu: true, disable_tqdm: true}}
+"""
+SMALL = ["--records", "60", "--extract", "6", "--span", "6", "--prefix", "3", "--seed", "1"]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def compare():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(RECIPES))
+        yield importlib.import_module("compare")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """A small untrained model, and records of random words, half of them held out."""
+    folder = tmp_path_factory.mktemp("compare")
+    rng = np.random.default_rng(0)
+    texts = [" ".join(f"{number:02d}" for number in rng.integers(0, 99, size=6)) for _ in range(120)]
+    (folder / "data.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    tokenizer = train_tokenizer(texts, vocab_size=360, max_length=64)
+    config = tiny_llama_config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    path = folder / "recipe.yaml"
+    values = {"model": folder / "model", "data": folder / "data.jsonl", "output": folder / "out"}
+    path.write_text(RECIPE.format(**values), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def compared(compare, recipe):
+    """Both trainings with canaries in the data, and all attacks on them."""
+    prepared = prepare(load_recipe(recipe), recipe.parent / "audit", CanaryOptions(num=24, length=8))
+    words = ["--config", str(prepared.recipe_path), "--canaries", str(prepared.folder / "canaries.json"), *SMALL]
+    options = compare.parse([*words, "--epochs", "60"])
+    compare.run(load_recipe(options.config), options)
+    return options, Path(load_recipe(options.config).train["output_dir"])
+
+
+def test_the_plain_model_remembers_and_the_table_says_so(compared):
+    """The same records, the same attacks; only one of the two has a bound, and it is not the one that leaks."""
+    _, output = compared
+    values = json.loads((output / "compare.json").read_text(encoding="utf-8"))
+    private, plain = (values["attacks"][name] for name in ("private", "plain"))
+    assert private["num_members"] == plain["num_members"] == 60
+    assert 0 < private["true_positive_rate_bounds"]["0.01"] < 0.3 and plain["true_positive_rate_bounds"] is None
+    areas = {
+        name: {a["attack"]: a["auroc"] for a in values["attacks"][name]["membership"]} for name in values["attacks"]
+    }
+    assert areas["plain"]["loss"]["value"] > 0.9 > 0.75 > areas["private"]["loss"]["value"]
+    assert plain["member_perplexity"] < 0.5 * plain["held_out_perplexity"]
+    continued = {hits["records"]: hits["continued"] for hits in plain["extraction"]["prefixes"]}
+    assert continued["members"] > 20 > 2 >= continued["non-members"]
+    canaries = values["canaries"]
+    assert canaries["plain"]["epsilon_lower"] > canaries["private"]["epsilon_lower"]
+    assert values["table"]["canaries: exposure"].keys() == {"private", "plain"}
+    assert values["table"]["guarantee"]["plain"] == "no guarantee"
+    for name in ("compare.png", "private/attacks.json", "plain/attacks.json", "plain/recipe.yaml"):
+        assert (output / name).stat().st_size > 0
+
+
+def test_canaries_are_neither_members_nor_others(compared, recipe):
+    """They have an audit of their own; among real records they would pass for memory of these."""
+    _, output = compared
+    texts = {json.loads(line)["text"] for line in (recipe.parent / "data.jsonl").read_text().splitlines()}
+    prepared = json.loads((recipe.parent / "audit" / "canaries.json").read_text(encoding="utf-8"))
+    added = {text for canary in prepared["canaries"] if canary["included"] for _, text in canary["records"]}
+    data = datasets.Dataset.from_parquet(load_recipe(output / "private" / "recipe.yaml").data.path, keep_in_memory=True)
+    assert set(data["text"]) - texts == added and record_key([next(iter(added))])
+    report = attack_folder(output / "plain", AttackSettings(num_records=1000, extraction=None))
+    assert report.num_records == 60 == len(data) - len(added)
+
+
+def test_what_is_finished_is_not_trained_again_and_another_run_is_not_taken_for_it(compare, compared, capsys):
+    """Attacks can be repeated for nothing; a folder with another run is an error."""
+    options, output = compared
+    changed = compare.parse(["--config", options.config, "--epochs", "60", *SMALL, "--extract", "0"])
+    compare.run(load_recipe(options.config), changed)
+    assert capsys.readouterr().out.count("is finished already") == 2
+    with pytest.raises(AuditError, match="plain holds another run"):
+        compare.run(load_recipe(options.config), compare.parse(["--config", options.config, "--epochs", "3", *SMALL]))
+    with pytest.raises(AuditError, match="private holds another run"):
+        compare.run(load_recipe(options.config, ["train.max_steps=4"]), changed)
+
+
+def test_the_plain_training_takes_as_many_steps_of_as_many_rows(compare, recipe, tmp_path):
+    """Unless epochs are asked for; a learning rate of its own is possible."""
+    made = load_recipe(recipe, ["train.per_device_train_batch_size=5"])
+    same = compare.from_start(made, tmp_path, compare.parse(["--config", "x"])).train
+    assert (same["max_steps"], same["gradient_accumulation_steps"], same["learning_rate"]) == (3, 4, 1e-2)
+    asked = compare.parse(["--config", "x", "--epochs", "2.5", "--learning-rate", "5e-4"])
+    train = compare.from_start(made, tmp_path, asked).train
+    assert (train["max_steps"], train["num_train_epochs"], train["learning_rate"]) == (-1, 2.5, 5e-4)
+    assert "gradient_accumulation_steps" not in train
+
+
+def test_the_plain_training_begins_where_the_private_steps_began(compare, tmp_path):
+    """After the public training, whose model and tokenizer lie in the private run's folder."""
+    made = load_recipe(RECIPES / "quickstart.yaml", ["data.limit=200", "train.use_cpu=true"])
+    plain = compare.from_start(made, tmp_path / "private" / "public_pretrain", compare.parse(["--config", "x"]))
+    assert plain.public_pretrain is None and plain.model.config is None
+    assert plain.model.name == str(tmp_path / "private" / "public_pretrain")
+    assert plain.model.tokenizer == str(tmp_path / "private") and plain.model.tokenizer_vocab_size is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.eval_fraction=0", "holds no records out"),
+        ("train.resume_from_checkpoint=true", "isn't resumed"),
+        ("model.task=seq2seq_lm", "model.task=seq2seq_lm"),
+    ],
+)
+def test_what_could_not_be_compared_is_refused_before_any_training(compare, recipe, override, message):
+    """Minutes later it would be too late."""
+    with pytest.raises(AuditError, match=message):
+        compare.check(load_recipe(recipe, [override]))
+
+
+def test_two_random_starts_are_no_comparison(compare, recipe):
+    """Weights that are drawn twice differ before any training."""
+    made = load_recipe(recipe)
+    model = dataclasses.replace(made.model, name=None, config={"model_type": "llama"}, tokenizer="x")
+    with pytest.raises(AuditError, match="starts at random weights"):
+        compare.check(dataclasses.replace(made, model=model))
+
+
+def test_a_mistake_is_one_line_and_exit_code_two(compare, recipe, monkeypatch, capsys):
+    """A newcomer's typo doesn't end in a traceback."""
+    monkeypatch.setattr("sys.argv", ["compare.py", "--config", str(recipe), "data.eval_fraction=0"])
+    with pytest.raises(SystemExit) as caught:
+        compare.main()
+    printed = capsys.readouterr().err
+    assert caught.value.code == 2 and printed.startswith("error: the recipe holds no records out")
+
+
+def test_the_command_line_attacks_a_folder(compared):
+    """`dpllm audit attack`: tables, JSON, files; LiRA on request."""
+    _, output = compared
+    words = ["audit", "attack", str(output / "private"), *SMALL, "--new-tokens", "12"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    for expected in ("membership inference: 60 members, 60 others; ε = ", "at most, for any attack", "Min-K%++"):
+        assert expected in result.stdout
+    assert (output / "private" / "attacks.png").stat().st_size > 0
+    words = ["audit", "attack", str(output / "plain"), *SMALL[:2], "--extract", "0", "--shadows", "2", "--json"]
+    result = CliRunner().invoke(app, [*words, "--shadow-epochs", "1"])
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    assert values["membership"][-1]["attack"] == "LiRA" and values["epsilon"] is None and values["extraction"] is None
+    assert json.loads((output / "plain" / "attacks.json").read_text(encoding="utf-8")) == values
+
+
+def test_what_the_command_line_can_not_attack_is_one_line(compared, tmp_path):
+    """Exit code 2, and the name of what is missing."""
+    _, output = compared
+    for words, expected in (
+        ([str(tmp_path)], "holds no recipe.yaml"),
+        ([str(output / "private"), "--records", "0"], "num_records must be at least 1"),
+        ([str(output / "private"), "--shadows", "1"], "1 shadow can't be both"),
+    ):
+        result = CliRunner().invoke(app, ["audit", "attack", *words])
+        assert result.exit_code == 2 and expected in result.stderr and result.stderr.count("error: ") == 1
+
+
+def test_lira_needs_a_model_to_start_from(compared, monkeypatch):
+    """Where the training began at random weights, a public model has to be named."""
+    _, output = compared
+    monkeypatch.setattr("dpllm.audit.attacks.starting_point", lambda released: None)
+    report = attack_folder(output / "private", AttackSettings(num_records=30, extraction=None))
+    assert report.reference is None and "reference ratio" not in [attack.name for attack in report.attacks]
+    with pytest.raises(ConfigError, match="name a public model"):
+        attack_folder(output / "private", AttackSettings(num_records=30, shadows=2, extraction=None))
+
+
+def test_attacks_say_what_they_do(compared):
+    """A user who waits sees which attack runs."""
+    _, output = compared
+    told = []
+    settings = AttackSettings(num_records=30, extraction=ExtractionSettings(num_samples=2, new_tokens=8, span=4))
+    attack_folder(output / "plain", settings, told.append)
+    assert told[0] == "reading the model" and "membership inference" in told and told[-1].startswith("extraction")

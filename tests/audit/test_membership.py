@@ -1,0 +1,77 @@
+"""Membership inference: what attacks find, beside what they can find at most."""
+
+import numpy as np
+import pytest
+
+from dpllm.accounting import Step
+from dpllm.audit.bounds import AuditError
+from dpllm.audit.membership import bounds_of, check_exchangeable, judge_attack, membership_rows, membership_scores
+from dpllm.audit.scores import TokenScores
+from dpllm.risk import attack_risk
+
+HISTORY = [(Step(None, 0.02, None, 1.0), 1500)]
+
+
+def tokens(rng, num_records, shift=0.0):
+    """Records of 5 to 20 tokens; log-probabilities `shift` higher than their distribution's mean."""
+    lengths = rng.integers(5, 20, size=num_records)
+    means = tuple(-3 + rng.normal(size=length) for length in lengths)
+    log_probs = tuple(mean + shift + rng.normal(size=len(mean)) for mean in means)
+    return TokenScores(log_probs, means, tuple(np.ones(length) for length in lengths))
+
+
+def both(members, others):
+    return TokenScores(
+        *((*getattr(members, name), *getattr(others, name)) for name in ("log_probs", "means", "stddevs"))
+    )
+
+
+def test_every_attack_finds_members_whose_tokens_became_likelier():
+    """And none finds any where nothing was learnt."""
+    rng = np.random.default_rng(0)
+    included = np.arange(400) < 200
+    texts = [f"text number {number}" for number in range(400)]
+    for shift, low, high in ((1.0, 0.8, 1.0), (0.0, 0.42, 0.58)):
+        tuned = both(tokens(rng, 200, shift), tokens(rng, 200))
+        reference = TokenScores(tuned.means, tuned.means, tuned.stddevs)
+        scores = membership_scores(tuned, texts, reference)
+        assert list(scores) == ["loss", "zlib", "Min-K%", "Min-K%++", "reference ratio"]
+        for name, values in scores.items():
+            assert low <= judge_attack(name, values, included).auroc.value <= high, name
+    assert "reference ratio" not in membership_scores(tuned, texts)
+
+
+def test_the_bounds_are_those_of_the_ledger():
+    """Beside what an attack finds stands what the run's own history allows any."""
+    bounds = bounds_of(HISTORY)
+    assert bounds == attack_risk(HISTORY, "zero-out", (0.01, 0.001), (0.5,)).true_positive_rate
+    included = np.arange(40) < 20
+    results = [judge_attack("loss", np.arange(40.0), included)]
+    head, rows = membership_rows(results, bounds)
+    assert head[2:] == ["TPR at FPR 1.0%", "TPR at FPR 0.1%"]
+    assert rows[0][0] == "loss" and rows[0][1].startswith("0.000")
+    assert rows[1] == ["at most, for any attack", "", "0.096", "0.020"]
+    assert len(membership_rows(results, None)[1]) == 1
+
+
+def test_records_that_differ_before_any_training_are_refused():
+    """What tells easy texts from hard ones is no membership inference."""
+    rng = np.random.default_rng(0)
+    included = np.arange(400) < 200
+    found = check_exchangeable(both(tokens(rng, 200), tokens(rng, 200)), included)
+    assert found.low < 0.5 < found.high
+    for shift in (0.5, -0.5):
+        with pytest.raises(AuditError, match="differ before any training.*data.eval_fraction"):
+            check_exchangeable(both(tokens(rng, 200, shift), tokens(rng, 200)), included)
+
+
+def test_a_score_that_is_no_number_is_refused():
+    """A model whose loss was NaN can't be attacked, and doesn't pass for private."""
+    with pytest.raises(AuditError, match="'loss' has no score for 1 records"):
+        judge_attack("loss", np.array([1.0, np.nan]), np.array([True, False]))
+
+
+def test_the_scores_of_single_records_are_not_written_out():
+    """They are properties of private records."""
+    found = judge_attack("loss", np.arange(40.0), np.arange(40) < 20).to_dict()
+    assert set(found) == {"attack", "auroc", "true_positive_rate"} and "0.001" in found["true_positive_rate"]
