@@ -29,6 +29,7 @@ from dpllm.audit.attacks import AttackReport, AttackSettings, attack_facts, atta
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.extraction import ExtractionSettings
 from dpllm.audit.lira import ShadowTraining
+from dpllm.audit.membership import interval
 from dpllm.audit.released import PRETRAINED_FOLDER, RECIPE_FILE
 from dpllm.audit.result import AuditResult
 from dpllm.audit.run import audit_run
@@ -273,10 +274,15 @@ def canary_column(audit: AuditResult | None) -> dict[str, str]:
     """What the audit by canaries says."""
     if audit is None:
         return {}
-    values = {f"canaries, {attack.name}: AUROC": str(attack.auroc) for attack in audit.attacks}
+    values = {f"canaries, {attack.name}: AUROC": interval(attack.auroc) for attack in audit.attacks}
     values["canaries: ε is at least"] = f"{audit.epsilon_lower:.2f} (ceiling {audit.ceiling:.2f})"
     values["canaries: verdict"] = audit.verdict
-    values["canaries: exposure"] = str(audit.details.get("exposure", "no canary was included"))
+    exposure = audit.details.get("exposure")
+    if exposure is None:
+        return values | {"canaries: exposure": "no canary was included"}
+    median, most = exposure["median_by_rank"], exposure["most_by_rank"]
+    values["canaries: exposure, median (never seen: 1)"] = f"{median:.2f} of {most:.2f} bits"
+    values["canaries: exposure, largest"] = f"{exposure['max_by_rank']:.2f} of {most:.2f} bits"
     return values
 
 

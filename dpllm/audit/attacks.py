@@ -37,6 +37,7 @@ from dpllm.audit.membership import (
     MembershipResult,
     bounds_of,
     check_exchangeable,
+    interval,
     judge_attack,
     membership_rows,
     membership_scores,
@@ -246,7 +247,7 @@ def attack_facts(report: AttackReport) -> list[tuple[str, str]]:
         ("perplexity of held-out records", f"{report.held_out_perplexity:.4g}"),
     ]
     if report.reference_auroc is not None:
-        facts.append(("AUROC of the reference, which saw neither", str(report.reference_auroc)))
+        facts.append(("AUROC of the reference, which saw neither", interval(report.reference_auroc)))
     if report.settings.extraction is not None:
         prefix, span = report.settings.extraction.prefix, report.settings.extraction.span
         for hits in report.prefixes:

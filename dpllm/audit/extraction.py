@@ -252,7 +252,7 @@ def _prompts(
     if heads:
         chosen = rng.integers(len(heads), size=settings.num_samples)
         kinds["held-out prompts"] = [heads[number] for number in chosen]
-    word = list(tokenizer(" ".join([settings.word] * settings.repeats)).input_ids)
+    word = list(tokenizer(" ".join([settings.word] * settings.repeats), verbose=False).input_ids)
     if word[-1] == tokenizer.eos_token_id:
         word.pop()
     kinds[f"“{settings.word}” repeated"] = [word] * settings.num_samples

@@ -146,16 +146,25 @@ def bounds_of(history: History, rates: Sequence[float] = RATES) -> dict[float, f
 def membership_rows(
     attacks: Sequence[MembershipResult], bounds: Mapping[float, float] | None, rates: Sequence[float] = RATES
 ) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table: attack, area, and true positive rates with their bounds below them."""
+    """Return head and rows of the table: attack, area, true positive rates, and below them what no attack exceeds."""
     head = ["attack", "AUROC (95 %)", *(f"TPR at FPR {rate:.1%}" for rate in rates)]
     rows = [
         [
             attack.name,
-            str(attack.auroc),
-            *(str(attack.true_positive_rate[rate]) for rate in rates),
+            interval(attack.auroc),
+            *(interval(attack.true_positive_rate[rate]) for rate in rates),
         ]
         for attack in attacks
     ]
     if bounds is not None:
-        rows.append(["at most, for any attack", "", *(f"{bounds[rate]:.3f}" for rate in rates)])
+        rows.append(["any attack, at most", "", *(f"{bounds[rate]:.3f}" for rate in rates)])
     return head, rows
+
+
+def interval(found: Estimate) -> str:
+    """Return an estimate and its interval, short enough for a column.
+
+    >>> interval(Estimate(0.5, 0.25, 0.75))
+    '0.500 (0.250–0.750)'
+    """
+    return f"{found.value:.3f} ({found.low:.3f}–{found.high:.3f})"

@@ -17,7 +17,7 @@ from dpllm.audit.extraction import ExtractionSettings
 from dpllm.audit.prepare import CanaryOptions, prepare
 from dpllm.audit.released import record_key
 from dpllm.cli import app
-from dpllm.config import ConfigError, load_recipe
+from dpllm.config import ConfigError, ModelConfig, PublicPretrainConfig, load_recipe
 from dpllm.data import train_tokenizer
 from tests.conftest import tiny_llama_config
 
@@ -29,7 +29,7 @@ privacy: {{noise_multiplier: 2, delta: 1.0e-3, clip_norm: 1, expected_batch_size
 train: {{output_dir: {output}, max_steps: 3, per_device_train_batch_size: 20, learning_rate: 1.0e-2,
          use_cpu: true, disable_tqdm: true}}
 """
-SMALL = ["--records", "60", "--extract", "6", "--span", "6", "--prefix", "3", "--seed", "1"]
+SMALL = ["--records", "60", "--extract", "6", "--span", "5", "--prefix", "2", "--seed", "1"]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
@@ -65,7 +65,7 @@ def compared(compare, recipe):
     """Both trainings with canaries in the data, and all attacks on them."""
     prepared = prepare(load_recipe(recipe), recipe.parent / "audit", CanaryOptions(num=24, length=8))
     words = ["--config", str(prepared.recipe_path), "--canaries", str(prepared.folder / "canaries.json"), *SMALL]
-    options = compare.parse([*words, "--epochs", "60"])
+    options = compare.parse([*words, "--epochs", "40"])
     compare.run(load_recipe(options.config), options)
     return options, Path(load_recipe(options.config).train["output_dir"])
 
@@ -82,11 +82,12 @@ def test_the_plain_model_remembers_and_the_table_says_so(compared):
     }
     assert areas["plain"]["loss"]["value"] > 0.9 > 0.75 > areas["private"]["loss"]["value"]
     assert plain["member_perplexity"] < 0.5 * plain["held_out_perplexity"]
-    continued = {hits["records"]: hits["continued"] for hits in plain["extraction"]["prefixes"]}
-    assert continued["members"] > 20 > 2 >= continued["non-members"]
+    members, others = plain["extraction"]["prefixes"]
+    assert members["num_records"] > 20 and members["continued"] > 0.8 * members["num_records"]
+    assert others["num_records"] > 20 and others["continued"] <= 2
     canaries = values["canaries"]
     assert canaries["plain"]["epsilon_lower"] > canaries["private"]["epsilon_lower"]
-    assert values["table"]["canaries: exposure"].keys() == {"private", "plain"}
+    assert values["table"]["canaries: exposure, largest"].keys() == {"private", "plain"}
     assert values["table"]["guarantee"]["plain"] == "no guarantee"
     for name in ("compare.png", "private/attacks.json", "plain/attacks.json", "plain/recipe.yaml"):
         assert (output / name).stat().st_size > 0
@@ -106,8 +107,8 @@ def test_canaries_are_neither_members_nor_others(compared, recipe):
 
 def test_what_is_finished_is_not_trained_again_and_another_run_is_not_taken_for_it(compare, compared, capsys):
     """Attacks can be repeated for nothing; a folder with another run is an error."""
-    options, output = compared
-    changed = compare.parse(["--config", options.config, "--epochs", "60", *SMALL, "--extract", "0"])
+    options, _ = compared
+    changed = compare.parse(["--config", options.config, "--epochs", "40", *SMALL, "--extract", "0"])
     compare.run(load_recipe(options.config), changed)
     assert capsys.readouterr().out.count("is finished already") == 2
     with pytest.raises(AuditError, match="plain holds another run"):
@@ -127,9 +128,12 @@ def test_the_plain_training_takes_as_many_steps_of_as_many_rows(compare, recipe,
     assert "gradient_accumulation_steps" not in train
 
 
-def test_the_plain_training_begins_where_the_private_steps_began(compare, tmp_path):
+def test_the_plain_training_begins_where_the_private_steps_began(compare, recipe, tmp_path):
     """After the public training, whose model and tokenizer lie in the private run's folder."""
-    made = load_recipe(RECIPES / "quickstart.yaml", ["data.limit=200", "train.use_cpu=true"])
+    made = load_recipe(recipe)
+    public = PublicPretrainConfig(data=made.data)
+    model = ModelConfig(config={"model_type": "llama"}, tokenizer_vocab_size=300)
+    made = dataclasses.replace(made, model=model, public_pretrain=public)
     plain = compare.from_start(made, tmp_path / "private" / "public_pretrain", compare.parse(["--config", "x"]))
     assert plain.public_pretrain is None and plain.model.config is None
     assert plain.model.name == str(tmp_path / "private" / "public_pretrain")
@@ -173,7 +177,7 @@ def test_the_command_line_attacks_a_folder(compared):
     words = ["audit", "attack", str(output / "private"), *SMALL, "--new-tokens", "12"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    for expected in ("membership inference: 60 members, 60 others; ε = ", "at most, for any attack", "Min-K%++"):
+    for expected in ("membership inference: 60 members, 60 others; ε = ", "any attack, at most", "Min-K%++"):
         assert expected in result.stdout
     assert (output / "private" / "attacks.png").stat().st_size > 0
     words = ["audit", "attack", str(output / "plain"), *SMALL[:2], "--extract", "0", "--shadows", "2", "--json"]

@@ -61,7 +61,7 @@ def test_the_index_finds_what_a_search_finds(span):
     assert len(index) == len(spans)
     text = [*rng.integers(0, 4, size=300).tolist(), *(token for row in rows[:9] for token in row)]
     expected = [tuple(text[start : start + span]) in spans for start in range(len(text) - span + 1)]
-    assert index.find(text).tolist() == expected and 0 < sum(expected)
+    assert index.find(text).tolist() == expected and any(expected)
 
 
 def test_equal_hashes_are_no_hit(monkeypatch):

@@ -67,7 +67,7 @@ def test_every_record_is_in_half_of_the_shadows(num_shadows):
     included_KR = draw_halves(num_shadows, 300, np.random.default_rng(0))
     counts = included_KR.sum(0)
     assert set(counts) == {num_shadows // 2, (num_shadows + 1) // 2}
-    assert 0.35 < included_KR.mean(1).min() and included_KR.mean(1).max() < 0.65
+    assert included_KR.mean(1).min() > 0.35 and included_KR.mean(1).max() < 0.65
 
 
 def test_confidences_of_certainty_are_finite():

@@ -50,7 +50,7 @@ def test_the_bounds_are_those_of_the_ledger():
     head, rows = membership_rows(results, bounds)
     assert head[2:] == ["TPR at FPR 1.0%", "TPR at FPR 0.1%"]
     assert rows[0][0] == "loss" and rows[0][1].startswith("0.000")
-    assert rows[1] == ["at most, for any attack", "", "0.096", "0.020"]
+    assert rows[1] == ["any attack, at most", "", "0.096", "0.020"]
     assert len(membership_rows(results, None)[1]) == 1
 
 
@@ -61,7 +61,7 @@ def test_records_that_differ_before_any_training_are_refused():
     found = check_exchangeable(both(tokens(rng, 200), tokens(rng, 200)), included)
     assert found.low < 0.5 < found.high
     for shift in (0.5, -0.5):
-        with pytest.raises(AuditError, match="differ before any training.*data.eval_fraction"):
+        with pytest.raises(AuditError, match=r"differ before any training.*data\.eval_fraction"):
             check_exchangeable(both(tokens(rng, 200, shift), tokens(rng, 200)), included)
 
 
