@@ -140,6 +140,27 @@ def test_the_plain_training_begins_where_the_private_steps_began(compare, recipe
     assert plain.model.tokenizer == str(tmp_path / "private") and plain.model.tokenizer_vocab_size is None
 
 
+def test_a_recipe_with_public_training_is_compared_from_where_that_ended(compare, recipe, tmp_path):
+    """Model and tokenizer of the public training are the start of both, and the reference of the attacks."""
+    data = load_recipe(recipe).data.path
+    public = [
+        f"public_pretrain.data.path={data}",
+        "public_pretrain.data.max_length=24",
+        "public_pretrain.train.max_steps=2",
+    ]
+    public += ["public_pretrain.train.use_cpu=true", "public_pretrain.train.disable_tqdm=true"]
+    made = ["model.name=null", "model.config.model_type=llama", "model.config.max_position_embeddings=64"]
+    made += ["model.config.hidden_size=16", "model.config.intermediate_size=16", "model.config.num_hidden_layers=1"]
+    made += ["model.config.num_attention_heads=2", "model.tokenizer_vocab_size=300", f"train.output_dir={tmp_path}"]
+    compare.run(load_recipe(recipe, [*public, *made]), compare.parse(["--config", "x", *SMALL, "--extract", "0"]))
+    values = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))
+    start = str(tmp_path / "private" / "public_pretrain")
+    assert [report["reference"] for report in values["attacks"].values()] == [start, start]
+    assert load_recipe(tmp_path / "plain" / "recipe.yaml").model.name == start
+    again = attack_folder(tmp_path / "private", AttackSettings(num_records=60, seed=1, extraction=None))
+    assert again.to_dict()["membership"] == values["attacks"]["private"]["membership"]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dpllm.cli.auditing import prepare, run
+from dpllm.cli.auditing import attack, prepare, run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -12,3 +12,4 @@ app = typer.Typer(
 )
 prepare.register(app)
 run.register(app)
+attack.register(app)
