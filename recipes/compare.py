@@ -11,7 +11,6 @@ is not repeated. What is found comes from private records, and ε doesn't cover 
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from transformers import Trainer
 
 from dpllm.arguments import num_private_steps, training_arguments
 from dpllm.audit.attack_figure import plot_attacks
-from dpllm.audit.attacks import AttackReport, AttackSettings, attack_facts, attack_folder, attack_tables
+from dpllm.audit.attacks import AttackReport, AttackSettings, attack_facts, attack_folder, attack_tables, json_text
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.extraction import ExtractionSettings
 from dpllm.audit.lira import ShadowTraining
@@ -309,7 +308,7 @@ def save(
         "train": {name: recipe.train for name, recipe in recipes.items()},
     }
     path = output / COMPARISON_FILE
-    path.write_text(json.dumps(values, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    path.write_text(json_text(values), encoding="utf-8")
     return path
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ class AttackReport:
     def save(self, folder: str | Path) -> Path:
         """Write attacks.json, and return its path."""
         path = Path(folder) / ATTACKS_FILE
-        path.write_text(json.dumps(_finite(self.to_dict()), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json_text(self.to_dict()), encoding="utf-8")
         return path
 
 
@@ -341,8 +341,20 @@ def _epsilon(released: Released) -> float | None:
     return epsilon(released.history, released.plan.delta, "zero-out")
 
 
+def json_text(values: Mapping[str, Any]) -> str:
+    """Return JSON for a file, an infinite number as "inf".
+
+    >>> print(json_text({"epsilon": math.inf}))
+    {
+     "epsilon": "inf"
+    }
+    <BLANKLINE>
+    """
+    return json.dumps(_finite(values), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
