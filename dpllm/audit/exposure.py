@@ -19,6 +19,7 @@ from dpllm.audit.bounds import AuditError
 
 Floats = NDArray[np.float64]
 FEWEST_REFERENCE = 10
+"""With fewer texts to compare with, no exposure is stated."""
 _FAR = -300.0
 
 
@@ -91,8 +92,8 @@ def exposure_by_rank(scores: Floats, reference: Floats) -> Floats:
     Raises:
         AuditError: too few to compare with.
 
-    >>> exposure_by_rank(np.array([9.0, -1.0]), np.arange(15.0)).round(2).tolist()
-    [3.0, 0.0]
+    >>> exposure_by_rank(np.array([99.0, -1.0]), np.arange(15.0)).round(2).tolist()
+    [4.0, 0.0]
     """
     ordered = np.sort(_checked(reference))
     above = len(ordered) - np.searchsorted(ordered, scores, side="right")

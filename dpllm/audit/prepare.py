@@ -23,6 +23,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from dpllm.audit.bounds import AuditError, one_run_bounds
@@ -260,7 +261,8 @@ def _texts(
             f"{SAMPLED} canaries are written by a model that exists before the private training, and the recipe names "
             "none: give its folder (--sampler, such as public_pretrain of an earlier run), or another kind (--kind)"
         )
-    model = load_base_model(ModelConfig(name=name, dtype=recipe.model.dtype), tokenizer)
+    loaded: Any = load_base_model(ModelConfig(name=name, dtype=recipe.model.dtype), tokenizer)
+    model = loaded.to(torch.accelerator.current_accelerator() or "cpu")
     return sampled_texts(model, tokenizer, lengths, options.temperature, secrets.randbits(63))
 
 

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from dpllm.accounting import History
 from dpllm.audit.bounds import CONFIDENCE, AuditError
 from dpllm.audit.canaries import Canary, CanarySet, check_data, record_of
-from dpllm.audit.exposure import exposure
+from dpllm.audit.exposure import FEWEST_REFERENCE, exposure
 from dpllm.audit.figure import plot_audit
 from dpllm.audit.result import AuditResult, judge
 from dpllm.audit.scores import loss_score, ratio_score, token_scores
@@ -42,7 +42,7 @@ RECIPE_FILE = "recipe.yaml"
 LOSS, RATIO = "loss", "ratio to the reference"
 
 _ADAPTER = "adapter_config.json"
-_WEIGHTS = ("*.safetensors", "*.bin")
+_WEIGHTS = ("*model*.safetensors", "*model*.bin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +109,8 @@ def audit_run(
     details: dict[str, Any] = {"model": str(released.model_folder)}
     if released.plan_hash is not None:
         details["plan"] = released.plan_hash
-    if included.any():
-        unseen = np.concatenate([main[:num][~included], main[num:]])
+    unseen = np.concatenate([main[:num][~included], main[num:]])
+    if included.any() and len(unseen) >= FEWEST_REFERENCE:
         details["exposure"] = exposure(main[:num][included], unseen).to_dict()
     judged = {name: values[:num] for name, values in by_unit.items()}
     result = judge(
@@ -187,7 +187,7 @@ def _check_age(folder: Path, made: CanarySet) -> None:
     files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
     if not files:
         raise AuditError(f"{folder} holds no model (no {' or '.join(_WEIGHTS)}): give the folder of the released model")
-    written = datetime.fromtimestamp(int(max(file.stat().st_mtime for file in files)), UTC)
+    written = datetime.fromtimestamp(int(min(file.stat().st_mtime for file in files)), UTC)
     if written < datetime.fromisoformat(made.created_at):
         raise AuditError(
             f"the model in {folder} was written at {written:%F %T} UTC, before these canaries were made "
