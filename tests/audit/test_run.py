@@ -117,13 +117,17 @@ class TestVerdicts:
         assert saved["details"]["exposure"]["median_by_rank"] < 4 and (run / PICTURE_FILE).stat().st_size > 10_000
         assert "60 canaries (random-tokens)" in (run / "privacy_report.md").read_text(encoding="utf-8")
 
-    def test_a_model_without_privacy_nears_the_ceiling(self, prepared: Path, memorised: Path, tmp_path: Path):
-        """Of a model that knows its data by heart nearly all is shown that so many canaries can show."""
+    def test_a_model_without_privacy_nears_the_ceiling(
+        self, prepared: Path, memorised: Path, recipe_file: Path, tmp_path: Path
+    ):
+        """Of a model that knows its data by heart nearly all is shown that so many can show, as was said beforehand."""
         run = shutil.copytree(memorised, tmp_path / "plain")
         result = call("run", run, "--canaries", prepared / CANARIES_FILE, "--plain", "--json")
         assert result.exit_code == 0, result.output
         values = json.loads(result.stdout)
         assert values["verdict"] == NO_CLAIM and values["claimed_epsilon"] is None and values["delta"] == 1e-3
+        options = ["--config", recipe_file, "--output", tmp_path / "a", "--canaries", M, "--json"]
+        assert json.loads(call("prepare", *options).stdout)["ceiling"] == pytest.approx(values["ceiling"])
         assert values["attacks"][1]["auroc"]["value"] > 0.99
         assert 0.7 * values["ceiling"] < values["epsilon_lower"] <= values["ceiling"]
         assert values["details"]["exposure"]["median_by_rank"] > 5
