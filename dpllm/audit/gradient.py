@@ -1,0 +1,391 @@
+"""White-box gradient canaries: what the private steps of an installed stack really release, measured.
+
+Place in the flow: above `dpllm.run`, which it drives as a training loop would; `dpllm.audit.gradient_attacks` makes
+scores and a verdict of what is observed here. The attacker is the one of differential privacy: everything is known
+but which canaries took part, every gradient that reaches the optimizer included (Nasr, Song, Thakurta, Papernot,
+Carlini, arXiv:2101.04535; tight in arXiv:2302.07956).
+
+A *block* is T consecutive steps. For each block every canary is included by a fair coin of its own; a canary that is
+not included contributes nothing, as zero-out adjacency says, and the units drawn are otherwise what the run drew. The
+model doesn't move, so that each canary's gradient is known: it is computed once, by plain autograd, one unit at a time.
+A release is kept as its projections, each on the part of one canary's gradient that is at right angles to all others.
+
+Blocks share nothing but the code that is audited. The coins of all blocks are therefore those of one run with R·m
+canaries (arXiv:2305.08846) of the claim for T steps, by parallel composition; and with one canary taken from each
+block they are R independent runs, which shows more.
+
+Shape suffixes: R blocks, T steps of a block, M canaries, N units, P trainable entries of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dpllm.audit.bounds import AuditError
+from dpllm.engines import model_inside
+from dpllm.engines.whole import updates_by_itself, whole_gradient, whole_parameters
+from dpllm.plan import PrivacyPlan
+from dpllm.processes import Processes
+from dpllm.run import LossOf, PrivateRun, TrainingRows
+from dpllm.sampling import secret_rng
+
+LEAST_VISIBLE = 0.05
+"""Share of a gradient that must be at right angles to the others: a smaller one would hardly show in a release."""
+_MOVEMENT = 1e-5  # of an entry of the parameters in one step, where a release is read from the parameters
+Release = Callable[[NDArray[np.bool_]], Sequence[Tensor]]
+"""Which units are present (N,) to what the T steps of one block release, (P,) each; the same on every process."""
+
+
+@dataclass(frozen=True)
+class Design:
+    """Who takes part in an audit. Units are numbered: base units, then canaries, then units that are never there.
+
+    Raises:
+        AuditError: the numbers don't describe an audit.
+    """
+
+    num_base: int
+    """Units that are always there, from unit 0 on."""
+    num_canaries: int
+    """M, the units after them, each there by a fair coin in each block."""
+    num_blocks: int
+    """R."""
+    steps_per_block: int = 1
+    """T."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name, least in (("num_base", 1), ("num_canaries", 1), ("num_blocks", 1), ("steps_per_block", 1)):
+            if getattr(self, name) < least:
+                raise AuditError(f"{name} is {getattr(self, name)}; at least {least} is needed")
+
+    def check(self, plan: PrivacyPlan) -> None:
+        """Make sure that a plan can carry this audit.
+
+        Raises:
+            AuditError: too few units or steps, or a plan whose ε is no claim.
+        """
+        needed = self.num_blocks * self.steps_per_block
+        if plan.num_steps < needed:
+            raise AuditError(
+                f"{self.num_blocks} blocks of {self.steps_per_block} steps are {needed} steps, the plan has "
+                f"{plan.num_steps}. Make the plan of the audit with num_steps={needed}"
+            )
+        if plan.population < self.num_base + self.num_canaries:
+            raise AuditError(
+                f"{self.num_base} base units and {self.num_canaries} canaries, but the plan is for "
+                f"{plan.population} units. Take fewer canaries, or more units"
+            )
+        if plan.sampling != "unit":
+            raise AuditError("Canaries are whole units, and the plan draws single rows of them. Audit sampling=\"unit\"")
+        if plan.noise_multiplier == 0:
+            raise AuditError("The plan has no noise: it claims nothing that could be refuted. Set noise_multiplier")
+        if plan.seeded:
+            raise AuditError("The plan has a fixed seed, and its noise is known to all: audit without privacy.seed")
+
+    @property
+    def canaries(self) -> NDArray[np.int64]:
+        """The unit numbers of the canaries."""
+        return np.arange(self.num_base, self.num_base + self.num_canaries)
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """The directions on which releases are projected; made by `Basis.of`.
+
+    Attributes:
+        canary_MP: unit vectors; the part of each canary's gradient at right angles to all other gradients.
+        base_P: unit vector; the part of the base units' summed gradient at right angles to the canaries'.
+        visible_M: what share of a canary's clipped gradient its vector shows, at most 1.
+    """
+
+    canary_MP: Tensor
+    base_P: Tensor
+    visible_M: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, gradient_KP: Tensor, num_base: int) -> Basis:
+        """Make the directions of the units' gradients.
+
+        Args:
+            gradient_KP: as `unit_gradients` gives them, base units first.
+            num_base: how many of them are base units.
+
+        Raises:
+            AuditError: a gradient is zero or not finite, or nearly a combination of the others.
+
+        >>> basis = Basis.of(torch.tensor([[3.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 1.0, 1.0]]), num_base=1)
+        >>> basis.canary_MP[1].tolist(), round(float(basis.visible_M[1]), 3)
+        ([0.0, 0.0, 1.0], 0.707)
+        """
+        norm_K = gradient_KP.norm(dim=1)
+        usable_K = torch.isfinite(norm_K) & (norm_K > 0)
+        if not bool(usable_K.all()):
+            raise AuditError(
+                f"The gradient of unit {int((~usable_K).nonzero()[0, 0])} is zero or not finite: take other rows for it"
+            )
+        unit_KP = gradient_KP / norm_K[:, None]
+        gram_KK = (unit_KP @ unit_KP.T).double()
+        total_K = torch.zeros(len(unit_KP), dtype=torch.float64, device=gram_KK.device)
+        total_K[:num_base] = norm_K[:num_base]
+        canary_MK = torch.eye(len(unit_KP), dtype=torch.float64, device=gram_KK.device)[num_base:]
+        own_MK = torch.stack([_own_part(vector_K, gram_KK, vector_K == 0) for vector_K in canary_MK])
+        is_canary_K = torch.arange(len(unit_KP), device=gram_KK.device) >= num_base
+        base_K = _own_part(total_K / _length(total_K, gram_KK), gram_KK, is_canary_K)
+        visible_M = torch.stack([_length(own_K, gram_KK) for own_K in own_MK])
+        if float(visible_M.min()) < LEAST_VISIBLE:
+            raise AuditError(
+                f"The gradient of canary {int(visible_M.argmin())} is nearly a combination of the other units' "
+                f"(a share of {float(visible_M.min()):.2g} is its own): take fewer canaries, or other rows"
+            )
+        if float(_length(base_K, gram_KK)) < LEAST_VISIBLE:
+            raise AuditError("The base units' gradient is nearly a combination of the canaries': take other base rows")
+        canary_MP = (own_MK / visible_M[:, None]).to(unit_KP.dtype) @ unit_KP
+        base_P = (base_K / _length(base_K, gram_KK)).to(unit_KP.dtype) @ unit_KP
+        return cls(canary_MP, base_P, visible_M.cpu().numpy())
+
+
+def _own_part(vector_K: Tensor, gram_KK: Tensor, others_K: Tensor) -> Tensor:
+    """A combination of unit vectors less its projection on what some of them span; both as weights."""
+    others = others_K.nonzero()[:, 0]
+    inverse = torch.linalg.pinv(gram_KK[others][:, others], hermitian=True, rtol=1e-5)
+    own_K = vector_K.clone()
+    own_K[others] -= inverse @ (gram_KK[others] @ vector_K)
+    return own_K
+
+
+def _length(vector_K: Tensor, gram_KK: Tensor) -> Tensor:
+    """The norm of a combination of vectors with these inner products."""
+    return (vector_K @ gram_KK @ vector_K).clamp_min(0).sqrt()
+
+
+@dataclass(frozen=True, eq=False)
+class Observations:
+    """What an attacker saw, and the coins.
+
+    Attributes:
+        included_RM: which canary was there in which block.
+        canary_RTM: projections of the releases on the canaries' vectors.
+        base_RT: projections on the base units' vector.
+        alike_R2: the two steps of a block whose releases are most alike as whole vectors, chosen without the coins;
+            both 0 where a block has one step.
+    """
+
+    included_RM: NDArray[np.bool_]
+    canary_RTM: NDArray[np.float64]
+    base_RT: NDArray[np.float64]
+    alike_R2: NDArray[np.int64]
+
+
+def unit_gradients(model: nn.Module, rows: TrainingRows, loss_of: LossOf, unit_ids: Sequence[int]) -> Tensor:
+    """Each unit's gradient, by plain autograd on one row at a time, in float64 on a copy of the model.
+
+    Nothing of dpllm's own clipping is used, so that an error in it can't hide itself.
+
+    Args:
+        model: not yet prepared for an engine, on one device, and the same on every process.
+        rows: the units' rows.
+        loss_of: as for `PrivateRun.step`.
+        unit_ids: K units.
+
+    Returns:
+        (K, P) float32, in the order of the trainable parameters.
+
+    Raises:
+        AuditError: the rows are packed, so that one row can't be run by itself.
+    """
+    if rows.packed:
+        raise AuditError("Rows that are laid end to end can't be run one by one: audit with pack_rows=false")
+    alone = copy.deepcopy(model).double().eval()
+    parameters = [p for p in alone.parameters() if p.requires_grad]
+    found = []
+    for unit in unit_ids:
+        numbers, _ = rows.units.rows_of(np.array([unit]))
+        losses = [loss_of(alone, _wide(rows.collate(list(rows.fetch(np.array([n])))))) for n in numbers]
+        grads = torch.autograd.grad(torch.cat(losses).sum(), parameters, allow_unused=True)
+        pieces = [p.new_zeros(p.shape) if g is None else g for p, g in zip(parameters, grads, strict=True)]
+        found.append(torch.cat([piece.flatten().float() for piece in pieces]))
+    return torch.stack(found)
+
+
+def _wide(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+
+
+class Steps:
+    """The steps of one attached run, as its optimizer receives them.
+
+    On most engines a release is the gradient that stands in ``.grad`` when the optimizer has run with a learning rate
+    of 0. DeepSpeed keeps no such gradient after its step: there a release is read from how far plain SGD moved its
+    float32 masters, at a learning rate so small that the model stays where it is.
+
+    Args:
+        run: attached to the model.
+        model: as prepared for its engine; dropout is switched off.
+        optimizer: likewise. Its learning rates are overwritten.
+        loss_of: as for `PrivateRun.step`.
+        num_steps: T.
+
+    Raises:
+        AuditError: a DeepSpeed engine whose optimizer isn't plain SGD.
+    """
+
+    def __init__(self, run: PrivateRun, model: Any, optimizer: Any, loss_of: LossOf, num_steps: int) -> None:
+        """Set the learning rates."""
+        self._run, self._optimizer, self._loss_of, self._num_steps = run, optimizer, loss_of, num_steps
+        self._model, self._inner = model, model_inside(model)
+        self._inner.eval()
+        self._by_itself = updates_by_itself(model)
+        self._batch = run.plan.expected_batch_size
+        self._lr = _MOVEMENT * self._batch / run.plan.noise_stddev if self._by_itself else 0.0
+        base = _innermost(optimizer)
+        if self._by_itself:
+            _check_plain_sgd(base)
+        for group in base.param_groups:
+            group["lr"] = self._lr
+
+    def __call__(self, present_N: NDArray[np.bool_]) -> list[Tensor]:
+        """Take the steps of one block."""
+        return [self.step(drawn[present_N[drawn]]) for drawn in self._run.draws(self._num_steps)]
+
+    def step(self, unit_ids: NDArray[np.int64]) -> Tensor:
+        """Take one step over these units; return the noisy sum (P,) that it releases."""
+        if self._by_itself:
+            before = whole_parameters(self._model, self._inner)
+            self._run.step(unit_ids, self._loss_of)
+            return (before - whole_parameters(self._model, self._inner)) * (self._batch / self._lr)
+        self._run.step(unit_ids, self._loss_of)
+        self._optimizer.step()
+        released = whole_gradient(self._inner) * self._batch
+        self._optimizer.zero_grad()
+        return released
+
+
+class Restarts:
+    """Blocks whose every step is taken by a process of its own: a run is started, breaks off, and is resumed.
+
+    All of it is charged to one ledger, and all of it is known to the attacker, the releases before the crash too. Each
+    block is a run in a folder of its own.
+
+    Args:
+        folder: where the runs are written.
+        plan: of one block, so that ``plan.num_steps`` is T.
+        rows: of the runs.
+        model: as for `Steps`; not attached.
+        optimizer: likewise.
+        loss_of: likewise.
+    """
+
+    def __init__(
+        self, folder: Path, plan: PrivacyPlan, rows: TrainingRows, model: Any, optimizer: Any, loss_of: LossOf
+    ) -> None:
+        """Remember what the runs are made of."""
+        self._folder, self._plan, self._rows = folder, plan, rows
+        self._model, self._optimizer, self._loss_of = model, optimizer, loss_of
+        self._blocks = 0
+
+    def __call__(self, present_N: NDArray[np.bool_]) -> list[Tensor]:
+        """Take the steps of one block, resuming before each but the first."""
+        folder, released = self._folder / f"block {self._blocks}", []
+        self._blocks += 1
+        for number in range(self._plan.num_steps):
+            begin = PrivateRun.resume if number else PrivateRun.start
+            run = begin(folder, self._plan, self._rows)
+            run.attach(self._model, self._optimizer)
+            released += Steps(run, self._model, self._optimizer, self._loss_of, 1)(present_N)
+            run.detach()
+            run.ledger.close()
+        return released
+
+
+def observe(
+    release: Release,
+    basis: Basis,
+    design: Design,
+    population: int,
+    processes: Processes | None = None,
+    on_block: Callable[[], None] = lambda: None,
+) -> Observations:
+    """Run all blocks and keep the projections of what they release. Called by all processes together.
+
+    Args:
+        release: `Steps`, or `Restarts`.
+        basis: of `unit_gradients`.
+        design: who takes part.
+        population: N, units that there are.
+        processes: of the run; None: as torch.distributed says.
+        on_block: called after each block, for showing progress.
+
+    Returns:
+        The same on every process.
+
+    Raises:
+        AuditError: a block released another number of vectors than its steps, or others than the basis is for.
+    """
+    processes = Processes() if processes is None else processes
+    included_RM = processes.from_main(
+        lambda: secret_rng().integers(0, 2, (design.num_blocks, design.num_canaries)).astype(bool)
+    )
+    canary_RTM, base_RT, alike_R2 = [], [], []
+    for included_M in included_RM:
+        present_N = np.zeros(population, dtype=bool)
+        present_N[: design.num_base] = True
+        present_N[design.canaries] = included_M
+        released = list(release(present_N))
+        if len(released) != design.steps_per_block or released[0].shape != basis.base_P.shape:
+            raise AuditError(
+                f"A block released {len(released)} vectors of {released[0].numel() if released else 0} entries, "
+                f"{design.steps_per_block} of {basis.base_P.numel()} are expected: the model that is trained is not "
+                "the one whose gradients were taken"
+            )
+        wide_TP = torch.stack([vector.to(basis.base_P) for vector in released])
+        canary_RTM.append((wide_TP @ basis.canary_MP.T).cpu().numpy())
+        base_RT.append((wide_TP @ basis.base_P).cpu().numpy())
+        alike_R2.append(_most_alike(wide_TP))
+        on_block()
+    return Observations(included_RM, np.stack(canary_RTM), np.stack(base_RT), np.array(alike_R2, dtype=np.int64))
+
+
+def _most_alike(wide_TP: Tensor) -> tuple[int, int]:
+    """The two steps whose releases are nearest to each other."""
+    if len(wide_TP) < 2:
+        return 0, 0
+    distance_TT = torch.cdist(wide_TP, wide_TP, compute_mode="donot_use_mm_for_euclid_dist")
+    distance_TT.fill_diagonal_(torch.inf)
+    first, second = divmod(int(distance_TT.argmin()), len(wide_TP))
+    return first, second
+
+
+def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _check_plain_sgd(optimizer: torch.optim.Optimizer) -> None:
+    """Make sure that how far parameters move says what was released.
+
+    Raises:
+        AuditError: another optimizer than plain SGD.
+    """
+    options = ("momentum", "weight_decay", "nesterov", "maximize", "dampening")
+    plain = isinstance(optimizer, torch.optim.SGD) and not any(
+        group.get(name) for group in optimizer.param_groups for name in options
+    )
+    if not plain:
+        raise AuditError(
+            f"Under DeepSpeed a release is read from how far the parameters move, and {type(optimizer).__name__} as it "
+            "is set up doesn't move them by the gradient alone. Audit with torch.optim.SGD without momentum"
+        )

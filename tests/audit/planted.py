@@ -1,0 +1,238 @@
+"""Small audits that between them see every planted bug; run on the package beside this file, sound or mutated.
+
+Each setup makes the bug that it is for as visible as it gets, and takes seconds: a model of one layer, a loss of known
+gradient. ``python -m tests.audit.planted SETUP`` prints the result as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpllm import PrivacyPlan, PrivateRun, TrainingRows, per_sequence_loss
+from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_gradients
+from dpllm.audit.gradient_attacks import judge_releases
+from dpllm.audit.result import AuditResult
+from dpllm.units import UnitIndex
+
+CONFIDENCE = 0.999  # a sound run fails once in a thousand times at most
+CLIP_NORM = 0.5
+MEMORY = Path("/dev/shm")  # thousands of lines are flushed to the disk one by one
+
+
+class Charged:
+    """Counts steps in memory; what a ledger writes is tested elsewhere."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def append_step(self, step_number: int, step: object) -> None:
+        self.num_steps += 1
+
+
+def plan_of(num_units: int, batch: int, noise_multiplier: float, num_steps: int) -> PrivacyPlan:
+    """Plain Poisson sampling: nothing is cut off."""
+    return PrivacyPlan(
+        unit="sequence",
+        adjacency="zero-out",
+        num_units=num_units,
+        sampling_rate=batch / num_units,
+        expected_batch_size=batch,
+        max_batch_size=num_units,
+        num_steps=num_steps,
+        noise_multiplier=noise_multiplier,
+        clip_norm=CLIP_NORM,
+        delta=1e-5,
+    )
+
+
+def vectors(*lengths: float) -> tuple[nn.Module, TrainingRows, Callable]:
+    """Units whose gradients are at right angles to each other, of these multiples of the clip norm.
+
+    The loss is linear, so the gradient is the row, once for each of two outputs, whatever the weights.
+    """
+    table = torch.diag(torch.tensor([*lengths, 0.0, 0.0, 0.0, 0.0])) * CLIP_NORM / 2**0.5
+    count = len(lengths)
+    rows = TrainingRows(
+        units=UnitIndex.one_row_per_unit(count),
+        lengths=np.ones(count, dtype=np.int64),
+        fetch=lambda numbers: [table[int(number)] for number in numbers],
+        collate=lambda rows: {"rows": torch.stack(rows)},
+        max_rows=8,
+    )
+    torch.manual_seed(0)
+    return nn.Linear(count + 4, 2, bias=False), rows, lambda model, inputs: model(inputs["rows"]).sum(1)
+
+
+class Tied(nn.Module):
+    """An embedding that is the head as well, with nothing between them."""
+
+    def __init__(self, num_tokens: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_tokens, width)
+        self.head = nn.Linear(width, num_tokens, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        return self.head(self.embedding(ids_BT))
+
+
+def texts(*rows: tuple[list[int], list[int]]) -> TrainingRows:
+    """Rows of token ids and labels, padded to the longest of their microbatch."""
+
+    def padded(rows: list[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
+        longest = max(len(ids) for ids, _ in rows)
+        return {
+            "ids": torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows]),
+            "labels": torch.tensor([labels + [-100] * (longest - len(labels)) for _, labels in rows]),
+        }
+
+    return TrainingRows(
+        units=UnitIndex.one_row_per_unit(len(rows)),
+        lengths=np.array([len(ids) for ids, _ in rows]),
+        fetch=lambda numbers: [rows[int(number)] for number in numbers],
+        collate=padded,
+        max_rows=16,
+    )
+
+
+def text_loss(model: Any, inputs: Any) -> Tensor:
+    return per_sequence_loss(model(inputs["ids"]), inputs["labels"])
+
+
+def audit(
+    model: nn.Module,
+    rows: TrainingRows,
+    loss_of: Callable,
+    design: Design,
+    batch: int,
+    noise_multiplier: float,
+    prepare: Callable[[nn.Module], Any] = lambda model: model,
+    setup: str = "one process",
+) -> AuditResult:
+    """One attached run, all blocks of it."""
+    num_units = rows.units.num_units
+    plan = plan_of(num_units, batch, noise_multiplier, design.num_blocks * design.steps_per_block)
+    design.check(plan)
+    basis = basis_of(model, rows, loss_of, design)
+    prepared = prepare(model)
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=1.0)
+    run = PrivateRun(plan, rows, Charged())
+    run.attach(prepared, optimizer)
+    release = Steps(run, prepared, optimizer, loss_of, design.steps_per_block)
+    seen = observe(release, basis, design, num_units)
+    run.detach()
+    return judge_releases(seen, plan, design, setup, CONFIDENCE)
+
+
+def basis_of(model: nn.Module, rows: TrainingRows, loss_of: Callable, design: Design) -> Basis:
+    taking_part = range(design.num_base + design.num_canaries)
+    return Basis.of(unit_gradients(model, rows, loss_of, taking_part), design.num_base)
+
+
+def long_gradient() -> AuditResult:
+    """A canary five times as long as the clip norm, in every step."""
+    return audit(*vectors(1, 5), Design(1, 1, 400), batch=2, noise_multiplier=1.0)
+
+
+def two_processes() -> AuditResult:
+    """A canary in every step of two processes that hold the whole model each: tight enough to see a factor sqrt(2)."""
+    from tests.distributed.world import run
+
+    with tempfile.TemporaryDirectory() as folder:
+        return run(Path(folder), "tests.audit.planted:on_ddp")[0]
+
+
+def on_ddp() -> AuditResult:
+    return audit(
+        *vectors(1, 2),
+        Design(1, 1, 2500),
+        batch=2,
+        noise_multiplier=0.6,
+        prepare=nn.parallel.DistributedDataParallel,
+        setup="ddp, 2 processes",
+    )
+
+
+def two_steps() -> AuditResult:
+    """Half of the units in each of two steps: the difference of the releases has the noise of both."""
+    return audit(*vectors(1, 2), Design(1, 1, 400, steps_per_block=2), batch=1, noise_multiplier=2.0)
+
+
+def tied_head() -> AuditResult:
+    """A tied model and a canary whose gradients as a lookup and as a matrix product are parallel and equally long.
+
+    One token again and again, each time with another label; all embeddings are 0 but its own, which is so long that
+    its probability is nearly 1. Both uses pull at its row with the same vector, and the labels' rows hardly count.
+    """
+    model, repeated = Tied(num_tokens=200, width=64), 24
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+        model.embedding.weight[1] = 12 / 8  # norm 12
+    canary = ([1] * (repeated + 1), [-100, *range(2, repeated + 2)])
+    base = ([150, 150], [-100, 1])  # of its gradient, only the row of its own token isn't 0
+    return audit(model, texts(base, canary), text_loss, Design(1, 1, 2500), batch=2, noise_multiplier=0.6)
+
+
+def witnesses() -> AuditResult:
+    """Eight short rows and a long canary in one microbatch, in every step."""
+    model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 40, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(3.0)
+    rows = texts(*[([1, 2], [-100, 2])] * 8, ([3] * 65, [-100, *[4, 5] * 32]))
+    return audit(model, rows, lambda m, i: per_sequence_loss(m(i["ids"]), i["labels"]), Design(8, 1, 300), 9, 1.0)
+
+
+def epochs() -> AuditResult:
+    """Blocks of as many steps as an epoch would have, one unit expected in each."""
+    design = Design(num_base=7, num_canaries=1, num_blocks=1000, steps_per_block=8)
+    return audit(*vectors(*[1] * 7, 2), design, batch=1, noise_multiplier=0.6)
+
+
+def empty_steps() -> AuditResult:
+    """Two units at q = 1/2, so that many steps are empty; the first row of the data has an enormous gradient."""
+    return audit(*vectors(300, 1), Design(1, 1, 1000), batch=1, noise_multiplier=4.0)
+
+
+def resumed() -> AuditResult:
+    """Runs of two steps that break off after the first and are resumed, with the ledger on the disk."""
+    model, rows, loss_of = vectors(1, 2)
+    design = Design(1, 1, num_blocks=300, steps_per_block=2)
+    plan = plan_of(2, batch=1, noise_multiplier=2.0, num_steps=2)
+    basis = basis_of(model, rows, loss_of, design)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.exists() else None) as folder:
+        release = Restarts(Path(folder), plan, rows, model, optimizer, loss_of)
+        seen = observe(release, basis, design, plan.population)
+    return judge_releases(seen, plan, design, "one process, resumed before the second step", CONFIDENCE)
+
+
+def summary(result: AuditResult) -> dict[str, Any]:
+    """What the table of planted bugs says."""
+    (attack,) = [attack for attack in result.attacks if result.best in attack.bounds][:1]
+    return {
+        "claimed": result.claimed_epsilon,
+        "lower": result.epsilon_lower,
+        "ceiling": result.ceiling,
+        "attack": attack.name,
+        "method": result.best.method,
+        "verdict": result.verdict,
+        "failed": result.failed,
+    }
+
+
+SETUPS: dict[str, Callable[[], AuditResult]] = {
+    setup.__name__: setup
+    for setup in (long_gradient, two_processes, two_steps, tied_head, witnesses, epochs, empty_steps, resumed)
+}
+
+if __name__ == "__main__":
+    print(json.dumps(summary(SETUPS[sys.argv[1]]())))

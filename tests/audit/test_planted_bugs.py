@@ -1,0 +1,197 @@
+"""The gradient audit refutes the claim of a broken package, and finds nothing against the sound one.
+
+Each bug is planted in a copy of the package, as `tests.test_mutations` does it, and the audit runs on the copy.
+``python -m tests.audit.test_planted_bugs`` prints the table.
+
+Some of these bugs a run notices by itself: its guard stops the first update that no private step could have made. The
+guard looks away in the copies, so that the audit is alone. That units may come in an order which nobody knows is beyond
+a lower bound of this size; the accountant knows no shuffling, and refuses it by name.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpllm.audit.result import CONSISTENT, FAIL
+from tests.audit.planted import SETUPS, summary
+
+ROOT = Path(__file__).resolve().parents[2]
+GUARD = ("dpllm/guard.py", "            raise _refusal(", "            _refusal(")
+Edit = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """Edits (file, before, after), and the setup that shows them."""
+
+    what: str
+    setup: str
+    edits: tuple[Edit, ...]
+
+
+BUGS = [
+    Bug(
+        "no clip",
+        "long_gradient",
+        (("dpllm/clipping.py", "(self.clip_norm * margin / norm_U).clamp_max(1)", "torch.ones_like(norm_U)"),),
+    ),
+    Bug(
+        "noise too small by sqrt(world size)",
+        "two_processes",
+        (
+            (
+                "dpllm/step.py",
+                "noise.add_share_(total, plan.noise_stddev, processes.rank, processes.size)",
+                "noise.add_share_(total, plan.noise_stddev / math.sqrt(processes.size), processes.rank, processes.size)",
+            ),
+        ),
+    ),
+    Bug(
+        "noise reused on two steps",
+        "two_steps",
+        (
+            (
+                "dpllm/run.py",
+                "            self._noise,\n        )",
+                "            NoiseSource(self._rng.bit_generator.seed_seq.entropy + self.ledger.num_steps // 2),\n        )",
+            ),
+        ),
+    ),
+    Bug(
+        "norms without the tied cross term",
+        "tied_head",
+        (("dpllm/ghost/contributions.py", "sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows, sq_norm_U)", "pass"),),
+    ),
+    Bug(
+        "loss averaged over the batch",
+        "witnesses",
+        (
+            (
+                "dpllm/losses.py",
+                "tokens_BT.sum(1) / is_target_BT.sum(1).clamp_min(1)",
+                "tokens_BT.sum(1) / is_target_BT.sum().clamp_min(1)",
+            ),
+        ),
+    ),
+    Bug(
+        "shuffled epochs instead of Poisson sampling",
+        "epochs",
+        (
+            (
+                "dpllm/sampling.py",
+                "        for _ in range(num_steps):\n            yield self.draw(rng)",
+                "        import torch\n\n"
+                "        order = torch.randperm(self.num_units, generator=torch.Generator().manual_seed(0)).numpy()\n"
+                "        yield from np.array_split(order, num_steps)",
+            ),
+        ),
+    ),
+    Bug(
+        "padding rows counted",
+        "empty_steps",
+        (
+            (
+                "dpllm/ghost/book.py",
+                "weight_B = (self._rows.unit_B >= 0).to(loss_B.dtype)",
+                "weight_B = torch.ones_like(loss_B)",
+            ),
+            (
+                "dpllm/ghost/book.py",
+                "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)",
+                "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 1.0, 1.0)",
+            ),
+            (
+                "dpllm/ghost/forms.py",
+                "return instance_bytes <= factor_bytes",
+                "return 0 < instance_bytes <= factor_bytes",
+            ),
+        ),
+    ),
+    Bug(
+        "a resumed run repeats its noise",
+        "resumed",
+        (
+            (
+                "dpllm/run.py",
+                "NoiseSource(seed, stream=self.processes.rank)",
+                "NoiseSource(int(hashlib.sha256(ledger.path.read_bytes().splitlines()[0]).hexdigest(), 16))",
+            ),
+        ),
+    ),
+]
+
+
+@cache
+def sound(setup: str) -> dict[str, Any]:
+    """What the audit says of the package as it is."""
+    return summary(SETUPS[setup]())
+
+
+def planted(bug: Bug) -> dict[str, Any]:
+    """What the audit says of a copy of the package with the bug in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("dpllm", "tests/audit", "tests/distributed"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        (copy / "tests/__init__.py").touch()
+        for file, before, after in (*bug.edits, GUARD):
+            source = (copy / file).read_text()
+            assert before in source, f"{file} no longer contains {before!r}"
+            (copy / file).write_text(source.replace(before, after))
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.audit.planted", bug.setup],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+def test_a_planted_bug_is_refuted(bug):
+    """The lower bound lies above the claim, which stays below what so many coins can show."""
+    found = planted(bug)
+    assert found["verdict"] == FAIL and found["lower"] > found["claimed"], found
+    assert found["claimed"] < found["ceiling"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", SETUPS)
+def test_the_sound_package_is_not(setup):
+    """The same audits of the package as it is; a false alarm has a probability of 1 in 1000."""
+    found = sound(setup)
+    assert found["verdict"] == CONSISTENT and found["lower"] <= found["claimed"], found
+
+
+def test_every_setup_has_its_bug():
+    """No setup only shows that nothing is found."""
+    assert sorted(bug.setup for bug in BUGS) == sorted(SETUPS)
+
+
+def main() -> None:
+    """Print the table."""
+    print(f"{'bug':<44} {'attack, method':<72} {'ε >=':>7} {'claimed':>8} {'verdict':<8} {'sound: ε >=':>11} verdict")
+    for bug in BUGS:
+        found, whole = planted(bug), sound(bug.setup)
+        print(
+            f"{bug.what:<44} {found['attack'] + ', ' + found['method']:<72} {found['lower']:>7.2f} "
+            f"{found['claimed']:>8.2f} {found['verdict']:<8} {whole['lower']:>11.2f} {whole['verdict']}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The gradient audit on every engine: nothing is refuted, and it would have been."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpllm.audit.result import CONSISTENT
+from tests.distributed.auditing import DESIGN, NOISE_MULTIPLIER
+from tests.distributed.setups import ENGINES
+from tests.distributed.world import run
+
+ALL = ENGINES  # one process is audited in tests.audit
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What the two processes observed."""
+    return run(tmp_path_factory.mktemp("audit"), "tests.distributed.auditing:every_engine", engines=list(ALL))
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_the_processes_toss_the_same_coins_and_see_the_same_releases(engine, ranks):
+    """Coins of each process's own would include a canary on one of them."""
+    (coins, seen, _), (others_coins, others_seen, _) = (result[engine] for result in ranks)
+    assert coins.shape == (DESIGN.num_blocks, DESIGN.num_canaries) and 0.4 < coins.mean() < 0.6
+    assert np.array_equal(coins, others_coins) and np.allclose(seen, others_seen, rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_a_release_holds_each_included_canary_once_and_its_noise_once(engine, ranks):
+    """C where it is included, 0 where it isn't, each with a standard deviation of σC; in units of C."""
+    coins, seen, _ = ranks[0][engine]
+    projected = seen[:, 0] / 0.5
+    for kind, mean in ((coins, 1.0), (~coins, 0.0)):
+        error = NOISE_MULTIPLIER / kind.sum() ** 0.5
+        assert abs(projected[kind].mean() - mean) < 5 * error
+        assert abs(projected[kind].std() / NOISE_MULTIPLIER - 1) < 5 / (2 * kind.sum()) ** 0.5
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_a_sound_engine_is_not_refuted_by_an_audit_that_could(engine, ranks, table):
+    """The area under the curve is that of a Gaussian sum, Φ(μ/√2), and the bound goes a good part of the way to ε."""
+    result = ranks[0][engine][2]
+    total = next(attack for attack in result.attacks if attack.name == "total")
+    table(engine, f"AUROC {total.auroc}", f"bound {result.epsilon_lower:.2f} of {result.claimed_epsilon:.2f}")
+    assert result.verdict == CONSISTENT
+    expected = stats.norm.cdf(1 / NOISE_MULTIPLIER / math.sqrt(2))
+    assert abs(total.auroc.value - expected) < 1.3 * (total.auroc.high - total.auroc.low)  # 5 standard errors
+    assert 0.25 * result.claimed_epsilon < result.epsilon_lower <= result.claimed_epsilon
