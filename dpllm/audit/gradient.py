@@ -86,7 +86,7 @@ class Design:
                 f"{plan.population} units. Take fewer canaries, or more units"
             )
         if plan.sampling != "unit":
-            raise AuditError("Canaries are whole units, and the plan draws single rows of them. Audit sampling=\"unit\"")
+            raise AuditError('Canaries are whole units, and the plan draws single rows of them: audit sampling="unit"')
         if plan.noise_multiplier == 0:
             raise AuditError("The plan has no noise: it claims nothing that could be refuted. Set noise_multiplier")
         if plan.seeded:

@@ -51,7 +51,7 @@ BUGS = [
             (
                 "dpllm/step.py",
                 "noise.add_share_(total, plan.noise_stddev, processes.rank, processes.size)",
-                "noise.add_share_(total, plan.noise_stddev / math.sqrt(processes.size), processes.rank, processes.size)",
+                "noise.add_share_(total, plan.noise_stddev / processes.size**0.5, processes.rank, processes.size)",
             ),
         ),
     ),
@@ -62,7 +62,7 @@ BUGS = [
             (
                 "dpllm/run.py",
                 "            self._noise,\n        )",
-                "            NoiseSource(self._rng.bit_generator.seed_seq.entropy + self.ledger.num_steps // 2),\n        )",
+                "            NoiseSource(self._rng.bit_generator.seed_seq.entropy + self.ledger.num_steps // 2)\n        )",
             ),
         ),
     ),
