@@ -33,6 +33,7 @@ SMALLER = [
     "privacy.expected_batch_size=4",
     "privacy.delta=1e-3",
     "data.limit=300",
+    "data.eval_fraction=0.2",
     "public_pretrain.data.limit=40",
     "public_pretrain.train.max_steps=1",
     "public_pretrain.train.use_cpu=true",
@@ -81,7 +82,7 @@ def test_every_program_runs(code, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("command", commands("dpllm "))
+@pytest.mark.parametrize("command", [line for line in commands("dpllm ") if not line.startswith("dpllm audit")])
 def test_every_dpllm_command_runs(command, workplace, monkeypatch):
     """Plain and with --json."""
     monkeypatch.chdir(workplace)
@@ -96,7 +97,35 @@ def test_every_dpllm_command_runs(command, workplace, monkeypatch):
         assert result.exit_code == 0 and result.stdout.strip(), result.output
 
 
-@pytest.mark.parametrize("command", commands("accelerate launch"))
+FEWER = {
+    "prepare": ["--canaries", "40", *SMALLER],
+    "run": [],
+    "attack": ["--records", "40", "--extract", "2", "--new-tokens", "24"],
+    "gradient": ["--blocks", "40", "--tokens", "8", *SMALLER],
+}
+
+
+@pytest.mark.slow
+def test_the_audit_runs_in_the_order_in_which_it_stands(workplace, monkeypatch):
+    """From a recipe to data with canaries, a model trained on them, and its verdict; on less of everything."""
+    monkeypatch.chdir(workplace)
+    block = next(block for block in blocks("bash") if "dpllm audit prepare" in block)
+    lines = [shlex.split(line.split("  #")[0]) for line in block.splitlines()]
+    assert sorted(words[2] for words in lines if words[0] == "dpllm") == sorted(FEWER)
+    for words in lines:
+        if words[0] == "dpllm":
+            result = CliRunner().invoke(app, [*words[1:], *FEWER[words[2]]])
+            assert result.exit_code == 0 and result.stdout.strip(), result.output
+        elif "finetune.py" in words[2]:
+            accelerate = str(Path(sys.executable).parent / "accelerate")
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            run = subprocess.run([accelerate, *words[1:]], env=environment, capture_output=True, text=True, check=False)
+            assert run.returncode == 0, run.stderr[-2000:]
+    report = (workplace / "runs/audit/run/privacy_report.md").read_text(encoding="utf-8")
+    assert "Empirical audit: consistent, not proof: 40 canaries" in report
+
+
+@pytest.mark.parametrize("command", [line for line in commands("accelerate launch") if "runs/audit" not in line])
 def test_every_launch_names_a_recipe_and_overrides_that_exist(command):
     """The recipes themselves are run by test_recipes.py."""
     words = shlex.split(command)
