@@ -64,10 +64,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--canaries", type=Path, help="canaries.json of `dpllm audit prepare`, whose recipe is compared"
     )
-    parser.add_argument("--records", type=int, default=500, help="members, and held-out records, at most")
+    parser.add_argument("--records", type=int, default=1000, help="members, and held-out records, at most")
     parser.add_argument("--extract", type=int, default=200, help="texts sampled per kind of prompt; 0: none")
     parser.add_argument("--span", type=int, default=20, help="tokens in a row that count as verbatim")
     parser.add_argument("--prefix", type=int, default=10, help="target tokens given before a record is continued")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling")
+    parser.add_argument("--top-k", type=int, default=40, help="sample among the likeliest so many tokens; 0: all")
     parser.add_argument("--shadows", type=int, default=0, help="shadow adapters of LiRA for each of the two; 0: none")
     parser.add_argument("--shadow-epochs", type=float, default=4.0, help="passes of each over its half of the records")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of records, the samples and the shadows")
@@ -120,6 +122,8 @@ def settings_of(options: argparse.Namespace) -> AttackSettings:
             new_tokens=max(64, options.span),
             span=options.span,
             prefix=options.prefix,
+            temperature=options.temperature,
+            top_k=options.top_k,
             seed=options.seed,
         )
     return AttackSettings(

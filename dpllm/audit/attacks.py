@@ -71,8 +71,8 @@ Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 class AttackSettings:
     """Which attacks, on how many records."""
 
-    num_records: int = 500
-    """Members, and non-members, at most."""
+    num_records: int = 1000
+    """Members, and non-members, at most; a false positive rate of 0.1 % shows from 1000 on."""
     reference: str | None = None
     """A model that saw none of the records. None: the one that the training began at, if its weights weren't random."""
     shadows: int = 0

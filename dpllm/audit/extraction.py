@@ -46,8 +46,8 @@ class ExtractionSettings:
     """Target tokens of a record that the model is given before it continues."""
     temperature: float = 1.0
     """Of sampling; prefixes are continued greedily."""
-    top_k: int = 0
-    """Sample among the likeliest so many tokens; 0: among all."""
+    top_k: int = 40
+    """Sample among the likeliest so many tokens, as Carlini et al. (arXiv:2012.07805) do; 0: among all."""
     word: str = "company"
     """The word that is repeated."""
     repeats: int = 50
@@ -210,8 +210,8 @@ def sampled_extraction(
 ) -> list[SampleHits]:
     """Sample after each kind of prompt and count verbatim spans.
 
-    The kinds: nothing but the token that begins a text; the prompts of held-out records, where records have any; one
-    word many times over.
+    The kinds: nothing but the token that begins a text; the prompts of training records and of held-out ones, where
+    records have any; one word many times over.
 
     Args:
         model: a causal language model, on its device.
@@ -227,7 +227,7 @@ def sampled_extraction(
     some = training.select(np.sort(rng.permutation(len(training))[: len(held_out)]))
     indexes = [SpanIndex(rows["input_ids"], settings.span) for rows in (training, some, held_out)]
     found = []
-    for name, prompts in _prompts(tokenizer, held_out, settings, rng).items():
+    for name, prompts in _prompts(tokenizer, training, held_out, settings, rng).items():
         texts = continuations(model, tokenizer, prompts, settings.new_tokens, settings.span, settings)
         found.append(sample_hits(name, texts, *indexes))
     return found
@@ -235,6 +235,7 @@ def sampled_extraction(
 
 def _prompts(
     tokenizer: PreTrainedTokenizerBase,
+    training: datasets.Dataset,
     held_out: datasets.Dataset,
     settings: ExtractionSettings,
     rng: np.random.Generator,
@@ -245,13 +246,12 @@ def _prompts(
             "the tokenizer has neither a beginning nor an end token, so nothing can be sampled from nothing"
         )
     kinds = {"nothing": [[int(begin)]] * settings.num_samples}
-    heads = [
-        ids[: _first_target(labels)] for ids, labels in zip(held_out["input_ids"], held_out["labels"], strict=True)
-    ]
-    heads = [head for head in heads if len(head) > 1]
-    if heads:
-        chosen = rng.integers(len(heads), size=settings.num_samples)
-        kinds["held-out prompts"] = [heads[number] for number in chosen]
+    for name, rows in (("training prompts", training), ("held-out prompts", held_out)):
+        heads = [ids[: _first_target(labels)] for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True)]
+        heads = [head for head in heads if len(head) > 1]
+        if heads:
+            chosen = rng.integers(len(heads), size=settings.num_samples)
+            kinds[name] = [heads[number] for number in chosen]
     word = list(tokenizer(" ".join([settings.word] * settings.repeats), verbose=False).input_ids)
     if word[-1] == tokenizer.eos_token_id:
         word.pop()

@@ -50,8 +50,7 @@ class MembershipResult:
     auroc: Estimate
     """Area under the ROC curve; 1/2 is blind guessing."""
     true_positive_rate: dict[float, Estimate]
-    """False positive rate -> share of members found; with fewer non-members than one over the rate, without accusing
-    any of them."""
+    """False positive rate -> share of members found; a rate that so few non-members can't show is left out."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; the scores of single records are left out."""
@@ -68,21 +67,23 @@ def judge_attack(
         name: of the attack.
         scores: (m,) the higher, the likelier a member.
         included: (m,) whether it is one.
-        rates: false positive rates.
+        rates: false positive rates. Those below one in the number of non-members are left out: a threshold that none of
+            them exceeds may have a false positive rate many times higher.
 
     Raises:
         AuditError: a score is NaN; there are no members, or nobody else.
 
     >>> result = judge_attack("loss", np.arange(200.0), np.arange(200) >= 100)
-    >>> result.auroc.value, result.true_positive_rate[0.01].value
-    (1.0, 1.0)
+    >>> result.auroc.value, {rate: found.value for rate, found in result.true_positive_rate.items()}
+    (1.0, {0.01: 1.0})
     """
     if np.isnan(scores).any():
         raise AuditError(
             f"the attack '{name}' has no score for {int(np.isnan(scores).sum())} records (NaN): the model gives them "
             "no probability. Was it trained until its loss was NaN?"
         )
-    found = {rate: tpr_at(scores, included, rate) for rate in rates}
+    others = int((~np.asarray(included, dtype=bool)).sum())
+    found = {rate: tpr_at(scores, included, rate) for rate in rates if rate * others >= 1}
     return MembershipResult(name, np.asarray(scores, dtype=np.float64), included, auroc(scores, included), found)
 
 
@@ -152,7 +153,10 @@ def membership_rows(
         [
             attack.name,
             interval(attack.auroc),
-            *(interval(attack.true_positive_rate[rate]) for rate in rates),
+            *(
+                interval(attack.true_positive_rate[rate]) if rate in attack.true_positive_rate else "too few records"
+                for rate in rates
+            ),
         ]
         for attack in attacks
     ]

@@ -102,10 +102,11 @@ def test_samples_of_a_model_that_knows_its_rows_hold_training_spans_alone(memori
     state = torch.random.get_rng_state()
     found = {hits.prompts: hits for hits in sampled_extraction(*arguments)}
     assert torch.equal(state, torch.random.get_rng_state())
-    assert list(found) == ["nothing", "held-out prompts", "“company” repeated"]
+    assert list(found) == ["nothing", "training prompts", "held-out prompts", "“company” repeated"]
     nothing = found["nothing"]
     assert nothing.num_samples == 12 and nothing.samples >= 6 and nothing.training > 20
     assert (nothing.held_out, nothing.both) == (0, 0) and nothing.thinned == nothing.training
+    assert found["training prompts"].samples >= 10 and found["held-out prompts"].held_out == 0
     assert sampled_extraction(*arguments)[0] == nothing
 
 

@@ -54,6 +54,14 @@ def test_the_bounds_are_those_of_the_ledger():
     assert len(membership_rows(results, None)[1]) == 1
 
 
+def test_a_rate_that_so_few_records_can_not_show_is_not_shown():
+    """A threshold that none of 120 exceeds may accuse 2 % of others: that is no figure for 0.1 %."""
+    scores, included = np.arange(240.0), np.arange(240) >= 120
+    result = judge_attack("loss", scores, included)
+    assert list(result.true_positive_rate) == [0.01] and result.true_positive_rate[0.01].value == 1
+    assert membership_rows([result], None)[1][0][3] == "too few records"
+
+
 def test_records_that_differ_before_any_training_are_refused():
     """What tells easy texts from hard ones is no membership inference."""
     rng = np.random.default_rng(0)
@@ -74,4 +82,4 @@ def test_a_score_that_is_no_number_is_refused():
 def test_the_scores_of_single_records_are_not_written_out():
     """They are properties of private records."""
     found = judge_attack("loss", np.arange(40.0), np.arange(40) < 20).to_dict()
-    assert set(found) == {"attack", "auroc", "true_positive_rate"} and "0.001" in found["true_positive_rate"]
+    assert set(found) == {"attack", "auroc", "true_positive_rate"} and found["true_positive_rate"] == {}

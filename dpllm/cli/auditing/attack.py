@@ -24,7 +24,9 @@ def attack(
         str | None,
         typer.Option(help="A model that saw none of the records. Default: the one that the training began at."),
     ] = None,
-    records: Annotated[int, typer.Option(help="Members, and held-out records, at most.")] = 500,
+    records: Annotated[
+        int, typer.Option(help="Members, and held-out records, at most; an FPR of 0.1 % shows from 1000 on.")
+    ] = 1000,
     shadows: Annotated[int, typer.Option(help="LiRA with so many shadow adapters; they are trained here.")] = 0,
     shadow_epochs: Annotated[float, typer.Option(help="Passes of each shadow over its half of the records.")] = 4.0,
     extract: Annotated[int, typer.Option(help="Texts sampled per kind of prompt; 0: no extraction.")] = 200,
@@ -32,7 +34,7 @@ def attack(
     prefix: Annotated[int, typer.Option(help="Target tokens of a record given before it must be continued.")] = 10,
     new_tokens: Annotated[int, typer.Option(help="Tokens of a sampled text at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the likeliest so many tokens; 0: all.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample among the likeliest so many tokens; 0: all.")] = 40,
     word: Annotated[str, typer.Option(help="The word that one kind of prompt repeats.")] = "company",
     seed: Annotated[int, typer.Option(help="Of the draw of records, the samples and the shadows.")] = 0,
     as_json: AsJson = False,
