@@ -325,6 +325,7 @@ def continuations(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
+        repetition_penalty=1.0,  # whatever the model's own settings say: what is asked is what it remembers
         **choose,
     )
     short = [list(prompt[-(context - new_tokens) :]) for prompt in prompts]

@@ -4,7 +4,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.extraction import (
@@ -110,8 +110,9 @@ def test_samples_of_a_model_that_knows_its_rows_hold_training_spans_alone(memori
     assert sampled_extraction(*arguments)[0] == nothing
 
 
-def test_a_continuation_is_the_models_own(memorising, tokenizer, rows):
-    """Padding on the left, batches and what other prompts say change nothing."""
+def test_a_continuation_is_the_models_own(memorising, tokenizer, rows, monkeypatch):
+    """Padding on the left, batches, what other prompts say and settings saved with the model change nothing."""
+    monkeypatch.setattr(memorising, "generation_config", GenerationConfig(repetition_penalty=9.0, max_new_tokens=1))
     prompts = [ids[:length] for ids, length in zip(rows["input_ids"][:5], (3, 9, 6, 12, 4), strict=True)]
     found = continuations(memorising, tokenizer, prompts, 8, 8, None)
     for prompt, text in zip(prompts, found, strict=True):
