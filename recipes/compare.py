@@ -26,6 +26,7 @@ from dpllm.arguments import num_private_steps, training_arguments
 from dpllm.audit.attack_figure import plot_attacks
 from dpllm.audit.attacks import AttackReport, AttackSettings, attack_facts, attack_folder, attack_tables, json_text
 from dpllm.audit.bounds import AuditError
+from dpllm.audit.canaries import CanarySet
 from dpllm.audit.extraction import ExtractionSettings
 from dpllm.audit.lira import ShadowTraining
 from dpllm.audit.membership import interval
@@ -52,6 +53,8 @@ def main() -> None:
     except ValueError as error:
         if not finetune.console.quiet:
             print(f"error: {error}", file=sys.stderr)
+        if torch.distributed.is_initialized():
+            finetune.leave(2)
         sys.exit(2)
 
 
@@ -82,7 +85,7 @@ def run(recipe: Recipe, options: argparse.Namespace) -> None:
     settings = settings_of(options)
     output = Path(training_arguments({**finetune.PLAIN, **recipe.train}).output_dir)
     recipes = {name: in_folder(recipe, output / name) for name in (PRIVATE, PLAIN)}
-    check(recipe)
+    check(recipe, options.canaries)
     if is_finished(recipes[PRIVATE], LEDGER_FILE):
         finetune.console.print(f"{output / PRIVATE} is finished already: not trained again")
     else:
@@ -135,7 +138,7 @@ def settings_of(options: argparse.Namespace) -> AttackSettings:
     )
 
 
-def check(recipe: Recipe) -> None:
+def check(recipe: Recipe, canaries: Path | None) -> None:
     """Say before any training what could not be compared after it."""
     if recipe.model.task != "causal_lm":
         raise AuditError(
@@ -152,6 +155,11 @@ def check(recipe: Recipe) -> None:
     if load_train_and_eval(recipe.data)[1] is None:
         raise AuditError(
             "the recipe holds no records out, so there is no non-member to compare with: data.eval_fraction=0.1"
+        )
+    if canaries is not None and CanarySet.load(canaries).data_name != Path(recipe.data.path).name:
+        raise AuditError(
+            f"the recipe trains on {recipe.data.path}, into which {canaries} put nothing: give the recipe that "
+            "`dpllm audit prepare` wrote beside it"
         )
 
 

@@ -172,7 +172,15 @@ def test_a_recipe_with_public_training_is_compared_from_where_that_ended(compare
 def test_what_could_not_be_compared_is_refused_before_any_training(compare, recipe, override, message):
     """Minutes later it would be too late."""
     with pytest.raises(AuditError, match=message):
-        compare.check(load_recipe(recipe, [override]))
+        compare.check(load_recipe(recipe, [override]), None)
+
+
+def test_canaries_of_other_data_are_refused_before_any_training(compare, compared, recipe):
+    """They are not in the records of this recipe."""
+    options, _ = compared
+    compare.check(load_recipe(options.config), options.canaries)
+    with pytest.raises(AuditError, match=r"data\.jsonl, into which .*canaries\.json put nothing"):
+        compare.check(load_recipe(recipe), options.canaries)
 
 
 def test_two_random_starts_are_no_comparison(compare, recipe):
@@ -180,7 +188,7 @@ def test_two_random_starts_are_no_comparison(compare, recipe):
     made = load_recipe(recipe)
     model = dataclasses.replace(made.model, name=None, config={"model_type": "llama"}, tokenizer="x")
     with pytest.raises(AuditError, match="starts at random weights"):
-        compare.check(dataclasses.replace(made, model=model))
+        compare.check(dataclasses.replace(made, model=model), None)
 
 
 def test_a_mistake_is_one_line_and_exit_code_two(compare, recipe, monkeypatch, capsys):
