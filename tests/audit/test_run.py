@@ -147,7 +147,7 @@ class TestVerdicts:
         torch.nn.init.normal_(model.lm_head.weight, std=0.1)
         model.save_pretrained(other)
         result = audit_run(broken, prepared / CANARIES_FILE, model=other)
-        assert result.verdict == CONSISTENT and result.details["model"] == str(other)
+        assert result.details["model"] == str(other) and result.attacks[1].auroc.value < 0.9
         assert result.claimed_epsilon is not None and [attack.name for attack in result.attacks] == [LOSS, RATIO]
 
     def test_users(self, recipe_file: Path, base_model: Path, tmp_path: Path):
