@@ -137,9 +137,11 @@ class AuditResult:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values for people."""
-        claim = "none" if self.claimed_epsilon is None else f"ε = {self.claimed_epsilon:.4f} at δ = {self.delta:g}"
+        claim = "nothing"
+        if self.claimed_epsilon is not None:
+            claim = f"ε = {self.claimed_epsilon:.4f} at δ = {self.delta:g}, {self.adjacency} adjacency"
         rows = [
-            ("claimed", f"{claim}, {self.adjacency} adjacency"),
+            ("claimed", claim),
             ("unit of privacy", f"one {self.unit}"),
             ("canaries", f"{self.num_canaries:,} ({self.canary_kind}), {self.repetitions} row(s) each, in one unit"),
             ("included", f"{self.num_included:,}, by {self.inclusion}"),
