@@ -147,8 +147,6 @@ class Basis:
                 f"The gradient of canary {int(visible_M.argmin())} is nearly a combination of the other units' "
                 f"(a share of {float(visible_M.min()):.2g} is its own): take fewer canaries, or other rows"
             )
-        if float(_length(base_K, gram_KK)) < LEAST_VISIBLE:
-            raise AuditError("The base units' gradient is nearly a combination of the canaries': take other base rows")
         canary_MP = (own_MK / visible_M[:, None]).to(unit_KP.dtype) @ unit_KP
         base_P = (base_K / _length(base_K, gram_KK)).to(unit_KP.dtype) @ unit_KP
         return cls(canary_MP, base_P, visible_M.cpu().numpy())

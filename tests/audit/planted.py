@@ -199,7 +199,7 @@ def epochs() -> AuditResult:
 
 def empty_steps() -> AuditResult:
     """Two units at q = 1/2, so that many steps are empty; the first row of the data has an enormous gradient."""
-    return audit(*vectors(300, 1), Design(1, 1, 3000), batch=1, noise_multiplier=4.0)
+    return audit(*vectors(300, 1), Design(1, 1, 600, steps_per_block=8), batch=1, noise_multiplier=6.0)
 
 
 def resumed() -> AuditResult:

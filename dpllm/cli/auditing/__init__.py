@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dpllm.cli.auditing import attack, prepare, run
+from dpllm.cli.auditing import attack, gradient, prepare, run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -13,3 +13,4 @@ app = typer.Typer(
 prepare.register(app)
 run.register(app)
 attack.register(app)
+gradient.register(app)

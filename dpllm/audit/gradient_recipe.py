@@ -1,0 +1,183 @@
+"""The gradient audit of a recipe's model, on whatever engine `accelerate launch` sets up.
+
+Place in the flow: between the command `dpllm audit gradient` and `dpllm.audit.gradient`. No private row is read: base
+units and canaries are rows of random tokens, the same on every process, and so is whatever the model starts from at
+random. What is audited is the installed stack: model, adapters, clipping, noise, engine and library versions.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from dpllm.arguments import training_arguments
+from dpllm.audit.bounds import CONFIDENCE, AuditError
+from dpllm.audit.gradient import Basis, Design, Steps, observe, unit_gradients
+from dpllm.audit.gradient_attacks import judge_releases
+from dpllm.audit.result import AuditResult
+from dpllm.config import Recipe
+from dpllm.data import RowCollator, load_records
+from dpllm.engines import private_config
+from dpllm.ledger import LEDGER_FILE
+from dpllm.models import load_model, load_tokenizer
+from dpllm.plan import PrivacyPlan
+from dpllm.processes import Processes
+from dpllm.run import LossOf, PrivateRun, TrainingRows
+from dpllm.shared_ledger import SharedLedger
+from dpllm.trainer import default_row_loss
+from dpllm.units import UnitIndex
+
+_PUBLIC_SEED = 0  # of rows and starting weights: every process has to make the same ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the command line says; see `dpllm audit gradient --help`."""
+
+    blocks: int = 200
+    canaries: int = 8
+    base: int = 2
+    steps: int = 1
+    sampling_rate: float = 1.0
+    noise_multiplier: float = 1.0
+    delta: float = 1e-5
+    tokens: int = 16
+    confidence: float = CONFIDENCE
+
+    def plan(self, clip_norm: float) -> PrivacyPlan:
+        """The plan of all blocks.
+
+        Raises:
+            AuditError: the sampling rate doesn't give a whole number of units per step.
+        """
+        num_units = self.base + self.canaries
+        batch = round(self.sampling_rate * num_units)
+        if batch < 1 or abs(batch - self.sampling_rate * num_units) > 1e-9:
+            raise AuditError(
+                f"A sampling rate of {self.sampling_rate:g} of {num_units} units is no whole number of units: take "
+                f"{max(1, batch)}/{num_units} = {max(1, batch) / num_units:g}, or other numbers of units"
+            )
+        return PrivacyPlan(
+            unit="sequence",
+            adjacency="zero-out",
+            num_units=num_units,
+            sampling_rate=batch / num_units,
+            expected_batch_size=batch,
+            max_batch_size=num_units,
+            num_steps=self.blocks * self.steps,
+            noise_multiplier=self.noise_multiplier,
+            clip_norm=clip_norm,
+            delta=self.delta,
+        )
+
+
+def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None] = lambda: None) -> AuditResult | None:
+    """Audit the steps that a recipe's model takes. Called by all processes together.
+
+    Args:
+        recipe: its model, its clip norm and its microbatch are used; its data are not read.
+        settings: blocks, canaries, noise.
+        on_block: called after each block, for showing progress.
+
+    Returns:
+        The result, on rank 0.
+
+    Raises:
+        AuditError: settings that make no audit.
+        ConfigError: a model that can't be loaded.
+        EngineError: an engine that can't be used.
+    """
+    design = Design(settings.base, settings.canaries, settings.blocks, settings.steps)
+    plan = settings.plan(recipe.privacy.clip_norm)
+    design.check(plan)
+    torch.manual_seed(_PUBLIC_SEED)
+    model, rows = _model_and_rows(recipe, settings, int(recipe.train.get("per_device_train_batch_size", 8)))
+    loss_of = _loss_of(model)
+    basis = Basis.of(unit_gradients(model, rows, loss_of, range(plan.num_units)), design.num_base)
+    # Only now: where ZeRO-3 is set up already, a model is loaded in parts, of which no gradient can be taken.
+    args = training_arguments({**recipe.train, "report_to": "none"})
+    accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else None)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    prepared, optimizer = _prepared(accelerator, model, optimizer)
+    processes = Processes()
+    folder = Path(processes.from_main(lambda: tempfile.mkdtemp(prefix="dpllm-audit-")))
+    try:
+        ledger = SharedLedger.create(folder / LEDGER_FILE, plan, processes)
+        run = PrivateRun(plan, rows, ledger)
+        run.attach(prepared, optimizer)
+        with accelerator.autocast():
+            release = Steps(run, prepared, optimizer, loss_of, design.steps_per_block)
+            seen = observe(release, basis, design, plan.population, processes, on_block)
+        run.detach()
+        ledger.close()
+    finally:
+        if processes.is_main:
+            shutil.rmtree(folder)
+    kind = accelerator.distributed_type.value.lower()
+    setup = f"{type(model).__name__}, {processes.size} process(es), engine of accelerate's type {kind}"
+    accelerator.end_training()  # the other processes have nothing more to do
+    return judge_releases(seen, plan, design, setup, settings.confidence) if processes.is_main else None
+
+
+def _model_and_rows(recipe: Recipe, settings: Settings, max_rows: int) -> tuple[Any, TrainingRows]:
+    """The recipe's model, and rows of random tokens of two lengths."""
+    public = recipe.public_pretrain
+    texts = load_records(public.data)[public.data.text_column] if public and recipe.model.tokenizer_vocab_size else None
+    tokenizer = load_tokenizer(recipe.model, texts)
+    task = recipe.model.task
+    model = load_model(recipe.model, tokenizer, 2)
+    rng = np.random.default_rng(_PUBLIC_SEED)
+    examples = [
+        _random_row(rng, settings.tokens - unit % 2, len(tokenizer), task)
+        for unit in range(settings.base + settings.canaries)
+    ]
+    return model, TrainingRows(
+        units=UnitIndex.one_row_per_unit(len(examples)),
+        lengths=np.array([len(example["input_ids"]) for example in examples]),
+        fetch=lambda numbers: [examples[int(number)] for number in numbers],
+        collate=RowCollator(pad_token_id=tokenizer.pad_token_id, task=task),
+        max_rows=max_rows,
+    )
+
+
+def _random_row(rng: np.random.Generator, length: int, num_tokens: int, task: str) -> dict[str, Any]:
+    ids = rng.integers(0, num_tokens, max(2, length)).tolist()
+    if task == "sequence_classification":
+        return {"input_ids": ids, "labels": int(rng.integers(0, 2))}
+    return {"input_ids": ids, "labels": rng.integers(0, num_tokens, len(ids)).tolist() if task == "seq2seq_lm" else ids}
+
+
+def _loss_of(model: nn.Module) -> LossOf:
+    """The loss per row of the model's task."""
+    row_loss = default_row_loss(model)
+
+    def loss_of(module: Any, inputs: Mapping[str, Any]) -> Tensor:
+        device = next(module.parameters()).device
+        moved = {name: value.to(device) for name, value in inputs.items()}
+        labels = moved.pop("labels")
+        if getattr(module.config, "is_encoder_decoder", False):
+            moved["decoder_input_ids"] = module.prepare_decoder_input_ids_from_labels(labels)
+        return row_loss(module(**moved), labels)
+
+    return loss_of
+
+
+def _prepared(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """Model and optimizer as the engine has them."""
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:
+        config = plugin.deepspeed_config
+        private_config(config)
+        config["train_micro_batch_size_per_gpu"] = 1
+        config.update(zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False)
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    return prepared, wrapped

@@ -1,0 +1,73 @@
+"""`dpllm audit gradient`: what the private steps of this installation really release."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dpllm.cli.common import AsJson, one_line_errors, show
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        epilog="Example: dpllm audit gradient --config recipes/quickstart.yaml, or with several processes: accelerate "
+        "launch --config_file accelerate_configs/ddp.yaml -m dpllm.cli audit gradient --config recipes/quickstart.yaml"
+    )(gradient)
+
+
+@one_line_errors
+def gradient(
+    config: Annotated[Path, typer.Option(help="The recipe; its data are not read.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Such as model.name=gpt2.", metavar="key=value", show_default=False)
+    ] = None,
+    blocks: Annotated[int, typer.Option(help="R: independent repetitions, each with coins of its own.")] = 200,
+    canaries: Annotated[int, typer.Option(help="Canaries, each included by a fair coin in each block.")] = 8,
+    base: Annotated[int, typer.Option(help="Units that are always there.")] = 2,
+    steps: Annotated[int, typer.Option(help="T: steps of a block; the claim is ε of so many.")] = 1,
+    sampling_rate: Annotated[float, typer.Option(help="q; q times the units must be a whole number.")] = 1.0,
+    noise_multiplier: Annotated[float, typer.Option(help="σ of the steps that are audited.")] = 1.0,
+    delta: Annotated[float, typer.Option(help="δ of the claim.")] = 1e-5,
+    tokens: Annotated[int, typer.Option(help="Tokens of a canary's row.")] = 16,
+    confidence: Annotated[float, typer.Option(help="A sound stack passes with at least this probability.")] = 0.95,
+    output: Annotated[Path | None, typer.Option(help="Folder for audit.json.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take private steps with canaries of known gradients, and compute from what they release how much ε is at least.
+
+    Rows are of random tokens, and the model stays where it is. Exit code 1: the lower bound is above ε, so something in
+    this installation breaks the guarantee.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from dpllm.audit.gradient_recipe import Settings, audit_recipe
+    from dpllm.config import load_recipe
+
+    settings = Settings(
+        blocks=blocks,
+        canaries=canaries,
+        base=base,
+        steps=steps,
+        sampling_rate=sampling_rate,
+        noise_multiplier=noise_multiplier,
+        delta=delta,
+        tokens=tokens,
+        confidence=confidence,
+    )
+    quiet = as_json or int(os.environ.get("RANK", "0")) > 0
+    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
+        task = progress.add_task("blocks", total=blocks)
+        result = audit_recipe(load_recipe(config, overrides or []), settings, lambda: progress.advance(task))
+    if result is None:
+        return
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        result.save(output)
+    show(result.to_dict(), result.rows(), "Gradient canaries", as_json)
+    if result.failed:
+        raise typer.Exit(1)

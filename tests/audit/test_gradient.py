@@ -1,0 +1,271 @@
+"""The parts of the gradient audit: directions, releases, scores, refusals. Whole audits: `test_planted_bugs`."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from dpllm import PrivateRun
+from dpllm.audit.bounds import AuditError
+from dpllm.audit.gradient import Basis, Design, Observations, Steps, _check_plain_sgd, observe, unit_gradients
+from dpllm.audit.gradient_attacks import judge_releases, known_orders, scores_of
+from dpllm.audit.gradient_recipe import Settings
+from dpllm.audit.result import CONSISTENT, FAIL
+from dpllm.cli import app
+from dpllm.engines.whole import updates_by_itself, whole_gradient, whole_parameters
+from tests.audit.planted import CLIP_NORM, Charged, Tied, basis_of, plan_of, text_loss, texts, vectors
+from tests.conftest import tiny_llama_config
+
+
+def steps_of(noise_multiplier, design, *lengths):
+    """A run on the units of `vectors`, every one in every step."""
+    model, rows, loss_of = vectors(*lengths)
+    plan = plan_of(len(lengths), len(lengths), noise_multiplier, design.num_blocks * design.steps_per_block)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    basis = basis_of(model, rows, loss_of, design)
+    run = PrivateRun(plan, rows, Charged())
+    run.attach(model, optimizer)
+    return Steps(run, model, optimizer, loss_of, design.steps_per_block), basis, model
+
+
+def test_a_unit_s_gradient_is_that_of_autograd():
+    """Of all its rows together, in the order of the parameters, with a tied weight counted once."""
+    torch.manual_seed(0)
+    model = Tied(7, 3)
+    rows = texts(([1, 2, 3], [-100, 2, 3]), ([4, 5], [-100, 5]))
+    found = unit_gradients(model, rows, text_loss, [1, 0])
+    for unit, gradient in zip((1, 0), found, strict=True):
+        model.zero_grad()
+        text_loss(model, rows.collate(rows.fetch(np.array([unit])))).sum().backward()
+        torch.testing.assert_close(gradient, model.embedding.weight.grad.flatten())
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_canary_s_vector_sees_no_other_unit():
+    """Its own gradient with the share that is visible, every other unit's with 0."""
+    gradient_KP = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
+    basis = Basis.of(gradient_KP, num_base=2)
+    seen = basis.canary_MP @ (gradient_KP / gradient_KP.norm(dim=1, keepdim=True)).T
+    torch.testing.assert_close(seen[:, 2:].diag(), torch.tensor(basis.visible_M).float())
+    seen[:, 2:].fill_diagonal_(0)
+    assert float(seen.abs().max()) < 1e-5
+    torch.testing.assert_close(basis.canary_MP.norm(dim=1), torch.ones(3))
+    assert float((gradient_KP[2:] @ basis.base_P).abs().max()) < 1e-5
+
+
+def test_base_units_may_be_alike():
+    """Witnesses with the same row are one direction, which the canaries' vectors avoid."""
+    basis = Basis.of(torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [1.0, 1.0, 0]]), num_base=2)
+    assert basis.canary_MP[0].tolist() == pytest.approx([0, 1, 0], abs=1e-6)
+
+
+def test_without_noise_to_speak_of_a_release_is_the_clipped_sum():
+    """A canary that is there shows C, one that isn't 0; AdamW's parameters stay where they are."""
+    design = Design(num_base=1, num_canaries=3, num_blocks=8, steps_per_block=2)
+    release, basis, model = steps_of(1e-4, design, 1, 2, 0.5, 4)
+    before = whole_parameters(model, model)
+    seen = observe(release, basis, design, 4)
+    expected = seen.included_RM[:, None] * np.array([1, 0.5, 1]) * CLIP_NORM
+    assert np.abs(seen.canary_RTM - expected).max() < 1e-3
+    assert np.abs(seen.base_RT - CLIP_NORM).max() < 1e-3
+    assert torch.equal(before, whole_parameters(model, model)) and not whole_gradient(model).any()
+    assert not updates_by_itself(model)
+
+
+def test_the_same_release_twice_is_found_without_the_coins():
+    """Of three steps the two whose whole releases are nearest."""
+    vectors_TP = [torch.tensor([0.0, 9.0]), torch.tensor([5.0, 0.0]), torch.tensor([5.0, 0.1])]
+    design = Design(num_base=1, num_canaries=1, num_blocks=1, steps_per_block=3)
+    basis = Basis.of(torch.eye(2), num_base=1)
+    assert observe(lambda present: vectors_TP, basis, design, 2).alike_R2.tolist() == [[1, 2]]
+
+
+def test_scores_of_every_attack():
+    """By hand, for one block that is one pass over three units, the last of them a canary."""
+    design, plan = Design(2, 1, 1, steps_per_block=3), plan_of(3, 1, 1.0, 3)
+    seen = Observations(
+        np.array([[True]]), np.array([[[1.0], [2.0], [4.0]]]), np.array([[1.0, 1.0, 0.5]]), np.array([[2, 0]])
+    )
+    scores = scores_of(seen, plan, design)
+    place = int(np.flatnonzero(known_orders(3)["DistributedSampler's"] == 2)[0])
+    assert {name: float(score[0, 0]) for name, score in scores.items()} == {
+        "total": 7.0,
+        "others": -2.5,
+        "repeated noise": 3.0,
+        "known order (by number)": 4.0,
+        "known order (DistributedSampler's)": [1.0, 2.0, 4.0][place],
+    }
+    one_step = dataclasses.replace(design, steps_per_block=1)
+    assert list(scores_of(dataclasses.replace(seen, canary_RTM=np.ones((1, 1, 1))), plan, one_step)) == [
+        "total",
+        "others",
+    ]
+
+
+def test_the_stock_order_is_torch_s():
+    """What DistributedSampler gives in its first epoch, with the seed that it has by default."""
+    from torch.utils.data import DistributedSampler
+
+    sampler = DistributedSampler(list(range(11)), num_replicas=1, rank=0)
+    assert known_orders(11)["DistributedSampler's"].tolist() == list(sampler)
+
+
+@pytest.mark.parametrize("noise", [1.0, 0.3])
+def test_several_canaries_are_judged_by_both_methods(noise):
+    """Simulated releases: with the claimed noise nothing is refuted, with a third of it both methods refute."""
+    rng, design, plan = np.random.default_rng(5), Design(1, 4, 400), plan_of(5, 5, 1.0, 400)
+    included = rng.random((400, 4)) < 0.5
+    canary = CLIP_NORM * (included + noise * rng.normal(size=included.shape))
+    seen = Observations(included, canary[:, None], rng.normal(size=(400, 1)), np.zeros((400, 2), dtype=np.int64))
+    result = judge_releases(seen, plan, design, "simulated", confidence=0.999)
+    assert result.verdict == (CONSISTENT if noise == 1 else FAIL)
+    total = result.attacks[0]
+    assert total.name == "total" and [bound.method.split(",")[0] for bound in total.bounds] == [
+        *["independent runs"] * 2,
+        *["one run"] * 2,
+    ]
+    assert result.num_canaries == 1600 and "simulated" in dict(result.rows())["audited"]
+    assert json.dumps(result.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("design", "plan", "match"),
+    [
+        ({"num_blocks": 11}, {}, "11 blocks of 1 steps are 11 steps, the plan has 10"),
+        ({"num_canaries": 4}, {}, "1 base units and 4 canaries, but the plan is for 4 units"),
+        ({}, {"noise_multiplier": 0.0}, "claims nothing that could be refuted"),
+        ({}, {"seeded": True}, "fixed seed, and its noise is known"),
+    ],
+)
+def test_plans_that_carry_no_audit_are_refused(design, plan, match):
+    """Too few steps or units, no noise, or noise that is known to all."""
+    made = dataclasses.replace(plan_of(4, 4, 1.0, 10), **plan)
+    with pytest.raises(AuditError, match=match):
+        Design(**{"num_base": 1, "num_canaries": 3, "num_blocks": 10, **design}).check(made)
+
+
+def test_single_rows_are_no_canaries():
+    """A plan that draws rows protects users, who would be several canaries."""
+    rows = {"unit": "user", "unit_column": "who", "max_rows_per_unit": 1, "rows_kept": "first"}
+    plan = dataclasses.replace(plan_of(4, 4, 1.0, 10), sampling="example", num_examples=4, **rows)
+    with pytest.raises(AuditError, match="the plan draws single rows"):
+        Design(1, 3, 10).check(plan)
+
+
+@pytest.mark.parametrize("name", ["num_base", "num_canaries", "num_blocks", "steps_per_block"])
+def test_there_is_at_least_one_of_everything(name):
+    """An audit of no canary would always pass."""
+    with pytest.raises(AuditError, match=f"{name} is 0; at least 1"):
+        Design(**{"num_base": 1, "num_canaries": 1, "num_blocks": 1, name: 0})
+
+
+@pytest.mark.parametrize(
+    ("gradients", "match"),
+    [
+        ([[1.0, 0.0], [0.0, 0.0]], "gradient of unit 1 is zero"),
+        ([[float("nan"), 0.0], [0.0, 1.0]], "gradient of unit 0 is zero or not finite"),
+        ([[1.0, 0.0], [1.0, 0.01]], "canary 0 is nearly a combination"),
+        ([[1.0, 1.0, 0.01], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], "canary 0 is nearly"),  # they span the base unit's
+    ],
+)
+def test_gradients_that_can_t_be_told_apart_are_refused(gradients, match):
+    """They would make an audit without power, which passes."""
+    with pytest.raises(AuditError, match=match):
+        Basis.of(torch.tensor(gradients), num_base=1)
+
+
+def test_packed_rows_are_refused():
+    """One row by itself is no packed row."""
+    model, rows, loss_of = vectors(1, 2)
+    with pytest.raises(AuditError, match="can't be run one by one"):
+        unit_gradients(model, dataclasses.replace(rows, packed=True), loss_of, [0])
+
+
+def test_releases_of_another_model_are_refused():
+    """Fewer vectors than steps, or of another length."""
+    basis, design = Basis.of(torch.eye(3), num_base=1), Design(1, 2, 1, steps_per_block=2)
+    for released in ([torch.zeros(3)], [torch.zeros(4)] * 2, []):
+        with pytest.raises(AuditError, match="the model that is trained is not"):
+            observe(lambda present, released=released: released, basis, design, 3)
+    seen = Observations(np.ones((1, 2), bool), np.ones((1, 1, 2)), np.ones((1, 1)), np.zeros((1, 2), dtype=np.int64))
+    with pytest.raises(AuditError, match="the design says"):
+        scores_of(seen, plan_of(3, 3, 1.0, 2), design)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [lambda p: torch.optim.AdamW(p), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)]
+)
+def test_a_movement_that_is_no_gradient_is_refused(optimizer):
+    """Adam's step, or momentum's, doesn't say what was released."""
+    with pytest.raises(AuditError, match="doesn't move them by the gradient alone"):
+        _check_plain_sgd(optimizer(nn.Linear(2, 2).parameters()))
+
+
+def test_a_sampling_rate_gives_whole_units():
+    """Another rate than the one asked for would be another claim."""
+    assert Settings(base=2, canaries=6, sampling_rate=0.5).plan(1.0).sampling_rate == 0.5
+    with pytest.raises(AuditError, match=r"no whole number of units: take 3/10 = 0\.3"):
+        Settings(base=2, canaries=8, sampling_rate=0.33).plan(1.0)
+
+
+def recipe_of(folder, saved):
+    path = folder / "recipe.json"
+    sections = {
+        "model": {"name": str(saved)},
+        "data": {"path": "nowhere.jsonl", "max_length": 32},
+        "privacy": {"target_epsilon": 8, "clip_norm": 1.0, "expected_batch_size": 8},
+        "train": {"output_dir": str(folder / "run"), "per_device_train_batch_size": 4, "use_cpu": True},
+    }
+    path.write_text(json.dumps(sections))
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A tiny model with a tokenizer, in a folder."""
+    from transformers import LlamaForCausalLM
+
+    from dpllm.tokenization import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = train_tokenizer(["to be or not to be, that is the question"] * 20, 60, 64)
+    torch.manual_seed(0)
+    LlamaForCausalLM(tiny_llama_config(vocab_size=len(tokenizer))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_command_audits_a_recipe_s_model(saved, tmp_path):
+    """No data are read; the result is printed and written, and a claim that holds is exit code 0."""
+    options = [
+        "--blocks",
+        "25",
+        "--canaries",
+        "4",
+        "--output",
+        str(tmp_path / "out"),
+        "--confidence",
+        "0.999",
+        "--json",
+    ]
+    done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, saved)), *options])
+    assert done.exit_code == 0, done.output
+    printed = json.loads(done.stdout.splitlines()[-1])
+    assert printed["verdict"] == CONSISTENT and printed["num_canaries"] == 100
+    assert printed["attacks"][0]["auroc"]["high"] > 0.6
+    assert "LlamaForCausalLM" in printed["details"]["audited"]
+    assert json.loads((tmp_path / "out/audit.json").read_text())["epsilon_lower"] == printed["epsilon_lower"]
+
+
+def test_the_command_fails_where_the_claim_does(saved, tmp_path, monkeypatch):
+    """Noise that is left out is exit code 1."""
+    monkeypatch.setattr("dpllm.noise.NoiseSource.add_", lambda self, grad, noise_stddev: None)
+    monkeypatch.setattr("dpllm.guard.UpdateGuard.verify", lambda self: None)
+    options = ["--blocks", "60", "--canaries", "2"]
+    done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, saved)), *options])
+    assert done.exit_code == 1, done.output
+    assert "FAIL" in done.stdout
