@@ -265,7 +265,7 @@ def test_the_command_fails_where_the_claim_does(saved, tmp_path, monkeypatch):
     """Noise that is left out is exit code 1."""
     monkeypatch.setattr("dpllm.noise.NoiseSource.add_", lambda self, grad, noise_stddev: None)
     monkeypatch.setattr("dpllm.guard.UpdateGuard.verify", lambda self: None)
-    options = ["--blocks", "60", "--canaries", "2"]
+    options = ["--blocks", "120", "--canaries", "2"]
     done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, saved)), *options])
     assert done.exit_code == 1, done.output
     assert "FAIL" in done.stdout

@@ -62,8 +62,8 @@ BUGS = [
             (
                 "dpllm/run.py",
                 "            self._noise,\n        )",
-                "            NoiseSource(self._rng.bit_generator.seed_seq.entropy"
-                " + self.ledger.num_steps // 2),\n        )",
+                "            NoiseSource(self._rng.bit_generator.seed_seq.entropy + self.ledger.num_steps // 2)\n"
+                "        )",
             ),
         ),
     ),
