@@ -32,6 +32,11 @@ DTYPES = ("float32", "bfloat16", "auto")
 FORMATS = ("text", "prompt_completion", "chat", "classification")
 LONG_RECORDS = ("truncate", "split")
 
+RECIPE_FILE = "recipe.yaml"
+"""The recipe of a run, in its folder."""
+PRETRAINED_FOLDER = "public_pretrain"
+"""The model that the private training began at, where the recipe made it, in the folder of the run."""
+
 _NOT_POISSON = (
     *("shuffle", "shuffled", "random", "epoch", "sequential", "fixed", "fixed-size", "fixed_size"),
     *("balls-in-bins", "balls_in_bins", "without-replacement", "without_replacement"),

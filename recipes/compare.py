@@ -24,16 +24,15 @@ from transformers import Trainer
 
 from dpllm.arguments import num_private_steps, training_arguments
 from dpllm.audit.attack_figure import plot_attacks
-from dpllm.audit.attacks import AttackReport, AttackSettings, attack_facts, attack_folder, attack_tables, json_text
+from dpllm.audit.attacks import AttackReport, AttackSettings, attack_facts, attack_folder, attack_tables
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.canaries import CanarySet
 from dpllm.audit.extraction import ExtractionSettings
 from dpllm.audit.lira import ShadowTraining
 from dpllm.audit.membership import interval
-from dpllm.audit.released import PRETRAINED_FOLDER, RECIPE_FILE
-from dpllm.audit.result import AuditResult
+from dpllm.audit.result import AuditResult, json_text
 from dpllm.audit.run import audit_run
-from dpllm.config import Recipe, load_recipe, save_recipe
+from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, Recipe, load_recipe, save_recipe
 from dpllm.data import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.models import load_base_model, load_tokenizer, prepare_model

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from dpllm import DPTrainer, load_recipe
 from dpllm.arguments import plan_for, training_arguments
 from dpllm.budget import require_room
-from dpllm.config import ModelConfig, Recipe, save_recipe
+from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ModelConfig, Recipe, save_recipe
 from dpllm.data import RowCollator, load_records, load_train_and_eval, num_labels_of, tokenize_records, unit_index_of
 from dpllm.evaluation import Measurement, measure
 from dpllm.figures import plot_training
@@ -34,7 +34,6 @@ from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes
 
 PLAIN = {"save_strategy": "no", "report_to": "none"}
-PRETRAINED_FOLDER = "public_pretrain"
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -130,7 +129,7 @@ def run(recipe: Recipe) -> None:
     console.rule("private fine-tuning")
     if args.should_save:
         output.mkdir(parents=True, exist_ok=True)
-        save_recipe(recipe, output / "recipe.yaml")
+        save_recipe(recipe, output / RECIPE_FILE)
     trainer.train(resume_from_checkpoint=resume)
     after = measure(trainer.model, eval_rows, collator, processes=trainer.processes) if eval_rows else None
 

@@ -6,9 +6,8 @@ finds are estimates on private records, which ε doesn't cover: the single score
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,7 @@ from dpllm.audit.released import (
     record_key,
     starting_point,
 )
+from dpllm.audit.result import json_text
 from dpllm.audit.roc import Estimate
 from dpllm.audit.scores import TokenScores, join_rows, token_scores
 from dpllm.config import ConfigError, Recipe
@@ -339,23 +339,3 @@ def _epsilon(released: Released) -> float | None:
     if released.plan is None or released.history is None:
         return None
     return epsilon(released.history, released.plan.delta, "zero-out")
-
-
-def json_text(values: Mapping[str, Any]) -> str:
-    """Return JSON for a file, an infinite number as "inf".
-
-    >>> print(json_text({"epsilon": math.inf}))
-    {
-     "epsilon": "inf"
-    }
-    <BLANKLINE>
-    """
-    return json.dumps(_finite(values), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return "inf" if isinstance(value, float) and math.isinf(value) else value

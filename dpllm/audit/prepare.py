@@ -41,12 +41,11 @@ from dpllm.audit.canaries import (
 )
 from dpllm.audit.kinds import KINDS, RANDOM_TOKENS, RARE_SUFFIX, SAMPLED, Pair, distinct, random_tokens, rare_suffix
 from dpllm.audit.kinds import sampled as sampled_texts
-from dpllm.config import DataConfig, ModelConfig, Recipe, nearest, recipe_to_dict, save_recipe
+from dpllm.config import RECIPE_FILE, DataConfig, ModelConfig, Recipe, nearest, recipe_to_dict, save_recipe
 from dpllm.data import load_records, load_train_and_eval, tokenization_info, tokenize_records, unit_index_of
 from dpllm.models import load_base_model, load_tokenizer
 from dpllm.sampling import secret_rng
 
-RECIPE_FILE = "recipe.yaml"
 HELD_OUT_FILE = "held_out.parquet"
 RUN_FOLDER = "run"
 DEFAULT_CANARIES = 1000

@@ -21,15 +21,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from dpllm.accounting import History
 from dpllm.audit.bounds import AuditError
-from dpllm.config import DataConfig, Recipe, load_recipe
+from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, DataConfig, Recipe, load_recipe
 from dpllm.data import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.models import DTYPES, load_tokenizer
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 from dpllm.records import required_columns
 
-RECIPE_FILE = "recipe.yaml"
-PRETRAINED_FOLDER = "public_pretrain"
 FEWEST_RECORDS = 20
 """Members, and non-members, below which an attack's figures would be noise."""
 

@@ -176,7 +176,7 @@ class AuditResult:
         """Write `AUDIT_FILE` into a folder, with the time; returns its path."""
         path = Path(folder) / AUDIT_FILE
         values = {"format": 1, "made_at": datetime.now(UTC).isoformat(timespec="seconds"), **self.to_dict()}
-        path.write_text(json.dumps(_finite(values), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json_text(values), encoding="utf-8")
         return path
 
 
@@ -255,9 +255,21 @@ def _claims(history: History) -> bool:
     return bool(steps) and all(step.noise_multiplier > 0 for step, _ in steps)
 
 
+def json_text(values: Mapping[str, Any]) -> str:
+    """Return JSON for a file, an infinite number as "inf".
+
+    >>> print(json_text({"epsilon": math.inf}))
+    {
+      "epsilon": "inf"
+    }
+    <BLANKLINE>
+    """
+    return json.dumps(_finite(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return "inf" if isinstance(value, float) and math.isinf(value) else value

@@ -28,7 +28,7 @@ from dpllm.audit.exposure import FEWEST_REFERENCE, exposure
 from dpllm.audit.figure import plot_audit
 from dpllm.audit.result import AuditResult, judge
 from dpllm.audit.scores import loss_score, ratio_score, token_scores
-from dpllm.config import ConfigError, ModelConfig, load_recipe
+from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ConfigError, ModelConfig, load_recipe
 from dpllm.data import RowCollator, tokenization_info, tokenize_records
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.losses import IGNORE
@@ -37,8 +37,6 @@ from dpllm.models import load_base_model
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 
 PICTURE_FILE = "audit.png"
-PRETRAINED_FOLDER = "public_pretrain"
-RECIPE_FILE = "recipe.yaml"
 LOSS, RATIO = "loss", "ratio to the reference"
 
 _ADAPTER = "adapter_config.json"
@@ -98,7 +96,7 @@ def audit_run(
     check_data(made, canaries.parent)
     tokenizer = _tokenizer(released)
     rows = canary_rows([*made.canaries, *made.candidates], made, tokenizer)
-    own = load_released(released.model_folder, run_folder, made, tokenizer)
+    own = load_model_of_run(released.model_folder, run_folder, made, tokenizer)
     base = _reference(reference, run_folder, made, tokenizer)
     scores = score_canaries(own, base, rows, int(tokenizer.pad_token_id))
     per_unit = len(made.canaries[0].records)
@@ -267,7 +265,7 @@ def _on_device(model: Any) -> Any:
     return model.to(torch.accelerator.current_accelerator() or "cpu")
 
 
-def load_released(folder: Path, run_folder: Path, made: CanarySet, tokenizer: PreTrainedTokenizerBase) -> Any:
+def load_model_of_run(folder: Path, run_folder: Path, made: CanarySet, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Load a model as it is released: weights of transformers, or adapters of PEFT on the weights that they name.
 
     Raises:

@@ -21,7 +21,7 @@ from dpllm.audit import run as auditing
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.canaries import CANARIES_FILE, Canary, CanarySet
 from dpllm.audit.result import AUDIT_FILE, CONSISTENT, FAIL, NO_CLAIM
-from dpllm.audit.run import LOSS, PICTURE_FILE, RATIO, audit_run, canary_rows, load_released
+from dpllm.audit.run import LOSS, PICTURE_FILE, RATIO, audit_run, canary_rows, load_model_of_run
 from dpllm.cli import app
 from dpllm.config import ConfigError, PrivacyConfig, load_recipe
 from dpllm.data import RowCollator, load_train_and_eval, tokenize_records
@@ -180,17 +180,17 @@ class TestModels:
         model.save_pretrained(tmp_path)
         tokenizer = AutoTokenizer.from_pretrained(base_model)
         ids = torch.tensor([[5, 6, 7]])
-        loaded = load_released(tmp_path, tmp_path, made, tokenizer)
+        loaded = load_model_of_run(tmp_path, tmp_path, made, tokenizer)
         torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
         pretrained = AutoModelForCausalLM.from_pretrained(base_model)
         torch.nn.init.normal_(pretrained.lm_head.weight)
         pretrained.save_pretrained(tmp_path / "public_pretrain")
-        loaded = load_released(tmp_path, tmp_path, made, tokenizer)
+        loaded = load_model_of_run(tmp_path, tmp_path, made, tokenizer)
         assert torch.equal(loaded.base_model.model.lm_head.weight, pretrained.lm_head.weight)
         config = json.loads((tmp_path / "adapter_config.json").read_text())
         (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "r": 3}))
         with pytest.raises(ConfigError, match=r"the adapters in .* don't fit"):
-            load_released(tmp_path, tmp_path, made, tokenizer)
+            load_model_of_run(tmp_path, tmp_path, made, tokenizer)
 
     def test_a_prefix_is_read_and_not_scored(self, made, base_model):
         """What stands before a rare suffix is no target; what follows is, to the end of the text."""
