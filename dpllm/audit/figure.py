@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +75,7 @@ def plot_audit(
     return path
 
 
-def _bars(panel, result: AuditResult) -> None:  # type: ignore[no-untyped-def]
+def _bars(panel: Any, result: AuditResult) -> None:
     named = [("shown at least", result.epsilon_lower, BLUE), ("could show at most", result.ceiling, GREY)]
     if result.claimed_epsilon is not None:
         named.insert(1, ("claimed", result.claimed_epsilon, ORANGE))

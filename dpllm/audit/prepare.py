@@ -113,6 +113,11 @@ class Prepared:
         return self.folder / RECIPE_FILE
 
     @property
+    def secret_path(self) -> Path:
+        """Which canaries are in; a secret until the audit."""
+        return self.folder / CANARIES_FILE
+
+    @property
     def run_folder(self) -> Path:
         """Where that recipe writes the model."""
         return self.folder / RUN_FOLDER

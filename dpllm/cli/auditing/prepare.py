@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dpllm.cli.common import AsJson, one_line_errors, show
+
+if TYPE_CHECKING:
+    from dpllm.audit.prepare import Prepared
 
 
 def register(app: typer.Typer) -> None:
@@ -61,7 +64,6 @@ def prepare(
     Then train with that recipe, and audit with `dpllm audit run`. canaries.json is a secret until then: it says which
     canaries are in, and only its owner can read it. The folder holds a copy of the private records.
     """
-    from dpllm.audit.canaries import CANARIES_FILE
     from dpllm.audit.prepare import CanaryOptions, read_prefixes
     from dpllm.audit.prepare import prepare as prepare_audit
     from dpllm.config import load_recipe
@@ -78,31 +80,42 @@ def prepare(
         num_candidates=candidates,
     )
     prepared = prepare_audit(load_recipe(config, overrides or ()), output, options)
-    made, secret = prepared.made, output / CANARIES_FILE
-    per_unit = len(made.canaries[0].records) * made.repetitions
-    run_folder = prepared.run_folder
-    values = {
+    show(_values(prepared), _rows(prepared), f"Audit of {config}", as_json)
+
+
+def _values(prepared: Prepared) -> dict[str, Any]:
+    """For programs."""
+    made = prepared.made
+    return {
         "canaries": len(made.canaries),
         "kind": made.kind,
         "unit": made.unit,
-        "records_per_canary": per_unit,
+        "records_per_canary": _records_per_canary(prepared),
         "num_units": made.num_units,
         "delta": made.delta,
         "ceiling": prepared.ceiling,
         "recipe": str(prepared.recipe_path),
-        "data": str(output / made.data_name),
-        "secret": str(secret),
-        "run_folder": str(run_folder),
+        "data": str(prepared.folder / made.data_name),
+        "secret": str(prepared.secret_path),
+        "run_folder": str(prepared.run_folder),
         "created_at": made.created_at,
     }
-    rows = [
+
+
+def _rows(prepared: Prepared) -> list[tuple[str, str]]:
+    """For people."""
+    made, per_unit = prepared.made, _records_per_canary(prepared)
+    return [
         ("canaries m", f"{len(made.canaries):,} ({made.kind}), {per_unit} record(s) each, in one {made.unit}"),
         ("included", "each by a fair coin of its own; which ones is secret"),
         ("units N, with those included", f"{made.num_units:,}"),
         ("ceiling", f"ε ≥ {prepared.ceiling:.2f} at δ = {made.delta:g}: the most that so many can show, at 95 %"),
-        ("data", str(output / made.data_name)),
-        ("secret until the audit", f"{secret} (mode 0600)"),
+        ("data", str(prepared.folder / made.data_name)),
+        ("secret until the audit", f"{prepared.secret_path} (mode 0600)"),
         ("train", f"accelerate launch recipes/finetune.py --config {prepared.recipe_path}"),
-        ("then", f"dpllm audit run {run_folder} --canaries {secret}"),
+        ("then", f"dpllm audit run {prepared.run_folder} --canaries {prepared.secret_path}"),
     ]
-    show(values, rows, f"Audit of {config}", as_json)
+
+
+def _records_per_canary(prepared: Prepared) -> int:
+    return len(prepared.made.canaries[0].records) * prepared.made.repetitions
