@@ -7,8 +7,10 @@ Place in the flow: below report; reads the report's values and computes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from dpllm.markdown import values_in_words
 
 MOST_DIFFERENCE = 0.01
 """Two accountants that differ by more than this share of ε disagree."""
@@ -30,7 +32,7 @@ def checklist(report: Mapping[str, Any]) -> list[dict[str, Any]]:
         "definition": _definition(report["definition"]),
         "accounting": _accounting(report["statement"], report["accounting"]),
         "strength": _strength(report["strength"]),
-        "checkable": _checkable(report["checkable"]),
+        "checkable": _checkable(report["checkable"], report["noted_open_points"]),
         "utility": _utility(report["utility"]),
     }
     return [
@@ -57,6 +59,7 @@ def open_points(report: Mapping[str, Any]) -> list[str]:
     audit = report["strength"]["audit"]
     if audit is not None and str(audit).startswith(REFUTED):
         points.append("An audit of this model refutes the claim. Do not release it (see below).")
+    points += report["noted_open_points"]
     points += disagreements(report["accounting"])
     points += [f"Not filled in: {line['question']}" for line in report["checklist"] if not line["filled"]]
     if report["definition"]["written_out_and_not_covered"]:
@@ -113,6 +116,7 @@ def _definition(definition: Mapping[str, Any]) -> _Lines:
     counts = "; ".join(f"{item['what']}: {item['count']} times" for item in written)
     never = "; ".join(item["what"] for item in definition["never_covered"])
     left_out = definition["rows_left_out"]
+    facts = "; ".join(f"{fact['name']}: {values_in_words(fact)}" for fact in definition["facts"])
     lines: _Lines = [
         ("Which uses of the data does the guarantee cover?", "; ".join(definition["data_accesses_covered"])),
         (
@@ -125,6 +129,7 @@ def _definition(definition: Mapping[str, Any]) -> _Lines:
         ("What is one unit of privacy?", definition["unit"]),
         ("Which data sets are neighbours?", definition["adjacency"]),
         ("What is taken as public?", "; ".join(definition["public"])),
+        ("What did the run find out about itself?", facts or "no facts noted"),
     ]
     if left_out is not None:
         count = f"{left_out:,} (a count over the private data, which ε does not cover)"
@@ -190,13 +195,15 @@ def _strength(strength: Mapping[str, Any]) -> _Lines:
     ]
 
 
-def _checkable(checkable: Mapping[str, Any]) -> _Lines:
+def _checkable(checkable: Mapping[str, Any], open_points: Sequence[str]) -> _Lines:
+    noted = " ".join(open_points) or "nothing"
     versions = ", ".join(f"{name} {version}" for name, version in checkable["versions"].items() if version)
     return [
         ("With which code did it run?", versions),
         ("What identifies the configuration?", f"the plan, SHA-256 {checkable['plan_hash']}"),
         ("What identifies the record of the run?", f"the ledger, SHA-256 {checkable['ledger_sha256']}"),
         ("Which command checks everything again?", checkable["verify"]),
+        ("What did the run itself note as a reason not to release yet?", noted),
     ]
 
 

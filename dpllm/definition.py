@@ -70,6 +70,7 @@ def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) 
             {"what": what, "count": count} for what, count in sorted(contents.disclosures.items())
         ],
         "never_covered": [{"what": what, "advice": advice} for what, advice in _NEVER_COVERED],
+        "facts": [{"name": name, "values": list(values)} for name, values in sorted(contents.notes.facts.items())],
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 
 from dpllm.figures import plot_epsilon_curve, plot_epsilon_over_steps, plot_tradeoff
-from dpllm.markdown import print_epsilon, title_of
+from dpllm.markdown import print_epsilon, title_of, values_in_words
 
 FIGURES = ("tradeoff", "epsilon_over_delta", "epsilon_over_steps")
 
@@ -73,7 +73,7 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(epsilon=print_epsilon, up=_up, rho=_rho)
+    environment.filters.update(epsilon=print_epsilon, up=_up, rho=_rho, values=values_in_words)
     text = importlib.resources.files("dpllm").joinpath("templates/privacy_report.html").read_text(encoding="utf-8")
     return environment.from_string(text)
 

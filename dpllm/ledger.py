@@ -7,7 +7,8 @@ before it: an edited, lost or reordered line is found, unless lines are cut off 
 signature: it guards against accidents, and against edits by someone who does not redo the hashes.
 
 Kinds of lines: "run" (a process started or resumed), "step", "disclosure" (something that depends on the private data
-was written out, and ε does not cover it), "diagnostic", "recovered" (the line before was torn by a crash), "end".
+was written out, and ε does not cover it), "diagnostic", "fact" (a fact of the run for the report), "open point" (a
+reason not to release before people have settled it), "recovered" (the line before was torn by a crash), "end".
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -53,6 +55,31 @@ class _Plan(Protocol):
 
 
 @dataclass
+class LedgerNotes:
+    """Lines of a ledger that charge nothing and are shown in the report."""
+
+    facts: dict[str, list[str | int | float]] = field(default_factory=dict)
+    """Facts of the run by name, each with its distinct values in the order in which they were written."""
+    open_points: list[str] = field(default_factory=list)
+    """Reasons not to release before people have settled them, each once."""
+
+    def add_fact(self, name: str, value: str | int | float) -> bool:
+        """Add a value of a fact; return whether it is new."""
+        values = self.facts.setdefault(name, [])
+        if any(type(value) is type(known) and value == known for known in values):
+            return False
+        values.append(value)
+        return True
+
+    def add_open_point(self, text: str) -> bool:
+        """Add an open point; return whether it is new."""
+        if text in self.open_points:
+            return False
+        self.open_points.append(text)
+        return True
+
+
+@dataclass
 class LedgerContents:
     """What a ledger says."""
 
@@ -65,6 +92,8 @@ class LedgerContents:
     """What was written out that ε does not cover, and how often."""
     diagnostics: dict[str, int] = field(default_factory=dict)
     """What else was counted."""
+    notes: LedgerNotes = field(default_factory=LedgerNotes)
+    """Facts and open points for the report."""
     torn_lines: list[int] = field(default_factory=list)
     """Numbers of lines (the first is 1) that a crash left incomplete."""
     torn_steps: int = 0
@@ -102,12 +131,15 @@ class Ledger:
     Guarantee: when an ``append_*`` call returns, its line is on the disk.
     """
 
-    def __init__(self, path: Path, descriptor: int, chain: str, num_steps: int) -> None:
+    def __init__(
+        self, path: Path, descriptor: int, chain: str, num_steps: int, notes: LedgerNotes | None = None
+    ) -> None:
         """Take over an open file; use `create` or `open`."""
         self.path = path
         self._descriptor: int | None = descriptor
         self._chain = chain
         self._num_steps = num_steps
+        self._notes = notes or LedgerNotes()  # as the file holds them, so that none is written twice
         self._running = False
         self._torn = False
 
@@ -163,7 +195,7 @@ class Ledger:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         _lock(path, descriptor)
         reader = _Reader(path)  # once more: from here on nobody else appends
-        ledger = cls(path, descriptor, reader.chain, reader.contents.num_steps)
+        ledger = cls(path, descriptor, reader.chain, reader.contents.num_steps, reader.contents.notes)
         if not reader.ends_with_newline:
             ledger._write(b"\n")
         if reader.torn_tail is not None:
@@ -200,6 +232,33 @@ class Ledger:
     def append_diagnostic(self, what: str, count: int = 1) -> None:
         """Count something worth knowing, such as units whose gradient was not finite."""
         self._append_count("diagnostic", what, count)
+
+    def append_fact(self, name: str, value: str | int | float) -> None:
+        """Note a fact of the run, which the report shows. A value that the ledger already holds isn't written again.
+
+        Args:
+            name: of the fact, in words, such as "largest difference of a row's loss alone and in a batch".
+            value: a text of one line, or a finite number. It must not depend on the private data beyond what ε covers.
+
+        Raises:
+            ValueError: the name is empty, or the value is no text and no finite number.
+        """
+        name, value = _one_line("fact's name", name), _fact_value(name, value)
+        if self._notes.add_fact(name, value):
+            self._append({"kind": "fact", "name": name, "value": value})
+
+    def append_open_point(self, text: str) -> None:
+        """Note a reason not to release before people have settled it. A text that is already there isn't written again.
+
+        Args:
+            text: one line: the finding, the value and the remedy.
+
+        Raises:
+            ValueError: the text is empty.
+        """
+        text = _one_line("open point", text)
+        if self._notes.add_open_point(text):
+            self._append({"kind": "open point", "text": text})
 
     def append_end(self, reason: str) -> None:
         """Note why the run ended; afterwards no step can be charged until the ledger is opened again."""
@@ -363,6 +422,10 @@ class _Reader:
             contents.disclosures[entry["what"]] = contents.disclosures.get(entry["what"], 0) + entry["count"]
         elif kind == "diagnostic":
             contents.diagnostics[entry["what"]] = contents.diagnostics.get(entry["what"], 0) + entry["count"]
+        elif kind == "fact":
+            contents.notes.add_fact(entry["name"], entry["value"])
+        elif kind == "open point":
+            contents.notes.add_open_point(entry["text"])
         elif kind == "end":
             contents.end = entry["reason"]
             self._running = False
@@ -401,6 +464,21 @@ def _lock(path: Path, descriptor: int) -> None:
             f"{path} is being written by another run at this moment, whose steps and these would be charged over each "
             "other. Wait for it to end, or stop it"
         ) from error
+
+
+def _one_line(what: str, text: str) -> str:
+    words = " ".join(str(text).split())
+    if not words:
+        raise ValueError(f"the {what} is empty; write one line")
+    return words
+
+
+def _fact_value(name: str, value: str | int | float) -> str | int | float:
+    if isinstance(value, str):
+        return _one_line(f"value of the fact {name!r}", value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return value
+    raise ValueError(f"the fact {name!r} is {value!r}; give a text or a finite number")
 
 
 def _fields_of(step: Step) -> dict[str, Any]:

@@ -56,6 +56,11 @@ def print_epsilon(value: float | str) -> str:
     return f"{math.ceil(value * 1e4 - 1e-9) / 1e4:.4f}"
 
 
+def values_in_words(fact: Mapping[str, Any]) -> str:
+    """Return the values of a fact of the run, in the order in which they were noted."""
+    return ", then ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in fact["values"])
+
+
 def _open_points(points: Sequence[str]) -> list[str]:
     if not points:
         return []
@@ -106,6 +111,7 @@ def _definition(definition: Mapping[str, Any]) -> list[str]:
                 f"Released under the guarantee: {'; '.join(definition['released_under_the_guarantee'])}.",
             )
         ),
+        *_facts(definition["facts"]),
         "## What is not covered",
         "Written out by this run although it depends on the private data:",
         _table(("what", "times"), ((item["what"], item["count"]) for item in written))
@@ -113,6 +119,15 @@ def _definition(definition: Mapping[str, Any]) -> list[str]:
         else "Nothing that the ledger knows of.",
         "Never covered by ε, and what to do about it:",
         _list(f"{item['what']}: {item['advice']}" for item in definition["never_covered"]),
+    ]
+
+
+def _facts(facts: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not facts:
+        return []
+    return [
+        "### Facts of the run",
+        _table(("fact", "value"), ((fact["name"], values_in_words(fact)) for fact in facts)),
     ]
 
 

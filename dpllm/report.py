@@ -37,7 +37,8 @@ MARKDOWN_FILE = "privacy_report.md"
 JSON_FILE = "privacy_report.json"
 HTML_FILE = "privacy_report.html"
 
-_FORMAT = 2
+FORMAT = 3
+"""Format of the report's JSON. Format 2 had no facts of the run and no open points of the ledger."""
 _CURVE_FACTORS = (1.0, 0.1, 0.01)
 _PACKAGES = (
     "dp_accounting",
@@ -87,7 +88,7 @@ def privacy_report(
     epsilons = {name: accounting.epsilon(history, plan.delta, name) for name in ("zero-out", "replace-one")}
     headline = epsilons[plan.adjacency]
     report = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "statement": _statement(plan, ledger_contents, epsilons, seeded),
         "setting": {
             "model": "central differential privacy: the trainer sees the data and is trusted; the release is protected",
@@ -99,6 +100,7 @@ def privacy_report(
         "strength": _strength(plan, ledger_contents, headline, seeded, notes.audit),
         "curves": curves(history, plan.delta, plan.adjacency, headline, plan.target_epsilon),
         "checkable": _checkable(plan, ledger_contents),
+        "noted_open_points": list(ledger_contents.notes.open_points),
         "utility": dict(notes.utility) or None,
     }
     report["checklist"] = checklist(report)
@@ -155,7 +157,7 @@ def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
     Args:
         report: as the JSON file holds it.
     """
-    if report.get("format") != _FORMAT:
+    if report.get("format") not in (2, FORMAT):
         return ReleaseNotes()
     return ReleaseNotes(
         data_holder=report["setting"]["data_holder"],

@@ -133,6 +133,16 @@ class SharedLedger:
         if self._ledger is not None:
             self._ledger.append_diagnostic(what, count)
 
+    def append_fact(self, name: str, value: str | int | float) -> None:
+        """As `Ledger.append_fact`, on rank 0; other ranks write nothing."""
+        if self._ledger is not None:
+            self._ledger.append_fact(name, value)
+
+    def append_open_point(self, text: str) -> None:
+        """As `Ledger.append_open_point`, on rank 0; other ranks write nothing."""
+        if self._ledger is not None:
+            self._ledger.append_open_point(text)
+
     def append_end(self, reason: str) -> None:
         """As `Ledger.append_end`, on rank 0; other ranks write nothing. The budget is charged what was taken."""
         if self._ledger is not None:

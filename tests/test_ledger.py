@@ -282,3 +282,33 @@ def test_whether_a_run_has_it_open(tmp_path: Path) -> None:
     assert not is_being_written(path)
     with pytest.raises(LedgerError, match="can't be read"):
         is_being_written(tmp_path / "nowhere")
+
+
+def test_facts_and_open_points_are_noted_once(path: Path) -> None:
+    """Each distinct value of a fact and each open point has one line, over all runs of the ledger."""
+    with Ledger.create(path, PLAN) as ledger:
+        ledger.append_fact("largest difference", 2e-6)
+        ledger.append_fact("largest difference", 2e-6)
+        ledger.append_open_point("rows have\nequal lengths")
+    with Ledger.open(path, PLAN) as ledger:
+        ledger.append_fact("largest difference", 2e-6)
+        ledger.append_fact("largest difference", 3e-6)
+        ledger.append_fact("units are made", "from record ids")
+        ledger.append_open_point("rows have equal lengths")
+        ledger.append_open_point("the folder was moved")
+    notes = read_ledger(path).notes
+    assert notes.facts == {"largest difference": [2e-6, 3e-6], "units are made": ["from record ids"]}
+    assert notes.open_points == ["rows have equal lengths", "the folder was moved"]
+    assert path.read_text().count('"kind": "fact"') == 3 and path.read_text().count('"kind": "open point"') == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, True, [1], " "])
+def test_a_fact_is_a_text_or_a_finite_number(path: Path, value: object) -> None:
+    """Anything else is refused before a line is written."""
+    with Ledger.create(path, PLAN) as ledger:
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match="the fact 'x'"):
+            ledger.append_fact("x", value)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="open point is empty; write one line"):
+            ledger.append_open_point(" \n")
+    assert path.read_bytes() == before

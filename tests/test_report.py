@@ -15,9 +15,9 @@ import dpllm.report
 from dpllm.accounting import Step, epsilon
 from dpllm.config import PrivacyConfig
 from dpllm.ledger import Ledger, LedgerContents, LedgerError, read_ledger
-from dpllm.plan import PrivacyPlan, make_plan
+from dpllm.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.report import ReleaseNotes, notes_in, notes_of, privacy_report, render_markdown, write_report
-from dpllm.verify import report_schema
+from dpllm.verify import report_schema, verify
 
 NUM_STEPS = 20
 NOTES = ReleaseNotes(
@@ -467,3 +467,28 @@ def test_what_people_noted_survives_a_recomputation(tmp_path: Path) -> None:
     write_report(tmp_path, plan, ledger, notes)
     assert notes_in(tmp_path) == notes
     assert notes_of({"format": 1}) == ReleaseNotes()
+
+
+def test_facts_and_open_points_of_the_ledger_are_in_every_form(tmp_path: Path) -> None:
+    """The report shows facts with their values; an open point of the ledger is a reason not to release yet."""
+    plan, ledger = make(tmp_path, end=None)
+    ledger.append_fact("largest difference of a row's loss", 2.5e-6)
+    ledger.append_fact("largest difference of a row's loss", 3e-6)
+    ledger.append_open_point("All rows have 128 tokens: add a column record.")
+    ledger.append_end("completed")
+    ledger.close()
+    plan.save(tmp_path / PLAN_FILE)
+    write_report(tmp_path, plan, read_ledger(ledger.path))
+    report = json.loads((tmp_path / "privacy_report.json").read_text())
+    assert report["definition"]["facts"] == [{"name": "largest difference of a row's loss", "values": [2.5e-6, 3e-6]}]
+    assert "All rows have 128 tokens: add a column record." in report["open_points"]
+    answers = {line["question"]: line["answer"] for line in report["checklist"]}
+    point = answers["What did the run itself note as a reason not to release yet?"]
+    assert point == "All rows have 128 tokens: add a column record."
+    for name in ("privacy_report.md", "privacy_report.html"):
+        text = (tmp_path / name).read_text()
+        assert "Facts of the run" in text and "2.5e-06, then 3e-06" in text and point in text
+    assert verify(tmp_path).ok
+    edited = (tmp_path / "privacy_report.json").read_text().replace("3e-06", "3e-07")
+    (tmp_path / "privacy_report.json").write_text(edited)
+    assert not verify(tmp_path).ok

@@ -40,12 +40,15 @@ def test_a_new_ledger_has_its_plan_beside_it_and_counts_what_is_charged(path):
         ledger.append_step(number, PLAN.step)
     ledger.append_disclosure("training loss", 2)
     ledger.append_diagnostic("units with a non-finite gradient", 4)
+    ledger.append_fact("rows compared", 12)
+    ledger.append_open_point("the folder was copied")
     ledger.append_end("completed")
     ledger.close()
     contents = read_ledger(path)
     assert ledger.num_steps == contents.num_steps == 3 and contents.history == [(PLAN.step, 3)]
     assert contents.disclosures == {"training loss": 2} and contents.public == ["a public corpus"]
     assert contents.diagnostics == {"units with a non-finite gradient": 4} and contents.end == "completed"
+    assert contents.notes.facts == {"rows compared": [12]} and contents.notes.open_points == ["the folder was copied"]
 
 
 def test_a_resumed_ledger_continues_the_count(path):

@@ -133,7 +133,7 @@ def test_ledger_that_went_on(run: Path) -> None:
         (r'"advantage": 0\.', '"advantage": 0.0', "strength.advantage is 0.0"),
         (r'"torn_lines": \[\]', '"torn_lines": [3]', "checkable.torn_lines is [3] and should be []"),
         (r'"filled": false', '"filled": true', ".filled is true and should be false"),
-        (r'"format": 2,', '"format": 2, "note": "x",', "note does not belong there"),
+        (r'"format": 3,', '"format": 3, "note": "x",', "note does not belong there"),
         (r'"adjacency": "zero-out",\s*"epsilon_by', '"epsilon_by', "statement.adjacency is missing"),
     ],
 )
