@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from dpllm.config import ConfigError, PrivacyConfig, nearest
 from dpllm.engines import private_config
 from dpllm.plan import PrivacyPlan, make_plan
+from dpllm.publishing import refuse_uploads
 from dpllm.units import UnitIndex
 
 # Options of TrainingArguments that would change what reaches the optimizer, with the reason.
@@ -108,6 +109,7 @@ def private_arguments(args: TrainingArguments) -> TrainingArguments:
             f"{args.n_gpu} GPUs are visible to one process, which would use nn.DataParallel. Start one process per GPU "
             "(accelerate launch --config_file accelerate_configs/ddp.yaml), or set CUDA_VISIBLE_DEVICES=0."
         )
+    refuse_uploads(args)
     private = copy.copy(args)
     private.max_grad_norm = 0.0
     private.ignore_data_skip = True

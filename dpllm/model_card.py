@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def write_model_card(
     num_labels: int | None = None,
     language: str | Sequence[str] | None = None,
     license: str | None = None,
+    tags: Sequence[str] = (),
+    datasets: Sequence[str] = (),
 ) -> Path:
     """Write the card of a model or a checkpoint into its folder, in place of one that PEFT or the Trainer wrote.
 
@@ -86,6 +89,8 @@ def write_model_card(
         num_labels: number of classes; needed for an adapter of a classifier, whose base model has no such head.
         language: ISO codes; None: unknown, and left out.
         license: the Hub's identifier; None: unknown, and left out.
+        tags: for the metadata, beside those of dpllm and those of the earlier card.
+        datasets: public data sets for the metadata; a name that is no Hub id is left out.
 
     Returns:
         The path of the card.
@@ -108,6 +113,11 @@ def write_model_card(
     path = folder / CARD_FILE
     earlier = metadata_in(path)
     base = _hub_id(base_model) or (_hub_id(earlier.get("base_model")) if base_model is None else None)
+    if tags:
+        kept = earlier.get("tags") or []
+        earlier["tags"] = [*tags, *([kept] if isinstance(kept, str) else kept)]
+    if datasets:
+        earlier["datasets"] = list(datasets)
     data = _metadata(earlier, report, base, task, adapter, language, license)
     blocks = [
         *_what_it_is(report, base, adapter),
@@ -166,6 +176,33 @@ def renew_open_points(folder: str | Path, before: Mapping[str, Any], after: Mapp
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(text.replace(f"{old}\n\n", f"{new}\n\n" if new else "", 1), encoding="utf-8")
         os.replace(temporary, path)
+
+
+def keep_own_card(folder: str | Path) -> Path | None:
+    """Move a README.md that a person wrote out of the way of the model card; for one process, before a model is saved.
+
+    A card that dpllm wrote is left in place: the next one replaces it.
+
+    Args:
+        folder: that a model is going to be saved into.
+
+    Returns:
+        The new path, ``README.own.md`` or with the first free number; None where there was nothing to keep.
+    """
+    path = Path(folder) / CARD_FILE
+    if not path.is_file():
+        return None
+    try:
+        metadata = metadata_in(path)
+    except ValueError:  # not readable as a card, so not ours
+        metadata = {}
+    if "differential_privacy" in metadata:
+        return None
+    names = ("README.own.md", *(f"README.own.{number}.md" for number in range(2, 10_000)))
+    kept = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    # A copy, so that the metadata of a prepared card (a license, a language) still find their way into the model's.
+    shutil.copyfile(path, kept)
+    return kept
 
 
 def metadata_in(path: Path) -> dict[str, Any]:

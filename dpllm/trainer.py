@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -51,15 +49,18 @@ from dpllm.ghost import Forms, GhostClipper
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.lengths import row_lengths
 from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
-from dpllm.model_card import write_model_card
+from dpllm.model_card import keep_own_card
+from dpllm.outlets import Outlets
 from dpllm.packing import attention_by_row, refuse_unpackable
-from dpllm.plan import PLAN_FILE, PrivacyPlan
+from dpllm.plan import PrivacyPlan
 from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes, privacy_report, write_report
 from dpllm.run import PrivateRun, TrainingRows
 from dpllm.sampling import seeded_rng
 from dpllm.shared_ledger import SharedLedger
+from dpllm.signals import StopRequest, Terminal, end_with_the_launcher
 from dpllm.units import UnitIndex
+from dpllm.weights import NonfiniteSteps, require_finite
 
 logger = logging.get_logger(__name__)
 
@@ -88,7 +89,7 @@ class LogicalBatches:
             yield {"unit_ids": torch.from_numpy(unit_ids)}
 
 
-class DPTrainer(Trainer):
+class DPTrainer(Outlets):
     """Fine-tunes a transformers model with differential privacy.
 
     Guarantee: the released weights (each checkpoint and the final model) satisfy the (ε, δ) of `privacy_report` for
@@ -180,6 +181,7 @@ class DPTrainer(Trainer):
         self._resumed_from: Path | None = None
         self.ledger: SharedLedger | None = None
         self._interrupt = _Interrupt(self)
+        self.interrupted_by: int | None = None  # the signal that ended train() early
         super().__init__(
             model=model,
             args=private,
@@ -215,8 +217,12 @@ class DPTrainer(Trainer):
                 "for every run."
             )
         folder = Path(str(self.args.output_dir))
+        require_finite(self._module, self.processes, "The model to train has")
+        self._nonfinite = NonfiniteSteps(self.plan.expected_batch_size)
+        self.interrupted_by = None
         checkpoint = checkpoint_to_resume(folder, resume_from_checkpoint, self.processes)
         self.ledger = self._open_ledger(folder, resume=checkpoint is not None)
+        self._note_outlets()
         self._run = PrivateRun(self.plan, self._rows, self.ledger, self.privacy.seed)
         self._resumed_from = checkpoint
         if checkpoint and self.is_deepspeed_enabled:
@@ -225,19 +231,33 @@ class DPTrainer(Trainer):
             GhostClipper(
                 self._module, self.plan.clip_norm, self._forms
             ).remove()  # what can't be clipped is refused at once
+        with self._interrupt.listening():
+            return self._train_to_the_end(folder, checkpoint, ignore_keys_for_eval)
+
+    def _train_to_the_end(self, folder: Path, checkpoint: Path | None, ignore_keys_for_eval: Any) -> TrainOutput:
+        assert self._run is not None, "train() makes the run"
         reason = "failed"
         try:
             by_row = attention_by_row(self._module) if self._pack_rows else contextlib.nullcontext()
-            with self._interrupt.listening(), by_row:
+            with by_row:
                 result = super().train(
                     str(checkpoint) if checkpoint else None, ignore_keys_for_eval=ignore_keys_for_eval
                 )
-            reason = "interrupted" if self._interrupt.requested else self._reason_of_end()
+            require_finite(self._module, self.processes, "Training ended with")
+            reason = "interrupted" if self._was_interrupted() else self._reason_of_end()
             return result
         finally:
             self._run.detach()
             self._attached = False
             self._end(folder, reason)
+
+    def _was_interrupted(self) -> bool:
+        """Whether a signal ended the run before the plan's steps were taken."""
+        assert self.ledger is not None
+        if self._interrupt.agreed and self.ledger.num_steps < self.plan.num_steps:
+            numbers = self.processes.gather(self._interrupt.stop.number)
+            self.interrupted_by = next((number for number in numbers if number is not None), None)
+        return self.interrupted_by is not None
 
     def _end(self, folder: Path, reason: str) -> None:
         """Note the end and write the report; after a failure, what fails here must not hide what failed first."""
@@ -299,6 +319,7 @@ class DPTrainer(Trainer):
             self._attached = True
         with self.compute_loss_context_manager():
             done = self._run.step(inputs["unit_ids"].numpy(), self._loss_per_row)
+        self._nonfinite.look(done.num_units, done.num_nonfinite, self.ledger.num_steps if self.ledger else 0)
         if done.num_divided:
             logger.warning(
                 "Memory ran out %d time(s), and microbatches were taken again in halves; no step was lost. From now "
@@ -333,26 +354,6 @@ class DPTrainer(Trainer):
             return 0.0
         return epsilon([(self.plan.step, self.ledger.num_steps)], self.plan.delta, self.plan.adjacency)
 
-    def disclose(self, what: str, count: int = 1) -> None:
-        """Note in the ledger that something was written out that the guarantee doesn't cover; the report lists it.
-
-        Args:
-            what: for instance "evaluation on private rows".
-            count: how often.
-        """
-        if self.ledger is None:
-            raise ValueError("There is no ledger yet; train() opens it.")
-        self.ledger.append_disclosure(what, count)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the ε spent so far beside the loss, and count what isn't covered by it."""
-        if "loss" in logs:
-            logs["epsilon"] = round(self.epsilon, 4)
-            self.disclose("training loss (mean of a logging interval)")
-        if any(name.startswith("eval_") for name in logs):
-            self.disclose("evaluation during training")
-        super().log(logs, start_time)
-
     def privacy_report(self) -> dict[str, Any]:
         """The privacy statement of what ran so far, from the ledger; the same as ``privacy_report.json``."""
         if self.ledger is None:
@@ -369,26 +370,29 @@ class DPTrainer(Trainer):
         asks for.
         """
         folder = Path(output_dir or str(self.args.output_dir))
-        if not self.is_fsdp_enabled:
-            super().save_model(output_dir, _internal_call)
-        elif not (_internal_call and self._shards_suffice()):
-            self._save(str(folder), state_dict=whole_state(self._module, self.processes, _is_adapter(self.model)))
-        if self.ledger is None or not self.args.should_save:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        if folder.resolve() != self.ledger.path.parent.resolve():
-            self.plan.save(folder / PLAN_FILE)
-            (folder / LEDGER_FILE).write_bytes(self.ledger.path.read_bytes())
-        report = write_report(folder, self.plan, read_ledger(self.ledger.path), self.notes)
-        config = getattr(self.model, "config", None)
-        write_model_card(
-            folder,
-            report,
-            base_model=self._base_name or None,
-            task=self._task,
-            adapter=_is_adapter(self.model),
-            num_labels=getattr(config, "num_labels", None) if self._task == "sequence_classification" else None,
+        self._save_with_guarantee(
+            folder, whole=not (_internal_call and self.is_fsdp_enabled and self._shards_suffice())
         )
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _save_whole(self, folder: Path) -> None:
+        self._save_with_guarantee(folder, whole=True)
+
+    def _save_with_guarantee(self, folder: Path, whole: bool) -> None:
+        require_finite(self._module, self.processes, f"{folder} is not written: the model has")
+        if self.args.should_save and (kept := keep_own_card(folder)) is not None:
+            logger.warning(
+                "%s was not written by dpllm; it is kept as %s, and a model card takes its place",
+                folder / "README.md",
+                kept.name,
+            )
+        if not self.is_fsdp_enabled:
+            super().save_model(str(folder), _internal_call=True)
+        elif whole:
+            self._save(str(folder), state_dict=whole_state(self._module, self.processes, _is_adapter(self.model)))
+        if self.ledger is not None and self.args.should_save:
+            self._write_guarantee(folder)
 
     def _shards_suffice(self) -> bool:
         kind = str(self.accelerator.state.fsdp_plugin.state_dict_type)
@@ -397,6 +401,7 @@ class DPTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint that is whole or not there; see `dpllm.checkpoints`."""
         output, step = Path(str(self.args.output_dir)), self.state.global_step
+        require_finite(self._module, self.processes, f"checkpoint-{step} is not written: the model has")
         self.processes.from_main(lambda: prepare_staging(output, step))
         failure: CheckpointError | None = None
         self._staging = True
@@ -427,6 +432,15 @@ class DPTrainer(Trainer):
         output = super()._get_output_dir(trial)
         return str(Path(output) / STAGING_FOLDER) if self._staging else output
 
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the expected logical batch, from which the Trainer computes ``train_samples_per_second``.
+
+        It counts units of privacy (rows, where they are drawn singly), expected rather than realised. The Trainer's
+        own count is of microbatches.
+        """
+        del args
+        return self.plan.expected_batch_size
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not estimated: the Trainer's formula needs the tokens of a step, which depend on the secret draw."""
         del inputs
@@ -434,46 +448,34 @@ class DPTrainer(Trainer):
 
 
 class _Interrupt(TrainerCallback):
-    """Ctrl-C ends the run after the current step, with a checkpoint and a true report; a second one ends it at once.
+    """A signal ends the run after the current step, with a checkpoint and a true report (`dpllm.signals`).
 
     Also ends a resumed run when the plan's steps are used up, since steps lost in a crash were charged.
     """
 
     def __init__(self, trainer: DPTrainer) -> None:
         self._trainer = trainer
-        self.requested = False
+        self.stop = StopRequest()
+        self.agreed = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGINT while the block runs; signals can be handled in the main thread alone."""
-        self.requested = False
-        if threading.current_thread() is not threading.main_thread():
+        """Handle signals while the block runs."""
+        self.agreed = False
+        end_with_the_launcher()
+        with Terminal().taken(), self.stop.listening():
             yield
-            return
-        before = signal.signal(signal.SIGINT, self._on_signal)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        logger.warning(
-            "Interrupted: finishing this step, then saving a checkpoint and the privacy report. Press Ctrl-C again "
-            "to stop at once."
-        )
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Stop and save where it was asked for or where the plan ends."""
         ledger = self._trainer.ledger
-        self.requested = self._trainer.processes.any(self.requested)  # all stop after the same step, or none
-        if self.requested or (ledger is not None and ledger.num_steps >= self._trainer.plan.num_steps):
+        self.agreed = self._trainer.processes.any(self.stop.requested)  # all stop after the same step, or none
+        if self.agreed or (ledger is not None and ledger.num_steps >= self._trainer.plan.num_steps):
             control.should_training_stop = True
-            control.should_save = control.should_save or self.requested
+            control.should_save = control.should_save or self.agreed
+            control.should_evaluate = control.should_evaluate and not self.agreed  # a launcher waits for seconds only
         return control
 
 

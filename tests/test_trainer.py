@@ -308,13 +308,62 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_true_report(tmp_path):
     run.train()
     assert signal.getsignal(signal.SIGINT) == before
     ledger = read_ledger(tmp_path / FILES[1])
-    assert ledger.num_steps == 2 and ledger.end == "interrupted"
+    assert ledger.num_steps == 2 and ledger.end == "interrupted" and run.interrupted_by == signal.SIGINT
     assert (tmp_path / "checkpoint-2" / FILES[2]).exists()
     assert run.epsilon == epsilon([(run.plan.step, 2)], run.plan.delta, run.plan.adjacency)
 
 
-def test_a_second_ctrl_c_stops_at_once_and_still_reports(tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_other_signals_end_a_run_in_order_too(tmp_path, name):
+    """A checkpoint, the ledger's end and the report, and the program goes on with the handlers it had."""
+    number = getattr(signal, name)
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    run = trainer(tmp_path, callbacks=[Stop()])
+    run.train()
+    assert signal.getsignal(number) == before and run.interrupted_by == number
+    ledger = read_ledger(tmp_path / FILES[1])
+    assert ledger.num_steps == 2 and ledger.end == "interrupted"
+    verify(tmp_path / "checkpoint-2")
+    assert json.loads((tmp_path / FILES[3]).read_text())["accounting"]["steps"]["charged"] == 2
+
+
+def test_a_signal_that_arrives_twice_at_once_counts_once(tmp_path):
+    """From the terminal and from a launcher, in either order."""
+
+    class Twice(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+                    os.kill(os.getpid(), number)
+
+    run = trainer(tmp_path, callbacks=[Twice()])
+    run.train()
+    assert read_ledger(tmp_path / FILES[1]).end == "interrupted" and run.interrupted_by == signal.SIGINT
+
+
+def test_a_signal_in_the_last_step_does_not_unfinish_a_run(tmp_path):
+    """All steps were taken: the run is complete."""
+
+    class Late(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    run = trainer(tmp_path, callbacks=[Late()])
+    run.train()
+    ledger = read_ledger(tmp_path / FILES[1])
+    assert ledger.num_steps == 4 and ledger.end == "completed" and run.interrupted_by is None
+
+
+def test_a_second_ctrl_c_stops_at_once_and_still_reports(tmp_path, monkeypatch):
     """What was charged stays charged."""
+    monkeypatch.setattr("dpllm.signals.ONCE", -1.0)  # no time has to pass between them
 
     class Twice(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):

@@ -1,0 +1,96 @@
+"""Which logged figures depend on private rows, in the words of the report.
+
+Place in the flow: `DPTrainer.log` asks for every dictionary that it is given. The list of harmless names is closed: a
+name that is not in it counts as a figure that ε does not cover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TRAINING_LOSS = "training loss (mean of a logging interval)"
+FINAL_LOSS = "training loss (mean of the run)"
+EVALUATION_DURING = "evaluation during training"
+EVALUATION_OUTSIDE = "evaluation on private rows, before or after training"
+PREDICTION = "predictions on private rows"
+RESOURCES = "running time, throughput or memory use of the training"
+OTHER = "other figures that the program logged"
+
+GRADIENT_NORM = "noisy_grad_norm"
+"""Name in the logs of the norm of the private gradient: after clipping and noise. It is covered by ε, as everything
+that is computed from the private gradient is, and says little about the norms that the clip norm is compared with."""
+
+_COVERED = frozenset({GRADIENT_NORM, "grad_norm", "learning_rate", "epoch", "step", "epsilon", "total_flos"})
+_PRINTERS = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
+_RESOURCES = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_per_second", "_model_preparation_time")
+
+
+@dataclass(frozen=True)
+class Evaluating:
+    """The evaluation in progress."""
+
+    prefix: str
+    """Of its names in the logs."""
+    public: bool
+    """Whether its rows were declared public."""
+
+
+def not_covered(logs: Mapping[str, Any], evaluating: Evaluating | None, training: bool) -> dict[str, int]:
+    """Return what of these figures ε does not cover: the report's words for it, and how often it was written.
+
+    An evaluation counts once, whatever the number of its figures. Figures on rows that were declared public are
+    covered, since the model that they are computed with is.
+
+    Args:
+        logs: names and values.
+        evaluating: the evaluation that logs them; None for any other.
+        training: whether `train` is running.
+
+    >>> not_covered({"loss": 2.5, "noisy_grad_norm": 0.3, "learning_rate": 1e-3, "epsilon": 0.7}, None, True)
+    {'training loss (mean of a logging interval)': 1}
+    >>> not_covered({"test_loss": 2.5, "test_runtime": 3.0}, Evaluating("test", public=True), False)
+    {}
+    """
+    counts: dict[str, int] = {}
+    for name in logs:
+        what = _kind(name, evaluating, training)
+        if what is not None:
+            counts[what] = counts.get(what, 0) + 1
+    return {what: count if what == OTHER else 1 for what, count in counts.items()}
+
+
+def _kind(name: str, evaluating: Evaluating | None, training: bool) -> str | None:
+    if name in _COVERED:
+        return None
+    if evaluating is not None and name.startswith(f"{evaluating.prefix}_"):
+        if evaluating.public:
+            return None
+        return EVALUATION_DURING if training else EVALUATION_OUTSIDE
+    if name == "loss":
+        return TRAINING_LOSS
+    if name == "train_loss":
+        return FINAL_LOSS
+    if name.endswith(_RESOURCES) or "_mem_" in name:
+        return RESOURCES
+    return OTHER
+
+
+def receivers(callbacks: Iterable[Any]) -> str:
+    """Return where logged figures go: the screen, the Trainer's state, and each callback that takes them.
+
+    Transformers adds integrations by itself where ``report_to`` is "all"; they are named here whoever added them.
+
+    Args:
+        callbacks: of the Trainer.
+
+    >>> receivers([])
+    "the Trainer's state"
+    """
+    places = ["the Trainer's state"]
+    for callback in callbacks:
+        kind = type(callback)
+        if any("on_log" in vars(base) for base in kind.__mro__ if base.__name__ != "TrainerCallback"):
+            places.append("the screen" if kind.__name__ in _PRINTERS else kind.__name__.removesuffix("Callback"))
+    return ", ".join(sorted(set(places)))

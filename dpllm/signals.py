@@ -1,0 +1,242 @@
+"""Signals that end a run in order: after the current step, with a checkpoint, a ledger line and a report.
+
+Place in the flow: around `DPTrainer.train` and the programs that call it. Python runs a handler between two bytecodes
+of the main thread, so a handler only takes a note here; the training loop asks for it after each step.
+
+Who sends what (Linux):
+
+* Ctrl-C in a terminal goes to the whole foreground process group: to this process and to a launcher above it.
+* ``accelerate launch`` with one process waits for its child and nothing else. Ctrl-C ends it with a traceback while the
+  child goes on; SIGTERM and SIGHUP end it and leave the child behind. So the child asks the kernel for SIGTERM when the
+  launcher dies (PR_SET_PDEATHSIG), and takes the terminal's foreground for itself while it runs (`Terminal`): Ctrl-C
+  then reaches it alone, and the launcher ends as its child does.
+* ``torchrun``, and with it ``accelerate launch`` with several processes, starts workers in sessions of their own. It
+  forwards SIGINT, SIGTERM and SIGHUP to them, waits for 30 seconds, kills what is left, and ends with a traceback of
+  its own, which a worker cannot prevent.
+
+A signal that arrives twice within `ONCE` seconds, from the terminal and from a launcher, counts once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ONCE = 2.0
+"""Seconds within which further signals belong to the first one."""
+
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+"""SIGUSR1 is what Slurm sends ahead of a time limit (``--signal=B:USR1@300``)."""
+
+_LAUNCHERS = frozenset(
+    {
+        *("accelerate", "accelerate-launch", "torchrun", "deepspeed"),
+        *("accelerate.commands.launch", "accelerate.commands.accelerate_cli", "torch.distributed.run"),
+        *("torch.distributed.launch", "deepspeed.launcher.launch", "deepspeed.launcher.runner"),
+    }
+)
+_PR_SET_PDEATHSIG = 1
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by which signal.
+
+    Args:
+        then: what the program does about it, for the user.
+    """
+
+    def __init__(self, then: str = "finishing this step, then saving a checkpoint and the privacy report") -> None:
+        """Nothing was asked yet."""
+        self._then = then
+        self.number: int | None = None
+        """The first signal that arrived."""
+        self._since = 0.0
+        self._terminals: list[int] = []
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal arrived."""
+        return self.number is not None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take note of signals while the block runs; only the main thread can handle signals, others pass through.
+
+        A signal that this process was started to ignore (``nohup``, a background job of a script) stays ignored,
+        unless a launcher forwards it. SIGUSR1 is left to a program that handles it.
+        """
+        self.number = None
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+        before = {number: signal.getsignal(number) for number in STOPPING}
+        handled = [number for number, handler in before.items() if self._is_ours(number, handler)]
+        for number in handled:
+            signal.signal(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in handled:
+                signal.signal(number, before[number])
+
+    @staticmethod
+    def _is_ours(number: int, handler: Any) -> bool:
+        if handler is None:  # not set from Python: nothing could put it back
+            return False
+        if handler == signal.SIG_IGN:
+            return number != signal.SIGINT and forwarded_by_a_launcher()
+        return number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) or handler == signal.SIG_DFL
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if number == getattr(signal, "SIGHUP", None):
+            self._leave_the_terminal()
+        if self.number is None:
+            self.number, self._since = number, now
+            _say(f"{signal.Signals(number).name}: {self._then}. Ctrl-C again, after {ONCE:g} s, stops at once.")
+        elif number == signal.SIGINT and now - self._since > ONCE:
+            raise KeyboardInterrupt
+
+    def _leave_the_terminal(self) -> None:
+        """Write to nowhere in place of a terminal that has gone: an error there would end the run unsaved."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in self._terminals:
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+
+
+def _say(text: str) -> None:
+    """Write to the screen, on each machine's first process; the handler may have interrupted the writing of a log."""
+    if int(os.environ.get("LOCAL_RANK", "0")) < 1:
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{text}\n".encode())
+
+
+def exit_code(number: int) -> int:
+    """Return the exit code of a program that a signal ended in order: 128 + its number, as shells count.
+
+    After Ctrl-C below a launcher it is 0: the launcher would report any other as a crash, with a traceback.
+    """
+    return 0 if number == signal.SIGINT and launched() else 128 + number
+
+
+def launched() -> bool:
+    """Whether the parent of this process is a launcher: accelerate, torchrun or deepspeed. Known on Linux only."""
+    try:
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode("utf-8", errors="replace")
+    except OSError:
+        return False
+    # The first words: the interpreter with its options, the program's path or the module's name.
+    return any(Path(word).name in _LAUNCHERS for word in command.split("\0")[:5])
+
+
+def forwarded_by_a_launcher() -> bool:
+    """Whether this process is a worker in a session that its launcher made for it, as torchrun's are."""
+    return hasattr(os, "getsid") and launched() and os.getsid(0) == os.getpid()
+
+
+def end_with_the_launcher() -> None:
+    """Ask for SIGTERM when the launcher above this process dies, however it dies; does nothing without a launcher.
+
+    Without it a process goes on unseen after its launcher was killed.
+    """
+    parent = os.getppid()
+    if not sys.platform.startswith("linux") or not launched():
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != parent:  # it died in between
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Terminal:
+    """The terminal's foreground, taken from a launcher that would end with a traceback at Ctrl-C.
+
+    Only where the launcher and this process share a process group that is in the foreground; elsewhere nothing is done.
+    Ctrl-Z gives the foreground back and suspends the whole job, as without this class, and ``fg`` takes it again. A
+    shell takes the foreground back by itself when the launcher ends.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was taken yet."""
+        self._descriptor: int | None = None
+        self._group = 0
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Hold the foreground while the block runs."""
+        if threading.current_thread() is not threading.main_thread() or not self._take():
+            yield
+            return
+        before = {number: signal.signal(number, handler) for number, handler in self._handlers().items()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._give_back()
+
+    def _handlers(self) -> dict[int, Callable[[int, Any], None]]:
+        return {signal.SIGTSTP: self._suspend, signal.SIGCONT: self._go_on}
+
+    def _take(self) -> bool:
+        if not hasattr(os, "tcsetpgrp") or not launched():
+            return False
+        try:
+            descriptor = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
+        except OSError:
+            return False
+        parent, group = os.getppid(), os.getpgrp()
+        try:
+            together = os.getsid(parent) == os.getsid(0) and os.getpgid(parent) == group != os.getpid()
+            if together and os.tcgetpgrp(descriptor) == group:
+                os.setpgid(0, 0)
+                self._descriptor, self._group = descriptor, group
+                self._make_foreground(os.getpgrp())
+                return True
+        except OSError:  # not ours to take
+            pass
+        if self._descriptor is None:
+            os.close(descriptor)
+        else:
+            self._give_back()
+        return False
+
+    def _give_back(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        with contextlib.suppress(OSError):  # the launcher, or the terminal, has gone
+            if os.tcgetpgrp(descriptor) == os.getpgrp():
+                self._descriptor = descriptor
+                self._make_foreground(self._group)
+        with contextlib.suppress(OSError):
+            os.setpgid(0, self._group)
+        self._descriptor = None
+        os.close(descriptor)
+
+    def _make_foreground(self, group: int) -> None:
+        assert self._descriptor is not None
+        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a background process stops on this call
+        try:
+            os.tcsetpgrp(self._descriptor, group)
+        finally:
+            signal.signal(signal.SIGTTOU, before)
+
+    def _suspend(self, number: int, frame: Any) -> None:
+        group = self._group
+        self._give_back()
+        os.killpg(group, signal.SIGSTOP)  # the launcher and this process, which is in its group again
+
+    def _go_on(self, number: int, frame: Any) -> None:
+        if self._descriptor is None:
+            self._take()
