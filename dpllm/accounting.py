@@ -25,8 +25,9 @@ from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
 from scipy import optimize, stats
 
 from dpllm import pld
-from dpllm.config import ADJACENCIES
+from dpllm.config import ADJACENCIES, MAX_NOISE, MAX_ROWS_DRAWN_PER_UNIT, MAX_TARGET_EPSILON, MIN_NOISE
 from dpllm.sampling import default_max_batch_size
+from dpllm.train_values import MAX_STEPS
 
 DISCRETIZATION = 1e-4
 """Width of the grid of privacy losses on which ε is reported."""
@@ -79,6 +80,10 @@ class Step:
             raise ValueError(f"sampling_rate must be above 0 and at most 1, got {self.sampling_rate}")
         if not 0 <= self.noise_multiplier < math.inf:
             raise ValueError(f"noise_multiplier must be at least 0 and finite, got {self.noise_multiplier}")
+        if self.noise_multiplier > MAX_NOISE or 0 < self.noise_multiplier < MIN_NOISE:
+            raise ValueError(
+                f"noise_multiplier must be 0 or between {MIN_NOISE:g} and {MAX_NOISE:g}, got {self.noise_multiplier:g}"
+            )
         if not 0 < self.clip_norm < math.inf:
             raise ValueError(f"clip_norm must be above 0 and finite, got {self.clip_norm}")
         if self.num_units is not None and self.num_units < 1:
@@ -90,6 +95,11 @@ class Step:
                 raise ValueError(f"max_batch_size must be at least 1, got {self.max_batch_size}")
         if self.rows_per_unit < 1:
             raise ValueError(f"rows_per_unit must be at least 1, got {self.rows_per_unit}")
+        if self.rows_per_unit > MAX_ROWS_DRAWN_PER_UNIT:
+            raise ValueError(
+                f"rows_per_unit must be at most {MAX_ROWS_DRAWN_PER_UNIT:,}, got {self.rows_per_unit}: the cost of more "
+                "rows of one unit is not computed within seconds. Take fewer rows of a unit"
+            )
         if self.rows_per_unit > 1 and self.max_batch_size is not None:
             raise ValueError(
                 "max_batch_size truncates a sample of units; there is no accounting for a truncated sample of rows. "
@@ -180,7 +190,7 @@ def delta_function(
     _check_adjacency(adjacency)
     if not merged:
         return lambda _: 0.0
-    if any(step.noise_multiplier == 0 for step, _ in merged):
+    if any(_is_bare(step) for step, _ in merged):
         return lambda _: 1.0
     if _by_group_privacy(merged, adjacency):
         single = delta_function(merged, "zero-out", discretization, tilted)
@@ -198,7 +208,7 @@ def merge(history: History) -> _Merged:
     """Return the history with equal steps counted together, in a fixed order, whatever their clip norm.
 
     Raises:
-        ValueError: a count is negative.
+        ValueError: a count is negative, or there are more than `MAX_STEPS` steps.
     """
     counts: dict[Step, int] = {}
     for step, count in history:
@@ -207,6 +217,10 @@ def merge(history: History) -> _Merged:
         key = dataclasses.replace(step, clip_norm=1.0)
         if count:
             counts[key] = counts.get(key, 0) + count
+    if (total := sum(counts.values())) > MAX_STEPS:
+        raise ValueError(
+            f"{total:,} steps are more than {MAX_STEPS:,}: their cost is not computed within seconds. Take fewer steps"
+        )
     return tuple(sorted(counts.items(), key=lambda item: str(item[0])))
 
 
@@ -217,7 +231,7 @@ def _epsilon(merged: _Merged, delta: float, adjacency: str, discretization: floa
     _check_adjacency(adjacency)
     if not merged:
         return 0.0
-    if any(step.noise_multiplier == 0 for step, _ in merged):
+    if any(_is_bare(step) for step, _ in merged):
         return math.inf
     num_steps = sum(count for _, count in merged)
     if num_steps * pld.STEP_TAIL > delta / 100:
@@ -300,6 +314,11 @@ def _parts(merged: _Merged, adjacency: str, discretization: float) -> list[list[
         for direction, pmf in zip(directions, pmfs, strict=True):
             direction.append((pmf, count))
     return directions
+
+
+def _is_bare(step: Step) -> bool:
+    """Return whether a step has no noise, or so little for the rows of a unit that no ε is computed: inf is true."""
+    return step.noise_multiplier < MIN_NOISE * step.rows_per_unit
 
 
 def _truncates(step: Step) -> bool:
@@ -484,6 +503,11 @@ def calibrate_noise_multiplier(
     """
     if not 0 < target_epsilon < math.inf:
         raise ValueError(f"target_epsilon must be above 0 and finite, got {target_epsilon}")
+    if target_epsilon > MAX_TARGET_EPSILON:
+        raise ValueError(
+            f"target_epsilon must be at most {MAX_TARGET_EPSILON:g}, got {target_epsilon:g}: noise is not calibrated to "
+            "more within seconds, and a larger ε protects nobody. Take one below 10"
+        )
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
 
@@ -493,6 +517,9 @@ def calibrate_noise_multiplier(
 
     exact = partial(cost, True, DISCRETIZATION)
     _check_reachable(target_epsilon, exact)
+    enters = -math.expm1(num_steps * rows_per_unit * math.log1p(-sampling_rate)) if sampling_rate < 1 else 1.0
+    if enters <= delta and exact(least := MIN_NOISE * rows_per_unit) <= target_epsilon:
+        return least  # any noise would do
     # The exact cost takes seconds where σ is small. A cheap cost has nearly its shape, so σ is found on the cheap one
     # and the small gap between the two is measured there, again and again until the exact cost meets the target.
     cheap: Callable[[float], float] = partial(cost, False, DISCRETIZATION)

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers.optimization import get_scheduler
 
 from dpllm.config import ConfigError, PrivacyConfig, nearest
 from dpllm.engines import private_config
 from dpllm.plan import PrivacyPlan, make_plan
 from dpllm.publishing import refuse_uploads
+from dpllm.train_values import check_arguments, check_train
 from dpllm.units import UnitIndex
 
 # Options of TrainingArguments that would change what reaches the optimizer, with the reason.
@@ -64,10 +66,47 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
             raise ConfigError(f"train.{name} is unknown{nearest(str(name), known)}")
     if "output_dir" not in section:
         raise ConfigError("train.output_dir is missing: the folder for model, ledger and report.")
+    check_train("train", section)
+    given = {name: value for name, value in section.items() if value is not None}  # null: the default
     try:
-        return TrainingArguments(**{**_processes_on_cpu(), **section})
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"train: {error}") from error
+        return TrainingArguments(**{**_processes_on_cpu(), **given})
+    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError, OSError) as error:
+        raise ConfigError(f"train: {' '.join(str(error).split())}") from error
+
+
+def check_optimizer(args: TrainingArguments) -> None:
+    """Build the optimizer and the schedule of the arguments once, over a single number, and drop them.
+
+    Their options are checked by the classes themselves; without this they would be found after the model was loaded and
+    the run had begun.
+
+    Raises:
+        ConfigError: one of them cannot be built; the message has its name and options.
+    """
+    name = str(getattr(args.optim, "value", args.optim))
+    if args.optim_target_modules is not None or args.deepspeed_plugin is not None:
+        return  # needs the model, or is built by DeepSpeed
+    num_steps = max(args.max_steps, 2)
+    options = {"train.optim": name, "train.optim_args": args.optim_args}
+    try:
+        kind, values = Trainer.get_optimizer_cls_and_kwargs(args)
+        optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **values)
+        options = {
+            "train.lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+            "train.lr_scheduler_kwargs": args.lr_scheduler_kwargs,
+        }
+        get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=args.get_warmup_steps(num_steps),
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}),
+        )
+    except Exception as error:  # of classes of other libraries, each with errors of its own
+        shown = ", ".join(f"{key}={value}" for key, value in options.items() if value is not None)
+        raise ConfigError(
+            f"{shown} cannot be used: {' '.join(str(error).split())[:300]}. Change it, or leave it out for the default"
+        ) from error
 
 
 def _processes_on_cpu() -> dict[str, Any]:
@@ -86,9 +125,30 @@ def private_arguments(args: TrainingArguments) -> TrainingArguments:
     training needs (`dpllm.engines.private_config`).
 
     Raises:
-        ConfigError: an option in conflict with the guarantee.
+        ConfigError: a value out of range, or an option in conflict with the guarantee.
         EngineError: one in the DeepSpeed configuration.
     """
+    refuse_options(args)
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"{args.n_gpu} GPUs are visible to one process, which would use nn.DataParallel. Start one process per GPU "
+            "(accelerate launch --config_file accelerate_configs/ddp.yaml), or set CUDA_VISIBLE_DEVICES=0."
+        )
+    private = copy.copy(args)
+    private.max_grad_norm = 0.0
+    private.ignore_data_skip = True
+    if args.deepspeed_plugin is not None:
+        private_config(args.deepspeed_plugin.deepspeed_config)
+    return private
+
+
+def refuse_options(args: TrainingArguments) -> None:
+    """Refuse the options that cannot be kept private, on whatever machine the run will be.
+
+    Raises:
+        ConfigError: a value out of range, or an option in conflict with the guarantee.
+    """
+    check_arguments(args)
     for name, (allowed, reason) in _REFUSED.items():
         value = getattr(args, name)
         if value != allowed and not (allowed is None and not value):
@@ -104,18 +164,10 @@ def private_arguments(args: TrainingArguments) -> TrainingArguments:
         raise ConfigError(
             f"train.optim={optimizer} updates parameters during backward, before clipping and noise. Use adamw_torch."
         )
+<<<<<<< HEAD
     if args.n_gpu > 1:
         raise ConfigError(
-            f"{args.n_gpu} GPUs are visible to one process, which would use nn.DataParallel. Start one process per GPU "
-            "(accelerate launch --config_file accelerate_configs/ddp.yaml), or set CUDA_VISIBLE_DEVICES=0."
-        )
-    refuse_uploads(args)
-    private = copy.copy(args)
-    private.max_grad_norm = 0.0
-    private.ignore_data_skip = True
-    if args.deepspeed_plugin is not None:
-        private_config(args.deepspeed_plugin.deepspeed_config)
-    return private
+            f"{args.n_gpu} GPUs are visible to one process, which would use nn.D    refuse_uploads(args)
 
 
 def plan_for(args: TrainingArguments, privacy: PrivacyConfig, units: UnitIndex) -> PrivacyPlan:

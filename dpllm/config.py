@@ -20,7 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
+from dpllm import values
+from dpllm.model_values import check_model_config, check_peft
+from dpllm.train_values import check_train
+from dpllm.values import ConfigError as ConfigError
+from dpllm.values import nearest as nearest
+from dpllm.yaml12 import read_yaml, write_yaml
 
 UNITS = ("sequence", "user")
 SAMPLINGS = ("unit", "example")
@@ -37,55 +42,18 @@ RECIPE_FILE = "recipe.yaml"
 PRETRAINED_FOLDER = "public_pretrain"
 """The model that the private training began at, where the recipe made it, in the folder of the run."""
 
+# Bounds within which ε is computed in seconds, and float32 holds what a step computes.
+MAX_TARGET_EPSILON = 1000.0
+MIN_NOISE, MAX_NOISE = 1e-3, 1e6
+MIN_CLIP_NORM, MAX_CLIP_NORM = 1e-12, 1e12
+MAX_ROWS_DRAWN_PER_UNIT = 10_000
+
 _NOT_POISSON = (
     *("shuffle", "shuffled", "random", "epoch", "sequential", "fixed", "fixed-size", "fixed_size"),
     *("balls-in-bins", "balls_in_bins", "without-replacement", "without_replacement"),
 )
 
 _Section = TypeVar("_Section")
-
-
-class ConfigError(ValueError):
-    """A value or a key of a configuration that can't be used; the message names it and the remedy."""
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known word closest to `word`, or an empty string.
-
-    >>> nearest("clipnorm", ["clip_norm", "delta"])
-    "; did you mean 'clip_norm'?"
-    """
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean '{close[0]}'?" if close else ""
-
-
-def _number(name: str, value: Any) -> float:
-    """Return `value` as a float; booleans and strings are not numbers."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ConfigError(f"{name} must be a finite number, got {value!r} ({type(value).__name__})")
-    return float(value)
-
-
-def _integer(name: str, value: Any, minimum: int) -> int:
-    """Return `value` as an int of at least `minimum`; booleans, strings and fractions are refused."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ConfigError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
-    if value < minimum:
-        raise ConfigError(f"{name} must be at least {minimum}, got {value}")
-    return int(value)
-
-
-def _choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise unless `value` is one of `choices`."""
-    if value not in choices:
-        hint = nearest(value, choices) if isinstance(value, str) else ""
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
-
-
-def _text(name: str, value: Any) -> None:
-    """Raise unless `value` is a string that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{name} must be a text that is not empty, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,32 +105,31 @@ class PrivacyConfig:
 
     def __post_init__(self) -> None:
         """Check every value and convert whole numbers where floats are meant."""
-        self._set("clip_norm", _number("clip_norm", self.clip_norm))
-        if self.clip_norm <= 0:
-            raise ConfigError(f"clip_norm must be > 0, got {self.clip_norm}")
-        self._set("expected_batch_size", _integer("expected_batch_size", self.expected_batch_size, 1))
+        self._set("clip_norm", values.between("clip_norm", self.clip_norm, 0, above=True))
+        values.between("clip_norm", self.clip_norm, MIN_CLIP_NORM, MAX_CLIP_NORM)
+        self._set("expected_batch_size", values.integer("expected_batch_size", self.expected_batch_size, 1))
         self._check_budget()
         self._check_unit()
         self._check_sampling()
-        _choice("adjacency", self.adjacency, ADJACENCIES)
-        _choice("on_budget", self.on_budget, ON_BUDGET)
+        values.choice("adjacency", self.adjacency, ADJACENCIES)
+        values.choice("on_budget", self.on_budget, ON_BUDGET)
         for name in ("dataset", "budget_file"):
             if getattr(self, name) is not None:
-                _text(name, getattr(self, name))
+                values.text(name, getattr(self, name))
         if self.budget_file is not None and self.dataset is None:
             raise ConfigError(
                 "budget_file needs dataset: the name of the data set that the file was made for, so that no run is "
                 "charged to the budget of other data"
             )
         if self.max_batch_size is not None:
-            self._set("max_batch_size", _integer("max_batch_size", self.max_batch_size, 1))
+            self._set("max_batch_size", values.integer("max_batch_size", self.max_batch_size, 1))
             if self.max_batch_size < self.expected_batch_size:
                 raise ConfigError(
                     f"max_batch_size={self.max_batch_size} is below expected_batch_size={self.expected_batch_size}: "
                     "raise it, or leave it out (it is then chosen so that it costs nothing in ε)"
                 )
         if self.seed is not None:
-            self._set("seed", _integer("seed", self.seed, 0))
+            self._set("seed", values.integer("seed", self.seed, 0))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -175,28 +142,34 @@ class PrivacyConfig:
                 "budget"
             )
         if self.target_epsilon is not None:
-            self._set("target_epsilon", _number("target_epsilon", self.target_epsilon))
-            if self.target_epsilon <= 0:
-                raise ConfigError(f"target_epsilon must be > 0, got {self.target_epsilon}")
+            self._set("target_epsilon", values.between("target_epsilon", self.target_epsilon, 0, above=True))
+            if self.target_epsilon > MAX_TARGET_EPSILON:
+                raise ConfigError(
+                    f"target_epsilon must be at most {MAX_TARGET_EPSILON:g}, got {self.target_epsilon:g}: a larger ε "
+                    "protects nobody. Take one below 10, or noise_multiplier=0 for a run without privacy"
+                )
         if self.noise_multiplier is not None:
-            self._set("noise_multiplier", _number("noise_multiplier", self.noise_multiplier))
-            if self.noise_multiplier < 0:
-                raise ConfigError(f"noise_multiplier must be >= 0, got {self.noise_multiplier}")
+            self._set("noise_multiplier", values.between("noise_multiplier", self.noise_multiplier, 0, MAX_NOISE))
+            if 0 < self.noise_multiplier < MIN_NOISE:
+                raise ConfigError(
+                    f"noise_multiplier must be 0 or at least {MIN_NOISE:g}, got {self.noise_multiplier:g}: so little "
+                    "noise hides nothing, and its ε is infinite. Take about 1, or 0 for a run without privacy"
+                )
         if self.delta is not None:
-            self._set("delta", _number("delta", self.delta))
+            self._set("delta", values.number("delta", self.delta))
             if not 0 < self.delta < 1:
                 raise ConfigError(f"delta must lie between 0 and 1 and below 1/N, got {self.delta}; usual is 1/(10 N)")
 
     def _check_unit(self) -> None:
-        _choice("unit", self.unit, UNITS)
+        values.choice("unit", self.unit, UNITS)
         if self.unit == "user":
             if self.unit_column is None:
                 raise ConfigError('unit="user" needs unit_column: the column that holds the user\'s id')
-            _text("unit_column", self.unit_column)
+            values.text("unit_column", self.unit_column)
             if self.max_rows_per_unit is None:
                 raise ConfigError('unit="user" needs max_rows_per_unit: how many rows of one user may be used')
-            self._set("max_rows_per_unit", _integer("max_rows_per_unit", self.max_rows_per_unit, 1))
-            _choice("rows_kept", self.rows_kept, ROWS_KEPT)
+            self._set("max_rows_per_unit", values.integer("max_rows_per_unit", self.max_rows_per_unit, 1))
+            values.choice("rows_kept", self.rows_kept, ROWS_KEPT)
             return
         if self.rows_kept != "first":
             raise ConfigError('rows_kept belongs to unit="user": a sequence keeps all its rows')
@@ -213,8 +186,14 @@ class PrivacyConfig:
                 "it: of a run accounted at 5.2, shuffled batches reveal 19.9 or more (bound as in Chua et al., "
                 "arXiv:2403.17673). Leave sampling out: every unit is then drawn independently in every step"
             )
-        _choice("sampling", self.sampling, SAMPLINGS)
+        values.choice("sampling", self.sampling, SAMPLINGS)
         if self.sampling == "example":
+            if self.max_rows_per_unit is not None and self.max_rows_per_unit > MAX_ROWS_DRAWN_PER_UNIT:
+                raise ConfigError(
+                    f'max_rows_per_unit must be at most {MAX_ROWS_DRAWN_PER_UNIT:,} with sampling="example", got '
+                    f"{self.max_rows_per_unit:,}: the cost of so many rows of one user is not computed within seconds. "
+                    'Lower it, or leave sampling out'
+                )
             if self.unit != "user":
                 raise ConfigError(
                     'sampling="example" belongs to unit="user"; a sequence is drawn as a whole, so drop it'
@@ -259,27 +238,27 @@ class ModelConfig:
                 f"give exactly one of name (a pretrained model) and config (trained from scratch), got {given}"
             )
         if self.name is not None:
-            _text("name", self.name)
-        if self.config is not None and (not isinstance(self.config, Mapping) or "model_type" not in self.config):
-            raise ConfigError("config must be a mapping with model_type, such as {model_type: llama, hidden_size: 128}")
-        _choice("task", self.task, TASKS)
-        _choice("dtype", self.dtype, DTYPES)
+            values.text("name", self.name)
+        if self.config is not None:
+            check_model_config("config", self.config)
+        values.choice("task", self.task, TASKS)
+        values.choice("dtype", self.dtype, DTYPES)
         if self.tokenizer is not None:
-            _text("tokenizer", self.tokenizer)
+            values.text("tokenizer", self.tokenizer)
             if self.tokenizer_vocab_size is not None:
                 raise ConfigError(
                     "give tokenizer (load one) or tokenizer_vocab_size (train one on public text), not both"
                 )
         if self.tokenizer_vocab_size is not None:
-            _integer("tokenizer_vocab_size", self.tokenizer_vocab_size, 260)
-        if self.peft is not None and not isinstance(self.peft, Mapping):
-            raise ConfigError(f"peft must be a mapping of LoraConfig arguments, got {self.peft!r}")
-        if self.tie_word_embeddings not in (None, True, False):
-            raise ConfigError(f"tie_word_embeddings must be true or false, got {self.tie_word_embeddings!r}")
+            values.integer("tokenizer_vocab_size", self.tokenizer_vocab_size, 260)
+        if self.peft is not None:
+            check_peft("peft", self.peft)
+        if self.tie_word_embeddings is not None:
+            values.flag("tie_word_embeddings", self.tie_word_embeddings)
         if not isinstance(self.freeze, list) or not all(isinstance(pattern, str) for pattern in self.freeze):
             raise ConfigError(f"freeze must be a list of name patterns, got {self.freeze!r}")
         if self.num_labels is not None:
-            _integer("num_labels", self.num_labels, 2)
+            values.integer("num_labels", self.num_labels, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,22 +308,22 @@ class DataConfig:
             "label_column",
         )
         for name in names:
-            _text(name, getattr(self, name))
+            values.text(name, getattr(self, name))
         for name in ("name", "eval_path", "eval_split"):
             if getattr(self, name) is not None:
-                _text(name, getattr(self, name))
-        _integer("max_length", self.max_length, 2)
-        object.__setattr__(self, "eval_fraction", _number("eval_fraction", self.eval_fraction))
+                values.text(name, getattr(self, name))
+        values.integer("max_length", self.max_length, 2)
+        object.__setattr__(self, "eval_fraction", values.number("eval_fraction", self.eval_fraction))
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"eval_fraction must be at least 0 and below 1, got {self.eval_fraction}")
         if self.eval_fraction > 0 and (self.eval_path or self.eval_split):
             raise ConfigError(
                 "eval_fraction holds records out of the training split; with eval_path or eval_split, drop it"
             )
-        _choice("format", self.format, FORMATS)
-        _choice("long_records", self.long_records, LONG_RECORDS)
+        values.choice("format", self.format, FORMATS)
+        values.choice("long_records", self.long_records, LONG_RECORDS)
         if self.limit is not None:
-            _integer("limit", self.limit, 1)
+            values.integer("limit", self.limit, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +337,7 @@ class PublicPretrainConfig:
 
     def __post_init__(self) -> None:
         """Check the section."""
-        _check_train("train", self.train)
+        check_train("train", self.train)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,7 +355,7 @@ class ReleaseConfig:
         """Check the texts."""
         for item in dataclasses.fields(self):
             if getattr(self, item.name) is not None:
-                _text(item.name, getattr(self, item.name))
+                values.text(item.name, getattr(self, item.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,13 +380,12 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Check the section that has no dataclass of its own, and what two sections say together."""
-        _check_train("train", self.train)
+        check_train("train", self.train)
         if isinstance(self.microbatch_tokens, str) and self.microbatch_tokens != "auto":
             raise ConfigError(f'microbatch_tokens must be a whole number or "auto", got {self.microbatch_tokens!r}')
-        if self.microbatch_tokens not in (None, "auto"):
-            _integer("microbatch_tokens", self.microbatch_tokens, 1)
-        if not isinstance(self.pack_rows, bool):
-            raise ConfigError(f"pack_rows must be true or false, got {self.pack_rows!r}")
+        if self.microbatch_tokens is not None and self.microbatch_tokens != "auto":
+            values.integer("microbatch_tokens", self.microbatch_tokens, 1)
+        values.flag("pack_rows", self.pack_rows)
         if self.pack_rows and self.model.task != "causal_lm":
             raise ConfigError(
                 f'pack_rows lays rows end to end, which model.task="{self.model.task}" can\'t have: it is for causal '
@@ -418,11 +396,6 @@ class Recipe:
                 'privacy.sampling="example" draws rows, and data.long_records="split" makes several of one record: how '
                 'many there are would depend on the tokenizer. Set long_records="truncate", or sampling="unit"'
             )
-
-
-def _check_train(name: str, section: Any) -> None:
-    if not isinstance(section, Mapping) or not all(isinstance(key, str) for key in section):
-        raise ConfigError(f"{name} must be a mapping of TrainingArguments names to values, got {section!r}")
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -443,11 +416,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: the file can't be read, or a key is unknown, missing or unusable; the message names both.
     """
     try:
-        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as error:
-        raise ConfigError(f"{path}: can't be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from error
+        raw = read_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        words = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error.reason} at {error.start}"
+        raise ConfigError(f"{path}: can't be read ({words})") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: must be a mapping with the sections {', '.join(_names(Recipe))}")
     for override in overrides:
@@ -462,8 +436,7 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
     """Write the resolved recipe; `load_recipe` of the file gives an equal one."""
-    text = yaml.dump(recipe_to_dict(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-    Path(path).write_text(text, encoding="utf-8")
+    Path(path).write_text(write_yaml(recipe_to_dict(recipe)), encoding="utf-8")
 
 
 _NESTED: dict[type, dict[str, type]] = {
@@ -490,21 +463,21 @@ def _build(section: type[_Section], raw: Mapping[str, Any], source: str, prefix:
             close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
             hint = f"did you mean '{prefix}{close[0]}'? " if close else ""
             raise ConfigError(f"{source}: unknown key '{prefix}{key}'; {hint}Known here: {', '.join(known)}")
-    values = copy.deepcopy(dict(raw))
+    given = copy.deepcopy(dict(raw))
     for key, nested in _NESTED.get(section, {}).items():
-        value = values.get(key)
+        value = given.get(key)
         if isinstance(value, Mapping):
-            values[key] = _build(nested, value, source, f"{prefix}{key}.")
+            given[key] = _build(nested, value, source, f"{prefix}{key}.")
         elif value is not None:
-            raise ConfigError(f"{source}: '{prefix}{key}' must be a mapping, got {value!r}")
+            raise ConfigError(f"{source}: '{prefix}{key}' must be a mapping, got {values.shown(value)}")
     optional = {item.name for item in dataclasses.fields(section) if _has_default(item)}  # type: ignore[arg-type]
     for key in known:
-        if key not in optional and values.get(key) is None:
+        if key not in optional and given.get(key) is None:
             raise ConfigError(f"{source}: missing key '{prefix}{key}'; it has no default")
-        if values.get(key, ...) is None:
-            del values[key]  # an empty value means the default, as in `train:` with nothing below it
+        if given.get(key, ...) is None:
+            del given[key]  # an empty value means the default, as in `train:` with nothing below it
     try:
-        return section(**values)
+        return section(**given)
     except ConfigError as error:
         where = f"section '{prefix[:-1]}': " if prefix else ""
         raise ConfigError(f"{source}: {where}{error}") from error
@@ -520,9 +493,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     if not equals or not all(parts):
         raise ConfigError(f"override {override!r} must read key=value, such as privacy.target_epsilon=3")
     try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+        value = read_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"override {values.shown(override)}: the value {error}") from error
     place = raw
     for depth, part in enumerate(parts[:-1]):
         if place.get(part) is None:
@@ -531,33 +504,3 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(place, dict):
             raise ConfigError(f"override {override!r}: '{'.'.join(parts[: depth + 1])}' is a value, not a section")
     place[parts[-1]] = value
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers and booleans; a key that stands twice is an error."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen and key != "<<":
-                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' stands twice", key_node.start_mark)
-            if isinstance(key, str):
-                seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes a text that the loader would read as a number."""
-
-
-_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
-_BOOL_TAG = "tag:yaml.org,2002:bool"
-# Resolvers live in dictionaries on the class; copies keep PyYAML's own classes as they are.
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL_TAG]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_BOOL_TAG, re.compile("^(?:true|True|false|False)$"), list("tTfF"))
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^{_FLOAT.pattern}$"), list("-+0123456789."))

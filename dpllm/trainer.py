@@ -27,7 +27,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from dpllm.accounting import epsilon
-from dpllm.arguments import plan_for, private_arguments
+from dpllm.arguments import check_optimizer, plan_for, private_arguments
 from dpllm.checkpoints import (
     STAGING_FOLDER,
     CheckpointError,
@@ -150,6 +150,8 @@ class DPTrainer(Outlets):
             refuse_unpackable(model, _task(model), data_collator, compute_loss_func)
         self._pack_rows, self._forms = pack_rows, forms
         private = private_arguments(args)
+        if optimizers[0] is None:
+            check_optimizer(args)
         self.processes = Processes()
         self.units: UnitIndex = unit_index_of(train_dataset, privacy, self._draw_of_rows())
         drawn = self.units.each_row() if privacy.sampling == "example" else self.units

@@ -290,7 +290,7 @@ def test_bad_override_is_refused(recipe_path: Path, override: str, match: str) -
     [
         ("[1, 2]", "must be a mapping with the sections model, data"),
         ("a: {", "not valid YAML"),
-        ("model: {name: a, name: b}", "key 'name' stands twice"),
+        ("model: {name: a, name: b}", "key 'name' is there twice"),
     ],
 )
 def test_bad_file_is_refused(tmp_path: Path, text: str, match: str) -> None:
