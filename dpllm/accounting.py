@@ -97,8 +97,8 @@ class Step:
             raise ValueError(f"rows_per_unit must be at least 1, got {self.rows_per_unit}")
         if self.rows_per_unit > MAX_ROWS_DRAWN_PER_UNIT:
             raise ValueError(
-                f"rows_per_unit must be at most {MAX_ROWS_DRAWN_PER_UNIT:,}, got {self.rows_per_unit}: the cost of more "
-                "rows of one unit is not computed within seconds. Take fewer rows of a unit"
+                f"rows_per_unit must be at most {MAX_ROWS_DRAWN_PER_UNIT:,}, got {self.rows_per_unit}: the cost of "
+                "more rows of one unit is not computed within seconds. Take fewer rows of a unit"
             )
         if self.rows_per_unit > 1 and self.max_batch_size is not None:
             raise ValueError(
@@ -505,8 +505,8 @@ def calibrate_noise_multiplier(
         raise ValueError(f"target_epsilon must be above 0 and finite, got {target_epsilon}")
     if target_epsilon > MAX_TARGET_EPSILON:
         raise ValueError(
-            f"target_epsilon must be at most {MAX_TARGET_EPSILON:g}, got {target_epsilon:g}: noise is not calibrated to "
-            "more within seconds, and a larger ε protects nobody. Take one below 10"
+            f"target_epsilon must be at most {MAX_TARGET_EPSILON:g}, got {target_epsilon:g}: noise is not calibrated "
+            "to more within seconds, and a larger ε protects nobody. Take one below 10"
         )
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")

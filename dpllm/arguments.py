@@ -87,20 +87,21 @@ def check_optimizer(args: TrainingArguments) -> None:
     if args.optim_target_modules is not None or args.deepspeed_plugin is not None:
         return  # needs the model, or is built by DeepSpeed
     num_steps = max(args.max_steps, 2)
-    options = {"train.optim": name, "train.optim_args": args.optim_args}
+    options: dict[str, Any] = {"train.optim": name, "train.optim_args": args.optim_args}
+    schedule: Any = args.lr_scheduler_kwargs
     try:
         kind, values = Trainer.get_optimizer_cls_and_kwargs(args)
         optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **values)
         options = {
             "train.lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
-            "train.lr_scheduler_kwargs": args.lr_scheduler_kwargs,
+            "train.lr_scheduler_kwargs": schedule,
         }
         get_scheduler(
             args.lr_scheduler_type,
             optimizer=optimizer,
             num_warmup_steps=args.get_warmup_steps(num_steps),
             num_training_steps=num_steps,
-            scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}),
+            scheduler_specific_kwargs=dict(schedule or {}),
         )
     except Exception as error:  # of classes of other libraries, each with errors of its own
         shown = ", ".join(f"{key}={value}" for key, value in options.items() if value is not None)

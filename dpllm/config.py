@@ -12,10 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import math
-import numbers
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -192,7 +189,7 @@ class PrivacyConfig:
                 raise ConfigError(
                     f'max_rows_per_unit must be at most {MAX_ROWS_DRAWN_PER_UNIT:,} with sampling="example", got '
                     f"{self.max_rows_per_unit:,}: the cost of so many rows of one user is not computed within seconds. "
-                    'Lower it, or leave sampling out'
+                    "Lower it, or leave sampling out"
                 )
             if self.unit != "user":
                 raise ConfigError(

@@ -99,11 +99,12 @@ def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> 
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ConfigError(f"{name} must be a whole number, got {_kind(value)}")
-    if value < minimum:
-        raise ConfigError(f"{name} must be at least {minimum}, got {shown(int(value))}")
-    if maximum is not None and value > maximum:
-        raise ConfigError(f"{name} must be at most {maximum:,}, got {shown(int(value))}")
-    return int(value)
+    found = int(value)
+    if found < minimum:
+        raise ConfigError(f"{name} must be at least {minimum}, got {shown(found)}")
+    if maximum is not None and found > maximum:
+        raise ConfigError(f"{name} must be at most {maximum:,}, got {shown(found)}")
+    return found
 
 
 def flag(name: str, value: Any) -> None:

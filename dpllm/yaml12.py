@@ -88,8 +88,8 @@ def _check_depth(text: str) -> None:
             depth += 1
             if depth > MAX_DEPTH:
                 raise ConfigError(
-                    f"nests lists and mappings more than {MAX_DEPTH} deep in line {event.start_mark.line + 1}: a recipe "
-                    "has sections with values, and few levels"
+                    f"nests lists and mappings more than {MAX_DEPTH} deep in line {event.start_mark.line + 1}: a "
+                    "recipe has sections with values, and few levels"
                 )
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1

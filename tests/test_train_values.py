@@ -166,7 +166,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     """Bytes that are no UTF-8 are named with their place."""
     path = tmp_path / "recipe.yaml"
     path.write_bytes(b"model: \xe9")
-    with pytest.raises(ConfigError, match="not UTF-8: .* at 7"):
+    with pytest.raises(ConfigError, match=r"not UTF-8: .* at 7"):
         load_recipe(path)
 
 
