@@ -165,10 +165,7 @@ def refuse_options(args: TrainingArguments) -> None:
         raise ConfigError(
             f"train.optim={optimizer} updates parameters during backward, before clipping and noise. Use adamw_torch."
         )
-<<<<<<< HEAD
-    if args.n_gpu > 1:
-        raise ConfigError(
-            f"{args.n_gpu} GPUs are visible to one process, which would use nn.D    refuse_uploads(args)
+    refuse_uploads(args)
 
 
 def plan_for(args: TrainingArguments, privacy: PrivacyConfig, units: UnitIndex) -> PrivacyPlan:
