@@ -11,8 +11,8 @@ Shape suffixes: B rows, U units.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,12 +20,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dpllm.ghost import kernels, memory
-from dpllm.ghost.checks import FunctionalUses, RowProbe, SpreadProbe, probed_rows, rows_of_call, tokens_by_themselves
+from dpllm.ghost.calls import Calls
+from dpllm.ghost.checks import (
+    FunctionalUses,
+    RowProbe,
+    SpreadProbe,
+    probed_rows,
+    refuse_long_rows,
+    refuse_missing,
+    refuse_other_rows,
+    refuse_uses_in_loss,
+    rows_of_call,
+    tokens_by_themselves,
+)
 from dpllm.ghost.contributions import Contribution, Instance, Rows, Use, held, join, merge
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.forms import Forms
 from dpllm.ghost.packed import PackedRows
-from dpllm.ghost.rounding import slack_factor
+from dpllm.ghost.rounding import is_measured, slack_factor
 from dpllm.ghost.rules import Served, find_sites, refuse_compiled, refuse_coupled_modules, refuse_wrapped
 from dpllm.ghost.tally import NormTally, Weights
 from dpllm.ghost.tap import Receive, tap
@@ -65,14 +77,16 @@ class Book:
         self._name_of = {id(p): name for name, p in self._parameters.items()}
         self._switched_off: dict[int, nn.Parameter] = {}
         self._contributions: dict[int, list[Contribution]] = defaultdict(list)
+        self._flows: set[tuple[torch.device, torch.dtype]] = set()  # of all that norms were computed from
         self._held: dict[int, list[Contribution]] = {}  # of a unit that has more rows than one pass takes
         self._joining = False
         self._rows: Rows | None = None
         self._weights: tuple[Weights, Weights] | None = None  # of the rows, of the units
-        self._calls: Counter[int] = Counter()  # of the modules that use each parameter, in this forward pass
+        self._calls = Calls()  # of the model, since the last backward pass
         self._take: Callable[[nn.Parameter, Use], None] = self._keep
         self._again: tuple[Tensor, Tensor, Tensor] | None = None  # losses to differentiate twice, and what came out
         self._sums: dict[int, Tensor] = {}
+        self._streamed: set[int] = set()  # parameters whose only use has arrived, in this one of two passes
         self._modules = list(model.modules())
         self._recomputing = [module for module in self._modules if memory.may_recompute(module)]
         self._most_tokens = tokens_by_themselves(model)
@@ -107,8 +121,9 @@ class Book:
                 self._refuse_bypass(served)
                 return None
             self._active.append(served)
+            served.enter(args, kwargs)
             if self._in_forward:
-                self._calls.update(map(id, served.site.trainable.values()))
+                self._calls.note_uses(served.site.trainable.values())
             # A sharded model (FSDP2) puts other tensors in place of its parameters while a module runs.
             self._switch_off(p for holder, name in holders if (p := getattr(holder, name)).requires_grad)
             if served.before is None:
@@ -121,6 +136,7 @@ class Book:
                 return None
             if self._active and self._active[-1] is served:
                 self._active.pop()
+            served.leave(args, kwargs, broke_off=output is None)
             if output is None or not torch.is_grad_enabled():
                 return None
             with self._pause():
@@ -161,16 +177,12 @@ class Book:
         if self._in_forward or not torch.is_grad_enabled():
             return
         refuse_compiled("The model", model)
-        self.clear()
+        self._forget_pass()
+        self._calls.begin()
         self._batch_rows, self._tokens = rows_of_call(args, kwargs), memory.tokens_of_call(args, kwargs)
         self._packed.start(kwargs)
         longest = max(self._packed.lengths, default=self._tokens)
-        if self._most_tokens is not None and longest > self._most_tokens:
-            raise GhostError(
-                f"Rows of {longest} tokens: beyond {self._most_tokens} this model chooses its position embeddings by "
-                "the longest row of the batch (dynamic or longrope), so that a row's loss depends on the others. Set "
-                f"data.max_length={self._most_tokens}, or another rope type."
-            )
+        refuse_long_rows(longest, self._most_tokens)
         self._in_forward = True
         self._switch_off(self._parameters.values())
         if self._uses is not None:
@@ -184,9 +196,10 @@ class Book:
         self._switch_on()
         if self._uses is not None:
             self._uses.stop()
-            if output is not None:  # a forward pass that broke off is watched anew
-                uses, self._uses = self._uses, None
-                uses.raise_if_any()
+            if output is not None:  # a forward pass that broke off is watched again
+                self._uses.raise_if_any()
+        if output is not None:
+            self._calls.note(self._batch_rows, self._packed.lengths)
 
     def _switch_off(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -209,6 +222,7 @@ class Book:
                     "backward() was called on a loss directly. Pass the per-row losses to GhostClipper.backward(), "
                     "which clips."
                 )
+            self._flows.update((t.device, t.dtype) for t in (grad, *tensors) if is_measured(t))
             with self._pause():
                 receive(grad, tensors)
 
@@ -229,22 +243,11 @@ class Book:
 
     def record(self, parameter: nn.Parameter, use: Use) -> None:
         """Take note of what one use of a parameter contributes to its gradient."""
-        value = use.grad
         assert self._rows is not None
-        if value.shape[0] != self._rows.unit_B.numel():
-            if self.is_packed:
-                raise GhostError(
-                    f"{self._name_of[id(parameter)]}: what a module that uses it works on, {tuple(value.shape)}, can't "
-                    "be cut into the packed rows. Freeze the parameter, or don't pack the rows (pack_rows: false)."
-                )
-            raise GhostError(
-                f"{self._name_of[id(parameter)]}: a module that uses it works on {value.shape[0]} rows, the losses on "
-                f"{self._rows.unit_B.numel()}. Every module with trainable parameters has to keep the rows of the "
-                f"batch as its first "
-                "dimension."
-            )
+        name = self._name_of[id(parameter)]
+        refuse_other_rows(name, use.grad.shape, self._rows.unit_B.numel(), self.is_packed)
         if self._probe is not None:
-            self._probe.look(self._name_of[id(parameter)], value)
+            self._probe.look(name, use.grad)
             return
         with kernels.exact_matmul(), torch.no_grad():
             self._take(parameter, use)
@@ -278,7 +281,7 @@ class Book:
             self._joining = True  # until its factor is fixed: what was held is no longer held by itself
             self._contributions, self._held = defaultdict(list, self._held), {}
             self._rows = Rows.one_unit(loss_B.device)
-        self._require_all(self._contributions.keys())
+        refuse_missing(self._parameters, self._contributions.keys())
         with kernels.exact_matmul(), torch.no_grad():
             sq_norm_U, slack_U = self._add_norms(self._tally())
         return self._settled(unit_B, sq_norm_U), slack_U
@@ -314,6 +317,8 @@ class Book:
     def _differentiate(self, loss_B: Tensor, unit_B: Tensor, num_units: int, retain_graph: bool = False) -> None:
         """Fill the book with the contributions of these rows."""
         self._begin_backward(loss_B, unit_B, num_units)
+        if self._uses is not None:
+            refuse_uses_in_loss(loss_B, self._name_of)
         assert self._rows is not None
         weight_B = (self._rows.unit_B >= 0).to(loss_B.dtype)
         self._in_backward = True
@@ -323,6 +328,7 @@ class Book:
             if not checked and int(weight_B.sum()) > 1:
                 self._check_rows(loss_B, weight_B)
             torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
+            self._uses = None  # every call of the model that the first losses come from was watched
         finally:
             self._in_backward = False
             self._packed.stop()
@@ -335,6 +341,7 @@ class Book:
                 f"The model was called with {packed} packed rows, and there are {len(loss_B)} losses. One loss per row "
                 "is needed: see dpllm.packed_sequence_loss."
             )
+        self._batch_rows = self._calls.rows(len(loss_B), self._packed.lengths, self._batch_rows)
         self._rows = Rows.of(unit_B, num_units, loss_B.device)
 
     def _check_rows(self, loss_B: Tensor, weight_B: Tensor) -> None:
@@ -405,23 +412,15 @@ class Book:
         finally:
             self._probe = None
 
-    def _require_all(self, seen: Collection[int]) -> None:
-        missing = [name for name, p in self._parameters.items() if id(p) not in seen]
-        if missing:
-            raise GhostError(
-                f"No gradient reached {len(missing)} trainable parameter(s), the first is {missing[0]}. Either it "
-                f"has no part in the loss "
-                "(then freeze it: requires_grad_(False)), or activation checkpointing with use_reentrant=True cut "
-                "the graph (then call "
-                "model.enable_input_require_grads() or set use_reentrant=False)."
-            )
-
     def _tally(self, max_waiting: int | None = None) -> NormTally:
         assert self._rows is not None
-        first, device = next(iter(self._parameters.values())), self._rows.unit_B.device
-        measured = first.is_cuda and first.dtype != torch.float64
-        slack = slack_factor(self.forms, device, first.dtype) if measured else 1.0
-        return NormTally(self._rows, self.forms, kernels.accumulation_dtype(first.dtype), slack, max_waiting)
+        wide = any(p.dtype == torch.float64 for p in self._parameters.values())
+        dtype = torch.float64 if wide else torch.float32
+        return NormTally(self._rows, self.forms, dtype, self._slack_factor, max_waiting)
+
+    def _slack_factor(self) -> float:
+        """The largest of all devices and dtypes that norms and sums were computed from."""
+        return max((slack_factor(self.forms, *flow) for flow in self._flows), default=1.0)
 
     def _add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
         assert self._rows is not None
@@ -464,6 +463,7 @@ class Book:
         """Measure each layer's norm as its gradient arrives, and hold nothing but what several uses contribute."""
         tally = None
         seen: set[int] = set()
+        self._streamed.clear()
 
         def measure(parameter: nn.Parameter, use: Use) -> None:
             nonlocal tally
@@ -473,7 +473,7 @@ class Book:
 
         with self._taking(measure):
             self._differentiate(loss_B, unit_B, num_units, retain_graph=True)
-        self._require_all(seen)
+        refuse_missing(self._parameters, seen)
         assert tally is not None, "there are parameters"
         with kernels.exact_matmul(), torch.no_grad():
             sq_norm_U, slack_U = self._add_norms(tally)
@@ -486,6 +486,7 @@ class Book:
         assert self._again is not None and self._rows is not None
         (loss_B, sq_norm_U, slack_U), self._again = self._again, None
         tally = self._tally(max_waiting=1)
+        self._streamed.clear()
 
         def add(parameter: nn.Parameter, use: Use) -> None:
             contribution = self._stream(parameter, use, tally)
@@ -516,9 +517,16 @@ class Book:
     def _stream(self, parameter: nn.Parameter, use: Use, tally: NormTally) -> Contribution | None:
         """Count what may be forgotten at once; None for a parameter of which there are other uses, which is kept."""
         assert self._rows is not None
-        if self._calls[id(parameter)] != 1:
+        if not self._calls.used_once(parameter):
             self._keep(parameter, use)
             return None
+        if id(parameter) in self._streamed:
+            raise GhostError(
+                f"{self._name_of[id(parameter)]} is used more often in the loss than in the calls of the model since "
+                "the last backward pass. Compute the losses from calls of the model that follow that pass, or clip in "
+                "one pass (Forms(passes=1))."
+            )
+        self._streamed.add(id(parameter))
         contribution = held(use, self._rows, self.forms)
         tally.add([contribution])
         return contribution
@@ -563,10 +571,14 @@ class Book:
 
     def clear(self) -> None:
         """Forget the microbatch."""
+        self._forget_pass()
+        self._calls.spend()
+
+    def _forget_pass(self) -> None:
+        """Forget the last backward pass; the calls of the model since then stay part of the next one."""
         self._contributions.clear()
         self._packed.stop()
         self._sums.clear()
-        self._calls.clear()
         self._rows = self._weights = self._again = None
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,8 +45,13 @@ class _Bare(nn.Module):
 
 
 def call_with(module: nn.Module, parameters: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
-    """Call a module, without its hooks, with other values of the named parameters."""
-    return functional_call(_Bare(module), {f"module.{name}": value for name, value in parameters.items()}, args, kwargs)
+    """Call a module, without its hooks, with other values of the named parameters.
+
+    Only the named places are replaced. Where a parameter has a second place in a module inside (a tied one), that use
+    belongs to the rule of the module inside, and keeps the parameter's own value here.
+    """
+    values = {f"module.{name}": value for name, value in parameters.items()}
+    return functional_call(_Bare(module), values, args, kwargs, tie_weights=False)
 
 
 class Call:
@@ -64,6 +69,17 @@ class Call:
         """Hand the tensors over; the call no longer holds them."""
         tensors, self.tensors = self.tensors, []
         return tensors
+
+    def uses(self, names: Iterable[str]) -> set[str]:
+        """Which of the named parameters the module's output depends on, through these places alone."""
+        leaves = {name: self.module.get_parameter(name).detach().requires_grad_() for name in names}
+        with torch.enable_grad():
+            output = self.again(leaves, [t.detach() for t in self.tensors])
+            roots = [t.sum() for t in flatten_tensors(output) if t.requires_grad]
+        if not roots:
+            return set()
+        grads = torch.autograd.grad(roots, list(leaves.values()), allow_unused=True)
+        return {name for name, grad in zip(leaves, grads, strict=True) if grad is not None}
 
     def again(self, parameters: dict[str, Tensor], tensors: list[Tensor]) -> Any:
         """Call the module once more, with other values of the named parameters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,69 @@ def _rope_limits(section: dict, longest: int | None) -> Iterator[int]:
     for value in section.values():
         if isinstance(value, dict):
             yield from _rope_limits(value, longest)
+
+
+def refuse_long_rows(longest: int, most: int | None) -> None:
+    """Raise `GhostError` for rows of more tokens than `tokens_by_themselves` allows."""
+    if most is not None and longest > most:
+        raise GhostError(
+            f"Rows of {longest} tokens: beyond {most} this model chooses its position embeddings by the longest row of "
+            f"the batch (dynamic or longrope), so that a row's loss depends on the others. Set data.max_length={most}, "
+            "or another rope type."
+        )
+
+
+def refuse_other_rows(name: str, shape: Sequence[int], num_rows: int, packed: bool) -> None:
+    """Raise `GhostError` where a use of the parameter ``name`` has another number of rows than the losses."""
+    if shape[0] == num_rows:
+        return
+    if packed:
+        raise GhostError(
+            f"{name}: what a module that uses it works on, {tuple(shape)}, can't be cut into the packed rows. Freeze "
+            "the parameter, or don't pack the rows (pack_rows: false)."
+        )
+    raise GhostError(
+        f"{name}: a module that uses it works on {shape[0]} rows, the losses on {num_rows}. Every module with "
+        "trainable parameters has to keep the rows of the batch as its first dimension, and all calls of the model "
+        "that a loss is computed from need the same rows."
+    )
+
+
+def refuse_missing(parameters: Mapping[str, nn.Parameter], seen: Collection[int]) -> None:
+    """Raise `GhostError` for a trainable parameter that is not among the ids of those that received a gradient."""
+    missing = [name for name, p in parameters.items() if id(p) not in seen]
+    if missing:
+        raise GhostError(
+            f"No gradient reached {len(missing)} trainable parameter(s), the first is {missing[0]}. Either it has no "
+            "part in the loss (then freeze it: requires_grad_(False)), or activation checkpointing with "
+            "use_reentrant=True cut the graph (then call model.enable_input_require_grads() or set "
+            "use_reentrant=False)."
+        )
+
+
+def refuse_uses_in_loss(loss_B: Tensor, name_of: Mapping[int, str]) -> None:
+    """Raise `GhostError` for a trainable parameter that the losses use outside the calls of the model.
+
+    While the model is called its parameters are out of autograd, so that a graph that leads to one of them holds such
+    a use. Its gradient would be missing from norm and sum.
+
+    Args:
+        loss_B: (B,) losses with a graph.
+        name_of: names of the trainable parameters by their ids.
+    """
+    nodes, seen = [loss_B.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = name_of.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            raise GhostError(
+                f"{name} is used by the loss outside the model's call, where its per-row gradient cannot be seen. Move "
+                "the computation into the forward pass of the module that holds it, or freeze the parameter."
+            )
+        nodes += [following for following, _ in node.next_functions]
 
 
 class FunctionalUses(TorchFunctionMode):

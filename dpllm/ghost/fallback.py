@@ -44,7 +44,8 @@ class PerRowRule:
             *tensors, expected = saved
             self._receive(call, grad, tensors, expected)
 
-        return self.book.tap(output, receive, *tensors, output)
+        # What is kept for the comparison must survive a model that adds to the output in place.
+        return self.book.tap(output.clone(), receive, *tensors, output)
 
     def _receive(self, call: Call, grad_B: Tensor, saved: list[Tensor], expected_B: Tensor) -> None:
         rows = grad_B.shape[0]

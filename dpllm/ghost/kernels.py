@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,19 +62,58 @@ def exact_matmul() -> Iterator[None]:
     """Keep float32 products in float32: no TF32, no bfloat16 and no autocast, whatever the process has set.
 
     Norms and clipped sums decide the sensitivity; the model's own forward and backward keep the user's setting.
+    It does not matter through which of PyTorch's two interfaces the setting was made
+    (``set_float32_matmul_precision`` and ``allow_tf32``, or ``fp32_precision``), or through both.
     """
-    before = torch.get_float32_matmul_precision()
     accelerator = _accelerator()
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(accelerator)
-    if before == "highest" and not autocast:  # entered for every layer: what changes nothing should cost nothing
+    rounds = any(flag.fp32_precision not in _EXACT for flag in _matmul_flags())
+    if not rounds and not autocast:  # entered for every layer: it must cost nothing where it changes nothing
         yield
         return
-    torch.set_float32_matmul_precision("highest")
+    with (
+        _exact_flags() if rounds else contextlib.nullcontext(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast(accelerator, enabled=False),
+    ):
+        yield
+
+
+_EXACT = ("ieee", "none")
+
+
+def _matmul_flags() -> tuple[Any, Any]:
+    """The settings that products read, whichever interface they were made through."""
+    backends: Any = torch.backends
+    return backends.cuda.matmul, backends.mkldnn.matmul
+
+
+@contextlib.contextmanager
+def _exact_flags() -> Iterator[None]:
+    """Set float32 products to float32, and afterwards everything back to what it was.
+
+    The older interface refuses to answer where the newer one disagrees with it; it is then left as it is. Where it
+    answers, it is set as well, so that the two agree all the time.
+    """
+    flags = _matmul_flags()
+    before = [flag.fp32_precision for flag in flags]
     try:
-        with torch.autocast("cpu", enabled=False), torch.autocast(accelerator, enabled=False):
-            yield
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = "highest"
+    if older != "highest":
+        torch.set_float32_matmul_precision("highest")
+    for flag in flags:
+        flag.fp32_precision = "ieee"
+    try:
+        yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if older != "highest":
+            torch.set_float32_matmul_precision(older)
+        for flag, precision in zip(flags, before, strict=True):
+            flag.fp32_precision = "none"  # follows the general setting
+            if flag.fp32_precision != precision:
+                flag.fp32_precision = precision
 
 
 @functools.cache

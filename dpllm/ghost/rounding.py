@@ -23,6 +23,11 @@ _MOST = 32.0  # times the slack
 _SHAPES = ((256, 4096), (1, 300), (1, 512))  # tokens, width; with one token nothing averages out
 
 
+def is_measured(x: Tensor) -> bool:
+    """Whether the rounding of norms and sums of such a tensor depends on the device: below float64, on a GPU."""
+    return x.is_cuda and x.is_floating_point() and x.dtype != torch.float64
+
+
 @functools.cache
 def slack_factor(forms: Forms, device: torch.device, dtype: torch.dtype) -> float:
     """By how much the slack of norms has to be larger here than `kernels.rounding_slack`.
@@ -44,7 +49,7 @@ def slack_factor(forms: Forms, device: torch.device, dtype: torch.dtype) -> floa
         raise GhostError(
             f"On {device}, {what} of {dtype} are off by {worst:.1f} times what the clip factors allow for, which can't "
             "be rounding, so that a unit could contribute more than the clip norm. Pass forms=Forms(fused=False), or "
-            "train in float32 with torch.backends.cuda.matmul.allow_tf32 off"
+            "train in float32"
         )
     return 1.0 if worst <= 1 else 2 * worst
 

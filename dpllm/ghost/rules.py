@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpllm.ghost.call import Call
+from dpllm.ghost.call import Call, flatten_tensors
 from dpllm.ghost.embedding import EmbeddingRule, RelativeBiasRule, has_relative_bias
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.fallback import PerRowRule
@@ -103,7 +103,7 @@ def find_sites(model: nn.Module) -> list[Site]:
     owner_of: dict[int, Site] = {}
     sites: dict[int, Site] = {}
     for path, module in modules.items():
-        own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        own = {n: p for n, p in module.named_parameters(recurse=False, remove_duplicate=False) if p.requires_grad}
         if not own or id(module) in owner_of:
             continue
         owner_path, owner = path, module
@@ -135,13 +135,35 @@ class Served:
         self._after: After | None = None
         path, module, trainable = site.path, site.module, site.trainable
         if is_linear(module):
-            self._after = LinearRule(path, module, trainable, book).after
+            self._after = LinearRule.of(path, module, trainable, book).after
         elif isinstance(module, nn.Embedding):
             self._after = EmbeddingRule(path, module, trainable, book).after
         elif isinstance(module, nn.LayerNorm) and type(module).forward is nn.LayerNorm.forward:
             self._after = LayerNormRule(path, module, trainable, book).after
         elif trainable.keys() == {"relative_attention_bias.weight"} and has_relative_bias(module):
             self.before = RelativeBiasRule(path, module, trainable, book).before
+        # What an unknown module read is looked at after its call: it must still be what it was before.
+        self._unknown = self._after is None and self.before is None
+        self._versions: list[list[int]] = []
+
+    def enter(self, args: tuple, kwargs: dict) -> None:
+        """Note the state of what the module is about to read."""
+        if self._unknown:
+            self._versions.append([t._version for t in flatten_tensors((args, kwargs))])
+
+    def leave(self, args: tuple, kwargs: dict, broke_off: bool) -> None:
+        """Make sure that the module left its inputs as they were.
+
+        Raises:
+            GhostError: it wrote to one of them.
+        """
+        before = self._versions.pop() if self._versions else []
+        if self._unknown and not broke_off and [t._version for t in flatten_tensors((args, kwargs))] != before:
+            raise GhostError(
+                f"{self.site.path} ({type(self.site.module).__name__}) changes its input in place, and what it read "
+                f"is lost for the per-row gradients of {sorted(self.site.trainable)}. Let it work on a copy, or freeze "
+                "these parameters."
+            )
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any, rows: int | None) -> Any:
         """Tap the module's output."""
@@ -152,11 +174,33 @@ class Served:
         return self._after(module, args, kwargs, output, rows)
 
     def _decide(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> After:
-        """A module of unknown class: one that scales its features, or the per-row fallback."""
-        trainable = self.site.trainable
+        """A module of unknown class: one that scales its features, a linear one, or the per-row fallback."""
+        call = Call(module, args, kwargs)
+        trainable = self._used_here(module, call)
+        if not trainable:
+            return _as_it_is
         if len(trainable) == 1 and isinstance(output, Tensor):
             ((name, weight),) = trainable.items()
-            offset = offset_of(Call(module, args, kwargs), name, module.get_parameter(name), output)
+            offset = offset_of(call, name, module.get_parameter(name), output)
             if offset is not None:
                 return ScaleRule(name, weight, offset, self.book).after
-        return PerRowRule(self.site.path, module, trainable, self.book).after
+        linear = LinearRule.recognise(module, trainable, call, output, self.book)
+        return linear.after if linear else PerRowRule(self.site.path, module, trainable, self.book).after
+
+    def _used_here(self, module: nn.Module, call: Call) -> dict[str, nn.Parameter]:
+        """The trainable parameters, without those that only modules inside use.
+
+        A parameter that a module inside holds as well is one parameter: each of its uses is counted by the rule of
+        the module that makes it. BERT's head keeps the bias of its decoder a second time, and does not use it.
+        """
+        own = {id(holder) for holder, _ in self.site.holders()}
+        inside = {id(p) for m in module.modules() if id(m) not in own for p in m.parameters(recurse=False)}
+        tied = [name for name in self.site.trainable if id(module.get_parameter(name)) in inside]
+        unused = set(tied) - call.uses(tied) if tied else set()
+        return {name: p for name, p in self.site.trainable.items() if name not in unused}
+
+
+def _as_it_is(module: nn.Module, args: tuple, kwargs: dict, output: Any, rows: int | None) -> Any:
+    """The rule of a module that uses none of its trainable parameters itself."""
+    del module, args, kwargs, rows
+    return output

@@ -7,7 +7,7 @@ Shape suffixes: B rows, U units.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +26,19 @@ class NormTally:
         rows: the units of the rows.
         forms: how norms are computed.
         dtype: in which the norms add up.
-        slack: how many times `dpllm.ghost.kernels.rounding_slack` is allowed for.
+        slack: gives how many times `dpllm.ghost.kernels.rounding_slack` is allowed for; asked by `total`, when every
+            dtype and device that occurs is known.
         max_waiting: inputs whose layers wait at a time; None: all, until `total`. Where activations are to be freed
             one after another, 1: layers that share an input follow each other in a backward pass.
     """
 
     def __init__(
-        self, rows: Rows, forms: Forms, dtype: torch.dtype, slack: float = 1.0, max_waiting: int | None = None
+        self,
+        rows: Rows,
+        forms: Forms,
+        dtype: torch.dtype,
+        slack: Callable[[], float] | None = None,
+        max_waiting: int | None = None,
     ) -> None:
         """Start at zero."""
         self._rows, self._forms, self._slack, self._max_waiting = rows, forms, slack, max_waiting
@@ -57,7 +63,7 @@ class NormTally:
         """``(sq_norm_U, slack_U)``: squared norms over all parameters, and what rounding may add to a unit's share."""
         for key in list(self._waiting):
             self._add_group(key)
-        return self._total_U, self._slack * self._slack_U
+        return self._total_U, (self._slack() if self._slack else 1.0) * self._slack_U
 
     def _add_group(self, key: tuple) -> None:
         self._add(*shared_norms(self._waiting.pop(key), self._rows, self._forms))

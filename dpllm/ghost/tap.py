@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost.contributions import Use
+from dpllm.ghost.errors import GhostError
 from dpllm.ghost.forms import Forms
 
 Receive = Callable[[Tensor, "list[Tensor]"], None]
@@ -27,7 +28,15 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved = list(ctx.saved_tensors)  # once: activation checkpointing recomputes at every access
+        try:
+            saved = list(ctx.saved_tensors)  # once: activation checkpointing recomputes at every access
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise GhostError(
+                f"The model changed the input of a trainable module in place after the module had read it ({error}). "
+                "Replace the operation by one that returns a new tensor (x = x + y), or freeze the module."
+            ) from error
         num_saved = len(saved)
         ctx.receive(grad_output, saved)
         return grad_output, *([None] * (1 + num_saved))

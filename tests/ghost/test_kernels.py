@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dpllm.ghost import kernels
+from dpllm import GhostClipper
+from dpllm.ghost import Forms, kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -59,6 +60,93 @@ def test_exact_matmul_overrides_and_restores_the_process_setting():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def through_the_newer_interface(precision):
+    """As transformers' ``enable_tf32`` does, which ``TrainingArguments(tf32=True)`` calls."""
+    torch.backends.fp32_precision = precision
+
+
+def through_its_matmul_flags(precision):
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.mkldnn.matmul.fp32_precision = precision
+
+
+def through_the_older_interface(precision):
+    torch.set_float32_matmul_precision({"tf32": "high", "bf16": "medium", "ieee": "highest"}[precision])
+
+
+def through_allow_tf32(precision):
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+
+
+WAYS = {
+    "newer": [through_the_newer_interface],
+    "flags": [through_its_matmul_flags],
+    "older": [through_the_older_interface],
+    "allow_tf32": [through_allow_tf32],
+    "older, newer": [through_the_older_interface, through_the_newer_interface],
+    "newer, older": [through_the_newer_interface, through_the_older_interface],
+    "flags, allow_tf32": [through_its_matmul_flags, through_allow_tf32],
+    "allow_tf32, flags": [through_allow_tf32, through_its_matmul_flags],
+}
+
+
+def flags():
+    """All that says how float32 products are computed; None where PyTorch refuses to say."""
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = None
+    backends = torch.backends
+    newer = (backends, backends.cuda.matmul, backends.cudnn, backends.mkldnn, backends.mkldnn.matmul)
+    return older, [flag.fp32_precision for flag in newer]
+
+
+@pytest.fixture
+def matmul_settings():
+    """Put the process's settings back."""
+    yield
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for flag in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        flag.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS.keys())
+def test_a_step_works_after_tf32_was_set_by_any_interface(ways, matmul_settings):
+    """Norms and sums are computed in float32, and afterwards every setting is what it was."""
+    net, x = torch.nn.Linear(300, 200), torch.randn(3, 5, 300)
+    clipper = GhostClipper(net, 1e-3)
+    results, inside = [], []
+    outer_norms = Forms.outer_norms
+    for precision in ("ieee", "tf32"):
+        for way in ways:
+            way(precision)
+        before = flags()
+
+        class Watching(Forms):
+            def outer_norms(self, *args):
+                inside.append([f.fp32_precision for f in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)])
+                return outer_norms(self, *args)
+
+        clipper._book.forms = Watching("gram")
+        with torch.no_grad():
+            grad = torch.ones(3, 5, 200)
+        results.append(clipper.backward((net(x) * grad).sum((1, 2))).norms)
+        assert flags() == before
+    assert all(precision in ("ieee", "none") for pair in inside for precision in pair) and len(inside) == 2
+    torch.testing.assert_close(*results, rtol=1e-6, atol=0)
+
+
+def test_a_setting_that_follows_the_general_one_still_does(matmul_settings):
+    """TF32 that is switched off for everything after a step is off for products, too."""
+    torch.backends.fp32_precision = "tf32"
+    with kernels.exact_matmul():
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    torch.backends.fp32_precision = "ieee"
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
 
 
 def test_products_stay_in_float32_under_an_active_autocast():

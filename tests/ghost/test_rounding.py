@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dpllm.ghost import Forms, GhostError, kernels, triton_kernels
+from dpllm import GhostClipper
+from dpllm.ghost import Forms, GhostError, book, kernels, triton_kernels
 from dpllm.ghost.contributions import Outer, Rows
 from dpllm.ghost.rounding import _SHAPES, shortfalls, slack_factor
 from dpllm.ghost.tally import NormTally
@@ -59,9 +60,33 @@ def test_a_machine_that_computes_something_else_is_refused(monkeypatch, error):
 def test_slack_is_what_a_unit_is_clipped_by():
     """A tally that allows for more says so, and the norms stay."""
     rows, uses = Rows.of(torch.arange(2), 2), [Outer(torch.randn(2, 3, 4), torch.randn(2, 3, 5), "right")]
-    tallies = [NormTally(rows, Forms(), torch.float32, slack) for slack in (1.0, 6.0)]
+    tallies = [NormTally(rows, Forms(), torch.float32, slack) for slack in (None, lambda: 6.0)]
     for tally in tallies:
         tally.add(uses)
     (norm_U, slack_U), (same_U, more_U) = (tally.total() for tally in tallies)
     assert torch.equal(norm_U, same_U) and (slack_U > 0).all()
     torch.testing.assert_close(more_U, 6 * slack_U)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_dtypes_that_flow_are_the_ones_that_are_measured(monkeypatch, autocast):
+    """Under autocast with float32 weights norms are computed from bfloat16, whatever the parameters are."""
+    asked = []
+
+    def factor(forms, device, dtype):
+        asked.append((device.type, dtype))
+        return 5.0 if dtype == torch.bfloat16 else 1.0
+
+    monkeypatch.setattr(book, "is_measured", lambda x: x.is_floating_point())
+    monkeypatch.setattr(book, "slack_factor", factor)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    slacks = []
+    for _ in range(2):
+        clipper = GhostClipper(net, 1.0)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            losses = net(torch.ones(2, 5, 3)).float().square().sum((1, 2))
+        slacks.append(clipper._book.backward(losses, torch.arange(2), 2)[1])
+        clipper.remove()
+        monkeypatch.setattr(book, "slack_factor", lambda *_: 1.0)
+    assert set(asked) == {("cpu", torch.bfloat16)} if autocast else {("cpu", torch.float32)}
+    torch.testing.assert_close(slacks[0], (5.0 if autocast else 1.0) * slacks[1])

@@ -1,0 +1,80 @@
+"""The calls of a model between two backward passes: a loss may be computed from several of them.
+
+A contrastive or preference loss calls the model twice and differentiates once. Every parameter then has as many uses as
+there are calls, and only one row layout can be told from the gradients that arrive.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from dpllm.ghost.errors import GhostError
+
+
+class Calls:
+    """Counts the uses of parameters, and compares the rows, of all calls since the last backward pass.
+
+    Calls that no loss is computed from only make the count too large; a parameter is then taken for one of several
+    uses, which costs memory and stays exact.
+    """
+
+    def __init__(self) -> None:
+        """No call was made yet."""
+        self._start()
+
+    def _start(self) -> None:
+        self._uses: Counter[int] = Counter()
+        self._num_rows: set[int | None] = set()
+        self._packed: set[tuple[int, ...]] = set()
+        self._spent = False
+
+    def begin(self) -> None:
+        """A call of the model begins."""
+        if self._spent:
+            self._start()
+
+    def note(self, num_rows: int | None, lengths: Sequence[int]) -> None:
+        """Note a call of the model that returned.
+
+        Args:
+            num_rows: of its inputs; None where unknown.
+            lengths: tokens of each packed row; empty where the rows are not packed.
+        """
+        self._num_rows.add(num_rows)
+        self._packed.add(tuple(lengths))
+
+    def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note the call of a module that uses these parameters."""
+        self._uses.update(map(id, parameters))
+
+    def used_once(self, parameter: nn.Parameter) -> bool:
+        """Whether a single module call used the parameter."""
+        return self._uses[id(parameter)] == 1
+
+    def rows(self, num_losses: int, lengths: Sequence[int], last: int | None) -> int | None:
+        """The rows of the calls that the losses, about to be differentiated, are computed from.
+
+        Args:
+            num_losses: of the losses.
+            lengths: tokens of each packed row of the last call.
+            last: rows of the last call.
+
+        Raises:
+            GhostError: the calls packed their rows differently.
+        """
+        self.spend()
+        if len(self._packed) > 1:
+            layouts = sorted(map(list, self._packed))
+            raise GhostError(
+                f"The model was called {len(layouts)} times since the last backward pass with rows packed differently "
+                f"(lengths {layouts[0]} and {layouts[1]}), so that gradients cannot be told apart by rows. Use one "
+                "layout for all calls of a loss, and torch.no_grad() for calls that are not part of it."
+            )
+        return last if lengths or len(self._num_rows) <= 1 else num_losses
+
+    def spend(self) -> None:
+        """A loss was differentiated or given up: the next call of the model belongs to another one."""
+        self._spent = True
