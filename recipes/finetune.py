@@ -10,6 +10,7 @@ after the private training. `train.resume_from_checkpoint=true` continues a run 
 import argparse
 import dataclasses
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ from dpllm.models import load_base_model, load_tokenizer, prepare_model
 from dpllm.plan import format_epsilon, format_plan
 from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes
+from dpllm.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
 
 PLAIN = {"save_strategy": "no", "report_to": "none"}
 console = Console(highlight=False, soft_wrap=True)
@@ -45,26 +47,31 @@ def main() -> None:
     options = parser.parse_args()
     console.quiet = int(os.environ.get("RANK", "0")) > 0
     use_all_cores()
-    code = 0
+    code, together = 2, False
+    end_with_the_launcher()
     try:
-        run(load_recipe(options.config, options.overrides))
+        with Terminal().taken():  # so that Ctrl-C doesn't end the launcher with a traceback
+            code, together = run(load_recipe(options.config, options.overrides)), True
     except ValueError as error:
         if not console.quiet:
             print(f"error: {error}", file=sys.stderr)
-        code = 2
+    except KeyboardInterrupt:
+        if not console.quiet:
+            print("stopped at once; a step that was under way stays charged", file=sys.stderr)
+        code = exit_code(signal.SIGINT)
     if torch.distributed.is_initialized():
-        leave(code)
+        leave(code, together)
     if code:
         sys.exit(code)
 
 
-def leave(code: int) -> None:
+def leave(code: int, together: bool) -> None:
     """End one process of several.
 
     Together where all went well: rank 0 may still be writing. And without the interpreter's own end, under which
     threads of communication libraries that wait for it abort the process.
     """
-    if code == 0:
+    if together:
         torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     sys.stdout.flush()
@@ -72,8 +79,8 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def run(recipe: Recipe) -> None:
-    """From the recipe to the model and its report."""
+def run(recipe: Recipe) -> int:
+    """From the recipe to the model and its report; returns the exit code, which is not 0 after most signals."""
     began = time.monotonic()
     args = training_arguments({**PLAIN, **recipe.train})
     output, resume = Path(args.output_dir), args.resume_from_checkpoint
@@ -131,6 +138,23 @@ def run(recipe: Recipe) -> None:
         output.mkdir(parents=True, exist_ok=True)
         save_recipe(recipe, output / RECIPE_FILE)
     trainer.train(resume_from_checkpoint=resume)
+    if trainer.interrupted_by is not None:
+        return stopped(trainer, trainer.interrupted_by)
+    with StopRequest("training is complete; its model and report are being saved").listening():
+        finish(recipe, trainer, began, before, eval_rows, collator)
+    return 0
+
+
+def finish(
+    recipe: Recipe,
+    trainer: DPTrainer,
+    began: float,
+    before: "MeasureBefore",
+    eval_rows: datasets.Dataset | None,
+    collator: RowCollator,
+) -> None:
+    """Measure, save and show the finished model."""
+    args, plan, output = trainer.args, trainer.plan, Path(trainer.args.output_dir)
     after = measure(trainer.model, eval_rows, collator, processes=trainer.processes) if eval_rows else None
 
     # What was measured on private records is on the screen and in the picture; the report says so.
@@ -150,6 +174,20 @@ def run(recipe: Recipe) -> None:
         ("unit of privacy", f"one {recipe.privacy.unit} of {plan.num_units:,}"),
     ]
     show("done", [*summary, *what_ran(trainer, draw(trainer, output / "training.png", before.result, after), began)])
+
+
+def stopped(trainer: DPTrainer, number: int) -> int:
+    """Say where a run that a signal ended can be continued; returns the exit code."""
+    step, output = trainer.state.global_step, Path(trainer.args.output_dir)
+    if trainer.args.should_save:
+        rows = [
+            ("private steps", f"{step} of {trainer.plan.num_steps}"),
+            ("checkpoint", str(output / f"checkpoint-{step}")),
+            ("privacy report", str(output / "privacy_report.md")),
+            ("to go on", "the same command with train.resume_from_checkpoint=true"),
+        ]
+        show(f"stopped by {signal.Signals(number).name}", rows)
+    return exit_code(number)
 
 
 def what_ran(trainer: DPTrainer, picture: Path, began: float) -> list[tuple[str, str]]:
