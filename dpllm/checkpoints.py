@@ -161,7 +161,12 @@ def publish(staging: str | Path, final: str | Path, hash_whole_up_to: int = HASH
         for folder in sorted({parent for name in names for parent in (staging / name).parents}, reverse=True):
             if folder == staging or staging in folder.parents:
                 _sync(folder)
-        manifest = {"format": _FORMAT, "files": dict(zip(names, entries, strict=True))}
+        # Counted, since a clock can be put back; nothing but the order of publication depends on it.
+        manifest = {
+            "format": _FORMAT,
+            "published": 1 + max(map(_published, _checkpoints(final.parent)), default=0),
+            "files": dict(zip(names, entries, strict=True)),
+        }
         _write(staging / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
         _sync(staging)
         _put(staging, final)
@@ -234,7 +239,8 @@ def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) 
     """Delete all but the checkpoints published last; for one process, after `publish`.
 
     The Trainer's own rotation goes by step where times are close together, and so keeps a later checkpoint that is torn
-    and deletes the whole one that was just made after resuming from before it. Here the time of publication counts.
+    and deletes the whole one that was just made after resuming from before it. Here the order of publication counts,
+    by a number in each manifest, whatever the clock says.
 
     Args:
         output_dir: of the run.
@@ -248,9 +254,9 @@ def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) 
     if limit < 1:
         raise ValueError(f"limit={limit} would delete every checkpoint: leave at least 1")
     kept = {Path(path).resolve() for path in keep}
-    folders = [folder for folder in _folders(Path(output_dir)) if _CHECKPOINT.fullmatch(folder.name)]
-    newest_first = sorted(folders, key=lambda folder: (folder.resolve() in kept, _published_at(folder)), reverse=True)
-    latest = max(folders, key=_published_at, default=None)
+    folders = _checkpoints(output_dir)
+    newest_first = sorted(folders, key=lambda folder: (folder.resolve() in kept, _order(folder)), reverse=True)
+    latest = max(folders, key=_order, default=None)
     for folder in newest_first[limit:]:
         if folder == latest or folder.resolve() in kept:
             continue
@@ -264,9 +270,23 @@ def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) 
             raise CheckpointError(f"{folder} could not be deleted to keep to limit={limit}: {error}") from error
 
 
-def _published_at(folder: Path) -> int:
+def _checkpoints(output_dir: str | Path) -> list[Path]:
+    return [folder for folder in _folders(Path(output_dir)) if _CHECKPOINT.fullmatch(folder.name)]
+
+
+def _order(folder: Path) -> tuple[int, int]:
+    """Return what checkpoints are sorted by: the number of their publication, and the time where they have none."""
     manifest = folder / MANIFEST_FILE
-    return manifest.stat().st_mtime_ns if manifest.is_file() else 0
+    return _published(folder), manifest.stat().st_mtime_ns if manifest.is_file() else 0
+
+
+def _published(folder: Path) -> int:
+    """Return the number in a checkpoint's manifest; 0 for one that has no readable manifest, or an older one."""
+    try:
+        number = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["published"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return number if isinstance(number, int) else 0
 
 
 def _put(staging: Path, final: Path) -> None:

@@ -32,7 +32,10 @@ _NEVER_COVERED = (
     ("evaluation on private data", "keep the results to yourself, or evaluate on public data"),
     ("a tokenizer, vocabulary or normalisation fitted to the private text", "fit them on public text"),
     ("private records that the pretrained model had seen already", "check the source of the pretrained weights"),
-    ("training loss, gradient norms and realised batch sizes", "treat logs and plots of them like the data itself"),
+    (
+        "training loss, gradient norms before the noise, and realised batch sizes",
+        "treat logs and plots of them like the data itself",
+    ),
     ("running time and memory use, as seen by someone on the same machine", "train on a machine you control"),
     ("the exactness of floating-point noise", "the noise is a float32 Gaussian, as in all common DP libraries"),
 )
@@ -64,7 +67,8 @@ def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) 
         "released_under_the_guarantee": [
             "the final weights",
             "every checkpoint",
-            "the sequence of noisy gradients, and the optimizer's state, which is computed from them",
+            "the sequence of noisy gradients, and the optimizer's state, which is computed from them "
+            "(`noisy_grad_norm` in the logs is the norm of a noisy gradient)",
         ],
         "written_out_and_not_covered": [
             {"what": what, "count": count} for what, count in sorted(contents.disclosures.items())

@@ -93,7 +93,7 @@ class StopRequest:
         if handler is None:  # not set from Python: nothing could put it back
             return False
         if handler == signal.SIG_IGN:
-            return number != signal.SIGINT and forwarded_by_a_launcher()
+            return forwarded_by_a_launcher()
         return number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) or handler == signal.SIG_DFL
 
     def _on_signal(self, number: int, frame: Any) -> None:

@@ -39,6 +39,43 @@ is_count() {
     [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "$1 must be a number of at least 1, got '$2'"
 }
 
+# Run a launcher, or print the command when DRY_RUN=1. Ctrl-C and other signals go to the launcher's workers, once, and not
+# to the launcher, which would end with a traceback or leave workers behind. The workers save a checkpoint and the privacy
+# report and end with 0; the exit code is then 128 + the signal's number.
+attend() {
+    if [[ "${DRY_RUN:-0}" == 1 ]]; then
+        run "$@"
+        return
+    fi
+    asked=0 launcher=
+    trap 'pass_on 1' HUP
+    trap 'pass_on 2' INT
+    trap 'pass_on 15' TERM
+    trap 'pass_on 10' USR1
+    set -m # a process group of its own, which the terminal doesn't send signals to
+    "$@" &
+    launcher=$!
+    set +m
+    local code=0
+    while :; do
+        code=0
+        wait "$launcher" || code=$?
+        kill -0 "$launcher" 2>/dev/null || break
+    done
+    # A signal may have ended the last wait in the place of the launcher, whose code bash keeps.
+    wait "$launcher" 2>/dev/null && code=0 || code=$?
+    if ((asked && code == 0)); then exit $((128 + asked)); fi
+    exit "$code"
+}
+
+pass_on() {
+    asked="$1"
+    local workers
+    workers="$(cat "/proc/$launcher/task/$launcher/children" 2>/dev/null || pgrep -P "$launcher")" || true
+    # shellcheck disable=SC2086
+    kill -INT ${workers:-$launcher} 2>/dev/null || true
+}
+
 # Run a command, or print it when DRY_RUN=1.
 run() {
     if [[ "${DRY_RUN:-0}" == 1 ]]; then

@@ -20,5 +20,5 @@ if [[ -n "${NUM_PROCESSES:-}" ]]; then
     is_count NUM_PROCESSES "$NUM_PROCESSES"
     processes=(--num_processes "$NUM_PROCESSES")
 fi
-run "${environment[@]}" "${ACCELERATE:-accelerate}" launch --config_file "$config" "${processes[@]}" \
+attend "${environment[@]}" "${ACCELERATE:-accelerate}" launch --config_file "$config" "${processes[@]}" \
     recipes/finetune.py --config "$recipe" "${overrides[@]}"

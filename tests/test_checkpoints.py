@@ -293,6 +293,15 @@ def test_rotation_keeps_what_was_published_last(tmp_path: Path) -> None:
         rotate(tmp_path, 0)
 
 
+def test_rotation_does_not_go_by_the_clock(tmp_path: Path) -> None:
+    """A clock that was put back between two checkpoints doesn't cost the later one."""
+    for number, seconds in ((1, 9_000), (2, 8_000), (3, 10)):
+        final = save(tmp_path, number)
+        os.utime(final / MANIFEST_FILE, ns=(0, seconds * 10**9))
+        rotate(tmp_path, 1)
+        assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [final.name]
+
+
 def test_rotation_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What can't be deleted is named."""
     for step in (1, 2):
