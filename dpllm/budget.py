@@ -39,7 +39,9 @@ from typing import Any
 from dpllm import accounting
 from dpllm.accounting import History, Step
 from dpllm.config import ADJACENCIES, UNITS
-from dpllm.ledger import LEDGER_FILE, is_being_written, read_ledger
+from dpllm.identity import require_prefix
+from dpllm.ledger import LEDGER_FILE, LedgerError, is_being_written, read_ledger
+from dpllm.ledger_reader import LedgerHead
 from dpllm.plan import PrivacyPlan, format_epsilon
 
 _FORMAT = 1
@@ -66,6 +68,8 @@ class Entry:
     """Steps known to have run, which no later settling may go below."""
     charged_at: str
     """Time of the first charge, UTC."""
+    head: dict[str, Any] | None = None
+    """The place in the run's ledger (`LedgerHead`) at the last start, resumption, save or end. None: not begun."""
 
     @property
     def num_steps(self) -> int:
@@ -223,7 +227,24 @@ def require_room(path: str | Path, plan: PrivacyPlan, dataset: str) -> None:
     _check_fits(budget, budget.entries, plan.step, plan.num_steps)
 
 
-def settle(path: str | Path, entry_id: str, num_steps: int) -> None:
+def mark(path: str | Path, entry_id: str, head: LedgerHead) -> None:
+    """Write down how far the run of an entry has come, so that a copy of its folder that did not come along is refused.
+
+    Args:
+        path: the budget file.
+        entry_id: what `charge` returned.
+        head: where the run's ledger is now.
+
+    Raises:
+        BudgetError: the entry is not in the file.
+    """
+    with _changing(path) as (budget, put):
+        put(_with(budget, replace(_entry(budget, entry_id), head=head.to_dict())))
+
+
+def settle(
+    path: str | Path, entry_id: str, num_steps: int, head: LedgerHead | None = None, keep_reserved: bool = False
+) -> None:
     """Replace the reservation of a run that has ended by the steps that its ledger charges.
 
     May be called again, with as many steps or more. What ran is written down even when another run has since taken what
@@ -233,6 +254,9 @@ def settle(path: str | Path, entry_id: str, num_steps: int) -> None:
         path: the budget file.
         entry_id: what `charge` returned.
         num_steps: the steps in the run's ledger, those of all its resumptions together.
+        head: where the run's ledger ends.
+        keep_reserved: whether the planned steps stay charged, because the run was stopped early and its stop may depend
+            on the data or on what it released.
 
     Raises:
         BudgetError: the entry is not in the file, or the number lies below an earlier one or above the reservation.
@@ -245,7 +269,9 @@ def settle(path: str | Path, entry_id: str, num_steps: int) -> None:
                 f"already charged; it can't be settled with {num_steps}. Settle it with the number of steps in the "
                 "run's ledger"
             )
-        put(_with(budget, replace(entry, steps_charged=int(num_steps), steps_before=int(num_steps))))
+        charged = None if keep_reserved else int(num_steps)
+        there = entry.head if head is None else head.to_dict()
+        put(_with(budget, replace(entry, steps_charged=charged, steps_before=int(num_steps), head=there)))
 
 
 def settle_crashed(path: str | Path, folder: str | Path) -> int:
@@ -274,16 +300,33 @@ def settle_crashed(path: str | Path, folder: str | Path) -> int:
             f"{ledger} is charged to {named['file'] if named else 'no budget file'}, not to {path}. Give the file that "
             "the run was charged to"
         )
-    settle(path, named["entry"], contents.num_steps)
+    _require_own_ledger(path, _entry(read_budget(path), named["entry"]), ledger)
+    settle(path, named["entry"], contents.num_steps, contents.head)
     return contents.num_steps
 
 
-def check_entry(path: str | Path, entry_id: str, plan: PrivacyPlan) -> None:
+def check_entry(
+    path: str | Path,
+    entry_id: str,
+    plan: PrivacyPlan,
+    ledger: str | Path | None = None,
+    go_on: Callable[[], LedgerHead] | None = None,
+) -> None:
     """Reserve all planned steps of a run once more, before it is resumed.
 
+    Guarantee: of several copies of a run's folder at most one goes on. The entry holds the head of the ledger at the
+    last start, save or end; a ledger without it is refused, and the one that goes on replaces it, under the lock.
+
+    Args:
+        path: the budget file.
+        entry_id: what `charge` returned.
+        plan: of the run.
+        ledger: of the folder that is to be resumed.
+        go_on: opens the ledger for the resumed run and returns where it then is.
+
     Raises:
-        BudgetError: the entry is not in the file or is another plan's, or what the run left when it was settled has
-            been taken by other runs.
+        BudgetError: the entry is not in the file or is another plan's, what the run left when it was settled has been
+            taken by other runs, or the run went on in another copy of the folder.
     """
     with _changing(path) as (budget, put):
         entry = _entry(budget, entry_id)
@@ -292,9 +335,25 @@ def check_entry(path: str | Path, entry_id: str, plan: PrivacyPlan) -> None:
                 f"entry {entry_id} of {path} was charged for the plan {entry.plan_hash[:12]}, and this one is "
                 f"{plan.hash[:12]}. Resume with the configuration of the first start"
             )
+        if ledger is not None:
+            _require_own_ledger(path, entry, ledger)
         others = tuple(other for other in budget.entries if other.id != entry_id)
         _check_fits(budget, others, entry.step, entry.steps_reserved)
-        put(_with(budget, replace(entry, steps_charged=None)))
+        head = entry.head if go_on is None else go_on().to_dict()
+        put(_with(budget, replace(entry, steps_charged=None, head=head)))
+
+
+def _require_own_ledger(path: str | Path, entry: Entry, ledger: str | Path) -> None:
+    """Refuse a ledger that did not come along when the run of an entry went on."""
+    if entry.head is None:
+        return
+    try:
+        require_prefix(ledger, LedgerHead.of(entry.head), f"Entry {entry.id} of {path}")
+    except LedgerError as error:
+        raise BudgetError(
+            f"{error}. The budget counts the steps of the folder that went on: resume there, or start a new run, which "
+            "is charged by itself"
+        ) from error
 
 
 def read_budget(path: str | Path) -> Budget:

@@ -27,7 +27,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from pathlib import Path
@@ -127,7 +127,12 @@ def saving(output_dir: str | Path, step: int) -> Iterator[Path]:
         raise _not_saved(folder, Path(output_dir), error) from error
 
 
-def publish(staging: str | Path, final: str | Path, hash_whole_up_to: int = HASH_WHOLE_UP_TO) -> None:
+def publish(
+    staging: str | Path,
+    final: str | Path,
+    hash_whole_up_to: int = HASH_WHOLE_UP_TO,
+    ledger: Mapping[str, Any] | None = None,
+) -> None:
     """Make a complete staging folder the checkpoint `final`; for one process, after all have written.
 
     Guarantee: `final` is at every moment either what it was before or whole and on the disk. Where a checkpoint of that
@@ -144,6 +149,7 @@ def publish(staging: str | Path, final: str | Path, hash_whole_up_to: int = HASH
         staging: the folder written into. It is gone afterwards: renamed or, after a failure, deleted to make room.
         final: ``output_dir/checkpoint-<step>``, on the same file system.
         hash_whole_up_to: bytes.
+        ledger: the head of the run's ledger, which the manifest names (`dpllm.identity`).
 
     Raises:
         CheckpointError: the folder is missing, empty, or holds a link; or the file system failed, for instance for want
@@ -162,11 +168,13 @@ def publish(staging: str | Path, final: str | Path, hash_whole_up_to: int = HASH
             if folder == staging or staging in folder.parents:
                 _sync(folder)
         # Counted, since a clock can be put back; nothing but the order of publication depends on it.
-        manifest = {
+        manifest: dict[str, Any] = {
             "format": _FORMAT,
             "published": 1 + max(map(_published, _checkpoints(final.parent)), default=0),
             "files": dict(zip(names, entries, strict=True)),
         }
+        if ledger is not None:
+            manifest["ledger"] = dict(ledger)
         _write(staging / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
         _sync(staging)
         _put(staging, final)
@@ -188,20 +196,56 @@ def verify(checkpoint: str | Path) -> None:
             different; the message names the file.
     """
     checkpoint = Path(checkpoint)
-    entries = _read_manifest(checkpoint)
+    for name, what in differing(checkpoint, _read_manifest(checkpoint)["files"]).items():
+        raise _not_whole(checkpoint / name, what)
+
+
+def ledger_of(checkpoint: str | Path) -> Mapping[str, Any] | None:
+    """Return the head of the ledger that a checkpoint's manifest names; None where it names none.
+
+    Raises:
+        CheckpointError: there is no manifest, or it can't be read.
+    """
+    ledger: Mapping[str, Any] | None = _read_manifest(Path(checkpoint)).get("ledger")
+    return ledger
+
+
+def seal(
+    folder: str | Path, names: Sequence[str], hash_whole_up_to: int = HASH_WHOLE_UP_TO
+) -> dict[str, dict[str, Any]]:
+    """Flush files to the disk and return size and hash of each by name; large ones are sampled, as in `publish`."""
+    folder = Path(folder)
+    entries = _in_parallel(lambda name: _seal(folder / name, hash_whole_up_to), list(names))
+    return dict(zip(names, entries, strict=True))
+
+
+def differing(folder: str | Path, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the files that are not as `seal` or a manifest describes them, each with the difference.
+
+    Sizes are compared first; files are only read where all of them agree.
+
+    Args:
+        folder: where the files are.
+        entries: name to {"size", "hashed", "sha256"}.
+    """
+    folder = Path(folder)
+    found = {}
     for name, entry in entries.items():
-        path = checkpoint / name
         try:
-            size = path.stat().st_size
+            size = (folder / name).stat().st_size
         except OSError as error:
-            raise _not_whole(path, f"is missing ({error.strerror})") from error
+            found[name] = f"is missing ({error.strerror})"
+            continue
         if size != entry["size"]:
-            raise _not_whole(path, f"has {size} bytes instead of {entry['size']}")
+            found[name] = f"has {size} bytes instead of {entry['size']}"
+    if found:
+        return found
     names = list(entries)
-    digests = _in_parallel(lambda name: _digest_of(checkpoint / name, entries[name]["hashed"] == "whole"), names)
+    digests = _in_parallel(lambda name: _digest_of(folder / name, entries[name]["hashed"] == "whole"), names)
     for name, digest in zip(names, digests, strict=True):
         if digest != entries[name]["sha256"]:
-            raise _not_whole(checkpoint / name, "is not what was saved: its hash differs")
+            found[name] = "is not what was saved: its hash differs"
+    return found
 
 
 def latest_whole(output_dir: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
@@ -406,7 +450,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -417,7 +461,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     files = manifest.get("files") if isinstance(manifest, dict) and manifest.get("format") == _FORMAT else None
     if not isinstance(files, dict) or not files or not all(_is_entry(*item) for item in files.items()):
         raise _not_whole(path, f"is no manifest of format {_FORMAT}")
-    return files
+    return dict(manifest)
 
 
 def _is_entry(name: str, entry: Any) -> bool:

@@ -8,20 +8,19 @@ signature: it guards against accidents, and against edits by someone who does no
 
 Kinds of lines: "run" (a process started or resumed), "step", "disclosure" (something that depends on the private data
 was written out, and ε does not cover it), "diagnostic", "fact" (a fact of the run for the report), "open point" (a
-reason not to release before people have settled it), "recovered" (the line before was torn by a crash), "end".
+reason not to release before people have settled it), "released" (the files of a saved model, by hash), "audit" (the
+verdict of an audit), "adopted" (people took this copy of the file for the ledger), "recovered" (the line before was
+torn by a crash), "end".
 """
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
-import hashlib
 import json
 import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -29,20 +28,14 @@ from typing import Any, Protocol
 
 import dpllm
 from dpllm.accounting import Step
+from dpllm.ledger_reader import CHAIN_START, STEP_FIELDS, LedgerHead, LedgerNotes, LedgerReader, file_hash, next_chain
+from dpllm.ledger_reader import ENTROPY_SEEDED as ENTROPY_SEEDED
+from dpllm.ledger_reader import ENTROPY_SYSTEM as ENTROPY_SYSTEM
+from dpllm.ledger_reader import LedgerContents as LedgerContents
+from dpllm.ledger_reader import LedgerError as LedgerError
+from dpllm.ledger_reader import read_ledger as read_ledger
 
 LEDGER_FILE = "privacy_ledger.jsonl"
-ENTROPY_SYSTEM = "operating system"
-ENTROPY_SEEDED = "fixed seed (NOT PRIVATE)"
-
-_CHAIN_START = hashlib.sha256(b"dpllm privacy ledger, format 1").hexdigest()[:16]
-_CHAIN_LENGTH = 16
-_SUFFIX_LENGTH = len(', "chain": ""}') + _CHAIN_LENGTH
-_STEP_START = '{"kind": "step", "step": '
-_STEP_FIELDS = tuple(item.name for item in dataclasses.fields(Step))
-
-
-class LedgerError(ValueError):
-    """The ledger is not what the run left behind, or does not belong to this plan."""
 
 
 class _Plan(Protocol):
@@ -54,92 +47,21 @@ class _Plan(Protocol):
     def seeded(self) -> bool: ...
 
 
-@dataclass
-class LedgerNotes:
-    """Lines of a ledger that charge nothing and are shown in the report."""
-
-    facts: dict[str, list[str | int | float]] = field(default_factory=dict)
-    """Facts of the run by name, each with its distinct values in the order in which they were written."""
-    open_points: list[str] = field(default_factory=list)
-    """Reasons not to release before people have settled them, each once."""
-
-    def add_fact(self, name: str, value: str | int | float) -> bool:
-        """Add a value of a fact; return whether it is new."""
-        values = self.facts.setdefault(name, [])
-        if any(type(value) is type(known) and value == known for known in values):
-            return False
-        values.append(value)
-        return True
-
-    def add_open_point(self, text: str) -> bool:
-        """Add an open point; return whether it is new."""
-        if text in self.open_points:
-            return False
-        self.open_points.append(text)
-        return True
-
-
-@dataclass
-class LedgerContents:
-    """What a ledger says."""
-
-    path: Path
-    runs: list[dict[str, Any]] = field(default_factory=list)
-    """One entry per start or resumption: run, plan_hash, version, started_at, entropy, public, planned_step, budget."""
-    history: list[tuple[Step, int]] = field(default_factory=list)
-    """The steps charged, in order, equal neighbours counted together."""
-    disclosures: dict[str, int] = field(default_factory=dict)
-    """What was written out that ε does not cover, and how often."""
-    diagnostics: dict[str, int] = field(default_factory=dict)
-    """What else was counted."""
-    notes: LedgerNotes = field(default_factory=LedgerNotes)
-    """Facts and open points for the report."""
-    torn_lines: list[int] = field(default_factory=list)
-    """Numbers of lines (the first is 1) that a crash left incomplete."""
-    torn_steps: int = 0
-    """How many of those were, or may have been, steps. They are charged."""
-    end: str | None = None
-    """Why the last run ended. None: it has not ended, or crashed."""
-    sha256: str = ""
-    """Hash of the whole file."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps charged."""
-        return sum(count for _, count in self.history)
-
-    @property
-    def seeded(self) -> bool:
-        """Whether any run drew from a fixed seed; then nothing in it is private."""
-        return any(run["entropy"] != ENTROPY_SYSTEM for run in self.runs)
-
-    @property
-    def public(self) -> list[str]:
-        """What was declared public, over all runs, each once."""
-        return list(dict.fromkeys(line for run in self.runs for line in run["public"]))
-
-    def _charge(self, step: Step) -> None:
-        if self.history and self.history[-1][0] == step:
-            self.history[-1] = (step, self.history[-1][1] + 1)
-        else:
-            self.history.append((step, 1))
-
-
 class Ledger:
     """A ledger open for appending; made by `create` or `open`.
 
     Guarantee: when an ``append_*`` call returns, its line is on the disk.
     """
 
-    def __init__(
-        self, path: Path, descriptor: int, chain: str, num_steps: int, notes: LedgerNotes | None = None
-    ) -> None:
-        """Take over an open file; use `create` or `open`."""
+    def __init__(self, path: Path, descriptor: int, reader: LedgerReader | None = None) -> None:
+        """Take over an open file, and what it holds already; use `create` or `open`."""
         self.path = path
         self._descriptor: int | None = descriptor
-        self._chain = chain
-        self._num_steps = num_steps
-        self._notes = notes or LedgerNotes()  # as the file holds them, so that none is written twice
+        self._chain = CHAIN_START if reader is None else reader.chain
+        self._num_steps = 0 if reader is None else reader.contents.num_steps
+        self._size = 0 if reader is None else reader.num_bytes  # bytes that the file must have
+        # As the file holds them, so that none is written twice.
+        self._notes = LedgerNotes() if reader is None else reader.contents.notes
         self._running = False
         self._torn = False
 
@@ -160,7 +82,7 @@ class Ledger:
         """
         path = Path(path)
         try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o644)
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND, 0o644)
         except FileExistsError as error:
             raise LedgerError(
                 f"{path} is the ledger of an earlier run, and its steps stay charged. Resume that run, or choose an "
@@ -168,7 +90,7 @@ class Ledger:
             ) from error
         _lock(path, descriptor)
         _sync_folder(path.parent)
-        ledger = cls(path, descriptor, _CHAIN_START, 0)
+        ledger = cls(path, descriptor)
         ledger._append_run(plan, public, budget)
         return ledger
 
@@ -182,7 +104,8 @@ class Ledger:
             public: what was learnt from public data since, one line each.
 
         Raises:
-            LedgerError: the file is missing, edited or incomplete other than by a crash, or of another plan.
+            LedgerError: the file is missing, edited or incomplete other than by a crash, of another plan, or not the
+                file that the run wrote but a copy of it (`require_own_file`).
         """
         path = Path(path)
         contents = read_ledger(path)
@@ -192,21 +115,44 @@ class Ledger:
                     f"{path} was written under the plan {run['plan_hash'][:12]}, and this one is {plan.hash[:12]}: "
                     "data, batch size, noise or steps differ. Resume with the configuration of the first run"
                 )
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        require_own_file(contents)
+        ledger = cls._continued(path)
+        ledger._append_run(plan, public, contents.runs[0].get("budget"))
+        return ledger
+
+    @classmethod
+    def annotate(cls, path: str | Path) -> Ledger:
+        """Open a ledger for lines that charge nothing, such as the verdict of an audit after the run.
+
+        Raises:
+            LedgerError: the file is missing or edited, or a run is writing it.
+        """
+        return cls._continued(Path(path))
+
+    @classmethod
+    def _continued(cls, path: Path) -> Ledger:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
+        except OSError as error:
+            raise LedgerError(f"{path} cannot be opened for writing ({error.strerror})") from error
         _lock(path, descriptor)
-        reader = _Reader(path)  # once more: from here on nobody else appends
-        ledger = cls(path, descriptor, reader.chain, reader.contents.num_steps, reader.contents.notes)
+        reader = LedgerReader(path)  # after the lock: from here on nobody else appends
+        ledger = cls(path, descriptor, reader)
         if not reader.ends_with_newline:
             ledger._write(b"\n")
         if reader.torn_tail is not None:
             ledger._append({"kind": "recovered", "line": reader.torn_tail[0], "charged": reader.torn_tail[1]})
-        ledger._append_run(plan, public, contents.runs[0].get("budget"))
         return ledger
 
     @property
     def num_steps(self) -> int:
         """Steps charged so far, those of earlier runs included."""
         return self._num_steps
+
+    @property
+    def head(self) -> LedgerHead:
+        """Where the ledger ends at this moment."""
+        return LedgerHead(self._chain, self._num_steps)
 
     def append_step(self, step_number: int, step: Step) -> None:
         """Charge a step. Call it before anything of the step is used.
@@ -260,9 +206,41 @@ class Ledger:
         if self._notes.add_open_point(text):
             self._append({"kind": "open point", "text": text})
 
-    def append_end(self, reason: str) -> None:
-        """Note why the run ended; afterwards no step can be charged until the ledger is opened again."""
-        self._append({"kind": "end", "reason": reason})
+    def append_released(self, folder: str, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Note the files of a model that was saved, by size and hash, so that `dpllm verify` knows them.
+
+        Args:
+            folder: its name, without the path to it.
+            files: name in the folder to {"size", "hashed", "sha256"} (`dpllm.checkpoints.seal`).
+        """
+        self._append({"kind": "released", "folder": folder, "files": {name: dict(files[name]) for name in files}})
+
+    def append_audit(self, file: str, sha256: str, summary: str) -> None:
+        """Note the verdict of an audit of the run's model, which the report then shows.
+
+        Args:
+            file: name of the audit's results.
+            sha256: of that file.
+            summary: the verdict in words, as the report shows it.
+        """
+        self._append(
+            {"kind": "audit", "file": file, "sha256": sha256, "summary": _one_line("audit's summary", summary)}
+        )
+
+    def append_adopted(self) -> None:
+        """Note that people took this copy of the file for the run's ledger; see `require_own_file`."""
+        run = secrets.token_hex(8)
+        self._append({"kind": "adopted", "run": run, "file": file_hash(run, self._inode())})
+
+    def append_end(self, reason: str, independent: bool = False) -> None:
+        """Note why the run ended; afterwards no step can be charged until the ledger is opened again.
+
+        Args:
+            reason: why.
+            independent: whether the run was stopped there for a reason that depends neither on the private data nor on
+                what the run released. Only then ε is that of the steps taken where they are fewer than planned.
+        """
+        self._append({"kind": "end", "reason": reason, **({"independent": True} if independent else {})})
         self._running = False
         assert self._descriptor is not None
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
@@ -283,11 +261,50 @@ class Ledger:
         """Close the file."""
         self.close()
 
+    def require_intact(self) -> None:
+        """Make sure that the file under the ledger's name is the one that this run writes, with every line of it.
+
+        Raises:
+            LedgerError: it was replaced, removed, cut, or written by another process. Where it was replaced, the lines
+                of this run are saved beside it.
+        """
+        if self._descriptor is None:
+            raise LedgerError(f"{self.path} is closed")
+        own = os.fstat(self._descriptor)
+        try:
+            there = os.stat(self.path)
+        except FileNotFoundError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
+            what = "removed" if there is None else "replaced by another file"
+            raise LedgerError(
+                f"{self.path} was {what} while the run went on, so what this run charges would not be found there. Its "
+                f"{self._num_steps} charged steps are saved in {self._rescue()}: put that file back as "
+                f"{self.path.name}, and resume"
+            )
+        if own.st_size != self._size:
+            raise LedgerError(
+                f"{self.path} has {own.st_size} bytes, and this run wrote or read {self._size}: another process wrote "
+                "or cut it. Make sure that one run writes in the folder, restore the file from a copy, and resume"
+            )
+
+    def _rescue(self) -> Path:
+        """Save the lines of a file that has lost its name."""
+        assert self._descriptor is not None
+        path = self.path.with_name(f"{self.path.name}.{self._chain}")
+        path.write_bytes(os.pread(self._descriptor, self._size, 0))
+        return path
+
+    def _inode(self) -> int:
+        assert self._descriptor is not None
+        return os.fstat(self._descriptor).st_ino
+
     def _append_run(self, plan: _Plan, public: Sequence[str], budget: Mapping[str, str] | None) -> None:
+        run = secrets.token_hex(8)
         self._append(
             {
                 "kind": "run",
-                "run": secrets.token_hex(8),
+                "run": run,
                 "plan_hash": plan.hash,
                 "version": dpllm.__version__,
                 "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -295,6 +312,7 @@ class Ledger:
                 "public": list(public),
                 "planned_step": _fields_of(plan.step),
                 "budget": dict(budget) if budget else None,
+                "file": file_hash(run, self._inode()),
             }
         )
         self._running = True
@@ -306,7 +324,7 @@ class Ledger:
 
     def _append(self, entry: dict[str, Any]) -> None:
         body = json.dumps(entry, allow_nan=False)
-        chain = _next_chain(self._chain, body)
+        chain = next_chain(self._chain, body)
         self._write(f'{body[:-1]}, "chain": "{chain}"}}\n'.encode("ascii"))
         self._chain = chain
 
@@ -318,119 +336,38 @@ class Ledger:
                 f"{self.path} could not be written before, and may end in half a line. Nothing more is charged to it: "
                 "make room on the disk and resume the run, which mends it"
             )
+        self.require_intact()
         self._torn = True  # until it is known to be on the disk
         view = memoryview(data)
         while view:
             view = view[os.write(self._descriptor, view) :]
         os.fsync(self._descriptor)
+        self._size += len(data)
         self._torn = False
 
 
-def read_ledger(path: str | Path) -> LedgerContents:
-    """Read and check a ledger.
+def require_own_file(contents: LedgerContents) -> None:
+    """Refuse to continue a ledger that is not the file its last run wrote, but a copy of it.
 
-    A last line that a crash left incomplete is not an error: it is listed in `torn_lines`, and when it was, or may have
-    been, a step, that step is charged.
+    A folder that was copied can be resumed twice, and a folder restored from an older copy has forgotten the steps
+    since: each copy would state the ε of its own steps, and the person in the data would bear those of all. No file can
+    tell the copy that is meant to go on from the other. So people say it: `dpllm adopt FOLDER`, which leaves an open
+    point in the report. A file keeps its inode when its folder is renamed; it gets another one by cp, rsync, tar or a
+    restored backup. File systems that number files differently at each mount (some FUSE ones) ask for `dpllm adopt` as
+    well. A file that was overwritten in place is found by its checkpoints and by its budget (`dpllm.identity`).
 
     Raises:
-        LedgerError: the file is missing, or a line was edited, lost, moved or added; the message gives its number.
+        LedgerError: it is a copy.
     """
-    return _Reader(Path(path)).contents
-
-
-class _Reader:
-    """One pass over a ledger file."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise LedgerError(f"{path} can't be read ({error.strerror}); without a ledger there is no ε") from error
-        self.contents = LedgerContents(path=path, sha256=hashlib.sha256(data).hexdigest())
-        self.chain = _CHAIN_START
-        self.ends_with_newline = data.endswith(b"\n")
-        self.torn_tail: tuple[int, bool] | None = None
-        self._running = False
-        self._steps_by_text: dict[str, Step] = {}
-        # A byte outside ASCII can only come from damage; it becomes a text that fits no hash.
-        lines = data.decode("ascii", errors="replace").split("\n")
-        if lines[-1] == "":
-            lines.pop()
-        self._read(lines)
-        if not self.contents.runs:
-            raise LedgerError(f"{path} names no run, so nothing was charged: start in an empty output folder")
-
-    def _read(self, lines: list[str]) -> None:
-        # The step number is kept here: counting the history anew for each line would take quadratic time.
-        self._num_steps = 0
-        for number, line in enumerate(lines, start=1):
-            body = line[:-_SUFFIX_LENGTH] + "}"
-            chain = _next_chain(self.chain, body)
-            if line[-_SUFFIX_LENGTH:] != f', "chain": "{chain}"}}':
-                self._take_damaged(number, line, lines)
-                continue
-            self.chain = chain
-            if body.startswith(_STEP_START):
-                self._take_step(number, body)
-            else:
-                self._take(number, json.loads(body))
-
-    def _fail(self, number: int, what: str) -> LedgerError:
-        return LedgerError(
-            f"{self.contents.path} line {number}: {what}. The ledger is not what the run left behind, so ε can't be "
-            "stated; restore the file from a copy"
+    if contents.notes.file is None:  # written before files were noted
+        return
+    run, noted = contents.notes.file
+    if file_hash(run, os.stat(contents.path).st_ino) != noted:
+        raise LedgerError(
+            f"{contents.path} is a copy of the file that the run wrote, or was restored from one. If two copies go on, "
+            "each states the ε of its own steps only. Resume in the original folder; if that one is gone and no other "
+            f"copy was resumed, run `dpllm adopt {contents.path.parent}` first, which the report will say"
         )
-
-    def _take_damaged(self, number: int, line: str, lines: list[str]) -> None:
-        """Accept a line torn by a crash: the last one without its newline, or one that was recovered right after."""
-        is_last = number == len(lines) and not self.ends_with_newline
-        next_line = lines[number] if number < len(lines) else ""
-        recovered = next_line.startswith(f'{{"kind": "recovered", "line": {number}, ')
-        if not is_last and not recovered:
-            raise self._fail(number, "edited, or lines before it are missing")
-        # A fragment too short to tell counts as a step: charging one too many is safe.
-        charged = _STEP_START.startswith(line[: len(_STEP_START)])
-        self.contents.torn_lines.append(number)
-        if charged:
-            if not self.contents.runs:
-                raise self._fail(number, "torn before the run was named")
-            self.contents._charge(Step(**self.contents.runs[-1]["planned_step"]))
-            self.contents.torn_steps += 1
-            self._num_steps += 1
-        if is_last:
-            self.torn_tail = (number, charged)
-
-    def _take_step(self, number: int, body: str) -> None:
-        step_number, _, fields = body[len(_STEP_START) :].partition(", ")
-        if step_number != str(self._num_steps):
-            raise self._fail(number, f"step {step_number} where step {self._num_steps} was due")
-        if not self._running:
-            raise self._fail(number, "a step outside a run")
-        step = self._steps_by_text.get(fields)
-        if step is None:
-            step = self._steps_by_text[fields] = Step(**json.loads("{" + fields))
-        self.contents._charge(step)
-        self._num_steps += 1
-
-    def _take(self, number: int, entry: dict[str, Any]) -> None:
-        contents, kind = self.contents, entry.pop("kind", None)
-        if kind == "run":
-            contents.runs.append(entry)
-            contents.end = None
-            self._running = True
-        elif kind == "disclosure":
-            contents.disclosures[entry["what"]] = contents.disclosures.get(entry["what"], 0) + entry["count"]
-        elif kind == "diagnostic":
-            contents.diagnostics[entry["what"]] = contents.diagnostics.get(entry["what"], 0) + entry["count"]
-        elif kind == "fact":
-            contents.notes.add_fact(entry["name"], entry["value"])
-        elif kind == "open point":
-            contents.notes.add_open_point(entry["text"])
-        elif kind == "end":
-            contents.end = entry["reason"]
-            self._running = False
-        elif kind != "recovered":
-            raise self._fail(number, f"unknown kind {kind!r}")
 
 
 def is_being_written(path: str | Path) -> bool:
@@ -482,11 +419,7 @@ def _fact_value(name: str, value: str | int | float) -> str | int | float:
 
 
 def _fields_of(step: Step) -> dict[str, Any]:
-    return {name: getattr(step, name) for name in _STEP_FIELDS}
-
-
-def _next_chain(chain: str, body: str) -> str:
-    return hashlib.sha256(f"{chain}{body}".encode("utf-8", errors="replace")).hexdigest()[:_CHAIN_LENGTH]
+    return {name: getattr(step, name) for name in STEP_FIELDS}
 
 
 def _sync_folder(folder: Path) -> None:

@@ -419,7 +419,7 @@ def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
         "plan": plan.to_dict(),
         "plan_hash": plan.hash,
         "ledger_sha256": contents.sha256,
-        "runs": [{**run, "budget": run.get("budget")} for run in contents.runs],
+        "runs": [{**run, "budget": run.get("budget"), "file": run.get("file")} for run in contents.runs],
         "ended": contents.end,
         "torn_lines": contents.torn_lines,
         "diagnostics_not_covered": contents.diagnostics,

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from dpllm.autosize import AUTO, TOKENS_WITHOUT_MEASURE, Memory, memory_of, needed_later, rows_that_fit
@@ -32,8 +33,10 @@ from dpllm.config import ConfigError
 from dpllm.engines import engine_for, model_inside
 from dpllm.ghost import Forms, GhostClipper
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.ledger_reader import LedgerHead
 from dpllm.microbatches import Microbatch, RowsTaken, microbatches
 from dpllm.noise import NoiseSource
+from dpllm.outstanding import DrawError, Outstanding
 from dpllm.plan import PrivacyPlan
 from dpllm.processes import Processes
 from dpllm.recovery import MicrobatchTooLargeError
@@ -147,6 +150,7 @@ class PrivateRun:
         self.processes.agree({"the plan": plan.hash[:12], **rows.facts(), **_versions()})
         _check_rows(plan, rows.units)  # now: what is raised is raised by all processes
         self.plan, self.rows, self.ledger = plan, rows, ledger
+        self._outstanding = Outstanding(plan, ledger)
         entropy = self.processes.from_main(lambda: int.from_bytes(secrets.token_bytes(32), "little"))
         self._rng = seeded_rng(entropy if seed is None else seed)
         self._noise = NoiseSource(seed, stream=self.processes.rank)
@@ -217,9 +221,43 @@ class PrivateRun:
         self._clipper = GhostClipper(self._model, self.plan.clip_norm, forms)
         self.processes.agree({"the trainable parameters": _digest(self._clipper.parameters)})
 
-    def draws(self, num_steps: int) -> Iterator[np.ndarray]:
-        """The unit numbers of the next steps, all of them on every process; drawn independently of each other."""
-        yield from self.plan.sampler.steps(num_steps, self._rng)
+    def draws(self, num_steps: int, present_N: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """The unit numbers of the next steps, all of them on every process; drawn independently of each other.
+
+        A draw is charged when it is made, whether or not a step is taken over it. Called by all processes together.
+
+        Args:
+            num_steps: how many to make.
+            present_N: (N,) bool, units that are there; the others contribute nothing, which makes these the draws of a
+                neighbouring data set under zero-out. For audits. None: all are there.
+
+        Raises:
+            ValueError: the plan has no step left.
+            LedgerError: a step cannot be charged.
+        """
+        for _ in range(num_steps):
+            self._outstanding.require_steps()
+            drawn = self.plan.sampler.draw(self._rng)
+            yield self._outstanding.made(drawn if present_N is None else drawn[present_N[drawn]])
+
+    def choose(self, unit_ids: ArrayLike) -> np.ndarray:
+        """Charge units of one's own choice as a draw, for tests, in a run that is not private.
+
+        Args:
+            unit_ids: (U,) the units of the next step.
+
+        Returns:
+            What `step` takes.
+
+        Raises:
+            DrawError: the run has secret randomness and noise, so its report would state an ε that is not true.
+        """
+        if not self.plan.seeded and self.plan.noise_multiplier > 0:
+            raise DrawError(
+                f"The plan states ε = {self.plan.epsilon:.4g}, which holds for units that its sampler draws. Take them "
+                "from `draws`; chosen units need a run that is not private (privacy.seed, or a noise multiplier of 0)"
+            )
+        return self._outstanding.made(np.asarray(unit_ids, dtype=np.int64))
 
     def step(self, unit_ids: np.ndarray, loss_of: LossOf) -> StepDiagnostics:
         """Take a private step over these units; see `dpllm.step.private_step`.
@@ -228,10 +266,14 @@ class PrivateRun:
         updated the parameters, and its optimizer's ``step()`` as accelerate wraps it does nothing.
 
         Args:
-            unit_ids: as `draws` gave them.
+            unit_ids: as `draws` gave them last; each draw is for one step.
             loss_of: called with the module to run and a microbatch's inputs.
+
+        Raises:
+            DrawError: other units, or a draw that was used.
         """
         assert self._engine is not None and self._clipper is not None, "attach() comes first"
+        unit_ids, charged = self._outstanding.take(unit_ids)
         batch = microbatches(
             fetch=self.rows.fetch,
             collate=self.rows.collate,
@@ -250,7 +292,7 @@ class PrivateRun:
             lambda inputs: loss_of(self._model, inputs),
             self.plan,
             self._engine,
-            self.ledger,
+            charged,
             self._noise,
         )
         if done.num_nonfinite:
@@ -325,13 +367,15 @@ class PrivateRun:
 
     def state_dict(self) -> dict[str, Any]:
         """For ``accelerator.register_for_checkpointing``: which plan, and how far. Never entropy."""
-        return {"plan_hash": self.plan.hash, "num_steps": self.ledger.num_steps}
+        head = self.ledger.head
+        return {"plan_hash": self.plan.hash, "num_steps": head.num_steps, "ledger": head.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make sure that a checkpoint belongs to this run; draws and noise are fresh.
+        """Make sure that a checkpoint belongs to this run; draws and noise are fresh. Called by all processes together.
 
         Raises:
-            LedgerError: it is of another plan, or of steps that the ledger doesn't hold.
+            LedgerError: it is of another plan or run, of a copy of the folder that went on by itself, or of steps that
+                the ledger doesn't hold.
         """
         if state["plan_hash"] != self.plan.hash:
             raise LedgerError(
@@ -339,11 +383,17 @@ class PrivateRun:
                 f"{self.plan.hash[:12]}: data, batch size, noise or steps differ. Resume with the configuration of the "
                 "first run"
             )
+        if "ledger" in state:
+            self.ledger.require_prefix(LedgerHead.of(state["ledger"]), "The checkpoint")
+            return
         if state["num_steps"] > self.ledger.num_steps:
             raise LedgerError(
                 f"The checkpoint holds {state['num_steps']} steps, {self.ledger.path} charges {self.ledger.num_steps}: "
                 "it is not the ledger of that run. Put the run's own ledger in its place"
             )
+        self.ledger.append_open_point(
+            "The run was resumed from a checkpoint that names no ledger: make sure that it is a checkpoint of this run."
+        )
 
 
 def _check_rows(plan: PrivacyPlan, units: UnitIndex) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dpllm.accounting import Step
-from dpllm.budget import charge, check_entry, settle
+from dpllm.budget import charge, check_entry, mark, settle
+from dpllm.identity import COMPLETED, STOPPED_EARLY, require_prefix
 from dpllm.ledger import Ledger, LedgerError, read_ledger
+from dpllm.ledger_reader import LedgerHead
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 from dpllm.processes import Processes
 
@@ -25,13 +28,15 @@ class SharedLedger:
         self,
         ledger: Ledger | None,
         path: Path,
-        num_steps: int,
+        head: LedgerHead,
         processes: Processes,
         budget: tuple[str, str] | None = None,
+        planned: int | None = None,
     ) -> None:
         """Take over what rank 0 opened; use `create` or `open`."""
-        self.path, self._ledger, self._num_steps, self._processes = path, ledger, num_steps, processes
+        self.path, self._ledger, self._head, self._processes = path, ledger, head, processes
         self._budget = budget  # on rank 0: the file and the run's entry in it
+        self._planned = planned  # steps
 
     @classmethod
     def create(
@@ -59,10 +64,11 @@ class SharedLedger:
                 entry = charge(budget_file, plan, str(plan.dataset))
                 named = {"file": Path(budget_file).name, "entry": entry}
                 ledger = Ledger.create(path, plan, public=public, budget=named)
+                mark(budget_file, entry, ledger.head)
             plan.save(Path(path).parent / PLAN_FILE)
             return ledger, None if entry is None or budget_file is None else (budget_file, entry)
 
-        return cls._made(start, Path(path), processes)
+        return cls._made(start, Path(path), processes, plan.num_steps)
 
     @classmethod
     def open(
@@ -71,8 +77,10 @@ class SharedLedger:
         """Continue the ledger of a run that is resumed; everything in it stays charged.
 
         Raises:
-            LedgerError: it is missing, edited, or of another plan; or the budget file isn't the one that it names.
-            BudgetError: what the run gave back when it ended is needed again, and was spent by others.
+            LedgerError: it is missing, edited, a copy, or of another plan; the plan beside it is missing or another
+                one; or the budget file isn't the one that it names.
+            BudgetError: what the run gave back when it ended is needed again, and was spent by others; or the run went
+                on in another copy of the folder.
         """
 
         def start() -> tuple[Ledger, tuple[str, str] | None]:
@@ -82,31 +90,68 @@ class SharedLedger:
                     f"{path} is charged to {named['file'] if named else 'no budget file'}, and privacy.budget_file is "
                     f"{budget_file}: its steps would be counted twice, or not at all. Resume with the first run's file"
                 )
+            ours = all(run["plan_hash"] == plan.hash for run in read_ledger(path).runs)
+            if ours and PrivacyPlan.load(Path(path).parent / PLAN_FILE).hash != plan.hash:
+                raise LedgerError(
+                    f"{Path(path).parent / PLAN_FILE} is another plan than the one of this run. Restore the file that "
+                    "the run wrote, and resume with the configuration of the first start"
+                )
             if named is None or budget_file is None:
                 return Ledger.open(path, plan), None
-            check_entry(budget_file, named["entry"], plan)
-            return Ledger.open(path, plan), (budget_file, named["entry"])
+            opened: list[Ledger] = []
 
-        return cls._made(start, Path(path), processes)
+            def go_on() -> LedgerHead:
+                opened.append(Ledger.open(path, plan))
+                return opened[0].head
+
+            check_entry(budget_file, named["entry"], plan, path, go_on)
+            return opened[0], (budget_file, named["entry"])
+
+        return cls._made(start, Path(path), processes, plan.num_steps)
 
     @classmethod
     def _made(
-        cls, start: Callable[[], tuple[Ledger, tuple[str, str] | None]], path: Path, processes: Processes
+        cls,
+        start: Callable[[], tuple[Ledger, tuple[str, str] | None]],
+        path: Path,
+        processes: Processes,
+        planned: int,
     ) -> SharedLedger:
         opened: list[tuple[Ledger, tuple[str, str] | None]] = []
 
-        def on_main() -> int:
+        def on_main() -> LedgerHead:
             opened.append(start())
-            return opened[0][0].num_steps
+            return opened[0][0].head
 
-        num_steps = processes.from_main(on_main)
+        head = processes.from_main(on_main)
         ledger, budget = opened[0] if opened else (None, None)
-        return cls(ledger, path, num_steps, processes, budget)
+        return cls(ledger, path, head, processes, budget, planned)
 
     @property
     def num_steps(self) -> int:
         """Steps charged so far, those of earlier runs included."""
-        return self._num_steps
+        return self._head.num_steps
+
+    @property
+    def head(self) -> LedgerHead:
+        """Where the ledger was after the last step, the same on every process; on rank 0 it may have more lines."""
+        return self._head
+
+    def require_prefix(self, head: LedgerHead, owner: str) -> None:
+        """As `dpllm.identity.require_prefix`, with one outcome on every process. Called by all processes together."""
+        self._processes.from_main(lambda: require_prefix(self.path, head, owner))
+
+    def mark(self) -> LedgerHead:
+        """Make sure that the file is intact, write its head into the budget, and return it; on rank 0, at each save.
+
+        Raises:
+            LedgerError: the file was replaced, cut, or written by another process.
+        """
+        assert self._ledger is not None, "rank 0 holds the ledger"
+        self._ledger.require_intact()
+        if self._budget is not None:
+            mark(*self._budget, self._ledger.head)
+        return self._ledger.head
 
     def append_step(self, step_number: int, step: Step) -> None:
         """Charge a step, on the disk before any process goes on. Called by all processes together.
@@ -116,12 +161,12 @@ class SharedLedger:
             OSError: it can't be written; on every process.
         """
 
-        def charge() -> None:
+        def charge() -> LedgerHead:
             assert self._ledger is not None
             self._ledger.append_step(step_number, step)
+            return self._ledger.head
 
-        self._processes.from_main(charge)
-        self._num_steps += 1
+        self._head = self._processes.from_main(charge)
 
     def append_disclosure(self, what: str, count: int = 1) -> None:
         """As `Ledger.append_disclosure`, on rank 0; other ranks write nothing."""
@@ -143,12 +188,27 @@ class SharedLedger:
         if self._ledger is not None:
             self._ledger.append_open_point(text)
 
-    def append_end(self, reason: str) -> None:
-        """As `Ledger.append_end`, on rank 0; other ranks write nothing. The budget is charged what was taken."""
+    def append_released(self, folder: str, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """As `Ledger.append_released`, on rank 0; other ranks write nothing."""
         if self._ledger is not None:
-            self._ledger.append_end(reason)
-            if self._budget is not None:
-                settle(*self._budget, self._ledger.num_steps)
+            self._ledger.append_released(folder, files)
+
+    def append_end(self, reason: str, independent: bool = False) -> None:
+        """As `Ledger.append_end`, on rank 0; other ranks write nothing. The budget is charged what is stated.
+
+        A run that has taken fewer steps than planned is never "completed". Its planned steps stay charged to the
+        budget, unless its stop was declared independent or it took none.
+        """
+        if self._ledger is None:
+            return
+        taken = self._ledger.num_steps
+        early = self._planned is not None and taken < self._planned
+        if early and reason.startswith(COMPLETED):
+            reason = STOPPED_EARLY
+        self._ledger.append_end(reason, independent=early and independent)
+        if self._budget is not None:
+            keep = early and taken > 0 and not independent
+            settle(*self._budget, taken, self._ledger.head, keep_reserved=keep)
 
     def close(self) -> None:
         """Close the file."""

@@ -46,6 +46,7 @@ from dpllm.data import PackedCollator, RowCollator, unit_index_of
 from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.ghost import Forms, GhostClipper
+from dpllm.identity import check_checkpoint
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.lengths import row_lengths
 from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
@@ -84,7 +85,9 @@ class LogicalBatches:
         return max(1, round(1 / self._run.plan.sampling_rate))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Draw one pass; the draws of all passes are independent."""
+        """Draw one pass; the draws of all passes are independent. There is none left once all steps are charged."""
+        if self._run.ledger.num_steps >= self._run.plan.num_steps:
+            return
         for unit_ids in self._run.draws(len(self)):
             yield {"unit_ids": torch.from_numpy(unit_ids)}
 
@@ -422,7 +425,8 @@ class DPTrainer(Outlets):
         limit = self.args.save_total_limit
 
         def finish() -> None:
-            publish(staging_folder(output, step), checkpoint_folder(output, step))
+            head = None if self.ledger is None else self.ledger.mark().to_dict()
+            publish(staging_folder(output, step), checkpoint_folder(output, step), ledger=head)
             if limit:
                 rotate(output, limit)
             with contextlib.suppress(OSError):  # not empty: an older checkpoint waits there to be put back
@@ -491,11 +495,17 @@ def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Pro
 
     Raises:
         CheckpointError: the one that was asked for isn't whole, or none is.
+        LedgerError: it is of another run than the folder's ledger, or the ledger was cut or restored from a copy.
     """
     if not wanted:
         return None
 
     def find() -> Path:
+        checkpoint = whole()
+        check_checkpoint(folder / LEDGER_FILE, checkpoint)
+        return checkpoint
+
+    def whole() -> Path:
         if not isinstance(wanted, bool):
             verify(wanted)
             return Path(wanted)

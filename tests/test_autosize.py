@@ -165,7 +165,7 @@ def run_on(folder, model, memory=None, max_tokens="auto"):
     run.attach(model, optimizer)
     before, done = flat(model), []
     for _ in range(2):
-        done.append(run.step(np.arange(30), loss_of))
+        done.append(run.step(run.choose(np.arange(30)), loss_of))
         optimizer.step()
         optimizer.zero_grad()
     return run, done, flat(model) - before
@@ -197,12 +197,12 @@ def test_auto_is_no_larger_than_a_share_of_an_expected_batch(tmp_path):
     assert run.max_tokens == 16 * 11
 
 
-def test_auto_without_room_for_one_row_charges_nothing(tmp_path):
+def test_auto_without_room_for_one_row_charges_its_draw_only(tmp_path):
     """It is refused before the first step."""
     model, gate = gated(more_than(0))
     with pytest.raises(MicrobatchTooLargeError, match=r"longest row alone.*max_length"):
         run_on(tmp_path / "run", model, Counted(gate, 10**6))
-    assert read_ledger(tmp_path / "run" / LEDGER_FILE).num_steps == 0
+    assert read_ledger(tmp_path / "run" / LEDGER_FILE).num_steps == 1
 
 
 def test_steps_after_a_shortage_are_cut_smaller(tmp_path):

@@ -312,3 +312,67 @@ def test_a_fact_is_a_text_or_a_finite_number(path: Path, value: object) -> None:
         with pytest.raises(ValueError, match="open point is empty; write one line"):
             ledger.append_open_point(" \n")
     assert path.read_bytes() == before
+
+
+def test_a_ledger_that_was_replaced_while_the_run_goes_on_is_an_error(path: Path) -> None:
+    """Steps would go to a file without a name; its lines are saved, and putting them back mends it."""
+    with Ledger.create(path, PLAN) as ledger:
+        ledger.append_step(0, PLAN.step)
+        copy = path.with_name("copy")
+        copy.write_bytes(path.read_bytes())
+        ledger.append_step(1, PLAN.step)
+        os.replace(copy, path)
+        for charge in (lambda: ledger.append_step(2, PLAN.step), ledger.require_intact, lambda: ledger.append_end("x")):
+            with pytest.raises(LedgerError, match="was replaced by another file while the run went on"):
+                charge()
+        (saved,) = path.parent.glob(f"{path.name}.*")
+        path.unlink()
+        with pytest.raises(LedgerError, match="was removed while the run went on"):
+            ledger.append_step(2, PLAN.step)
+    assert read_ledger(saved).num_steps == 2
+
+
+def test_a_ledger_that_another_process_writes_or_cuts_is_an_error(path: Path) -> None:
+    """On file systems whose locks do not work this is the only guard."""
+    with Ledger.create(path, PLAN) as ledger:
+        size = path.stat().st_size
+        ledger.append_step(0, PLAN.step)
+        os.truncate(path, size)
+        with pytest.raises(LedgerError, match=rf"has {size} bytes, and this run wrote or read"):
+            ledger.append_step(1, PLAN.step)
+
+
+def test_a_copied_ledger_is_not_continued_unless_adopted(path: Path) -> None:
+    """Two copies that both go on would each state the ε of their own steps."""
+    write(path, 2, end=None)
+    renamed = path.with_name("renamed.jsonl")
+    os.rename(path, renamed)
+    Ledger.open(renamed, PLAN).close()  # the same file
+    copy = path.with_name("copy.jsonl")
+    copy.write_bytes(renamed.read_bytes())
+    with pytest.raises(LedgerError, match=r"is a copy of the file that the run wrote.*dpllm adopt"):
+        Ledger.open(copy, PLAN)
+    with Ledger.annotate(copy) as ledger:
+        ledger.append_adopted()
+    Ledger.open(copy, PLAN).close()
+    assert read_ledger(copy).num_steps == 2 and len(read_ledger(copy).runs) == 3
+
+
+@pytest.mark.parametrize("lost", [1, 40, 400])
+def test_a_last_line_of_nul_bytes_is_charged(path: Path, lost: int) -> None:
+    """A block that a power cut lost comes back as zeros: it may have been a step."""
+    write(path, 3, end=None)
+    with path.open("ab") as file:
+        file.write(b"\0" * lost)
+    contents = read_ledger(path)
+    assert contents.num_steps == 4 and contents.torn_steps == 1
+    Ledger.open(path, PLAN).close()
+    assert read_ledger(path).num_steps == 4
+
+
+def test_a_torn_line_that_certainly_was_no_step_is_not_charged(path: Path) -> None:
+    """Every other kind, as far as its name is there."""
+    write(path, 1, end=None)
+    with path.open("ab") as file:
+        file.write(b'{"kind": "open point", "te')
+    assert read_ledger(path).num_steps == 1

@@ -15,6 +15,7 @@ from dpllm.guard import UpdateError
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.microbatches import microbatches
 from dpllm.noise import NoiseSource
+from dpllm.outstanding import DrawError
 from dpllm.plan import PrivacyPlan
 from dpllm.processes import Processes
 from dpllm.run import PrivateRun, TrainingRows
@@ -172,7 +173,9 @@ def test_a_loop_of_ones_own_takes_the_steps_that_private_step_takes(tmp_path):
 
 def test_two_runs_of_one_plan_draw_other_units_and_other_noise(tmp_path):
     """Entropy comes from the operating system, whatever seeds are set."""
-    plan, drawn, moved = plan_of(), [], []
+    drawn, moved = [], []
+    plan = dataclasses.replace(plan_of(), sampling_rate=1.0, expected_batch_size=UNITS, max_batch_size=UNITS)
+    fewer = plan_of()
     for name in ("first", "second"):
         torch.manual_seed(0)
         np.random.seed(0)
@@ -180,18 +183,19 @@ def test_two_runs_of_one_plan_draw_other_units_and_other_noise(tmp_path):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
         run = PrivateRun(plan, rows_of(), ledger_of(tmp_path / name, plan))
         run.attach(model, optimizer)
-        run.step(np.arange(8), loss_of)
+        run.step(next(run.draws(1)), loss_of)
         moved.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-        drawn.append([units.tolist() for units in run.draws(4)])
+        other = PrivateRun(fewer, rows_of(), ledger_of(tmp_path / f"{name} other", fewer))
+        drawn.append([units.tolist() for units in other.draws(4)])
     assert drawn[0] != drawn[1] and not (moved[0] == moved[1]).any()
 
 
 def test_a_step_over_no_unit_is_taken_and_charged(tmp_path):
     """Noise alone; skipping the step would tell that nobody was drawn."""
-    plan, model = plan_of(), network()
-    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    plan, model = plan_of(seeded=True), network()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan), seed=7)
     run.attach(model, torch.optim.SGD(model.parameters(), lr=0.3))
-    done = run.step(np.array([], dtype=np.int64), loss_of)
+    done = run.step(run.choose([]), loss_of)
     assert done.num_units == 0 and run.ledger.num_steps == 1 and all(p.grad.all() for p in model.parameters())
 
 
@@ -208,15 +212,15 @@ def test_steps_beyond_the_plan_are_refused(tmp_path):
 
 def test_a_unit_with_a_gradient_that_is_not_finite_is_counted(tmp_path):
     """It contributes zero, and the report says how many did."""
-    plan, model = plan_of(), network()
-    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    plan, model = plan_of(seeded=True), network()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan), seed=7)
     run.attach(model, torch.optim.SGD(model.parameters(), lr=0.3))
 
     def broken(module, inputs):
         first = inputs["rows"][:, 0] == rows_of().fetch(np.array([0]))[0][0]
         return loss_of(module, inputs) * torch.where(first, float("inf"), 1.0)
 
-    done = run.step(np.arange(8), broken)
+    done = run.step(run.choose(np.arange(8)), broken)
     assert done.num_nonfinite == 1 and all(torch.isfinite(p.grad).all() for p in model.parameters())
     assert read_ledger(run.ledger.path).diagnostics == {"units with a non-finite gradient, contributing zero": 1}
 
@@ -247,17 +251,17 @@ def test_a_gradient_that_autograd_leaves_between_microbatches_is_refused(tmp_pat
         return losses
 
     with pytest.raises(EngineError, match=r"0\.weight received a gradient that is not clipped, during a private step"):
-        run.step(np.arange(8), decayed)
+        run.step(run.choose(np.arange(8)), decayed)
     assert run.ledger.num_steps == 1
 
 
 def test_an_optimizer_of_other_parameters_is_stopped_at_the_first_update(tmp_path):
     """The guard is attached with the model."""
-    plan, model = plan_of(), network()
+    plan, model = plan_of(seeded=True), network()
     optimizer = torch.optim.SGD(network().parameters(), lr=0.3)
-    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan), seed=7)
     run.attach(model, optimizer)
-    run.step(np.arange(8), loss_of)
+    run.step(run.choose(np.arange(8)), loss_of)
     with pytest.raises(UpdateError, match="not the private sum"):
         optimizer.step()
 
@@ -293,7 +297,8 @@ def test_the_state_of_a_run_holds_no_entropy(tmp_path):
     """A checkpoint that could repeat a draw or the noise would give both away."""
     plan = plan_of()
     run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
-    assert run.state_dict() == {"plan_hash": plan.hash, "num_steps": 0}
+    head = {"chain": read_ledger(run.ledger.path).runs and run.ledger.head.chain, "num_steps": 0}
+    assert run.state_dict() == {"plan_hash": plan.hash, "num_steps": 0, "ledger": head}
 
 
 def test_a_checkpoint_of_another_plan_or_ahead_of_the_ledger_is_refused(tmp_path):
@@ -344,3 +349,64 @@ def test_a_run_is_saved_and_resumed_by_accelerate(tmp_path, accelerator):
 
 def _with_optimizer(model):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_only_the_outstanding_draw_is_stepped_over_and_once(tmp_path):
+    """Chosen units, a draw that was used, one that was changed and an older one are refused."""
+    plan, model = plan_of(num_steps=6), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    run.attach(model, optimizer)
+    with pytest.raises(DrawError, match="There is no draw to step over"):
+        run.step(np.arange(8), loss_of)
+    first = next(run.draws(1))
+    for other in (np.arange(8), np.repeat(first[:1], 50), first[::-1], first[1:], np.arange(UNITS)):
+        with pytest.raises(DrawError, match="not the outstanding draw"):
+            run.step(other, loss_of)
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 0
+    run.step(first, loss_of)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(DrawError, match="this one was used"):
+        run.step(first, loss_of)
+    seen, kept = next(run.draws(1)), next(run.draws(1))
+    with pytest.raises(DrawError, match="not the outstanding draw"):
+        run.step(seen, loss_of)
+    run.step(kept, loss_of)
+    assert read_ledger(run.ledger.path).num_steps == 3  # the draw that was looked at and dropped counts
+
+
+def test_units_of_ones_own_choice_need_a_run_that_is_not_private(tmp_path):
+    """A shuffled epoch would carry the ε of Poisson draws."""
+    plan = plan_of()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    with pytest.raises(DrawError, match="holds for units that its sampler draws"):
+        run.choose(np.arange(8))
+    assert run.ledger.num_steps == 0
+
+
+def test_units_that_are_absent_are_in_no_draw(tmp_path):
+    """Audits compare neighbouring data sets: the draws are the same, without them."""
+    plan = plan_of(seeded=True)
+    rows, present_N = rows_of(), np.arange(UNITS) % 2 == 0
+    whole = PrivateRun(plan, rows, ledger_of(tmp_path / "a", plan), seed=3)
+    part = PrivateRun(plan, rows, ledger_of(tmp_path / "b", plan), seed=3)
+    for all_of_it, those in zip(whole.draws(4), part.draws(4, present_N), strict=True):
+        assert those.tolist() == [unit for unit in all_of_it if present_N[unit]]
+
+
+def test_a_checkpoint_of_another_run_or_of_a_fork_is_refused(tmp_path):
+    """Its head is not in the ledger of this folder, also where the ledger charges as many steps or more."""
+    plan = plan_of()
+    states = []
+    for name in ("a", "b"):
+        run = PrivateRun(plan, rows_of(), ledger_of(tmp_path / name, plan))
+        for _ in run.draws(2):
+            pass
+        states.append(run.state_dict())
+        for _ in run.draws(1):
+            pass
+    run.load_state_dict(states[1])
+    with pytest.raises(LedgerError, match="belongs to another ledger"):
+        run.load_state_dict(states[0])

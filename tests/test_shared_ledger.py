@@ -47,7 +47,7 @@ def test_a_new_ledger_has_its_plan_beside_it_and_counts_what_is_charged(path):
     contents = read_ledger(path)
     assert ledger.num_steps == contents.num_steps == 3 and contents.history == [(PLAN.step, 3)]
     assert contents.disclosures == {"training loss": 2} and contents.public == ["a public corpus"]
-    assert contents.diagnostics == {"units with a non-finite gradient": 4} and contents.end == "completed"
+    assert contents.diagnostics == {"units with a non-finite gradient": 4} and contents.end == "stopped early"
     assert contents.notes.facts == {"rows compared": [12]} and contents.notes.open_points == ["the folder was copied"]
 
 
@@ -131,7 +131,7 @@ def test_a_run_is_charged_to_its_budget_before_and_settled_after(path, tmp_path)
     ledger.append_step(0, plan.step)
     ledger.append_end("interrupted")
     ledger.close()
-    assert [e.num_steps for e in read_budget(file).entries] == [1]
+    assert [e.num_steps for e in read_budget(file).entries] == [plan.num_steps]  # the stop may depend on the data
     resumed = SharedLedger.open(path, plan, Processes(), str(file))
     assert [e.num_steps for e in read_budget(file).entries] == [plan.num_steps]
     resumed.append_end("completed")

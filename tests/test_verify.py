@@ -14,6 +14,7 @@ import pytest
 
 from dpllm import verify as verify_module
 from dpllm.config import PrivacyConfig
+from dpllm.identity import adopt
 from dpllm.ledger import LEDGER_FILE, Ledger
 from dpllm.model_card import write_model_card
 from dpllm.plan import PLAN_FILE, PrivacyPlan, make_plan
@@ -117,6 +118,7 @@ def test_steps_cut_off_at_the_end(run: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_ledger_that_went_on(run: Path) -> None:
     """A ledger with more steps than the report counts, and than were planned, is said to be that."""
     plan = PrivacyPlan.load(run / PLAN_FILE)
+    adopt(run)  # the folder is a copy
     with Ledger.open(run / LEDGER_FILE, plan) as ledger:
         ledger.append_step(NUM_STEPS, plan.step)
     found = failed(verify(run))

@@ -256,7 +256,7 @@ class Steps:
 
     def __call__(self, present_N: NDArray[np.bool_]) -> list[Tensor]:
         """Take the steps of one block."""
-        return [self.step(drawn[present_N[drawn]]) for drawn in self._run.draws(self._num_steps)]
+        return [self.step(drawn) for drawn in self._run.draws(self._num_steps, present_N)]
 
     def step(self, unit_ids: NDArray[np.int64]) -> Tensor:
         """Take one step over these units; return the noisy sum (P,) that it releases."""

@@ -140,8 +140,9 @@ def runs(folder: Path) -> dict[str, Any]:
         run = PrivateRun(plan, rows_of(record=fetched), ledger)
         run.attach(model, optimizer)
         steps = []
-        for number, drawn in enumerate(run.draws(STEPS)):
-            unit_ids = drawn if number != 2 else np.array([], dtype=np.int64)
+        nobody = np.zeros(plan.num_units, dtype=bool)
+        for number in range(STEPS):
+            unit_ids = next(run.draws(1, nobody if number == 2 else None))
             fetched.clear()
             done = run.step(unit_ids, loss_of)
             optimizer.step()
@@ -236,7 +237,7 @@ def guards(folder: Path) -> dict[str, Any]:
         if name == "not reduced":
             run._engine.guard._handle.remove()  # type: ignore[union-attr]
             run._engine = Unreduced(optimizer)
-        run.step(np.arange(9), loss_of)
+        run.step(next(run.draws(1)), loss_of)
         if name == "changed on rank 1" and here.rank == 1:
             model.module[0].weight.grad.mul_(0.5)
         before = flat(model)

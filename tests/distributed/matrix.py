@@ -252,7 +252,7 @@ def real(engines: list[str], weights: str, text: str, clip_norm: float = 1.0) ->
         run = PrivateRun(plan, data, NoLedger())
         run.attach(model, optimizer)
         before = whole_parameters(model, inner)
-        run.step(every, loss)
+        run.step(run.choose(every), loss)
         if not hasattr(model, "zero_optimization_stage"):
             optimizer.step()
         released = (flat(before) - flat(whole_parameters(model, inner))) / 1e3 * plan.expected_batch_size

@@ -66,7 +66,7 @@ def movement(engine: str, model: Any, case: Case, owners: list[int], batch: Any,
         run = PrivateRun(plan, data, NoLedger())
         run.attach(prepared, optimizer)
         before = whole_parameters(prepared, inner)
-        run.step(np.arange(units.num_units), loss)
+        run.step(run.choose(np.arange(units.num_units)), loss)
         if not hasattr(prepared, "zero_optimization_stage"):
             optimizer.step()
         after = whole_parameters(prepared, inner)

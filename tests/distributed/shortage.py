@@ -53,7 +53,7 @@ def steps(folder: Path, refuse: Any, max_tokens: Any, model_and_gate: Any = None
     run.attach(model, optimizer)
     done = []
     for number in range(STEPS):
-        done.append(run.step(np.arange(30 if number != 1 else 0), loss_of))
+        done.append(run.step(run.choose(np.arange(30 if number != 1 else 0)), loss_of))
         optimizer.step()
         optimizer.zero_grad()
     run.detach()

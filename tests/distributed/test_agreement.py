@@ -117,7 +117,7 @@ def test_replicas_stay_equal_and_are_those_of_one_process(seen, tmp_path):
     run.attach(model, optimizer)
     start = flat(model)
     for unit_ids, _, _ in seen("runs", "noiseless")[0]["steps"]:
-        run.step(torch.tensor(unit_ids, dtype=torch.int64).numpy(), loss_of)
+        run.step(run.choose(unit_ids), loss_of)
         optimizer.step()
         optimizer.zero_grad()
     alone, together = flat(model) - start, seen("runs", "noiseless")[0]["parameters"] - start

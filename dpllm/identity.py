@@ -1,0 +1,212 @@
+"""The identity of a run: whether a checkpoint, a budget entry and released files belong to the ledger beside them.
+
+Place in the flow: above ledger and checkpoints, which know nothing of each other. A checkpoint's manifest and a budget
+entry carry the head of their run's ledger (`dpllm.ledger_reader.LedgerHead`). A head that the ledger of the folder does
+not hold means: another run's checkpoint, a ledger that was cut or restored from an older copy, or a copy of the folder
+that went on by itself. In each case the ledger charges fewer steps than the weights have taken, so nothing is resumed
+from there. The files of a saved model are lines of the ledger, so other weights beside it are found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dpllm import checkpoints
+from dpllm.ledger import LEDGER_FILE, Ledger, LedgerError, is_being_written, read_ledger
+from dpllm.ledger_reader import LedgerContents, LedgerHead, steps_at
+
+STATE_FILE = "trainer_state.json"
+"""Where the Trainer writes how many steps its weights have taken."""
+ADOPTED = (
+    "The ledger's file was copied, or restored from a copy, and adopted by hand. Steps that another copy took are "
+    "charged there and not here: make sure that no other copy was resumed, or add up the ε of all."
+)
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".npy", ".pkl")
+_LEFT_OUT = (checkpoints.STAGING_FOLDER, "runs", "public_pretrained")
+
+
+def require_prefix(ledger: str | Path, head: LedgerHead, owner: str) -> None:
+    """Make sure that a ledger went on from a head.
+
+    Args:
+        ledger: the file.
+        head: what was noted elsewhere.
+        owner: who noted it, for the error: "The checkpoint runs/a/checkpoint-5".
+
+    Raises:
+        LedgerError: it did not.
+    """
+    if steps_at(ledger, head.chain) == head.num_steps:
+        return
+    charged = read_ledger(ledger).num_steps
+    if head.num_steps > charged:
+        raise LedgerError(
+            f"{owner} holds {head.num_steps} steps, {ledger} charges {charged}: it is not the ledger of that run, or "
+            "it was cut or restored from an older copy. Put the run's own latest ledger in its place"
+        )
+    raise LedgerError(
+        f"{owner} belongs to another ledger than {ledger}: it is of another run, or of a copy of this folder that went "
+        "on by itself, and its steps are not charged here. Resume from a checkpoint that this folder's run has made, "
+        "or in the folder that made this one"
+    )
+
+
+def head_of(checkpoint: str | Path) -> LedgerHead:
+    """Return the head of the ledger under which a checkpoint was made.
+
+    Raises:
+        LedgerError: the checkpoint names none, and holds no copy of the ledger.
+        CheckpointError: it has no manifest.
+    """
+    noted = checkpoints.ledger_of(checkpoint)
+    if noted is not None:
+        return LedgerHead.of(noted)
+    copy = Path(checkpoint) / LEDGER_FILE  # of a checkpoint made before manifests named the ledger
+    if not copy.is_file():
+        raise LedgerError(
+            f"{checkpoint} names no ledger, so its steps cannot be found in one. Resume from a checkpoint that a "
+            "private run has made"
+        )
+    return read_ledger(copy).head
+
+
+def steps_of_weights(folder: str | Path) -> int | None:
+    """Return the steps that the weights in a folder have taken; None where the Trainer's state is not there.
+
+    Raises:
+        LedgerError: the state cannot be read.
+    """
+    path = Path(folder) / STATE_FILE
+    if not path.is_file():
+        return None
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LedgerError(f"{path} cannot be read ({error}): restore it, or use another checkpoint") from error
+
+
+def check_checkpoint(ledger: str | Path, checkpoint: str | Path) -> None:
+    """Make sure that a checkpoint is of this ledger's run and holds no step that the ledger does not charge.
+
+    Raises:
+        LedgerError: it is of another run, of a fork, or the ledger was cut, rewound or restored from an older copy.
+    """
+    head = head_of(checkpoint)
+    require_prefix(ledger, head, f"The checkpoint {checkpoint}")
+    taken = steps_of_weights(checkpoint)
+    if taken is not None and taken > head.num_steps:
+        raise LedgerError(
+            f"The weights of {checkpoint} have taken {taken} steps, and its ledger charged {head.num_steps}: it was "
+            "edited. Resume from another checkpoint"
+        )
+
+
+def adopt(folder: str | Path) -> int:
+    """Declare that the copy of a ledger in this folder is the one that goes on; see `dpllm.ledger.require_own_file`.
+
+    The report then has an open point that says so. A budget entry still refuses a copy whose original went on.
+
+    Returns:
+        The steps that it charges.
+
+    Raises:
+        LedgerError: there is no ledger, it was edited, or a run is writing it.
+    """
+    path = Path(folder) / LEDGER_FILE
+    if is_being_written(path):
+        raise LedgerError(f"{path} is being written by a run at this moment: wait for its end")
+    with Ledger.annotate(path) as ledger:
+        ledger.append_adopted()
+        ledger.append_open_point(ADOPTED)
+        return ledger.num_steps
+
+
+def is_finished(folder: str | Path) -> bool:
+    """Return whether the run of a folder has ended as planned and has saved its model, so that nothing is left to do.
+
+    Raises:
+        LedgerError: the ledger is damaged.
+    """
+    path = Path(folder) / LEDGER_FILE
+    if not path.is_file():
+        return False
+    contents = read_ledger(path)
+    ended = contents.end is not None and contents.end.startswith(COMPLETED)
+    own = [release for release in contents.notes.released if release["folder"] == _name(folder)]
+    return ended and bool(own) and not checkpoints.differing(folder, own[-1]["files"])
+
+
+COMPLETED = "completed"
+"""How the reason of an end begins when all planned steps were charged."""
+STOPPED_EARLY = "stopped early"
+"""The reason of an end with fewer steps than planned."""
+
+
+def snapshot(folder: str | Path) -> dict[str, tuple[int, int, int]]:
+    """Return the files of a folder that may belong to a model, each with what changes when it is written again."""
+    folder = Path(folder)
+    found = {}
+    for name in _files(folder):
+        status = (folder / name).stat()
+        found[name] = (status.st_ino, status.st_mtime_ns, status.st_size)
+    return found
+
+
+def written_since(folder: str | Path, before: Mapping[str, tuple[int, int, int]]) -> dict[str, dict[str, Any]]:
+    """Return size and hash of every file of a folder that was written since a `snapshot`."""
+    names = [name for name, state in snapshot(folder).items() if before.get(name) != state]
+    return checkpoints.seal(folder, names)
+
+
+def note_release(ledger: Any, folder: str | Path, before: Mapping[str, tuple[int, int, int]]) -> None:
+    """Append the files that were written since a `snapshot` to a ledger (`Ledger` or `SharedLedger`)."""
+    files = written_since(folder, before)
+    if files:
+        ledger.append_released(_name(folder), files)
+
+
+def released_files(contents: LedgerContents, folder: str | Path) -> dict[str, dict[str, Any]] | None:
+    """Return the files that a ledger names for the model in a folder, by size and hash; None where it names none.
+
+    A model that was saved several times has several lines; the last one that fits the folder counts, or the last one.
+    """
+    for release in reversed(contents.notes.released):
+        if not checkpoints.differing(folder, release["files"]):
+            return dict(release["files"])
+    return dict(contents.notes.released[-1]["files"]) if contents.notes.released else None
+
+
+def unnamed_weights(folder: str | Path, named: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the files that nothing names: those that may hold weights, and the others."""
+    others = [name for name in _files(Path(folder)) if name not in named]
+    weights = [name for name in others if name.endswith(_WEIGHTS)]
+    return weights, [name for name in others if name not in weights]
+
+
+def checkpoints_in(folder: str | Path) -> Iterator[Path]:
+    """Yield the published checkpoints in a run's folder."""
+    for path in sorted(Path(folder).glob("checkpoint-*")):
+        if path.is_dir() and (path / checkpoints.MANIFEST_FILE).is_file():
+            yield path
+
+
+def _name(folder: str | Path) -> str:
+    return Path(folder).resolve().name
+
+
+def _files(folder: Path) -> list[str]:
+    """Files below a folder by name, without checkpoints, logs and public weights."""
+    if not folder.is_dir():
+        return []
+    names = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        top = name.parts[0]
+        if top in _LEFT_OUT or (len(name.parts) > 1 and top.startswith("checkpoint-")):
+            continue
+        if path.is_file() and not path.is_symlink():
+            names.append(name.as_posix())
+    return names
