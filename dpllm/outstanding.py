@@ -88,7 +88,7 @@ class Outstanding:
             unit_ids: (U,) the units, no two alike.
 
         Returns:
-            A copy that cannot be changed.
+            A copy; `take` compares it with what was charged.
 
         Raises:
             ValueError: the plan has no step left.
@@ -98,8 +98,7 @@ class Outstanding:
         self._unit_ids, number = None, self._ledger.num_steps
         self._ledger.append_step(number, self._plan.step)
         self._unit_ids, self._charged = np.array(unit_ids, dtype=np.int64), Charged(number)
-        self._unit_ids.setflags(write=False)
-        return self._unit_ids
+        return self._unit_ids.copy()
 
     def take(self, unit_ids: ArrayLike) -> tuple[NDArray[np.int64], Charged]:
         """Return the outstanding draw and its charge, and leave none.

@@ -363,8 +363,10 @@ def test_only_the_outstanding_draw_is_stepped_over_and_once(tmp_path):
     for other in (np.arange(8), np.repeat(first[:1], 50), first[::-1], first[1:], np.arange(UNITS)):
         with pytest.raises(DrawError, match="not the outstanding draw"):
             run.step(other, loss_of)
-    with pytest.raises(ValueError, match="read-only"):
-        first[0] = 0
+    kept, first[0] = first.copy(), (first[0] + 1) % UNITS
+    with pytest.raises(DrawError, match="not the outstanding draw"):
+        run.step(first, loss_of)
+    first = kept
     run.step(first, loss_of)
     optimizer.step()
     optimizer.zero_grad()
