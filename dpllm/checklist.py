@@ -52,7 +52,7 @@ def open_points(report: Mapping[str, Any]) -> list[str]:
     if not report["statement"]["private"]:
         points.append("This run is not private. Do not release it as such.")
     if report["checkable"]["ended"] is None:
-        points.append("The run has not ended, or ended in a crash; this report covers what was charged so far.")
+        points.append("The run has not ended, or ended in a crash. Resume it, or release nothing of it.")
     steps = report["accounting"]["steps"]
     if steps["charged"] > steps["planned"]:
         points.append(f"{steps['charged']} steps were charged, more than the {steps['planned']} planned.")

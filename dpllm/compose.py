@@ -20,6 +20,7 @@ from typing import Any
 from dpllm import accounting
 from dpllm.accounting import Step
 from dpllm.config import ADJACENCIES
+from dpllm.definition import stated_history
 from dpllm.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.plan import PLAN_FILE, PrivacyPlan, format_epsilon
 
@@ -132,11 +133,11 @@ def compose(
             folder=path,
             plan_hash=plan.hash,
             runs=tuple(run["run"] for run in ledger.runs),
-            history=tuple(ledger.history),
+            history=stated_history(plan, ledger),
             num_steps=ledger.num_steps,
             num_steps_planned=plan.num_steps,
             ended=ledger.end is not None,
-            epsilon=accounting.epsilon(ledger.history, delta, adjacency),
+            epsilon=accounting.epsilon(stated_history(plan, ledger), delta, adjacency),
         )
         for path, plan, ledger in zip(paths, plans, ledgers, strict=True)
     )

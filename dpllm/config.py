@@ -28,6 +28,7 @@ UNITS = ("sequence", "user")
 SAMPLINGS = ("unit", "example")
 ROWS_KEPT = ("first", "random")
 ON_BUDGET = ("stop", "error")
+STOPS = ("planned", "independent")
 ADJACENCIES = ("zero-out", "replace-one")
 TASKS = ("causal_lm", "sequence_classification", "seq2seq_lm")
 DTYPES = ("float32", "bfloat16", "auto")
@@ -90,6 +91,9 @@ class PrivacyConfig:
     """More units than this never enter one step. None: b + 7 sqrt(b), raised until it costs nothing in ε."""
     adjacency: str = "zero-out"
     """Adjacency of the headline ε: "zero-out" (a unit against nothing) or "replace-one" (a unit against another)."""
+    stop: str = "planned"
+    """What a run that ends before its planned steps states: "planned", the ε of all of them, or "independent", the ε of
+    those taken. The latter holds only where the stop depends neither on the data nor on what the run released."""
     on_budget: str = "stop"
     """When the steps asked for would cost more than `target_epsilon`: "stop" before the one that would, or "error"
     before the first."""
@@ -110,6 +114,7 @@ class PrivacyConfig:
         self._check_sampling()
         values.choice("adjacency", self.adjacency, ADJACENCIES)
         values.choice("on_budget", self.on_budget, ON_BUDGET)
+        values.choice("stop", self.stop, STOPS)
         for name in ("dataset", "budget_file"):
             if getattr(self, name) is not None:
                 values.text(name, getattr(self, name))

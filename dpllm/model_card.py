@@ -288,7 +288,7 @@ def privacy_metadata(report: Mapping[str, Any]) -> dict[str, Any]:
         "accountant": f"PLD, {accounting['tool']} {accounting['tool_version']}",
         "noise_multiplier": parameters["noise_multiplier"],
         "sampling_rate": parameters["sampling_rate"],
-        "num_steps": parameters["num_steps_charged"],
+        "num_steps": accounting["steps"]["stated"],
         "num_units": parameters["num_units"],
     }
 

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import dpllm
 from dpllm import accounting, comparison
-from dpllm.checklist import checklist, open_points
+from dpllm.checklist import REFUTED, checklist, open_points
 from dpllm.curves import curves
-from dpllm.definition import assumptions, define, event
+from dpllm.definition import assumptions, define, event, stated_history
 from dpllm.html import draw_figures, render_html
+from dpllm.identity import COMPLETED, STOPPED_EARLY
 from dpllm.ledger import Ledger, LedgerContents, read_ledger
 from dpllm.markdown import render_markdown as render_markdown
 from dpllm.risk import attack_risk, in_plain_words
@@ -84,7 +85,7 @@ def privacy_report(
     _check_belongs(plan, ledger_contents)
     notes = notes or ReleaseNotes()
     seeded = plan.seeded or ledger_contents.seeded
-    history = tuple(ledger_contents.history)
+    history = stated_history(plan, ledger_contents)
     epsilons = {name: accounting.epsilon(history, plan.delta, name) for name in ("zero-out", "replace-one")}
     headline = epsilons[plan.adjacency]
     report = {
@@ -163,7 +164,7 @@ def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
         data_holder=report["setting"]["data_holder"],
         audience=report["setting"]["audience"],
         other_uses=report["definition"]["other_uses_of_the_data"],
-        audit=report["strength"]["audit"],
+        audit=report["strength"].get("audit_noted", report["strength"]["audit"] if report["format"] == 2 else None),
         utility=report["utility"] or {},
     )
 
@@ -204,7 +205,7 @@ def _statement(
     elif contents.num_steps == 0:
         words = "No step has been charged: nothing has been learnt from the private data so far."
     else:
-        words = _guarantee(plan, epsilons, unit)
+        words = _guarantee(plan, epsilons, unit) + _about_the_stop(plan, contents)
     return {
         "private": not seeded and math.isfinite(epsilon),
         "words": words,
@@ -230,6 +231,18 @@ def _guarantee(plan: PrivacyPlan, epsilons: Mapping[str, float], unit: str) -> s
     )
 
 
+def _about_the_stop(plan: PrivacyPlan, contents: LedgerContents) -> str:
+    if contents.num_steps >= plan.num_steps:
+        return ""
+    taken = f" {contents.num_steps} of {plan.num_steps} planned steps were taken."
+    if contents.notes.stopped_independently:
+        return f"{taken} The figures are theirs: the stop was declared independent of the data and of the releases."
+    return (
+        f"{taken} The figures are those of all {plan.num_steps}: the stop, or the choice of this checkpoint, may "
+        "depend on the data or on what the run released, and they hold in spite of that."
+    )
+
+
 def _up(value: float, digits: int = 4) -> str:
     """Round up for print, so that the printed bound holds."""
     return f"{math.ceil(value * 10**digits - 1e-9) / 10**digits:.{digits}f}"
@@ -245,7 +258,7 @@ def _factor(epsilon: float) -> str:
 
 
 def _accounting(plan: PrivacyPlan, contents: LedgerContents, epsilons: Mapping[str, float]) -> dict[str, Any]:
-    history = tuple(contents.history)
+    history = stated_history(plan, contents)
     budgets = (run.get("budget") for run in contents.runs)
     return {
         "kind": "privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT; "
@@ -280,6 +293,14 @@ def _curve(history: tuple[tuple[accounting.Step, int], ...], delta: float) -> li
     return rows
 
 
+def _reason(plan: PrivacyPlan, contents: LedgerContents) -> str | None:
+    """Return why the run ended; one with fewer steps than planned was not completed, whatever was written down."""
+    early = contents.num_steps < plan.num_steps
+    if contents.end is not None and early and contents.end.startswith(COMPLETED):
+        return STOPPED_EARLY
+    return contents.end
+
+
 def _steps(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
     wanted, taken = plan.num_steps_wanted or plan.num_steps, contents.num_steps
     budget = (
@@ -287,13 +308,19 @@ def _steps(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
         if plan.num_steps_wanted is not None and plan.target_epsilon is not None
         else ""
     )
-    ended = f"the run ended: {contents.end}" if contents.end is not None else "the run has not ended, or crashed"
+    ended = (
+        f"the run ended: {_reason(plan, contents)}" if contents.end is not None else "the run has not ended, or crashed"
+    )
+    early = 0 < taken < plan.num_steps
+    how = "taken: the stop was declared independent" if contents.notes.stopped_independently else "planned"
+    stated = f"; ε is stated for all steps {how}" if early else ""
     return {
         "wanted": wanted,
         "planned": plan.num_steps,
         "charged": taken,
+        "stated": sum(count for _, count in stated_history(plan, contents)),
         "torn_by_a_crash": contents.torn_steps,
-        "words": f"{budget}{taken} of {plan.num_steps} planned steps were taken; {ended}",
+        "words": f"{budget}{taken} of {plan.num_steps} planned steps were taken; {ended}{stated}",
     }
 
 
@@ -369,7 +396,7 @@ def _parameters(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
 def _strength(
     plan: PrivacyPlan, contents: LedgerContents, epsilon: float, seeded: bool, audit: str | None
 ) -> dict[str, Any]:
-    risk = attack_risk(contents.history, plan.adjacency)
+    risk = attack_risk(stated_history(plan, contents), plan.adjacency)
     tier, words = _tier(epsilon, seeded)
     sentences = in_plain_words(risk, "record" if plan.unit == "sequence" else "user")
     if seeded:
@@ -383,8 +410,15 @@ def _strength(
         "true_positive_rate": {f"{rate:g}": value for rate, value in figures["true_positive_rate"].items()},
         "reconstruction": {f"{prior:g}": value for prior, value in figures["reconstruction"].items()},
         "in_plain_words": sentences,
-        "audit": audit,
+        "audit": _audits(contents, audit),
+        "audit_noted": audit,
     }
+
+
+def _audits(contents: LedgerContents, noted: str | None) -> str | None:
+    """Return the verdicts of all audits in the ledger and the one that people noted; those that refute come first."""
+    lines = [*(audit["summary"] for audit in contents.notes.audits), *([noted] if noted else [])]
+    return "; ".join(sorted(dict.fromkeys(lines), key=lambda line: not line.startswith(REFUTED))) or None
 
 
 def _tier(epsilon: float, seeded: bool) -> tuple[str, str]:
@@ -408,9 +442,10 @@ def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
     sample = f"--num-units {plan.num_units} --max-batch-size {plan.max_batch_size}"
     if plan.sampling == "example":
         sample = f"--rows-per-unit {plan.max_rows_per_unit}"
+    steps = sum(count for _, count in stated_history(plan, contents))
     command = (
         f"dpllm epsilon --noise-multiplier {plan.noise_multiplier!r} --sampling-rate {plan.sampling_rate!r} "
-        f"--steps {contents.num_steps} --delta {plan.delta!r} {sample} --adjacency {plan.adjacency}"
+        f"--steps {steps} --delta {plan.delta!r} {sample} --adjacency {plan.adjacency}"
     )
     return {
         "verify": "dpllm verify OUTPUT_DIR",
@@ -420,7 +455,7 @@ def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
         "plan_hash": plan.hash,
         "ledger_sha256": contents.sha256,
         "runs": [{**run, "budget": run.get("budget"), "file": run.get("file")} for run in contents.runs],
-        "ended": contents.end,
+        "ended": _reason(plan, contents),
         "torn_lines": contents.torn_lines,
         "diagnostics_not_covered": contents.diagnostics,
         "machine": platform.machine(),

@@ -32,6 +32,7 @@ from dpllm.autosize import AUTO, TOKENS_WITHOUT_MEASURE, Memory, memory_of, need
 from dpllm.config import ConfigError
 from dpllm.engines import engine_for, model_inside
 from dpllm.ghost import Forms, GhostClipper
+from dpllm.identity import COMPLETED
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.ledger_reader import LedgerHead
 from dpllm.microbatches import Microbatch, RowsTaken, microbatches
@@ -346,17 +347,20 @@ class PrivateRun:
             self._engine.guard.remove()
         self._engine = self._clipper = self._model = self._optimizer = None
 
-    def finish(self, reason: str = "completed") -> dict[str, Any] | None:
+    def finish(self, reason: str = COMPLETED, stopped_independently: bool = False) -> dict[str, Any] | None:
         """End the run: undo the hooks, close the ledger, and write the privacy report beside it.
 
         Args:
-            reason: why it ends, for the ledger.
+            reason: why it ends, for the ledger; "completed" becomes "stopped early" where planned steps are missing.
+            stopped_independently: whether a run with fewer steps than planned was stopped there for a reason that
+                depends neither on the private data nor on what the run released (`dpllm.definition.stated_history`).
+                Without it the report states the ε of all planned steps.
 
         Returns:
             The report, on rank 0.
         """
         self.detach()
-        self.ledger.append_end(reason)
+        self.ledger.append_end(reason, independent=stopped_independently)
         self.ledger.close()
         return write_report(self.ledger.path.parent, self.plan, read_ledger(self.ledger.path)) if self.is_main else None
 

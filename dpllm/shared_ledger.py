@@ -37,6 +37,7 @@ class SharedLedger:
         self.path, self._ledger, self._head, self._processes = path, ledger, head, processes
         self._budget = budget  # on rank 0: the file and the run's entry in it
         self._planned = planned  # steps
+        self._stated: int | None = None  # steps whose ε is stated, once the run has ended
 
     @classmethod
     def create(
@@ -133,6 +134,11 @@ class SharedLedger:
         return self._head.num_steps
 
     @property
+    def stated_steps(self) -> int:
+        """Steps charged so far; after the end those whose ε the report states (`dpllm.definition.stated_history`)."""
+        return self.num_steps if self._stated is None else self._stated
+
+    @property
     def head(self) -> LedgerHead:
         """Where the ledger was after the last step, the same on every process; on rank 0 it may have more lines."""
         return self._head
@@ -199,10 +205,11 @@ class SharedLedger:
         A run that has taken fewer steps than planned is never "completed". Its planned steps stay charged to the
         budget, unless its stop was declared independent or it took none.
         """
+        taken = self.num_steps
+        early = self._planned is not None and taken < self._planned
+        self._stated = self._planned if early and taken > 0 and not independent else taken
         if self._ledger is None:
             return
-        taken = self._ledger.num_steps
-        early = self._planned is not None and taken < self._planned
         if early and reason.startswith(COMPLETED):
             reason = STOPPED_EARLY
         self._ledger.append_end(reason, independent=early and independent)

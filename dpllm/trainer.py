@@ -46,7 +46,7 @@ from dpllm.data import PackedCollator, RowCollator, unit_index_of
 from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.ghost import Forms, GhostClipper
-from dpllm.identity import check_checkpoint
+from dpllm.identity import COMPLETED, check_checkpoint
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.lengths import row_lengths
 from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
@@ -268,7 +268,7 @@ class DPTrainer(Outlets):
         """Note the end and write the report; after a failure, what fails here must not hide what failed first."""
         assert self.ledger is not None
         try:
-            self.ledger.append_end(reason)
+            self.ledger.append_end(reason, independent=self.privacy.stop == "independent")
             if self.processes.is_main:
                 write_report(folder, self.plan, read_ledger(self.ledger.path), self.notes)
         except (OSError, ValueError) as error:
@@ -278,8 +278,8 @@ class DPTrainer(Outlets):
 
     def _reason_of_end(self) -> str:
         wanted = self.plan.num_steps_wanted
-        if wanted is None:
-            return "completed"
+        if wanted is None or (self.ledger is not None and self.ledger.num_steps < self.plan.num_steps):
+            return COMPLETED  # the ledger says "stopped early" where steps are missing
         return f"stopped at the budget, after {self.plan.num_steps} of {wanted} steps"
 
     def _draw_of_rows(self) -> np.random.Generator:
@@ -354,10 +354,10 @@ class DPTrainer(Outlets):
 
     @property
     def epsilon(self) -> float:
-        """ε spent so far at the plan's δ, computed from the ledger."""
+        """ε spent so far at the plan's δ, from the ledger; after `train` the ε that the report states."""
         if self.ledger is None or self.ledger.num_steps == 0:
             return 0.0
-        return epsilon([(self.plan.step, self.ledger.num_steps)], self.plan.delta, self.plan.adjacency)
+        return epsilon([(self.plan.step, self.ledger.stated_steps)], self.plan.delta, self.plan.adjacency)
 
     def privacy_report(self) -> dict[str, Any]:
         """The privacy statement of what ran so far, from the ledger; the same as ``privacy_report.json``."""

@@ -34,16 +34,16 @@ def make_run(
 
 
 def test_runs_compose_as_one_history(tmp_path: Path) -> None:
-    """ε is that of all charged steps together: below the sum, above each, and of what ran, not of what was planned."""
+    """ε is that of all stated steps together, those planned where a run stopped early: below the sum, above each."""
     one = make_run(tmp_path / "one")
     two = make_run(tmp_path / "two", num_steps=30, noise_multiplier=1.5, clip_norm=3.0)
     folders = [tmp_path / "one", tmp_path / "two"]
     found = compose(folders)
-    assert found.epsilon == epsilon([(one.step, 50), (two.step, 30)], 1e-5)
-    alone = [epsilon([(one.step, 50)], 1e-5), epsilon([(two.step, 30)], 1e-5)]
+    assert found.epsilon == epsilon([(one.step, 50), (two.step, 50)], 1e-5)
+    alone = [epsilon([(one.step, 50)], 1e-5), epsilon([(two.step, 50)], 1e-5)]
     assert [run.epsilon for run in found.runs] == alone
     assert max(alone) < found.epsilon < found.basic_epsilon
-    assert found.basic_epsilon == epsilon([(one.step, 50)], 5e-6) + epsilon([(two.step, 30)], 5e-6)
+    assert found.basic_epsilon == epsilon([(one.step, 50)], 5e-6) + epsilon([(two.step, 50)], 5e-6)
     assert (found.dataset, found.unit, found.num_units, found.adjacency) == ("chats", "sequence", 1000, "zero-out")
     assert [(run.num_steps, run.num_steps_planned) for run in found.runs] == [(50, 50), (30, 50)]
     assert compose(list(reversed(folders))).epsilon == found.epsilon

@@ -102,17 +102,42 @@ def rows_drawn(**change: Any) -> PrivacyPlan:
     return PrivacyPlan(**{**fields, **change})
 
 
-def test_epsilon_is_that_of_the_ledger(tmp_path: Path) -> None:
-    """A run that ended early costs what it took, not what was planned."""
-    plan, ledger = make(tmp_path, taken=7, end="interrupted")
+@pytest.mark.parametrize("end", ["interrupted", "completed", "stopped early", None])
+def test_a_run_that_stops_early_states_the_epsilon_of_its_plan(tmp_path: Path, end: str | None) -> None:
+    """Who stops because of what the run showed has used a mechanism of all planned steps; it is never "completed"."""
+    plan, ledger = make(tmp_path, taken=7, end=end)
     report = write_report(tmp_path, plan, ledger)
-    spent = epsilon([(plan.step, 7)], plan.delta)
-    assert report["statement"]["epsilon"] == report["accounting"]["epsilon"]["zero-out"] == spent < plan.epsilon
-    assert report["accounting"]["epsilon"]["replace-one"] == epsilon([(plan.step, 7)], plan.delta, "replace-one")
+    assert report["statement"]["epsilon"] == report["accounting"]["epsilon"]["zero-out"] == plan.epsilon
+    assert report["accounting"]["epsilon"]["replace-one"] == plan.epsilon_under("replace-one")
+    assert "7 of 20 planned steps were taken" in report["statement"]["words"]
+    assert f"--steps {NUM_STEPS} " in report["checkable"]["recompute_from_the_numbers"]
+    steps = report["accounting"]["steps"]
+    assert (steps["charged"], steps["stated"]) == (7, 20) and "ε is stated for all steps planned" in steps["words"]
     assert report["accounting"]["parameters"]["num_steps_planned"] == 20
     assert report["accounting"]["parameters"]["num_steps_charged"] == 7
-    assert report["checkable"]["ended"] == "interrupted"
+    assert report["checkable"]["ended"] == ("stopped early" if end == "completed" else end)
+    assert "completed" not in render_markdown(report)
     ledger.close()
+
+
+def test_a_stop_that_was_declared_independent_states_the_epsilon_of_the_steps_taken(tmp_path: Path) -> None:
+    """The declaration is in the ledger, and counts until the run goes on."""
+    plan, ledger = make(tmp_path, taken=7, end=None)
+    ledger.append_end("the allocation ended", independent=True)
+    ledger.close()
+    report = make_report(plan, read_ledger(ledger.path))
+    assert report["statement"]["epsilon"] == epsilon([(plan.step, 7)], plan.delta) < plan.epsilon
+    assert "declared independent" in report["statement"]["words"]
+    assert "declared independent" in report["accounting"]["steps"]["words"]
+    Ledger.open(ledger.path, plan).close()
+    assert make_report(plan, read_ledger(ledger.path))["statement"]["epsilon"] == plan.epsilon
+
+
+def test_a_run_without_a_step_states_nothing(tmp_path: Path) -> None:
+    """Nothing was learnt from the data, so nothing can have depended on it."""
+    plan, ledger = make(tmp_path, taken=0, end="failed")
+    ledger.close()
+    assert make_report(plan, read_ledger(ledger.path))["statement"]["epsilon"] == 0
 
 
 def test_both_files_are_written_and_agree(tmp_path: Path) -> None:
@@ -290,10 +315,12 @@ def test_crash_and_resume_are_charged(tmp_path: Path) -> None:
     ledger.close()
     ledger.path.write_bytes(ledger.path.read_bytes()[:-30])
     with Ledger.open(ledger.path, plan) as resumed:
-        resumed.append_step(5, plan.step)
+        assert resumed.num_steps == 5  # four are whole, and what was torn was a step
+        for number in range(resumed.num_steps, NUM_STEPS):
+            resumed.append_step(number, plan.step)
         resumed.append_end("completed")
         report = write_report(tmp_path, plan, resumed)
-    assert report["statement"]["epsilon"] == epsilon([(plan.step, 6)], plan.delta)
+    assert report["statement"]["epsilon"] == plan.epsilon and report["checkable"]["ended"] == "completed"
     assert report["checkable"]["torn_lines"] == [6]
     assert "of 2 run(s)" in render_markdown(report)
     assert "1 step(s) torn by a crash are charged" in render_markdown(report)
@@ -358,6 +385,7 @@ def test_data_set_budget_and_steps(tmp_path: Path) -> None:
         "wanted": 50,
         "planned": 20,
         "charged": 20,
+        "stated": 20,
         "torn_by_a_crash": 0,
         "words": "50 steps were asked for, and the target ε = 0.5 allows 20; 20 of 20 planned steps were taken; the "
         "run ended: completed",

@@ -28,6 +28,7 @@ from dpllm.accounting import epsilon
 from dpllm.budget import BudgetError, create_budget, read_budget
 from dpllm.checkpoints import STAGING_FOLDER, CheckpointError, verify
 from dpllm.config import ConfigError
+from dpllm.identity import adopt
 from dpllm.ledger import LedgerError, read_ledger
 from dpllm.plan import PrivacyPlan, format_epsilon
 from tests.conftest import tiny_llama_config
@@ -374,7 +375,7 @@ def test_a_second_ctrl_c_stops_at_once_and_still_reports(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path, callbacks=[Twice()]).train()
     ledger = read_ledger(tmp_path / FILES[1])
-    assert ledger.num_steps == 1 and ledger.end == "failed" and (tmp_path / FILES[2]).exists()
+    assert ledger.num_steps == 2 and ledger.end == "failed" and (tmp_path / FILES[2]).exists()
 
 
 def test_a_nonfinite_unit_is_a_diagnostic_in_the_report(tmp_path):
@@ -435,6 +436,7 @@ def crashed(tmp_path_factory):
 def saved_twice(crashed, tmp_path):
     """A copy of it, and its arguments."""
     shutil.copytree(crashed, tmp_path, dirs_exist_ok=True)
+    adopt(tmp_path)
     return saving_twice(tmp_path)
 
 
