@@ -311,7 +311,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_true_report(tmp_path):
     ledger = read_ledger(tmp_path / FILES[1])
     assert ledger.num_steps == 2 and ledger.end == "interrupted" and run.interrupted_by == signal.SIGINT
     assert (tmp_path / "checkpoint-2" / FILES[2]).exists()
-    assert run.epsilon == epsilon([(run.plan.step, 2)], run.plan.delta, run.plan.adjacency)
+    assert run.epsilon == run.plan.epsilon  # the stop may depend on what the run showed
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
