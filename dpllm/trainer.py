@@ -575,4 +575,8 @@ def default_row_loss(model: nn.Module) -> RowLoss:
             "from that row alone."
         )
     loss = _ROW_LOSSES[task]
+    if task != "sequence_classification" and getattr(
+        getattr(model, "active_peft_config", None), "is_prompt_learning", False
+    ):  # a soft prompt's tokens come first in the logits, and have no labels
+        return lambda outputs, labels: loss(outputs.logits[:, -labels.shape[1] :], labels)
     return lambda outputs, labels: loss(outputs.logits, labels)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dpllm.ghost import kernels, memory
-from dpllm.ghost.calls import Calls
+from dpllm.ghost import kernels, memory, shared
+from dpllm.ghost.calls import Calls, not_repeatable, used_again
 from dpllm.ghost.checks import (
     FunctionalUses,
     RowProbe,
@@ -32,13 +32,22 @@ from dpllm.ghost.checks import (
     refuse_uses_in_loss,
     rows_of_call,
     tokens_by_themselves,
+    unmeasured_spread,
 )
 from dpllm.ghost.contributions import Contribution, Instance, Rows, Use, held, join, merge
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.forms import Forms
 from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.rounding import is_measured, slack_factor
-from dpllm.ghost.rules import Served, find_sites, refuse_compiled, refuse_coupled_modules, refuse_wrapped
+from dpllm.ghost.rules import (
+    Served,
+    find_sites,
+    refuse_compiled,
+    refuse_coupled_modules,
+    refuse_wrapped,
+    trainable_parameters,
+    two_passes_over_shards,
+)
 from dpllm.ghost.tally import NormTally, Weights
 from dpllm.ghost.tap import Receive, tap
 
@@ -60,20 +69,10 @@ class Book:
         self.forms = forms or Forms()
         refuse_wrapped(model)
         refuse_coupled_modules(model)
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not self._parameters:
-            raise GhostError(
-                "The model has no trainable parameter. Set requires_grad on what is to be trained (for LoRA: wrap "
-                "the model with "
-                "peft.get_peft_model before)."
-            )
-        self._sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self._parameters.values())
-        if self._sharded and self.forms.passes == 2:
-            raise GhostError(
-                "Two backward passes (Forms(passes=2)) need parameters that stay whole from the first to the second, "
-                "and a process that holds a gradient of the whole model; this one's are sharded. Use passes=1 with "
-                "smaller microbatches, or a replicated model."
-            )
+        self._parameters = trainable_parameters(model)
+        self.sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self._parameters.values())
+        if self.sharded and self.forms.passes == 2:
+            raise two_passes_over_shards()
         self._name_of = {id(p): name for name, p in self._parameters.items()}
         self._switched_off: dict[int, nn.Parameter] = {}
         self._contributions: dict[int, list[Contribution]] = defaultdict(list)
@@ -105,6 +104,7 @@ class Book:
     # ------------------------------------------------------------------ hooks
 
     def _attach(self, model: nn.Module) -> None:
+        self._handles += shared.attach(model, self)
         for site in find_sites(model):
             self._attach_site(Served(site, self))
         self._handles += [
@@ -122,13 +122,12 @@ class Book:
                 return None
             self._active.append(served)
             served.enter(args, kwargs)
-            if self._in_forward:
-                self._calls.note_uses(served.site.trainable.values())
+            self.note_uses(served.site.trainable.values())
             # A sharded model (FSDP2) puts other tensors in place of its parameters while a module runs.
             self._switch_off(p for holder, name in holders if (p := getattr(holder, name)).requires_grad)
             if served.before is None:
                 return None
-            with self._pause():
+            with self.pause():
                 return served.before(module, args, kwargs, self._batch_rows)
 
         def after(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -139,7 +138,7 @@ class Book:
             served.leave(args, kwargs, broke_off=output is None)
             if output is None or not torch.is_grad_enabled():
                 return None
-            with self._pause():
+            with self.pause():
                 return served.after(module, args, kwargs, output, self._batch_rows)
 
         # Innermost: after whatever gathers a sharded module's weights, and before whatever frees them again.
@@ -151,8 +150,18 @@ class Book:
     def _in_pass(self) -> bool:
         return self._in_forward or self._in_backward
 
+    @property
+    def rows_in_pass(self) -> int | None:
+        """Rows of the call of the model that is going on; None outside of one, or where they are not known."""
+        return self._batch_rows if self._in_pass() and not self._paused else None
+
+    def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Count a use of each parameter in this call of the model; what is recomputed was counted before."""
+        if self._in_forward:
+            self._calls.note_uses(parameters)
+
     @contextlib.contextmanager
-    def _pause(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Modules that a rule runs on its own account aren't uses of their parameters."""
         before, self._paused = self._paused, True
         with FunctionalUses.suspended(self._uses):
@@ -223,7 +232,7 @@ class Book:
                     "which clips."
                 )
             self._flows.update((t.device, t.dtype) for t in (grad, *tensors) if is_measured(t))
-            with self._pause():
+            with self.pause():
                 receive(grad, tensors)
 
         if isinstance(self._probe, SpreadProbe):
@@ -290,11 +299,7 @@ class Book:
         """Refuse norms that aren't finite where they might be those of other units."""
         several = self.is_packed and not self._spread_checked and bool((unit_B != unit_B[0]).any())
         if several and not bool(torch.isfinite(sq_norm_U).all()):
-            raise GhostError(
-                "A unit's gradient isn't finite, and it was not measured that such values stay within their packed "
-                "row: they may have reached other units. Call GhostClipper.check_rows() before the first step, or "
-                "don't pack the rows (pack_rows: false)."
-            )
+            raise unmeasured_spread()
         return sq_norm_U
 
     def hold(self, loss_B: Tensor) -> None:
@@ -452,7 +457,7 @@ class Book:
     def _passes(self, loss_B: Tensor) -> int:
         if self.forms.passes != "auto":
             return self.forms.passes
-        if self._sharded or not memory.recomputes(self._recomputing):
+        if self.sharded or not memory.recomputes(self._recomputing):
             return 1
         fits = memory.one_pass_fits(
             self._modules, self._batch_rows or len(loss_B), self._tokens, memory.free_bytes(loss_B.device)
@@ -500,11 +505,7 @@ class Book:
         with kernels.exact_matmul(), torch.no_grad():
             again_U, _ = self._add_norms(tally)
         if bool(((again_U > sq_norm_U + slack_U) & (factor_U > 0)).any()):
-            raise GhostError(
-                "The second backward pass gave a unit a longer gradient than the first, from which its clip factor "
-                "comes: some operation isn't repeatable. Call torch.use_deterministic_algorithms(True), or clip in one "
-                "pass (Forms(passes=1))."
-            )
+            raise not_repeatable()
 
     @contextlib.contextmanager
     def _taking(self, take: Callable[[nn.Parameter, Use], None]) -> Iterator[None]:
@@ -521,11 +522,7 @@ class Book:
             self._keep(parameter, use)
             return None
         if id(parameter) in self._streamed:
-            raise GhostError(
-                f"{self._name_of[id(parameter)]} is used more often in the loss than in the calls of the model since "
-                "the last backward pass. Compute the losses from calls of the model that follow that pass, or clip in "
-                "one pass (Forms(passes=1))."
-            )
+            raise used_again(self._name_of[id(parameter)])
         self._streamed.add(id(parameter))
         contribution = held(use, self._rows, self.forms)
         tally.add([contribution])

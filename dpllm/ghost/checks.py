@@ -74,6 +74,15 @@ def refuse_other_rows(name: str, shape: Sequence[int], num_rows: int, packed: bo
     )
 
 
+def unmeasured_spread() -> GhostError:
+    """Say that a packed unit is not finite, and that others may have been reached."""
+    return GhostError(
+        "A unit's gradient isn't finite, and it was not measured that such values stay within their packed row: they "
+        "may have reached other units. Call GhostClipper.check_rows() before the first step, or don't pack the rows "
+        "(pack_rows: false)."
+    )
+
+
 def refuse_missing(parameters: Mapping[str, nn.Parameter], seen: Collection[int]) -> None:
     """Raise `GhostError` for a trainable parameter that is not among the ids of those that received a gradient."""
     missing = [name for name, p in parameters.items() if id(p) not in seen]

@@ -52,6 +52,37 @@ class Site:
         return [(self.module.get_submodule(inside), name) for inside, _, name in places]
 
 
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name, each once.
+
+    Raises:
+        GhostError: there is none, or a hook changes or reads the gradient of one.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise GhostError(
+            "The model has no trainable parameter. Set requires_grad on what is to be trained (for LoRA: wrap the "
+            "model with peft.get_peft_model before)."
+        )
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks:
+            raise GhostError(
+                f"{name} has a hook on its gradient (Tensor.register_hook), and the clipped sum is formed without one: "
+                "a hook that masks the gradient would have no effect. Remove the hook; in place of PEFT's CPT, which "
+                "sets one, use prompt tuning."
+            )
+    return parameters
+
+
+def two_passes_over_shards() -> GhostError:
+    """Say why a sharded model cannot be clipped in two passes."""
+    return GhostError(
+        "Two backward passes (Forms(passes=2)) need parameters that stay whole from the first to the second, and a "
+        "process that holds a gradient of the whole model; this one's are sharded. Use passes=1 with smaller "
+        "microbatches, or a replicated model."
+    )
+
+
 def refuse_coupled_modules(model: nn.Module) -> None:
     """Raise `GhostError` for a module through which rows of a batch affect each other, trainable or not."""
     for path, module in model.named_modules():
