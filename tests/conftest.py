@@ -14,10 +14,19 @@ if not torch.cuda.is_available():  # before anything imports Triton, which decid
 import datasets
 import pytest
 
+from tests import children
+
 
 @pytest.fixture(autouse=True)
 def _deterministic():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_child_outlives_its_test():
+    """Also when the test failed or was interrupted."""
+    yield
+    children.end_all()
 
 
 @pytest.fixture(autouse=True)

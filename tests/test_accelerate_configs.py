@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
 from dpllm.engines import private_config
+from tests import children
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "accelerate_configs"
@@ -176,16 +176,13 @@ def test_two_processes_on_the_cpu(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    subprocess.run(
+    children.run(
         [
             *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"),
             *("--config_file", "accelerate_configs/cpu_ddp.yaml", str(program)),
         ],
         cwd=ROOT,
         env={**environment, "SEEN": str(tmp_path / "rank")},
-        check=True,
-        capture_output=True,
-        timeout=120,
     )
     for rank in "01":
         assert (tmp_path / f"rank{rank}").read_text().split() == ["MULTI_CPU", "2", "cpu"]

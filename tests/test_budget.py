@@ -34,6 +34,7 @@ from dpllm.budget import (
 from dpllm.config import PrivacyConfig
 from dpllm.ledger import Ledger
 from dpllm.plan import PrivacyPlan, make_plan
+from tests import children
 
 # Full batches are the quickest to account for.
 FULL: dict[str, Any] = {"expected_batch_size": 1000, "noise_multiplier": 22.0}
@@ -233,14 +234,14 @@ def test_processes_charge_one_after_the_other(path: Path, tmp_path: Path) -> Non
     assert budget.cost([(plan.step, 200)]) <= 3.0 < budget.cost([(plan.step, 300)])
     command = [sys.executable, "-c", _CHARGING, str(path), str(tmp_path / "plan.json")]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    workers = [subprocess.Popen(command, text=True, **pipes) for _ in range(3)]
+    workers = [children.Child(command, text=True, **pipes) for _ in range(3)]
     for worker in workers:
         assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
     for worker in workers:
         assert worker.stdin is not None
         worker.stdin.write("go\n")
         worker.stdin.flush()
-    results = [worker.communicate(timeout=60) for worker in workers]
+    results = [worker.communicate(timeout=children.LIMIT) for worker in workers]
     printed = {out.strip() for out, _ in results if out.strip()}
     assert printed == {entry.id for entry in read_budget(path).entries} and len(printed) == 2
     assert sum("BudgetError" in error for _, error in results) == 1
@@ -264,7 +265,7 @@ def test_charging_reads_only_once_it_has_the_lock(path: Path, monkeypatch: pytes
         second: list[str] = []
         waiting = threading.Thread(target=lambda: second.append(charge(path, plan, "chats")))
         waiting.start()
-        assert asked.wait(timeout=60)
+        assert asked.wait(timeout=children.LIMIT)
         path.write_bytes(charged)
     waiting.join()
     assert [entry.id for entry in read_budget(path).entries] == [first, *second] and len(second) == 1

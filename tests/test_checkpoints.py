@@ -31,6 +31,7 @@ from dpllm.checkpoints import (
     staging_folder,
     verify,
 )
+from tests import children
 
 FILES = {
     "model.safetensors": 300_000,
@@ -61,7 +62,7 @@ def save(output_dir: Path, step: int, seed: int = 0) -> Path:
 def run(script: str, *arguments: Path) -> str:
     """Run a program of its own, which sees nothing of this one."""
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    return children.run(command).stdout
 
 
 def test_published_checkpoint_holds_every_file(tmp_path: Path) -> None:
@@ -405,12 +406,11 @@ def test_killed_from_outside_while_publishing(tmp_path: Path) -> None:
         print("publishing", flush=True)
         publish({str(staging)!r}, {str(tmp_path / "checkpoint-2")!r}, hash_whole_up_to=2**50)
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
+    process = children.Child([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "publishing\n"
     time.sleep(0.2)
     process.kill()
-    process.stdout.close()
-    assert process.wait() == -signal.SIGKILL
+    assert process.returncode == -signal.SIGKILL
     whole, [(folder, reason)] = latest_whole(tmp_path)
     assert whole == before and folder == staging and reason.startswith("unfinished")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from dpllm.footprint import ENGINES, engines_for, footprint_of_recipe, format_by
 from dpllm.ledger import Ledger, read_ledger
 from dpllm.plan import PrivacyPlan, make_plan
 from dpllm.report import write_report
+from tests import children
 
 EPSILON = ["epsilon", "--noise-multiplier", "1", "--sampling-rate", "0.02", "--steps", "1500", "--delta", "1e-5"]
 CALIBRATE = ["calibrate", "--epsilon", "8", "--delta", "1e-5", "--sampling-rate", "0.0244", "--steps", "410"]
@@ -427,4 +427,4 @@ def test_accounting_commands_do_not_import_torch() -> None:
         "except SystemExit as done: assert not done.code\n"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+    children.run([sys.executable, "-c", code])

@@ -3,11 +3,12 @@
 import os
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests import children
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ["local.sh", "torchrun.sh", "slurm.sbatch"]
@@ -21,13 +22,11 @@ CLEAN = (
 
 def call(script, *arguments, **variables):
     environment = {k: v for k, v in os.environ.items() if k not in CLEAN and not k.startswith("SLURM_")}
-    return subprocess.run(
+    return children.run(
         ["bash", f"launch/{script}", *arguments],
         cwd=ROOT,
         env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
+        check=False,
     )
 
 
@@ -54,15 +53,13 @@ def slurm(tmp_path):
 @pytest.mark.parametrize("script", [*SCRIPTS, "common.sh"])
 def test_syntax(script):
     """Bash can parse every script."""
-    subprocess.run(["bash", "-n", f"launch/{script}"], cwd=ROOT, check=True)
+    children.run(["bash", "-n", f"launch/{script}"], cwd=ROOT)
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck isn't installed")
 def test_shellcheck():
     """Shellcheck has nothing to say."""
-    done = subprocess.run(
-        ["shellcheck", "-x", *(f"launch/{script}" for script in SCRIPTS)], cwd=ROOT, capture_output=True, text=True
-    )
+    done = children.run(["shellcheck", "-x", *(f"launch/{script}" for script in SCRIPTS)], cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout
 
 
@@ -209,7 +206,7 @@ def test_kubernetes():
     assert mounts["shared-memory"] == "/dev/shm" and environment["OUTPUT_DIR"].startswith(mounts["output"])
 
     # The pod's own command line, with the operator's variables, ends in the command of every other way to start.
-    done = subprocess.run(
+    done = children.run(
         container["command"],
         cwd=ROOT,
         env={
@@ -218,9 +215,7 @@ def test_kubernetes():
             **environment,
             **{"RANK": "1", "MASTER_ADDR": "dpllm-master-0", "MASTER_PORT": "23456"},
         },
-        capture_output=True,
-        text=True,
-        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout)

@@ -6,13 +6,14 @@ them has to fail. ``python -m tests.test_mutations`` prints which ones.
 
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests import children
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -283,7 +284,7 @@ def failing_tests(mutation: Mutation) -> tuple[int, list[str]]:
         ]
         if __name__ == "__main__":
             command.remove("-x")
-        run = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+        run = children.run(command, cwd=copy, check=False)
         return run.returncode, re.findall(r"^FAILED (\S+)", run.stdout, flags=re.MULTILINE)
 
 

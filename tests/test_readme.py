@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from typer.testing import CliRunner
 
 from dpllm.cli import app
 from dpllm.config import load_recipe
+from tests import children
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -51,7 +51,7 @@ def workplace(tmp_path_factory):
     launch = next(line for line in commands("accelerate launch recipes") if "quickstart" in line)
     command = [str(Path(sys.executable).parent / "accelerate"), *shlex.split(launch)[1:], *SMALLER]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    run = children.run(command, cwd=folder, env=environment, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     assert "held-out perplexity after" in run.stdout and "ε = " in run.stdout
     return folder
@@ -70,7 +70,7 @@ PROSE = README + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:^|`)make ([a-z]+)\b", PROSE, flags=re.MULTILINE))))
 def test_every_make_target_exists(target):
     """Also those of CONTRIBUTING.md."""
-    run = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
+    run = children.run(["make", "-n", target], cwd=ROOT, check=False)
     assert run.returncode == 0, run.stderr
 
 
@@ -119,7 +119,7 @@ def test_the_audit_runs_in_the_order_in_which_it_stands(workplace, monkeypatch):
         elif "finetune.py" in words[2]:
             accelerate = str(Path(sys.executable).parent / "accelerate")
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            run = subprocess.run([accelerate, *words[1:]], env=environment, capture_output=True, text=True, check=False)
+            run = children.run([accelerate, *words[1:]], env=environment, check=False)
             assert run.returncode == 0, run.stderr[-2000:]
     report = (workplace / "runs/audit/run/privacy_report.md").read_text(encoding="utf-8")
     assert "Empirical audit: consistent, not proof: 40 canaries" in report

@@ -11,7 +11,6 @@ a lower bound of this size; the accountant knows no shuffling, and refuses it by
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 
 from dpllm.audit.result import CONSISTENT, FAIL
+from tests import children
 from tests.audit.planted import SETUPS, summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,20 +143,17 @@ def planted(bug: Bug) -> dict[str, Any]:
         copy = Path(folder)
         for name in ("dpllm", "tests/audit", "tests/distributed"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        (copy / "tests/__init__.py").touch()
+        for name in ("__init__.py", "children.py"):
+            shutil.copy(ROOT / "tests" / name, copy / "tests" / name)
         for file, before, after in (*bug.edits, GUARD):
             source = (copy / file).read_text()
             assert before in source, f"{file} no longer contains {before!r}"
             (copy / file).write_text(source.replace(before, after))
-        done = subprocess.run(
+        done = children.run(
             [sys.executable, "-m", "tests.audit.planted", bug.setup],
             cwd=copy,
             env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
         )
-        assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout.splitlines()[-1])
 
 

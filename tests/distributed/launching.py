@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from dpllm.corpora import sotu
+from tests import children
 from tests.distributed.world import ROOT, free_port, tools
 
 RECIPE = Path(__file__).with_name("tiny.yaml")
@@ -51,14 +51,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), **tools()}
 
 
-def start(config: str, folder: Path, *overrides: str, **options: Any) -> subprocess.Popen[bytes]:
+def start(config: str, folder: Path, *overrides: str, **options: Any) -> children.Child:
     """Start a run, whose output goes to ``folder/log``."""
     # DeepSpeed configurations name a file relative to the repository.
     for name in ("accelerate_configs",):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
     with open(folder / "log", "wb") as log:
-        return subprocess.Popen(
+        return children.Child(
             command(config, folder, *overrides, **options), stdout=log, stderr=log, cwd=folder, env=environment()
         )
 
@@ -69,11 +69,7 @@ def launch(config: str, folder: Path, *overrides: str, **options: Any) -> str:
     Raises:
         AssertionError: it failed.
     """
-    child = start(config, folder, *overrides, **options)
-    try:
-        code = child.wait(300)
-    finally:
-        child.kill()
+    (code,) = children.wait_all([start(config, folder, *overrides, **options)])
     printed = (folder / "log").read_text(encoding="utf-8", errors="replace")
     assert code == 0, printed[-6000:]
     return printed

@@ -34,7 +34,6 @@ def runs(tmp_path_factory):
             folder / f"processes-{part}",
             "tests.distributed.resuming:parts",
             size=size,
-            timeout=600,
             jobs=JOBS,
             runs=folder,
             source=source,

@@ -7,9 +7,7 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -22,6 +20,7 @@ from dpllm.config import DataConfig
 from dpllm.data import RowCollator, load_train_and_eval, tokenize_records
 from dpllm.evaluation import measure
 from dpllm.ledger import read_ledger
+from tests import children
 from tests.distributed.launching import environment, launch, start, write_data
 from tests.distributed.world import ROOT, free_port
 
@@ -90,14 +89,7 @@ def charged(folder: Path) -> int:
     return path.read_text().count('"kind": "step"') if path.exists() else 0
 
 
-def wait_for(condition, seconds: float = 240) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.02)
-
-
-def process_of_rank(launcher: subprocess.Popen[bytes], rank: int) -> psutil.Process:
+def process_of_rank(launcher: children.Child, rank: int) -> psutil.Process:
     """The process of a run that has this rank."""
     for child in psutil.Process(launcher.pid).children(recursive=True):
         if child.environ().get("RANK") == str(rank):
@@ -109,9 +101,9 @@ def kill_in_mid_run(config: str, folder: Path, after: int, *overrides: str) -> i
     """Kill rank 1 when some steps are charged; returns how many are in the end."""
     launcher = start(config, folder, *overrides)
     try:
-        wait_for(lambda: charged(folder) >= after or launcher.poll() is not None)
+        children.wait_for(lambda: charged(folder) >= after or launcher.poll() is not None)
         process_of_rank(launcher, 1).send_signal(signal.SIGKILL)
-        assert launcher.wait(120) != 0  # the other rank ends as well
+        assert launcher.wait(children.LIMIT) != 0  # the other rank ends as well
     finally:
         launcher.kill()
     return charged(folder)
@@ -188,15 +180,11 @@ def test_two_nodes_find_each_other(folder, table):
                 f"public_pretrain.data.path={folder / 'public.txt'}",
             ]
             agents.append(
-                subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env={**environment(), **variables})
+                children.Child(command, stdout=log, stderr=log, cwd=folder, env={**environment(), **variables})
             )
         if node == 0:
-            wait_for(lambda: is_open(port))  # on one machine either agent could open the rendezvous
-    try:
-        codes = [agent.wait(300) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
+            children.wait_for(lambda: is_open(port))  # on one machine either agent could open the rendezvous
+    codes = children.wait_all(agents)
     printed = [(folder / f"log.{node}").read_text(errors="replace") for node in range(2)]
     assert codes == [0, 0], "\n".join(text[-3000:] for text in printed)
     (epsilon,) = re.findall(r"guarantee\s+ε = ([0-9.]+)", "".join(printed))  # one run, told once

@@ -16,7 +16,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What each of two processes saw."""
-    return world.run(folder / "world", "tests.distributed.shortage:everything", size=2, timeout=120, root=folder)
+    return world.run(folder / "world", "tests.distributed.shortage:everything", size=2, root=folder)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -6,13 +6,14 @@ import importlib
 import os
 import pickle
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from tests import children
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +50,7 @@ def tools() -> dict[str, str]:
     }
 
 
-def run(folder: Path, target: str, size: int = 2, timeout: float = 300, **arguments: Any) -> list[Any]:
+def run(folder: Path, target: str, size: int = 2, **arguments: Any) -> list[Any]:
     """Call ``module:function`` with the arguments in every process.
 
     Returns:
@@ -61,18 +62,14 @@ def run(folder: Path, target: str, size: int = 2, timeout: float = 300, **argume
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "arguments.pickle").write_bytes(pickle.dumps(arguments))
-    children = []
+    processes = []
     for rank in range(size):
         with open(folder / f"log.{rank}", "wb") as log:
             command = [sys.executable, "-m", "tests.distributed.world", target, str(folder)]
-            children.append(
-                subprocess.Popen(command, env=environment(rank, size, port), stdout=log, stderr=log, cwd=ROOT)
+            processes.append(
+                children.Child(command, env=environment(rank, size, port), stdout=log, stderr=log, cwd=ROOT)
             )
-    try:
-        codes = [child.wait(timeout) for child in children]
-    finally:
-        for child in children:
-            child.kill()
+    codes = children.wait_all(processes)
     logs = "\n".join((folder / f"log.{rank}").read_text(errors="replace")[-4000:] for rank in range(size))
     assert codes == [0] * size, f"exit codes {codes}\n{logs}"
     return [pickle.loads((folder / f"result.{rank}").read_bytes()) for rank in range(size)]

@@ -5,7 +5,6 @@ Without a CUDA device they run in Triton's CPU interpreter, which has to be chos
 
 import importlib.util
 import os
-import subprocess
 import sys
 
 import pytest
@@ -17,6 +16,7 @@ if not torch.cuda.is_available():
 from dpllm.ghost import kernels, triton_kernels
 from dpllm.ghost.contributions import Lookup, Outer, Rows
 from dpllm.ghost.kernels import sum_tokens
+from tests import children
 
 needs_triton = pytest.mark.skipif(
     not triton_kernels.available(),
@@ -375,7 +375,7 @@ def test_the_package_imports_without_triton():
         "from dpllm.ghost import triton_kernels\n"
         "assert not triton_kernels.available() and not triton_kernels.INTERPRETED"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    children.run([sys.executable, "-c", code])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

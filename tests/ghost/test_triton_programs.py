@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -18,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # for the other tests of this process
 
 from dpllm.ghost import triton_programs
+from tests import children
 
 # Launches compile and record instead of running; the driver only says what to compile for.
 COMPILE = """
@@ -66,14 +66,7 @@ def test_programs_compile_for_gpus(tmp_path):
     """For Hopper: tensor cores for bfloat16, no TF32 for float32, and no atomics, whose order would vary."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    result = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", COMPILE, "90"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
+    result = children.run([sys.executable, "-W", "error::UserWarning", "-c", COMPILE, "90"], env=environment)
     compiled = json.loads(result.stdout.splitlines()[-1])
     names = {name for name, _, _ in compiled}
     assert names == {
