@@ -18,8 +18,10 @@ from transformers import PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError
 from dpllm.losses import IGNORE
-from dpllm.records import DataError
+from dpllm.records import DataError, check_chat
 
+# What a template, which is a program, can raise: its own refusals, and mistakes in it such as an endless loop.
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -52,7 +54,7 @@ def encode_chats(
     for chat, number in zip(cleaned, record_numbers, strict=True):
         try:
             examples.append(encode(chat, tokenizer))
-        except (TemplateError, TypeError) as error:
+        except _REFUSALS as error:
             raise DataError(
                 f"record {number}: the chat template refuses these messages ({' '.join(str(error).split())}): correct "
                 "their roles or their order, or remove the record from the data before this run"
@@ -62,15 +64,8 @@ def encode_chats(
 
 def _clean(chat: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
     """Return the messages without the empty fields that a table adds to them."""
-    messages = [{key: value for key, value in message.items() if value is not None} for message in chat]
-    for position, message in enumerate(messages):
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise DataError(
-                    f"record {number}: message {position} has no '{key}' that is text; a chat is a list of "
-                    "{role, content}: fill it in, or remove the record from the data before this run"
-                )
-    return messages
+    check_chat(chat, number)
+    return [{key: value for key, value in message.items() if value is not None} for message in chat]
 
 
 def _encode_marked(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

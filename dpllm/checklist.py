@@ -115,7 +115,6 @@ def _definition(definition: Mapping[str, Any]) -> _Lines:
     written = definition["written_out_and_not_covered"]
     counts = "; ".join(f"{item['what']}: {item['count']} times" for item in written)
     never = "; ".join(item["what"] for item in definition["never_covered"])
-    left_out = definition["rows_left_out"]
     facts = "; ".join(f"{fact['name']}: {values_in_words(fact)}" for fact in definition["facts"])
     lines: _Lines = [
         ("Which uses of the data does the guarantee cover?", "; ".join(definition["data_accesses_covered"])),
@@ -131,9 +130,6 @@ def _definition(definition: Mapping[str, Any]) -> _Lines:
         ("What is taken as public?", "; ".join(definition["public"])),
         ("What did the run find out about itself?", facts or "no facts noted"),
     ]
-    if left_out is not None:
-        count = f"{left_out:,} (a count over the private data, which ε does not cover)"
-        lines.insert(6, ("How many rows did the bound on rows per user leave out?", count))
     return lines
 
 

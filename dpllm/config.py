@@ -9,6 +9,7 @@ YAML or from Python, and a key that nobody reads is an error: a misspelt `noise_
 
 from __future__ import annotations
 
+import codecs
 import copy
 import dataclasses
 import difflib
@@ -84,6 +85,8 @@ class PrivacyConfig:
     """k: how many rows of one user may be used. Required for unit="user"."""
     rows_kept: str = "first"
     """Which k rows of a user with more: "first", or "random", by a secret draw. Fixed before the run."""
+    normalize_ids: bool = False
+    """Whether user ids are one that differ only in case, spaces, Unicode form or the spelling of a number."""
     sampling: str = "unit"
     """What Poisson sampling draws: "unit", each as a whole and clipped as one; or "example", each row of a user by
     itself and clipped by itself, where the accounting counts on all k rows of a user being there."""
@@ -172,7 +175,11 @@ class PrivacyConfig:
                 raise ConfigError('unit="user" needs max_rows_per_unit: how many rows of one user may be used')
             self._set("max_rows_per_unit", values.integer("max_rows_per_unit", self.max_rows_per_unit, 1))
             values.choice("rows_kept", self.rows_kept, ROWS_KEPT)
+            if not isinstance(self.normalize_ids, bool):
+                raise ConfigError(f"normalize_ids must be true or false, got {self.normalize_ids!r}")
             return
+        if self.normalize_ids:
+            raise ConfigError('normalize_ids belongs to unit="user": a sequence has no id')
         if self.rows_kept != "first":
             raise ConfigError('rows_kept belongs to unit="user": a sequence keeps all its rows')
         for name in ("unit_column", "max_rows_per_unit"):
@@ -297,6 +304,10 @@ class DataConfig:
     """"truncate" a record longer than `max_length`, or "split" it into several rows of the same unit."""
     limit: int | None = None
     """Use the first so many records only."""
+    encoding: str = "utf-8"
+    """Encoding of .jsonl, .json, .csv, .tsv and .txt files, such as "latin-1" or "cp1252"."""
+    class_names: list[str] | None = None
+    """Names of all classes, in order ("classification"): public facts, never collected from the records."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -326,6 +337,20 @@ class DataConfig:
         values.choice("long_records", self.long_records, LONG_RECORDS)
         if self.limit is not None:
             values.integer("limit", self.limit, 1)
+        values.text("encoding", self.encoding)
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError as error:
+            raise ConfigError(
+                f"encoding={self.encoding!r} is unknown; usual: utf-8, latin-1, cp1252, utf-16"
+            ) from error
+        classes = self.class_names
+        if classes is not None and not (
+            isinstance(classes, list)
+            and all(isinstance(name, str) and name for name in classes)
+            and len(set(classes)) == len(classes) >= 2
+        ):
+            raise ConfigError(f"class_names must be a list of two or more different texts, got {classes!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

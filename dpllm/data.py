@@ -17,16 +17,21 @@ import torch
 from torch import Tensor
 
 from dpllm.config import DataConfig, PrivacyConfig
+from dpllm.ledger import Ledger
 from dpllm.losses import IGNORE
+from dpllm.records import MANY_COPIES, check_column, has_many_copies
 from dpllm.records import DataError as DataError
-from dpllm.records import check_column
 from dpllm.records import load_records as load_records
 from dpllm.records import load_train_and_eval as load_train_and_eval
+from dpllm.records import sources_of as sources_of
+from dpllm.shared_ledger import SharedLedger
 from dpllm.tokenization import RECORD
 from dpllm.tokenization import tokenization_info as tokenization_info
 from dpllm.tokenization import tokenize_records as tokenize_records
 from dpllm.tokenization import train_tokenizer as train_tokenizer
 from dpllm.units import UnitIndex
+
+_MOST_NAMES = 20  # of files, in the report
 
 
 def unit_index_of(dataset: Any, privacy: PrivacyConfig, rng: np.random.Generator | None = None) -> UnitIndex:
@@ -56,19 +61,54 @@ def unit_index_of(dataset: Any, privacy: PrivacyConfig, rng: np.random.Generator
         column = str(privacy.unit_column)  # PrivacyConfig requires it for users
         check_column(present, column, "privacy.unit_column")
         draw = rng if privacy.rows_kept == "random" else None
-        return UnitIndex.from_ids(_column(dataset, column), privacy.max_rows_per_unit, draw)
+        ids = _column(dataset, column)
+        return UnitIndex.from_ids(ids, privacy.max_rows_per_unit, draw, privacy.normalize_ids)
     if "input_ids" in present and RECORD in present:  # in raw records a column of that name is the user's own
         return UnitIndex.from_ids(_column(dataset, RECORD))
     return UnitIndex.one_row_per_unit(len(dataset))
 
 
-def num_labels_of(records: datasets.Dataset, config: DataConfig) -> int | None:
-    """Return the number of classes that the data set's schema names, None where it names none.
+def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, privacy: PrivacyConfig) -> None:
+    """Note in the ledger which files the rows came from, and the reasons for people to look at them before a release.
 
-    The classes are never counted in the labels themselves: that number would depend on the private records.
+    Args:
+        ledger: of the run that begins.
+        dataset: the rows, which carry what was noted when their records were loaded.
+        units: of the rows.
+        privacy: what a unit is. At user level the numbers of records are left out: there only N is public.
     """
+    files = sources_of(dataset)
+    counted = privacy.unit == "sequence"
+    if len(files) > _MOST_NAMES:
+        ledger.append_fact("files of training records", f"{len(files)} files")
+    else:
+        for name, count in files.items():
+            ledger.append_fact("files of training records", f"{name} ({count} records)" if counted else name)
+    if counted and has_many_copies(dataset):
+        ledger.append_open_point(
+            f"More than {MANY_COPIES:.0%} of the records that were read are exact copies of other records. Each is a "
+            "unit of its own here, so a text that is in k records is protected k times less. Remove the copies, or "
+            "confirm that they are of different people."
+        )
+    if units.differ_in_case:
+        ledger.append_open_point(
+            f"Some ids in column '{privacy.unit_column}' differ only in upper and lower case, and count as different "
+            "users. Confirm that they are different people, or set privacy.normalize_ids: true."
+        )
+
+
+def num_labels_of(records: datasets.Dataset, config: DataConfig) -> int | None:
+    """Return the number of classes that the recipe names, or a Hub data set's schema; None where neither does.
+
+    The classes are never counted in the labels themselves: that number would depend on the private records. The schema
+    in a local file doesn't count either: whoever wrote it may have collected the names from the labels.
+    """
+    if config.class_names is not None:
+        return len(config.class_names)
     feature = records.features.get(config.label_column)
-    return feature.num_classes if isinstance(feature, datasets.ClassLabel) else None
+    if not isinstance(feature, datasets.ClassLabel) or sources_of(records):
+        return None
+    return feature.num_classes
 
 
 @dataclass(frozen=True, kw_only=True)

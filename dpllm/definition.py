@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 ROWS_LEFT_OUT = "rows left out by the bound on rows per user"
 """The ledger's diagnostic of that name."""
 
+_OTHERS = (
+    "Other people whom a unit's text names are not that unit: what several units say of one person is protected less"
+)
+
 ADJACENCY_WORDS = {
     "zero-out": "two data sets of the same public size, equal but that one unit contributes nothing in one of them",
     "replace-one": "two data sets of the same public size, equal but that one unit is another in one of them",
@@ -69,12 +73,13 @@ def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) 
     """
     public = ["the number of units N, and all settings in this report"]
     if plan.sampling == "example":
-        public[0] = "the number of users N, the number of rows to draw from, and all settings in this report"
-    user = plan.unit == "user"
+        public[0] = (
+            "the number of users N, the exact number of rows to draw from (the sampling rate is computed from it, so "
+            "this number is published and must be public), and all settings in this report"
+        )
     return {
         "dataset": plan.dataset,
         "unit": _unit(plan),
-        "rows_left_out": contents.diagnostics.get(ROWS_LEFT_OUT, 0) if user else None,
         "adjacency": ADJACENCY_WORDS[plan.adjacency],
         "mechanism": mechanism(plan),
         "public": [*public, *contents.public],
@@ -89,18 +94,26 @@ def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) 
             "(`noisy_grad_norm` in the logs is the norm of a noisy gradient)",
         ],
         "written_out_and_not_covered": [
-            {"what": what, "count": count} for what, count in sorted(contents.disclosures.items())
+            {"what": what, "count": count} for what, count in sorted(_written_out(contents).items())
         ],
         "never_covered": [{"what": what, "advice": advice} for what, advice in _NEVER_COVERED],
         "facts": [{"name": name, "values": list(values)} for name, values in sorted(contents.notes.facts.items())],
     }
 
 
+def _written_out(contents: LedgerContents) -> dict[str, int]:
+    """Return what was written out that ε does not cover, and how often."""
+    written = dict(contents.disclosures)
+    if ROWS_LEFT_OUT in contents.diagnostics:  # in ledgers of earlier versions, whose number depends on the rows
+        written[f"{ROWS_LEFT_OUT}: their number, in the ledger"] = 1
+    return written
+
+
 def _unit(plan: PrivacyPlan) -> str:
     if plan.unit == "sequence":
         return (
             "one record of the training data. A record longer than the model's context that was cut into several rows "
-            "is still one unit. A text that stands in several records is that many units, and is protected less"
+            f"is still one unit. A text that is in several records is that many units, and is protected less. {_OTHERS}"
         )
     which = {
         "first": ", the first ones in the order of the data,",
@@ -109,7 +122,8 @@ def _unit(plan: PrivacyPlan) -> str:
     }[plan.rows_kept]
     return (
         f"one user: all records with the same id in column '{plan.unit_column}', of which at most "
-        f"{plan.max_rows_per_unit} rows{which} were used. A person with several ids is several units"
+        f"{plan.max_rows_per_unit} rows{which} were used. A person with several ids is several units. Ids are "
+        f"compared as they are written, unless privacy.normalize_ids was set. {_OTHERS}"
     )
 
 

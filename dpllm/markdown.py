@@ -95,14 +95,11 @@ def _setting(setting: Mapping[str, Any], definition: Mapping[str, Any]) -> list[
 
 def _definition(definition: Mapping[str, Any]) -> list[str]:
     written = definition["written_out_and_not_covered"]
-    left_out = definition["rows_left_out"]
-    bound = "Rows left out by the bound on rows per user (depends on the private data, not covered by ε)"
     return [
         "## What exactly is protected",
         _list(
             (
                 f"Unit of privacy: {definition['unit']}.",
-                *([] if left_out is None else [f"{bound}: {left_out}."]),
                 f"Neighbouring data sets: {definition['adjacency']}.",
                 f"Mechanism: {definition['mechanism']}.",
                 f"Taken as public: {'; '.join(definition['public'])}.",

@@ -111,7 +111,8 @@ def load_base_model(
         known = model.num_labels or num_labels
         if known is None:
             raise ConfigError(
-                "the number of classes is not known: set model.num_labels (it isn't counted in the private labels)"
+                "the number of classes is not known: set model.num_labels, or name the classes as data.class_names. "
+                "They are public facts; neither the private labels nor the schema of a private file is counted"
             )
         labels = {"num_labels": known}
     if model.config is not None:

@@ -24,7 +24,7 @@ import dpllm
 from dpllm import accounting, comparison
 from dpllm.checklist import REFUTED, checklist, open_points
 from dpllm.curves import curves
-from dpllm.definition import assumptions, define, event, stated_history
+from dpllm.definition import ROWS_LEFT_OUT, assumptions, define, event, stated_history
 from dpllm.html import draw_figures, render_html
 from dpllm.identity import COMPLETED, STOPPED_EARLY
 from dpllm.ledger import Ledger, LedgerContents, read_ledger
@@ -457,7 +457,9 @@ def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
         "runs": [{**run, "budget": run.get("budget"), "file": run.get("file")} for run in contents.runs],
         "ended": _reason(plan, contents),
         "torn_lines": contents.torn_lines,
-        "diagnostics_not_covered": contents.diagnostics,
+        "diagnostics_not_covered": {
+            name: value for name, value in contents.diagnostics.items() if name != ROWS_LEFT_OUT
+        },
         "machine": platform.machine(),
         "versions": {
             "dpllm": dpllm.__version__,

@@ -11,22 +11,26 @@ from __future__ import annotations
 
 import json
 import logging
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import datasets
+import pyarrow as pa
+from datasets.utils import tqdm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dpllm.chat import encode_chats
 from dpllm.config import ConfigError, DataConfig
 from dpllm.losses import IGNORE
-from dpllm.records import DataError, check_column, check_records
+from dpllm.records import DataError, check_column, check_records, keep_notes
+from dpllm.scratch import store
 
 logger = logging.getLogger(__name__)
 
+_PIECE_BYTES = 1 << 20  # of text that is encoded together: as lists its tokens take some ten times as much
+_PIECE_ROWS = 256
 
 RECORD = "record"
 """Column of a tokenized data set: the number of the record that a row was made from."""
@@ -97,17 +101,12 @@ def tokenize_records(
                     out[name].append(batch[name][position])
         return out
 
-    rows = records.map(
-        rows_of,
-        batched=True,
-        with_indices=True,
-        batch_size=2000,
-        remove_columns=records.column_names,
-        features=_features(records, keep, task),
-        load_from_cache_file=False,
-        new_fingerprint=uuid.uuid4().hex,  # never taken from a cache: the rows must be those of these records
-        desc="tokenizing",
+    schema = _features(records, keep, task).arrow_schema
+    tables = (
+        pa.Table.from_pydict(rows_of(piece.to_pydict(), numbers), schema=schema) for piece, numbers in _pieces(records)
     )
+    rows = store(tables)
+    assert rows is not None, "a record has at least one row"
     info = {
         "records": len(records),
         "rows": len(rows),
@@ -115,9 +114,23 @@ def tokenize_records(
         "records_split": maker.counts["split"],
         "max_length": config.max_length,
     }
-    rows.info.description = json.dumps({"tokenization": info})
+    keep_notes(records, rows, tokenization=info)
     logger.info("tokenized %s", info)
     return rows
+
+
+def _pieces(records: datasets.Dataset) -> Iterator[tuple[pa.Table, list[int]]]:
+    """Yield the records and their numbers, at most `_PIECE_BYTES` together: token lists take many times their text."""
+    start = 0
+    columns = records.with_format("arrow")
+    for table in tqdm(columns.iter(batch_size=_PIECE_ROWS), "tokenizing", -(-len(records) // _PIECE_ROWS)):
+        begin = 0
+        while begin < len(table):
+            count = len(table) - begin
+            while count > 1 and table.slice(begin, count).nbytes > _PIECE_BYTES:
+                count //= 2
+            yield table.slice(begin, count), list(range(start, start + count))
+            begin, start = begin + count, start + count
 
 
 def _features(records: datasets.Dataset, keep: Sequence[str], task: str) -> datasets.Features:

@@ -42,13 +42,13 @@ from dpllm.checkpoints import (
     verify,
 )
 from dpllm.config import ConfigError, PrivacyConfig
-from dpllm.data import PackedCollator, RowCollator, unit_index_of
+from dpllm.data import PackedCollator, RowCollator, note_data, unit_index_of
 from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.ghost import Forms, GhostClipper
 from dpllm.identity import COMPLETED, check_checkpoint
 from dpllm.ledger import LEDGER_FILE, read_ledger
-from dpllm.lengths import row_lengths
+from dpllm.lengths import Limits, row_lengths
 from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
 from dpllm.model_card import keep_own_card
 from dpllm.outlets import Outlets
@@ -174,7 +174,7 @@ class DPTrainer(Outlets):
         self._base_name = getattr(getattr(model, "config", None), "_name_or_path", None)
         self._rows = TrainingRows(
             units=drawn,
-            lengths=row_lengths(train_dataset, self._task),
+            lengths=row_lengths(train_dataset, self._task, Limits.of(model)),
             fetch=lambda numbers: _fetch(train_dataset, numbers),
             collate=PackedCollator() if pack_rows else collate,
             max_rows=args.per_device_train_batch_size if max_tokens_per_microbatch is None else None,
@@ -303,8 +303,7 @@ class DPTrainer(Outlets):
                 "train.output_dir to another folder, or resume from its checkpoint."
             )
         ledger = SharedLedger.create(path, self.plan, self.processes, self.public, self.privacy.budget_file)
-        if self.units.rows_dropped:
-            ledger.append_diagnostic("rows left out by the bound on rows per user", self.units.rows_dropped)
+        note_data(ledger, self.train_dataset, self.units, self.privacy)
         return ledger
 
     def get_train_dataloader(self) -> Any:

@@ -13,14 +13,19 @@ The ids are private. The errors name a row number and never an id.
 from __future__ import annotations
 
 import numbers
+import re
+import unicodedata
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Context, Decimal
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int64Array = NDArray[np.int64]
+_EXACT = 2**53  # up to here a float holds every whole number
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 _BLOCK = 1 << 20  # entries looked at together where all of them at once would take as much memory again
 
 
@@ -42,6 +47,8 @@ class UnitIndex:
     """Rows left out because their unit already had as many as it may have."""
     rows_per_owner: int = 1
     """How many of these units one privacy unit has at most; more than 1 only in what `each_row` returns."""
+    differ_in_case: bool = False
+    """Whether two text ids differ only in upper and lower case. They are two units here."""
 
     def __post_init__(self) -> None:
         """Check the arrays and make them read-only."""
@@ -73,6 +80,7 @@ class UnitIndex:
         ids: Sequence[Any],
         max_rows_per_unit: int | None = None,
         rng: np.random.Generator | None = None,
+        normalize: bool = False,
     ) -> UnitIndex:
         """Return the index in which rows with the same id are one unit; units stand in the order of their first row.
 
@@ -82,10 +90,12 @@ class UnitIndex:
             max_rows_per_unit: how many rows a unit may have at most; the others are left out and counted in
                 `rows_dropped`. None: no bound.
             rng: where to draw the rows that stay, uniformly among the unit's own. None: the first ones stay.
+            normalize: take text ids for equal that `normalized_id` makes equal.
 
         Raises:
-            ValueError: an id is missing, or is neither text nor whole number, or texts and numbers are mixed (the same
-                user could then be two units); the message gives the first such row.
+            ValueError: an id is missing, or is neither text nor whole number, or texts and numbers are mixed, or two
+                text ids are one number, or differ only in spaces or Unicode form (the same user could then be two
+                units); the message gives the first such row.
 
         >>> index = UnitIndex.from_ids(["ann", "bob", "ann", "ann"], max_rows_per_unit=2)
         >>> index.num_units, index.rows.tolist(), index.rows_dropped
@@ -93,21 +103,22 @@ class UnitIndex:
         """
         if max_rows_per_unit is not None and max_rows_per_unit < 1:
             raise ValueError(f"max_rows_per_unit must be at least 1, got {max_rows_per_unit}")
+        ids, differ_in_case = _checked_texts(ids, normalize)
         units = _unit_of_each_row(ids)
         counts = np.bincount(units) if len(units) else np.zeros(0, dtype=np.int64)
         if len(counts) == len(units):  # each unit has one row, and stands where its row does
-            return cls.one_row_per_unit(len(units))
+            return cls(range(len(units) + 1), range(len(units)), differ_in_case=differ_in_case)
         if max_rows_per_unit is None:
             together = bool(np.all(units[:-1] <= units[1:]))
             rows = range(len(units)) if together else np.argsort(units, kind="stable")
-            return cls(offsets=_offsets(counts), rows=rows)
+            return cls(offsets=_offsets(counts), rows=rows, differ_in_case=differ_in_case)
         # Sorting by (unit, random key) puts each unit's own rows in uniformly random order.
         by_unit = np.argsort(units, kind="stable") if rng is None else np.lexsort((rng.random(len(units)), units))
         rank_in_unit = np.arange(len(units)) - np.repeat(_offsets(counts)[:-1], counts)
         kept = by_unit[rank_in_unit < max_rows_per_unit]
         kept = kept[np.lexsort((kept, units[kept]))]
         offsets = _offsets(np.minimum(counts, max_rows_per_unit))
-        return cls(offsets=offsets, rows=kept, rows_dropped=len(units) - len(kept))
+        return cls(offsets, kept, rows_dropped=len(units) - len(kept), differ_in_case=differ_in_case)
 
     def each_row(self) -> UnitIndex:
         """Return the index in which every row that is kept is drawn, and clipped, by itself.
@@ -118,7 +129,7 @@ class UnitIndex:
         2
         """
         rows = self.rows if isinstance(self.rows, range) else np.sort(self.rows)
-        return UnitIndex(range(self.num_rows + 1), rows, self.rows_dropped, self.max_rows)
+        return UnitIndex(range(self.num_rows + 1), rows, self.rows_dropped, self.max_rows, self.differ_in_case)
 
     @property
     def num_units(self) -> int:
@@ -192,6 +203,62 @@ def _offsets(counts: NDArray[np.integer[Any]]) -> Int64Array:
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
 
 
+def normalized_id(text: str) -> str:
+    """Return the form of a text id in which one person's spellings are equal.
+
+    Compatible characters are one (Unicode NFKC), invisible ones go, spaces at the ends go and others become one,
+    upper and lower case are one, and a number has one spelling.
+
+    >>> [normalized_id(text) for text in ("00017", " 17", "1e2", "100.0", "Ann  Lee", "ann lee")]
+    ['17', '17', '100', '100', 'ann lee', 'ann lee']
+    """
+    return _without_disguise(text).casefold()
+
+
+def _without_disguise(text: str) -> str:
+    """The same, upper and lower case kept."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+        text = "".join(character for character in text if unicodedata.category(character) != "Cf")
+        text = unicodedata.normalize("NFKC", text)
+    text = " ".join(text.split())
+    if not _NUMBER.fullmatch(text):
+        return text
+    number = Decimal(text)
+    exact = Context(prec=max(1, len(number.as_tuple().digits)))
+    return "0" if number == 0 else f"{number.normalize(exact):f}"
+
+
+def _checked_texts(ids: Sequence[Any], normalize: bool) -> tuple[Sequence[Any], bool]:
+    """Return the ids, normalized where asked for, and whether two of them differ only in case.
+
+    Raises:
+        ValueError: two texts look like one id; gives a row of each, never an id.
+    """
+    if isinstance(ids, np.ndarray) or not any(isinstance(value, str) for value in ids[:1]):
+        return ids, False
+    if normalize:
+        return [normalized_id(value) if isinstance(value, str) and value.strip() else value for value in ids], False
+    first_row: dict[str, int] = {}
+    for row, value in enumerate(ids):
+        if isinstance(value, str) and value not in first_row:
+            first_row[value] = row
+    spelled: dict[str, str] = {}
+    folded: set[str] = set()
+    for value, row in first_row.items():
+        plain = _without_disguise(value)
+        other = spelled.setdefault(plain, value)
+        if other != value:
+            how = "the same number written differently" if _NUMBER.fullmatch(plain) else "equal but for spaces or form"
+            raise ValueError(
+                f"the unit ids of rows {first_row[other]} and {row} are {how} (leading zeros, 1e2 for 100, spaces, "
+                "composed characters), so one user may count as two: write each id in one form, or set "
+                "privacy.normalize_ids: true, which takes such ids, and those that differ in case, for one"
+            )
+        folded.add(plain.casefold())
+    return ids, len(folded) < len(spelled)
+
+
 def _unit_of_each_row(ids: Sequence[Any]) -> Int64Array:
     """Number the distinct ids in the order in which they appear."""
     if isinstance(ids, np.ndarray) and np.issubdtype(ids.dtype, np.integer):
@@ -238,6 +305,6 @@ def _kind(value: Any) -> type | None:
     if isinstance(value, numbers.Integral):
         return int
     # A column of whole numbers with a hole in it is often read as floats.
-    if isinstance(value, float | np.floating) and float(value).is_integer():
+    if isinstance(value, float | np.floating) and float(value).is_integer() and abs(float(value)) <= _EXACT:
         return int
     return None

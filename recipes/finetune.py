@@ -33,6 +33,7 @@ from dpllm.models import load_base_model, load_tokenizer, prepare_model
 from dpllm.plan import format_epsilon, format_plan
 from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes
+from dpllm.scratch import remove_private_folder
 from dpllm.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
 
 PLAIN = {"save_strategy": "no", "report_to": "none"}
@@ -74,6 +75,7 @@ def leave(code: int, together: bool) -> None:
     if together:
         torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    remove_private_folder()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,6 +1,8 @@
 """Rows, units and tensors: what reaches the training loop is what the data set holds."""
 
+import copy
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -16,12 +18,16 @@ from dpllm.data import (
     PackedCollator,
     RowCollator,
     load_records,
+    load_train_and_eval,
+    note_data,
     num_labels_of,
     tokenization_info,
     tokenize_records,
     train_tokenizer,
     unit_index_of,
 )
+from dpllm.ledger import Ledger, read_ledger
+from dpllm.plan import make_plan
 from dpllm.sampling import seeded_rng
 
 SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
@@ -266,6 +272,19 @@ class TestClassification:
         assert num_labels_of(plain, config()) is None
         assert num_labels_of(named, config()) == 3
 
+    def test_the_schema_of_a_local_file_does_not_count_classes(self, tmp_path):
+        """Whoever wrote it may have collected the names from the labels: a rare one would show in the head's shape."""
+        named = datasets.Dataset.from_list(list(self.RECORDS))
+        named = named.cast_column("label", datasets.ClassLabel(names=["bad", "fair", "good"]))
+        named.to_parquet(tmp_path / "data.parquet")
+        wanted = config(path=str(tmp_path / "data.parquet"), format="classification")
+        records = load_records(wanted)
+        assert isinstance(records.features["label"], datasets.ClassLabel) and num_labels_of(records, wanted) is None
+        declared = replace(wanted, class_names=["bad", "fair", "good"])
+        assert num_labels_of(load_records(declared), declared) == 3
+        with pytest.raises(DataError, match="in another order or under other names than"):
+            load_records(replace(wanted, class_names=["good", "fair", "bad"]))
+
     @pytest.mark.parametrize(
         ("values", "message"),
         [
@@ -473,3 +492,60 @@ class TestPackedCollator:
         """As for padded rows."""
         with pytest.raises(DataError, match="no row to collate"):
             PackedCollator()([])
+
+
+class TestNotes:
+    """What the ledger is told of the data."""
+
+    def note(self, tmp_path, records, rows, **values):
+        plan = make_plan(privacy(**values), 10, 5)
+        wanted = privacy(**values)
+        with Ledger.create(tmp_path / "ledger.jsonl", plan) as ledger:
+            note_data(ledger, rows, unit_index_of(rows, wanted), wanted)
+        return read_ledger(tmp_path / "ledger.jsonl").notes
+
+    def rows(self, tmp_path, tokenizer, texts, **values):
+        lines = "".join(f'{{"text": "{text}", "who": "{who}"}}\n' for who, text in texts)
+        (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
+        records, _ = load_train_and_eval(config(path=str(tmp_path / "a.jsonl")))
+        return records, tokenize_records(records, tokenizer, config(), keep=("who",))
+
+    def test_files_are_facts_and_copies_an_open_point(self, tmp_path, tokenizer):
+        """The report lists the files, and asks about records that are copies."""
+        texts = [(str(number), "a text that is long enough") for number in range(10)]
+        records, rows = self.rows(tmp_path, tokenizer, texts)
+        notes = self.note(tmp_path, records, rows)
+        assert notes.facts == {"files of training records": ["a.jsonl (10 records)"]}
+        assert len(notes.open_points) == 1 and "exact copies of other records" in notes.open_points[0]
+
+    def test_at_user_level_no_count_is_printed_and_case_is_an_open_point(self, tmp_path, tokenizer):
+        """Only the number of users is public there."""
+        texts = [("Ann", "a text that is long enough"), ("ann", "another text")] * 5
+        records, rows = self.rows(tmp_path, tokenizer, texts)
+        notes = self.note(tmp_path, records, rows, unit="user", unit_column="who", max_rows_per_unit=2)
+        assert notes.facts == {"files of training records": ["a.jsonl"]}
+        assert len(notes.open_points) == 1 and "differ only in upper and lower case" in notes.open_points[0]
+
+
+def test_tokenizing_long_records_takes_little_memory(tokenizer):
+    """Records are encoded a bounded number of bytes at a time, and written down."""
+    records = datasets.Dataset.from_list([{"text": "The ship sails at dawn. " * 2000}] * 200)
+    most = []
+    encode = tokenizer.__class__.__call__
+
+    class Watched(tokenizer.__class__):
+        def __call__(self, texts, **options):
+            most.append(sum(map(len, texts)))
+            return encode(self, texts, **options)
+
+    watched = Watched(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>", bos_token="<s>")
+    rows = tokenize_records(records, watched, config(max_length=64))
+    assert len(rows) == 200 and max(most) <= 1 << 20 and sum(most) > 200 * 48_000 - 1
+
+
+def test_a_template_that_does_not_end_is_one_error(tokenizer):
+    """A template is a program; what it does wrong is said with the record, without a traceback."""
+    chatty = copy.deepcopy(tokenizer)
+    chatty.chat_template = "{% for i in range(1000000000) %}x{% endfor %}"
+    with pytest.raises(DataError, match=r"record 0: the chat template refuses these messages \(.*[Rr]ange"):
+        rows_of([{"messages": CHAT}], chatty, format="chat")

@@ -7,11 +7,12 @@ import tracemalloc
 import datasets
 import numpy as np
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dpllm.lengths
-from dpllm.lengths import row_lengths
+from dpllm.lengths import Limits, row_lengths
 from dpllm.records import DataError
 
 TASKS = ["causal_lm", "seq2seq_lm", "sequence_classification", None]
@@ -106,3 +107,30 @@ def test_no_object_per_token_is_made():
     finally:
         tracemalloc.stop()
     assert peak < 2 * 4096 * 64 * 8 * 2
+
+
+@pytest.mark.parametrize("arrow", [True, False])
+def test_rows_beyond_the_model_are_refused(arrow):
+    """A row that the model can't read is found before the first step, in Arrow and in a list."""
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5]}, {"input_ids": [9]}]
+    dataset = in_arrow(rows) if arrow else rows
+    with pytest.raises(DataError, match=r"row 1 has 3 tokens, but the model has positions for 2: tokenize with"):
+        row_lengths(dataset, None, Limits(positions=2))
+    with pytest.raises(DataError, match=r"row 2 has a token id outside 0\.\.8, the model's table of embeddings"):
+        row_lengths(dataset, None, Limits(tokens=9))
+    assert row_lengths(dataset, None, Limits(3, 10)).tolist() == [2, 3, 1]
+
+
+def test_the_limits_are_those_of_the_models_tables():
+    """GPT-2 has a table of positions; RoBERTa's begins after its padding token; Llama has none."""
+    sizes = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=1, n_head=2)
+    )
+    assert Limits.of(gpt2) == Limits(16, 40)
+    roberta = transformers.RobertaConfig(**sizes, intermediate_size=8, max_position_embeddings=18, pad_token_id=1)
+    assert Limits.of(transformers.RobertaForSequenceClassification(roberta)) == Limits(16, 40)
+    opt = transformers.OPTConfig(**sizes, ffn_dim=8, max_position_embeddings=16, word_embed_proj_dim=8)
+    assert Limits.of(transformers.OPTForCausalLM(opt)) == Limits(16, 40)
+    llama = transformers.LlamaConfig(**sizes, intermediate_size=8, max_position_embeddings=16)
+    assert Limits.of(transformers.LlamaForCausalLM(llama)) == Limits(None, 40)

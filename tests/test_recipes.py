@@ -66,13 +66,11 @@ def tiny_model(folder: Path, kind: str) -> Path:
     return folder
 
 
-def local_data(path: Path, recipe) -> Path:
+def local_data(path: Path, recipe, text: str = "the quick brown fox ") -> Path:
     """Write records with the columns that the recipe names."""
-    record = dict.fromkeys(required_columns(recipe.data), "the quick brown fox " * 3)
+    record = dict.fromkeys(required_columns(recipe.data), text * 3)
     if recipe.data.format == "chat":
-        record = {
-            recipe.data.messages_column: [{"role": role, "content": "jumps"} for role in ("user", "assistant")] * 2
-        }
+        record = {recipe.data.messages_column: [{"role": role, "content": text} for role in ("user", "assistant")] * 2}
     if recipe.data.format == "classification":
         record[recipe.data.label_column] = 1
     path.write_text("\n".join(json.dumps(record) for _ in range(40)), encoding="utf-8")
@@ -96,11 +94,10 @@ def small_run(tmp_path: Path, path: Path) -> list[str]:
         "model.dtype=float32",
     ]
     if recipe.model.name is not None:
-        data = local_data(tmp_path / "data.jsonl", recipe)
         overrides += [
             f"model.name={tiny_model(tmp_path / 'model', path.stem.split('_')[0])}",
-            f"data.path={data}",
-            f"data.eval_path={data}",
+            f"data.path={local_data(tmp_path / 'data.jsonl', recipe)}",
+            f"data.eval_path={local_data(tmp_path / 'held_out.jsonl', recipe, 'jumps over the lazy dog ')}",
             "data.eval_split=null",
         ]
     else:

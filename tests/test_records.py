@@ -2,13 +2,19 @@
 
 import json
 import os
+import stat
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import pytest
 
-from dpllm.config import ConfigError, DataConfig
-from dpllm.records import DataError, load_records, load_train_and_eval
+from dpllm.config import ConfigError, DataConfig, PrivacyConfig
+from dpllm.data import unit_index_of
+from dpllm.records import DataError, has_many_copies, load_records, load_train_and_eval, sources_of
+from dpllm.scratch import private_folder, remove_private_folder
 
 SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 needs_shared_data = pytest.mark.skipif(
@@ -56,11 +62,11 @@ class TestLoading:
         path.write_text('text\tlabel\n"he said\t1\nnothing\t0\nmore"\t1\n', encoding="utf-8")
         assert load_records(config(path=str(path)))["text"][:] == ['"he said', "nothing", 'more"']
 
-    def test_blank_lines_of_a_text_file_are_records(self, tmp_path):
-        """Nothing is filtered: the number of records is the N of the guarantee."""
+    def test_blank_lines_of_a_text_file_are_no_records(self, tmp_path):
+        """A unit that says nothing is nobody's: it would raise N, and protect nobody."""
         path = tmp_path / "data.txt"
-        path.write_text("one\n\nthree\n", encoding="utf-8")
-        assert load_records(config(path=str(path)))["text"][:] == ["one", "", "three"]
+        path.write_text("one\n\n  \t\nthree\n", encoding="utf-8")
+        assert load_records(config(path=str(path)))["text"][:] == ["one", "three"]
 
     def test_a_folder_and_a_pattern_are_all_their_files_in_order_of_name(self, tmp_path):
         """Several files are one data set."""
@@ -222,6 +228,236 @@ class TestHeldOut:
         """A local file has one split, so a second one can't be held out of it by name."""
         with pytest.raises(ConfigError, match="give the file with the held-out records as eval_path"):
             load_train_and_eval(config(path=path, eval_split="test"))
+
+
+class TestText:
+    """Cells are text: no reader guesses what a value is."""
+
+    def test_ids_of_a_csv_stay_as_they_are_written(self, tmp_path):
+        """2 401 patients are 2 401 units, in more than 10 000 lines, the last of which holds a lettered id."""
+        lines = ["patient,text"]
+        lines += [f"{patient:05d},note {visit} of a visit" for visit in range(10) for patient in range(2400)]
+        lines += ["A17,a note of another one"]
+        path = tmp_path / "notes.csv"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        records = load_records(config(path=str(path)))
+        privacy = PrivacyConfig(
+            clip_norm=1,
+            expected_batch_size=10,
+            noise_multiplier=1,
+            unit="user",
+            unit_column="patient",
+            max_rows_per_unit=10,
+        )
+        assert len(records) == 24_001 and unit_index_of(records, privacy).num_units == 2401
+        assert records["patient"][17] == "00017"
+
+    def test_ids_are_the_same_in_all_files_and_pieces(self, tmp_path, monkeypatch):
+        """An id is text in a file of numbers, too: one patient in two files is one unit, and 1e2 is not rewritten."""
+        monkeypatch.setattr("dpllm.readers.CHUNK_BYTES", 50)
+        (tmp_path / "a.csv").write_text("id,text\n" + "".join(f"{n:05d},x{n}\n" for n in range(100)), encoding="utf-8")
+        more = "".join(f"{n:05d},y{n}\n" for n in range(100)) + "B7,z\n1e2,w\n"
+        (tmp_path / "b.csv").write_text("id,text\n" + more, encoding="utf-8")
+        ids = load_records(config(path=str(tmp_path)))["id"][:]
+        assert len(set(ids)) == 102 and "1e2" in ids and "00017" in ids
+
+    def test_dates_and_numbers_in_json_text_stay_text(self, tmp_path):
+        """A text that looks like a date is the same text in every file."""
+        write(tmp_path / "a.jsonl", [{"text": "2020-01-01", "id": "2020-01-01"}])
+        write(tmp_path / "b.jsonl", [{"text": "x", "id": "007"}])
+        assert load_records(config(path=str(tmp_path)))["id"][:] == ["2020-01-01", "007"]
+
+    @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+    def test_a_column_of_text_here_and_numbers_there_is_refused(self, tmp_path, ending):
+        """Converting either would make one person of two, or two of one."""
+        write(tmp_path / f"a{ending}", [{"text": "x", "id": "00017"}])
+        write(tmp_path / f"b{ending}", [{"text": "y", "id": 17}])
+        with pytest.raises(DataError, match=r"column 'id' holds text in .*a\.\w+ and numbers in .*b\.\w+: write it in"):
+            load_records(config(path=str(tmp_path)))
+
+    def test_a_json_column_of_mixed_kinds_names_the_line(self, tmp_path):
+        """Within one file as well, whatever piece of it the value is in."""
+        path = tmp_path / "data.jsonl"
+        path.write_text('{"text": "x", "id": "00017"}\n\n{"text": "y", "id": 17}\n', encoding="utf-8")
+        with pytest.raises(DataError, match=r"column 'id' holds text, and in line 3 a number: write all its values"):
+            load_records(config(path=str(path)))
+
+    def test_numbers_that_a_fraction_cannot_hold_are_refused(self, tmp_path):
+        """Two large ids would become one beside a fraction."""
+        path = tmp_path / "data.jsonl"
+        path.write_text('{"text": "x", "id": 9007199254740993}\n{"text": "y", "id": 0.5}\n', encoding="utf-8")
+        with pytest.raises(DataError, match=r"column 'id' mixes fractions and whole numbers above 2\^53"):
+            load_records(config(path=str(path)))
+
+    def test_fields_that_only_some_records_have_are_null_in_the_others(self, tmp_path, monkeypatch):
+        """Pieces of a file that differ in their fields are one data set."""
+        monkeypatch.setattr("dpllm.readers.CHUNK_BYTES", 1)
+        records = [{"text": "one"}, {"text": "two", "more": 1}, {"text": "three", "more": None}]
+        loaded = load_records(config(path=str(write(tmp_path / "data.jsonl", records))))
+        assert loaded["text"][:] == ["one", "two", "three"] and loaded["more"][:] == [None, 1, None]
+
+    def test_labels_of_a_csv_become_numbers_strictly(self, tmp_path):
+        """A label is a class number in decimal digits, or a name in data.class_names."""
+        path = tmp_path / "data.csv"
+        path.write_text("text,label\nx,1\ny,0\n", encoding="utf-8")
+        wanted = config(path=str(path), format="classification")
+        assert load_records(wanted)["label"][:] == [1, 0]
+        for bad in ("1.0", "01", " 1", "1e0", "good"):
+            path.write_text(f"text,label\nx,1\ny,{bad}\n", encoding="utf-8")
+            with pytest.raises(DataError, match=r"label of record 1 \(column 'label'\) is text and no class number"):
+                load_records(wanted)
+        path.write_text("text,label\nx,good\ny,bad\n", encoding="utf-8")
+        assert load_records(replace(wanted, class_names=["bad", "good"]))["label"][:] == [1, 0]
+        with pytest.raises(DataError, match=r"label of record 0 .* is none of data\.class_names"):
+            load_records(replace(wanted, class_names=["bad", "fine"]))
+
+    def test_lists_of_text_are_no_text(self, tmp_path):
+        """A completion that is a list of texts is refused, not written as Python would print it."""
+        path = write(tmp_path / "data.jsonl", [{"prompt": "a", "completion": ["b", "c"]}])
+        with pytest.raises(DataError, match=r"column 'completion' holds list<.*>, but text is needed"):
+            load_records(config(path=str(path), format="prompt_completion"))
+
+
+class TestFaults:
+    """What is wrong with a file is said with its name, its line and the remedy."""
+
+    @pytest.mark.parametrize("ending", [".csv", ".jsonl", ".txt", ".tsv"])
+    def test_a_byte_in_another_encoding_names_file_and_line(self, tmp_path, ending):
+        """And `data.encoding` reads it."""
+        path = tmp_path / f"data{ending}"
+        lines = ['{"text": "na\u00efve"}'] * 3 if ending == ".jsonl" else ["text", "one", "na\u00efve"]
+        path.write_bytes("\n".join(lines).encode("latin-1"))
+        line = 1 if ending == ".jsonl" else 3
+        with pytest.raises(DataError, match=rf"data\{ending}: line {line} is not utf-8 text: .*data\.encoding"):
+            load_records(config(path=str(path)))
+        assert load_records(config(path=str(path), encoding="latin-1"))["text"][-1] == "na\u00efve"
+        with pytest.raises(ConfigError, match="encoding='latin-99' is unknown"):
+            config(encoding="latin-99")
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("text,id\nx,1\ny\n", r"line 3: 1 cells, but the header has 2"),
+            ("text,id\nx,1\ny,2,3\n", r"line 3: 3 cells, but the header has 2"),
+            ('text,id\n"x,1\ny,2\n', r"line 3: unexpected end of data"),
+            ("id,id\nx,1\n", r"two columns are named 'id'"),
+        ],
+    )
+    def test_a_damaged_csv_names_the_line(self, tmp_path, content, message):
+        """A lone quote or a missing cell swallows no record and moves no cell into another column."""
+        path = tmp_path / "data.csv"
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(DataError, match=message):
+            load_records(config(path=str(path)))
+
+    def test_a_long_cell_and_a_byte_order_mark_are_read(self, tmp_path):
+        """Notes may be long, and spreadsheets write a mark before the header."""
+        path = tmp_path / "data.csv"
+        path.write_bytes(b"\xef\xbb\xbftext,n\r\n" + b'"' + b"x" * 300_000 + b'\ny",1\r\n')
+        assert len(load_records(config(path=str(path)))["text"][0]) == 300_002
+
+    @pytest.mark.parametrize(
+        ("record", "message"),
+        [
+            ({"messages": "hello"}, "column 'messages' holds string, but a chat is a list of"),
+            ({"messages": ["hello"]}, "column 'messages' holds list<.*>, but a chat is a list of"),
+            ({"messages": []}, "record 0: the chat has no message"),
+            ({"messages": [{"role": "user"}]}, "record 0: message 0 has no 'content' that is text"),
+            ({"messages": [{"role": "user", "content": 3}]}, "record 0: message 0 has no 'content' that is text"),
+            ({"messages": {"role": "user"}}, "column 'messages' holds struct<.*>, but a chat is a list of"),
+        ],
+    )
+    def test_a_chat_of_the_wrong_form_is_refused(self, tmp_path, record, message):
+        """Before the model is loaded."""
+        with pytest.raises(DataError, match=message):
+            load_records(config(path=str(write(tmp_path / "data.jsonl", [record])), format="chat"))
+
+
+class TestFolders:
+    """A folder is its files, none of them twice, and none of them held out."""
+
+    def test_hidden_copies_are_skipped(self, tmp_path):
+        """What notebooks and editors leave behind is no data; the files that are read are noted with their records."""
+        for name in ("a.csv", ".ipynb_checkpoints/a-checkpoint.csv", "sub/b.csv", ".hidden.csv", "__MACOSX/._a.csv"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(f"text\nof {Path(name).name}\n", encoding="utf-8")
+        records = load_records(config(path=str(tmp_path)))
+        assert records["text"][:] == ["of a.csv", "of b.csv"]
+        assert sources_of(records) == {"a.csv": 1, os.path.join("sub", "b.csv"): 1}
+
+    def test_equal_files_are_refused(self, tmp_path):
+        """A copy doubles what each person contributes."""
+        for name in ("notes.csv", "notes (copy).csv"):
+            (tmp_path / name).write_text("text\none\n", encoding="utf-8")
+        with pytest.raises(DataError, match=r"notes\.csv and .*notes \(copy\)\.csv have the same contents"):
+            load_records(config(path=str(tmp_path)))
+
+    def test_the_held_out_file_must_not_be_trained_on(self, tmp_path):
+        """Not as a file of the folder, not through a link, not as a copy, and not as the same records elsewhere."""
+        data, other = tmp_path / "data", tmp_path / "other"
+        data.mkdir()
+        other.mkdir()
+        texts = [f"a long enough note of number {number}" for number in range(20)]
+        write(data / "train.jsonl", [{"text": text} for text in texts[:10]])
+        test = write(data / "test.jsonl", [{"text": text} for text in texts[10:]])
+        (other / "copy.jsonl").write_bytes(test.read_bytes())
+        (other / "link.jsonl").symlink_to(test)
+        for place in (data, test, other / "copy.jsonl", other / "link.jsonl"):
+            with pytest.raises(ConfigError, match=r"is part of data\.path=.* so it would be trained on"):
+                load_train_and_eval(config(path=str(data), eval_path=str(place)))
+        write(other / "same.csv", [{"text": text} for text in texts[8:]])
+        with pytest.raises(DataError, match="12 of 12 different held-out records are training records"):
+            load_train_and_eval(config(path=str(data), eval_path=str(other / "same.csv")))
+        train, held_out = load_train_and_eval(config(path=str(data / "train.jsonl"), eval_path=str(test)))
+        assert held_out is not None and (len(train), len(held_out)) == (10, 10)
+
+    def test_the_split_that_is_trained_on_is_not_held_out(self):
+        """Of a Hub data set, either."""
+        with pytest.raises(ConfigError, match="eval_split='train' is the split that is trained on"):
+            load_train_and_eval(config(path="some/data", eval_split="train"))
+
+    def test_many_exact_copies_are_noted(self, tmp_path):
+        """Records that are copies of others are units of their own; short ones may well be written twice."""
+        texts = [f"a long enough note of number {number % 90}" for number in range(100)]
+        records, _ = load_train_and_eval(config(path=str(write(tmp_path / "a.jsonl", [{"text": t} for t in texts]))))
+        assert has_many_copies(records) and has_many_copies(records.select(range(5)))
+        records, _ = load_train_and_eval(config(path=str(write(tmp_path / "b.jsonl", [{"text": "ok"}] * 100))))
+        assert not has_many_copies(records)
+
+
+def test_copies_of_private_text_are_for_the_owner_only(tmp_path, monkeypatch):
+    """Nothing is left in the cache of `datasets`: the copies are in a folder of mode 0700 that can be removed."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("dpllm.scratch._folders", {})
+    path = tmp_path / "data.csv"
+    path.write_text("text\nsecret\n", encoding="utf-8")
+    mask = os.umask(0)
+    try:
+        records = load_records(config(path=str(path)))
+    finally:
+        os.umask(mask)
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder == private_folder()
+    copies = [file for file in folder.rglob("*") if file.is_file()]
+    assert copies and all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in copies)
+    remove_private_folder()
+    assert not list((tmp_path / "cache").iterdir()) and records["text"][:] == ["secret"]
+
+
+def test_the_folder_of_a_killed_process_is_removed(tmp_path, monkeypatch):
+    """The next process finds that nobody holds its lock; a living one's folder stays."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr("dpllm.scratch._folders", {})
+    code = (
+        "import os, dpllm.scratch as s, datasets; datasets.config.HF_DATASETS_CACHE = os.environ['PLACE']; "
+        "s.private_folder(); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PLACE": str(tmp_path)}, check=False)
+    assert len(list(tmp_path.iterdir())) == 1
+    own = private_folder()
+    assert list(tmp_path.iterdir()) == [own]
+    monkeypatch.setattr("dpllm.scratch._folders", {})
+    assert private_folder() != own and own.exists()
 
 
 @needs_shared_data

@@ -334,21 +334,31 @@ def test_user_level_words(tmp_path: Path) -> None:
     mechanism = report["definition"]["mechanism"]
     assert mechanism.startswith("user-level sampling (ULS)") and "summed over all rows of that user" in mechanism
     assert "1000 users is drawn" in mechanism and "clipped once" in mechanism
-    assert report["definition"]["rows_left_out"] == 0
     assert any("bounded before the sampling rate" in item["assumption"] for item in report["accounting"]["assumptions"])
 
 
-def test_rows_left_out_are_counted(tmp_path: Path) -> None:
-    """What the bound on rows per user left out is stated, and marked as private; sequences know no such bound."""
+def test_the_number_of_rows_left_out_is_not_printed(tmp_path: Path) -> None:
+    """It depends on the private rows: a ledger that holds it is listed among what ε does not cover, without it."""
     plan, ledger = make(tmp_path, unit="user", unit_column="sender", max_rows_per_unit=4)
-    ledger.append_diagnostic("rows left out by the bound on rows per user", 17)
+    ledger.append_diagnostic("rows left out by the bound on rows per user", 1753)
     report = write_report(tmp_path, plan, ledger)
     ledger.close()
-    assert report["definition"]["rows_left_out"] == 17
-    page = render_markdown(report)
-    assert "Rows left out by the bound on rows per user (depends on the private data, not covered by ε): 17." in page
-    ledger.path.unlink()
-    assert report_of(tmp_path)["definition"]["rows_left_out"] is None
+    (item,) = report["definition"]["written_out_and_not_covered"]
+    assert item["what"].startswith("rows left out by the bound on rows per user") and item["count"] == 1
+    assert "1753" not in render_markdown(report) and "1,753" not in render_markdown(report)
+
+
+def test_the_unit_is_not_everybody_its_text_names(tmp_path: Path) -> None:
+    """Other people whom a record names have no guarantee of their own, and drawn rows publish their exact number."""
+    for change in ({}, {"unit": "user", "unit_column": "sender", "max_rows_per_unit": 4}):
+        folder = tmp_path / str(len(change))
+        folder.mkdir()
+        assert (
+            "Other people whom a unit's text names are not that unit"
+            in report_of(folder, **change)["definition"]["unit"]
+        )
+    report = run_of(tmp_path, rows_drawn())
+    assert "the exact number of rows to draw from" in report["definition"]["public"][0]
 
 
 def test_rows_drawn_each_by_itself(tmp_path: Path) -> None:

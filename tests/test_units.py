@@ -176,3 +176,42 @@ def test_each_row_by_itself_keeps_the_bound_of_its_owner() -> None:
     assert list(rows.rows) == [0, 1, 2, 4] and rows.num_units == rows.num_rows == 4 and rows.max_rows == 1
     assert (rows.rows_per_owner, users.rows_per_owner) == (2, 1)
     assert rows.rows_dropped == users.rows_dropped == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("00017", "17"),
+        ("1e2", "100"),
+        ("100.0", "100"),
+        ("+7", "7"),
+        ("ann", " ann"),
+        ("ann lee", "ann  lee"),
+        ("jos\u00e9", "jose\u0301"),
+        ("\uff11\uff17", "17"),
+        ("ann", "ann\u200b"),
+    ],
+)
+def test_ids_that_look_alike_are_refused(one: str, other: str) -> None:
+    """One person's id in two spellings would be two units; the message has their rows, and no id."""
+    with pytest.raises(ValueError, match=r"the unit ids of rows 0 and 2 are .*privacy\.normalize_ids"):
+        UnitIndex.from_ids([one, "bob", other])
+    merged = UnitIndex.from_ids([one, "bob", other], normalize=True)
+    assert merged.num_units == 2 and merged.rows_of(np.array([0]))[0].tolist() == [0, 2]
+
+
+def test_ids_that_differ_are_left_as_they_are() -> None:
+    """Long numbers, version-like ids and words keep their differences; those that differ in case only are noted."""
+    ids = ["1" * 40, "1" * 39 + "2", "1.2.3", "0x10", "10", "a-1", "a_1"]
+    index = UnitIndex.from_ids(ids)
+    assert index.num_units == len(ids) and not index.differ_in_case
+    cased = UnitIndex.from_ids(["Ann", "ann", "Ann"], max_rows_per_unit=1)
+    assert cased.num_units == 2 and cased.differ_in_case and cased.each_row().differ_in_case
+    assert UnitIndex.from_ids(["Ann", "ann"], normalize=True).num_units == 1
+
+
+def test_a_number_that_a_float_cannot_hold_is_no_id() -> None:
+    """Above 2^53 two ids would be one float, and one person two people's unit."""
+    assert UnitIndex.from_ids([1.0, 2.0]).num_units == 2
+    with pytest.raises(ValueError, match="row 1 has no usable unit id"):
+        UnitIndex.from_ids([1.0, 2.0**53 + 2])

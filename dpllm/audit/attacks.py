@@ -213,7 +213,7 @@ def attack_folder(
         member_perplexity=_perplexity(members),
         held_out_perplexity=_perplexity(others),
         attacks=tuple(judge_attack(attack, values, sample.included) for attack, values in scores.items()),
-        bounds=None if released.history is None else bounds_of(released.history),
+        bounds=None if released.history is None else bounds_of(released.history, len(sample.non_members)),
         settings=settings,
         history=released.history,
         samples=samples,

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
-from dpllm.accounting import History
+from dpllm.accounting import History, epsilon
 from dpllm.audit.families import MOST_EPSILON, Family, Member, gaussian_family, plan_family
 
 CONFIDENCE = 0.95
@@ -63,6 +63,8 @@ class LowerBound:
     """Those of them that were right."""
     correction: str
     """How the error was divided."""
+    refutes: bool = False
+    """Whether this method refutes the claim. For a curve: the claim's own trade-off curve was refuted."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -109,11 +111,57 @@ def one_run_bounds(
     def of_curve(ladder: _Ladder) -> tuple[float, int]:
         return one_run_curve_epsilon(num, ladder, family, error)
 
-    bounds = []
-    for name, bound_of in (("one run, (ε, δ)", of_pair), (f"one run, curve of {family.name}", of_curve)):
-        found, best = bound_of(rungs)
-        bounds.append(LowerBound(name, found, bound_of(perfect)[0], *rungs[best], how))
-    return bounds
+    claim = None if history is None else claimed_epsilon(history, delta)
+    pair, best = of_pair(rungs)
+    above = claim is not None and pair > claim
+    bounds = [LowerBound("one run, (ε, δ)", pair, of_pair(perfect)[0], *rungs[best], how, above)]
+    found, best = of_curve(rungs)
+    member = family.member(1.0)  # the claim itself, where there is one
+    refuted = claim is not None and any(_refuted_in_one_run(num, *rung, member, error) for rung in rungs)
+    name = f"one run, curve of {family.name}"
+    return [*bounds, LowerBound(name, found, of_curve(perfect)[0], *rungs[best], how, refuted)]
+
+
+def refutes_in_one_run(
+    scores: NDArray[np.float64],
+    included: NDArray[np.bool_],
+    delta: float,
+    confidence: float,
+    history: History,
+    tests: int = 1,
+) -> bool:
+    """Return whether a bound of `one_run_bounds` refutes the claim, without computing the bounds."""
+    scores, included = checked(scores, included, delta, confidence)
+    rungs, claim = _ladder(scores, included), claimed_epsilon(history, delta)
+    member = plan_family(history, delta).member(1.0)
+    error = (1 - confidence) / (2 * tests * len(rungs))
+    return any(
+        _one_run_p_value(len(scores), *rung, claim, delta) < error
+        or _refuted_in_one_run(len(scores), *rung, member, error)
+        for rung in rungs
+    )
+
+
+def refutes_in_trials(
+    scores: NDArray[np.float64],
+    included: NDArray[np.bool_],
+    delta: float,
+    confidence: float,
+    history: History,
+    tests: int = 1,
+) -> bool:
+    """Return whether a bound of `trial_bounds` refutes the claim, without computing the bounds."""
+    scores, included = checked(scores, included, delta, confidence)
+    begin = math.ceil(CHOOSING_SHARE * len(scores))
+    threshold = _best_threshold(scores[:begin], included[:begin])
+    found = _rate_bounds(scores[begin:] > threshold, included[begin:], (1 - confidence) / (2 * tests))
+    member, claim = plan_family(history, delta).member(1.0), claimed_epsilon(history, delta)
+    return _epsilon_of_rates(*found, delta) > claim or found[1] < member.least_fpr(found[0])
+
+
+def claimed_epsilon(history: History, delta: float) -> float:
+    """Return the ε that a history claims at δ, under zero-out adjacency."""
+    return epsilon(history, delta, "zero-out")
 
 
 def trial_bounds(
@@ -157,11 +205,14 @@ def trial_bounds(
 
     found, best = (_rate_bounds(guess, truth, error) for guess in (said_in, truth))
     correct = int((said_in == truth).sum())
+    claim = None if history is None else claimed_epsilon(history, delta)
+    above = claim is not None and of_pair(found) > claim
+    refuted = claim is not None and found[1] < family.member(1.0).least_fpr(found[0])
     return [
-        LowerBound(name, bound_of(found), bound_of(best), len(truth), correct, how)
-        for name, bound_of in (
-            ("independent runs, (ε, δ)", of_pair),
-            (f"independent runs, curve of {family.name}", of_curve),
+        LowerBound(name, bound_of(found), bound_of(best), len(truth), correct, how, refutes)
+        for name, bound_of, refutes in (
+            ("independent runs, (ε, δ)", of_pair, above),
+            (f"independent runs, curve of {family.name}", of_curve, refuted),
         )
     ]
 

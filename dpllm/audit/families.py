@@ -27,7 +27,7 @@ MOST_EPSILON = 50.0
 
 _LOSSES = np.concatenate(([0.0], np.geomspace(1e-3, 60.0, 400)))
 _RATES = special.ndtr(np.linspace(-9.0, 9.0, 6001))
-_COARSE = 1e-3  # width of the grid of privacy losses; every delta stays an upper bound
+_COARSE = 1e-3  # width of the grid of the curves; every delta stays an upper bound, so a curve refutes too little
 _FARTHEST = 2.0**10
 
 
@@ -39,6 +39,13 @@ class Member:
     """Its ε at the family's δ."""
     least_fpr: Callable[[float], float]
     """True positive rate of a test -> the smallest false positive rate that it can have; never too large."""
+    fine: Callable[[], float] | None = None
+    """Its ε on the grid that claims are computed on, where `epsilon` is of a coarser one."""
+
+    @property
+    def price(self) -> float:
+        """Its ε at the family's δ, as a claim would state it."""
+        return self.epsilon if self.fine is None else self.fine()
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class Family:
         while high > low * (1 + self.tolerance):
             middle = math.sqrt(low * high)
             low, high = (middle, high) if refuted(self.member(middle)) else (low, middle)
-        return min(self.member(low).epsilon, MOST_EPSILON)
+        return min(self.member(low).price, MOST_EPSILON)
 
 
 def gaussian_family(delta: float) -> Family:
@@ -143,7 +150,8 @@ def _plan_family(steps: tuple[tuple[Step, int], ...], delta: float) -> Family:
         ]
         delta_at = delta_function(scaled, "zero-out", _COARSE, tilted=False)
         deltas = np.array([delta_at(at) for at in _LOSSES])
-        return Member(epsilon(scaled, delta, "zero-out", _COARSE), _rounded_down(deltas))
+        coarse = epsilon(scaled, delta, "zero-out", _COARSE)
+        return Member(coarse, _rounded_down(deltas), lambda: epsilon(scaled, delta, "zero-out"))
 
     return Family("the run's own steps", member)
 

@@ -38,6 +38,7 @@ from dpllm.processes import Processes
 from dpllm.run import LossOf, PrivateRun, TrainingRows
 from dpllm.sampling import secret_rng
 
+_PUBLIC_SEED = 0  # of directions that every process has to choose alike
 LEAST_VISIBLE = 0.05
 """Share of a gradient that must be at right angles to the others: a smaller one would hardly show in a release."""
 _MOVEMENT = 1e-5  # of an entry of the parameters in one step, where a release is read from the parameters
@@ -106,19 +107,22 @@ class Basis:
         canary_MP: unit vectors; the part of each canary's gradient at right angles to all other gradients.
         base_P: unit vector; the part of the base units' summed gradient at right angles to the canaries'.
         visible_M: what share of a canary's clipped gradient its vector shows, at most 1.
+        noise_DP: unit vectors at right angles to every unit's gradient and to each other: they show the noise only.
     """
 
     canary_MP: Tensor
     base_P: Tensor
     visible_M: NDArray[np.float64]
+    noise_DP: Tensor
 
     @classmethod
-    def of(cls, gradient_KP: Tensor, num_base: int) -> Basis:
+    def of(cls, gradient_KP: Tensor, num_base: int, num_noise: int = 0) -> Basis:
         """Make the directions of the units' gradients.
 
         Args:
             gradient_KP: as `unit_gradients` gives them, base units first.
             num_base: how many of them are base units.
+            num_noise: directions in which only the noise shows; fewer where there is no room for them.
 
         Raises:
             AuditError: a gradient is zero or not finite, or nearly a combination of the others.
@@ -149,7 +153,24 @@ class Basis:
             )
         canary_MP = (own_MK / visible_M[:, None]).to(unit_KP.dtype) @ unit_KP
         base_P = (base_K / _length(base_K, gram_KK)).to(unit_KP.dtype) @ unit_KP
-        return cls(canary_MP, base_P, visible_M.cpu().numpy())
+        noise_DP = _noise_directions(unit_KP, gram_KK, num_noise)
+        return cls(canary_MP, base_P, visible_M.cpu().numpy(), noise_DP)
+
+
+def _noise_directions(unit_KP: Tensor, gram_KK: Tensor, num: int) -> Tensor:
+    """Directions at right angles to all gradients, the same on every process."""
+    count, width = unit_KP.shape
+    generator = torch.Generator().manual_seed(_PUBLIC_SEED)
+    inverse = torch.linalg.pinv(gram_KK, hermitian=True, rtol=1e-5)
+    found: list[Tensor] = []
+    for _ in range(max(0, min(num, width - count))):
+        one_P = torch.randn(width, generator=generator).to(unit_KP)
+        for _ in range(2):  # twice: rounding leaves a rest of the first time
+            one_P = one_P - (inverse @ (unit_KP @ one_P).double()).to(one_P) @ unit_KP
+            for other_P in found:
+                one_P = one_P - (one_P @ other_P) * other_P
+        found.append(one_P / one_P.norm())
+    return torch.stack(found) if found else unit_KP[:0]
 
 
 def _own_part(vector_K: Tensor, gram_KK: Tensor, others_K: Tensor) -> Tensor:
@@ -176,12 +197,14 @@ class Observations:
         base_RT: projections on the base units' vector.
         alike_R2: the two steps of a block whose releases are most alike as whole vectors, chosen without the coins;
             both 0 where a block has one step.
+        noise_RTD: projections on the directions in which only the noise shows; None: there are none.
     """
 
     included_RM: NDArray[np.bool_]
     canary_RTM: NDArray[np.float64]
     base_RT: NDArray[np.float64]
     alike_R2: NDArray[np.int64]
+    noise_RTD: NDArray[np.float64] | None = None
 
 
 def unit_gradients(model: nn.Module, rows: TrainingRows, loss_of: LossOf, unit_ids: Sequence[int]) -> Tensor:
@@ -336,7 +359,7 @@ def observe(
     included_RM = processes.from_main(
         lambda: secret_rng().integers(0, 2, (design.num_blocks, design.num_canaries)).astype(bool)
     )
-    canary_RTM, base_RT, alike_R2 = [], [], []
+    canary_RTM, base_RT, alike_R2, noise_RTD = [], [], [], []
     for included_M in included_RM:
         present_N = np.zeros(population, dtype=bool)
         present_N[: design.num_base] = True
@@ -352,8 +375,11 @@ def observe(
         canary_RTM.append((wide_TP @ basis.canary_MP.T).cpu().numpy())
         base_RT.append((wide_TP @ basis.base_P).cpu().numpy())
         alike_R2.append(_most_alike(wide_TP))
+        noise_RTD.append((wide_TP @ basis.noise_DP.T).cpu().numpy())
         on_block()
-    return Observations(included_RM, np.stack(canary_RTM), np.stack(base_RT), np.array(alike_R2, dtype=np.int64))
+    alike = np.array(alike_R2, dtype=np.int64)
+    noise = np.stack(noise_RTD) if len(basis.noise_DP) else None
+    return Observations(included_RM, np.stack(canary_RTM), np.stack(base_RT), alike, noise)
 
 
 def _most_alike(wide_TP: Tensor) -> tuple[int, int]:

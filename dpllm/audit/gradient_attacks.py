@@ -12,6 +12,9 @@ there, without looking at its coin:
   that of a stock sampler with its default seed (`torch.utils.data.DistributedSampler`: seed 0). Where a block is one
   pass over the units.
 
+Beside them the noise itself is tested, on directions in which no unit has a part: a standard deviation that is a tenth
+too small shows there at once, while a lower bound on ε needs half of it to be missing.
+
 The verdict holds with the confidence asked for whatever the number of attacks: the error is divided over them. A lower
 bound above the claimed ε refutes the claim. One below it proves nothing: an order nobody knows, for instance, can't be
 told from Poisson sampling by a handful of canaries.
@@ -28,10 +31,10 @@ from numpy.typing import NDArray
 from dpllm.accounting import epsilon
 from dpllm.audit.bounds import CONFIDENCE, AuditError, one_run_bounds, trial_bounds
 from dpllm.audit.gradient import Design, Observations
-from dpllm.audit.result import INCLUSION, RATES, AttackResult, AuditResult
-from dpllm.audit.roc import auroc, tpr_at
+from dpllm.audit.power import NoiseTest, power
+from dpllm.audit.result import INCLUSION, RATES, AttackResult, AuditResult, allowed_rates, tpr_confidence
+from dpllm.audit.roc import auroc, shown_rates, tpr_at
 from dpllm.plan import PrivacyPlan
-from dpllm.risk import attack_risk
 
 
 def judge_releases(
@@ -58,7 +61,11 @@ def judge_releases(
     tried = scores_of(seen, plan, design)
     coins = seen.included_RM.ravel()
     several = design.num_canaries > 1
-    tests = len(tried) * (2 if several else 1)
+    bounded = len(tried) * (2 if several else 1)
+    tests = bounded + (seen.noise_RTD is not None)  # the error is divided over the test of the noise, too
+    others = int((~coins).sum())
+    rates = shown_rates(RATES, others)
+    level = tpr_confidence(confidence, len(tried), len(rates))
     blocks_R = np.arange(design.num_blocks)
     one_each = blocks_R, blocks_R % design.num_canaries
     attacks = []
@@ -67,7 +74,7 @@ def judge_releases(
         bounds = trial_bounds(score_RM[one_each], seen.included_RM[one_each], plan.delta, confidence, history, tests)
         if several:
             bounds = bounds + one_run_bounds(scores, coins, plan.delta, confidence, history, tests)
-        tpr = {rate: tpr_at(scores, coins, rate) for rate in RATES}
+        tpr = {rate: tpr_at(scores, coins, rate, level) for rate in rates}
         attacks.append(AttackResult(name=name, auroc=auroc(scores, coins), tpr=tpr, bounds=tuple(bounds)))
     return AuditResult(
         claimed_epsilon=epsilon(history, plan.delta),
@@ -81,7 +88,18 @@ def judge_releases(
         repetitions=1,
         confidence=confidence,
         attacks=tuple(attacks),
-        tpr_bounds=attack_risk(history, false_positive_rates=RATES).true_positive_rate,
+        tpr_bounds=allowed_rates(history, rates, others, level),
+        power=power(
+            history,
+            plan.delta,
+            in_one_run=len(coins) if several else 0,
+            in_trials=design.num_blocks,
+            confidence=confidence,
+            tests=tests,
+        ),
+        noise=None
+        if seen.noise_RTD is None
+        else NoiseTest.of(seen.noise_RTD, plan.noise_stddev, (1 - confidence) / tests),
         details={
             "audited": setup,
             "blocks": f"{design.num_blocks:,} of {design.steps_per_block} step(s), {design.num_canaries} canaries each",

@@ -28,6 +28,7 @@ from dpllm.config import Recipe
 from dpllm.data import RowCollator, load_records
 from dpllm.engines import private_config
 from dpllm.ledger import LEDGER_FILE
+from dpllm.lengths import Limits
 from dpllm.models import load_model, load_tokenizer
 from dpllm.plan import PrivacyPlan
 from dpllm.processes import Processes
@@ -36,6 +37,15 @@ from dpllm.shared_ledger import SharedLedger
 from dpllm.trainer import default_row_loss
 from dpllm.units import UnitIndex
 
+MOST_STEPS = 1_000_000
+"""Steps of an audit."""
+MOST_UNITS = 1024
+"""Canaries, and base units: the gradient of each is held in memory."""
+MOST_TOKENS = 4096
+"""Tokens of a canary's row: its gradient is computed in float64."""
+NOISE_PROJECTIONS = 1600
+"""Projections of the noise that are looked at, or more."""
+
 _PUBLIC_SEED = 0  # of rows and starting weights: every process has to make the same ones
 
 
@@ -43,8 +53,8 @@ _PUBLIC_SEED = 0  # of rows and starting weights: every process has to make the 
 class Settings:
     """What the command line says; see `dpllm audit gradient --help`."""
 
-    blocks: int = 200
-    canaries: int = 8
+    blocks: int = 1000
+    canaries: int = 1
     base: int = 2
     steps: int = 1
     sampling_rate: float = 1.0
@@ -52,6 +62,34 @@ class Settings:
     delta: float = 1e-5
     tokens: int = 16
     confidence: float = CONFIDENCE
+
+    def __post_init__(self) -> None:
+        """Refuse what would not end in reasonable time.
+
+        Raises:
+            AuditError: a value is out of range.
+        """
+        bounds = {
+            "blocks": (1, MOST_STEPS),
+            "steps": (1, MOST_STEPS),
+            "canaries": (1, MOST_UNITS),
+            "base": (1, MOST_UNITS),
+            "tokens": (2, MOST_TOKENS),
+        }
+        for name, (least, most) in bounds.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise AuditError(f"{name} must be from {least} to {most}, got {value}")
+        if self.blocks * self.steps > MOST_STEPS:
+            raise AuditError(
+                f"{self.blocks} blocks of {self.steps} steps are {self.blocks * self.steps} steps, and at most "
+                f"{MOST_STEPS} are taken: lower --blocks or --steps"
+            )
+
+    @property
+    def noise_directions(self) -> int:
+        """In how many directions the noise is looked at: so many that a σ a tenth too small shows."""
+        return min(8, -(-NOISE_PROJECTIONS // (self.blocks * self.steps)))
 
     def plan(self, clip_norm: float) -> PrivacyPlan:
         """The plan of all blocks.
@@ -102,7 +140,8 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
     torch.manual_seed(_PUBLIC_SEED)
     model, rows = _model_and_rows(recipe, settings, int(recipe.train.get("per_device_train_batch_size", 8)))
     loss_of = _loss_of(model)
-    basis = Basis.of(unit_gradients(model, rows, loss_of, range(plan.num_units)), design.num_base)
+    gradients = unit_gradients(model, rows, loss_of, range(plan.num_units))
+    basis = Basis.of(gradients, design.num_base, settings.noise_directions)
     # Only now: where ZeRO-3 is set up already, a model is loaded in parts, of which no gradient can be taken.
     args = training_arguments({**recipe.train, "report_to": "none"})
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else None)
@@ -135,6 +174,9 @@ def _model_and_rows(recipe: Recipe, settings: Settings, max_rows: int) -> tuple[
     tokenizer = load_tokenizer(recipe.model, texts)
     task = recipe.model.task
     model = load_model(recipe.model, tokenizer, 2)
+    room = Limits.of(model).positions
+    if room is not None and settings.tokens > room:
+        raise AuditError(f"tokens is {settings.tokens}, and the model has positions for {room}: lower --tokens")
     rng = np.random.default_rng(_PUBLIC_SEED)
     examples = [
         _random_row(rng, settings.tokens - unit % 2, len(tokenizer), task)

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.accounting import History
-from dpllm.audit.bounds import AuditError
-from dpllm.audit.roc import Estimate, auroc, tpr_at
+from dpllm.audit.bounds import CONFIDENCE, AuditError
+from dpllm.audit.result import allowed_rates
+from dpllm.audit.roc import Estimate, auroc, shown_rates, tpr_at
 from dpllm.audit.scores import (
     Floats,
     TokenScores,
@@ -29,7 +30,6 @@ from dpllm.audit.scores import (
     ratio_score,
     zlib_score,
 )
-from dpllm.risk import attack_risk
 
 RATES = (0.01, 0.001)
 """False positive rates at which the share of members found is stated."""
@@ -83,7 +83,7 @@ def judge_attack(
             "no probability. Was it trained until its loss was NaN?"
         )
     others = int((~np.asarray(included, dtype=bool)).sum())
-    found = {rate: tpr_at(scores, included, rate) for rate in rates if rate * others >= 1}
+    found = {rate: tpr_at(scores, included, rate) for rate in shown_rates(rates, others)}
     return MembershipResult(name, np.asarray(scores, dtype=np.float64), included, auroc(scores, included), found)
 
 
@@ -132,16 +132,18 @@ def check_exchangeable(reference: TokenScores, included: NDArray[np.bool_]) -> E
     return found
 
 
-def bounds_of(history: History, rates: Sequence[float] = RATES) -> dict[float, float]:
+def bounds_of(history: History, num_others: int, rates: Sequence[float] = RATES) -> dict[float, float]:
     """Return the largest share of members that any attack finds: false positive rate -> bound.
+
+    Each is stated at the highest false positive rate that a threshold chosen on this many non-members may have.
 
     Guarantee: an upper bound for a run with this history, under zero-out adjacency (did the record take part?).
 
     >>> from dpllm.accounting import Step
-    >>> {rate: round(bound, 3) for rate, bound in bounds_of([(Step(None, 0.02, None, 1.0), 1500)]).items()}
-    {0.01: 0.096, 0.001: 0.02}
+    >>> {rate: round(bound, 3) for rate, bound in bounds_of([(Step(None, 0.02, None, 1.0), 1500)], 10**6).items()}
+    {0.01: 0.098, 0.001: 0.021}
     """
-    return attack_risk(history, "zero-out", rates, (0.5,)).true_positive_rate
+    return allowed_rates(history, shown_rates(rates, num_others), num_others, CONFIDENCE)
 
 
 def membership_rows(
@@ -161,7 +163,8 @@ def membership_rows(
         for attack in attacks
     ]
     if bounds is not None:
-        rows.append(["any attack, at most", "", *(f"{bounds[rate]:.3f}" for rate in rates)])
+        limits = (f"{bounds[rate]:.3f}" if rate in bounds else "too few records" for rate in rates)
+        rows.append(["any attack, at most (95 %)", "", *limits])
     return head, rows
 
 

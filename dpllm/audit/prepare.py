@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dpllm.audit.bounds import AuditError, one_run_bounds
+from dpllm.arguments import plan_for, training_arguments
+from dpllm.audit.bounds import FEWEST_CANARIES, AuditError, one_run_bounds
 from dpllm.audit.canaries import (
     CANARIES_FILE,
     FORMATS,
@@ -41,14 +42,20 @@ from dpllm.audit.canaries import (
 )
 from dpllm.audit.kinds import KINDS, RANDOM_TOKENS, RARE_SUFFIX, SAMPLED, Pair, distinct, random_tokens, rare_suffix
 from dpllm.audit.kinds import sampled as sampled_texts
+from dpllm.audit.power import power
 from dpllm.config import RECIPE_FILE, DataConfig, ModelConfig, Recipe, nearest, recipe_to_dict, save_recipe
 from dpllm.data import load_records, load_train_and_eval, tokenization_info, tokenize_records, unit_index_of
 from dpllm.models import load_base_model, load_tokenizer
 from dpllm.sampling import secret_rng
+from dpllm.units import UnitIndex
 
 HELD_OUT_FILE = "held_out.parquet"
 RUN_FOLDER = "run"
 DEFAULT_CANARIES = 1000
+MOST_CANARIES = 20_000
+"""Canaries of an audit: beyond, its bounds take longer than minutes."""
+MOST_CANARY_TOKENS = 20_000_000
+"""Tokens of all canaries and candidates together."""
 
 _LONGEST, _LONGEST_PREFIX = 32, 16  # tokens, where none are asked for
 
@@ -86,10 +93,12 @@ class CanaryOptions:
             raise AuditError(
                 f"unknown kind of canary {self.kind!r}{nearest(self.kind, KINDS) or '.'} Known: {', '.join(KINDS)}"
             )
-        for name in ("num", "length", "records_per_user", "repetitions"):
+        for name, most in (("num", MOST_CANARIES), ("length", None), ("records_per_user", None), ("repetitions", None)):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise AuditError(f"{name} must be at least 1, got {value}")
+            if value is not None and most is not None and value > most:
+                raise AuditError(f"{name} must be at most {most}, got {value}: more canaries show hardly more")
         if self.num_candidates is not None and self.num_candidates < 0:
             raise AuditError(f"num_candidates must be at least 0, got {self.num_candidates}")
 
@@ -106,6 +115,8 @@ class Prepared:
     """Records of the data file."""
     ceiling: float
     """The highest lower bound on ε that so many canaries can show, of perfect scores."""
+    power: Mapping[str, float]
+    """Noise below the plan's -> share of such audits that an ideal attack would make fail; empty: no claim."""
 
     @property
     def recipe_path(self) -> Path:
@@ -148,6 +159,7 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
 
     per_unit = _records_per_unit(recipe, options)
     num_more = options.num if options.num_candidates is None else options.num_candidates
+    _check_size((options.num + num_more) * per_unit, recipe, options)
     draw = _texts(recipe, tokenizer, options, public_texts)
     pairs = distinct(draw, (options.num + num_more) * per_unit)
     _check_lengths(pairs, recipe, tokenizer)
@@ -159,9 +171,11 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
     )
     _check_new(canaries, train, recipe.data)
     records = _insert(train, canaries, recipe, options.repetitions)
-    num_units = unit_index_of(records, recipe.privacy).num_units
+    units_of_all = unit_index_of(records, recipe.privacy)
+    num_units = units_of_all.num_units
     delta = recipe.privacy.delta if recipe.privacy.delta is not None else 1 / (10 * num_units)
     ceiling = _ceiling(options.num, delta, recipe)  # before anything is written
+    shares = _power(options.num, delta, recipe, units_of_all)
 
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / "records.tmp"
@@ -186,7 +200,7 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
     data = dataclasses.replace(changed.data, path=str(folder.resolve() / made.data_name))
     save_recipe(dataclasses.replace(changed, data=data), folder / RECIPE_FILE)
     made.save(folder / CANARIES_FILE)
-    return Prepared(folder=folder, made=made, num_records=len(records), ceiling=ceiling)
+    return Prepared(folder=folder, made=made, num_records=len(records), ceiling=ceiling, power=shares)
 
 
 def read_prefixes(path: str | Path) -> list[str]:
@@ -241,6 +255,21 @@ def _records_per_unit(recipe: Recipe, options: CanaryOptions) -> int:
             "are used: take fewer (--records-per-user, --repetitions)"
         )
     return chosen
+
+
+def _check_size(num_texts: int, recipe: Recipe, options: CanaryOptions) -> None:
+    """Raise before texts are made that could not be trained on, or that would take hours to make."""
+    if options.length is not None and options.length > recipe.data.max_length:
+        raise AuditError(
+            f"canaries of {options.length} tokens are longer than data.max_length={recipe.data.max_length}, and what "
+            "is cut off is never learnt: make them shorter (--length), or raise data.max_length"
+        )
+    tokens = num_texts * (options.length or _LONGEST)
+    if tokens > MOST_CANARY_TOKENS:
+        raise AuditError(
+            f"{num_texts} texts of canaries and candidates have {tokens} tokens, and at most {MOST_CANARY_TOKENS} are "
+            "made: take fewer (--canaries, --candidates, --records-per-user) or shorter ones (--length)"
+        )
 
 
 def _texts(
@@ -350,11 +379,23 @@ def _as_stored(recipe: Recipe) -> dict[str, Any]:
     return values
 
 
-def _ceiling(num: int, delta: float, recipe: Recipe) -> float:
-    """What perfect scores of so many canaries would show, all corrections included.
+def _num_scores(recipe: Recipe) -> int:
+    """Two scores share the error where the training begins with a model that the trained one can be compared with."""
+    return 2 if recipe.model.name or recipe.public_pretrain else 1
 
-    Two scores share the error where the training begins with a model that the trained one can be compared with.
-    """
-    tests = 2 if recipe.model.name or recipe.public_pretrain else 1
+
+def _power(num: int, delta: float, recipe: Recipe, units: UnitIndex) -> dict[str, float]:
+    """How likely the audit is to notice that the run has less noise than its plan says."""
+    if num < FEWEST_CANARIES:
+        return {}
+    plan = plan_for(training_arguments(recipe.train), recipe.privacy, units)
+    if plan.noise_multiplier == 0:
+        return {}
+    return power([(plan.step, plan.num_steps)], delta, in_one_run=num, tests=_num_scores(recipe))
+
+
+def _ceiling(num: int, delta: float, recipe: Recipe) -> float:
+    """What perfect scores of so many canaries would show, all corrections included."""
+    tests = _num_scores(recipe)
     perfect = np.arange(num, dtype=np.float64)
     return max(bound.ceiling for bound in one_run_bounds(perfect, perfect >= num / 2, delta, tests=tests))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from dpllm.accounting import History, epsilon, merge
 from dpllm.audit.bounds import CONFIDENCE, AuditError, LowerBound, one_run_bounds, trial_bounds
-from dpllm.audit.roc import Estimate, auroc, tpr_at
+from dpllm.audit.power import NoiseTest, power, power_in_words
+from dpllm.audit.roc import Estimate, auroc, highest_fpr, shown_rates, tpr_at
 from dpllm.checklist import REFUTED
 from dpllm.risk import attack_risk
 
@@ -28,7 +29,6 @@ RATES = (1e-3, 1e-2)
 """False positive rates at which true positive rates are stated."""
 FAIL, CONSISTENT, NO_CLAIM = REFUTED, "consistent, not proof", "no claim to refute"
 INCLUSION = "independent fair coins"
-_TOLERANCE = 1e-3  # a bound above ε by less is rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class AttackResult:
     auroc: Estimate
     """Probability that an included canary scores above one that was not."""
     tpr: Mapping[float, Estimate]
-    """False positive rate -> share of the included canaries found."""
+    """False positive rate -> share of the included canaries found; its interval is at the level of `tpr_confidence`."""
     bounds: tuple[LowerBound, ...]
     """Lower bounds on ε."""
 
@@ -81,7 +81,12 @@ class AuditResult:
     attacks: tuple[AttackResult, ...]
     """Every way of scoring that was tried; the error is divided over them."""
     tpr_bounds: Mapping[float, float] = field(default_factory=dict)
-    """False positive rate -> largest true positive rate that the claim allows any attack."""
+    """False positive rate -> largest true positive rate that the claim allows any attack, at the highest false positive
+    rate that the threshold may have in truth (`dpllm.audit.roc.highest_fpr`)."""
+    power: Mapping[str, float] = field(default_factory=dict)
+    """Noise below the plan's -> share of such audits that an ideal attack would make fail."""
+    noise: NoiseTest | None = None
+    """The test of the noise itself, where releases were seen."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """What else belongs to it: exposure, plan hash, files."""
 
@@ -103,7 +108,10 @@ class AuditResult:
     @property
     def failed(self) -> bool:
         """Whether the claim is refuted."""
-        return self.claimed_epsilon is not None and self.epsilon_lower > self.claimed_epsilon * (1 + _TOLERANCE)
+        if self.claimed_epsilon is None:
+            return False
+        bounds = any(bound.refutes for attack in self.attacks for bound in attack.bounds)
+        return bounds or (self.noise is not None and self.noise.refuted)
 
     @property
     def verdict(self) -> str:
@@ -120,11 +128,15 @@ class AuditResult:
         )
         canaries = f"{self.num_canaries:,} canaries ({self.canary_kind}) included by {self.inclusion}"
         if self.failed:
+            noise = "" if self.noise is None or not self.noise.refuted else f"; the noise is {self.noise}"
             return (
-                f"FAIL: {canaries}: {shown}, and the claim is {self.claimed_epsilon:.4g}. The claim is refuted: do not "
-                "release the model"
+                f"FAIL: {canaries}: {shown}{noise}, and the claim is {self.claimed_epsilon:.4g}. The claim is refuted: "
+                "do not release the model"
             )
-        return f"{self.verdict}: {canaries}: {shown}"
+        return f"{self.verdict}: {canaries}: {shown}{self._power()}"
+
+    def _power(self) -> str:
+        return f"; {power_in_words(self.power)}" if self.power else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -132,6 +144,8 @@ class AuditResult:
         own["attacks"] = [attack.to_dict() for attack in self.attacks]
         own["tpr_bounds"] = {f"{rate:g}": bound for rate, bound in self.tpr_bounds.items()}
         own["details"] = dict(self.details)
+        own["power"] = dict(self.power)
+        own["noise"] = None if self.noise is None else dataclasses.asdict(self.noise)
         first = {"verdict": self.verdict, "epsilon_lower": self.epsilon_lower, "ceiling": self.ceiling}
         return {**first, "method": self.best.method, **own}
 
@@ -149,8 +163,7 @@ class AuditResult:
         for attack in self.attacks:
             rows.append((f"attack: {attack.name}", f"AUROC {attack.auroc}"))
             for rate, found in attack.tpr.items():
-                allowed = f"; the claim allows {self.tpr_bounds[rate]:.4f}" if rate in self.tpr_bounds else ""
-                rows.append((f"  found at FPR {100 * rate:g} %", f"{found}{allowed}"))
+                rows.append((f"  found at FPR {100 * rate:g} %", f"{found}{self._allowed(rate, found)}"))
             rows += [(f"  {bound.method}", self._of_bound(bound)) for bound in attack.bounds]
         best = self.best
         rows += [
@@ -158,7 +171,21 @@ class AuditResult:
             ("correction", best.correction),
             ("ceiling", f"{self.ceiling:.2f}: what {self.num_canaries:,} canaries could show of perfect scores"),
         ]
+        if self.noise is not None:
+            seen = ", ".join(f"{name} in {100 * share:.0f} %" for name, share in self.noise.power().items())
+            rows.append(("noise", f"{self.noise}; this test notices {seen} of cases"))
+        if self.power:
+            rows.append(("power", power_in_words(self.power)))
         return [*rows, *((name, str(value)) for name, value in self.details.items()), ("verdict", self._verdict())]
+
+    def _allowed(self, rate: float, found: Estimate) -> str:
+        """What the claim allows; compared with the lower end of what was found."""
+        if rate not in self.tpr_bounds:
+            return ""
+        level = tpr_confidence(self.confidence, len(self.attacks), len(self.tpr_bounds))
+        limit = highest_fpr(self.num_canaries - self.num_included, rate, level)
+        words = f"; the claim allows {self.tpr_bounds[rate]:.4f}, since the FPR may be {100 * limit:.2g} %"
+        return f"{words}: MORE than allowed" if found.low > self.tpr_bounds[rate] else words
 
     @staticmethod
     def _of_bound(bound: LowerBound) -> str:
@@ -166,6 +193,8 @@ class AuditResult:
         return f"ε at least {bound.epsilon:.4f} ({right}; ceiling {bound.ceiling:.2f})"
 
     def _verdict(self) -> str:
+        if self.noise is not None and self.noise.refuted:
+            return f"{FAIL}: the noise has a standard deviation of at most {self.noise.highest:.4f} σC. Do not release"
         if self.failed:
             return (
                 f"{FAIL}: at least {self.epsilon_lower:.4f}, and {self.claimed_epsilon:.4f} is claimed. Do not release"
@@ -224,11 +253,14 @@ def judge(
     if history is not None and not _claims(history):
         history = None
     bounds_of = trial_bounds if independent_runs else one_run_bounds
+    num_others = int((~np.asarray(included, dtype=bool)).sum())
+    rates = shown_rates(RATES, num_others)
+    level = tpr_confidence(confidence, len(scores), len(rates))
     attacks = tuple(
         AttackResult(
             name=name,
             auroc=auroc(values, included),
-            tpr={rate: tpr_at(values, included, rate) for rate in RATES},
+            tpr={rate: tpr_at(values, included, rate, level) for rate in rates},
             bounds=tuple(bounds_of(values, included, delta, confidence, history, len(scores))),
         )
         for name, values in scores.items()
@@ -245,9 +277,44 @@ def judge(
         repetitions=repetitions,
         confidence=confidence,
         attacks=attacks,
-        tpr_bounds={} if history is None else attack_risk(history, false_positive_rates=RATES).true_positive_rate,
+        tpr_bounds={} if history is None else allowed_rates(history, rates, num_others, level),
+        power={}
+        if history is None
+        else _power(history, len(included), delta, confidence, len(scores), independent_runs),
         details=details or {},
     )
+
+
+def tpr_confidence(confidence: float, num_attacks: int, num_rates: int) -> float:
+    """Return the level of each interval of a true positive rate, so that all comparisons together keep the error."""
+    return 1 - (1 - confidence) / max(1, num_attacks * num_rates)
+
+
+def allowed_rates(history: History, rates: Sequence[float], num_others: int, confidence: float) -> dict[float, float]:
+    """Return the largest true positive rate of any attack: false positive rate -> bound.
+
+    The threshold of a measured rate is chosen on the same non-members, so that its true false positive rate is
+    uncertain. The bound is stated for the upper end of its interval; stated for the rate itself it would accuse sound
+    runs.
+
+    Args:
+        history: the steps of the claim.
+        rates: false positive rates that were asked for.
+        num_others: non-members on which the thresholds were chosen.
+        confidence: of the intervals.
+    """
+    limits = {rate: highest_fpr(num_others, rate, confidence) for rate in rates}
+    if not limits:
+        return {}
+    found = attack_risk(history, false_positive_rates=tuple(limits.values())).true_positive_rate
+    return {rate: found[limit] for rate, limit in limits.items()}
+
+
+def _power(
+    history: History, num: int, delta: float, confidence: float, tests: int, independent_runs: bool
+) -> dict[str, float]:
+    sizes = {"in_trials": num} if independent_runs else {"in_one_run": num}
+    return power(history, delta, **sizes, confidence=confidence, tests=tests)
 
 
 def _claims(history: History) -> bool:

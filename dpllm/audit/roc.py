@@ -6,12 +6,13 @@ Place in the flow: beside `bounds`; estimates of what an attack achieves, where 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special, stats
 
 from dpllm.audit.bounds import AuditError
 
@@ -35,8 +36,9 @@ class Estimate:
 def auroc(scores: NDArray[np.float64], included: NDArray[np.bool_], confidence: float = 0.95) -> Estimate:
     """Return the probability that a member scores above another, ties counted half.
 
-    The interval is DeLong's (DeLong, DeLong, Clarke-Pearson 1988), at least as wide as what so few canaries allow at
-    all: with n of the rarer kind, an area of 1 is compatible with any above (1 - confidence)^(1/n).
+    The interval uses DeLong's variance (DeLong, DeLong, Clarke-Pearson 1988) on the logit scale, on which it stays
+    below 1 and misses less often where the area is large. An area of 1 has no variance: with n of the rarer kind, it is
+    compatible with any above (1 - confidence)^(1/n).
 
     Args:
         scores: (m,) the higher, the likelier a member.
@@ -58,10 +60,12 @@ def auroc(scores: NDArray[np.float64], included: NDArray[np.bool_], confidence: 
     variance = (above_in.var(ddof=1) / num_in if num_in > 1 else 0.0) + (
         above_out.var(ddof=1) / num_out if num_out > 1 else 0.0
     )
-    half = float(stats.norm.ppf((1 + confidence) / 2)) * math.sqrt(variance)
     least = (1 - confidence) ** (1 / min(num_in, num_out))
-    low, high = max(0.0, value - half), min(1.0, value + half)
-    return Estimate(value, min(low, least) if value == 1 else low, max(high, 1 - least) if value == 0 else high)
+    if not 0 < value < 1:
+        return Estimate(value, least if value == 1 else 0.0, 1 - least if value == 0 else 1.0)
+    half = float(stats.norm.ppf((1 + confidence) / 2)) * math.sqrt(variance) / (value * (1 - value))
+    low, high = special.expit(special.logit(value) + np.array([-half, half]))
+    return Estimate(value, float(low), float(high))
 
 
 def tpr_at(scores: NDArray[np.float64], included: NDArray[np.bool_], fpr: float, confidence: float = 0.95) -> Estimate:
@@ -87,6 +91,35 @@ def tpr_at(scores: NDArray[np.float64], included: NDArray[np.bool_], fpr: float,
     hits = len(members) if accused == len(others) else int((members > ordered[accused]).sum())
     found = stats.binomtest(hits, len(members)).proportion_ci(confidence, method="exact")
     return Estimate(hits / len(members), float(found.low), float(found.high))
+
+
+def highest_fpr(num_others: int, fpr: float, confidence: float = 0.95) -> float:
+    """Return the upper end of the interval of the false positive rate that the threshold of `tpr_at` really has.
+
+    That threshold is chosen among the scores of the others, so that the share of them above it is known, and the rate
+    in the population is not: by Clopper-Pearson it is at most this, with probability ``(1 + confidence) / 2``.
+
+    Args:
+        num_others: how many others there are.
+        fpr: false positive rate that was asked for.
+        confidence: of the interval; half of the error is on this side.
+
+    >>> [round(highest_fpr(num, 0.01), 4) for num in (100, 500, 10000)]
+    [0.0545, 0.0232, 0.0121]
+    """
+    accused = math.floor(fpr * num_others + 1e-9)
+    return (
+        1.0 if accused >= num_others else float(stats.beta.ppf((1 + confidence) / 2, accused + 1, num_others - accused))
+    )
+
+
+def shown_rates(rates: Sequence[float], num_others: int) -> list[float]:
+    """Return the false positive rates of which this many others can show anything: one of them at least is accused.
+
+    >>> shown_rates((1e-3, 1e-2), 500)
+    [0.01]
+    """
+    return [rate for rate in rates if rate * num_others >= 1]
 
 
 def roc_curve(

@@ -123,9 +123,9 @@ def plan(
         if memory:
             _memory(recipe, loaded, 1 if gpus is None else gpus, engine, as_json)
             return
-        made = _plan_of(loaded)
+        made, files = _plan_of(loaded)
         if not sweep:
-            _show_plan(recipe, made, as_json)
+            _show_plan(recipe, made, files, as_json)
             return
         setting = Setting.of_recipe(recipe, loaded, made, with_flops=peak_tflops is not None)
     fewest = -(-setting.num_steps // 2) if min_steps is None else min_steps
@@ -134,24 +134,28 @@ def plan(
     run_sweep(setting, batch_sizes, step_counts, compute, rule, *time, picture, as_json)
 
 
-def _plan_of(recipe: Recipe) -> PrivacyPlan:
+def _plan_of(recipe: Recipe) -> tuple[PrivacyPlan, dict[str, int]]:
+    """Return the plan, and the local files that were read, each with its number of records."""
     # These bring torch with them, which the other commands needn't wait for.
     from dpllm.arguments import plan_for, training_arguments
-    from dpllm.data import load_train_and_eval, unit_index_of
+    from dpllm.data import load_train_and_eval, sources_of, unit_index_of
 
     arguments = training_arguments(recipe.train)
     records, _ = load_train_and_eval(recipe.data)
-    return plan_for(arguments, recipe.privacy, unit_index_of(records, recipe.privacy))
+    plan = plan_for(arguments, recipe.privacy, unit_index_of(records, recipe.privacy))
+    return plan, sources_of(records)
 
 
-def _show_plan(path: Path, made: PrivacyPlan, as_json: bool) -> None:
+def _show_plan(path: Path, made: PrivacyPlan, files: dict[str, int], as_json: bool) -> None:
     values = {
         **made.to_dict(),
         "hash": made.hash,
         "epsilon_zero_out": made.epsilon_under("zero-out"),
         "epsilon_replace_one": made.epsilon_under("replace-one"),
+        "files": files,
     }
-    show(values, format_plan(made), f"Privacy plan of {path}", as_json)
+    read = [(f"records of {name}", f"{count:,}") for name, count in files.items()]
+    show(values, [*format_plan(made), *read], f"Privacy plan of {path}", as_json)
 
 
 def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: bool) -> None:

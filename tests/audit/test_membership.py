@@ -6,6 +6,7 @@ import pytest
 from dpllm.accounting import Step
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.membership import bounds_of, check_exchangeable, judge_attack, membership_rows, membership_scores
+from dpllm.audit.roc import highest_fpr
 from dpllm.audit.scores import TokenScores
 from dpllm.risk import attack_risk
 
@@ -43,14 +44,18 @@ def test_every_attack_finds_members_whose_tokens_became_likelier():
 
 def test_the_bounds_are_those_of_the_ledger():
     """Beside what an attack finds stands what the run's own history allows any."""
-    bounds = bounds_of(HISTORY)
-    assert bounds == attack_risk(HISTORY, "zero-out", (0.01, 0.001), (0.5,)).true_positive_rate
+    limits = {rate: highest_fpr(2000, rate) for rate in (0.01, 0.001)}
+    bounds = bounds_of(HISTORY, 2000)
+    found = attack_risk(HISTORY, "zero-out", tuple(limits.values()), (0.5,)).true_positive_rate
+    assert bounds == {rate: found[limit] for rate, limit in limits.items()}
+    assert list(bounds_of(HISTORY, 500)) == [0.01]
     included = np.arange(40) < 20
     results = [judge_attack("loss", np.arange(40.0), included)]
     head, rows = membership_rows(results, bounds)
     assert head[2:] == ["TPR at FPR 1.0%", "TPR at FPR 0.1%"]
     assert rows[0][0] == "loss" and rows[0][1].startswith("0.000")
-    assert rows[1] == ["any attack, at most", "", "0.096", "0.020"]
+    assert rows[1] == ["any attack, at most (95 %)", "", f"{bounds[0.01]:.3f}", f"{bounds[0.001]:.3f}"]
+    assert 0.096 < bounds[0.01] < 0.14 and 0.02 < bounds[0.001] < 0.06
     assert len(membership_rows(results, None)[1]) == 1
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from dpllm.accounting import Step, epsilon
-from dpllm.audit.bounds import AuditError
+from dpllm.audit.bounds import AuditError, one_run_bounds
+from dpllm.audit.families import plan_family
 from dpllm.audit.figure import plot_audit
-from dpllm.audit.result import CONSISTENT, FAIL, NO_CLAIM, judge
+from dpllm.audit.power import NoiseTest, power, power_in_words
+from dpllm.audit.result import CONSISTENT, FAIL, NO_CLAIM, allowed_rates, json_text, judge, tpr_confidence
+from dpllm.audit.roc import highest_fpr, tpr_at
 from tests.audit.test_bounds import gaussian_scores
 
 CLAIM = [(Step(None, 1.0, None, 2.0), 1)]  # μ = 1/2
@@ -44,9 +49,10 @@ def test_what_is_printed_says_what_was_done():
         "1,000 (random tokens), 4 row(s) each",
         "by independent fair coins",
         "attack: loss: AUROC 0.",
-        "found at FPR 0.1 %",
         "found at FPR 1 %",
-        "; the claim allows 0.0",
+        "; the claim allows 0.",
+        ", since the FPR may be ",
+        "power: an ideal attack would refute σ/√2 in ",
         "one run, (ε, δ): ε at least",
         "one run, curve of the run's own steps",
         "correction: Bonferroni over 16",
@@ -73,7 +79,7 @@ def test_files_hold_everything(tmp_path):
     values = json.loads(result.save(tmp_path).read_text())
     assert values["verdict"] == CONSISTENT and values["num_canaries"] == 1000 and values["format"] == 1
     assert values["attacks"][0]["bounds"][0]["method"] == "one run, (ε, δ)"
-    assert set(values["attacks"][0]["tpr"]) == set(values["tpr_bounds"]) == {"0.001", "0.01"}
+    assert set(values["attacks"][0]["tpr"]) == set(values["tpr_bounds"]) == {"0.01"}
     scores, coins = gaussian_scores(1000, 0.5, seed=3)
     picture = plot_audit(result, {"loss": scores}, coins, tmp_path / "audit.png", CLAIM)
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 20_000
@@ -90,3 +96,73 @@ def test_no_score_is_refused():
     """There has to be an attack."""
     with pytest.raises(AuditError, match="no score to judge"):
         judge({}, np.ones(3, dtype=bool), delta=DELTA, history=None, canary_kind="x")
+
+
+def test_a_rate_that_so_few_can_not_show_is_left_out():
+    """With 500 non-members no threshold shows a rate of 0.1 %; with 2 000 one does."""
+    assert list(audit(0.5).attacks[0].tpr) == [0.01]
+    assert list(audit(0.5, num=4000).attacks[0].tpr) == [0.001, 0.01]
+
+
+def test_a_sound_run_is_not_accused_by_its_true_positive_rates():
+    """The best attack on 300 sound runs is found within what the claim allows, but for the error that is stated."""
+    history, mu, num = [(Step(None, 1.0, None, 0.5), 1)], 2.0, 400
+    accused = naive = 0
+    for seed in range(300):
+        scores, coins = gaussian_scores(num, mu, seed=seed)
+        others = int((~coins).sum())
+        level = tpr_confidence(0.95, 1, 1)
+        found = tpr_at(scores, coins, 0.01, level)
+        limit = highest_fpr(others, 0.01, level)
+        accused += found.low > stats.norm.sf(stats.norm.isf(limit) - mu)
+        naive += found.value > stats.norm.sf(stats.norm.isf(0.01) - mu)
+    assert accused <= 15 and naive > 60
+    allowed = allowed_rates(history, (0.01,), 200, 0.95)[0.01]
+    exact = stats.norm.sf(stats.norm.isf(highest_fpr(200, 0.01)) - mu)
+    assert exact <= allowed < exact + 0.01
+
+
+def test_a_run_fails_exactly_when_its_own_curve_is_refuted():
+    """The printed bound of a refuted claim is never below it, that of any other never above."""
+    history = [(Step(None, 0.1, None, 1.0), 40)]
+    claimed = epsilon(history, DELTA)
+    assert plan_family(history, DELTA).member(1.0).price == claimed < plan_family(history, DELTA).member(1.0).epsilon
+    verdicts = set()
+    for mu in np.linspace(1.6, 3.4, 10):
+        scores, coins = gaussian_scores(400, float(mu), seed=7)
+        for bound in one_run_bounds(scores, coins, DELTA, history=history):
+            assert (bound.epsilon >= claimed) == bound.refutes
+            verdicts.add(bound.refutes)
+    assert verdicts == {True, False}
+
+
+def test_noise_that_is_too_small_fails():
+    """Beside the bounds: a standard deviation a tenth too small shows in 1600 projections."""
+    rng = np.random.default_rng(0)
+    sound, weak = (NoiseTest.of(rng.normal(0, ratio, 1600), 1.0, 0.01) for ratio in (1.0, 0.9))
+    result = audit(0.5)
+    assert not replace(result, noise=sound).failed
+    failed = replace(result, noise=weak)
+    assert failed.verdict == FAIL and "standard deviation of at most 0.9" in dict(failed.rows())["verdict"]
+    assert json.loads(json_text(failed.to_dict()))["noise"]["num"] == 1600
+    refuted = [NoiseTest.of(rng.normal(0, 1.0, 400), 1.0, 0.05).refuted for _ in range(400)]
+    assert sum(refuted) <= 35  # 5 % of sound runs, and no more
+    assert sound.power()["σ/√2"] > 0.999
+    few = NoiseTest.of(rng.normal(0, 1.0, 20), 1.0, 0.05).power()
+    shares = [NoiseTest.of(rng.normal(0, 2**-0.5, 20), 1.0, 0.05).refuted for _ in range(400)]
+    assert abs(np.mean(shares) - few["σ/√2"]) < 0.1
+
+
+def test_the_power_that_is_printed_is_that_of_the_audit():
+    """Simulated audits of a run with half the noise fail as often as it says; a wide claim can hardly be refuted."""
+    history = [(Step(None, 1.0, None, 1.0), 1)]
+    shares = power(history, DELTA, in_one_run=300)
+    failed = []
+    for seed in range(40):
+        scores, coins = gaussian_scores(300, 2.0, seed=seed)
+        failed.append(any(bound.refutes for bound in one_run_bounds(scores, coins, DELTA, history=history)))
+    assert abs(np.mean(failed) - shares["σ/2"]) <= 0.3 and shares["σ/√2"] <= shares["σ/2"]
+    wide = power([(Step(None, 1.0, None, 0.3), 1)], DELTA, in_one_run=60)
+    assert "this audit can hardly fail" in power_in_words(wide)
+    assert power(history, DELTA, in_trials=1000)["σ/√2"] >= 0.3  # one canary in each of 1000 blocks
+    assert power(history, DELTA, in_trials=200, in_one_run=1600, tests=4)["σ/√2"] <= 0.1  # eight in each of 200

@@ -25,8 +25,10 @@ def gradient(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Such as model.name=gpt2.", metavar="key=value", show_default=False)
     ] = None,
-    blocks: Annotated[int, typer.Option(help="R: independent repetitions, each with coins of its own.")] = 200,
-    canaries: Annotated[int, typer.Option(help="Canaries, each included by a fair coin in each block.")] = 8,
+    blocks: Annotated[int, typer.Option(help="R: independent repetitions, each with coins of its own.")] = 1000,
+    canaries: Annotated[
+        int, typer.Option(help="Canaries, each included by a fair coin in each block; one for each block shows most.")
+    ] = 1,
     base: Annotated[int, typer.Option(help="Units that are always there.")] = 2,
     steps: Annotated[int, typer.Option(help="T: steps of a block; the claim is ε of so many.")] = 1,
     sampling_rate: Annotated[float, typer.Option(help="q; q times the units must be a whole number.")] = 1.0,

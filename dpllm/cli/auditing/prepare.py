@@ -94,6 +94,7 @@ def _values(prepared: Prepared) -> dict[str, Any]:
         "num_units": made.num_units,
         "delta": made.delta,
         "ceiling": prepared.ceiling,
+        "power": dict(prepared.power),
         "recipe": str(prepared.recipe_path),
         "data": str(prepared.folder / made.data_name),
         "secret": str(prepared.secret_path),
@@ -104,12 +105,15 @@ def _values(prepared: Prepared) -> dict[str, Any]:
 
 def _rows(prepared: Prepared) -> list[tuple[str, str]]:
     """For people."""
+    from dpllm.audit.power import power_in_words
+
     made, per_unit = prepared.made, _records_per_canary(prepared)
     return [
         ("canaries m", f"{len(made.canaries):,} ({made.kind}), {per_unit} record(s) each, in one {made.unit}"),
         ("included", "each by a fair coin of its own; which ones is secret"),
         ("units N, with those included", f"{made.num_units:,}"),
         ("ceiling", f"ε ≥ {prepared.ceiling:.2f} at δ = {made.delta:g}: the most that so many can show, at 95 %"),
+        *([("power", power_in_words(prepared.power))] if prepared.power else []),
         ("data", str(prepared.folder / made.data_name)),
         ("secret until the audit", f"{prepared.secret_path} (mode 0600)"),
         ("train", f"accelerate launch recipes/finetune.py --config {prepared.recipe_path}"),

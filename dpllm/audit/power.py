@@ -1,0 +1,151 @@
+"""How likely an audit is to notice that a run has less noise than its plan says.
+
+Place in the flow: beside the bounds. An audit that cannot fail shows nothing. So every verdict comes with the share of
+such audits that would refute a run with σ/√2 and with σ/2. The attacker is taken to be the best there is: scores are
+simulated that follow the trade-off curve of the weaker run, approximated by the Gaussian mechanism of the same ε. Real
+attacks on a finished model score worse, so that these shares are upper ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, stats
+
+from dpllm.accounting import History, epsilon, merge
+from dpllm.audit.bounds import CONFIDENCE, refutes_in_one_run, refutes_in_trials
+from dpllm.audit.families import gaussian_epsilon
+
+WEAKER = {"σ/√2": math.sqrt(2), "σ/2": 2.0}
+"""The noise of the weaker runs, by name, and what it is divided by."""
+HARDLY = 0.2
+"""An audit that notices σ/2 with a smaller probability than this can hardly fail."""
+
+_SIMULATIONS = 40
+_SEED = 20262
+_STRONGEST = 40.0  # μ of a mechanism that hides nothing, for all that a simulation can tell
+
+
+def power(
+    history: History,
+    delta: float,
+    *,
+    in_one_run: int = 0,
+    in_trials: int = 0,
+    confidence: float = CONFIDENCE,
+    tests: int = 1,
+) -> dict[str, float]:
+    """Return the share of audits that refute a run with less noise than claimed: name of the noise -> share.
+
+    Args:
+        history: the steps that are claimed.
+        delta: δ of the claim.
+        in_one_run: canaries in one run; 0: the audit doesn't use them so.
+        in_trials: independent runs of one canary each; 0: the audit has none.
+        confidence: of the audit.
+        tests: attacks that the error is divided over.
+
+    >>> from dpllm.accounting import Step
+    >>> power([(Step(None, 1.0, None, 0.5), 1)], 1e-5, in_one_run=1000)["σ/2"] > 0.9
+    True
+    """
+    return {
+        name: _share(history, factor, delta, in_one_run, in_trials, confidence, tests)
+        for name, factor in WEAKER.items()
+    }
+
+
+def _share(
+    history: History,
+    factor: float,
+    delta: float,
+    in_one_run: int,
+    in_trials: int,
+    confidence: float,
+    tests: int,
+) -> float:
+    mu = _mu_of(history, factor, delta)
+    rng = np.random.default_rng(_SEED)
+    seen = 0
+    for _ in range(_SIMULATIONS):
+        found = False
+        if in_one_run:
+            found = refutes_in_one_run(*_draw(in_one_run, mu, rng), delta, confidence, history, tests)
+        if in_trials and not found:
+            found = refutes_in_trials(*_draw(in_trials, mu, rng), delta, confidence, history, tests)
+        seen += found
+    return seen / _SIMULATIONS
+
+
+def _draw(num: int, mu: float, rng: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    coins = rng.random(num) < 0.5
+    coins[:2] = (True, False)  # some of both, however few there are
+    return rng.standard_normal(num) + mu * coins, coins
+
+
+def _mu_of(history: History, factor: float, delta: float) -> float:
+    """The Gaussian mechanism that has, at δ, the ε of the same steps with less noise."""
+    weaker = [
+        (dataclasses.replace(step, noise_multiplier=step.noise_multiplier / factor), count)
+        for step, count in merge(history)
+    ]
+    wanted = epsilon(weaker, delta, "zero-out", 1e-3)
+    if wanted >= gaussian_epsilon(_STRONGEST, delta):
+        return _STRONGEST
+    return float(optimize.brentq(lambda mu: gaussian_epsilon(mu, delta) - wanted, 1e-9, _STRONGEST, xtol=1e-4))
+
+
+@dataclass(frozen=True)
+class NoiseTest:
+    """A test of the noise itself, on projections of releases in which no unit has a part."""
+
+    num: int
+    """Projections."""
+    ratio: float
+    """Measured standard deviation over the one that the plan states."""
+    highest: float
+    """The upper end of its one-sided interval, at 1 - `error`."""
+    error: float
+    """Probability that noise as stated is refuted."""
+
+    @classmethod
+    def of(cls, projections: NDArray[np.float64], stddev: float, error: float) -> NoiseTest:
+        """Test projections on unit vectors, which are N(0, stddev²) where the noise is as stated, or wider.
+
+        >>> rng = np.random.default_rng(0)
+        >>> [NoiseTest.of(rng.normal(0, sigma, 1600), 1.0, 0.01).refuted for sigma in (1.0, 0.9)]
+        [False, True]
+        """
+        values = np.asarray(projections, dtype=np.float64).ravel() / stddev
+        total = float((values**2).sum())
+        highest = math.sqrt(total / float(stats.chi2.ppf(error, len(values))))
+        return cls(len(values), math.sqrt(total / len(values)), highest, error)
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the noise is smaller than the plan states."""
+        return not self.highest >= 1
+
+    def power(self) -> dict[str, float]:
+        """Return the share of such tests that notice less noise: name of the noise -> share."""
+        critical = float(stats.chi2.ppf(self.error, self.num))
+        return {name: float(stats.chi2.cdf(critical * factor**2, self.num)) for name, factor in WEAKER.items()}
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.4f} of σC in {self.num:,} projections, at most {self.highest:.4f}"
+
+
+def power_in_words(shares: Mapping[str, float]) -> str:
+    """Return the shares in one sentence.
+
+    >>> power_in_words({"σ/√2": 0.05, "σ/2": 0.1})
+    'an ideal attack would refute σ/√2 in 5 %, σ/2 in 10 % of such audits: this audit can hardly fail'
+    """
+    listed = ", ".join(f"{name} in {100 * share:.0f} %" for name, share in shares.items())
+    hardly = ": this audit can hardly fail" if shares and max(shares.values()) < HARDLY else ""
+    return f"an ideal attack would refute {listed} of such audits{hardly}"

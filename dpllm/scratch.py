@@ -1,0 +1,140 @@
+"""A private folder for copies of private text, and tables that are written there.
+
+Place in the flow: below everything that reads records. Records and their rows are kept on the disk and mapped into
+memory. The copies are readable by their owner only, whatever the umask, and are removed when the process ends: none is
+left in the cache of `datasets`. Each process has a folder of its own, locked while the process lives. A folder whose
+process was killed is removed by the next process that reads records.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+
+PREFIX = "dpllm-private-"
+"""Beginning of the name of a process's folder."""
+
+_LOCK = "lock"
+_folders: dict[int, Path] = {}  # process id -> its folder: a forked child makes one of its own
+_descriptors: list[int] = []
+
+
+def private_folder() -> Path:
+    """Return the private folder of this process (mode 0700), made at the first call.
+
+    It is in the cache folder of `datasets` (``HF_DATASETS_CACHE``), or in the system's temporary folder where that one
+    cannot be written.
+    """
+    own = _folders.get(os.getpid())
+    if own is not None and own.is_dir():
+        return own
+    place = Path(datasets.config.HF_DATASETS_CACHE)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(place)
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it but this process
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _descriptors.append(descriptor)
+    _folders[os.getpid()] = folder
+    return folder
+
+
+def remove_private_folder() -> None:
+    """Remove this process's folder; for a process that ends without the interpreter's own end."""
+    folder = _folders.pop(os.getpid(), None)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+atexit.register(remove_private_folder)
+
+
+def store(tables: Iterable[pa.Table]) -> datasets.Dataset | None:
+    """Write tables one after the other into the private folder, and return them as one data set mapped from there.
+
+    Tables may differ in what one of them has and the other lacks (a column, a field, all values of a column); the
+    result then has everything, with nulls.
+
+    Returns:
+        The data set; None when there is no row.
+
+    Raises:
+        pyarrow.ArrowInvalid: two tables hold different kinds of values in one column.
+    """
+    folder = Path(tempfile.mkdtemp(dir=private_folder()))
+    parts: list[tuple[Path, pa.Schema]] = []
+    writer = None
+    try:
+        for table in tables:
+            if table.num_rows == 0:
+                continue
+            if not parts or not parts[-1][1].equals(table.schema):
+                if writer is not None:
+                    writer.close()
+                parts.append((folder / f"part-{len(parts)}.arrow", table.schema))
+                writer = _writer(*parts[-1])
+            assert writer is not None
+            writer.write_table(table)
+    finally:
+        if writer is not None:
+            writer.close()
+    if not parts:
+        return None
+    whole = pa.unify_schemas([schema for _, schema in parts], promote_options="permissive")
+    whole = whole.with_metadata(parts[0][1].metadata)
+    found = []
+    for path, schema in parts:
+        if not schema.equals(whole):
+            path = _cast(path, whole)
+        found.append(datasets.Dataset.from_file(str(path)))
+    return found[0] if len(found) == 1 else datasets.concatenate_datasets(found)
+
+
+def _writer(path: Path, schema: pa.Schema) -> pa.RecordBatchStreamWriter:
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    return pa.ipc.new_stream(str(path), schema)
+
+
+def _cast(path: Path, schema: pa.Schema) -> Path:
+    """Write a part again under a wider schema."""
+    wider = path.with_suffix(".wide.arrow")
+    with pa.memory_map(str(path)) as source, _writer(wider, schema) as writer:
+        for batch in _batches(source):
+            table = pa.concat_tables(
+                [pa.Table.from_batches([batch]), schema.empty_table()], promote_options="permissive"
+            )
+            writer.write_table(table.select(schema.names).cast(schema))
+    path.unlink()
+    return wider
+
+
+def _batches(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    with pa.ipc.open_stream(source) as reader:
+        yield from reader
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove the folders of this user's processes that are gone: nobody holds their locks."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            descriptor = os.open(folder / _LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
