@@ -58,7 +58,7 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
 
     >>> training_arguments({"output_dir": "out", "max_step": 3})
     Traceback (most recent call last):
-    dpllm.config.ConfigError: train.max_step is unknown; did you mean 'max_steps'?
+    dpllm.values.ConfigError: train.max_step is unknown; did you mean 'max_steps'?
     """
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     for name in section:

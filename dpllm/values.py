@@ -35,7 +35,7 @@ def shown(value: Any) -> str:
     """Return the value for an error message: on one line, and cut where it is long.
 
     >>> shown([0] * 1000)[-10:]
-    '0, 0, 0...'
+    ', 0, 0,...'
     """
     try:
         text = " ".join(repr(value).split())
