@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -30,6 +29,7 @@ from transformers import (
 )
 
 from dpllm.config import ConfigError, ModelConfig, nearest
+from dpllm.loading import check_adapter_names, load_pretrained, not_loaded, one_line
 from dpllm.tokenization import train_tokenizer
 
 AUTO_MODEL = {
@@ -39,6 +39,9 @@ AUTO_MODEL = {
 }
 PEFT_TASK = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "seq2seq_lm": "SEQ_2_SEQ_LM"}
 DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
+
+# What transformers raises for a configuration from which no model can be built.
+_UNBUILDABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, StrictDataclassError)
 
 DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
 """LoRA initialisations computed from the training data: what they reveal of it is not in any ε."""
@@ -70,8 +73,8 @@ def load_tokenizer(model: ModelConfig, public_texts: Iterable[str] | None = None
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise _not_loaded("tokenizer", name, error) from error
+    except Exception as error:  # libraries of others read files of others: each damage has an error of its own
+        raise not_loaded("tokenizer", name, error) from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise ConfigError(
@@ -118,10 +121,8 @@ def load_base_model(
     if model.config is not None:
         base = _from_config(model, tokenizer, labels)
     else:
-        try:
-            base = AUTO_MODEL[model.task].from_pretrained(str(model.name), dtype=DTYPES[model.dtype], **labels)
-        except (OSError, ValueError) as error:
-            raise _not_loaded("model", str(model.name), error) from error
+        new_head = model.task == "sequence_classification"
+        base = load_pretrained(AUTO_MODEL[model.task], str(model.name), new_head, dtype=DTYPES[model.dtype], **labels)
         _set_tying(base, model)
     table: Any = base.get_input_embeddings().weight
     rows = int(getattr(table, "ds_shape", table.shape)[0])  # ZeRO-3 keeps a partitioned table's shape there
@@ -133,6 +134,44 @@ def load_base_model(
     if base.config.pad_token_id is None:
         base.config.pad_token_id = tokenizer.pad_token_id
     return base
+
+
+def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedModel | PeftModel:
+    """Return the model of a recipe without weights, on the meta device, with its adapters and frozen parameters.
+
+    Only its configuration is read: ``model.config``, or the config.json of ``model.name``.
+
+    Args:
+        model: the recipe's section.
+        num_labels: number of classes where `model.num_labels` is not given; None: two, to build it at all.
+
+    Raises:
+        ConfigError: no model can be built from the configuration, or the adapters or patterns do not fit it.
+    """
+    labels = {"num_labels": model.num_labels or num_labels or 2} if model.task == "sequence_classification" else {}
+    dtype = torch.float32 if model.dtype == "auto" else DTYPES[model.dtype]
+    where = "model.config" if model.config is not None else f"the config.json of the model {model.name!r}"
+    try:
+        with torch.device("meta"):
+            if model.config is not None:
+                kind, arguments = config_arguments(model)
+                if model.tokenizer_vocab_size is not None:
+                    arguments.setdefault("vocab_size", model.tokenizer_vocab_size)
+                config = AutoConfig.for_model(kind, **{**arguments, **labels})
+            else:
+                config = AutoConfig.from_pretrained(str(model.name), **labels)
+            base = AUTO_MODEL[model.task].from_config(config, dtype=dtype)
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise not_loaded("model", str(model.name), error) from error
+    except _UNBUILDABLE as error:
+        raise ConfigError(
+            f"no model for model.task={model.task} can be built from {where} ({type(error).__name__}: "
+            f"{one_line(error)}). Mend its sizes, or restore the file that belongs to the weights"
+        ) from error
+    with torch.device("meta"):
+        return prepare_model(base, model)
 
 
 def config_arguments(model: ModelConfig) -> tuple[str, dict[str, Any]]:
@@ -148,7 +187,7 @@ def config_arguments(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     kind = arguments.pop("model_type")
     try:
         default = AutoConfig.for_model(kind)
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise ConfigError(f"model.config: transformers knows no model_type {kind!r}") from error
     known = {*default.to_dict(), *default.attribute_map, "num_labels"}
     if default.is_encoder_decoder:
@@ -169,10 +208,11 @@ def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel 
     prepared: PreTrainedModel | PeftModel = base
     if model.peft is not None:
         config = _lora_config(model)
+        check_adapter_names(base, config)
         try:
             prepared = get_peft_model(base, config)
-        except ValueError as error:
-            raise ConfigError(f"model.peft doesn't fit this model: {_one_line(error)}") from error
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+            raise ConfigError(f"model.peft doesn't fit this model: {one_line(error)}") from error
     names = [name for name, _ in prepared.named_parameters()]
     for pattern in model.freeze:
         matched = set(fnmatch.filter(names, pattern))
@@ -205,8 +245,8 @@ def _lora_config(model: ModelConfig) -> LoraConfig:
     arguments.setdefault("task_type", PEFT_TASK[model.task])
     try:
         return LoraConfig(**arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"model.peft: {_one_line(error)}") from error
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"model.peft: {one_line(error)}") from error
 
 
 def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels: Mapping[str, int]) -> PreTrainedModel:
@@ -223,8 +263,8 @@ def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels:
     try:
         config: PreTrainedConfig = AutoConfig.for_model(kind, **{**arguments, **labels})
         return AUTO_MODEL[model.task].from_config(config, dtype=DTYPES[model.dtype])
-    except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ConfigError(f"model.config: {_one_line(error)}") from error
+    except _UNBUILDABLE as error:
+        raise ConfigError(f"model.config: {one_line(error)}") from error
 
 
 def _set_tying(base: PreTrainedModel, model: ModelConfig) -> None:
@@ -252,15 +292,3 @@ def _max_positions(model: ModelConfig) -> int:
         if key in config:
             return int(config[key])
     raise ConfigError("model.config needs max_position_embeddings: the longest row the trained tokenizer may make")
-
-
-def _not_loaded(what: str, name: str, error: Exception) -> ConfigError:
-    offline = " (HF_HUB_OFFLINE is set: only what is already in the cache is found)" if HF_HUB_OFFLINE else ""
-    return ConfigError(
-        f"the {what} {name!r} can't be loaded{offline}: {_one_line(error)}. Give a local folder, or a Hub name that "
-        "can be reached"
-    )
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300].rstrip(".")

@@ -184,7 +184,10 @@ class PrivateRun:
             BudgetError: the run would exceed the budget.
         """
         path = Path(folder) / LEDGER_FILE
-        return cls(plan, rows, SharedLedger.create(path, plan, Processes(), public=public, budget_file=budget_file))
+        _check_rows(plan, rows.units)  # before anything is charged
+        ledger = SharedLedger.create(path, plan, Processes(), public=public, budget_file=budget_file)
+        with ledger.ended_on_failure():
+            return cls(plan, rows, ledger)
 
     @classmethod
     def resume(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from dpllm.ledger import Ledger, LedgerError, read_ledger
 from dpllm.ledger_reader import LedgerHead
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 from dpllm.processes import Processes
+from dpllm.unused import make_way
 
 
 class SharedLedger:
@@ -50,6 +52,8 @@ class SharedLedger:
     ) -> SharedLedger:
         """Start the ledger of a new run, with the plan beside it, charged to the data set's budget where there is one.
 
+        The ledger of a run that failed before its first step is replaced (`dpllm.unused`).
+
         Raises:
             LedgerError: the file exists.
             BudgetError: the run would exceed the budget, or the budget is another data set's.
@@ -57,6 +61,7 @@ class SharedLedger:
 
         def start() -> tuple[Ledger, tuple[str, str] | None]:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+            written_out = make_way(path, budget_file)
             if budget_file is None:
                 ledger, entry = Ledger.create(path, plan, public=public), None
             else:
@@ -67,6 +72,8 @@ class SharedLedger:
                 ledger = Ledger.create(path, plan, public=public, budget=named)
                 mark(budget_file, entry, ledger.head)
             plan.save(Path(path).parent / PLAN_FILE)
+            for what, count in written_out.items():
+                ledger.append_disclosure(what, count)
             return ledger, None if entry is None or budget_file is None else (budget_file, entry)
 
         return cls._made(start, Path(path), processes, plan.num_steps)
@@ -216,6 +223,16 @@ class SharedLedger:
         if self._budget is not None:
             keep = early and taken > 0 and not independent
             settle(*self._budget, taken, self._ledger.head, keep_reserved=keep)
+
+    @contextlib.contextmanager
+    def ended_on_failure(self) -> Iterator[None]:
+        """End the ledger when the block raises, which gives back to the budget what no step was charged for."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError, ValueError):  # must not hide what failed first
+                self.append_end("failed")
+            raise
 
     def close(self) -> None:
         """Close the file."""

@@ -28,6 +28,7 @@ from transformers.utils import logging
 
 from dpllm.accounting import epsilon
 from dpllm.arguments import check_optimizer, plan_for, private_arguments
+from dpllm.attaching import AttachFirst
 from dpllm.checkpoints import (
     STAGING_FOLDER,
     CheckpointError,
@@ -52,8 +53,10 @@ from dpllm.lengths import Limits, row_lengths
 from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
 from dpllm.model_card import keep_own_card
 from dpllm.outlets import Outlets
+from dpllm.output_folder import check_output_folder
 from dpllm.packing import attention_by_row, refuse_unpackable
 from dpllm.plan import PrivacyPlan
+from dpllm.preflight import require_positions
 from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes, privacy_report, write_report
 from dpllm.run import PrivateRun, TrainingRows
@@ -61,6 +64,7 @@ from dpllm.sampling import seeded_rng
 from dpllm.shared_ledger import SharedLedger
 from dpllm.signals import StopRequest, Terminal, end_with_the_launcher
 from dpllm.units import UnitIndex
+from dpllm.unused import is_used
 from dpllm.weights import NonfiniteSteps, require_finite
 
 logger = logging.get_logger(__name__)
@@ -181,6 +185,7 @@ class DPTrainer(Outlets):
             max_tokens=max_tokens_per_microbatch,
             packed=pack_rows,
         )
+        require_positions(model, int(self._rows.lengths.max()), "the longest row has")
         self._run: PrivateRun | None = None
         self._attached = self._staging = False
         self._resumed_from: Path | None = None
@@ -194,7 +199,7 @@ class DPTrainer(Outlets):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[*(callbacks or []), self._interrupt],
+            callbacks=[*(callbacks or []), self._interrupt, AttachFirst(self)],
             optimizers=optimizers,
         )
 
@@ -226,16 +231,16 @@ class DPTrainer(Outlets):
         self._nonfinite = NonfiniteSteps(self.plan.expected_batch_size)
         self.interrupted_by = None
         checkpoint = checkpoint_to_resume(folder, resume_from_checkpoint, self.processes)
+        if not self._attached:  # refused before anything is charged or written
+            GhostClipper(self._module, self.plan.clip_norm, self._forms).remove()
+        check_output_folder("train.output_dir", folder)
         self.ledger = self._open_ledger(folder, resume=checkpoint is not None)
-        self._note_outlets()
-        self._run = PrivateRun(self.plan, self._rows, self.ledger, self.privacy.seed)
-        self._resumed_from = checkpoint
-        if checkpoint and self.is_deepspeed_enabled:
-            prepare_to_load(checkpoint, self.accelerator.state.deepspeed_plugin.deepspeed_config, self.processes)
-        if not self._attached:
-            GhostClipper(
-                self._module, self.plan.clip_norm, self._forms
-            ).remove()  # what can't be clipped is refused at once
+        with self.ledger.ended_on_failure():
+            self._note_outlets()
+            self._run = PrivateRun(self.plan, self._rows, self.ledger, self.privacy.seed)
+            self._resumed_from = checkpoint
+            if checkpoint and self.is_deepspeed_enabled:
+                prepare_to_load(checkpoint, self.accelerator.state.deepspeed_plugin.deepspeed_config, self.processes)
         with self._interrupt.listening():
             return self._train_to_the_end(folder, checkpoint, ignore_keys_for_eval)
 
@@ -296,7 +301,7 @@ class DPTrainer(Outlets):
         path = folder / LEDGER_FILE
         if resume:
             return SharedLedger.open(path, self.plan, self.processes, self.privacy.budget_file)
-        if self.processes.from_main(path.exists):
+        if self.processes.from_main(lambda: is_used(path)):
             raise ConfigError(
                 f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model beside "
                 f"it and isn't overwritten: set "
@@ -311,16 +316,20 @@ class DPTrainer(Outlets):
         assert self._run is not None, "train() makes the run"
         return LogicalBatches(self._run, self.train_dataset)
 
+    def attach(self) -> None:
+        """Hook the model, which the Trainer has by now spread over the processes; before the first draw is charged."""
+        assert self._run is not None, "train() makes the run"
+        if not self._attached:
+            if self._resumed_from and self.is_deepspeed_enabled:
+                complete_load(self.model_wrapped, self._resumed_from, self.processes)
+            self._run.attach(self.model_wrapped, self.optimizer, self._forms)
+            self._attached = True
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Take one private step up to the optimizer; returns the mean loss, which is a diagnostic and not private."""
         del num_items_in_batch
         assert self._run is not None, "train() makes the run"
         model.train()
-        if not self._attached:  # here, since the Trainer has only now spread the model over the processes
-            if self._resumed_from and self.is_deepspeed_enabled:
-                complete_load(model, self._resumed_from, self.processes)
-            self._run.attach(model, self.optimizer, self._forms)
-            self._attached = True
         with self.compute_loss_context_manager():
             done = self._run.step(inputs["unit_ids"].numpy(), self._loss_per_row)
         self._nonfinite.look(done.num_units, done.num_nonfinite, self.ledger.num_steps if self.ledger else 0)

@@ -35,8 +35,10 @@ from dpllm.audit.run import audit_run
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, Recipe, load_recipe, save_recipe
 from dpllm.data import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.ledger import LEDGER_FILE, read_ledger
+from dpllm.mistakes import tell, words_of
 from dpllm.models import load_base_model, load_tokenizer, prepare_model
 from dpllm.plan import format_epsilon
+from dpllm.preflight import check_recipe
 
 PRIVATE, PLAIN = "private", "plain"
 COMPARISON_FILE, PICTURE_FILE = "compare.json", "compare.png"
@@ -49,12 +51,11 @@ def main() -> None:
     finetune.use_all_cores()
     try:
         run(load_recipe(options.config, options.overrides), options)
-    except ValueError as error:
-        if not finetune.console.quiet:
-            print(f"error: {error}", file=sys.stderr)
+    except Exception as error:
+        code = tell(error, (lambda text: None) if finetune.console.quiet and words_of(error) else None)
         if torch.distributed.is_initialized():
-            finetune.leave(2)
-        sys.exit(2)
+            finetune.leave(code)
+        sys.exit(code)
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -82,6 +83,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def run(recipe: Recipe, options: argparse.Namespace) -> None:
     """From the recipe to the table."""
     settings = settings_of(options)
+    check_recipe(recipe)  # before anything is read
     output = Path(training_arguments({**finetune.PLAIN, **recipe.train}).output_dir)
     recipes = {name: in_folder(recipe, output / name) for name in (PRIVATE, PLAIN)}
     check(recipe, options.canaries)

@@ -29,14 +29,16 @@ from dpllm.data import RowCollator, load_records, load_train_and_eval, num_label
 from dpllm.evaluation import Measurement, measure
 from dpllm.figures import plot_training
 from dpllm.ledger import LEDGER_FILE
+from dpllm.mistakes import tell, words_of
 from dpllm.models import load_base_model, load_tokenizer, prepare_model
 from dpllm.plan import format_epsilon, format_plan
+from dpllm.preflight import PLAIN, check_recipe
 from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes
 from dpllm.scratch import remove_private_folder
 from dpllm.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
+from dpllm.unused import is_used
 
-PLAIN = {"save_strategy": "no", "report_to": "none"}
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -53,9 +55,8 @@ def main() -> None:
     try:
         with Terminal().taken():  # so that Ctrl-C doesn't end the launcher with a traceback
             code, together = run(load_recipe(options.config, options.overrides)), True
-    except ValueError as error:
-        if not console.quiet:
-            print(f"error: {error}", file=sys.stderr)
+    except Exception as error:
+        code = tell(error, (lambda text: None) if console.quiet and words_of(error) else None)
     except KeyboardInterrupt:
         if not console.quiet:
             print("stopped at once; a step that was under way stays charged", file=sys.stderr)
@@ -84,9 +85,10 @@ def leave(code: int, together: bool) -> None:
 def run(recipe: Recipe) -> int:
     """From the recipe to the model and its report; returns the exit code, which is not 0 after most signals."""
     began = time.monotonic()
+    check_recipe(recipe)  # before anything is read
     args = training_arguments({**PLAIN, **recipe.train})
     output, resume = Path(args.output_dir), args.resume_from_checkpoint
-    if (output / LEDGER_FILE).exists() and not resume:
+    if not resume and is_used(output / LEDGER_FILE):
         raise ValueError(f"{output} already holds a private run: set train.output_dir to another folder")
 
     # The private records. Their number fixes the plan before anything is trained.

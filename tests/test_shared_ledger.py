@@ -146,7 +146,9 @@ def test_what_the_budget_does_not_allow_leaves_no_ledger(path, tmp_path):
     with pytest.raises(BudgetError, match=r"allows ε = 0\.0010"):
         SharedLedger.create(path, plan, Processes(), budget_file=str(small))
     assert not path.exists()
-    SharedLedger.create(path, plan, Processes()).close()
+    taken = SharedLedger.create(path, plan, Processes())
+    taken.append_step(0, plan.step)
+    taken.close()
     with pytest.raises(LedgerError, match="is the ledger of an earlier run"):
         SharedLedger.create(path, plan, Processes(), budget_file=str(small))
     assert read_budget(small).entries == ()

@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dpllm.mistakes import tell
+
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 SamplingRate = Annotated[float, typer.Option(help="q: expected batch size over number of units.")]
@@ -31,15 +33,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 
 
 def one_line_errors(command: _Command) -> _Command:
-    """Turn what the library refuses into one line on the error stream and exit code 2."""
+    """Turn a mistake into one line on the error stream and exit code 2, a fault into a traceback and exit code 1."""
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except (ValueError, OSError) as error:
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-            raise typer.Exit(2) from error
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            raise typer.Exit(tell(error, lambda text: typer.echo(text, err=True))) from error
 
     return guarded  # type: ignore[return-value]
 

@@ -139,8 +139,11 @@ def _plan_of(recipe: Recipe) -> tuple[PrivacyPlan, dict[str, int]]:
     # These bring torch with them, which the other commands needn't wait for.
     from dpllm.arguments import plan_for, training_arguments
     from dpllm.data import load_train_and_eval, sources_of, unit_index_of
+    from dpllm.preflight import PLAIN, check_recipe
 
-    arguments = training_arguments(recipe.train)
+    arguments = training_arguments({**PLAIN, **recipe.train})
+    for line in check_recipe(recipe, to_train=False):
+        typer.echo(f"note: {line}", err=True)
     records, _ = load_train_and_eval(recipe.data)
     plan = plan_for(arguments, recipe.privacy, unit_index_of(records, recipe.privacy))
     return plan, sources_of(records)

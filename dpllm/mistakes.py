@@ -1,0 +1,89 @@
+"""From an error to what a user sees: one line for a mistake, a traceback for a fault of the library.
+
+Place in the flow: around the programs (`recipes/finetune.py`, `recipes/compare.py`, the command line). A mistake in a
+recipe, in the data or on the disk is one line, ``error: ...``, and exit code 2. Anything else is a fault of the
+program: a line says so first, and the traceback follows, with exit code 1; nothing is hidden.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+from collections.abc import Callable
+
+MISTAKE, FAULT = 2, 1
+"""Exit codes."""
+
+_WITH_REMEDY = ("MicrobatchTooLargeError", "UpdateError")  # of this library; their texts say what to do
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# By name: the libraries need not be loaded for an error that they did not raise.
+_OTHER_MISTAKES = {
+    "SafetensorError": "a file of weights (.safetensors) is damaged or incomplete. Copy or download the model again",
+    "StrictDataclassError": "a value of the model's configuration (config.json, model.config) cannot be used",
+    "StrictDataclassFieldValidationError": "a value of the model's configuration (config.json, model.config) cannot "
+    "be used",
+    "OutOfMemoryError": "the GPU's memory is used up. Lower microbatch_tokens or train.per_device_train_batch_size",
+}
+
+
+def words_of(error: BaseException) -> str | None:
+    """Return what to tell a user, in one line, or None where the error is a fault of the program.
+
+    >>> words_of(ValueError("train.max_steps must be at least 1, got 0"))
+    'train.max_steps must be at least 1, got 0'
+    >>> words_of(KeyError("rank")) is None
+    True
+    """
+    if isinstance(error, OSError):
+        return _words_of_system(error)
+    if isinstance(error, ValueError):
+        return _one_line(error)
+    if isinstance(error, ArithmeticError):
+        return (
+            f"a number is too large or too small to compute with ({_one_line(error)}): look at the ε, σ, δ, clip norm, "
+            "sampling rate and steps that were given"
+        )
+    if type(error).__name__ in _WITH_REMEDY:
+        return _one_line(error)
+    for kind in type(error).__mro__:
+        if kind.__name__ in _OTHER_MISTAKES:
+            return f"{_OTHER_MISTAKES[kind.__name__]} ({_one_line(error)[:200]})"
+    return None
+
+
+def tell(error: BaseException, write: Callable[[str], None] | None = None) -> int:
+    """Print what a user has to know of an error, and return the exit code.
+
+    Args:
+        error: what ended the program.
+        write: takes each text; None: the error stream.
+    """
+    write = write or (lambda text: print(text, file=sys.stderr))
+    words = words_of(error)
+    if words is not None:
+        write(f"error: {words}")
+        return MISTAKE
+    write(
+        f"error: this is a fault of dpllm or of a library under it, not a mistake of yours ({type(error).__name__}: "
+        f"{_one_line(error)[:200]}). Please report it on the issue tracker of dpllm with the lines below"
+    )
+    write("".join(traceback.format_exception(error)).rstrip())
+    return FAULT
+
+
+def _words_of_system(error: OSError) -> str:
+    """Say which file it was, and for a full disk what to do."""
+    if error.errno is None:
+        return _one_line(error)
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in _DISK_FULL:
+        return (
+            f"{where}there is no room left on the disk. Make room in train.output_dir (or in the folder of the cache, "
+            "HF_HOME), then start again; a run that had begun is continued with train.resume_from_checkpoint=true"
+        )
+    return f"{where}{error.strerror or _one_line(error)}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

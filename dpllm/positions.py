@@ -1,0 +1,33 @@
+"""How many tokens a row may have: the table of learned positions, where a model has one.
+
+Place in the flow: beside the losses; the checks before a run and the trainer ask it. A row that is longer ends in an
+index error within a step that was charged.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+_TABLE = re.compile(r"(?:^|\.)(?:wpe|embed_positions|position_embeddings?|pos_emb|positions_embed)$")
+
+
+def num_positions(model: nn.Module) -> int | None:
+    """Return the tokens that a row may have at most, None where positions are computed or relative.
+
+    >>> model = nn.ModuleDict({"wpe": nn.Embedding(16, 4)})
+    >>> num_positions(model)
+    16
+    """
+    config: Any = getattr(model, "config", None)
+    stated = getattr(config, "max_position_embeddings", None)
+    bounds = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _TABLE.search(name):
+            rows = module.num_embeddings
+            if module.padding_idx is not None:  # RoBERTa counts from behind the padding
+                rows -= module.padding_idx + 1
+            bounds.append(min(rows, stated) if isinstance(stated, int) and stated > 0 else rows)
+    return min(bounds, default=None)

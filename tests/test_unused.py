@@ -1,0 +1,76 @@
+"""A run that failed before its first step leaves nothing that counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpllm.budget import create_budget, read_budget
+from dpllm.config import PrivacyConfig
+from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.plan import PrivacyPlan, make_plan
+from dpllm.processes import Processes
+from dpllm.shared_ledger import SharedLedger
+from dpllm.unused import is_used
+
+
+def plan() -> PrivacyPlan:
+    privacy = PrivacyConfig(noise_multiplier=2, clip_norm=1, expected_batch_size=10, delta=1e-5, dataset="mail")
+    return make_plan(privacy, num_units=1000, num_steps=5)
+
+
+def budget_of(tmp_path: Path) -> str:
+    path = tmp_path / "mail.budget.json"
+    create_budget(path, dataset="mail", epsilon=8, delta=1e-5, unit="sequence", num_units=1000)
+    return str(path)
+
+
+def test_a_failure_before_the_first_step_gives_back_what_was_reserved(tmp_path: Path) -> None:
+    """The budget counts no step, and the folder can be used again."""
+    budget = budget_of(tmp_path)
+    path = tmp_path / "run" / LEDGER_FILE
+    ledger = SharedLedger.create(path, plan(), Processes(), budget_file=budget)
+    assert read_budget(budget).entries[0].num_steps == 5
+    with pytest.raises(ValueError, match="refused"), ledger.ended_on_failure():
+        raise ValueError("this model is refused")
+    assert read_budget(budget).entries[0].num_steps == 0
+    assert not is_used(path)
+    again = SharedLedger.create(path, plan(), Processes(), budget_file=budget)
+    again.append_step(0, plan().step)
+    assert [entry.num_steps for entry in read_budget(budget).entries] == [0, 5]
+    assert is_used(path)
+
+
+def test_a_crash_before_the_first_step_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
+    """The process died, so nothing was settled: the new run settles it, and notes again what was written out."""
+    budget = budget_of(tmp_path)
+    path = tmp_path / "run" / LEDGER_FILE
+    ledger = SharedLedger.create(path, plan(), Processes(), budget_file=budget)
+    ledger.append_disclosure("evaluation during training", 2)
+    ledger.close()  # the system releases the lock of a process that died
+    assert not is_used(path)
+    SharedLedger.create(path, plan(), Processes(), budget_file=budget).close()
+    assert [entry.num_steps for entry in read_budget(budget).entries] == [0, 5]
+    assert read_ledger(path).disclosures == {"evaluation during training": 2}
+
+
+def test_a_ledger_that_is_being_written_has_a_step_or_cannot_be_read_is_kept(tmp_path: Path) -> None:
+    """Only a ledger that is known to charge nothing makes way."""
+    path = tmp_path / LEDGER_FILE
+    ledger = SharedLedger.create(path, plan(), Processes())
+    assert is_used(path)  # its run is going on
+    with pytest.raises(LedgerError, match="ledger of an earlier run"):
+        SharedLedger.create(path, plan(), Processes())
+    ledger.append_step(0, plan().step)
+    ledger.append_end("failed")
+    ledger.close()
+    assert is_used(path)
+    kept = path.read_bytes()
+    with pytest.raises(LedgerError, match="ledger of an earlier run"):
+        SharedLedger.create(path, plan(), Processes())
+    path.write_bytes(kept[:-30])
+    assert is_used(path)
+    path.write_bytes(b"")
+    assert is_used(path)
+    assert not is_used(tmp_path / "nothing" / LEDGER_FILE)
