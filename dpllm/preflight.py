@@ -50,13 +50,13 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
     if recipe.privacy.budget_file is not None:
         read_budget(recipe.privacy.budget_file)
     if recipe.model.name is not None and not Path(recipe.model.name).is_dir() and not to_train:
-        check_output_folder("train.output_dir", args.output_dir)
+        check_output_folder("train.output_dir", str(args.output_dir))
         return [f"the model {recipe.model.name} is not a folder here, so its parts and its tokenizer are not checked"]
     model = skeleton(recipe.model)
     if recipe.model.tokenizer_vocab_size is None:
         load_tokenizer(recipe.model)
     _check_positions(recipe, model)
-    check_output_folder("train.output_dir", args.output_dir, REPORTS + _saved_bytes(model, recipe))
+    check_output_folder("train.output_dir", str(args.output_dir), REPORTS + _saved_bytes(model, recipe))
     return []
 
 
