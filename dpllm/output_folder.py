@@ -16,6 +16,7 @@ from pathlib import Path
 from dpllm.values import ConfigError
 
 _PROBE = 64 * 1024
+_TRIES = 20
 REPORTS = 4 * 1024**2
 """Bytes for ledger, report, pictures and the like."""
 
@@ -31,7 +32,22 @@ def check_output_folder(name: str, path: str | Path, needed: int = REPORTS) -> N
     Raises:
         ConfigError: it is a file, or cannot be made or written to, or the disk has less room.
     """
-    folder = Path(path).expanduser()
+    for attempt in range(_TRIES):
+        try:
+            free = _try_out(name, Path(path).expanduser())
+            break
+        except FileNotFoundError as error:  # removed by another process of the run, which tries it out as well
+            if attempt == _TRIES - 1:
+                raise ConfigError(f"{name}={_short(Path(path))} cannot be used: {_reason(error)}") from error
+    if free < needed:
+        raise ConfigError(
+            f"{name}={_short(Path(path))} has room for {_size(free)}, and the model and its reports need "
+            f"{_size(needed)}: make room there, or name a folder on another disk"
+        )
+
+
+def _try_out(name: str, folder: Path) -> int:
+    """Make the folder, write to it, undo both, and return the bytes that are free there."""
     made: list[Path] = []
     try:
         if folder.exists() and not folder.is_dir():
@@ -53,17 +69,15 @@ def check_output_folder(name: str, path: str | Path, needed: int = REPORTS) -> N
         finally:
             probe.unlink(missing_ok=True)
         free = shutil.disk_usage(folder).free
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise ConfigError(f"{name}={_short(folder)} cannot be used: {_reason(error)}") from error
     finally:
         for place in reversed(made):
             with contextlib.suppress(OSError):  # another process is using it
                 place.rmdir()
-    if free < needed:
-        raise ConfigError(
-            f"{name}={_short(folder)} has room for {_size(free)}, and the model and its reports need {_size(needed)}: "
-            "make room there, or name a folder on another disk"
-        )
+    return free
 
 
 def _short(folder: Path) -> str:

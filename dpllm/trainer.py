@@ -233,7 +233,7 @@ class DPTrainer(Outlets):
         checkpoint = checkpoint_to_resume(folder, resume_from_checkpoint, self.processes)
         if not self._attached:  # refused before anything is charged or written
             GhostClipper(self._module, self.plan.clip_norm, self._forms).remove()
-        check_output_folder("train.output_dir", folder)
+        self.processes.from_main(lambda: check_output_folder("train.output_dir", folder))
         self.ledger = self._open_ledger(folder, resume=checkpoint is not None)
         with self.ledger.ended_on_failure():
             self._note_outlets()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, TrainerCallback
 
 from dpllm.budget import create_budget, read_budget
-from dpllm.config import PrivacyConfig
+from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.plan import PrivacyPlan, make_plan
 from dpllm.processes import Processes
 from dpllm.shared_ledger import SharedLedger
 from dpllm.unused import is_used
+from tests.conftest import tiny_llama_config
+from tests.test_trainer import arguments, privacy, trainer
 
 
 def plan() -> PrivacyPlan:
@@ -74,3 +79,45 @@ def test_a_ledger_that_is_being_written_has_a_step_or_cannot_be_read_is_kept(tmp
     path.write_bytes(b"")
     assert is_used(path)
     assert not is_used(tmp_path / "nothing" / LEDGER_FILE)
+
+
+class StopsAtTheBeginning(TrainerCallback):
+    """Fails after the model was spread, and before a step is drawn."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        raise RuntimeError("an engine refuses")
+
+
+@pytest.mark.parametrize("fails", ["the model", "the beginning", "an option"])
+def test_training_that_fails_before_its_first_step_can_be_started_again(tmp_path: Path, fails: str) -> None:
+    """In the same folder and on the same budget, which counts only the run that took steps."""
+    budget = tmp_path / "mail.budget.json"
+    create_budget(budget, dataset="mail", epsilon=900, delta=1e-3, unit="sequence", num_units=64)
+    config = privacy(dataset="mail", budget_file=str(budget))
+    folder = tmp_path / "run"
+    args = arguments(folder, max_steps=2)
+    more: dict[str, Any] = {}
+    kind: type[Exception] = RuntimeError
+    if fails == "the beginning":
+        more["callbacks"] = [StopsAtTheBeginning()]
+    elif fails == "the model":
+        model = LlamaForCausalLM(tiny_llama_config())
+        model.model.norm = nn.Sequential(nn.BatchNorm1d(16))
+        more["model"], kind = model, ValueError
+    else:
+        args.adam_epsilon, kind = -1.0, ValueError
+    with pytest.raises(kind):
+        trainer(folder, config=config, args=args, **more).train()
+    assert sum(entry.num_steps for entry in read_budget(budget).entries) == 0
+    again = trainer(folder, config=config, args=arguments(folder, max_steps=2))
+    again.train()
+    assert sum(entry.num_steps for entry in read_budget(budget).entries) == 2
+    assert read_ledger(folder / LEDGER_FILE).num_steps == 2
+
+
+def test_a_row_longer_than_the_models_positions_is_refused_before_the_run(tmp_path: Path) -> None:
+    """It would end in an index error within a step that was charged."""
+    config = GPT2Config(vocab_size=64, n_positions=6, n_embd=16, n_head=2, n_layer=1)
+    with pytest.raises(ConfigError, match="the longest row has 8 tokens, and the model has 6 positions"):
+        trainer(tmp_path / "run", model=GPT2LMHeadModel(config))
+    assert not (tmp_path / "run" / LEDGER_FILE).exists()
