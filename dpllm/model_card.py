@@ -13,6 +13,7 @@ huggingface/hub-docs, says which are verified). The guarantee is therefore a blo
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from dpllm.config import TASKS, nearest
-from dpllm.ledger import LEDGER_FILE, read_ledger
+from dpllm.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.plan import PLAN_FILE, PrivacyPlan, format_epsilon
 from dpllm.report import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
@@ -157,6 +158,33 @@ def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> dict[str, Any]:
     after = write_report(folder, plan, contents, dataclasses.replace(notes, **noted))
     renew_open_points(folder, before, after)
     return after
+
+
+def add_audit(folder: str | Path, file: str, summary: str) -> None:
+    """Write an audit's verdict into the ledger of a run's folder, and its report and card again.
+
+    Args:
+        folder: of the run.
+        file: name of the audit's results in it.
+        summary: the verdict, as the report shows it.
+
+    Raises:
+        ValueError: the folder holds no plan or no ledger, or a run is writing it.
+    """
+    folder = Path(folder)
+    before = add_notes(folder, {})
+    digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+    with Ledger.annotate(folder / LEDGER_FILE) as ledger:
+        ledger.append_audit(file, digest, summary)
+    plan, contents = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
+    after = write_report(folder, plan, contents, notes_in(folder))
+    renew_open_points(folder, before, after)
+    card = folder / CARD_FILE
+    if card.is_file():  # which names the ledger by its hash
+        old, new = (report["checkable"]["ledger_sha256"] for report in (before, after))
+        temporary = card.with_name(card.name + ".tmp")
+        temporary.write_text(card.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+        os.replace(temporary, card)
 
 
 def renew_open_points(folder: str | Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

@@ -47,7 +47,7 @@ from dpllm.data import PackedCollator, RowCollator, note_data, unit_index_of
 from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.ghost import Forms, GhostClipper
-from dpllm.identity import COMPLETED, check_checkpoint
+from dpllm.identity import COMPLETED, check_checkpoint, note_release, snapshot
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.lengths import Limits, row_lengths
 from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
@@ -400,11 +400,14 @@ class DPTrainer(Outlets):
                 folder / "README.md",
                 kept.name,
             )
+        before = snapshot(folder) if self.args.should_save else {}
         if not self.is_fsdp_enabled:
             super().save_model(str(folder), _internal_call=True)
         elif whole:
             self._save(str(folder), state_dict=whole_state(self._module, self.processes, _is_adapter(self.model)))
         if self.ledger is not None and self.args.should_save:
+            if not self._staging:  # a checkpoint's manifest names its files
+                note_release(self.ledger, folder, before)
             self._write_guarantee(folder)
 
     def _shards_suffice(self) -> bool:

@@ -32,6 +32,7 @@ from dpllm.markdown import render_markdown
 from dpllm.model_card import CARD_FILE, guarantee_section, metadata_in, privacy_metadata
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 from dpllm.report import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
+from dpllm.verify_release import foreign_claims, release_checks
 
 TOLERANCE = 1e-6
 """How far numbers may differ, relatively, when other versions of the numeric packages computed them."""
@@ -94,7 +95,8 @@ def verify(folder: str | Path) -> Verification:
     chain of hashes; that the ledger is of that plan, each step the plan's, and no more of them than planned; that the
     report speaks of as many steps as the ledger (lines cut off at the ledger's end break no hash); the JSON against its
     schema, and key by key against what is recomputed; the Markdown and the HTML against the same, exactly; and, where
-    there is one, the numbers and the guarantee of the model card.
+    there is one, the numbers and the guarantee of the model card, which may make no other claim. The files of the
+    model, the checkpoints and the audits are held to the lines of the ledger that name them (`dpllm.verify_release`).
 
     Args:
         folder: of a run or of a checkpoint.
@@ -114,6 +116,8 @@ def verify(folder: str | Path) -> Verification:
         checks += _ledger_checks(plan, contents)
     if contents is not None and recorded is not None:
         checks.append(_step_count(contents, recorded))
+    if contents is not None:
+        checks += [Check(*result) for result in release_checks(folder, contents)]
     if recorded is not None:
         checks.append(_schema_check(recorded))
     due = _recomputed(checks, plan, contents, recorded)
@@ -402,4 +406,5 @@ def _card_check(path: Path, text: str, due: Mapping[str, Any]) -> tuple[bool, st
     right = json.loads(json.dumps(privacy_metadata(due)))
     lines = [_difference(*found_) for found_ in _differences(found, right, "differential_privacy", 0.0)]
     lines += [f"its text lacks {_short(block)}" for block in blocks]
+    lines += [f"another claim: {_short(line)}" for line in foreign_claims(text, guarantee_section(due), due)]
     return not lines, _listed(lines) if lines else "its numbers and its guarantee are the report's"

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from dpllm import verify as verify_module
+from dpllm.checkpoints import checkpoint_folder, prepare_staging, publish
 from dpllm.config import PrivacyConfig
-from dpllm.identity import adopt
-from dpllm.ledger import LEDGER_FILE, Ledger
-from dpllm.model_card import write_model_card
+from dpllm.identity import adopt, note_release, snapshot
+from dpllm.ledger import LEDGER_FILE, Ledger, read_ledger
+from dpllm.model_card import CARD_FILE, add_audit, write_model_card
 from dpllm.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.report import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, json_text, privacy_report, write_report
 from dpllm.verify import Verification, verification_rows, verify
@@ -72,7 +73,7 @@ def test_good_run(good: Path) -> None:
     """Nothing was touched, so everything holds, the model card included; the result prints and is plain values."""
     result = verify(good)
     assert result.ok and failed(result) == {}
-    assert len(result.checks) == 13
+    assert len(result.checks) == 15
     assert any(check.what == "README.md says the same" for check in result.checks)
     assert all(text.startswith("ok: ") for _, text in verification_rows(result))
     assert json.loads(json.dumps(result.to_dict()))["ok"] is True
@@ -343,3 +344,101 @@ def test_listing_is_cut_short(run: Path) -> None:
     assert re.search(r"; and \d+ more", failed(verify(run))[f"{JSON_FILE} fits the published schema"]) is None
     edit(run / JSON_FILE, r"\{\}", json.dumps({f"key {number}": 1 for number in range(40)}))
     assert re.search(r"; and \d+ more", failed(verify(run))[f"{JSON_FILE} says what plan and ledger say"])
+
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def released(tmp_path: Path) -> Path:
+    """The folder of a run that saved a model, was audited, and has a checkpoint."""
+    folder, plan = tmp_path / "released", plan_of()
+    folder.mkdir()
+    plan.save(folder / PLAN_FILE)
+    with Ledger.create(folder / LEDGER_FILE, plan) as ledger:
+        for number in range(NUM_STEPS):
+            ledger.append_step(number, plan.step)
+            if number == 3:
+                staging = prepare_staging(folder, 4)
+                for name, text in ((WEIGHTS, "four"), ("trainer_state.json", '{"global_step": 4}')):
+                    (staging / name).write_text(text)
+                (staging / LEDGER_FILE).write_bytes(ledger.path.read_bytes())
+                publish(staging, checkpoint_folder(folder, 4), ledger=ledger.head.to_dict())
+        ledger.append_end("completed")
+        before = snapshot(folder)
+        (folder / WEIGHTS).write_text("weights")
+        (folder / "config.json").write_text("{}")
+        note_release(ledger, folder, before)
+    report = write_report(folder, plan, read_ledger(folder / LEDGER_FILE), NOTES)
+    write_model_card(folder, report, base_model="org/base", task="causal_lm", adapter=False)
+    (folder / "audit.json").write_text('{"verdict": "FAIL"}')
+    add_audit(folder, "audit.json", "FAIL: ε is at least 9 (95 %)")
+    return folder
+
+
+def test_a_released_folder_is_what_its_ledger_says(released: Path) -> None:
+    """Model, checkpoint, audit, report and card name each other; a file beside them is listed."""
+    (released / "training.png").write_text("x")
+    result = verify(released)
+    assert result.ok, failed(result)
+    details = {check.what: check.detail for check in result.checks}
+    assert "not named by the ledger" in details["the model's files are those that were saved"]
+    report = json.loads((released / JSON_FILE).read_text())
+    assert any("An audit of this model refutes the claim" in point for point in report["open_points"])
+
+
+def test_other_weights_in_the_folder(released: Path) -> None:
+    """Edited, missing and added weights are named."""
+    what = "the model's files are those that were saved"
+    (released / WEIGHTS).write_text("WEIGHTS")
+    assert f"{WEIGHTS} is not what was saved" in failed(verify(released))[what]
+    (released / WEIGHTS).unlink()
+    assert f"{WEIGHTS} is missing" in failed(verify(released))[what]
+    (released / WEIGHTS).write_text("weights")
+    (released / "pytorch_model.bin").write_text("more")
+    assert "pytorch_model.bin may hold weights" in failed(verify(released))[what]
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        "\nIt satisfies ε = 0.01.\n",
+        "\n| epsilon: | 0.01 |\n",
+        "\nThis model is (0.5, 1e-6)-DP.\n",
+        "\nDelta is ≤ 1e-9\n",
+    ],
+)
+def test_another_claim_in_the_card(released: Path, claim: str) -> None:
+    """A card has one claim, the report's, in its text and in its metadata."""
+    card = released / CARD_FILE
+    whole = card.read_text()
+    card.write_text(whole + claim)
+    assert "another claim" in failed(verify(released))[f"{CARD_FILE} says the same"]
+    card.write_text(whole.replace("---\n", "---\nepsilon: 0.01\n", 1))
+    assert "epsilon in its metadata" in failed(verify(released))[f"{CARD_FILE} says the same"]
+
+
+def test_a_verdict_that_was_turned_round(released: Path) -> None:
+    """Also when the report is made again from it: the ledger holds the verdict."""
+    (released / "audit.json").write_text('{"verdict": "consistent"}')
+    what = "the results of the audit are those that the ledger names"
+    assert "audit.json was edited; the ledger says: FAIL" in failed(verify(released))[what]
+    notes = dataclasses.replace(NOTES, audit="consistent, not proof")
+    plan = PrivacyPlan.load(released / PLAN_FILE)
+    report = write_report(released, plan, read_ledger(released / LEDGER_FILE), notes)
+    assert report["strength"]["audit"].startswith("FAIL")
+    assert any("refutes the claim" in point for point in report["open_points"])
+    edit(released / JSON_FILE, r'"audit": "FAIL', '"audit": "consistent')
+    assert "strength.audit" in failed(verify(released))[f"{JSON_FILE} says what plan and ledger say"]
+
+
+def test_a_checkpoint_whose_ledger_was_cut(released: Path) -> None:
+    """Its weights have taken more steps than the ledger charges; neither it nor its run's folder passes."""
+    checkpoint = released / "checkpoint-4"
+    for folder in (checkpoint, released):
+        lines = (folder / LEDGER_FILE).read_bytes().splitlines(keepends=True)
+        (folder / LEDGER_FILE).write_bytes(b"".join(lines[:3]))
+    found = failed(verify(checkpoint))
+    assert "4 taken, 2 charged" in found["the weights have taken no step that the ledger does not charge"]
+    assert "has" in found["the model's files are those that were saved"]
+    assert "holds 4 steps" in failed(verify(released))["the checkpoints in the folder are of this ledger"]

@@ -26,13 +26,13 @@ from dpllm.audit.bounds import CONFIDENCE, AuditError
 from dpllm.audit.canaries import Canary, CanarySet, check_data, record_of
 from dpllm.audit.exposure import FEWEST_REFERENCE, exposure
 from dpllm.audit.figure import plot_audit
-from dpllm.audit.result import AuditResult, judge
+from dpllm.audit.result import AUDIT_FILE, AuditResult, judge
 from dpllm.audit.scores import loss_score, ratio_score, token_scores
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ConfigError, ModelConfig, load_recipe
 from dpllm.data import RowCollator, tokenization_info, tokenize_records
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.losses import IGNORE
-from dpllm.model_card import add_notes
+from dpllm.model_card import add_audit
 from dpllm.models import load_base_model
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 
@@ -125,7 +125,7 @@ def audit_run(
     plot_audit(result, judged, included, run_folder / PICTURE_FILE, released.history)
     result.save(run_folder)
     if not plain and released.model_folder == run_folder:
-        add_notes(run_folder, {"audit": result.summary()})
+        add_audit(run_folder, AUDIT_FILE, result.summary())
     return result
 
 
