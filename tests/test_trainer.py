@@ -31,6 +31,7 @@ from dpllm.config import ConfigError
 from dpllm.identity import adopt
 from dpllm.ledger import LedgerError, read_ledger
 from dpllm.plan import PrivacyPlan, format_epsilon
+from dpllm.verify import verify as verify_folder
 from tests.conftest import tiny_llama_config
 
 FILES = ("privacy_plan.json", "privacy_ledger.jsonl", "privacy_report.md", "privacy_report.json", "README.md")
@@ -460,15 +461,16 @@ def files_end_at(size):
 
 
 def test_a_model_is_saved_with_its_card_and_everything_the_card_rests_on(tmp_path):
-    """Plan, ledger and report beside the model and beside each checkpoint, and a card with the ε of those steps."""
+    """Plan, ledger, report and card beside the model and each checkpoint, whose choice may depend on the run."""
     run = trainer(tmp_path, args=arguments(tmp_path, save_strategy="steps", save_steps=2))
     run.train()
     run.save_model()
     for folder, steps in ((tmp_path, 4), (tmp_path / "checkpoint-2", 2)):
         assert all((folder / name).exists() for name in FILES)
-        spent = epsilon([(run.plan.step, steps)], run.plan.delta, run.plan.adjacency)
+        spent = run.plan.epsilon
         report = json.loads((folder / "privacy_report.json").read_text())
         assert read_ledger(folder / FILES[1]).num_steps == steps
+        assert verify_folder(folder).ok
         assert report["accounting"]["epsilon"]["zero-out"] == spent
         assert format_epsilon(spent) in (folder / "README.md").read_text()
         assert PrivacyPlan.load(folder / FILES[0]) == run.plan
