@@ -4,8 +4,8 @@
     python benchmarks/sampling.py --units 1e9 --rates 1e-6 --ranks 64 --json sampling.json
 
 A step is `TruncatedPoissonSampler.draw` and then `dpllm.microbatches.microbatches` of one rank, which looks up the rows
-(`UnitIndex.rows_of`), divides the units over the ranks (`share_out`) and cuts this rank's share into microbatches, on
-the index and the lengths of all N rows. Rows aren't fetched and no tensor of tokens is made. `rows_of` and `share_out`
+(`UnitIndex.rows_of`), divides the units over the ranks (`deal`) and cuts this rank's share into microbatches, on
+the index and the lengths of all N rows. Rows aren't fetched and no tensor of tokens is made. `rows_of` and `deal`
 are timed once more by themselves. The lengths take 4 bytes per row: 4 GB for 10^9.
 
 mask    the usual way for comparison, O(N): ``(torch.rand(N) < q).nonzero().tolist()`` (opacus/utils/uniform_sampler.py,
@@ -35,14 +35,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from throughput import CLOCKS, LiveBytes, machine
 
-from dpllm.microbatches import microbatches, share_out
+from dpllm.microbatches import deal, microbatches
 from dpllm.run import TrainingRows
 from dpllm.sampling import TruncatedPoissonSampler, default_max_batch_size, secret_rng
 from dpllm.units import UnitIndex
 
 SHORTEST, LONGEST = 16, 512
 SETUP_BYTES = ("index_peak", "lengths", "facts_peak", "max_rows_peak")
-PARTS = ("draw", "rows_of", "share_out", "microbatches")
+PARTS = ("draw", "rows_of", "deal", "microbatches")
 MASK_RESOLUTION = 2.0**-24  # of torch.rand in float32
 
 
@@ -86,10 +86,6 @@ class Drawn:
     def rows_of(self) -> None:
         """Look the rows up."""
         self.index.rows_of(self.unit_ids)
-
-    def tokens(self) -> np.ndarray:
-        """(U,) tokens of each unit, the longest first, as `share_out` receives them."""
-        return -np.sort(-self.lengths[self.index.rows_of(self.unit_ids)[0]])
 
     def divide(self, settings: Settings) -> None:
         """Cut the share of rank 0 into microbatches."""
@@ -141,8 +137,7 @@ def measure_step(index: UnitIndex, lengths: np.ndarray, rate: float, settings: S
         unit_ids, elapsed = timed(lambda: sampler.draw(rng), settings.clock)
         counts.append(len(unit_ids))
         drawn = Drawn(index, lengths, unit_ids)
-        tokens = drawn.tokens()
-        calls = (drawn.rows_of, lambda t=tokens: share_out(t, settings.ranks), lambda d=drawn: d.divide(settings))
+        calls = (drawn.rows_of, lambda u=unit_ids: deal(u, settings.ranks, key=0), lambda d=drawn: d.divide(settings))
         for part, own in zip(PARTS, (elapsed, *(timed(call, settings.clock)[1] for call in calls)), strict=True):
             times[part].append(own)
     warm = {part: values[1:] for part, values in times.items()}

@@ -1,18 +1,17 @@
 """A logical batch divided over processes and cut into microbatches that fit in memory.
 
-Clipping is per unit, so neither changes anything but speed. Units are handed out longest first, each to the process
-with the fewest tokens so far, so that processes that wait for each other at every layer have equal work; within a
-process they stay sorted by length, and the cuts between microbatches are those that leave the least padding
-(`best_cuts`). A unit stays in one microbatch, unless it has more rows than fit: then it has several to itself, all but
-the last marked as to be continued. Every process gets the same number of microbatches: one with nothing left, like a
-step without any unit, runs a single padding row, whose loss has weight 0.
+Clipping is per unit, so neither changes anything but speed. Drawn units are put in a secret random order and dealt to
+the processes in turn (`deal`): equally many to each, and no unit's process depends on the length or the content of
+another unit. Within a process they are sorted by length, and the cuts between microbatches are those that leave the
+least padding (`best_cuts`). A unit stays in one microbatch, unless it has more rows than fit: then it has several to
+itself, all but the last marked as to be continued. Every process gets the same number of microbatches: one with
+nothing left, like a step without any unit, runs a single padding row, whose loss has weight 0.
 
 Shape suffixes: B rows, U units.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from dpllm.units import UnitIndex
 
+_WORD = 2**64 - 1
 _BOUNDARIES = "cu_seq_lens_q"  # the input that says where packed rows begin
 PADDING_UNIT = -1  # the unit of a row that belongs to none; its loss has weight 0
 TOKENS_PER_MICROBATCH = 1024
@@ -119,6 +119,7 @@ def microbatches(
     size: int = 1,
     max_tokens: int | None = None,
     packed: bool = False,
+    key: int = 0,
 ) -> Iterator[Microbatch]:
     """Cut the units drawn for one step into the microbatches of one process.
 
@@ -134,6 +135,7 @@ def microbatches(
         max_tokens: tokens of a microbatch at most, padding included: rows times the longest. A longer row is a
             microbatch by itself.
         packed: whether the collator lays rows end to end, without padding: ``max_tokens`` are then the rows' own.
+        key: of the order in which units are dealt to the processes; the same on all of them, and secret.
 
     Raises:
         ValueError: the collator returned another number of rows than it was given.
@@ -153,7 +155,7 @@ def microbatches(
     order = np.lexsort((-lengths[rows], rank_of[position]))
     rows, unit = rows[order], rank_of[position][order]
     rows_of_unit = np.bincount(unit, minlength=len(unit_ids))
-    owner = share_out(np.bincount(unit, weights=lengths[rows], minlength=len(unit_ids)), size)
+    owner = deal(unit_ids, size, key)[np.argsort(rank_of)]
     pieces = []
     for process in range(size):
         its = lengths[rows[owner[unit] == process]]
@@ -170,30 +172,36 @@ def microbatches(
         yield Microbatch(*_collated(fetch(np.asarray(units.rows[:1])), collate, np.array([PADDING_UNIT])), num_units=0)
 
 
-def share_out(tokens_U: np.ndarray, size: int) -> np.ndarray:
-    """Which process gets which unit: in the order given, each to the process with the fewest tokens so far.
+def deal(unit_ids: np.ndarray, size: int, key: int) -> np.ndarray:
+    """Which process gets which unit: in the order of a keyed hash of their ids, each process in turn.
 
-    With the longest first this is at most 4/3 of the best possible largest share (Graham 1969).
+    Guarantee: the result depends on nothing but the ids that were drawn, the key and the number of processes. Units
+    whose lengths or contents differ are dealt alike, so that a row of one unit cannot move another unit to a process
+    that computes differently.
 
     Args:
-        tokens_U: (U,) tokens of each unit.
+        unit_ids: (U,) the units of this step, each once.
         size: processes.
+        key: 128 bits, the same on every process.
 
     Returns:
-        (U,) the rank of each unit's process.
+        (U,) the rank of each unit's process; the numbers of units of two processes differ by 1 at most.
 
-    >>> share_out(np.array([5, 4, 3, 2]), 2).tolist()
-    [0, 1, 1, 0]
+    >>> sorted(deal(np.arange(5), 2, key=3).tolist())
+    [0, 0, 0, 1, 1]
     """
-    if size == 1:
-        return np.zeros(len(tokens_U), dtype=np.int64)
-    loads = [(0.0, process) for process in range(size)]
-    owner = np.empty(len(tokens_U), dtype=np.int64)
-    for unit, tokens in enumerate(tokens_U.tolist()):
-        load, process = loads[0]
-        owner[unit] = process
-        heapq.heapreplace(loads, (load + tokens, process))
+    owner = np.empty(len(unit_ids), dtype=np.int64)
+    hashed = _scrambled(_scrambled(unit_ids.astype(np.uint64) ^ np.uint64(key & _WORD)) ^ np.uint64(key >> 64 & _WORD))
+    owner[np.lexsort((unit_ids, hashed))] = np.arange(len(unit_ids)) % size
     return owner
+
+
+def _scrambled(words: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return words ^ words >> np.uint64(31)
 
 
 def _room(lengths: np.ndarray, max_rows: int | None, max_tokens: int | None, packed: bool) -> np.ndarray:

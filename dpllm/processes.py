@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _Value = TypeVar("_Value")
+_PATIENCE = timedelta(hours=1)  # how long a process waits for the others: rank 0 may be sealing a large checkpoint
 
 
 class DisagreementError(ValueError):
@@ -23,6 +26,9 @@ class DisagreementError(ValueError):
 
 class Processes:
     """All processes of the run, as torch.distributed knows them; a single one where it isn't initialised.
+
+    Small values (numbers, facts, errors) travel over a gloo group of their own, so that no collective over them waits
+    for the GPU or is bound by the time limit of NCCL.
 
     Attributes:
         rank: this process's number, 0 <= rank < size. Rank 0 writes the files.
@@ -51,20 +57,29 @@ class Processes:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    @property
-    def device(self) -> torch.device:
-        """Where collectives over small numbers run."""
-        if self._distributed and dist.get_backend() == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
-
-    def sum(self, values: list[float]) -> list[float]:
-        """The sums over all processes, in float64."""
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over all processes, in float64; the same on every process, bit by bit."""
         if self.size == 1:
             return [float(value) for value in values]
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.tolist()
+        return torch.tensor(self.gather_numbers(values), dtype=torch.float64).sum(dim=0).tolist()
+
+    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        """Every process's float64 numbers, equally many on each, in the order of the ranks: one small collective."""
+        mine = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        if self.size == 1:
+            return [mine.tolist()]
+        everywhere = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everywhere, mine, group=_host_group())
+        return [one.tolist() for one in everywhere]
+
+    def int64s_from_main(self, numbers: np.ndarray, count: int) -> np.ndarray:
+        """The (count,) int64 numbers that rank 0 holds, on every process."""
+        if self.size == 1:
+            return numbers
+        sent = torch.from_numpy(numbers.copy()) if self.is_main else torch.empty(count, dtype=torch.int64)
+        if count:
+            dist.broadcast(sent, src=0, group=_host_group())
+        return sent.numpy()
 
     def sum_(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over all processes."""
@@ -80,7 +95,7 @@ class Processes:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=_host_group())
         return values
 
     def from_main(self, function: Callable[[], _Value]) -> _Value:
@@ -97,10 +112,30 @@ class Processes:
                 outcome[0] = function()
             except Exception as error:
                 outcome[1] = _sendable(error)
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, src=0, group=_host_group())
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+    def together(self, function: Callable[[], _Value]) -> _Value:
+        """Run a function on every process; where one fails, all of them raise.
+
+        Raises:
+            Exception: the error of this process, or, where only others failed, the first one's.
+        """
+        if self.size == 1:
+            return function()
+        result, failure = None, None
+        try:
+            result = function()
+        except Exception as error:
+            failure = error
+        first = next((f for f in self.gather(None if failure is None else _sendable(failure)) if f is not None), None)
+        if failure is not None:
+            raise failure
+        if first is not None:
+            raise first
+        return result  # type: ignore[return-value]
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Make sure that every process holds the same facts.
@@ -109,10 +144,10 @@ class Processes:
             DisagreementError: they differ; the message names the fact, the ranks and their values, on every rank.
         """
         everywhere = self.gather(dict(facts))
-        for name in facts:
+        for name in dict.fromkeys(name for facts in everywhere for name in facts):
             values = [other.get(name) for other in everywhere]
             if any(value != values[0] for value in values):
-                shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:8]))
+                shown = told_by_rank(values)
                 raise DisagreementError(
                     f"The processes differ in {name} ({shown}), so their sums and noise would not be those of one "
                     "private run. Start all of them with the same recipe, data and package versions"
@@ -121,7 +156,32 @@ class Processes:
     def wait(self) -> None:
         """Wait until every process is here."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=_host_group())
+
+
+def told_by_rank(values: Sequence[Any], most: int = 8) -> str:
+    """Values of the ranks in words: the first ranks, and the first that differs from rank 0.
+
+    >>> told_by_rank(["a", "b"])
+    'rank 0: a, rank 1: b'
+    """
+    shown = list(range(min(most, len(values))))
+    odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+    if odd is not None and odd not in shown:
+        shown.append(odd)
+    return ", ".join(f"rank {rank}: {values[rank]}" for rank in shown)
+
+
+_hosts: tuple[Any, Any] = (None, None)  # the default group, and the gloo group over the same processes
+
+
+def _host_group() -> Any:
+    """The gloo group of all processes; made at the first collective, which all of them call together."""
+    global _hosts
+    world = dist.group.WORLD
+    if _hosts[0] is not world:
+        _hosts = world, dist.new_group(backend="gloo", timeout=_PATIENCE)
+    return _hosts[1]
 
 
 def _sendable(error: Exception) -> Exception:

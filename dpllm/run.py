@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
+from dpllm import agreement
 from dpllm.autosize import AUTO, TOKENS_WITHOUT_MEASURE, Memory, memory_of, needed_later, rows_that_fit
 from dpllm.config import ConfigError
 from dpllm.engines import engine_for, model_inside
@@ -41,14 +41,15 @@ from dpllm.outstanding import DrawError, Outstanding
 from dpllm.plan import PrivacyPlan
 from dpllm.processes import Processes
 from dpllm.recovery import MicrobatchTooLargeError
+from dpllm.replicas import check_model
 from dpllm.report import write_report
 from dpllm.sampling import seeded_rng
+from dpllm.shared_folder import require_shared_folder
 from dpllm.shared_ledger import SharedLedger
 from dpllm.step import Engine, StepDiagnostics, private_step
+from dpllm.turns import Turns, dealing_key, mode_now
 from dpllm.units import UnitIndex
 
-_BLOCK = 1 << 20  # lengths hashed together
-_SAMPLE = 256  # rows whose contents the processes compare
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
 """A module and a microbatch's inputs to one loss per row (B,), each from its own row alone."""
 
@@ -94,36 +95,23 @@ class TrainingRows:
         return taken.microbatch(unit_index, int(unit_index[-1]) + 1)
 
     def facts(self) -> dict[str, Any]:
-        """What every process must hold alike: it would otherwise divide other units than were drawn."""
-        order = hashlib.sha256()
-        for block in self.units.blocks():
-            order.update(np.ascontiguousarray(block).data)
-        for at in range(0, len(self.lengths), _BLOCK):
-            order.update(np.ascontiguousarray(self.lengths[at : at + _BLOCK], dtype=np.int64).data)
-        return {
-            "the number of units": self.units.num_units,
-            "the number of rows": len(self.lengths),
-            "the rows' lengths and units": order.hexdigest()[:12],
-            "the rows' contents or their order": self._digest_of_sample(),
-        }
-
-    def _digest_of_sample(self) -> str:
-        """Of evenly spaced rows: a data set that one process shuffled differs in nearly all of them."""
-        digest = hashlib.sha256()
-        for number in np.unique(np.linspace(0, len(self.lengths) - 1, _SAMPLE, dtype=np.int64)):
-            inputs = self.collate(list(self.fetch(np.array([number]))))
-            for name, value in inputs.items():
-                data = value.detach().cpu().contiguous() if isinstance(value, Tensor) else value
-                digest.update(f"{name}:{data.tolist() if isinstance(data, Tensor) else data}".encode())
-        return digest.hexdigest()[:12]
+        """Facts that must be identical on every process; otherwise processes would split different draws."""
+        return agreement.rows(
+            self.units,
+            self.lengths,
+            self.fetch,
+            self.collate,
+            {"max_rows": self.max_rows, "max_tokens": self.max_tokens, "packed": self.packed},
+        )
 
 
 class PrivateRun:
     """Draws units, divides them over the processes, and takes private steps; the same on every process.
 
-    Guarantee: `draws` makes one truncated Poisson draw per step over all units, from 256 bits of rank 0's operating
-    system that every process shares; each process draws its share of the noise from entropy of its own. Neither is
-    stored, so that a resumed run repeats nothing.
+    Guarantee: `draws` makes one truncated Poisson draw per step over all units, on rank 0 from 256 bits of its
+    operating system, and sends it to every process; each process draws its share of the noise from entropy of its own.
+    Neither is stored, so that a resumed run repeats nothing. Before every step the processes compare the step's number,
+    its units and, for replicas, the trainable weights.
 
     Attributes:
         max_tokens: of a microbatch, in the next step: as ``rows`` say, as was found, or less after a step in which
@@ -148,12 +136,13 @@ class PrivateRun:
                 "thing about the entropy. Set privacy.seed, from which both come, or neither"
             )
         self.processes = Processes()
-        self.processes.agree({"the plan": plan.hash[:12], **rows.facts(), **_versions()})
+        self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
         _check_rows(plan, rows.units)  # now: what is raised is raised by all processes
         self.plan, self.rows, self.ledger = plan, rows, ledger
         self._outstanding = Outstanding(plan, ledger)
-        entropy = self.processes.from_main(lambda: int.from_bytes(secrets.token_bytes(32), "little"))
-        self._rng = seeded_rng(entropy if seed is None else seed)
+        self._rng = seeded_rng(int.from_bytes(secrets.token_bytes(32), "little") if seed is None else seed)  # rank 0's
+        self._turns = Turns(self.processes)
+        self._deal_key = dealing_key(self.processes, lambda: secrets.randbits(128) if seed is None else seed)
         self._noise = NoiseSource(seed, stream=self.processes.rank)
         self.max_tokens = rows.max_tokens
         self._engine: Engine | None = None
@@ -182,8 +171,10 @@ class PrivateRun:
         Raises:
             LedgerError: the folder holds another run.
             BudgetError: the run would exceed the budget.
+            ConfigError: the processes do not see one folder.
         """
         path = Path(folder) / LEDGER_FILE
+        require_shared_folder(folder, Processes())
         _check_rows(plan, rows.units)  # before anything is charged
         ledger = SharedLedger.create(path, plan, Processes(), public=public, budget_file=budget_file)
         with ledger.ended_on_failure():
@@ -198,6 +189,7 @@ class PrivateRun:
         Raises:
             LedgerError: the folder holds no run, one of another plan, or one charged to another budget file.
         """
+        require_shared_folder(folder, Processes())
         return cls(plan, rows, SharedLedger.open(Path(folder) / LEDGER_FILE, plan, Processes(), budget_file))
 
     def attach(self, model: Any, optimizer: Any, forms: Forms | None = None) -> None:
@@ -223,10 +215,16 @@ class PrivateRun:
                 "(microbatch_tokens); `dpllm plan --memory` says what a microbatch takes"
             )
         self._clipper = GhostClipper(self._model, self.plan.clip_norm, forms)
-        self.processes.agree({"the trainable parameters": _digest(self._clipper.parameters)})
+        self.processes.agree(
+            {
+                "the trainable parameters": _digest(self._clipper.parameters),
+                **agreement.computation(self._model, optimizer),
+            }
+        )
+        check_model(self._model, self.processes)
 
     def draws(self, num_steps: int, present_N: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """The unit numbers of the next steps, all of them on every process; drawn independently of each other.
+        """The unit numbers of the next steps, the same on every process; drawn by rank 0, independently of each other.
 
         A draw is charged when it is made, whether or not a step is taken over it. Called by all processes together.
 
@@ -238,10 +236,11 @@ class PrivateRun:
         Raises:
             ValueError: the plan has no step left.
             LedgerError: a step cannot be charged.
+            DisagreementError: a process draws more or less often than the others.
         """
         for _ in range(num_steps):
             self._outstanding.require_steps()
-            drawn = self.plan.sampler.draw(self._rng)
+            drawn = self._turns.draw(lambda: self.plan.sampler.draw(self._rng), self.ledger.num_steps)
             yield self._outstanding.made(drawn if present_N is None else drawn[present_N[drawn]])
 
     def choose(self, unit_ids: ArrayLike) -> np.ndarray:
@@ -261,7 +260,8 @@ class PrivateRun:
                 f"The plan states ε = {self.plan.epsilon:.4g}, which holds for units that its sampler draws. Take them "
                 "from `draws`; chosen units need a run that is not private (privacy.seed, or a noise multiplier of 0)"
             )
-        return self._outstanding.made(np.asarray(unit_ids, dtype=np.int64))
+        chosen = np.asarray(unit_ids, dtype=np.int64)
+        return self._outstanding.made(self._turns.draw(lambda: chosen, self.ledger.num_steps))
 
     def step(self, unit_ids: np.ndarray, loss_of: LossOf) -> StepDiagnostics:
         """Take a private step over these units; see `dpllm.step.private_step`.
@@ -275,8 +275,10 @@ class PrivateRun:
 
         Raises:
             DrawError: other units, or a draw that was used.
+            DisagreementError: the processes take different steps, or their weights differ.
         """
         assert self._engine is not None and self._clipper is not None, "attach() comes first"
+        self._turns.step(np.asarray(unit_ids), self.ledger.num_steps - 1, mode_now(self._model.training))
         unit_ids, charged = self._outstanding.take(unit_ids)
         batch = microbatches(
             fetch=self.rows.fetch,
@@ -289,6 +291,7 @@ class PrivateRun:
             packed=self.rows.packed,
             rank=self.processes.rank,
             size=self.processes.size,
+            key=self._deal_key + self.ledger.num_steps,
         )
         done = private_step(
             self._clipper,
@@ -422,11 +425,6 @@ def _check_rows(plan: PrivacyPlan, units: UnitIndex) -> None:
             f"A user has {units.max_rows} rows, and the plan says at most {bound}. Make the index with "
             "UnitIndex.from_ids(ids, max_rows_per_unit)"
         )
-
-
-def _versions() -> dict[str, str]:
-    """Of what the shared draws depend on."""
-    return {"the version of numpy": np.__version__, "the version of torch": torch.__version__}
 
 
 def _digest(parameters: Mapping[str, nn.Parameter]) -> str:

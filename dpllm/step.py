@@ -20,8 +20,9 @@ from dpllm.guard import UpdateGuard
 from dpllm.microbatches import Microbatch
 from dpllm.noise import NoiseSource
 from dpllm.plan import PrivacyPlan
-from dpllm.processes import Processes
+from dpllm.processes import DisagreementError, Processes
 from dpllm.recovery import OutOfMemory, Passed, Portions, attempt
+from dpllm.replicas import Replicas
 
 
 class Engine(Protocol):
@@ -131,12 +132,14 @@ def private_step(
         ValueError: the clipper's norm isn't the plan's, gradients stand in ``.grad`` already, the plan's steps are used
             up, or a step on this engine failed half-way, whose sums would be released under this one's noise.
         UpdateError: in the first step, when what reaches the optimizer isn't the private sum.
+        DisagreementError: the trainable weights of two replicas differ; nothing of the step reaches the optimizer.
         MicrobatchTooLargeError: memory ran out on a microbatch that can't be divided.
     """
     _check(clipper, plan, ledger, engine)
     ledger.append_step(ledger.num_steps, plan.step)
     engine.unfinished = True
     processes, scale = engine.processes, 1 / plan.expected_batch_size
+    replicas = Replicas(clipper.parameters, processes)  # as they are now; compared with the tally, before any use
     tally = _Tally(plan.clip_norm)
     num_entries = 0
     portions = Portions(batch, divisible=not engine.lockstep)
@@ -159,7 +162,13 @@ def private_step(
             num_entries += total.numel() if last else 0
 
         engine.collect(clipper.parameters, add_to, last=last, scale=scale)
-    done = tally.over(processes, portions)
+    done, checksums = tally.over(processes, portions, replicas)
+    try:
+        Replicas.check(checksums, ledger.num_steps)
+    except DisagreementError:
+        for parameter in clipper.parameters.values():
+            parameter.grad = None
+        raise
     engine.guard.expect(done.num_units, num_entries, plan.clip_norm, plan.noise_stddev, scale)
     engine.finish()
     engine.unfinished = False
@@ -222,12 +231,17 @@ class _Tally:
         self._counts = counts if self._counts is None else self._counts + counts
         self._units += microbatch.num_units
 
-    def over(self, processes: Processes, portions: Portions) -> StepDiagnostics:
+    def over(
+        self, processes: Processes, portions: Portions, replicas: Replicas
+    ) -> tuple[StepDiagnostics, list[list[float]]]:
+        """Over all processes; and every process's numbers for `Replicas.check`, which travel along."""
         assert self._counts is not None, "every step has a microbatch"
         here = [*self._counts.tolist(), self._units, portions.num_divided]
-        loss, rows, nonfinite, clipped, units, divided = processes.sum(here)
+        everywhere = processes.gather_numbers([*here, *replicas.numbers()])
+        counts = torch.tensor([one[: len(here)] for one in everywhere], dtype=torch.float64).sum(dim=0)
+        loss, rows, nonfinite, clipped, units, divided = counts.tolist()
         budgets = processes.gather(portions.max_tokens) if divided else []
-        return StepDiagnostics(
+        done = StepDiagnostics(
             loss / rows if rows else math.nan,
             int(units),
             int(nonfinite),
@@ -235,3 +249,4 @@ class _Tally:
             int(divided),
             min((budget for budget in budgets if budget is not None), default=None),
         )
+        return done, [one[len(here) :] for one in everywhere]

@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
+from dpllm import agreement
 from dpllm.accounting import epsilon
 from dpllm.arguments import check_optimizer, plan_for, private_arguments
 from dpllm.attaching import AttachFirst
@@ -61,6 +62,7 @@ from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes, privacy_report, write_report
 from dpllm.run import PrivateRun, TrainingRows
 from dpllm.sampling import seeded_rng
+from dpllm.shared_folder import require_shared_folder
 from dpllm.shared_ledger import SharedLedger
 from dpllm.signals import StopRequest, Terminal, end_with_the_launcher
 from dpllm.units import UnitIndex
@@ -156,10 +158,9 @@ class DPTrainer(Outlets):
         if pack_rows:
             refuse_unpackable(model, _task(model), data_collator, compute_loss_func)
         self._pack_rows, self._forms = pack_rows, forms
-        private = private_arguments(args)
-        if optimizers[0] is None:
-            check_optimizer(args)
         self.processes = Processes()
+        private = self.processes.together(lambda: _checked(args, own_optimizer=optimizers[0] is not None))
+        self.processes.agree({**agreement.software(), **agreement.training(args)})
         self.units: UnitIndex = unit_index_of(train_dataset, privacy, self._draw_of_rows())
         drawn = self.units.each_row() if privacy.sampling == "example" else self.units
         self.processes.agree(
@@ -227,6 +228,7 @@ class DPTrainer(Outlets):
                 "for every run."
             )
         folder = Path(str(self.args.output_dir))
+        require_shared_folder(folder, self.processes)
         require_finite(self._module, self.processes, "The model to train has")
         self._nonfinite = NonfiniteSteps(self.plan.expected_batch_size)
         self.interrupted_by = None
@@ -532,6 +534,14 @@ def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Pro
         return found
 
     return processes.from_main(find)
+
+
+def _checked(args: TrainingArguments, own_optimizer: bool) -> TrainingArguments:
+    """The arguments for private training, once everything about them was checked."""
+    private = private_arguments(args)
+    if not own_optimizer:
+        check_optimizer(args)
+    return private
 
 
 def _fetch(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """One process is a group of size one; several are in `tests.distributed.test_agreement`."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,6 @@ def test_one_process_is_rank_zero_of_one():
     """Nothing else in the package asks whether torch.distributed runs."""
     alone = Processes()
     assert (alone.rank, alone.size, alone.is_main) == (0, 1, True)
-    assert alone.device == torch.device("cpu")
 
 
 def test_collectives_of_one_process_return_what_they_are_given():
@@ -21,7 +21,8 @@ def test_collectives_of_one_process_return_what_they_are_given():
     alone.sum_(tensor)
     assert tensor.tolist() == [0.0, 1.0, 2.0]
     assert alone.any(True) and not alone.any(False)
-    assert alone.gather({"rank": 0}) == [{"rank": 0}]
+    assert alone.gather({"rank": 0}) == [{"rank": 0}] and alone.gather_numbers([1, 2.5]) == [[1.0, 2.5]]
+    assert alone.together(lambda: "made") == "made" and alone.int64s_from_main(np.arange(3), 3).tolist() == [0, 1, 2]
     alone.agree({"the plan": "a", "the number of rows": 3})
     alone.wait()
 

@@ -273,7 +273,7 @@ def numbered(rows):
 def test_rows_are_told_apart_by_their_lengths_and_units():
     """What the processes compare before they divide the rows."""
     facts = rows_of().facts()
-    assert facts == rows_of(max_rows=2).facts()  # the microbatch may differ, as memory does
+    assert facts == rows_of().facts() and facts != rows_of(max_rows=2).facts()  # in lockstep, all would wait for ever
     assert facts["the number of units"] == UNITS and facts["the number of rows"] == len(rows_of().lengths)
     assert facts != rows_of(reverse=True).facts() and facts != rows_of(UNITS + 1).facts()
     swapped = dataclasses.replace(rows_of(), units=UnitIndex(rows_of().units.offsets, rows_of().units.rows[::-1]))
@@ -284,6 +284,25 @@ def test_rows_are_told_apart_by_their_lengths_and_units():
     units, lengths = UnitIndex.one_row_per_unit(5), np.ones(5, dtype=np.int64)
     shuffled = [TrainingRows(units, lengths, lambda n, by=by: list(by * n), numbered, 2).facts() for by in (1, -1)]
     assert shuffled[0] != shuffled[1]  # rows of equal lengths in another order
+
+
+@pytest.mark.parametrize("change", ["content", "collator"])
+def test_every_row_and_the_collator_are_compared(change):
+    """One row of thousands differs in one number, and the collator in one value that it was made with."""
+    units, lengths = UnitIndex.one_row_per_unit(5000), np.ones(5000, dtype=np.int64)
+
+    def facts(odd_row, factor):
+        def fetch(numbers):
+            return [{"number": [int(n) + (n == odd_row)]} for n in numbers]
+
+        return TrainingRows(
+            units, lengths, fetch, lambda rows: {"n": torch.tensor([factor * 0 + row["number"][0] for row in rows])}, 2
+        ).facts()
+
+    same, other = facts(None, 1), facts(2345, 1) if change == "content" else facts(None, 2)
+    assert same == facts(None, 1)
+    differing = {name for name in same if same[name] != other[name]}
+    assert differing == {"the rows' contents or their order" if change == "content" else "the collator"}
 
 
 def test_a_seed_belongs_to_a_seeded_plan(tmp_path):

@@ -46,6 +46,12 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
                 "A communication hook is registered on DistributedDataParallel (gradient compression). Clipped sums "
                 "are reduced in float32: leave the hook out (ddp_comm_hook: no)"
             )
+        members = model.process_group.size()
+        if members != Processes().size:
+            raise EngineError(
+                f"DistributedDataParallel was built over a process group of {members} of {Processes().size} processes, "
+                "so weights and sums of the others would be another model's. Leave process_group out"
+            )
         return DataParallel(optimizer)
     if isinstance(model, FSDPModule):
         return FullySharded(inner, optimizer)

@@ -1,0 +1,248 @@
+"""Runs in the processes of `test_replicas`: what one process does differently, and what every process then says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
+
+from dpllm import DPTrainer
+from dpllm.arguments import training_arguments
+from dpllm.engines import engine_for
+from dpllm.ledger import LEDGER_FILE, read_ledger
+from dpllm.processes import Processes
+from dpllm.run import PrivateRun
+from tests.conftest import tiny_llama_config
+from tests.distributed.checks import caught
+from tests.test_run import loss_of, network, plan_of, rows_of
+from tests.test_trainer import privacy, rows
+
+STEPS = 4
+
+
+class Restless(torch.optim.SGD):
+    """An optimizer with randomness of its own on every process, as stochastic rounding has it."""
+
+    def step(self, closure: Any = None) -> Any:
+        done = super().step(closure)
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(1e-6 * torch.randn(parameter.shape, generator=generator))
+        return done
+
+
+def everything(root: Path) -> dict[str, Any]:
+    """All cases in one start of the processes; each leaves the group usable."""
+    cases: dict[str, Callable[[Path], Any]] = {
+        "alike": lambda folder: drift(folder, lambda run, model, optimizer: None),
+        "learning rate changed": lambda folder: drift(folder, change_rate),
+        "weight edited": lambda folder: drift(folder, edit),
+        "rows swapped": lambda folder: drift(folder, swap),
+        "own randomness": lambda folder: drift(folder, lambda run, model, optimizer: None, Restless),
+        "hybrid": lambda folder: drift(folder, edit_shard, wrap=hybrid),
+        "hybrid alike": lambda folder: drift(folder, lambda run, model, optimizer: None, wrap=hybrid),
+        "extra draw": extra_draw,
+        "other units": other_units,
+        "autocast": autocast,
+        "learning rate": lambda folder: refused_at_attach(folder, lr=0.1 + Processes().rank),
+        "frozen weights": lambda folder: refused_at_attach(folder, edit_frozen=True),
+        "microbatch": microbatch,
+        "collator": collator,
+        "local folder": local_folder,
+        "subgroup": subgroup,
+        "train.learning_rate": lambda folder: trainer(folder, learning_rate=1e-2 * (1 + Processes().rank)),
+        "train.bf16": lambda folder: trainer(folder, bf16=Processes().rank == 1),
+        "train.per_device_train_batch_size": lambda folder: trainer(
+            folder, per_device_train_batch_size=2 + Processes().rank
+        ),
+        "train.fp16": lambda folder: trainer(folder, fp16=Processes().rank == 1),
+        "trainer's folder": lambda folder: trainer(folder / f"node {Processes().rank}"),
+    }
+    return {name: case(root / name) for name, case in cases.items()}
+
+
+def charged(folder: Path) -> int:
+    return read_ledger(folder / LEDGER_FILE).num_steps if (folder / LEDGER_FILE).exists() else 0
+
+
+def begin(folder: Path, optimizer_class: Any = torch.optim.SGD, wrap: Any = DistributedDataParallel) -> tuple:
+    model = wrap(network())
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    run = PrivateRun.start(folder, plan_of(0.8, num_steps=STEPS), rows_of())
+    run.attach(model, optimizer)
+    return run, model, optimizer
+
+
+def hybrid(model: Any) -> Any:
+    """Two replicas of a model whose shards have one owner each."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return fully_shard(model, mesh=mesh)
+
+
+def local(model: Any) -> torch.Tensor:
+    return torch.cat([getattr(p, "_local_tensor", p).detach().flatten() for p in model.parameters()])
+
+
+def drift(
+    folder: Path, disturb: Callable, optimizer_class: Any = torch.optim.SGD, wrap: Any = DistributedDataParallel
+) -> dict[str, Any]:
+    """Take steps, disturbed after the first: where it stopped, with what, and whether anything moved then."""
+    run, model, optimizer = begin(folder, optimizer_class, wrap)
+    taken, before = 0, local(model)
+
+    def go() -> None:
+        nonlocal taken, before
+        for unit_ids in run.draws(STEPS):
+            if taken == 1:
+                disturb(run, model, optimizer)
+            before = local(model)
+            run.step(unit_ids, loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+            taken += 1
+
+    error = caught(go)
+    if error is not None:
+        optimizer.step()  # a loop that goes on all the same has nothing to release
+    unmoved = bool(torch.equal(before, local(model))) or optimizer_class is Restless
+    again = None if error is None else caught(lambda: run.step(np.arange(3), loss_of))
+    run.detach()
+    return {"error": error, "taken": taken, "charged": charged(folder), "unmoved": unmoved, "again": again}
+
+
+def change_rate(run: Any, model: Any, optimizer: Any) -> None:
+    """The first step's update is the same; the second's would differ, which the third step must find."""
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + Processes().rank)
+
+
+def edit(run: Any, model: Any, optimizer: Any) -> None:
+    """The smallest change there is, of one entry."""
+    if Processes().rank == 1:
+        entry = model.module[0].weight.data.view(-1)[3:4]
+        entry.copy_(torch.nextafter(entry, torch.tensor(9.0)))
+
+
+def swap(run: Any, model: Any, optimizer: Any) -> None:
+    if Processes().rank == 1:
+        weight = model.module[0].weight.data
+        weight.copy_(weight[[1, 0, *range(2, len(weight))]])
+
+
+def edit_shard(run: Any, model: Any, optimizer: Any) -> None:
+    if Processes().rank == 1:
+        model[0].weight.to_local().data[0, 0] += 1e-3
+
+
+def extra_draw(folder: Path) -> dict[str, Any]:
+    """Rank 1 calls next() once too often after the first step."""
+    run, _, optimizer = begin(folder)
+    draws = run.draws(STEPS)
+    drawn = []
+
+    def go() -> None:
+        for number in range(STEPS):
+            drawn.append(next(draws).tolist())
+            if number == 1 and Processes().rank == 1:
+                next(draws)
+            run.step(np.array(drawn[-1], dtype=np.int64), loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    error = caught(go)
+    run.detach()
+    return {"error": error, "drawn": drawn, "charged": charged(folder)}
+
+
+def other_units(folder: Path) -> dict[str, Any]:
+    """Rank 1 takes the step over one unit fewer."""
+    run, _, _ = begin(folder)
+    units = next(run.draws(1))
+    odd = np.delete(np.append(units, 39), 0) if Processes().rank == 1 else np.append(units, 39)
+    error = caught(lambda: run.step(odd, loss_of))
+    run.detach()
+    return {"error": error, "charged": charged(folder)}
+
+
+def autocast(folder: Path) -> dict[str, Any]:
+    run, _, _ = begin(folder)
+    units = next(run.draws(1))
+
+    def go() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=Processes().rank == 1):
+            run.step(units, loss_of)
+
+    error = caught(go)
+    run.detach()
+    return {"error": error, "charged": charged(folder)}
+
+
+def refused_at_attach(folder: Path, lr: float = 0.1, edit_frozen: bool = False) -> dict[str, Any]:
+    inner = network()
+    inner[0].bias.requires_grad_(False)
+    model = DistributedDataParallel(inner)
+    if edit_frozen and Processes().rank == 1:
+        inner[0].bias.data[0] += 1e-3
+    run = PrivateRun.start(folder, plan_of(0.8), rows_of())
+    error = caught(lambda: run.attach(model, torch.optim.SGD(model.parameters(), lr=lr)))
+    run.detach()
+    return {"error": error, "charged": charged(folder)}
+
+
+def microbatch(folder: Path) -> dict[str, Any]:
+    rows = rows_of(max_rows=5 - Processes().rank)
+    return {"error": caught(lambda: PrivateRun.start(folder, plan_of(0.8), rows)), "charged": charged(folder)}
+
+
+def collator(folder: Path) -> dict[str, Any]:
+    """Of single rows it makes the same on both ranks; of several not."""
+    factor = Processes().rank
+    rows = dataclasses.replace(
+        rows_of(), collate=lambda given: {"rows": torch.stack(given) * (1 + factor * (len(given) - 1))}
+    )
+    return {"error": caught(lambda: PrivateRun.start(folder, plan_of(0.8), rows)), "charged": charged(folder)}
+
+
+def local_folder(folder: Path) -> dict[str, Any]:
+    """Each node has a disk of its own under one name; here the names differ."""
+    own = folder / f"node {Processes().rank}"
+    own.mkdir(parents=True)
+    error = caught(lambda: PrivateRun.start(own, plan_of(0.8), rows_of()))
+    return {"error": error, "left": sorted(path.name for path in own.iterdir())}
+
+
+def subgroup(folder: Path) -> dict[str, Any]:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    model = DistributedDataParallel(network(), process_group=groups[Processes().rank])
+    return {"error": caught(lambda: engine_for(model, torch.optim.SGD(model.parameters(), lr=0.1)))}
+
+
+def trainer(folder: Path, **options: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    touched: list[int] = []
+
+    class Watched(list):
+        def __getitem__(self, item: Any) -> Any:
+            touched.append(1)
+            return super().__getitem__(item)
+
+    def go() -> None:
+        args = training_arguments(
+            {
+                **{"output_dir": str(folder), "max_steps": 2, "report_to": "none", "use_cpu": True},
+                **{"save_strategy": "no", "disable_tqdm": True, **options},
+            }
+        )
+        DPTrainer(LlamaForCausalLM(tiny_llama_config()), args, privacy(), Watched(rows(16))).train()
+
+    error = caught(go)
+    return {"error": error, "touched": bool(touched), "charged": charged(folder)}

@@ -1,0 +1,148 @@
+"""What one process does differently from the others stops all of them, and nothing is charged wrongly."""
+
+import pytest
+import torch
+
+from dpllm.processes import Processes
+from dpllm.replicas import Checksum, differing
+from tests.distributed import world
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of two processes saw."""
+    folder = tmp_path_factory.mktemp("replicas")
+    return world.run(folder / "world", "tests.distributed.drifting:everything", size=2, root=folder)
+
+
+@pytest.fixture
+def seen(ranks):
+    """What a case returned, the same on both ranks unless they are told apart."""
+
+    def of(case):
+        assert ranks[0][case]["error"] == ranks[1][case]["error"]
+        return ranks[0][case], ranks[1][case]
+
+    return of
+
+
+def said(results, kind, *texts):
+    """Every rank raised one error of this kind with these texts."""
+    name, message = results[0]["error"]
+    assert name == kind and all(text in message for text in texts), message
+    return True
+
+
+@pytest.mark.parametrize("case", ["alike", "hybrid alike"])
+def test_replicas_that_stay_equal_take_all_steps(seen, case):
+    """The comparison is exact and has nothing to forgive."""
+    assert all(one["error"] is None and one["taken"] == one["charged"] == 4 for one in seen(case))
+
+
+@pytest.mark.parametrize(
+    ("case", "taken"),
+    [("learning rate changed", 2), ("weight edited", 1), ("rows swapped", 1), ("own randomness", 1), ("hybrid", 1)],
+)
+def test_replicas_that_drift_stop_all_processes_before_the_next_step_is_used(seen, case, taken):
+    """The step that finds it is charged, moves no weight, and no further step can be taken."""
+    results = seen(case)
+    assert said(results, "DisagreementError", f"differ between processes before step {taken + 1} (rank 0: ", "rank 1: ")
+    assert said(results, "DisagreementError", f"Step {taken + 1} is charged", "resume from a checkpoint")
+    for one in results:
+        assert one["taken"] == taken and one["charged"] == taken + 1 and one["unmoved"]
+        assert "failed half-way" in one["again"][1]
+
+
+def test_an_extra_draw_on_one_process_stops_all_of_them(seen):
+    """Whoever is ahead meets the others in the next roll call; only the step before is charged."""
+    results = seen("extra draw")
+    assert said(results, "DisagreementError", "rank 0: takes step 2, rank 1: draws the units of step 2")
+    assert said(results, "DisagreementError", "Nothing was charged for it", "equally often")
+    assert [one["charged"] for one in results] == [1, 1]
+    assert results[0]["drawn"] == results[1]["drawn"] and len(results[0]["drawn"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "text"), [("other units", "the units of this step"), ("autocast", "rank 1: cpu autocast torch.bfloat16")]
+)
+def test_a_step_that_differs_is_refused_before_it_is_charged(seen, case, text):
+    """Other units, or a context that changes what is computed, on one process."""
+    assert said(seen(case), "DisagreementError", text, "Nothing was charged")
+    assert [one["charged"] for one in seen(case)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("learning rate", "differ in the optimizer's lr (rank 0: [0.1], rank 1: [1.1])"),
+        ("frozen weights", "hold different parameters (rank 0: "),
+        ("microbatch", "differ in the bound max_rows of a microbatch (rank 0: 5, rank 1: 4)"),
+        ("collator", "differ in the collator"),
+    ],
+)
+def test_what_decides_the_computation_is_compared_before_any_step(seen, case, text):
+    """Optimizer and weights when they are attached; microbatches and collator when the run begins."""
+    assert said(seen(case), "DisagreementError", text)
+    assert [one["charged"] for one in seen(case)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("train.learning_rate", "differ in train.learning_rate (rank 0: 0.01, rank 1: 0.02)"),
+        ("train.bf16", "differ in train.bf16 (rank 0: False, rank 1: True)"),
+        ("train.per_device_train_batch_size", "differ in train.per_device_train_batch_size (rank 0: 2, rank 1: 3)"),
+    ],
+)
+def test_training_arguments_are_compared_before_data_are_touched(seen, case, text):
+    """No rank reads a row, and no ledger is made."""
+    assert said(seen(case), "DisagreementError", text, "with the same recipe, data and package versions")
+    assert [(one["touched"], one["charged"]) for one in seen(case)] == [(False, 0)] * 2
+
+
+def test_an_argument_refused_on_one_process_stops_all(seen):
+    """Rank 0 doesn't wait for a process that has left."""
+    assert said(seen("train.fp16"), "ConfigError", "train.fp16=True can't be used in private training")
+    assert not any(one["touched"] for one in seen("train.fp16"))
+
+
+@pytest.mark.parametrize("case", ["local folder", "trainer's folder"])
+def test_a_folder_that_one_machine_has_for_itself_is_refused_before_the_ledger(seen, case):
+    """No ledger, no plan and no trace of the check is left."""
+    results = seen(case)
+    assert said(results, "ConfigError", "node 0", "rank 1 on ", "a file system that all machines share")
+    assert said(results, "ConfigError", "nothing was charged")
+    assert all(not one.get("left") and not one.get("charged") for one in results)
+
+
+def test_a_group_of_some_processes_is_refused(seen):
+    """DistributedDataParallel over a subgroup would add up some of the sums."""
+    assert said(seen("subgroup"), "EngineError", "a process group of 1 of 2 processes", "process_group")
+
+
+def test_every_bit_counts_in_a_checksum():
+    """Of all dtypes, of large tensors, in any position; equal tensors have equal checksums."""
+    generator = torch.Generator().manual_seed(1)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool, torch.complex64):
+        tensor = (100 * torch.randn(5, 7, generator=generator)).clamp(min=0).to(dtype)
+        first = Checksum([tensor]).value()
+        assert first == Checksum([tensor.clone()]).value() and 0 <= first < 2**64
+        for at in range(35):
+            raw = tensor.clone()
+            raw.view(-1)[at : at + 1].view(torch.uint8)[0] ^= 1
+            assert Checksum([raw]).value() != first
+        assert Checksum([tensor.flip(0)]).value() != first
+    long = torch.zeros((1 << 22) + 5)
+    sums = {Checksum([long]).value()}
+    for at in (0, 1, (1 << 22) - 1, 1 << 22, (1 << 22) + 4):
+        long.zero_()[at] = 1e-30
+        sums.add(Checksum([long]).value())
+    assert len(sums) == 6
+    halves = [torch.ones(3), torch.zeros(3)]
+    assert Checksum(halves).value() != Checksum(halves[::-1]).value()
+
+
+def test_only_processes_with_the_same_shard_are_compared():
+    """Shards differ; replicas of one may not."""
+    assert not differing([[1, 5, 5], [2, 6, 6], [1, 5, 5]])
+    assert differing([[1, 5, 5], [2, 6, 6], [1, 5, 6]]) and Processes().size == 1
