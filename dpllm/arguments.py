@@ -15,6 +15,7 @@ from transformers.optimization import get_scheduler
 
 from dpllm.config import ConfigError, PrivacyConfig, nearest
 from dpllm.engines import private_config
+from dpllm.launch_environment import refuse_environment
 from dpllm.plan import PrivacyPlan, make_plan
 from dpllm.publishing import refuse_uploads
 from dpllm.train_values import check_arguments, check_train
@@ -42,6 +43,10 @@ _REFUSED: dict[str, tuple[Any, str]] = {
         "random",
         "units are drawn by Poisson sampling, on which ε rests, and no order of batches is; microbatches are sorted by "
         "length already",
+    ),
+    "save_on_each_node": (
+        False,
+        "a checkpoint is one folder that all machines share; node-local copies lack the other nodes' shards",
     ),
     "dataloader_drop_last": (False, "a step's batch is what was drawn; nothing of it may be dropped"),
     "full_determinism": (False, "it fixes random seeds for the whole process, and with them what should be secret"),
@@ -154,6 +159,7 @@ def refuse_options(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if value != allowed and not (allowed is None and not value):
             raise ConfigError(f"train.{name}={value!r} can't be used in private training: {reason}.")
+    refuse_environment()
     for kind in ("tp_size", "cp_size", "sp_size"):
         if (getattr(args.parallelism_config, kind, None) or 1) > 1:
             raise ConfigError(

@@ -31,8 +31,8 @@ def refuse_environment(environment: Mapping[str, str] | None = None) -> None:
     compiler = given.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if compiler.lower() not in ("", "no"):
         raise ConfigError(
-            f"The accelerate configuration sets dynamo_backend (ACCELERATE_DYNAMO_BACKEND={compiler}): a compiled graph "
-            'may fuse layers away from under the hooks that compute the norms. Set dynamo_backend: "NO"'
+            f"The accelerate configuration sets dynamo_backend (ACCELERATE_DYNAMO_BACKEND={compiler}): a compiled "
+            'graph may fuse layers away from under the hooks that compute the norms. Set dynamo_backend: "NO"'
         )
     precision = given.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision.lower() in ("fp16", "fp8"):

@@ -60,8 +60,8 @@ def require_shared_folder(folder: str | Path, processes: Processes) -> None:
         shown = ", ".join(blind[:8]) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
         raise ConfigError(
             f"The output folder {told} of rank 0 (on {answers[0][1]}) is not the one that {shown} sees: nothing "
-            "that rank 0 writes there can be read. Set train.output_dir to one folder on a file system that all machines share, "
-            "the same on every process; nothing was charged"
+            "that rank 0 writes there can be read. Set train.output_dir to one folder on "
+            "a file system that all machines share, the same on every process; nothing was charged"
         )
 
 

@@ -27,6 +27,7 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
         EngineError: a way of spreading the model under which the guarantee would not hold, by name.
     """
     inner = model_inside(model)
+    _refuse_accelerator()
     devices = {str(device) for device in (getattr(inner, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
         raise EngineError(
@@ -67,6 +68,27 @@ def model_inside(model: Any) -> Any:
     """The module that is to be called and hooked, without DistributedDataParallel or DeepSpeed around it."""
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or _is_deepspeed(model)
     return model.module if wrapped else model
+
+
+def _refuse_accelerator() -> None:
+    """Refuse what the Accelerator of this process was set up with and no engine can keep private."""
+    from accelerate.state import AcceleratorState
+
+    state = AcceleratorState._shared_state  # empty where no Accelerator was made
+    precision = state.get("_mixed_precision")
+    if precision in ("fp16", "fp8"):
+        raise EngineError(
+            f"The Accelerator was made with mixed_precision={precision!r}, whose scales depend on the data of a whole "
+            "microbatch or skip steps. Use bf16"
+        )
+    sizes = state.get("parallelism_config")
+    for kind in ("tp_size", "cp_size", "sp_size"):
+        if (getattr(sizes, kind, None) or 1) > 1:
+            raise EngineError(
+                f"The Accelerator was made with {kind}={getattr(sizes, kind)}: tensor, context and sequence "
+                "parallelism split a unit's layers or rows over processes, and its norm with them. Use dp_shard_size "
+                "and dp_replicate_size only"
+            )
 
 
 def _is_deepspeed(model: Any) -> bool:

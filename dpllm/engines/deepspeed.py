@@ -50,6 +50,8 @@ _REFUSED: dict[str, tuple[tuple, str]] = {
     "zero_optimization.mics_shard_size": ((-1,), "its partial replicas are reduced by other hooks"),
     "zero_optimization.zenflow": ((), "it updates parameters from gradients of several steps"),
     "compression_training": ((), "it trains other weights than those that are clipped"),
+    "sequence_parallel_size": ((1,), "a unit's rows would be spread over processes, and its norm with them"),
+    "zero_optimization.offload_optimizer.super_offload": ((), "it updates parameters before a step's sum is complete"),
     "pipeline": ((), "the layers of one unit live on different processes, and its norm with them"),
     "tensor_parallel": (({"autotp_size": 0}, {"autotp_size": 1}), "a unit's norm would be spread over processes"),
 }

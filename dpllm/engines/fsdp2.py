@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
@@ -22,6 +23,25 @@ from dpllm.engines.single import AddTo, refuse_foreign_gradients, set_gradient
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.guard import UpdateGuard
 from dpllm.processes import Processes
+
+# Words in the names of mesh dimensions, as torch, torchtitan and accelerate choose them.
+_SPLITTING = {
+    "tp",
+    "tensor",
+    "cp",
+    "context",
+    "sp",
+    "sequence",
+    "ulysses",
+    "pp",
+    "pipeline",
+    "pipe",
+    "stage",
+    "ep",
+    "expert",
+    "etp",
+}
+_DATA = {"dp", "data", "fsdp", "ddp", "shard", "replicate"}
 
 
 class FullySharded:
@@ -105,9 +125,13 @@ def _replicas(parameters: Mapping[str, Any], num_processes: int) -> int:
                 "before the model is sharded (accelerator.prepare)"
             )
         mesh, placements = parameter.device_mesh, parameter.placements
-        if mesh.size() != num_processes or any(not (p.is_shard() or p.is_replicate()) for p in placements):
+        split = _dimensions_that_split(mesh)
+        sharded = [p for p in placements if p.is_shard()]
+        others = [p for p in placements if not (p.is_shard() or p.is_replicate())]
+        if split or others or len(sharded) > 1 or mesh.size() != num_processes:
+            named = f", with the dimension{'s' * (len(split) > 1)} {', '.join(split)}" if split else ""
             raise EngineError(
-                f"{name} lives on a mesh of {mesh.size()} of {num_processes} processes ({mesh}): tensor, pipeline, "
+                f"{name} is on a mesh of {mesh.size()} of {num_processes} processes ({mesh}){named}: tensor, pipeline, "
                 "context or expert parallelism splits the rows of one unit or its layers, and its norm with them. Use "
                 "FSDP2 alone (accelerate_configs/fsdp2.yaml)"
             )
@@ -115,6 +139,19 @@ def _replicas(parameters: Mapping[str, Any], num_processes: int) -> int:
     if len(counts) > 1:
         raise EngineError(f"Parameters have different numbers of replicas ({sorted(counts)}); shard them alike.")
     return counts.pop()
+
+
+def _dimensions_that_split(mesh: DeviceMesh) -> list[str]:
+    """Names of mesh dimensions over which a unit's rows or layers are split, those of the mesh it was cut from too."""
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    found = []
+    for one in (mesh, root):
+        for dimension, name in enumerate(one.mesh_dim_names or ()):
+            # "dp_shard_cp" is how accelerate calls the shards of data and context parallelism together.
+            words = set(name.lower().replace("-", "_").split("_"))
+            if one.size(dimension) > 1 and words & _SPLITTING and not words & _DATA:
+                found.append(name)
+    return list(dict.fromkeys(found))
 
 
 def whole_state(model: nn.Module, processes: Processes, trainable_only: bool) -> dict[str, Tensor]:
