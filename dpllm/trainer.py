@@ -60,9 +60,9 @@ from dpllm.plan import PrivacyPlan
 from dpllm.preflight import require_positions
 from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes, privacy_report, write_report
+from dpllm.restarting import begin_in
 from dpllm.run import PrivateRun, TrainingRows
 from dpllm.sampling import seeded_rng
-from dpllm.shared_folder import require_shared_folder
 from dpllm.shared_ledger import SharedLedger
 from dpllm.signals import StopRequest, Terminal, end_with_the_launcher
 from dpllm.units import UnitIndex
@@ -212,14 +212,16 @@ class DPTrainer(Outlets):
         """Train for the plan's steps and write the privacy report beside the model.
 
         Args:
-            resume_from_checkpoint: a checkpoint of this output folder, or True for its latest that is whole. Any number
-                of processes may continue it. The ledger is continued: steps lost in a crash stay charged, and batches
-                and noise are drawn from fresh entropy.
+            resume_from_checkpoint: a checkpoint of this output folder, True for its latest that is whole, or "auto" to
+                start where there is nothing to resume (`dpllm.restarting`). Any number of processes may continue it.
+                The ledger is continued: steps lost in a crash stay charged, and batches and noise are drawn from fresh
+                entropy.
             trial: refused; hyper-parameter search on the private data costs privacy.
             ignore_keys_for_eval: as for ``Trainer``.
 
         Raises:
             ValueError: the folder holds another run, its ledger is of another plan, or no checkpoint is whole.
+            RunCompletedError: "auto", and the run in the folder has ended as planned.
         """
         if trial is not None:
             raise ConfigError(
@@ -228,15 +230,15 @@ class DPTrainer(Outlets):
                 "for every run."
             )
         folder = Path(str(self.args.output_dir))
-        require_shared_folder(folder, self.processes)
+        restart = begin_in(folder, resume_from_checkpoint, self.processes)
         require_finite(self._module, self.processes, "The model to train has")
         self._nonfinite = NonfiniteSteps(self.plan.expected_batch_size)
         self.interrupted_by = None
-        checkpoint = checkpoint_to_resume(folder, resume_from_checkpoint, self.processes)
+        checkpoint = checkpoint_to_resume(folder, restart.checkpoint, self.processes)
         if not self._attached:  # refused before anything is charged or written
             GhostClipper(self._module, self.plan.clip_norm, self._forms).remove()
         self.processes.from_main(lambda: check_output_folder("train.output_dir", folder))
-        self.ledger = self._open_ledger(folder, resume=checkpoint is not None)
+        self.ledger = self._open_ledger(folder, resume=restart.continues)
         with self.ledger.ended_on_failure():
             self._note_outlets()
             self._run = PrivateRun(self.plan, self._rows, self.ledger, self.privacy.seed)

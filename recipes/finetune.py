@@ -4,7 +4,8 @@
     accelerate launch recipes/finetune.py --config recipes/gpt2_e2e_lora.yaml privacy.target_epsilon=3 train.seed=1
 
 Ordinary training on public text comes first, where the recipe asks for it; the held-out records are measured before and
-after the private training. `train.resume_from_checkpoint=true` continues a run that was stopped.
+after the private training. `train.resume_from_checkpoint=true` continues a run that was stopped; `auto` starts where
+there is nothing to continue, and does nothing where the run is completed.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import datasets
 import torch
 import torch.distributed
 from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from dpllm import DPTrainer, load_recipe
@@ -35,6 +37,7 @@ from dpllm.plan import format_epsilon, format_plan
 from dpllm.preflight import PLAIN, check_recipe
 from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes
+from dpllm.restarting import RunCompletedError, begin_in
 from dpllm.scratch import remove_private_folder
 from dpllm.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
 from dpllm.unused import is_used
@@ -42,6 +45,7 @@ from dpllm.unused import is_used
 console = Console(highlight=False, soft_wrap=True)
 
 
+@record
 def main() -> None:
     """Read the command line and run; a mistake in the recipe or in the data is one line and exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -55,6 +59,9 @@ def main() -> None:
     try:
         with Terminal().taken():  # so that Ctrl-C doesn't end the launcher with a traceback
             code, together = run(load_recipe(options.config, options.overrides)), True
+    except RunCompletedError as done:
+        console.print(str(done), markup=False)
+        code, together = 0, True
     except Exception as error:
         code = tell(error, (lambda text: None) if console.quiet and words_of(error) else None)
     except KeyboardInterrupt:
@@ -87,8 +94,10 @@ def run(recipe: Recipe) -> int:
     began = time.monotonic()
     check_recipe(recipe)  # before anything is read
     args = training_arguments({**PLAIN, **recipe.train})
-    output, resume = Path(args.output_dir), args.resume_from_checkpoint
-    if not resume and is_used(output / LEDGER_FILE):
+    output = Path(args.output_dir)
+    restart = begin_in(output, args.resume_from_checkpoint, Processes())
+    resume = restart.checkpoint
+    if not restart.continues and is_used(output / LEDGER_FILE):
         raise ValueError(f"{output} already holds a private run: set train.output_dir to another folder")
 
     # The private records. Their number fixes the plan before anything is trained.
@@ -141,7 +150,7 @@ def run(recipe: Recipe) -> int:
     if args.should_save:
         output.mkdir(parents=True, exist_ok=True)
         save_recipe(recipe, output / RECIPE_FILE)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if trainer.interrupted_by is not None:
         return stopped(trainer, trainer.interrupted_by)
     with StopRequest("training is complete; its model and report are being saved").listening():

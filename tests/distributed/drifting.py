@@ -60,6 +60,7 @@ def everything(root: Path) -> dict[str, Any]:
         "collator": collator,
         "local folder": local_folder,
         "subgroup": subgroup,
+        "meshes": meshes,
         "train.learning_rate": lambda folder: trainer(folder, learning_rate=1e-2 * (1 + Processes().rank)),
         "train.bf16": lambda folder: trainer(folder, bf16=Processes().rank == 1),
         "train.per_device_train_batch_size": lambda folder: trainer(
@@ -224,6 +225,25 @@ def subgroup(folder: Path) -> dict[str, Any]:
     groups = [dist.new_group([rank]) for rank in range(2)]
     model = DistributedDataParallel(network(), process_group=groups[Processes().rank])
     return {"error": caught(lambda: engine_for(model, torch.optim.SGD(model.parameters(), lr=0.1)))}
+
+
+def meshes(folder: Path) -> dict[str, Any]:
+    """Sharded models over meshes of several kinds: the error of each, None where it is accepted."""
+
+    def over(names: tuple[str, str], flattened: str | None = None) -> tuple[str, str] | None:
+        root = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+        mesh = root if flattened is None else root._flatten(flattened)
+        model = fully_shard(network(), mesh=mesh)
+        return caught(lambda: engine_for(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+    found = {
+        "tp": over(("dp", "tp")),
+        "cp": over(("dp_replicate", "cp")),
+        "joint": over(("dp_shard", "cp"), "dp_shard_cp"),
+        "hybrid": over(("dp_replicate", "dp_shard")),
+        "joint of data": over(("dp_replicate", "dp_shard"), "dp_shard_cp"),
+    }
+    return {"error": None, **found}
 
 
 def trainer(folder: Path, **options: Any) -> dict[str, Any]:

@@ -120,6 +120,15 @@ def test_a_group_of_some_processes_is_refused(seen):
     assert said(seen("subgroup"), "EngineError", "a process group of 1 of 2 processes", "process_group")
 
 
+def test_meshes_that_split_a_unit_are_refused_by_their_dimensions(seen):
+    """Also where accelerate joins context parallelism with the shards of data parallelism under one name."""
+    (found, other) = seen("meshes")
+    assert found == other and found["hybrid"] is None and found["joint of data"] is None
+    for case, dimension in (("tp", "tp"), ("cp", "cp"), ("joint", "cp")):
+        kind, message = found[case]
+        assert kind == "EngineError" and f"with the dimension {dimension}: tensor, pipeline, context" in message
+
+
 def test_every_bit_counts_in_a_checksum():
     """Of all dtypes, of large tensors, in any position; equal tensors have equal checksums."""
     generator = torch.Generator().manual_seed(1)

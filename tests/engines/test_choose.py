@@ -3,6 +3,8 @@
 
 import pytest
 import torch
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from torch import nn
 
 from dpllm.engines import EngineError, SingleProcess, engine_for, model_inside
@@ -118,6 +120,23 @@ def test_a_model_over_several_devices_is_refused():
         engine_for(model, optimizer_of(model))
     model.hf_device_map = {"": "cpu"}
     assert type(engine_for(model, optimizer_of(model))) is SingleProcess
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("_mixed_precision", "fp16", "made with mixed_precision='fp16'"),
+        ("_mixed_precision", "fp8", "made with mixed_precision='fp8'"),
+        ("parallelism_config", ParallelismConfig(cp_size=2), "made with cp_size=2: tensor, context and sequence"),
+        ("parallelism_config", ParallelismConfig(sp_size=2), "made with sp_size=2"),
+    ],
+)
+def test_what_the_accelerator_was_made_with_is_checked_when_a_model_is_attached(name, value, match, monkeypatch):
+    """A loop of one's own has no TrainingArguments that would have been checked."""
+    model = nn.Linear(3, 2)
+    monkeypatch.setitem(AcceleratorState._shared_state, name, value)
+    with pytest.raises(EngineError, match=match):
+        engine_for(model, optimizer_of(model))
 
 
 def test_a_gradient_that_the_private_step_did_not_make_is_refused_by_name():

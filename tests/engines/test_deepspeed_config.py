@@ -28,6 +28,8 @@ SWITCHED = {
     "zero_optimization.mics_shard_size": (2, [-1]),
     "zero_optimization.zenflow": ({"topk_ratio": 0.1}, [None]),
     "compression_training": ({"weight_quantization": {}}, [{}]),
+    "sequence_parallel_size": (2, [1]),
+    "zero_optimization.offload_optimizer.super_offload": (True, [False]),
     "pipeline": ({"stages": 2}, [{}]),
     "tensor_parallel": ({"autotp_size": 2}, [{"autotp_size": 0}, {"autotp_size": 1}]),
 }
