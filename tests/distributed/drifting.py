@@ -241,7 +241,7 @@ def meshes(folder: Path) -> dict[str, Any]:
         "cp": over(("dp_replicate", "cp")),
         "joint": over(("dp_shard", "cp"), "dp_shard_cp"),
         "hybrid": over(("dp_replicate", "dp_shard")),
-        "joint of data": over(("dp_replicate", "dp_shard"), "dp_shard_cp"),
+        "joint of data": over(("dp_replicate", "dp_shard"), "dp_cp"),
     }
     return {"error": None, **found}
 
