@@ -136,7 +136,8 @@ def private_step(
         MicrobatchTooLargeError: memory ran out on a microbatch that can't be divided.
     """
     _check(clipper, plan, ledger, engine)
-    ledger.append_step(ledger.num_steps, plan.step)
+    number = ledger.num_steps
+    ledger.append_step(number, plan.step)
     engine.unfinished = True
     processes, scale = engine.processes, 1 / plan.expected_batch_size
     replicas = Replicas(clipper.parameters, processes)  # as they are now; compared with the tally, before any use
@@ -164,7 +165,7 @@ def private_step(
         engine.collect(clipper.parameters, add_to, last=last, scale=scale)
     done, checksums = tally.over(processes, portions, replicas)
     try:
-        Replicas.check(checksums, ledger.num_steps)
+        Replicas.check(checksums, number + 1)
     except DisagreementError:
         for parameter in clipper.parameters.values():
             parameter.grad = None

@@ -51,7 +51,7 @@ class Turns:
 
         Args:
             unit_ids: (U,) the units of the step.
-            step: the number of steps charged so far.
+            step: the number of steps before this one.
             mode: settings that decide what is computed and may change from step to step.
 
         Raises:
@@ -66,9 +66,9 @@ class Turns:
                 modes = self._processes.gather(mode) if part.start == 5 else []
                 shown = told_by_rank(modes or [_digest(one[3:5]) for one in everywhere])
                 raise DisagreementError(
-                    f"The processes differ in {what} ({shown}), so their sums would not be those of one draw. Nothing "
-                    "was charged for it. Pass every draw of PrivateRun.draws to PrivateRun.step as it is, in the same "
-                    "order and with the same settings on every process"
+                    f"The processes differ in {what} ({shown}), so their sums would not be those of one draw. No "
+                    "further step is charged. Pass every draw of PrivateRun.draws to PrivateRun.step as it is, in "
+                    "the same order and with the same settings on every process"
                 )
 
     def _meet(self, kind: float, step: int, rest: list[float]) -> list[list[float]]:
@@ -78,7 +78,7 @@ class Turns:
             shown = told_by_rank([_NAMES[one[0]].format(int(one[1]) + 1) for one in everywhere])
             raise DisagreementError(
                 f"The processes are at different places of the run ({shown}): one of them took an extra draw or left a "
-                "step out. Nothing was charged for it. Call next() on PrivateRun.draws and PrivateRun.step equally "
+                "step out. No further step is charged. Call next() on PrivateRun.draws and PrivateRun.step equally "
                 "often, and in the same order, on every process"
             )
         return everywhere

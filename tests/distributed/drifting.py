@@ -116,9 +116,10 @@ def drift(
     if error is not None:
         optimizer.step()  # a loop that goes on all the same has nothing to release
     unmoved = bool(torch.equal(before, local(model))) or optimizer_class is Restless
-    again = None if error is None else caught(lambda: run.step(np.arange(3), loss_of))
+    found = {"error": error, "taken": taken, "charged": charged(folder), "unmoved": unmoved}
+    found["again"] = None if error is None else caught(lambda: run.step(next(run.draws(1)), loss_of))
     run.detach()
-    return {"error": error, "taken": taken, "charged": charged(folder), "unmoved": unmoved, "again": again}
+    return found
 
 
 def change_rate(run: Any, model: Any, optimizer: Any) -> None:

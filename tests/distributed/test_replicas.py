@@ -54,21 +54,21 @@ def test_replicas_that_drift_stop_all_processes_before_the_next_step_is_used(see
 
 
 def test_an_extra_draw_on_one_process_stops_all_of_them(seen):
-    """Whoever is ahead meets the others in the next roll call; only the step before is charged."""
+    """Whoever is ahead meets the others in the next roll call; the extra draw is not charged."""
     results = seen("extra draw")
-    assert said(results, "DisagreementError", "rank 0: takes step 2, rank 1: draws the units of step 2")
-    assert said(results, "DisagreementError", "Nothing was charged for it", "equally often")
-    assert [one["charged"] for one in results] == [1, 1]
+    assert said(results, "DisagreementError", "rank 0: takes step 2, rank 1: draws the units of step 3")
+    assert said(results, "DisagreementError", "No further step is charged", "equally often")
+    assert [one["charged"] for one in results] == [2, 2]
     assert results[0]["drawn"] == results[1]["drawn"] and len(results[0]["drawn"]) == 2
 
 
 @pytest.mark.parametrize(
     ("case", "text"), [("other units", "the units of this step"), ("autocast", "rank 1: cpu autocast torch.bfloat16")]
 )
-def test_a_step_that_differs_is_refused_before_it_is_charged(seen, case, text):
+def test_a_step_that_differs_is_refused_before_anything_is_computed(seen, case, text):
     """Other units, or a context that changes what is computed, on one process."""
-    assert said(seen(case), "DisagreementError", text, "Nothing was charged")
-    assert [one["charged"] for one in seen(case)] == [0, 0]
+    assert said(seen(case), "DisagreementError", text, "No further step is charged")
+    assert [one["charged"] for one in seen(case)] == [1, 1]  # for its draw
 
 
 @pytest.mark.parametrize(
