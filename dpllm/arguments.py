@@ -148,6 +148,14 @@ def private_arguments(args: TrainingArguments) -> TrainingArguments:
     return private
 
 
+def checked_arguments(args: TrainingArguments, own_optimizer: bool) -> TrainingArguments:
+    """As `private_arguments`, once the optimizer was built, too, unless the caller brings one (``own_optimizer``)."""
+    private = private_arguments(args)
+    if not own_optimizer:
+        check_optimizer(args)
+    return private
+
+
 def refuse_options(args: TrainingArguments) -> None:
     """Refuse the options that cannot be kept private, on whatever machine the run will be.
 

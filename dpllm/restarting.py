@@ -29,8 +29,7 @@ class Restart:
 
     Attributes:
         checkpoint: a checkpoint, True for the latest that is whole, False for none.
-        continues: whether the folder's ledger is continued; True with every checkpoint, and where a run ended before
-            its first step.
+        continues: whether the folder's ledger is continued.
     """
 
     checkpoint: str | bool
@@ -43,7 +42,7 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
     Args:
         folder: the output folder.
         wanted: ``train.resume_from_checkpoint``: a checkpoint, True, nothing, or "auto": without a ledger the run
-            starts; with one and a whole checkpoint it resumes; with one that charges no step it starts under it.
+            starts; with one and a whole checkpoint it resumes; with one that charges no step it starts again.
 
     Raises:
         RunCompletedError: "auto", and the run in the folder has ended as planned.
@@ -82,7 +81,7 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
             "is nothing to resume from. The steps stay charged; set train.output_dir to another folder for a new run, "
             "and save more often (train.save_steps)"
         )
-    return Restart(False, True)
+    return Restart(False, False)  # nothing was charged: a new run may begin over it (`dpllm.unused`)
 
 
 def begin_in(folder: str | Path, wanted: str | bool | None, processes: Processes) -> Restart:

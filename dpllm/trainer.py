@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from dpllm import agreement
 from dpllm.accounting import epsilon
-from dpllm.arguments import check_optimizer, plan_for, private_arguments
+from dpllm.arguments import checked_arguments, plan_for
 from dpllm.attaching import AttachFirst
 from dpllm.checkpoints import (
     STAGING_FOLDER,
@@ -159,7 +159,7 @@ class DPTrainer(Outlets):
             refuse_unpackable(model, _task(model), data_collator, compute_loss_func)
         self._pack_rows, self._forms = pack_rows, forms
         self.processes = Processes()
-        private = self.processes.together(lambda: _checked(args, own_optimizer=optimizers[0] is not None))
+        private = self.processes.together(lambda: checked_arguments(args, own_optimizer=optimizers[0] is not None))
         self.processes.agree({**agreement.software(), **agreement.training(args)})
         self.units: UnitIndex = unit_index_of(train_dataset, privacy, self._draw_of_rows())
         drawn = self.units.each_row() if privacy.sampling == "example" else self.units
@@ -536,14 +536,6 @@ def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Pro
         return found
 
     return processes.from_main(find)
-
-
-def _checked(args: TrainingArguments, own_optimizer: bool) -> TrainingArguments:
-    """The arguments for private training, once everything about them was checked."""
-    private = private_arguments(args)
-    if not own_optimizer:
-        check_optimizer(args)
-    return private
 
 
 def _fetch(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:

@@ -35,11 +35,11 @@ def test_what_is_asked_for_by_name_is_taken_as_it_is(tmp_path):
     assert restart_of(tmp_path, "runs/a/checkpoint-3") == Restart("runs/a/checkpoint-3", True)
 
 
-def test_auto_starts_resumes_and_begins_again_under_a_ledger_without_steps(tmp_path):
+def test_auto_starts_resumes_and_begins_again_where_no_step_was_charged(tmp_path):
     """A killed start, a stopped run, a folder that is not there yet."""
     assert restart_of(tmp_path / "new", "auto") == Restart(False, False)
     ledger(tmp_path / "a")
-    assert restart_of(tmp_path / "a", "auto") == Restart(False, True)
+    assert restart_of(tmp_path / "a", "auto") == Restart(False, False)
     ledger(tmp_path / "b", 3, "interrupted")
     checkpoint(tmp_path / "b", 2)
     assert restart_of(tmp_path / "b", "auto") == Restart(True, True)
