@@ -45,7 +45,7 @@ from dpllm.ledger_reader import LedgerHead
 from dpllm.plan import PrivacyPlan, format_epsilon
 
 _FORMAT = 1
-_HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", "delta")
+_HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", "delta", "shared_people")
 
 
 class BudgetError(ValueError):
@@ -96,6 +96,8 @@ class Budget:
     """What all runs together may cost, at `delta`."""
     delta: float
     """δ of the composition of all runs."""
+    shared_people: bool = False
+    """Whether runs may have another N: the data set grows, and its people are in several runs."""
     entries: tuple[Entry, ...] = ()
 
     @property
@@ -139,6 +141,7 @@ def create_budget(
     num_units: int,
     unit_column: str | None = None,
     adjacency: str = "zero-out",
+    shared_people: bool = False,
 ) -> Budget:
     """Write the budget file of a data set.
 
@@ -151,6 +154,8 @@ def create_budget(
         num_units: N, public: the units of the data set as the runs see it.
         unit_column: the column of the user's id; exactly at user level.
         adjacency: "zero-out" or "replace-one".
+        shared_people: allow runs with another N, such as on the data set after it has grown. Each step is accounted
+            with the N of its own run; δ stays below 1/N of every run.
 
     Raises:
         BudgetError: the file exists, or a value is out of range.
@@ -177,6 +182,7 @@ def create_budget(
         adjacency=adjacency,
         epsilon=float(epsilon),
         delta=float(delta),
+        shared_people=bool(shared_people),
     )
     with _locked(real):
         if real.exists():
@@ -378,7 +384,7 @@ def read_budget(path: str | Path) -> Budget:
         raise _edited(path, "edited: its contents don't match its hash")
     try:
         entries = tuple(Entry(**{**entry, "step": Step(**entry["step"])}) for entry in raw["entries"])
-        return Budget(path=real, entries=entries, **{name: raw[name] for name in _HEAD})
+        return Budget(path=real, entries=entries, **{name: raw[name] for name in _HEAD if name in raw})
     except (KeyError, TypeError, ValueError) as error:
         raise _edited(path, f"not a whole budget ({error})") from error
 
@@ -422,12 +428,19 @@ def _check_data(budget: Budget, plan: PrivacyPlan, dataset: str) -> None:
     pairs = [("dataset", budget.dataset, dataset)]
     if plan.dataset is not None:
         pairs.append(("dataset of the plan", budget.dataset, plan.dataset))
-    pairs += [(name, getattr(budget, name), getattr(plan, name)) for name in ("unit", "unit_column", "num_units")]
+    names = ("unit", "unit_column") if budget.shared_people else ("unit", "unit_column", "num_units")
+    pairs += [(name, getattr(budget, name), getattr(plan, name)) for name in names]
     differing = [f"{name} is {there!r} there and {here!r} here" for name, there, here in pairs if there != here]
     if differing:
         raise BudgetError(
             f"{budget.path} is the budget of other data than this run's: {'; '.join(differing)}. Runs on different "
-            "data or units don't add up in one budget; give the file that was made for this data set, in this unit"
+            "data or units don't add up in one budget; give the file that was made for this data set, in this unit. For "
+            "a data set that grows, with people in several runs, make it with `dpllm budget create --shared-people`"
+        )
+    if budget.delta * plan.num_units >= 1:
+        raise BudgetError(
+            f"{budget.path} has delta={budget.delta:g}, which is not below 1/N = {1 / plan.num_units:.3g} of this run: "
+            "make a budget with a smaller delta"
         )
 
 
@@ -512,6 +525,8 @@ def _locked(path: Path) -> Iterator[None]:
 def _write(budget: Budget) -> None:
     """Replace the file in one go: whatever happens, it is the old one or the new one."""
     body: dict[str, Any] = {"format": _FORMAT, **{name: getattr(budget, name) for name in _HEAD}}
+    if not budget.shared_people:
+        del body["shared_people"]  # as files of earlier versions
     body["entries"] = [dataclasses.asdict(entry) for entry in budget.entries]
     text = json.dumps({**body, "sha256": _digest(body)}, indent=2, ensure_ascii=False)
     half = budget.path.with_name(f"{budget.path.name}.tmp")  # one name: left over by a crash, it is written anew

@@ -14,6 +14,7 @@ sensitivity under replace-one (google/differential-privacy, number 378), and the
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -32,6 +33,8 @@ from dpllm.sampling import TruncatedPoissonSampler
 
 UPPER_BOUND = "upper bound"
 ESTIMATE = "estimate"
+NEGLIGIBLE = 2e-3
+"""What truncation may add to ε where an accounting that does not know it is used; a plan's default adds less."""
 
 _RELATIONS = {
     "zero-out": dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
@@ -319,7 +322,8 @@ def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: flo
 
     The number of runs is drawn from a geometric distribution (shape 1), a logarithmic one (0), a Poisson one (inf) or
     a truncated negative binomial one in between, and is kept secret, as are the other runs. A fixed number of runs
-    composes instead. By Rényi accounting, since no other is known; under zero-out, without the effect of truncation.
+    composes instead. By Rényi accounting, since no other is known; under zero-out. That accounting does not know
+    truncation, so steps in which truncation costs anything are refused. The result is never below ε of one run.
 
     Args:
         history: (step, count) pairs of one run.
@@ -331,7 +335,7 @@ def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: flo
         ε; inf when a step has no noise; None where the rows of one unit are drawn singly.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or the truncation of a step costs privacy.
 
     References: Papernot, Steinke, arXiv:2110.03620, theorems 2 and 6, through dp_accounting's RepeatAndSelectDpEvent.
 
@@ -351,9 +355,18 @@ def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: flo
         return math.inf
     if any(step.rows_per_unit > 1 for step, _ in merged):
         return None
+    one_run = accounting.epsilon(merged, delta)
+    whole = [(dataclasses.replace(step, num_units=None, max_batch_size=None), count) for step, count in merged]
+    untruncated = accounting.epsilon(whole, delta)
+    if one_run > untruncated + NEGLIGIBLE:
+        raise ValueError(
+            f"the best of several runs is accounted without truncation, and truncation costs here: one run has "
+            f"ε = {one_run:.4g}, and {untruncated:.4g} without it. Raise --max-batch-size until it costs nothing (a "
+            "plan's default does that), or add the runs up"
+        )
     run = dp_event.ComposedDpEvent([dp_event.SelfComposedDpEvent(event, count) for event, count in _events(merged)])
     repeated = dp_event.RepeatAndSelectDpEvent(run, float(mean_runs), float(shape))
-    return max(_renyi([(repeated, 1)], delta), DISCRETIZATION)
+    return max(_renyi([(repeated, 1)], delta), one_run, DISCRETIZATION)
 
 
 def _events(merged: History) -> list[tuple[dp_accounting.DpEvent, int]]:

@@ -5,8 +5,10 @@ runs on one data set sees the result of all their steps, so the steps of all led
 budget file (`dpllm.budget`) does the same beforehand, for runs to come; here it is done for runs that were made.
 
 What is composed is decided from public facts alone: plan, ledger, and the name of the data set. Whether two data sets
-share people can't be known from them: runs on overlapping data under different names have to be composed as one data
-set, by somebody who knows (``dataset=`` for runs without a name).
+share people cannot be known from them: somebody who knows has to say so (``dataset=`` for runs without a name,
+``shared_people=True`` for data sets of different names or sizes, such as one that has grown between two runs). That
+composition is valid: each step is accounted with the N of its own run, and a person who is in one of the data sets
+only has less to lose.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class Composition:
     unit: str
     unit_column: str | None
     num_units: int
+    """N; the largest one where the data sets differ in size."""
     adjacency: str
     delta: float
     epsilon: float
@@ -91,6 +94,7 @@ def compose(
     delta: float | None = None,
     adjacency: str | None = None,
     dataset: str | None = None,
+    shared_people: bool = False,
 ) -> Composition:
     """Return the guarantee that several runs on one data set have together.
 
@@ -102,6 +106,7 @@ def compose(
         delta: δ of the composition, below 1/N. None: the one that all plans share.
         adjacency: "zero-out" or "replace-one". None: the one that all plans share.
         dataset: name of the data set, vouched for by the caller, for runs whose plan has none.
+        shared_people: the data sets may differ in name and size, and have people in common.
 
     Raises:
         ValueError: a folder is given twice, as a copy, or is a checkpoint; a ledger is of another plan; the runs are
@@ -117,12 +122,12 @@ def compose(
     for path, plan, ledger in zip(paths, plans, ledgers, strict=True):
         _check_run(path, plan, ledger)
     _check_distinct(paths, ledgers)
-    name = _common_data(paths, plans, dataset)
+    name = _common_data(paths, plans, dataset, shared_people)
     adjacency = adjacency or _common("adjacency", paths, [plan.adjacency for plan in plans])
     if adjacency not in ADJACENCIES:
         raise ValueError(f"adjacency must be one of {', '.join(map(repr, ADJACENCIES))}, got {adjacency!r}")
     delta = delta if delta is not None else _common("delta", paths, [plan.delta for plan in plans])
-    num_units = plans[0].num_units
+    num_units = max(plan.num_units for plan in plans)
     if not (delta > 0 and delta * num_units < 1):
         raise ValueError(
             f"delta={delta:g} is not between 0 and 1/N = {1 / num_units:.3g} for N={num_units} units: publishing one "
@@ -218,8 +223,16 @@ def _check_distinct(paths: list[Path], ledgers: list[LedgerContents]) -> None:
                 )
 
 
-def _common_data(paths: list[Path], plans: list[PrivacyPlan], dataset: str | None) -> str:
-    """Return the name of the data set that all runs are about."""
+def _common_data(paths: list[Path], plans: list[PrivacyPlan], dataset: str | None, shared_people: bool) -> str:
+    """Return the name of the data set, or the names of the data sets, that all runs are about."""
+    if shared_people:
+        units = {(plan.unit, plan.unit_column) for plan in plans}
+        if len(units) > 1:
+            raise ValueError(
+                f"these runs protect different units ({', '.join(sorted(map(str, units)))}): ε of a record says "
+                "nothing of a user with several records, so no common ε is known. Train again with the unit of the others"
+            )
+        return " and ".join(sorted({str(plan.dataset or dataset) for plan in plans} - {"None"})) or "without a name"
     nameless = [str(path) for path, plan in zip(paths, plans, strict=True) if plan.dataset is None]
     if nameless and dataset is None:
         raise ValueError(
@@ -236,7 +249,8 @@ def _common_data(paths: list[Path], plans: list[PrivacyPlan], dataset: str | Non
         vouched = f" (vouched for: {dataset!r})" if dataset is not None else ""
         raise ValueError(
             f"these runs are about different data or units{vouched}, and one ε for them would mean nothing: {listed}. "
-            "Compose the runs on each data set by themselves"
+            "If the data sets share people, as one that has grown between the runs does, compose them with "
+            "--shared-people; an ε of each run by itself is not what such a person has"
         )
     (name,) = names
     assert name is not None

@@ -430,3 +430,21 @@ def test_a_crashed_run_gives_back_what_it_did_not_take(tmp_path: Path, path: Pat
     Ledger.create(unnamed / "privacy_ledger.jsonl", plan).close()
     with pytest.raises(BudgetError, match="is charged to no budget file"):
         settle_crashed(path, unnamed)
+
+
+def test_a_data_set_that_grows_has_one_budget(tmp_path: Path) -> None:
+    """Runs with another N are charged where the file says that they share people, each step with its own N."""
+    file = tmp_path / "growing.budget.json"
+    create_budget(file, **HEAD, shared_people=True)
+    first, second = make(), make(num_units=1500)
+    charge(file, first, "chats")
+    charge(file, second, "chats")
+    budget = read_budget(file)
+    assert budget.shared_people and budget.spent == epsilon([(first.step, 50), (second.step, 50)], 1e-5)
+    with pytest.raises(BudgetError, match="which is not below 1/N"):
+        charge(file, make(num_units=200_000, delta=1e-6), "chats")
+    create_budget(tmp_path / "fixed.budget.json", **HEAD)
+    with pytest.raises(
+        BudgetError, match=r"num_units is 1000 there and 1500 here.*dpllm budget create --shared-people"
+    ):
+        charge(tmp_path / "fixed.budget.json", second, "chats")

@@ -271,3 +271,13 @@ def test_tuning_refuses_and_passes_on() -> None:
     assert best_of_epsilon([], 1e-5, 10) == 0.0
     assert best_of_epsilon([(plain(0.0, 0.02), 1)], 1e-5, 10) == math.inf
     assert best_of_epsilon([(Step(100, 0.1, None, 1.0, rows_per_unit=2), 10)], 1e-5, 10) is None
+
+
+def test_best_of_never_hides_the_truncation() -> None:
+    """Where truncation costs privacy the Rényi figure would be too small: it is refused, and never below one run's."""
+    truncated = [(Step(1000, 0.1, 100, 1.0), 100)]
+    with pytest.raises(ValueError, match=r"truncation costs here: one run has ε = .* Raise --max-batch-size"):
+        best_of_epsilon(truncated, 1e-5, 2)
+    history = [(Step(1000, 0.1, 200, 1.0), 100)]
+    for mean in (1, 2, 10):
+        assert best_of_epsilon(history, 1e-5, mean) >= accounting.epsilon(history, 1e-5)

@@ -180,3 +180,21 @@ def test_rows_and_dictionary_say_everything(tmp_path: Path) -> None:
     assert values["epsilon"] == found.epsilon and values["delta"] == 1e-5
     assert [run["ended"] for run in values["runs"]] == [True, False]
     assert [len(run["runs"]) for run in values["runs"]] == [1, 1]
+
+
+def test_a_data_set_that_has_grown_composes(tmp_path: Path) -> None:
+    """Runs on the same people with another N are one history, each step with its own N; nobody is told to add apart."""
+    one = make_run(tmp_path / "one")
+    two = make_run(tmp_path / "two", num_units=1500, dataset="chats of May")
+    folders = [tmp_path / "one", tmp_path / "two"]
+    with pytest.raises(
+        ValueError, match=r"about different data or units.* compose them with --shared-people"
+    ) as caught:
+        compose(folders)
+    assert "by themselves" not in str(caught.value)
+    found = compose(folders, shared_people=True)
+    assert found.epsilon == epsilon([(one.step, 50), (two.step, 50)], 1e-5) > max(one.epsilon, two.epsilon)
+    assert (found.dataset, found.num_units) == ("chats and chats of May", 1500)
+    make_run(tmp_path / "users", unit="user", unit_column="author", max_rows_per_unit=4)
+    with pytest.raises(ValueError, match="these runs protect different units"):
+        compose([*folders, tmp_path / "users"], shared_people=True)

@@ -31,6 +31,9 @@ def create(
     unit: Annotated[str, typer.Option(help="sequence or user.")] = "sequence",
     unit_column: Annotated[str | None, typer.Option(help="The column of the user's id, with --unit user.")] = None,
     adjacency: Adjacency = "zero-out",
+    shared_people: Annotated[
+        bool, typer.Option("--shared-people", help="Runs may have another N: the data set grows between them.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make the budget file of a data set."""
@@ -45,6 +48,7 @@ def create(
         num_units=num_units,
         unit_column=unit_column,
         adjacency=adjacency,
+        shared_people=shared_people,
     )
     show(made.to_dict(), budget_rows(made), f"Budget {path}", as_json)
 

@@ -206,11 +206,17 @@ def compose(
     dataset: Annotated[
         str | None, typer.Option(help="Vouch that runs whose plan names no data set were on this one.")
     ] = None,
+    shared_people: Annotated[
+        bool,
+        typer.Option(
+            "--shared-people", help="The data sets differ in name or size, and have people in common: a grown data set."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print what several runs on the same data cost together, from their ledgers."""
     from dpllm.compose import compose as compose_runs
     from dpllm.compose import composition_rows
 
-    made = compose_runs(folders, delta, adjacency, dataset)
+    made = compose_runs(folders, delta, adjacency, dataset, shared_people)
     show(made.to_dict(), composition_rows(made), "What the runs cost together", as_json)
