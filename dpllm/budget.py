@@ -434,7 +434,7 @@ def _check_data(budget: Budget, plan: PrivacyPlan, dataset: str) -> None:
     if differing:
         raise BudgetError(
             f"{budget.path} is the budget of other data than this run's: {'; '.join(differing)}. Runs on different "
-            "data or units don't add up in one budget; give the file that was made for this data set, in this unit. For "
+            "data or units don't add up in one budget; give the file that was made for this data set and unit. For "
             "a data set that grows, with people in several runs, make it with `dpllm budget create --shared-people`"
         )
     if budget.delta * plan.num_units >= 1:

@@ -230,7 +230,7 @@ def _common_data(paths: list[Path], plans: list[PrivacyPlan], dataset: str | Non
         if len(units) > 1:
             raise ValueError(
                 f"these runs protect different units ({', '.join(sorted(map(str, units)))}): ε of a record says "
-                "nothing of a user with several records, so no common ε is known. Train again with the unit of the others"
+                "nothing of a user with several, so no common ε is known. Train again with the unit of the others"
             )
         return " and ".join(sorted({str(plan.dataset or dataset) for plan in plans} - {"None"})) or "without a name"
     nameless = [str(path) for path, plan in zip(paths, plans, strict=True) if plan.dataset is None]

@@ -269,3 +269,42 @@ def test_the_command_fails_where_the_claim_does(saved, tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, saved)), *options])
     assert done.exit_code == 1, done.output
     assert "FAIL" in done.stdout
+
+
+def test_noise_directions_see_no_unit():
+    """At right angles to every gradient and to each other; where there is no room for them there are none."""
+    gradient_KP = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
+    noise_DP = Basis.of(gradient_KP, num_base=2, num_noise=8).noise_DP
+    torch.testing.assert_close(noise_DP @ noise_DP.T, torch.eye(8), atol=1e-5, rtol=0)
+    assert float((gradient_KP @ noise_DP.T).abs().max()) < 1e-5
+    assert len(Basis.of(torch.eye(3), num_base=1, num_noise=8).noise_DP) == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"tokens": 100_000}, "tokens must be from 2 to 4096, got 100000"),
+        ({"canaries": 10**7}, "canaries must be from 1 to 1024"),
+        ({"blocks": 10**5, "steps": 100}, "at most 1000000 are taken: lower --blocks or --steps"),
+    ],
+)
+def test_audits_that_would_not_end_are_refused(values, match):
+    """With the bound, before anything is computed; the default has one canary, which shows most."""
+    with pytest.raises(AuditError, match=match):
+        Settings(**values)
+    assert Settings().canaries == 1 and Settings().noise_directions * Settings().blocks >= 1600
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.9])
+def test_noise_a_tenth_too_small_fails_the_audit(ratio):
+    """The bounds on ε do not see it; the noise itself does."""
+    rng, design, plan = np.random.default_rng(5), Design(1, 1, 400), plan_of(2, 2, 1.0, 400)
+    included = rng.random((400, 1)) < 0.5
+    canary = CLIP_NORM * (included + ratio * rng.normal(size=included.shape))
+    noise = CLIP_NORM * ratio * rng.normal(size=(400, 1, 4))
+    alike = np.zeros((400, 2), dtype=np.int64)
+    seen = Observations(included, canary[:, None], rng.normal(size=(400, 1)), alike, noise)
+    result = judge_releases(seen, plan, design, "simulated")
+    assert result.verdict == (CONSISTENT if ratio == 1 else FAIL)
+    assert not any(bound.refutes for attack in result.attacks for bound in attack.bounds)
+    assert {"noise", "power"} <= set(dict(result.rows()))

@@ -292,3 +292,15 @@ class TestRefusals:
         config = DataConfig(path="x", max_length=8)
         keys = {key_of({"text": "a", "user": user}, config, "user") for user in "ab"}
         assert len(keys) == 2
+
+
+def test_canaries_that_would_take_hours_are_refused(recipe_file, tmp_path):
+    """With the bound, before any text is made."""
+    with pytest.raises(AuditError, match="num must be at most 20000, got 10000000"):
+        CanaryOptions(num=10**7)
+    for options, match in (
+        (CanaryOptions(num=20, length=10**6), r"canaries of 1000000 tokens are longer than data\.max_length"),
+        (CanaryOptions(num=20, num_candidates=10**7), "and at most 20000000 are made"),
+    ):
+        with pytest.raises(AuditError, match=match):
+            prepare(load_recipe(recipe_file), tmp_path / "audit", options)
