@@ -9,7 +9,8 @@
 #   NNODES          nodes
 #   RDZV_ENDPOINT   HOST:PORT of one of the nodes, the same everywhere; the port has to be free on that node
 #   NPROC_PER_NODE  processes of a node, one per GPU (8)
-#   NODE_RANK       number of this node, only looked at on one machine with several agents: 0 for one, others above 0 (0)
+#   NODE_RANK       number of this node (SLURM_NODEID, or 0)
+#   RDZV_ID         name of this run at the endpoint, the same everywhere, so that agents of another job are not let in
 #   ACCELERATE      the program, when `accelerate` isn't on the PATH
 #   DRY_RUN=1       print the command instead of running it
 
@@ -20,13 +21,19 @@ source "$root/launch/common.sh"
 read_arguments "$root" launch/torchrun.sh "$@"
 
 NPROC_PER_NODE="${NPROC_PER_NODE:-8}"
-NODE_RANK="${NODE_RANK:-0}"
+NODE_RANK="${NODE_RANK:-${SLURM_NODEID:-0}}"
 is_count NNODES "${NNODES:-}"
 is_count NPROC_PER_NODE "$NPROC_PER_NODE"
 [[ "$NODE_RANK" =~ ^[0-9]+$ ]] || fail "NODE_RANK must be a number, got '$NODE_RANK'"
 [[ "${RDZV_ENDPOINT:-}" =~ ^[^:]+:[0-9]+$ ]] || fail "RDZV_ENDPOINT must be HOST:PORT, got '${RDZV_ENDPOINT:-}'"
 
-run "${environment[@]}" "${ACCELERATE:-accelerate}" launch --config_file "$config" \
+if [[ -n "${RDZV_ID:-}" ]]; then
+    export PET_RDZV_ID="$RDZV_ID" # where torchrun's own --rdzv_id gets its default from; accelerate has no such option
+fi
+
+# Under Slurm a run that was asked to stop, and did so in order, is no failure that ends the other nodes' tasks.
+trap 'code=$?; [[ -z "${SLURM_JOB_ID:-}" || "$code" != 138 ]] || exit 0' EXIT
+attend "${environment[@]}" "${ACCELERATE:-accelerate}" launch --config_file "$config" \
     --num_machines "$NNODES" --num_processes "$((NNODES * NPROC_PER_NODE))" --machine_rank "$NODE_RANK" \
     --rdzv_backend c10d --rdzv_conf read_timeout=600,join_timeout=600 \
     --main_process_ip "${RDZV_ENDPOINT%:*}" --main_process_port "${RDZV_ENDPOINT##*:}" \

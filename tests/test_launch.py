@@ -3,6 +3,8 @@
 import os
 import shlex
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ SCRIPTS = ["local.sh", "torchrun.sh", "slurm.sbatch"]
 RECIPE = "recipes/quickstart.yaml"
 FSDP2 = "accelerate_configs/fsdp2.yaml"
 CLEAN = (
-    *("NUM_PROCESSES", "NNODES", "NPROC_PER_NODE", "NODE_RANK", "RDZV_ENDPOINT", "RDZV_PORT"),
+    *("NUM_PROCESSES", "NNODES", "NPROC_PER_NODE", "NODE_RANK", "RDZV_ENDPOINT", "RDZV_PORT", "RDZV_ID"),
     *("ACCELERATE", "DRY_RUN"),
 )
 
@@ -168,17 +170,49 @@ def test_slurm(slurm):
     """Slurm starts one agent per node, and all of them meet at the first."""
     words = command("slurm.sbatch", RECIPE, FSDP2, "a=1", **slurm)
     agent = words.index("launch/torchrun.sh")
-    assert words[agent:] == ["launch/torchrun.sh", RECIPE, FSDP2, "a=1"]
+    assert words[agent:] == ["launch/torchrun.sh", RECIPE, FSDP2, "train.resume_from_checkpoint=auto", "a=1"]
     assert words[:agent] == ["srun", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    words = command("slurm.sbatch", RECIPE, FSDP2, **slurm, SLURM_CPUS_PER_TASK="12")
+    assert "--cpus-per-task=12" in words[: words.index("launch/torchrun.sh")]
+    text = (ROOT / "launch/slurm.sbatch").read_text()
+    assert all(f"#SBATCH {option}" in text for option in ("--requeue", "--open-mode=append", "--signal=B:USR1@300"))
 
 
 def test_slurm_sets_what_torchrun_reads(slurm, tmp_path):
     """The variables exported for the agents are those of the job."""
     srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\necho "$NNODES $NPROC_PER_NODE $RDZV_ENDPOINT"\n')
+    srun.write_text('#!/bin/sh\necho "$NNODES $NPROC_PER_NODE $RDZV_ENDPOINT $RDZV_ID"\nexit 3\n')
     srun.chmod(0o755)
-    done = call("slurm.sbatch", RECIPE, FSDP2, **slurm, SLURM_GPUS_ON_NODE="4")
-    assert done.stdout.split() == ["2", "4", "node7:29500"]
+    done = call("slurm.sbatch", RECIPE, FSDP2, **slurm, SLURM_GPUS_ON_NODE="4", SLURM_JOB_ID="170042")
+    assert done.stdout.split() == ["2", "4", "node7:20042", "dpllm-170042-0"] and done.returncode == 3
+    done = call("slurm.sbatch", RECIPE, FSDP2, **slurm, SLURM_JOB_ID="7", RDZV_PORT="29500")
+    assert "node7:29500" in done.stdout
+
+
+def test_slurm_hands_the_warning_on_and_requeues(slurm, tmp_path):
+    """USR1 ahead of the time limit reaches srun, whose end is waited for; then the job goes back into the queue."""
+    srun = tmp_path / "srun"
+    srun.write_text(
+        "#!/bin/bash\ntrap 'echo told; exit 138' USR1\ntouch \"$STARTED\"\nfor i in $(seq 6000); do sleep 0.1; done\n"
+    )
+    srun.chmod(0o755)
+    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$1" = requeue ] && echo "$@" || echo node7\n')
+    environment = {k: v for k, v in os.environ.items() if k not in CLEAN and not k.startswith("SLURM_")}
+    started = tmp_path / "started"
+    job = children.Child(
+        ["bash", "launch/slurm.sbatch", RECIPE, FSDP2],
+        cwd=ROOT,
+        env={**environment, **slurm, "SLURM_JOB_ID": "17", "STARTED": str(started)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        children.wait_for(lambda: started.exists() or job.poll() is not None)
+        job.send_signal(signal.SIGUSR1)
+        printed, _ = job.communicate(timeout=children.LIMIT)
+    finally:
+        job.kill()
+    assert job.returncode == 0 and printed.split() == ["told", "requeue", "17"]
 
 
 def test_slurm_outside_of_a_job():
@@ -222,7 +256,30 @@ def test_kubernetes():
     given = flags(words[: words.index("recipes/finetune.py")])
     assert (given["--machine_rank"], given["--num_processes"]) == ("1", "16")
     assert (given["--main_process_ip"], given["--main_process_port"]) == ("dpllm-master-0", "23456")
-    assert words[-1] == "train.output_dir=/output/dpllm"
+    assert words[-2:] == ["train.output_dir=/output/dpllm", "train.resume_from_checkpoint=auto"]
+    limits, requests = (container["resources"][kind] for kind in ("limits", "requests"))
+    assert limits["nvidia.com/gpu"] == requests["nvidia.com/gpu"] and requests["memory"] == limits["memory"]
+    assert pod["terminationGracePeriodSeconds"] >= 120
+
+
+def test_trainer_v2():
+    """The TrainJob ends in the same command, and nothing of the runtime's own variables reaches accelerate."""
+    manifest = yaml.safe_load((ROOT / "launch/kubernetes_trainjob.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    trainer = manifest["spec"]["trainer"]
+    environment = {item["name"]: item["value"] for item in trainer["env"]}
+    assert int(environment["NPROC_PER_NODE"]) == trainer["numProcPerNode"]
+    given = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "dpllm-node-0-0", "PET_MASTER_PORT": "29400"}
+    done = children.run(
+        trainer["command"],
+        cwd="/",
+        env={"PATH": os.environ["PATH"], "DRY_RUN": "1", **environment, **given, "REPOSITORY": str(ROOT)},
+    )
+    words = shlex.split(done.stdout)
+    found = flags(words[: words.index("recipes/finetune.py")])
+    assert (found["--machine_rank"], found["--num_processes"]) == ("1", "16")
+    assert found["--main_process_ip"] == "dpllm-node-0-0"
+    assert words[-2:] == ["train.output_dir=/output/dpllm", "train.resume_from_checkpoint=auto"]
 
 
 def test_placeholders():
