@@ -103,14 +103,19 @@ def flags():
     return older, [flag.fp32_precision for flag in newer]
 
 
-@pytest.fixture
-def matmul_settings():
-    """Put the process's settings back."""
-    yield
+def reset_matmul_settings():
     torch.backends.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
     for flag in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
         flag.fp32_precision = "none"
+
+
+@pytest.fixture
+def matmul_settings():
+    """Those of a new process, before and after."""
+    reset_matmul_settings()
+    yield
+    reset_matmul_settings()
 
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS.keys())
