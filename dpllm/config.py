@@ -236,11 +236,14 @@ class ModelConfig:
     """Whether the head shares the input embedding. None: as the model comes; False: the head becomes a copy."""
     freeze: list[str] = field(default_factory=list)
     """Patterns of parameter names that are not trained, such as "transformer.wte.*"."""
+    start_is_independent: bool = False
+    """Declares that starting weights and adapters hold nothing of the private records, where that can be doubted."""
     num_labels: int | None = None
     """Classes of a classifier. None: counted in the data set's public label names."""
 
     def __post_init__(self) -> None:
         """Check every value."""
+        values.flag("start_is_independent", self.start_is_independent)
         if (self.name is None) == (self.config is None):
             given = "neither" if self.name is None else "both"
             raise ConfigError(
@@ -288,6 +291,8 @@ class DataConfig:
     """Split with the held-out records."""
     eval_fraction: float = 0.0
     """Share of the records held out when there is neither `eval_path` nor `eval_split`."""
+    eval_is_public: bool = False
+    """Declares that the evaluation rows are public: then a schedule may follow them, and they are not disclosures."""
     format: str = "text"
     """"text", "prompt_completion", "chat" or "classification"."""
     text_column: str = "text"
@@ -335,6 +340,7 @@ class DataConfig:
             )
         values.choice("format", self.format, FORMATS)
         values.choice("long_records", self.long_records, LONG_RECORDS)
+        values.flag("eval_is_public", self.eval_is_public)
         if self.limit is not None:
             values.integer("limit", self.limit, 1)
         values.text("encoding", self.encoding)
@@ -361,10 +367,13 @@ class PublicPretrainConfig:
     """Text that anyone may know."""
     train: dict[str, Any] = field(default_factory=dict)
     """Names of `TrainingArguments`."""
+    max_shared_records: int = 0
+    """Private records whose text may occur in the public text, declared public (greetings, boilerplate)."""
 
     def __post_init__(self) -> None:
         """Check the section."""
         check_train("train", self.train)
+        values.integer("max_shared_records", self.max_shared_records, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

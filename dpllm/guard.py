@@ -106,6 +106,8 @@ class UpdateGuard:
         (self._expected,) = self._processes.sum([self._handed_in])
 
     def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if self.done:  # the hook stays: PyTorch goes through its hooks at this moment, and others may follow
+            return
         if self._at_once:
             self._seen = [0.0, 0.0]
         for group in optimizer.param_groups:
@@ -122,7 +124,7 @@ class UpdateGuard:
         self._seen_eps = max(self._seen_eps, torch.finfo(local.dtype).eps)
 
     def verify(self) -> None:
-        """Compare what the optimizer saw with what was handed in; when it is the same, the guard rests from then on.
+        """Compare what the optimizer saw with what was handed in; if they match, the guard disables itself.
 
         Raises:
             UpdateError: they differ, on every process; and again at every further attempt.
@@ -147,7 +149,6 @@ class UpdateGuard:
         if self._left is not None and not abs(seen_square - left) <= _SAME * left:
             raise _refusal("norm", norm, f"{math.sqrt(left / self._replicas) / self._scale:.9g}")
         self.done = True
-        self.remove()
 
     def remove(self) -> None:
         """Take the hook off the optimizer."""

@@ -30,6 +30,7 @@ from transformers import (
 
 from dpllm.config import ConfigError, ModelConfig, nearest
 from dpllm.loading import check_adapter_names, load_pretrained, not_loaded, one_line
+from dpllm.starting_point import DATA_DRIVEN_INIT
 from dpllm.tokenization import train_tokenizer
 
 AUTO_MODEL = {
@@ -42,9 +43,6 @@ DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, 
 
 # What transformers raises for a configuration from which no model can be built.
 _UNBUILDABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, StrictDataclassError)
-
-DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
-"""LoRA initialisations computed from the training data: what they reveal of it is not in any ε."""
 
 
 def load_tokenizer(model: ModelConfig, public_texts: Iterable[str] | None = None) -> PreTrainedTokenizerBase:
@@ -237,10 +235,11 @@ def _lora_config(model: ModelConfig) -> LoraConfig:
     for key in arguments:
         if key not in known:
             raise ConfigError(f"model.peft: LoraConfig has no argument '{key}'{nearest(str(key), known)}")
-    if arguments.get("init_lora_weights") in DATA_DRIVEN_INIT:
+    kind = arguments.get("init_lora_weights")
+    if isinstance(kind, str) and kind.lower() in DATA_DRIVEN_INIT:  # a recipe has no data to compute it from
         raise ConfigError(
-            f"model.peft: init_lora_weights={arguments['init_lora_weights']!r} starts from statistics of the private "
-            "data, which ε would not cover: use true, 'gaussian', 'pissa' or 'olora'"
+            f"model.peft: init_lora_weights={kind!r} starts from statistics of the private data, which ε would not "
+            "cover: use true, 'gaussian', 'pissa' or 'olora'"
         )
     arguments.setdefault("task_type", PEFT_TASK[model.task])
     try:

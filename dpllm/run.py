@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from dpllm import agreement
 from dpllm.autosize import AUTO, TOKENS_WITHOUT_MEASURE, Memory, memory_of, needed_later, rows_that_fit
 from dpllm.config import ConfigError
-from dpllm.engines import engine_for, model_inside
+from dpllm.engines import DeepSpeedZero, engine_for, model_inside
 from dpllm.ghost import Forms, GhostClipper
 from dpllm.identity import COMPLETED
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
@@ -40,15 +40,18 @@ from dpllm.noise import NoiseSource
 from dpllm.outstanding import DrawError, Outstanding
 from dpllm.plan import PrivacyPlan
 from dpllm.processes import Processes
+from dpllm.randomness import SecretStreams, refuse_own_generators
 from dpllm.recovery import MicrobatchTooLargeError
 from dpllm.replicas import check_model
 from dpllm.report import write_report
 from dpllm.sampling import seeded_rng
 from dpllm.shared_folder import require_shared_folder
 from dpllm.shared_ledger import SharedLedger
+from dpllm.starting_point import check_start
 from dpllm.step import Engine, StepDiagnostics, private_step
 from dpllm.turns import Turns, dealing_key, mode_now
 from dpllm.units import UnitIndex
+from dpllm.watch import Watch
 
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
 """A module and a microbatch's inputs to one loss per row (B,), each from its own row alone."""
@@ -144,9 +147,11 @@ class PrivateRun:
         self._turns = Turns(self.processes)
         self._deal_key = dealing_key(self.processes, lambda: secrets.randbits(128) if seed is None else seed)
         self._noise = NoiseSource(seed, stream=self.processes.rank)
+        self._streams = SecretStreams(self.processes, seed)
         self.max_tokens = rows.max_tokens
         self._engine: Engine | None = None
         self._clipper: GhostClipper | None = None
+        self._watch: Watch | None = None
         self._model: Any = None
         self._optimizer: Any = None
 
@@ -192,21 +197,30 @@ class PrivateRun:
         require_shared_folder(folder, Processes())
         return cls(plan, rows, SharedLedger.open(Path(folder) / LEDGER_FILE, plan, Processes(), budget_file))
 
-    def attach(self, model: Any, optimizer: Any, forms: Forms | None = None) -> None:
+    def attach(
+        self, model: Any, optimizer: Any, forms: Forms | None = None, start_is_independent: bool = False
+    ) -> None:
         """Hook a model that was prepared for its engine.
 
         Args:
             model: what ``accelerator.prepare`` returned (in one process: any module).
             optimizer: likewise.
             forms: how norms are computed; the default takes what costs least.
+            start_is_independent: declares that starting weights and adapters hold nothing of the private rows, where
+                that can be doubted (`dpllm.starting_point`). It becomes an open point of the report.
 
         Raises:
             EngineError: an engine or an option of it under which the guarantee would not hold.
             GhostError: a part of the model that can't be clipped exactly.
             DisagreementError: the processes train different parameters.
-            ConfigError: ``rows.max_tokens`` is "auto", and the processes run in lockstep.
+            WatchError: the optimizer holds a trainable parameter that isn't clipped.
+            ConfigError: ``rows.max_tokens`` is "auto", and the processes run in lockstep; a module or the collator has
+                a random generator of its own; an adapter or weights that may depend on the private rows.
         """
         self._model, self._optimizer = model_inside(model), optimizer
+        own = getattr(self.ledger, "path", None)  # a stand-in of an audit has no file
+        points = check_start(self._model, None if own is None else Path(own).parent, start_is_independent)
+        refuse_own_generators(self._model, [("The collator", self.rows.collate)])
         self._engine = engine_for(model, optimizer)
         if self.max_tokens == AUTO and self._engine.lockstep:
             raise ConfigError(
@@ -222,6 +236,11 @@ class PrivateRun:
             }
         )
         check_model(self._model, self.processes)
+        engine = self._engine
+        hands_in = (lambda: engine.handing_in) if isinstance(engine, DeepSpeedZero) else None
+        self._watch = Watch(self._model, optimizer, self._clipper.parameters, hands_in)
+        for point in points:
+            self.ledger.append_open_point(point)
 
     def draws(self, num_steps: int, present_N: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """The unit numbers of the next steps, the same on every process; drawn by rank 0, independently of each other.
@@ -276,10 +295,22 @@ class PrivateRun:
         Raises:
             DrawError: other units, or a draw that was used.
             DisagreementError: the processes take different steps, or their weights differ.
+            WatchError: something other than the noisy gradient reached weights or buffers (`dpllm.watch`).
+            ConfigError: PyTorch's generator was seeded within the step.
         """
         assert self._engine is not None and self._clipper is not None, "attach() comes first"
+        assert self._watch is not None
         self._turns.step(np.asarray(unit_ids), self.ledger.num_steps - 1, mode_now(self._model.training))
         unit_ids, charged = self._outstanding.take(unit_ids)
+        watch = self._watch
+        watch.before_step()
+        self._streams.separate()
+
+        def complete() -> None:
+            self._streams.check()
+            self._streams.share()
+            watch.complete()
+
         batch = microbatches(
             fetch=self.rows.fetch,
             collate=self.rows.collate,
@@ -293,15 +324,21 @@ class PrivateRun:
             size=self.processes.size,
             key=self._deal_key + self.ledger.num_steps,
         )
-        done = private_step(
-            self._clipper,
-            batch,
-            lambda inputs: loss_of(self._model, inputs),
-            self.plan,
-            self._engine,
-            charged,
-            self._noise,
-        )
+        try:
+            done = private_step(
+                self._clipper,
+                batch,
+                lambda inputs: loss_of(self._model, inputs),
+                self.plan,
+                self._engine,
+                charged,
+                self._noise,
+                complete,
+            )
+        except BaseException:
+            self._streams.share()  # a state that is saved now must not tell how many numbers the rows took
+            raise
+        watch.note_gradients()
         if done.num_nonfinite:
             self.ledger.append_diagnostic("units with a non-finite gradient, contributing zero", done.num_nonfinite)
         if done.num_divided:
@@ -351,7 +388,9 @@ class PrivateRun:
             self._clipper.remove()
         if self._engine is not None:
             self._engine.guard.remove()
-        self._engine = self._clipper = self._model = self._optimizer = None
+        if self._watch is not None:
+            self._watch.remove()
+        self._watch = self._engine = self._clipper = self._model = self._optimizer = None
 
     def finish(self, reason: str = COMPLETED, stopped_independently: bool = False) -> dict[str, Any] | None:
         """End the run: undo the hooks, close the ledger, and write the privacy report beside it.
@@ -364,11 +403,24 @@ class PrivateRun:
 
         Returns:
             The report, on rank 0.
+
+        Raises:
+            WatchError: weights or buffers changed past the mechanism; the ledger stays open.
         """
+        self.check_saved_state()
         self.detach()
         self.ledger.append_end(reason, independent=stopped_independently)
         self.ledger.close()
         return write_report(self.ledger.path.parent, self.plan, read_ledger(self.ledger.path)) if self.is_main else None
+
+    def check_saved_state(self) -> None:
+        """Make sure before a save that buffers and frozen parameters are as they were when the run was attached.
+
+        Raises:
+            WatchError: one isn't, by its path.
+        """
+        if self._watch is not None:
+            self._watch.check_everything()
 
     @property
     def is_main(self) -> bool:
@@ -376,7 +428,12 @@ class PrivateRun:
         return self.processes.is_main
 
     def state_dict(self) -> dict[str, Any]:
-        """For ``accelerator.register_for_checkpointing``: which plan, and how far. Never entropy."""
+        """For ``accelerator.register_for_checkpointing``: which plan, and how far. Never entropy.
+
+        Raises:
+            WatchError: a buffer or a frozen parameter isn't what it was when the run was attached.
+        """
+        self.check_saved_state()
         head = self.ledger.head
         return {"plan_hash": self.plan.hash, "num_steps": head.num_steps, "ledger": head.to_dict()}
 
@@ -393,6 +450,8 @@ class PrivateRun:
                 f"{self.plan.hash[:12]}: data, batch size, noise or steps differ. Resume with the configuration of the "
                 "first run"
             )
+        if self._watch is not None:  # accelerate has written to the weights before it calls this
+            self._watch.rebase()
         if "ledger" in state:
             self.ledger.require_prefix(LedgerHead.of(state["ledger"]), "The checkpoint")
             return

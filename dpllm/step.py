@@ -110,6 +110,7 @@ def private_step(
     engine: Engine,
     ledger: Charges,
     noise: NoiseSource,
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepDiagnostics:
     """Take one private step up to the optimizer, charged to the ledger.
 
@@ -127,6 +128,7 @@ def private_step(
             ``optimizer.step()``, or, DeepSpeed, has updated the parameters.
         ledger: where the step is charged.
         noise: where this process's share of the noise comes from.
+        before_update: called when the private gradient is complete, before an engine updates the parameters.
 
     Raises:
         ValueError: the clipper's norm isn't the plan's, gradients stand in ``.grad`` already, the plan's steps are used
@@ -171,6 +173,7 @@ def private_step(
             parameter.grad = None
         raise
     engine.guard.expect(done.num_units, num_entries, plan.clip_norm, plan.noise_stddev, scale)
+    before_update()
     engine.finish()
     engine.unfinished = False
     return done

@@ -53,7 +53,6 @@ from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.lengths import Limits, row_lengths
 from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
 from dpllm.model_card import keep_own_card
-from dpllm.outlets import Outlets
 from dpllm.output_folder import check_output_folder
 from dpllm.packing import attention_by_row, refuse_unpackable
 from dpllm.plan import PrivacyPlan
@@ -65,6 +64,8 @@ from dpllm.run import PrivateRun, TrainingRows
 from dpllm.sampling import seeded_rng
 from dpllm.shared_ledger import SharedLedger
 from dpllm.signals import StopRequest, Terminal, end_with_the_launcher
+from dpllm.starting_point import check_start, refuse_steering
+from dpllm.training_log import CoveredTrainer, LogKeeper
 from dpllm.units import UnitIndex
 from dpllm.unused import is_used
 from dpllm.weights import NonfiniteSteps, require_finite
@@ -98,7 +99,7 @@ class LogicalBatches:
             yield {"unit_ids": torch.from_numpy(unit_ids)}
 
 
-class DPTrainer(Outlets):
+class DPTrainer(CoveredTrainer):
     """Fine-tunes a transformers model with differential privacy.
 
     Guarantee: the released weights (each checkpoint and the final model) satisfy the (ε, δ) of `privacy_report` for
@@ -128,6 +129,9 @@ class DPTrainer(Outlets):
         pack_rows: lay the rows of a microbatch end to end, without padding, for causal language models. The attention
             runs each row by itself (`dpllm.packing`) while `train` lasts; evaluation pads as before.
         forms: how norms are computed (`dpllm.ghost.Forms`); the default takes what costs least.
+        eval_is_public: declares that ``eval_dataset`` is public: schedules and early stopping may follow it, and its
+            results are not counted as disclosures.
+        start_is_independent: as for `dpllm.PrivateRun.attach`.
 
     Raises:
         ConfigError, ValueError: anything that would make the guarantee untrue, before any training.
@@ -149,6 +153,8 @@ class DPTrainer(Outlets):
         max_tokens_per_microbatch: int | str | None = None,
         pack_rows: bool = False,
         forms: Forms | None = None,
+        eval_is_public: bool = False,
+        start_is_independent: bool = False,
     ) -> None:
         """Resolve the plan and set the Trainer up."""
         self.privacy, self.public = privacy, list(public)
@@ -158,6 +164,9 @@ class DPTrainer(Outlets):
         if pack_rows:
             refuse_unpackable(model, _task(model), data_collator, compute_loss_func)
         self._pack_rows, self._forms = pack_rows, forms
+        self.eval_is_public, self._start_is_independent = eval_is_public, start_is_independent
+        refuse_steering(args, callbacks or [], optimizers[1], eval_is_public)
+        check_start(model, args.output_dir, start_is_independent)
         self.processes = Processes()
         private = self.processes.together(lambda: checked_arguments(args, own_optimizer=optimizers[0] is not None))
         self.processes.agree({**agreement.software(), **agreement.training(args)})
@@ -191,7 +200,7 @@ class DPTrainer(Outlets):
         self._attached = self._staging = False
         self._resumed_from: Path | None = None
         self.ledger: SharedLedger | None = None
-        self._interrupt = _Interrupt(self)
+        self._interrupt, self._log_keeper = _Interrupt(self), LogKeeper(str(private.output_dir))
         self.interrupted_by: int | None = None  # the signal that ended train() early
         super().__init__(
             model=model,
@@ -200,7 +209,7 @@ class DPTrainer(Outlets):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[*(callbacks or []), self._interrupt, AttachFirst(self)],
+            callbacks=[self._log_keeper, *(callbacks or []), self._interrupt, AttachFirst(self)],
             optimizers=optimizers,
         )
 
@@ -229,6 +238,7 @@ class DPTrainer(Outlets):
                 "Search on public data, or account "
                 "for every run."
             )
+        refuse_steering(self.args, self.callback_handler.callbacks, self.lr_scheduler, self.eval_is_public)
         folder = Path(str(self.args.output_dir))
         restart = begin_in(folder, resume_from_checkpoint, self.processes)
         require_finite(self._module, self.processes, "The model to train has")
@@ -258,6 +268,7 @@ class DPTrainer(Outlets):
                     str(checkpoint) if checkpoint else None, ignore_keys_for_eval=ignore_keys_for_eval
                 )
             require_finite(self._module, self.processes, "Training ended with")
+            self._run.check_saved_state()
             reason = "interrupted" if self._was_interrupted() else self._reason_of_end()
             return result
         finally:
@@ -326,7 +337,7 @@ class DPTrainer(Outlets):
         if not self._attached:
             if self._resumed_from and self.is_deepspeed_enabled:
                 complete_load(self.model_wrapped, self._resumed_from, self.processes)
-            self._run.attach(self.model_wrapped, self.optimizer, self._forms)
+            self._run.attach(self.model_wrapped, self.optimizer, self._forms, self._start_is_independent)
             self._attached = True
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -422,6 +433,8 @@ class DPTrainer(Outlets):
         """Save a checkpoint that is whole or not there; see `dpllm.checkpoints`."""
         output, step = Path(str(self.args.output_dir)), self.state.global_step
         require_finite(self._module, self.processes, f"checkpoint-{step} is not written: the model has")
+        if self._run is not None:
+            self._run.check_saved_state()
         self.processes.from_main(lambda: prepare_staging(output, step))
         failure: CheckpointError | None = None
         self._staging = True

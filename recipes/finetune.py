@@ -40,6 +40,7 @@ from dpllm.report import ReleaseNotes
 from dpllm.restarting import RunCompletedError, begin_in
 from dpllm.scratch import remove_private_folder
 from dpllm.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
+from dpllm.starting_point import refuse_shared_records
 from dpllm.unused import is_used
 
 console = Console(highlight=False, soft_wrap=True)
@@ -113,6 +114,8 @@ def run(recipe: Recipe) -> int:
     public_records = public_texts = None
     if recipe.public_pretrain:
         public_records = load_records(recipe.public_pretrain.data)
+        shared = recipe.public_pretrain.max_shared_records
+        refuse_shared_records(train_records, recipe.data, public_records, recipe.public_pretrain.data, shared)
         public_texts = public_records[recipe.public_pretrain.data.text_column]
         public.append(f"pretraining text: {recipe.public_pretrain.data.path}")
         if recipe.model.tokenizer_vocab_size:
@@ -145,6 +148,8 @@ def run(recipe: Recipe) -> int:
         public=public,
         max_tokens_per_microbatch=recipe.microbatch_tokens,
         pack_rows=recipe.pack_rows,
+        eval_is_public=recipe.data.eval_is_public,
+        start_is_independent=recipe.model.start_is_independent,
     )
     console.rule("private fine-tuning")
     if args.should_save:
@@ -173,7 +178,7 @@ def finish(
     # What was measured on private records is on the screen and in the picture; the report says so.
     figures = {"before": before.result, "after": after}
     utility = {f"held-out {figure.name} {when}": f"{figure.value:.4g}" for when, figure in figures.items() if figure}
-    if utility:
+    if utility and not recipe.data.eval_is_public:
         trainer.disclose("evaluation on private rows", len(utility))
     hardware = str(args.device) if args.world_size == 1 else f"{args.world_size} processes, {args.device.type}"
     cost = {"seconds in all": round(time.monotonic() - began), "hardware": hardware}

@@ -11,7 +11,6 @@ from dpllm import GhostClipper
 from dpllm.config import ConfigError
 from dpllm.engines import EngineError, SingleProcess
 from dpllm.ghost.errors import GhostError
-from dpllm.guard import UpdateError
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.microbatches import microbatches
 from dpllm.noise import NoiseSource
@@ -23,6 +22,7 @@ from dpllm.sampling import seeded_rng
 from dpllm.shared_ledger import SharedLedger
 from dpllm.step import private_step
 from dpllm.units import UnitIndex
+from dpllm.watch import WatchError
 
 UNITS, FEATURES = 40, 6
 
@@ -255,15 +255,14 @@ def test_a_gradient_that_autograd_leaves_between_microbatches_is_refused(tmp_pat
     assert run.ledger.num_steps == 1
 
 
-def test_an_optimizer_of_other_parameters_is_stopped_at_the_first_update(tmp_path):
-    """The guard is attached with the model."""
-    plan, model = plan_of(seeded=True), network()
+def test_an_optimizer_of_other_parameters_is_refused_when_it_is_attached(tmp_path):
+    """Before anything is charged: what no norm covers must not be in it."""
+    plan, model = plan_of(), network()
     optimizer = torch.optim.SGD(network().parameters(), lr=0.3)
-    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan), seed=7)
-    run.attach(model, optimizer)
-    run.step(run.choose(np.arange(8)), loss_of)
-    with pytest.raises(UpdateError, match="not the private sum"):
-        optimizer.step()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    with pytest.raises(WatchError, match=r"The optimizer holds a trainable parameter of shape \(10, 6\)"):
+        run.attach(model, optimizer)
+    assert run.ledger.num_steps == 0
 
 
 def numbered(rows):

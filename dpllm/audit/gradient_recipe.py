@@ -152,7 +152,7 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
     try:
         ledger = SharedLedger.create(folder / LEDGER_FILE, plan, processes)
         run = PrivateRun(plan, rows, ledger)
-        run.attach(prepared, optimizer)
+        run.attach(prepared, optimizer, start_is_independent=True)  # its rows are random tokens
         with accelerator.autocast():
             release = Steps(run, prepared, optimizer, loss_of, design.steps_per_block)
             seen = observe(release, basis, design, plan.population, processes, on_block)

@@ -131,6 +131,9 @@ class DeepSpeedZero:
     Args:
         engine: what ``deepspeed.initialize`` returned.
 
+    Attributes:
+        handing_in: whether a backward pass runs that hands clipped sums to DeepSpeed; no other may.
+
     Raises:
         EngineError: a configuration under which the sum that reaches the optimizer isn't the private one.
     """
@@ -139,7 +142,7 @@ class DeepSpeedZero:
         """Check the configuration as DeepSpeed understood it, and attach the guard."""
         _check_engine(engine)
         self.processes = Processes()
-        self.unfinished, self.lockstep = False, True
+        self.unfinished, self.lockstep, self.handing_in = False, True, False
         self._engine, self._stage = engine, engine.zero_optimization_stage()
         self.guard = UpdateGuard(engine.optimizer, self.processes, replicas=1, at_once=False)
         self._totals: dict[nn.Parameter, Tensor] = {}
@@ -199,7 +202,11 @@ class DeepSpeedZero:
                 parameter.grad_dtype = accumulation_dtype(parameter.dtype)  # not rounded on its way
             with deepspeed.zero.GatheredParameters([p for _, p in group], enabled=self._stage == 3):
                 zeros = [_HandIn.apply(p, lambda number=number, p=p: share_of(number, p)) for number, p in group]
-                engine.backward(self.processes.size * scale * torch.stack(zeros).sum(), scale_wrt_gas=False)
+                self.handing_in = True
+                try:
+                    engine.backward(self.processes.size * scale * torch.stack(zeros).sum(), scale_wrt_gas=False)
+                finally:
+                    self.handing_in = False
 
     def finish(self) -> None:
         """Update the parameters; DeepSpeed's optimizer is stepped by its engine.

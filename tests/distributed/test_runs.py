@@ -20,6 +20,7 @@ from dpllm.config import DataConfig
 from dpllm.data import RowCollator, load_train_and_eval, tokenize_records
 from dpllm.evaluation import measure
 from dpllm.ledger import read_ledger
+from dpllm.training_log import TrainingLog
 from tests import children
 from tests.distributed.launching import environment, launch, start, write_data
 from tests.distributed.world import ROOT, free_port
@@ -35,9 +36,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def losses(folder: Path) -> list[float]:
-    """What the Trainer logged, step by step."""
-    (state,) = sorted((folder / "out").glob("checkpoint-*/trainer_state.json"), key=lambda p: p.stat().st_mtime)[-1:]
-    return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+    """What the Trainer logged, step by step, without the steps that a crash lost."""
+    return [entry["loss"] for entry in TrainingLog(folder / "out").read() if "loss" in entry]
 
 
 def perplexity(folder: Path, model) -> float:

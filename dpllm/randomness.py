@@ -1,0 +1,165 @@
+"""The global random generators of a private run: dropout, stochastic rounding, and whatever else draws from them.
+
+Place in the flow: around each private step. A public seed (``set_seed``) would fix the dropout masks of all steps:
+removing a row shifts the masks of the rows after it, so that their contributions change too, and ε is not true. The
+state of a generator also tells how many numbers were drawn, and so how long the rows were. Therefore:
+
+* at the start of a step, each process seeds Python's, NumPy's and PyTorch's global generators from a secret stream of
+  its own: rows on different processes get independent masks;
+* when the private gradient is formed, all processes seed them from one secret stream that they share: replicas then
+  make the same update, also with stochastic rounding. The state that a checkpoint could hold from then on is a function
+  of this stream and of the number of the step, and not of the rows.
+
+Both streams are SHAKE-256 of 256 bits of the operating system and the step's number. They are never stored, and nothing
+is read from the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from dpllm.config import ConfigError
+from dpllm.processes import Processes
+
+_ENTROPY_BYTES = 32
+_MT_WORDS = 624  # of the state of a Mersenne Twister
+_MT_OFFSET = 24  # bytes before these words in the state of PyTorch's CPU generator, each word in 8 bytes
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+class SecretStreams:
+    """Seeds the global generators of this process from secret entropy.
+
+    Guarantee: what a process draws in a step is independent of all other steps and processes. After `share`, the
+    generators of all processes are in the same state, which depends on secret entropy and the step's number only.
+
+    Args:
+        processes: the processes of the run; all of them make this object together.
+        seed: None takes 256 bits from the operating system. A number is for tests, and then nothing is private.
+    """
+
+    def __init__(self, processes: Processes, seed: int | None = None) -> None:
+        """Draw the entropy; rank 0's is shared."""
+        if seed is None:
+            self._own = secrets.token_bytes(_ENTROPY_BYTES)
+            self._shared = processes.from_main(lambda: secrets.token_bytes(_ENTROPY_BYTES))
+        else:
+            self._own = hashlib.sha256(f"own {seed} {processes.rank}".encode()).digest()
+            self._shared = hashlib.sha256(f"shared {seed}".encode()).digest()
+        self._seeded_with: int | None = None
+        self._step = 0
+
+    def separate(self) -> None:
+        """Seed from this process's own stream; at the start of a private step."""
+        self._step += 1
+        self._seeded_with = _seed_all(_stream(self._own, self._step))
+
+    def share(self) -> None:
+        """Seed from the stream that all processes share; when the private gradient is formed."""
+        self._seeded_with = None
+        _seed_all(_stream(self._shared, self._step))
+
+    def check(self) -> None:
+        """Make sure that nothing seeded PyTorch's generator since `separate`.
+
+        Raises:
+            ConfigError: something did: model, loss or collator called ``manual_seed`` or ``set_seed``.
+        """
+        if self._seeded_with is not None and torch.initial_seed() != self._seeded_with:
+            raise ConfigError(
+                f"PyTorch's generator was seeded with {torch.initial_seed()} during a private step, by the model, the "
+                "loss or the collator (torch.manual_seed, set_seed). Its random numbers are then public and shift when "
+                "a row is removed, so epsilon would not be true. Take the call out, or put it into "
+                "torch.random.fork_rng()"
+            )
+
+
+def refuse_own_generators(model: nn.Module, others: Iterable[tuple[str, Any]] = ()) -> None:
+    """Make sure that no module and no other object keeps a random generator of its own.
+
+    Such a generator is not seeded with the global ones: its seed is public as a rule, and the numbers of one row shift
+    when another row is removed.
+
+    Args:
+        model: looked through with all its modules.
+        others: names and objects, such as the collator.
+
+    Raises:
+        ConfigError: one has a generator, by its path; or a collator has a fixed seed.
+    """
+    named = [(f"The module {path or type(module).__name__}", module) for path, module in model.named_modules()]
+    others = [(name, inside) for name, other in others for inside in _objects_of(other)]
+    for name, holder in [*named, *others]:
+        for attribute, value in list(getattr(holder, "__dict__", {}).items()):
+            if isinstance(value, _GENERATORS):
+                raise ConfigError(
+                    f"{name} keeps a random generator of its own ({attribute}: {type(value).__name__}), whose numbers "
+                    "are not secret and shift when a row is removed. Draw from the global generators (torch.rand "
+                    "without generator), which are seeded from the operating system in every step"
+                )
+    for name, holder in others:
+        seed = getattr(holder, "seed", None)
+        if isinstance(seed, int) and not isinstance(seed, bool):
+            raise ConfigError(
+                f"{name} has seed={seed}: what it draws for one row is public and shifts when another row is removed. "
+                "Leave the seed out; the global generators are seeded from the operating system in every step"
+            )
+
+
+def _objects_of(function: Any) -> list[Any]:
+    """A callable and the objects that it is bound to."""
+    found = [function]
+    while isinstance(found[-1], functools.partial) or hasattr(found[-1], "__self__"):
+        last = found[-1]
+        found.append(last.func if isinstance(last, functools.partial) else last.__self__)
+    return found
+
+
+def _stream(entropy: bytes, step: int) -> bytes:
+    """Bytes enough to seed all generators, from which neither the entropy nor other steps can be computed."""
+    return hashlib.shake_256(entropy + step.to_bytes(8, "little")).digest(8 + 16 + 32 + 4 * _MT_WORDS)
+
+
+def _seed_all(stream: bytes) -> int:
+    """Seed Python's, NumPy's and PyTorch's generators, on the CPU and on accelerators; returns PyTorch's seed."""
+    seed = int.from_bytes(stream[:8], "little")
+    torch.manual_seed(seed)  # the CPU and every accelerator, also one that is not in use yet
+    words = np.frombuffer(stream[56:], dtype="<u4")
+    _fill_cpu_state(words)
+    key, offset = (int.from_bytes(stream[at : at + 8], "little") for at in (8, 16))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for generator in torch.cuda.default_generators:
+            _fill_philox_state(generator, key, offset)
+    random.seed(stream[24:56])
+    np.random.seed(np.frombuffer(stream[24:56], dtype="<u4"))
+    return torch.initial_seed()
+
+
+def _fill_cpu_state(words: np.ndarray) -> None:
+    """Replace all words of the CPU generator's state: ``manual_seed`` keeps only 32 bits of a seed.
+
+    The words are followed by what says that they are used up or not; right after ``manual_seed``, the next draw mixes
+    all of them first.
+    """
+    state = torch.get_rng_state()
+    held = state.numpy()[_MT_OFFSET : _MT_OFFSET + 8 * _MT_WORDS].view("<u8")
+    if int(held[0]) != torch.initial_seed() & 0xFFFFFFFF:  # another layout than that of PyTorch 2.x
+        return
+    held[:] = words
+    torch.set_rng_state(state)
+
+
+def _fill_philox_state(generator: torch.Generator, key: int, offset: int) -> None:
+    """A random offset besides the random key: 126 bits. ``manual_seed`` sets the key only."""
+    signed = int(np.uint64(key).astype(np.int64))
+    position = (offset & (2**62 - 1)) & ~3  # a signed 64-bit number, in multiples of four
+    generator.set_state(torch.tensor([signed, position], dtype=torch.int64).view(torch.uint8))

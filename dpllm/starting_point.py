@@ -1,0 +1,201 @@
+"""What may depend on the private rows without any noise: the start of a run, and what steers it.
+
+Place in the flow: before the run. ε covers the noisy gradients. It does not cover an adapter that was initialised from
+activations of the private rows, starting weights of an earlier private run on the same data, a schedule that follows
+exact losses of private rows, or public text that holds the private records. Each is refused here, unless people declare
+that it has nothing to do with the private data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+
+from dpllm.config import ConfigError, DataConfig
+from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.records import DataError, required_columns
+
+DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
+"""LoRA initialisations computed from training data. PiSSA, OLoRA and LoftQ compute theirs from the weights only."""
+
+_SHORTEST_LINE = 40  # characters of a line that is compared by itself; shorter ones occur in any text
+_DECLARE = (
+    "If the weights hold nothing of these records (public data, or a private run on data without any of these units), "
+    "declare start_is_independent=True (in a recipe model.start_is_independent: true); the report says so"
+)
+
+
+def refuse_steering(
+    args: TrainingArguments, callbacks: Iterable[TrainerCallback], scheduler: Any, eval_is_public: bool
+) -> None:
+    """Make sure that no schedule and no choice of a checkpoint follows evaluation on private rows.
+
+    Args:
+        args: of the training.
+        callbacks: all that the Trainer calls.
+        scheduler: of the learning rate, where it was given as an object.
+        eval_is_public: whether the evaluation rows are declared public; then nothing is refused.
+
+    Raises:
+        ConfigError: an option or a callback that reads evaluation results, by name.
+    """
+    if eval_is_public:
+        return
+    found = []
+    if _word(args.lr_scheduler_type) == "reduce_lr_on_plateau":
+        found.append("train.lr_scheduler_type=reduce_lr_on_plateau")
+    if _word(args.save_strategy) == "best":
+        found.append("train.save_strategy=best")
+    if args.metric_for_best_model is not None:
+        found.append(f"train.metric_for_best_model={args.metric_for_best_model}")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        found.append("a ReduceLROnPlateau scheduler")
+    found += [type(callback).__name__ for callback in callbacks if isinstance(callback, EarlyStoppingCallback)]
+    if found:
+        raise ConfigError(
+            f"{found[0]} follows exact evaluation results: on private rows, epsilon would not cover what it decides. "
+            "Leave it out, or evaluate on public rows and declare eval_is_public=True (in a recipe "
+            "data.eval_is_public: true)"
+        )
+
+
+def check_start(model: Any, own_folder: str | Path | None, start_is_independent: bool) -> list[str]:
+    """Make sure that the weights a run begins at owe nothing to the private rows, as far as can be seen.
+
+    Args:
+        model: with its adapters.
+        own_folder: of the run itself: its ledger counts all that came before.
+        start_is_independent: the declaration that they owe nothing to these rows.
+
+    Returns:
+        Open points for the report: what was declared, one line each.
+
+    Raises:
+        ConfigError: an adapter initialised from data, or weights from a folder with the ledger of a private run, and
+            nothing was declared.
+    """
+    found = [*_data_driven_adapters(model), *_earlier_runs(model, own_folder)]
+    if found and not start_is_independent:
+        raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}. {_DECLARE}")
+    return [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
+
+
+def refuse_shared_records(
+    private: Any, private_data: DataConfig, public: Any, public_data: DataConfig, allowed: int = 0
+) -> int:
+    """Make sure that public text does not hold the private records; compared by content.
+
+    A private record is shared when its text, or a line of at least 40 characters of it, is a text or a line of the
+    public data. Case, spaces and the form of accents do not count.
+
+    Args:
+        private: the private records.
+        private_data: how they are read.
+        public: the public records.
+        public_data: how they are read.
+        allowed: shared records that are declared harmless.
+
+    Returns:
+        How many private records are shared.
+
+    Raises:
+        DataError: more than ``allowed`` are; the message says how many, and never their text.
+    """
+    known = {key for texts in _texts(public, public_data) for key in _keys(texts)}
+    shared = sum(any(key in known for key in _keys(texts)) for texts in _texts(private, private_data))
+    if shared > allowed:
+        raise DataError(
+            f"public_pretrain.data.path={public_data.path} shares {shared} of {len(private)} records with "
+            f"data.path={private_data.path}: training on them without noise would reveal them. Take the private "
+            "records out of the public text, or, if these texts are public (greetings, boilerplate), declare "
+            f"public_pretrain.max_shared_records={shared}"
+        )
+    return shared
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _data_driven_adapters(model: Any) -> list[str]:
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict):
+        return []
+    found = []
+    for name, config in configs.items():
+        kind = getattr(config, "init_lora_weights", None)
+        if isinstance(kind, str) and kind.lower() in DATA_DRIVEN_INIT:
+            found.append(f"The adapter {name!r} has init_lora_weights={kind!r}: it starts from statistics of data")
+        if getattr(config, "cpt_token_ids", None):
+            found.append(f"The adapter {name!r} (CPT) starts from the tokens of examples")
+    return found
+
+
+def _earlier_runs(model: Any, own_folder: str | Path | None) -> list[str]:
+    own = None if own_folder is None else Path(own_folder).resolve()
+    found = []
+    for folder in dict.fromkeys(_folders_of(model)):
+        path = folder.resolve()
+        if not (path / LEDGER_FILE).is_file() or (own is not None and (path == own or own in path.parents)):
+            continue
+        try:
+            steps = f"{read_ledger(path / LEDGER_FILE).num_steps} steps"
+        except LedgerError:
+            steps = "a ledger that cannot be read"
+        found.append(f"The weights come from {folder}, a private run ({steps} in its {LEDGER_FILE})")
+    return found
+
+
+def _folders_of(model: Any) -> Iterator[Path]:
+    """Local folders that model and adapters name as their origin."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = [getattr(getattr(inner, "config", None), "_name_or_path", None)]
+    configs = getattr(model, "peft_config", None)
+    if isinstance(configs, dict):
+        names += [getattr(config, "base_model_name_or_path", None) for config in configs.values()]
+    for name in names:
+        if isinstance(name, str) and name and Path(name).expanduser().is_dir():
+            yield Path(name).expanduser()
+
+
+def _remedy(what: str) -> str:
+    if what.startswith("The weights"):
+        return "Start from the weights that the earlier run started from"
+    return "Initialise the adapter from weights only (True, 'gaussian', 'pissa', 'olora')"
+
+
+def _texts(records: Any, config: DataConfig) -> Iterator[list[str]]:
+    """The texts of each record."""
+    columns = [name for name in required_columns(config) if name != config.label_column]
+    for record in records.select_columns(columns):
+        yield [text for name in columns for text in _strings(record[name])]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _strings(value.get("content"))
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _keys(texts: Iterable[str]) -> Iterator[bytes]:
+    """Hashes of whole texts and of their long lines."""
+    for text in texts:
+        lines = [_plain(line) for line in text.splitlines()]
+        whole = _plain(text)
+        for part in {whole, *(line for line in lines if len(line) >= _SHORTEST_LINE)}:
+            if part:
+                yield hashlib.blake2b(part.encode("utf-8", errors="replace"), digest_size=16).digest()
+
+
+def _plain(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())

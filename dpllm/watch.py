@@ -1,0 +1,408 @@
+"""A watch over everything that reaches the weights and the saved state, in every step of a run.
+
+Place in the flow: around each private step, and on the optimizer. The guarantee covers the noisy sum that a private
+step leaves for the optimizer. Private data could reach the weights past it: a running statistic in a buffer, a frozen
+embedding that is renormalised in its forward pass, a parameter that is unfrozen in mid-run, a loss with a parameter of
+its own, a second optimizer. The watch refuses each of them when it happens:
+
+* buffers and frozen parameters stay the same. In every step their version counters are compared, which PyTorch raises
+  at each write; a write through ``.data`` raises none, so a checksum of all of them is compared in the steps 1, 2, 4,
+  8, … and before each save. A write that leaves the same values is allowed, and so is a cache that grows;
+* parameters that are trained change only within the optimizer's own ``step``;
+* the optimizer sees exactly the gradients that the private step left, and none of another parameter;
+* the set of trainable parameters stays as it was when the run was attached.
+
+Version counters are numbers on the host: the watch reads the device only where a checksum is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+_CHUNK = 1 << 20  # words of a checksum multiplied at a time
+_SEED = 0x64706C6C6D  # of the checksum's multipliers
+_MODULUS = 2**64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Stamp = tuple[tuple[int, int], ...]
+"""Address and version of each piece of a tensor on this process."""
+
+
+class WatchError(ValueError):
+    """Private data reached, or may have reached, weights or saved state past the mechanism."""
+
+
+@dataclass
+class _Fixed:
+    """A tensor that must stay as it is.
+
+    Attributes:
+        name: its path in the model.
+        kind: "buffer" or "frozen parameter".
+        holder: the module that has it.
+        attribute: its name there.
+        held: the object, where the engine puts others in its place for a while (FSDP2); None: the holder's.
+        saved: whether it is part of the state that is saved.
+        shape: its shape.
+        stamp: see `Stamp`.
+        checksum: of its values.
+    """
+
+    name: str
+    kind: str
+    holder: nn.Module
+    attribute: str
+    held: Tensor | None
+    saved: bool
+    shape: tuple[int, ...] = ()
+    stamp: Stamp = ()
+    checksum: int = 0
+
+    def tensor(self) -> Tensor | None:
+        return self.held if self.held is not None else getattr(self.holder, self.attribute, None)
+
+
+class Watch:
+    """Watches one attached run, from `PrivateRun.attach` to `PrivateRun.detach`.
+
+    Args:
+        model: the module inside its engine's wrapper.
+        optimizer: as prepared; wrappers are looked through.
+        trainable: the parameters that are clipped, by name.
+        hands_in: for an engine that updates within the private step and takes gradients through autograd (DeepSpeed):
+            whether it hands them in at the moment; any other gradient is refused. None: the private step leaves
+            gradients for the optimizer, which are compared before each update.
+
+    Raises:
+        WatchError: the optimizer holds a trainable parameter that is not clipped.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        trainable: Mapping[str, nn.Parameter],
+        hands_in: Callable[[], bool] | None = None,
+    ) -> None:
+        """Take the state of everything that is watched, and hook the optimizer."""
+        self._model, self._trainable, self._hands_in = model, dict(trainable), hands_in
+        self._known = {id(parameter): name for name, parameter in self._trainable.items()}
+        self._sharded = any(isinstance(p, DTensor) for p in model.parameters())
+        self._optimizer = _innermost(optimizer)
+        self._handles: list[Any] = []
+        if hands_in is None:
+            self._refuse_extra(self._optimizer)
+            self._handles += [
+                self._optimizer.register_step_pre_hook(self._before_update),
+                self._optimizer.register_step_post_hook(self._after_update),
+            ]
+        else:
+            self._handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trainable.values()]
+        self._steps = 0
+        self.rebase()
+
+    def rebase(self) -> None:
+        """Take the present state as the one to keep: after a checkpoint was loaded."""
+        self._fixed = {(fixed.name, fixed.kind): fixed for fixed in self._find_fixed()}
+        _take(self._fixed.values())
+        self._stamps = self._trainable_stamps()
+        self._left: dict[int, tuple[Tensor | None, Stamp]] = {}
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ------------------------------------------------------------------ steps
+
+    def before_step(self) -> None:
+        """Compare with the state after the step before.
+
+        Raises:
+            WatchError: something was written, unfrozen or frozen in between.
+        """
+        self._check_trainable_set()
+        self._check_fixed("between two private steps")
+        self._check_weights("between two private steps, other than by optimizer.step()")
+        self._left = {}
+
+    def complete(self) -> None:
+        """Compare when the private gradient is formed, before anything updates.
+
+        Raises:
+            WatchError: forward or backward pass, loss or collator wrote to what they must leave alone.
+        """
+        self._steps += 1
+        due = self._steps & (self._steps - 1) == 0
+        during = "during a private step, by the model's forward pass, the loss or the collator"
+        if due:
+            self._take_in_new_buffers()
+        self._check_fixed(during, everything=due)
+        self._check_weights(during)
+        for fixed in self._fixed.values():
+            tensor = fixed.tensor() if fixed.kind == "frozen parameter" else None
+            if tensor is not None and tensor.grad is not None:
+                raise WatchError(
+                    f"{fixed.name} is not trained and received a gradient {during}: it is not clipped, and no noise "
+                    "covers it. Decide what is trained before the run is attached"
+                )
+
+    def note_gradients(self) -> None:
+        """Remember what the private step left in ``.grad``; the optimizer must see that and nothing else."""
+        if self._hands_in is not None:
+            return
+        with torch.no_grad():
+            self._left = {id(p): (p.grad, _stamp(p.grad)) for p in self._trainable.values() if p.grad is not None}
+
+    def check_everything(self) -> None:
+        """Compare all buffers and frozen parameters by their values; before each save, and at the end.
+
+        Raises:
+            WatchError: one isn't what it was when the run was attached, or a trained one was written by others than
+                the optimizer.
+        """
+        self._check_fixed("after a private step, before weights were saved", everything=True)
+        self._check_weights("after optimizer.step(), before weights were saved")
+
+    # ----------------------------------------------------------------- checks
+
+    def _find_fixed(self) -> list[_Fixed]:
+        found, seen = [], set(self._known)
+        for path, module in self._model.named_modules():
+            for kind, members in (
+                ("frozen parameter", module.named_parameters(recurse=False)),
+                ("buffer", module.named_buffers(recurse=False)),
+            ):
+                for attribute, tensor in members:
+                    if id(tensor) in seen:
+                        continue
+                    seen.add(id(tensor))
+                    # What is saved: a public list of it would gather the whole state.
+                    saved = attribute not in getattr(module, "_non_persistent_buffers_set", ())
+                    held = tensor if isinstance(tensor, DTensor) else None
+                    name = f"{path}.{attribute}" if path else attribute
+                    found.append(_Fixed(name, kind, module, attribute, held, saved))
+        return found
+
+    def _take_in_new_buffers(self) -> None:
+        """Watch buffers that a forward pass has made.
+
+        Raises:
+            WatchError: one is part of the saved state, or a trainable parameter was added.
+        """
+        if self._sharded:  # modules hold other tensors for a while
+            return
+        new = [fixed for fixed in self._find_fixed() if (fixed.name, fixed.kind) not in self._fixed]
+        for fixed in new:
+            tensor = fixed.tensor()
+            if fixed.saved or (tensor is not None and tensor.requires_grad):
+                raise WatchError(
+                    f"The {fixed.kind} {fixed.name} was added to the model after the run was attached, and it would be "
+                    "saved or trained: no noise covers it. Register it before the run starts, or with persistent=False"
+                )
+        _take(new)
+        self._fixed.update({(fixed.name, fixed.kind): fixed for fixed in new})
+
+    def _check_fixed(self, when: str, everything: bool = False) -> None:
+        with torch.no_grad():
+            suspects = [f for f in self._fixed.values() if everything or _stamp(f.tensor()) != f.stamp]
+            if not suspects:
+                return
+            for fixed, checksum in zip(suspects, _checksums([f.tensor() for f in suspects]), strict=True):
+                tensor = fixed.tensor()
+                if checksum != fixed.checksum and not _has_grown(fixed, tensor):
+                    raise WatchError(
+                        f"The {fixed.kind} {fixed.name} changed {when}. What is computed from private rows must reach "
+                        "the model only through the noisy gradient (running statistics, max_norm of an embedding, "
+                        "weights written by a callback do not). Freeze the statistic, leave max_norm out, or take the "
+                        "callback out; nothing of this run may be released"
+                    )
+                fixed.checksum, fixed.stamp, fixed.shape = checksum, _stamp(tensor), _shape(tensor)
+
+    def _check_trainable_set(self) -> None:
+        frozen = [name for name, p in self._trainable.items() if not p.requires_grad]
+        unfrozen = [
+            fixed.name
+            for fixed in self._fixed.values()
+            if fixed.kind == "frozen parameter" and (tensor := fixed.tensor()) is not None and tensor.requires_grad
+        ]
+        if frozen or unfrozen:
+            what = f"{unfrozen[0]} was unfrozen" if unfrozen else f"{frozen[0]} was frozen"
+            raise WatchError(
+                f"{what} after the run was attached: the clip norm covers the parameters that were trainable then. Set "
+                "requires_grad before training starts; to change it, end the run and start another one"
+            )
+
+    def _trainable_stamps(self) -> list[Stamp]:
+        if self._hands_in is not None:
+            return []
+        with torch.no_grad():
+            return [_stamp(parameter) for parameter in self._trainable.values()]
+
+    def _check_weights(self, when: str) -> None:
+        for name, before, now in zip(self._trainable, self._stamps, self._trainable_stamps(), strict=False):
+            if before != now:
+                raise WatchError(
+                    f"{name} was written {when}. The guarantee covers weights that change by the noisy gradient only. "
+                    "Take out what writes to it (a callback, a second optimizer, max_norm of an embedding); load a "
+                    "checkpoint before attach(), or register the run with accelerator.register_for_checkpointing(run)"
+                )
+
+    # -------------------------------------------------------------- optimizer
+
+    def _refuse_extra(self, optimizer: Optimizer) -> None:
+        for number, parameter in _parameters_of(optimizer):
+            if id(parameter) in self._known:
+                continue
+            if parameter.requires_grad or parameter.grad is not None:
+                raise WatchError(
+                    f"The optimizer holds a trainable parameter of shape {tuple(parameter.shape)} (number {number}) "
+                    "that is not clipped: it was not a trainable parameter of the model when the run was attached. "
+                    "Its gradient would be released without noise. Make the optimizer from the model's own trainable "
+                    "parameters, and set requires_grad before training starts"
+                )
+
+    def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        del args, kwargs
+        self._refuse_extra(optimizer)
+        if not self._left:  # before the first step; the guard refuses that
+            return
+        with torch.no_grad():
+            for name, parameter in self._trainable.items():
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                left, stamp = self._left.get(id(parameter), (None, ()))
+                if stamp != _stamp(grad) or (left is not None and left is not grad):
+                    raise WatchError(
+                        f"The gradient of {name} is not the one that the private step left: something wrote to it or "
+                        "replaced it (a second backward pass, gradient clipping, a callback). Run nothing between the "
+                        "private step and optimizer.step() that touches .grad"
+                    )
+        self._check_weights("between the private step and optimizer.step()")
+
+    def _after_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        del optimizer, args, kwargs
+        self._stamps = self._trainable_stamps()
+        # The gradients themselves are let go of here, since their memory is needed.
+        with torch.no_grad():
+            self._left = {key: (None, _stamp(grad)) for key, (grad, _) in self._left.items() if grad is not None}
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._hands_in is not None and not self._hands_in():
+            name = self._known.get(id(parameter), "A parameter")
+            raise WatchError(
+                f"{name} received a gradient from a backward pass that is not part of a private step; DeepSpeed would "
+                "add it to the private sum without noise. Run nothing but private steps on this model while a run is "
+                "attached, or use torch.no_grad()"
+            )
+
+
+def _innermost(optimizer: Any) -> Any:
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter]]:
+    yield from enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _pieces(tensor: Any) -> list[Tensor]:
+    """The plain tensors of this process that hold a tensor's values."""
+    if tensor is None or tensor.is_meta:
+        return []
+    shard = getattr(tensor, "ds_tensor", None)  # ZeRO-3 gathers the parameter from it, and empties it again
+    if shard is not None:
+        return [shard] if shard.numel() and not shard.is_meta else []
+    if isinstance(tensor, DTensor):
+        return _pieces(tensor.to_local())
+    if hasattr(tensor, "__tensor_flatten__"):  # quantised weights, made of several tensors
+        return [piece for name in tensor.__tensor_flatten__()[0] for piece in _pieces(getattr(tensor, name))]
+    return [tensor]
+
+
+def _stamp(tensor: Any) -> Stamp:
+    return tuple((piece.data_ptr(), 0 if piece.is_inference() else piece._version) for piece in _pieces(tensor))
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return () if tensor is None else tuple(tensor.shape)
+
+
+def _take(all_fixed: Iterable[_Fixed]) -> None:
+    with torch.no_grad():
+        taken = list(all_fixed)
+        for fixed, checksum in zip(taken, _checksums([f.tensor() for f in taken]), strict=True):
+            fixed.checksum, fixed.stamp = checksum, _stamp(fixed.tensor())
+            fixed.shape = _shape(fixed.tensor())
+
+
+def _has_grown(fixed: _Fixed, tensor: Any) -> bool:
+    """Whether a cache that isn't saved became longer along one dimension and still begins with the old values."""
+    if fixed.saved or tensor is None or len(tensor.shape) != len(fixed.shape) or not fixed.shape:
+        return False
+    longer = [dim for dim, (new, old) in enumerate(zip(tensor.shape, fixed.shape, strict=True)) if new != old]
+    if len(longer) != 1 or tensor.shape[longer[0]] < fixed.shape[longer[0]]:
+        return False
+    return _checksums([tensor.narrow(longer[0], 0, fixed.shape[longer[0]])]) == [fixed.checksum]
+
+
+def _checksums(tensors: list[Any]) -> list[int]:
+    """A 64-bit checksum of the bits of each tensor, with one read per device.
+
+    Each word is multiplied by an odd pseudo-random number of its place, and the products are added up modulo 2^64: a
+    change of any single word changes the sum, and others go unseen with a probability of about 2^-63.
+
+    >>> first, second, third = torch.zeros(9), torch.zeros(9), torch.zeros(9).index_fill_(0, torch.tensor(4), 1e-30)
+    >>> sums = _checksums([first, second, third])
+    >>> sums[0] == sums[1], sums[0] == sums[2]
+    (True, False)
+    """
+    parts: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for number, tensor in enumerate(tensors):
+        for place, piece in enumerate(_pieces(tensor)):
+            total = _sum_of_bits(piece.detach()) * (2 * place + 1) + piece.numel()
+            parts.setdefault(total.device, []).append((number, total))
+    sums = [0] * len(tensors)
+    for found in parts.values():
+        values = torch.stack([total for _, total in found]).tolist()
+        for (number, _), value in zip(found, values, strict=True):
+            sums[number] = (sums[number] * 3 + value) % _MODULUS
+    return sums
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """A scalar of 64 bits on the tensor's device."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat = tensor.contiguous().view(-1)
+    words = flat.view(torch.uint8) if flat.dtype == torch.bool else flat.view(_INTEGERS[flat.element_size()])
+    num_bytes = words.numel() * words.element_size()
+    if num_bytes % 8 == 0 and words.data_ptr() % 8 == 0 and words.storage_offset() * words.element_size() % 8 == 0:
+        words = words.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for block, chunk in enumerate(words.split(_CHUNK)):
+        factors = _multipliers(words.device)[: chunk.numel()]
+        total = total * 3 + (chunk * factors).sum(dtype=torch.int64) * (2 * block + 1)
+    return total
+
+
+_FACTORS: dict[torch.device, Tensor] = {}
+
+
+def _multipliers(device: torch.device) -> Tensor:
+    """(_CHUNK,) odd numbers of 64 bits, the same always."""
+    if device not in _FACTORS:
+        generator = torch.Generator().manual_seed(_SEED)
+        numbers = torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator, dtype=torch.int64)
+        _FACTORS[device] = (numbers * 2 + 1).to(device)
+    return _FACTORS[device]

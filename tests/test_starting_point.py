@@ -1,0 +1,151 @@
+"""The start of a run and what steers it owe nothing to the private rows, or people declare so."""
+
+import json
+import re
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import EarlyStoppingCallback, LlamaForCausalLM
+
+from dpllm.config import ConfigError, DataConfig
+from dpllm.ledger import read_ledger
+from dpllm.records import DataError
+from dpllm.run import PrivateRun
+from dpllm.starting_point import refuse_shared_records
+from tests.conftest import tiny_llama_config
+from tests.test_run import ledger_of, network, plan_of, rows_of
+from tests.test_trainer import arguments, rows, trainer
+
+EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "match"),
+    [
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, {}, "lr_scheduler_type=reduce_lr_on_plateau"),
+        ({"save_strategy": "best", "metric_for_best_model": "loss"}, {}, "save_strategy=best"),
+        ({"metric_for_best_model": "loss"}, {}, "metric_for_best_model=loss"),
+        ({}, {"callbacks": [EarlyStoppingCallback()]}, "EarlyStoppingCallback"),
+    ],
+)
+def test_what_follows_private_evaluation_is_refused_before_data_is_touched(changes, more, match, tmp_path):
+    """And nothing is left in the folder."""
+    with pytest.raises(ConfigError, match=f"{match} follows exact evaluation results"):
+        trainer(tmp_path, args=arguments(tmp_path, **EVALUATE, **changes), eval_dataset=rows(8), **more)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plateau_scheduler_given_as_an_object_is_refused(tmp_path):
+    """It reads the same losses."""
+    model = LlamaForCausalLM(tiny_llama_config())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ConfigError, match="a ReduceLROnPlateau scheduler follows"):
+        trainer(tmp_path, model, optimizers=(optimizer, scheduler))
+
+
+def test_early_stopping_that_is_added_later_is_refused(tmp_path):
+    """Before the ledger is opened."""
+    run = trainer(tmp_path)
+    run.add_callback(EarlyStoppingCallback())
+    with pytest.raises(ConfigError, match="EarlyStoppingCallback follows"):
+        run.train()
+    assert not (tmp_path / "privacy_ledger.jsonl").exists()
+
+
+def test_declared_public_evaluation_may_steer_and_is_no_disclosure(tmp_path):
+    """Evaluation of a private model on public rows is post-processing."""
+    args = arguments(tmp_path, **EVALUATE, lr_scheduler_type="reduce_lr_on_plateau", max_steps=2)
+    run = trainer(tmp_path, args=args, eval_dataset=rows(8), eval_is_public=True)
+    run.train()
+    disclosed = read_ledger(tmp_path / "privacy_ledger.jsonl").disclosures
+    assert not any("eval" in what for what in disclosed), disclosed
+
+
+def adapted(kind):
+    """A model whose adapter says that it was initialised this way, as PEFT leaves it after the fact."""
+    model = get_peft_model(LlamaForCausalLM(tiny_llama_config()), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.peft_config["default"].init_lora_weights = kind
+    return model
+
+
+@pytest.mark.parametrize("kind", ["eva", "corda", "lora_ga", "EVA"])
+def test_an_adapter_initialised_from_data_is_refused_or_declared(kind, tmp_path):
+    """By the Trainer and by a loop of one's own; declared, it is an open point of the report."""
+    with pytest.raises(ConfigError, match=f"init_lora_weights='{kind}': it starts from statistics of data"):
+        trainer(tmp_path / "a", adapted(kind))
+    run = trainer(tmp_path / "b", adapted(kind), start_is_independent=True)
+    run.train()
+    points = json.dumps(json.loads((tmp_path / "b" / "privacy_report.json").read_text()), ensure_ascii=False)
+    assert "Declared independent of these records" in points
+
+
+@pytest.mark.parametrize("kind", [True, False, "gaussian", "pissa", "pissa_niter_4", "olora", "loftq", "orthogonal"])
+def test_an_adapter_initialised_from_weights_is_not_refused(kind, tmp_path):
+    """These know no data."""
+    trainer(tmp_path, adapted(kind))
+
+
+def test_a_loop_of_ones_own_refuses_it_too(tmp_path):
+    """Before anything is hooked."""
+    plan, model = plan_of(), network()
+    model.peft_config = {"default": LoraConfig(r=2)}
+    model.peft_config["default"].init_lora_weights = "corda"
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    with pytest.raises(ConfigError, match="corda"):
+        run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_weights_of_an_earlier_private_run_are_refused_or_declared(tmp_path):
+    """The second report would show its own ε only; base models of adapters are looked at as well."""
+    first = trainer(tmp_path / "first")
+    first.train()
+    first.save_model()
+    warm = LlamaForCausalLM.from_pretrained(tmp_path / "first")
+    match = re.escape(str(tmp_path / "first")) + r", a private run \(4 steps"
+    with pytest.raises(ConfigError, match=match):
+        trainer(tmp_path / "second", warm)
+    with pytest.raises(ConfigError, match=match):
+        trainer(tmp_path / "second", get_peft_model(warm, LoraConfig(r=2, target_modules=["q_proj"])))
+    warm = LlamaForCausalLM.from_pretrained(tmp_path / "first")
+    trainer(tmp_path / "second", warm, start_is_independent=True).train()
+    assert "a private run (4 steps" in (tmp_path / "second" / "privacy_report.md").read_text()
+
+
+def texts(*records):
+    return Dataset.from_dict({"text": list(records)})
+
+
+DATA = DataConfig(path="private.jsonl", max_length=8)
+PUBLIC = DataConfig(path="public.txt", max_length=8)
+LINE = "The patient was seen on the ward on Tuesday, and again on Friday."
+
+
+@pytest.mark.parametrize(
+    ("public", "shared"),
+    [
+        (["one", "two", "three"], 2),
+        (["ONE ", "t\u0077o"], 2),
+        (["four"], 0),
+        ([f"Notes.\n{LINE.upper()}\nEnd."], 1),
+        (["on Tuesday"], 0),
+    ],
+)
+def test_shared_records_are_counted_by_content(public, shared):
+    """Not by path: case, spaces and long lines within a longer text count as the same."""
+    private = texts("one", "two", f"Report\n{LINE}")
+    arguments = (private, DATA, texts(*public), PUBLIC)
+    assert refuse_shared_records(*arguments, allowed=3) == shared
+    if shared:
+        with pytest.raises(DataError, match=f"shares {shared} of 3 records with data.path=private.jsonl") as error:
+            refuse_shared_records(*arguments, allowed=shared - 1)
+        assert "patient" not in str(error.value).lower()
+
+
+def test_messages_of_chats_are_compared_too():
+    """Whatever the format of the private records."""
+    chat = Dataset.from_dict({"messages": [[{"role": "user", "content": LINE}, {"role": "assistant", "content": "?"}]]})
+    config = DataConfig(path="chats.jsonl", max_length=8, format="chat")
+    assert refuse_shared_records(chat, config, texts(LINE), PUBLIC, allowed=1) == 1
