@@ -243,14 +243,14 @@ def test_a_callback_that_unfreezes_in_mid_run_is_stopped_before_the_step(tmp_pat
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     unfreeze = FromStep("on_step_begin", 2, lambda m: m.model.embed_tokens.weight.requires_grad_(True))
     match = r"model\.embed_tokens\.weight was unfrozen after the run was attached"
-    assert stopped(tmp_path, model, unfreeze, match, optimizers=(optimizer, None)) == 2
+    assert stopped(tmp_path, model, unfreeze, match, optimizers=(optimizer, None)) == 3  # charged when drawn
 
 
 def test_a_callback_that_freezes_in_mid_run_is_stopped(tmp_path):
     """The set of trainable parameters is that of the start."""
     freeze = FromStep("on_step_begin", 1, lambda m: m.lm_head.weight.requires_grad_(False))
     match = r"lm_head\.weight was frozen after the run was attached"
-    assert stopped(tmp_path, LlamaForCausalLM(tiny_llama_config()), freeze, match) == 1
+    assert stopped(tmp_path, LlamaForCausalLM(tiny_llama_config()), freeze, match) == 2
 
 
 def test_a_forward_pass_that_unfreezes_is_stopped_before_the_update(tmp_path):
@@ -312,7 +312,7 @@ def test_trained_weights_that_a_callback_writes_are_refused(write, tmp_path):
 
     callback = FromStep("on_step_end", 2, act)
     match = r"lm_head\.weight was written between two private steps"
-    assert stopped(tmp_path, LlamaForCausalLM(tiny_llama_config()), callback, match) == 2
+    assert stopped(tmp_path, LlamaForCausalLM(tiny_llama_config()), callback, match) == 3
 
 
 def test_a_second_optimizer_is_refused(tmp_path):

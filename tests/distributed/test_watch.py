@@ -15,7 +15,7 @@ EXPECTED = {
 }
 FOREIGN = {
     "ddp": "has a gradient from before the step",
-    "fsdp2": "gradient",
+    "fsdp2": "has a gradient from before the step",
     "zero1": "received a gradient from a backward pass that is not part of a private step",
 }
 
