@@ -466,15 +466,6 @@ class DPTrainer(CoveredTrainer):
         output = super()._get_output_dir(trial)
         return str(Path(output) / STAGING_FOLDER) if self._staging else output
 
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the expected logical batch, from which the Trainer computes ``train_samples_per_second``.
-
-        It counts units of privacy (rows, where they are drawn singly), expected rather than realised. The Trainer's
-        own count is of microbatches.
-        """
-        del args
-        return self.plan.expected_batch_size
-
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not estimated: the Trainer's formula needs the tokens of a step, which depend on the secret draw."""
         del inputs

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from dpllm.checkpoints import CheckpointError
@@ -200,3 +200,12 @@ class CoveredTrainer(Outlets):
             return super()._get_grad_norm(model, grad_norm)
         norm: Any = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the expected logical batch, from which the Trainer computes ``train_samples_per_second``.
+
+        It counts units of privacy (rows, where they are drawn singly), expected rather than realised. The Trainer's
+        own count is of microbatches.
+        """
+        del args
+        return self.plan.expected_batch_size
