@@ -129,8 +129,7 @@ class DPTrainer(CoveredTrainer):
         pack_rows: lay the rows of a microbatch end to end, without padding, for causal language models. The attention
             runs each row by itself (`dpllm.packing`) while `train` lasts; evaluation pads as before.
         forms: how norms are computed (`dpllm.ghost.Forms`); the default takes what costs least.
-        eval_is_public: declares that ``eval_dataset`` is public: schedules and early stopping may follow it, and its
-            results are not counted as disclosures.
+        eval_is_public: declares that ``eval_dataset`` is public: schedules may follow it, and it is no disclosure.
         start_is_independent: as for `dpllm.PrivateRun.attach`.
 
     Raises:
