@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dpllm.config import DataConfig, PrivacyConfig
+from dpllm.definition import UNITS_MADE_OF
 from dpllm.ledger import Ledger
 from dpllm.losses import IGNORE
 from dpllm.records import MANY_COPIES, check_column, has_many_copies
@@ -29,9 +30,13 @@ from dpllm.tokenization import RECORD
 from dpllm.tokenization import tokenization_info as tokenization_info
 from dpllm.tokenization import tokenize_records as tokenize_records
 from dpllm.tokenization import train_tokenizer as train_tokenizer
-from dpllm.units import UnitIndex
+from dpllm.units import ONE_ROW, UnitIndex
 
 _MOST_NAMES = 20  # of files, in the report
+
+# Columns that a tokenizer leaves when it cuts a text into several rows.
+_PIECES = ("overflow_to_sample_mapping", "overflowing_tokens", "num_truncated_tokens")
+_BLOCKS, _FEWEST_BLOCKS = 0.95, 20  # this share of at least this many rows, all of the largest length
 
 
 def unit_index_of(dataset: Any, privacy: PrivacyConfig, rng: np.random.Generator | None = None) -> UnitIndex:
@@ -47,7 +52,8 @@ def unit_index_of(dataset: Any, privacy: PrivacyConfig, rng: np.random.Generator
             same on every process. None: the first ones are taken, which gives the same numbers of rows and users.
 
     Raises:
-        DataError: empty data set, or no column `unit_column`.
+        DataError: empty data set, no column `unit_column`, or rows that are pieces of longer texts and do not say
+            of which record.
         ValueError: an id is missing (names the row).
 
     >>> rows = [{"input_ids": [1, 2], "record": 0}, {"input_ids": [3], "record": 0}, {"input_ids": [4], "record": 1}]
@@ -62,10 +68,53 @@ def unit_index_of(dataset: Any, privacy: PrivacyConfig, rng: np.random.Generator
         check_column(present, column, "privacy.unit_column")
         draw = rng if privacy.rows_kept == "random" else None
         ids = _column(dataset, column)
-        return UnitIndex.from_ids(ids, privacy.max_rows_per_unit, draw, privacy.normalize_ids)
+        return UnitIndex.from_ids(ids, privacy.max_rows_per_unit, draw, privacy.normalize_ids, column)
+    _refuse_pieces(dataset, present)
     if "input_ids" in present and RECORD in present:  # in raw records a column of that name is the user's own
-        return UnitIndex.from_ids(_column(dataset, RECORD))
+        return UnitIndex.from_ids(_column(dataset, RECORD), column=RECORD)
     return UnitIndex.one_row_per_unit(len(dataset))
+
+
+def _refuse_pieces(dataset: Any, present: Sequence[str]) -> None:
+    """Refuse rows of which several may be pieces of one record, where no column says which."""
+    marks = [name for name in _PIECES if name in present]
+    if marks and RECORD not in present:
+        raise DataError(
+            f"The column '{marks[0]}' says that a tokenizer cut long texts into several rows, and no column '{RECORD}' "
+            "says which rows belong together: each piece would count as a unit, and a record would be protected less "
+            f"than stated. Add a column '{RECORD}' with the number of each row's text, or tokenize with "
+            "dpllm.data.tokenize_records"
+        )
+    if isinstance(dataset, datasets.Dataset):
+        return
+    lacking = [number for number, row in enumerate(dataset) if (RECORD in row) != (RECORD in present)]
+    if lacking and "input_ids" in dataset[lacking[0]]:
+        raise DataError(
+            f"Some rows have a column '{RECORD}' and others do not; the first that differs from row 0 is row "
+            f"{lacking[0]}. Give it to all of them: rows of one record are one unit"
+        )
+
+
+def note_units(ledger: Ledger | SharedLedger, units: UnitIndex, lengths: np.ndarray | None = None) -> None:
+    """Note in the ledger how the units were made, and a doubt where rows look like blocks cut from joined documents.
+
+    Args:
+        ledger: of the run that begins.
+        units: of the rows.
+        lengths: (num_rows,) tokens of every row; None: not looked at.
+    """
+    if units.made_of is not None:
+        ledger.append_fact(UNITS_MADE_OF, units.made_of)
+    if lengths is None or units.made_of != ONE_ROW or len(lengths) < _FEWEST_BLOCKS:
+        return
+    longest = int(lengths.max())
+    if longest > 1 and float((lengths == longest).mean()) >= _BLOCKS:
+        ledger.append_open_point(
+            f"Nearly all rows have the same {longest} tokens, and no column '{RECORD}' says which record they are "
+            "from. If documents were joined and cut into blocks, a document is spread over several units and is "
+            f"protected less than one: give each row the number of its record in a column '{RECORD}' "
+            "(dpllm.data.tokenize_records does it), or confirm that each row is a whole record."
+        )
 
 
 def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, privacy: PrivacyConfig) -> None:

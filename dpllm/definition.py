@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.accounting import Step
 from dpllm.ledger import LedgerContents
+from dpllm.units import ONE_ROW
 
 if TYPE_CHECKING:
     from dpllm.plan import PrivacyPlan
 
+UNITS_MADE_OF = "a unit is made of"
+"""The ledger's fact of that name: `dpllm.units.UnitIndex.made_of`."""
 ROWS_LEFT_OUT = "rows left out by the bound on rows per user"
 """The ledger's diagnostic of that name."""
 
@@ -79,7 +82,7 @@ def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) 
         )
     return {
         "dataset": plan.dataset,
-        "unit": _unit(plan),
+        "unit": _unit(plan, contents),
         "adjacency": ADJACENCY_WORDS[plan.adjacency],
         "mechanism": mechanism(plan),
         "public": [*public, *contents.public],
@@ -109,7 +112,14 @@ def _written_out(contents: LedgerContents) -> dict[str, int]:
     return written
 
 
-def _unit(plan: PrivacyPlan) -> str:
+def _unit(plan: PrivacyPlan, contents: LedgerContents) -> str:
+    made_of = contents.notes.facts.get(UNITS_MADE_OF, [None])[-1]
+    if plan.unit == "sequence" and made_of == ONE_ROW:
+        return (
+            "one row of the training data, as it was given to the run. Nothing says which record a row is from: if a "
+            "record was cut into several rows, each of them is a unit by itself, and the record is protected less. A "
+            f"text that is in several rows is that many units. {_OTHERS}"
+        )
     if plan.unit == "sequence":
         return (
             "one record of the training data. A record longer than the model's context that was cut into several rows "

@@ -20,8 +20,9 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
-from dpllm.config import ConfigError, DataConfig, nearest
+from dpllm.config import ConfigError, DataConfig, PrivacyConfig, nearest
 from dpllm.corpora import BUILTIN
 from dpllm.readers import (
     READERS,
@@ -33,6 +34,7 @@ from dpllm.readers import (
 )
 from dpllm.readers import DataError as DataError
 from dpllm.scratch import store
+from dpllm.units import UnitIndex
 
 PARQUET_BRANCH = "refs/convert/parquet"
 """Where the Hub keeps the records of data sets that can't be read as they are."""
@@ -81,11 +83,18 @@ def load_records(config: DataConfig) -> datasets.Dataset:
     return _finish(_load(config.path, config, config.split), config, config.path, config.limit)
 
 
-def load_train_and_eval(config: DataConfig) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+def load_train_and_eval(
+    config: DataConfig, privacy: PrivacyConfig | None = None
+) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """Return the training records and the held-out ones (None when the recipe names none).
 
     Held-out records come from `eval_path`, from `eval_split`, or are a share `eval_fraction` of the training records,
-    chosen by record number with a public constant, before N is fixed: N counts the records that remain.
+    chosen by record number with a public constant, before N is fixed: N counts the records that remain. At user level
+    whole users are held out, so that no held-out record is of a user that is trained on.
+
+    Args:
+        config: where the records are.
+        privacy: what a unit is. None: a record.
 
     Raises:
         ConfigError: as `load_records`; also `eval_split` of a local path without `eval_path`, or a held-out file or
@@ -118,15 +127,33 @@ def load_train_and_eval(config: DataConfig) -> tuple[datasets.Dataset, datasets.
         return records, held_out
     if config.eval_fraction == 0:
         return records, None
-    num_held_out = max(1, round(config.eval_fraction * len(records)))
-    if num_held_out >= len(records):
+    units = _units_to_hold_out(records, config, privacy)
+    num_units = int(units.max()) + 1
+    num_held_out = max(1, round(config.eval_fraction * num_units))
+    if num_held_out >= num_units:
         raise DataError(
-            f"eval_fraction={config.eval_fraction} of {len(records)} records leaves none to train on: lower it, or "
-            "give eval_path"
+            f"eval_fraction={config.eval_fraction} of {num_units} {'users' if num_units < len(records) else 'records'} "
+            "leaves none to train on: lower it, or give eval_path"
         )
-    order = np.random.default_rng(HELD_OUT_SEED).permutation(len(records))
-    held_out_rows, train_rows = np.sort(order[:num_held_out]), np.sort(order[num_held_out:])
-    return records.select(train_rows), records.select(held_out_rows)
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(num_units)
+    held_out = np.zeros(num_units, dtype=bool)
+    held_out[order[:num_held_out]] = True
+    return records.select(np.flatnonzero(~held_out[units])), records.select(np.flatnonzero(held_out[units]))
+
+
+def _units_to_hold_out(
+    records: datasets.Dataset, config: DataConfig, privacy: PrivacyConfig | None
+) -> NDArray[np.int64]:
+    """(num_records,): the unit of each record that is held out as a whole: its user, or the record itself."""
+    if privacy is None or privacy.unit != "user":
+        return np.arange(len(records))
+    column = str(privacy.unit_column)
+    check_column(records.column_names, column, config.path)
+    index = UnitIndex.from_ids(records[column], normalize=privacy.normalize_ids)
+    units = np.empty(len(records), dtype=np.int64)
+    rows, units_of_rows = index.rows_of(np.arange(index.num_units))
+    units[rows] = units_of_rows
+    return units
 
 
 def check_records(records: datasets.Dataset, config: DataConfig, source: str) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from dpllm import agreement
 from dpllm.autosize import AUTO, TOKENS_WITHOUT_MEASURE, Memory, memory_of, needed_later, rows_that_fit
 from dpllm.config import ConfigError
+from dpllm.definition import UNITS_MADE_OF
 from dpllm.engines import DeepSpeedZero, engine_for, model_inside
 from dpllm.ghost import Forms, GhostClipper
 from dpllm.identity import COMPLETED
@@ -50,7 +51,7 @@ from dpllm.shared_ledger import SharedLedger
 from dpllm.starting_point import check_start
 from dpllm.step import Engine, StepDiagnostics, private_step
 from dpllm.turns import Turns, dealing_key, mode_now
-from dpllm.units import UnitIndex
+from dpllm.units import ONE_ROW, UnitIndex
 from dpllm.watch import Watch
 
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -183,7 +184,10 @@ class PrivateRun:
         _check_rows(plan, rows.units)  # before anything is charged
         ledger = SharedLedger.create(path, plan, Processes(), public=public, budget_file=budget_file)
         with ledger.ended_on_failure():
-            return cls(plan, rows, ledger)
+            run = cls(plan, rows, ledger)
+        if rows.units.made_of is not None:
+            ledger.append_fact(UNITS_MADE_OF, rows.units.made_of)
+        return run
 
     @classmethod
     def resume(
@@ -473,6 +477,12 @@ def _check_rows(plan: PrivacyPlan, units: UnitIndex) -> None:
         raise ConfigError(
             f"The plan is for {plan.population} {what}, and the data have {units.num_units}: q would be another. Make "
             "the plan with make_plan from these data"
+        )
+    if plan.unit == "user" and units.made_of == ONE_ROW:
+        raise ConfigError(
+            f"The plan protects users (column {plan.unit_column!r}), and the index makes each row a unit by itself "
+            "(UnitIndex.one_row_per_unit): ε would be that of a single row. Make the index with "
+            "UnitIndex.from_ids(ids, max_rows_per_unit, column=...) from the users' ids"
         )
     if units.rows_per_owner > plan.step.rows_per_unit:
         raise ConfigError(

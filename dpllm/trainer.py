@@ -44,7 +44,7 @@ from dpllm.checkpoints import (
     verify,
 )
 from dpllm.config import ConfigError, PrivacyConfig
-from dpllm.data import PackedCollator, RowCollator, note_data, unit_index_of
+from dpllm.data import PackedCollator, RowCollator, note_data, note_units, unit_index_of
 from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.ghost import Forms, GhostClipper
@@ -323,6 +323,7 @@ class DPTrainer(CoveredTrainer):
             )
         ledger = SharedLedger.create(path, self.plan, self.processes, self.public, self.privacy.budget_file)
         note_data(ledger, self.train_dataset, self.units, self.privacy)
+        note_units(ledger, self.units, self._rows.lengths)
         return ledger
 
     def get_train_dataloader(self) -> Any:

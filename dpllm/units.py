@@ -24,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int64Array = NDArray[np.int64]
+ONE_ROW = "one row as given"
+SAME_ID = "all rows with the same id"
 _EXACT = 2**53  # up to here a float holds every whole number
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 _BLOCK = 1 << 20  # entries looked at together where all of them at once would take as much memory again
@@ -49,6 +51,8 @@ class UnitIndex:
     """How many of these units one privacy unit has at most; more than 1 only in what `each_row` returns."""
     differ_in_case: bool = False
     """Whether two text ids differ only in upper and lower case. They are two units here."""
+    made_of: str | None = None
+    """How the units were made, in words for the report: `ONE_ROW`, or which ids they share. None: from arrays."""
 
     def __post_init__(self) -> None:
         """Check the arrays and make them read-only."""
@@ -72,7 +76,7 @@ class UnitIndex:
         >>> UnitIndex.one_row_per_unit(3).num_units
         3
         """
-        return cls(offsets=range(num_rows + 1), rows=range(num_rows))
+        return cls(offsets=range(num_rows + 1), rows=range(num_rows), made_of=ONE_ROW)
 
     @classmethod
     def from_ids(
@@ -81,6 +85,7 @@ class UnitIndex:
         max_rows_per_unit: int | None = None,
         rng: np.random.Generator | None = None,
         normalize: bool = False,
+        column: str | None = None,
     ) -> UnitIndex:
         """Return the index in which rows with the same id are one unit; units stand in the order of their first row.
 
@@ -91,6 +96,7 @@ class UnitIndex:
                 `rows_dropped`. None: no bound.
             rng: where to draw the rows that stay, uniformly among the unit's own. None: the first ones stay.
             normalize: take text ids for equal that `normalized_id` makes equal.
+            column: name of the column that the ids are from, for the report.
 
         Raises:
             ValueError: an id is missing, or is neither text nor whole number, or texts and numbers are mixed, or two
@@ -104,21 +110,22 @@ class UnitIndex:
         if max_rows_per_unit is not None and max_rows_per_unit < 1:
             raise ValueError(f"max_rows_per_unit must be at least 1, got {max_rows_per_unit}")
         ids, differ_in_case = _checked_texts(ids, normalize)
+        made_of = f"{SAME_ID} in column '{column}'" if column is not None else SAME_ID
         units = _unit_of_each_row(ids)
         counts = np.bincount(units) if len(units) else np.zeros(0, dtype=np.int64)
         if len(counts) == len(units):  # each unit has one row, and stands where its row does
-            return cls(range(len(units) + 1), range(len(units)), differ_in_case=differ_in_case)
+            return cls(range(len(units) + 1), range(len(units)), differ_in_case=differ_in_case, made_of=made_of)
         if max_rows_per_unit is None:
             together = bool(np.all(units[:-1] <= units[1:]))
             rows = range(len(units)) if together else np.argsort(units, kind="stable")
-            return cls(offsets=_offsets(counts), rows=rows, differ_in_case=differ_in_case)
+            return cls(offsets=_offsets(counts), rows=rows, differ_in_case=differ_in_case, made_of=made_of)
         # Sorting by (unit, random key) puts each unit's own rows in uniformly random order.
         by_unit = np.argsort(units, kind="stable") if rng is None else np.lexsort((rng.random(len(units)), units))
         rank_in_unit = np.arange(len(units)) - np.repeat(_offsets(counts)[:-1], counts)
         kept = by_unit[rank_in_unit < max_rows_per_unit]
         kept = kept[np.lexsort((kept, units[kept]))]
         offsets = _offsets(np.minimum(counts, max_rows_per_unit))
-        return cls(offsets, kept, rows_dropped=len(units) - len(kept), differ_in_case=differ_in_case)
+        return cls(offsets, kept, rows_dropped=len(units) - len(kept), differ_in_case=differ_in_case, made_of=made_of)
 
     def each_row(self) -> UnitIndex:
         """Return the index in which every row that is kept is drawn, and clipped, by itself.
@@ -129,7 +136,9 @@ class UnitIndex:
         2
         """
         rows = self.rows if isinstance(self.rows, range) else np.sort(self.rows)
-        return UnitIndex(range(self.num_rows + 1), rows, self.rows_dropped, self.max_rows, self.differ_in_case)
+        return UnitIndex(
+            range(self.num_rows + 1), rows, self.rows_dropped, self.max_rows, self.differ_in_case, self.made_of
+        )
 
     @property
     def num_units(self) -> int:

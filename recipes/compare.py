@@ -153,7 +153,7 @@ def check(recipe: Recipe, canaries: Path | None) -> None:
         )
     if recipe.train.get("resume_from_checkpoint"):
         raise AuditError("a comparison isn't resumed: finish the run with recipes/finetune.py, or take another folder")
-    if load_train_and_eval(recipe.data)[1] is None:
+    if load_train_and_eval(recipe.data, recipe.privacy)[1] is None:
         raise AuditError(
             "the recipe holds no records out, so there is no non-member to compare with: data.eval_fraction=0.1"
         )
@@ -197,7 +197,7 @@ def from_start(recipe: Recipe, pretrained: Path, options: argparse.Namespace) ->
         train |= {"num_train_epochs": options.epochs, "max_steps": -1}
     else:
         args = training_arguments({**finetune.PLAIN, **recipe.train})
-        units = unit_index_of(load_train_and_eval(recipe.data)[0], recipe.privacy)
+        units = unit_index_of(load_train_and_eval(recipe.data, recipe.privacy)[0], recipe.privacy)
         population = units.num_rows if recipe.privacy.sampling == "example" else units.num_units
         rows = recipe.privacy.expected_batch_size * units.num_rows / population
         passes = max(1, round(rows / (args.per_device_train_batch_size * args.world_size)))
@@ -219,7 +219,7 @@ def train_plainly(recipe: Recipe) -> None:
     args = training_arguments({**finetune.PLAIN, **recipe.train})
     folder = Path(args.output_dir)
     with args.main_process_first(desc="reading the records"):
-        records, _ = load_train_and_eval(recipe.data)
+        records, _ = load_train_and_eval(recipe.data, recipe.privacy)
         tokenizer = load_tokenizer(recipe.model)
         keep = [recipe.privacy.unit_column] if recipe.privacy.unit_column else []
         rows = tokenize_records(records, tokenizer, recipe.data, keep)

@@ -103,7 +103,7 @@ def run(recipe: Recipe) -> int:
 
     # The private records. Their number fixes the plan before anything is trained.
     with args.main_process_first(desc="reading the records"):
-        train_records, eval_records = load_train_and_eval(recipe.data)
+        train_records, eval_records = load_train_and_eval(recipe.data, recipe.privacy)
     plan = plan_for(args, recipe.privacy, unit_index_of(train_records, recipe.privacy))
     show("privacy plan", format_plan(plan))
     if recipe.privacy.budget_file and not resume:  # at once, rather than after the public training

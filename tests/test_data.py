@@ -20,12 +20,14 @@ from dpllm.data import (
     load_records,
     load_train_and_eval,
     note_data,
+    note_units,
     num_labels_of,
     tokenization_info,
     tokenize_records,
     train_tokenizer,
     unit_index_of,
 )
+from dpllm.definition import define
 from dpllm.ledger import Ledger, read_ledger
 from dpllm.plan import make_plan
 from dpllm.sampling import seeded_rng
@@ -549,3 +551,42 @@ def test_a_template_that_does_not_end_is_one_error(tokenizer):
     chatty.chat_template = "{% for i in range(1000000000) %}x{% endfor %}"
     with pytest.raises(DataError, match=r"record 0: the chat template refuses these messages \(.*[Rr]ange"):
         rows_of([{"messages": CHAT}], chatty, format="chat")
+
+
+def _tokens(count, length=7):
+    return [{"input_ids": [1] * length} for _ in range(count)]
+
+
+def test_pieces_of_longer_texts_without_their_record_are_refused():
+    """A tokenizer that cut texts says so in its columns; each piece would be a unit by itself."""
+    privacy = PrivacyConfig(clip_norm=1, expected_batch_size=1, noise_multiplier=1)
+    rows = [{**row, "overflow_to_sample_mapping": 0} for row in _tokens(3)]
+    with pytest.raises(DataError, match=r"'overflow_to_sample_mapping' says that a tokenizer cut.*column 'record'"):
+        unit_index_of(datasets.Dataset.from_list(rows), privacy)
+    assert unit_index_of([{**row, "record": 0} for row in rows], privacy).num_units == 1
+
+
+def test_a_record_that_only_some_rows_name_is_refused():
+    """The first row does not decide for all."""
+    privacy = PrivacyConfig(clip_norm=1, expected_batch_size=1, noise_multiplier=1)
+    for rows in ([*_tokens(1), {**_tokens(1)[0], "record": 0}], [{**_tokens(1)[0], "record": 0}, *_tokens(1)]):
+        with pytest.raises(DataError, match=r"Some rows have a column 'record' and others do not; .* row 1"):
+            unit_index_of(rows, privacy)
+
+
+def test_the_ledger_says_how_units_were_made_and_doubts_rows_of_one_length(tmp_path):
+    """Blocks of joined documents all have one length; rows that name their record are not doubted."""
+    privacy = PrivacyConfig(clip_norm=1, expected_batch_size=4, noise_multiplier=1)
+    plan = make_plan(privacy, 40, 3)
+    lengths = np.full(40, 128)
+    for name, rows, doubted in (
+        ("blocks", _tokens(40), True),
+        ("records", [{**row, "record": number} for number, row in enumerate(_tokens(40))], False),
+    ):
+        with Ledger.create(tmp_path / name, plan) as ledger:
+            note_units(ledger, unit_index_of(rows, privacy), lengths)
+        contents = read_ledger(tmp_path / name)
+        assert any("same 128 tokens" in point for point in contents.notes.open_points) == doubted
+        unit = define(plan, contents, None)["unit"]
+        assert ("one row of the training data, as it was given" in unit) == doubted
+        assert ("cut into several rows is still one unit" in unit) == (not doubted)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 
 from dpllm.config import ConfigError, DataConfig, PrivacyConfig
@@ -466,3 +467,17 @@ def test_all_of_sst2_is_read():
     records = load_records(wanted)
     assert len(records) == 67349
     assert set(records["label"][:]) == {0, 1}
+
+
+def test_whole_users_are_held_out(tmp_path):
+    """No user is on both sides, and all records are on one."""
+    rng = np.random.default_rng(0)
+    rows = [{"text": f"note {number}", "who": f"p{int(rng.integers(60))}"} for number in range(600)]
+    (tmp_path / "notes.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    config = DataConfig(path=str(tmp_path / "notes.jsonl"), max_length=8, eval_fraction=0.2)
+    privacy = PrivacyConfig(
+        clip_norm=1, expected_batch_size=1, noise_multiplier=1, unit="user", unit_column="who", max_rows_per_unit=4
+    )
+    train, held_out = load_train_and_eval(config, privacy)
+    assert not set(train["who"]) & set(held_out["who"]) and len(set(held_out["who"])) == 12
+    assert sorted([*train["text"], *held_out["text"]]) == sorted(row["text"] for row in rows)

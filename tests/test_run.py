@@ -430,3 +430,12 @@ def test_a_checkpoint_of_another_run_or_of_a_fork_is_refused(tmp_path):
     run.load_state_dict(states[1])
     with pytest.raises(LedgerError, match="belongs to another ledger"):
         run.load_state_dict(states[0])
+
+
+def test_a_plan_for_users_over_an_index_of_rows_is_refused(tmp_path):
+    """Its report would speak of users, and ε would be that of a row."""
+    plan = plan_of()
+    rows = dataclasses.replace(rows_of(), units=UnitIndex.one_row_per_unit(UNITS))
+    with pytest.raises(ConfigError, match=r"protects users .* each row a unit by itself"):
+        PrivateRun.start(tmp_path / "run", plan, rows)
+    assert not (tmp_path / "run" / LEDGER_FILE).exists()

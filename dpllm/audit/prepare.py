@@ -152,7 +152,7 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
     """
     options, folder = options or CanaryOptions(), Path(folder)
     _check_request(recipe, folder, options)
-    train, held_out = load_train_and_eval(recipe.data)
+    train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
     public = load_records(recipe.public_pretrain.data) if recipe.public_pretrain else None
     public_texts = public[recipe.public_pretrain.data.text_column] if public and recipe.public_pretrain else None
     tokenizer = load_tokenizer(recipe.model, public_texts)

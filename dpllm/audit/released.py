@@ -183,7 +183,7 @@ def draw_sample(recipe: Recipe, num_records: int, seed: int = 0, leave_out: Coll
     Raises:
         AuditError: no held-out records, too few that can be used, or nobody knows which rows of a user were taken.
     """
-    train, held_out = load_train_and_eval(recipe.data)
+    train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
     if held_out is None:
         raise AuditError(
             "the recipe holds no records out, so there is no non-member to compare with. Hold a random share out "

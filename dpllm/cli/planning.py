@@ -144,7 +144,7 @@ def _plan_of(recipe: Recipe) -> tuple[PrivacyPlan, dict[str, int]]:
     arguments = training_arguments({**PLAIN, **recipe.train})
     for line in check_recipe(recipe, to_train=False):
         typer.echo(f"note: {line}", err=True)
-    records, _ = load_train_and_eval(recipe.data)
+    records, _ = load_train_and_eval(recipe.data, recipe.privacy)
     plan = plan_for(arguments, recipe.privacy, unit_index_of(records, recipe.privacy))
     return plan, sources_of(records)
 

@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command(epilog="Example: dpllm report runs/quickstart")(report)
     app.command(epilog="Example: dpllm verify runs/quickstart")(verify)
+    app.command(epilog="Example: dpllm adopt /scratch/moved/run")(adopt)
 
 
 @one_line_errors
@@ -68,3 +69,15 @@ def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
         )
     if not result.ok:
         raise typer.Exit(1)
+
+
+@one_line_errors
+def adopt(output_dir: OutputDir) -> None:
+    """Declare that this copy of a run's folder is the one that goes on, and that no other copy does.
+
+    Needed once before a resume where the folder was copied, moved to another file system or restored. The report then
+    has an open point that says so.
+    """
+    from dpllm.identity import adopt as adopt_folder
+
+    typer.echo(f"{output_dir} is adopted; its ledger charges {adopt_folder(output_dir)} steps.")
