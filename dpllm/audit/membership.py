@@ -141,7 +141,7 @@ def bounds_of(history: History, num_others: int, rates: Sequence[float] = RATES)
 
     >>> from dpllm.accounting import Step
     >>> {rate: round(bound, 3) for rate, bound in bounds_of([(Step(None, 0.02, None, 1.0), 1500)], 10**6).items()}
-    {0.01: 0.098, 0.001: 0.021}
+    {0.01: 0.097, 0.001: 0.021}
     """
     return allowed_rates(history, shown_rates(rates, num_others), num_others, CONFIDENCE)
 

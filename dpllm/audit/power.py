@@ -51,7 +51,7 @@ def power(
         tests: attacks that the error is divided over.
 
     >>> from dpllm.accounting import Step
-    >>> power([(Step(None, 1.0, None, 0.5), 1)], 1e-5, in_one_run=1000)["σ/2"] > 0.9
+    >>> power([(Step(None, 1.0, None, 1.0), 1)], 1e-5, in_trials=1000)["σ/2"] > 0.9
     True
     """
     return {
