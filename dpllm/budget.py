@@ -29,6 +29,9 @@ import json
 import math
 import os
 import secrets
+import socket
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -43,7 +46,9 @@ from dpllm.identity import require_prefix
 from dpllm.ledger import LEDGER_FILE, LedgerError, is_being_written, read_ledger
 from dpllm.ledger_reader import LedgerHead
 from dpllm.plan import PrivacyPlan, format_epsilon
+from dpllm.values import integer, number
 
+_LOCK_PATIENCE, _LOCK_LIMIT = 2.0, 600.0  # seconds
 _FORMAT = 1
 _HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", "delta", "shared_people")
 
@@ -384,8 +389,11 @@ def read_budget(path: str | Path) -> Budget:
         raise _edited(path, "edited: its contents don't match its hash")
     try:
         entries = tuple(Entry(**{**entry, "step": Step(**entry["step"])}) for entry in raw["entries"])
+        for name in ("epsilon", "delta"):
+            number(name, raw[name])
+        integer("num_units", raw["num_units"], 1)
         return Budget(path=real, entries=entries, **{name: raw[name] for name in _HEAD if name in raw})
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _edited(path, f"not a whole budget ({error})") from error
 
 
@@ -402,12 +410,12 @@ def budget_rows(budget: Budget) -> list[tuple[str, str]]:
         ("left", budget.remaining_words),
         ("runs", str(len(budget.entries))),
     ]
-    for number, entry in enumerate(budget.entries, start=1):
+    for place, entry in enumerate(budget.entries, start=1):
         steps = f"{entry.num_steps:,} of {entry.steps_reserved:,} steps"
         state = "reserved" if entry.steps_charged is None else "charged"
         alone = format_epsilon(budget.cost([(entry.step, entry.num_steps)]))
         words = f"{steps} {state}, ε = {alone} alone, {entry.charged_at}, entry {entry.id}"
-        rows.append((f"run {number}", words))
+        rows.append((f"run {place}", words))
     return rows
 
 
@@ -516,10 +524,37 @@ def _locked(path: Path) -> Iterator[None]:
             "to write there"
         ) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _wait_for_lock(descriptor, path)
         yield
     finally:
         os.close(descriptor)
+
+
+def _wait_for_lock(descriptor: int, path: Path) -> None:
+    """Take the lock; whoever waits for more than two seconds is told for whom, and gives up after some minutes.
+
+    Raises:
+        BudgetError: another process has held it for all that time.
+    """
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            waited = time.monotonic() - began
+            holder = os.pread(descriptor, 200, 0).decode("utf-8", errors="replace").strip() or "another process"
+            if waited > _LOCK_LIMIT:
+                raise BudgetError(
+                    f"{path} is locked by {holder} since {waited:.0f} s. End that process if it hangs, and start again"
+                ) from None
+            if waited > _LOCK_PATIENCE and not told:
+                told = True
+                print(f"waiting for {path}, which is locked by {holder}", file=sys.stderr, flush=True)
+            time.sleep(0.05)
+    with contextlib.suppress(OSError):  # for whoever waits; nothing depends on it
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
 def _write(budget: Budget) -> None:

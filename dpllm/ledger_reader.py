@@ -182,7 +182,16 @@ def read_ledger(path: str | Path) -> LedgerContents:
     Raises:
         LedgerError: the file is missing, or a line was edited, lost, moved or added; the message gives its number.
     """
-    return LedgerReader(Path(path)).contents
+    try:
+        return LedgerReader(Path(path)).contents
+    except LedgerError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        raise LedgerError(
+            f"{path} lacks a field that this version of dpllm needs, or holds another kind of value "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}). Read it with the version that wrote it, "
+            "or restore the file from a copy"
+        ) from error
 
 
 class LedgerReader:

@@ -53,11 +53,20 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
         check_output_folder("train.output_dir", str(args.output_dir))
         return [f"the model {recipe.model.name} is not a folder here, so its parts and its tokenizer are not checked"]
     model = skeleton(recipe.model)
-    if recipe.model.tokenizer_vocab_size is None:
+    unchecked = []
+    if recipe.model.tokenizer_vocab_size is not None:
+        if public is None:
+            raise ConfigError(
+                "model.tokenizer_vocab_size trains a tokenizer on public text, but the recipe has no public_pretrain "
+                "section: add one, or name a tokenizer with model.tokenizer"
+            )
+    elif to_train or Path(recipe.model.tokenizer or recipe.model.name or "/dev/null").is_dir():
         load_tokenizer(recipe.model)
+    else:
+        unchecked.append("the tokenizer is not checked: model.tokenizer names no folder here")
     _check_positions(recipe, model)
     check_output_folder("train.output_dir", str(args.output_dir), REPORTS + _saved_bytes(model, recipe))
-    return []
+    return unchecked
 
 
 def require_positions(model: nn.Module, longest: int, what: str) -> None:

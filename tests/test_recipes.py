@@ -189,9 +189,12 @@ def test_a_run_without_held_out_records_discloses_no_evaluation(finetune, tmp_pa
         (["train.max_step=3"], "train.max_step is unknown; did you mean 'max_steps'"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_two(finetune, monkeypatch, capsys, overrides, message):
+def test_a_mistake_is_one_line_and_exit_code_two(finetune, tmp_path, monkeypatch, capsys, overrides, message):
     """A newcomer's typo doesn't end in a traceback."""
-    monkeypatch.setattr(sys, "argv", ["finetune.py", "--config", str(FOLDER / "gpt2_e2e_full.yaml"), *overrides])
+    here = [f"model.name={tiny_model(tmp_path / 'model', 'gpt2')}", f"train.output_dir={tmp_path / 'out'}"]
+    capsys.readouterr()
+    path = str(FOLDER / "gpt2_e2e_full.yaml")
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--config", path, *here, *overrides])
     with pytest.raises(SystemExit) as caught:
         finetune.main()
     assert caught.value.code == 2

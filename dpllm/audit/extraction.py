@@ -14,6 +14,7 @@ A private model can write training spans, too: those that many records share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,7 @@ class ExtractionSettings:
         for name in ("num_samples", "new_tokens", "span", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of the extraction must be at least 1, got {getattr(self, name)}")
-        if self.prefix < 0 or self.top_k < 0 or not self.temperature > 0:
+        if self.prefix < 0 or self.top_k < 0 or not 0 < self.temperature < math.inf:
             raise ConfigError(
                 "prefix and top_k of the extraction can't be negative, and temperature must be above 0, got "
                 f"{self.prefix}, {self.top_k} and {self.temperature}"

@@ -12,6 +12,7 @@ from rich.console import Console
 from dpllm.cli.common import show_json, show_table
 from dpllm.config import Recipe
 from dpllm.plan import PrivacyPlan
+from dpllm.values import integer
 
 UTILIZATION = 0.4
 """Share of a GPU's peak that training is taken to reach where no throughput was measured."""
@@ -48,6 +49,12 @@ class Setting:
                 "a sweep without a recipe needs --num-units, --expected-batch-size, --steps and --epsilon: give all "
                 "four, or a recipe"
             )
+        for option, count in (
+            ("num-units", num_units),
+            ("expected-batch-size", expected_batch_size),
+            ("steps", num_steps),
+        ):
+            integer(f"--{option}", count, 1)
         return cls(
             name="the numbers given",
             num_units=num_units,
