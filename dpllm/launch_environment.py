@@ -7,7 +7,8 @@ speaks through environment variables, which TrainingArguments do not show.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 from dpllm.config import ConfigError
 
@@ -57,3 +58,19 @@ def refuse_environment(environment: Mapping[str, str] | None = None) -> None:
                 f"The accelerate configuration sets parallelism_config_{short.lower()}_size to {size}: {long} "
                 "parallelism splits a unit's layers or rows over processes, and its norm with them. Leave it at 1"
             )
+
+
+def find_deepspeed_config(root: Path, environment: MutableMapping[str, str] | None = None) -> None:
+    """Let the DeepSpeed file of the shipped accelerate configurations be found from any working directory.
+
+    accelerate takes its path from the folder in which ``accelerate launch`` was called. A path that leads nowhere from
+    there is looked up below the folder that holds ``accelerate_configs``.
+
+    Args:
+        root: that folder.
+        environment: variables of the process, changed in place; None: its own.
+    """
+    given = os.environ if environment is None else environment
+    name = given.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+    if name.endswith(".json") and not Path(name).exists() and (root / name).is_file():
+        given["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(root / name)

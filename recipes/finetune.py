@@ -30,6 +30,7 @@ from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ModelConfig, Recipe, sa
 from dpllm.data import RowCollator, load_records, load_train_and_eval, num_labels_of, tokenize_records, unit_index_of
 from dpllm.evaluation import Measurement, measure
 from dpllm.figures import plot_training
+from dpllm.launch_environment import find_deepspeed_config
 from dpllm.ledger import LEDGER_FILE
 from dpllm.mistakes import tell, words_of
 from dpllm.models import load_base_model, load_tokenizer, prepare_model
@@ -55,6 +56,7 @@ def main() -> None:
     options = parser.parse_args()
     console.quiet = int(os.environ.get("RANK", "0")) > 0
     use_all_cores()
+    find_deepspeed_config(Path(__file__).resolve().parents[1])
     code, together = 2, False
     end_with_the_launcher()
     try:

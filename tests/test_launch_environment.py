@@ -1,10 +1,14 @@
 """What an accelerate configuration may not ask for is refused by name, from its environment."""
 
+from pathlib import Path
+
 import pytest
 
 from dpllm.arguments import private_arguments, training_arguments
 from dpllm.config import ConfigError
-from dpllm.launch_environment import refuse_environment
+from dpllm.launch_environment import find_deepspeed_config, refuse_environment
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -49,3 +53,17 @@ def test_saving_on_each_node_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"train\.save_on_each_node=True can't be used .* one folder"):
         private_arguments(args)
+
+
+def test_a_deepspeed_file_is_found_from_any_folder(tmp_path, monkeypatch):
+    """Below the repository where it is not in the working directory; one that is there is left alone."""
+    monkeypatch.chdir(tmp_path)
+    name, variable = "accelerate_configs/deepspeed/zero2.json", "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+    found = {variable: name}
+    find_deepspeed_config(ROOT, found)
+    assert found == {variable: str(ROOT / name)}
+    (tmp_path / "own.json").write_text("{}")
+    for own in ("own.json", "nowhere.json", "e30="):
+        kept = {variable: own}
+        find_deepspeed_config(ROOT, kept)
+        assert kept == {variable: own}

@@ -53,10 +53,6 @@ def environment() -> dict[str, str]:
 
 def start(config: str, folder: Path, *overrides: str, **options: Any) -> children.Child:
     """Start a run, whose output goes to ``folder/log``."""
-    # DeepSpeed configurations name a file relative to the repository.
-    for name in ("accelerate_configs",):
-        if not (folder / name).exists():
-            (folder / name).symlink_to(ROOT / name)
     with open(folder / "log", "wb") as log:
         return children.Child(
             command(config, folder, *overrides, **options), stdout=log, stderr=log, cwd=folder, env=environment()
