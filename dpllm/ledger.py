@@ -391,7 +391,7 @@ def _lock(path: Path, descriptor: int) -> None:
     """Keep other processes from appending until the run ends; the system lets go when the process dies.
 
     Raises:
-        LedgerError: another process is writing it. The descriptor is closed.
+        LedgerError: another process is writing it, or its file system has no locks. The descriptor is closed.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -400,6 +400,15 @@ def _lock(path: Path, descriptor: int) -> None:
         raise LedgerError(
             f"{path} is being written by another run at this moment, whose steps and these would be charged over each "
             "other. Wait for it to end, or stop it"
+        ) from error
+    except OSError as error:  # ENOSYS, ENOLCK, EOPNOTSUPP of network file systems
+        os.close(descriptor)
+        if path.stat().st_size == 0:  # made by this call
+            path.unlink()
+        raise LedgerError(
+            f"{path} cannot be locked ({error.strerror}), so another run could write it at the same time. Set "
+            "train.output_dir to a file system with locks that hold on all machines (Lustre: mount it with -o flock; "
+            "NFS: version 4)"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -376,3 +377,16 @@ def test_a_torn_line_that_certainly_was_no_step_is_not_charged(path: Path) -> No
     with path.open("ab") as file:
         file.write(b'{"kind": "open point", "te')
     assert read_ledger(path).num_steps == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """As Lustre and NFS answer without the option; no empty ledger is left that would burn the folder."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("dpllm.ledger.fcntl.flock", refuse)
+    with pytest.raises(LedgerError, match=r"cannot be locked .* file system with locks"):
+        Ledger.create(path, PLAN)
+    assert not path.exists()
