@@ -33,6 +33,10 @@ _REFUSED: dict[str, tuple[Any, str]] = {
         0.0,
         "its loss averages over the batch; pass a compute_loss_func that returns one loss per row",
     ),
+    "neftune_noise_alpha": (
+        None,
+        "NEFTune scales its noise by the padded length, which other rows decide; leave it out",
+    ),
     "use_liger_kernel": (False, "its fused head hides the head's weight gradient from the norms"),
     "torch_compile": (False, "a compiled graph may fuse layers away from under the hooks that compute the norms"),
     "load_best_model_at_end": (

@@ -30,6 +30,7 @@ from transformers import (
 
 from dpllm.config import ConfigError, ModelConfig, nearest
 from dpllm.loading import check_adapter_names, load_pretrained, not_loaded, one_line
+from dpllm.padding import align_padding
 from dpllm.starting_point import DATA_DRIVEN_INIT
 from dpllm.tokenization import train_tokenizer
 
@@ -129,8 +130,7 @@ def load_base_model(
             f"the tokenizer has {len(tokenizer)} tokens, the model's embedding only {rows}: use the model's own "
             "tokenizer"
         )
-    if base.config.pad_token_id is None:
-        base.config.pad_token_id = tokenizer.pad_token_id
+    align_padding(base, tokenizer)
     return base
 
 

@@ -34,6 +34,7 @@ from dpllm.definition import UNITS_MADE_OF
 from dpllm.engines import DeepSpeedZero, engine_for, model_inside
 from dpllm.ghost import Forms, GhostClipper
 from dpllm.identity import COMPLETED
+from dpllm.independence import IndependenceCheck, IndependenceError
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.ledger_reader import LedgerHead
 from dpllm.microbatches import Microbatch, RowsTaken, microbatches
@@ -153,6 +154,7 @@ class PrivateRun:
         self._engine: Engine | None = None
         self._clipper: GhostClipper | None = None
         self._watch: Watch | None = None
+        self._independence: IndependenceCheck | None = None
         self._model: Any = None
         self._optimizer: Any = None
 
@@ -233,6 +235,9 @@ class PrivateRun:
                 "(microbatch_tokens); `dpllm plan --memory` says what a microbatch takes"
             )
         self._clipper = GhostClipper(self._model, self.plan.clip_norm, forms)
+        self._independence = IndependenceCheck(
+            self._clipper, self._model, self.rows, self._engine, self.plan.expected_batch_size
+        )
         self.processes.agree(
             {
                 "the trainable parameters": _digest(self._clipper.parameters),
@@ -292,6 +297,8 @@ class PrivateRun:
         Afterwards the private gradient stands in ``.grad`` for ``optimizer.step()``; DeepSpeed's engine has already
         updated the parameters, and its optimizer's ``step()`` as accelerate wraps it does nothing.
 
+        Before steps 1, 2, 4, 8, … of this process it is measured that rows are independent (`dpllm.independence`).
+
         Args:
             unit_ids: as `draws` gave them last; each draw is for one step.
             loss_of: called with the module to run and a microbatch's inputs.
@@ -301,11 +308,14 @@ class PrivateRun:
             DisagreementError: the processes take different steps, or their weights differ.
             WatchError: something other than the noisy gradient reached weights or buffers (`dpllm.watch`).
             ConfigError: PyTorch's generator was seeded within the step.
+            IndependenceError: a row's loss or gradient depends on other rows; the draw stays charged.
         """
         assert self._engine is not None and self._clipper is not None, "attach() comes first"
         assert self._watch is not None
         self._turns.step(np.asarray(unit_ids), self.ledger.num_steps - 1, mode_now(self._model.training))
         unit_ids, charged = self._outstanding.take(unit_ids)
+        max_tokens = self._budget(loss_of)
+        self._check_rows(loss_of, max_tokens)
         watch = self._watch
         watch.before_step()
         self._streams.separate()
@@ -322,7 +332,7 @@ class PrivateRun:
             lengths=self.rows.lengths,
             unit_ids=unit_ids,
             max_rows=self.rows.max_rows,
-            max_tokens=self._budget(loss_of),
+            max_tokens=max_tokens,
             packed=self.rows.packed,
             rank=self.processes.rank,
             size=self.processes.size,
@@ -350,6 +360,15 @@ class PrivateRun:
         if done.max_tokens is not None:  # the same on every process, since all of them cut alike
             self.max_tokens = done.max_tokens
         return done
+
+    def _check_rows(self, loss_of: LossOf, max_tokens: int | None) -> None:
+        """Make sure, in the first step and ever more rarely, that no row's contribution depends on other rows."""
+        assert self._independence is not None, "attach() comes first"
+        try:
+            self._independence.before_step(lambda inputs: loss_of(self._model, inputs), max_tokens)
+        except IndependenceError:
+            self.ledger.append_disclosure("losses of single rows, in an error message", 1)
+            raise
 
     def _budget(self, loss_of: LossOf) -> int | None:
         """Tokens of a microbatch in the next step."""
@@ -394,7 +413,7 @@ class PrivateRun:
             self._engine.guard.remove()
         if self._watch is not None:
             self._watch.remove()
-        self._watch = self._engine = self._clipper = self._model = self._optimizer = None
+        self._watch = self._engine = self._clipper = self._independence = self._model = self._optimizer = None
 
     def finish(self, reason: str = COMPLETED, stopped_independently: bool = False) -> dict[str, Any] | None:
         """End the run: undo the hooks, close the ledger, and write the privacy report beside it.

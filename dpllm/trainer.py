@@ -44,7 +44,7 @@ from dpllm.checkpoints import (
     verify,
 )
 from dpllm.config import ConfigError, PrivacyConfig
-from dpllm.data import PackedCollator, RowCollator, note_data, note_units, unit_index_of
+from dpllm.data import PackedCollator, note_data, note_units, unit_index_of
 from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.ghost import Forms, GhostClipper
@@ -55,6 +55,7 @@ from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence
 from dpllm.model_card import keep_own_card
 from dpllm.output_folder import check_output_folder
 from dpllm.packing import attention_by_row, refuse_unpackable
+from dpllm.padding import default_collator, refuse_other_padding
 from dpllm.plan import PrivacyPlan
 from dpllm.preflight import require_positions
 from dpllm.processes import Processes
@@ -181,7 +182,8 @@ class DPTrainer(CoveredTrainer):
         )
         self.plan: PrivacyPlan = plan_for(args, privacy, self.units)
         private.max_steps = self.plan.num_steps
-        collate: Any = data_collator or _default_collator(processing_class, model)
+        collate: Any = data_collator or default_collator(processing_class, model, _task(model))
+        refuse_other_padding(model, processing_class, collate)
         self._task = _task(model)
         self._row_loss = compute_loss_func or default_row_loss(model)
         self._base_name = getattr(getattr(model, "config", None), "_name_or_path", None)
@@ -565,12 +567,6 @@ def _task(model: Any) -> str | None:
     if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values() and inner.config.num_labels > 1:
         return "sequence_classification"
     return None
-
-
-def _default_collator(tokenizer: Any, model: nn.Module) -> RowCollator:
-    """Pad to the longest row with the tokenizer's padding token, or the end-of-text token where it has none."""
-    pad, end = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-    return RowCollator(pad_token_id=next((i for i in (pad, end) if i is not None), 0), task=_task(model) or "causal_lm")
 
 
 _ROW_LOSSES = {

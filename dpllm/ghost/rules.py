@@ -15,6 +15,7 @@ from dpllm.ghost.errors import GhostError
 from dpllm.ghost.fallback import PerRowRule
 from dpllm.ghost.linear import LinearRule, is_linear
 from dpllm.ghost.norm import LayerNormRule, ScaleRule, offset_of
+from dpllm.ghost.scales import coupling
 from dpllm.ghost.tap import Recorder
 
 After = Callable[[nn.Module, tuple, dict, Any, "int | None"], Any]
@@ -90,6 +91,8 @@ def refuse_coupled_modules(model: nn.Module) -> None:
         for pattern, reason in _COUPLED:
             if re.fullmatch(pattern, kind):
                 raise GhostError(f"{path or 'the model'} ({kind}) couples the rows of a batch: {reason}.")
+        if (by_scale := coupling(module)) is not None:
+            raise GhostError(f"{path or 'the model'} ({kind}) couples the rows of a batch: {by_scale}.")
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise GhostError("The model adds a router loss over the batch (config.output_router_logits). Set it to False.")
 

@@ -1,0 +1,417 @@
+"""How closely rows agree alone and in company, and what measuring it costs.
+
+    python benchmarks/independence.py                      # every model family and PEFT variant that can be built
+    python benchmarks/independence.py --only families --json independence.json
+
+Each model is built at toy size with random weights and goes through the first check of a `PrivateRun`
+(`dpllm.independence`). The columns are the largest relative differences of a row's loss and of its gradient norm
+between the row alone and in company. A family that `GhostClipper` refuses, or that cannot be built at toy size, is
+listed and not counted.
+
+sound     architectures for causal language modelling, sequence-to-sequence and classification, and PEFT variants
+coupled   models, losses and collators through which rows depend on each other; the smallest difference is printed
+cost      a run of 100 steps: rows and tokens that go through the model for its seven checks and for its steps, and the
+          share of the processor's time
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import peft
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers.models.auto import modeling_auto as auto
+
+from dpllm import PrivacyPlan, PrivateRun, TrainingRows, per_sequence_loss
+from dpllm.data import RowCollator
+from dpllm.independence import IndependenceError
+from dpllm.losses import classification_loss, seq2seq_loss
+from dpllm.units import UnitIndex
+
+VOCABULARY, LARGEST = 96, 3_000_000
+TINY = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "embedding_size", "dim", "emb_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 48),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "d_inner", "hidden_dim", "linear_size"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_encoder_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "num_key_value_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("head_dim", "d_kv", "d_head", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"), 64),
+    **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "vocab_size": VOCABULARY,
+    "num_labels": 2,
+    "is_decoder": None,
+}
+TASKS = {
+    "causal_lm": (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM),
+    "seq2seq_lm": (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, AutoModelForSeq2SeqLM),
+    "sequence_classification": (
+        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        AutoModelForSequenceClassification,
+    ),
+}
+COUPLED_FAMILIES = ("xlnet", "fnet", "funnel", "yoso", "canine", "convbert")
+"""Classifiers that read padding: refused rightly."""
+
+
+class Charged:
+    """Counts steps in memory."""
+
+    num_steps = 0
+
+    def append_step(self, *_: Any) -> None:
+        """Charge."""
+        self.num_steps += 1
+
+    def append_disclosure(self, *_: Any) -> None:
+        """Not kept."""
+
+    def append_diagnostic(self, *_: Any) -> None:
+        """Not kept."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What became of one model.
+
+    Attributes:
+        name: of the family or variant.
+        task: what it was trained for.
+        loss: largest relative difference.
+        norm: likewise.
+        outcome: "sound", "refused", or why it does not count.
+    """
+
+    name: str
+    task: str
+    loss: float = 0.0
+    norm: float = 0.0
+    outcome: str = "sound"
+
+
+def plan_of(rows: int, batch: int) -> PrivacyPlan:
+    return PrivacyPlan(
+        unit="sequence",
+        adjacency="zero-out",
+        num_units=rows,
+        sampling_rate=batch / rows,
+        expected_batch_size=batch,
+        max_batch_size=rows,
+        num_steps=10_000,
+        noise_multiplier=1.0,
+        clip_norm=1.0,
+        delta=1e-6,
+    )
+
+
+def rows_of(task: str, count: int = 24, collate: Any = None, longest: int = 20, max_rows: int = 8) -> TrainingRows:
+    rng = np.random.default_rng(0)
+    examples = []
+    for _ in range(count):
+        ids = rng.integers(4, VOCABULARY, int(rng.integers(3, longest + 1))).tolist()
+        labels: Any = int(rng.integers(0, 2)) if task == "sequence_classification" else ids
+        examples.append({"input_ids": ids, "labels": labels})
+    return TrainingRows(
+        units=UnitIndex.one_row_per_unit(count),
+        lengths=np.array([len(example["input_ids"]) for example in examples]),
+        fetch=lambda numbers: [examples[int(number)] for number in numbers],
+        collate=collate or RowCollator(pad_token_id=0, task=task),
+        max_rows=max_rows,
+    )
+
+
+def loss_of(task: str) -> Callable:
+    rule = {"causal_lm": per_sequence_loss, "seq2seq_lm": seq2seq_loss, "sequence_classification": classification_loss}
+
+    def loss(model: Any, inputs: Any) -> Tensor:
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        if task == "seq2seq_lm":
+            inputs["decoder_input_ids"] = nn.functional.pad(labels.clamp_min(0)[:, :-1], (1, 0))
+        return rule[task](model(**inputs).logits, labels)
+
+    return loss
+
+
+def measure(
+    name: str, task: str, model: nn.Module, rows: TrainingRows | None = None, loss: Callable | None = None
+) -> Measured:
+    """Run the first check of a model."""
+    model.train()
+    used = rows or rows_of(task)
+    run = PrivateRun(plan_of(used.units.num_units, 8), used, Charged())
+    try:
+        run.attach(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0))
+    except ValueError as error:
+        return Measured(name, task, outcome=f"not clipped: {error}"[:160])
+    check = run._independence
+    outcome = "sound"
+    try:
+        run._check_rows(loss or loss_of(task), None)
+    except IndependenceError as error:
+        outcome = f"refused: {error}"[:160]
+    except Exception as error:
+        outcome = f"did not run: {type(error).__name__}: {error}"[:160]
+    finally:
+        run.detach()
+    if check.last is None:
+        return Measured(name, task, outcome=outcome)
+    return Measured(name, task, check.last.loss, check.last.norm, outcome)
+
+
+def tiny_config(kind: str) -> Any:
+    """A configuration of this type at toy size; keys that it does not know are left out."""
+    plain = AutoConfig.for_model(kind)
+    known = {*plain.to_dict(), *plain.attribute_map}
+    changes = {key: value for key, value in TINY.items() if key in known and value is not None}
+    for key in ("layer_types", "block_types", "attention_types", "mlp_layer_types"):
+        if isinstance(getattr(plain, key, None), list):
+            changes[key] = list(getattr(plain, key))[:2]
+    if kind == "gpt_neo":
+        changes["attention_types"] = [[["global", "local"], 1]]
+    if "num_labels" in changes:
+        changes.pop("num_labels")
+    return AutoConfig.for_model(kind, **changes)
+
+
+def families(task: str) -> Iterator[Measured]:
+    """Every family of a task that can be built."""
+    names, factory = TASKS[task]
+    for kind in sorted(names):
+        try:
+            config = tiny_config(kind)
+            if task == "causal_lm" and getattr(config, "is_decoder", None) is False:
+                config.is_decoder = True
+            with torch.device("meta"):
+                size = sum(p.numel() for p in factory.from_config(config).parameters())
+            if size > LARGEST:
+                yield Measured(kind, task, outcome=f"not built: {size} parameters at toy size")
+                continue
+            torch.manual_seed(0)
+            model = factory.from_config(config)
+        except Exception as error:
+            yield Measured(kind, task, outcome=f"not built: {type(error).__name__}: {error}"[:160])
+            continue
+        yield measure(kind, task, model)
+
+
+def variants() -> Iterator[Measured]:
+    """PEFT variants on a small Llama."""
+    target, common = ["q_proj", "v_proj"], {"task_type": "CAUSAL_LM"}
+    lora = {"r": 4, "target_modules": target, **common}
+    made: dict[str, Callable[[], Any]] = {
+        "LoRA": lambda: peft.LoraConfig(**lora),
+        "LoRA with dropout": lambda: peft.LoraConfig(**lora, lora_dropout=0.3),
+        "LoRA, all linear": lambda: peft.LoraConfig(r=4, target_modules="all-linear", **common),
+        "LoRA, embedding": lambda: peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], **common),
+        "LoRA, biases": lambda: peft.LoraConfig(**lora, bias="lora_only"),
+        "LoRA, gaussian": lambda: peft.LoraConfig(**lora, init_lora_weights="gaussian"),
+        "LoRA, PiSSA": lambda: peft.LoraConfig(**lora, init_lora_weights="pissa"),
+        "LoRA, OLoRA": lambda: peft.LoraConfig(**lora, init_lora_weights="olora"),
+        "LoRA, modules to save": lambda: peft.LoraConfig(**lora, modules_to_save=["lm_head"]),
+        "LoRA, rank pattern": lambda: peft.LoraConfig(**lora, rank_pattern={"q_proj": 2}),
+        "LoRA, layer replication": lambda: peft.LoraConfig(**lora, layer_replication=[(0, 2), (1, 2)]),
+        "DoRA": lambda: peft.LoraConfig(**lora, use_dora=True),
+        "rsLoRA": lambda: peft.LoraConfig(**lora, use_rslora=True),
+        "rsLoRA with DoRA": lambda: peft.LoraConfig(**lora, use_rslora=True, use_dora=True),
+        "IA3": lambda: peft.IA3Config(
+            target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], **common
+        ),
+        "VeRA": lambda: peft.VeraConfig(r=4, target_modules=["q_proj", "o_proj"], **common),
+        "AdaLoRA": lambda: peft.AdaLoraConfig(init_r=4, target_r=2, total_step=100, target_modules=target, **common),
+        "OFT": lambda: peft.OFTConfig(oft_block_size=4, target_modules=target, use_cayley_neumann=False, **common),
+        "OFT, Cayley-Neumann": lambda: peft.OFTConfig(oft_block_size=4, target_modules=target, **common),
+        "BOFT": lambda: peft.BOFTConfig(boft_block_size=4, target_modules=target, **common),
+        "LoHa": lambda: peft.LoHaConfig(r=4, target_modules=target, **common),
+        "LoKr": lambda: peft.LoKrConfig(r=4, target_modules=target, **common),
+        "FourierFT": lambda: peft.FourierFTConfig(n_frequency=20, target_modules=target, **common),
+        "HRA": lambda: peft.HRAConfig(r=4, target_modules=target, **common),
+        "VB-LoRA": lambda: peft.VBLoRAConfig(r=4, num_vectors=8, vector_length=8, target_modules=target, **common),
+        "LN tuning": lambda: peft.LNTuningConfig(target_modules=["input_layernorm", "norm"], **common),
+        "Bone": lambda: peft.BoneConfig(r=4, target_modules=target, **common),
+        "MiSS": lambda: peft.MissConfig(r=4, target_modules=target, **common),
+        "C3A": lambda: peft.C3AConfig(block_size=8, target_modules=target, **common),
+        "RandLoRA": lambda: peft.RandLoraConfig(r=4, target_modules=target, **common),
+        "SHiRA": lambda: peft.ShiraConfig(r=4, target_modules=target, **common),
+        "RoAd": lambda: peft.RoadConfig(variant="road_1", group_size=8, target_modules=target, **common),
+        "DeLoRA": lambda: peft.DeloraConfig(r=4, target_modules=target, **common),
+        "WaveFT": lambda: peft.WaveFTConfig(n_frequency=20, target_modules=target, **common),
+        "GraLoRA": lambda: peft.GraloraConfig(r=4, gralora_k=2, target_modules=target, **common),
+        "trainable tokens": lambda: peft.TrainableTokensConfig(token_indices=[4, 5, 6], **common),
+        "poly": lambda: peft.PolyConfig(r=4, target_modules=target, **common),
+        "prefix tuning": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, **common),
+        "prompt tuning": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, **common),
+        "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=16, **common),
+    }
+    for name, make in made.items():
+        try:
+            torch.manual_seed(0)
+            base = AutoModelForCausalLM.from_config(tiny_config("llama"))
+            model = peft.get_peft_model(base, make())
+            for parameter in model.parameters():  # away from starts at which the adapter does nothing
+                if parameter.requires_grad:
+                    parameter.data += 0.02 * torch.randn_like(parameter)
+        except Exception as error:
+            yield Measured(name, "peft", outcome=f"not built: {type(error).__name__}: {error}"[:160])
+            continue
+        yield measure(name, "peft", model, rows_of("causal_lm"), loss_of("causal_lm"))
+
+
+def couplings() -> Iterator[Measured]:
+    """Models, losses and collators through which rows depend on each other."""
+    causal = loss_of("causal_lm")
+    pad = RowCollator(pad_token_id=0)
+
+    def model(kind: str = "llama", **changes: Any) -> nn.Module:
+        torch.manual_seed(0)
+        config = tiny_config(kind)
+        config.update(changes)
+        factory = AutoModelForSequenceClassification if changes else AutoModelForCausalLM
+        return factory.from_config(config)
+
+    def targets(net: Any, inputs: Any) -> Tensor:
+        count_B = (inputs["labels"] != -100).sum(1)
+        return causal(net, inputs) * count_B / count_B.sum()
+
+    def detached(net: Any, inputs: Any) -> Tensor:
+        loss_B = causal(net, inputs)
+        return loss_B * (loss_B / loss_B.mean()).detach()
+
+    def left(rows: list[Any]) -> Any:
+        batch = pad(rows)
+        for number, row in enumerate(rows):
+            for value in batch.values():
+                value[number] = value[number].roll(value.shape[1] - len(row["input_ids"]))
+        return batch
+
+    def mixed(rows: list[Any]) -> Any:
+        first = [row["input_ids"][0] for row in rows]
+        return pad([{**r, "input_ids": [first[(n + 1) % len(rows)], *r["input_ids"][1:]]} for n, r in enumerate(rows)])
+
+    def by_length(rows: list[Any]) -> Any:
+        return pad(sorted(rows, key=lambda row: -len(row["input_ids"])))
+
+    yield measure("llama, another pad id", "coupled", model(pad_token_id=3), rows_of("sequence_classification"))
+    yield measure("loss over the batch's targets", "coupled", model(), rows_of("causal_lm"), targets)
+    yield measure("weights of detached statistics", "coupled", model(), rows_of("causal_lm"), detached)
+    for name, kind, collate in (
+        ("left padding", "gpt2", left),
+        ("mixed", "llama", mixed),
+        ("sorted", "llama", by_length),
+    ):
+        yield measure(f"{name} ({kind})", "coupled", model(kind), rows_of("causal_lm", collate=collate), causal)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A run of 100 steps.
+
+    Attributes:
+        batch: expected rows of a step.
+        rows: share of all row passes that checks take.
+        tokens: likewise of tokens, with padding.
+        time: of the processor's time, without the first step, which has start-up of its own.
+    """
+
+    batch: int
+    rows: float
+    tokens: float
+    time: float
+
+
+def cost(batch: int, steps: int = 100) -> Cost:
+    """What checks take beside the steps."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("llama")).train()
+    rows = rows_of("causal_lm", count=8 * batch, longest=48, max_rows=16)
+    run = PrivateRun(plan_of(8 * batch, batch), rows, Charged())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    run.attach(model, optimizer)
+    check, loss = run._independence, loss_of("causal_lm")
+    seen, times = [0, 0], []
+
+    def counted(net: Any, inputs: Any) -> Tensor:
+        seen[0] += len(inputs["input_ids"])
+        seen[1] += inputs["input_ids"].numel()
+        return loss(net, inputs)
+
+    for unit_ids in run.draws(steps):
+        start = time.process_time()
+        run.step(unit_ids, counted)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.process_time() - start)
+    passed = check.num_passes
+    run.detach()
+    shares = [passed[n] / (seen[n] - passed[n]) for n in range(2)]
+    checked = [2**n - 1 for n in range(steps.bit_length())]
+    plain = statistics.median(seconds for number, seconds in enumerate(times) if number not in checked)
+    return Cost(batch, shares[0], shares[1], sum(times[n] - plain for n in checked[1:]) / (plain * steps))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("families", "peft", "coupled", "cost"), nargs="*")
+    parser.add_argument("--batch", type=int, nargs="*", default=[64, 256], help="expected rows of a step, for the cost")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    wanted = options.only or ["families", "peft", "coupled", "cost"]
+    warnings.simplefilter("ignore")
+    found: list[Measured] = []
+    sources: dict[str, list[Iterator[Measured]]] = {
+        "families": [families(task) for task in TASKS],
+        "peft": [variants()],
+        "coupled": [couplings()],
+    }
+    for name, sets in sources.items():
+        for one in (one for results in sets for one in results if name in wanted):
+            found.append(one)
+            print(f"{one.task:24} {one.name:34} {one.loss:9.1e} {one.norm:9.1e}  {one.outcome}", flush=True)
+    summarise(found)
+    costs = [cost(batch) for batch in options.batch] if "cost" in wanted else []
+    for one in costs:
+        print(
+            f"cost at b = {one.batch}: {one.rows:.2%} of rows, {one.tokens:.2%} of tokens, {one.time:.2%} of the time"
+        )
+    if options.json:
+        options.json.write_text(json.dumps({"models": list(map(asdict, found)), "cost": list(map(asdict, costs))}))
+
+
+def summarise(found: list[Measured]) -> None:
+    """Print how many are sound, and the largest and smallest differences."""
+    sound = [one for one in found if one.outcome == "sound" and one.task != "coupled"]
+    names = sorted({one.name for one in sound if one.task != "peft"})
+    adapters = [one.name for one in sound if one.task == "peft"]
+    print(f"\n{len(sound)} sound: {len(names)} model families, {len(adapters)} PEFT variants")
+    print("families:", ", ".join(names))
+    print("PEFT:", ", ".join(adapters))
+    if sound:
+        print(f"largest difference: loss {max(o.loss for o in sound):.1e}, norm {max(o.norm for o in sound):.1e}")
+    refused = [one for one in found if one.outcome.startswith("refused")]
+    print("refused:", ", ".join(f"{one.name} ({one.task})" for one in refused))
+    if refused:
+        print(f"smallest difference of a refused one: {min(max(o.loss, o.norm) for o in refused):.1e}")
+
+
+if __name__ == "__main__":
+    main()

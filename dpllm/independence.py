@@ -1,0 +1,496 @@
+"""Independence of rows, by value: a row's loss and gradient are the same alone and in company.
+
+Place in the flow: before a private step, on the same engine; `dpllm.run` asks at steps 1, 2, 4, 8, … of a process.
+Clipping bounds a unit's contribution, which bounds the change of the sum only while no row changes what the others
+contribute. A gradient shows some couplings (`dpllm.ghost.checks`), a comparison of values shows the rest: padding that
+the model reads, losses divided by counts of the batch, detached statistics, collators that mix or reorder rows, scales
+chosen over all rows, and state that is carried from one microbatch to the next.
+
+A microbatch of very unequal lengths is made for it. The shortest row is run alone, then beside other rows, then
+beside replaced, longer rows in another order; each row is a unit of its own, and dropout is off
+(`dpllm.repeatable.Repeatable`). The passes are not part of the mechanism: nothing of them is kept.
+
+Shape suffixes: B rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpllm.ghost import GhostClipper, GhostError
+from dpllm.microbatches import RowsTaken
+from dpllm.recovery import MicrobatchTooLargeError, free_memory
+from dpllm.repeatable import Repeatable, same_randomness
+
+if TYPE_CHECKING:
+    from dpllm.run import TrainingRows
+    from dpllm.step import Engine
+
+SHARE = 1 / 8
+"""Rows of a check as a share of those of a step, where a step has enough; a run of 100 steps has seven checks."""
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""How far a row's loss and norm may differ, by the coarsest dtype of the pass; `FINE` for float32 and float64.
+
+Relative to the larger of the loss and 1. Sound models differ by at most 2e-6 in float32, coupled ones by at least
+4.6e-4 (benchmarks/independence.py).
+"""
+FINE = 2e-5
+_MOST_ROWS = 64  # of a microbatch of the check
+_MOST_CANDIDATES = 1 << 20  # rows that those of a check are chosen from
+_SHORTEST = 8  # rows looked at for the shortest one with a target
+_LOOSEST = 500  # times the tolerance: how far norms of units that are clipped may differ where the loss is nearly 0
+_SEED, _OTHER_SEED = 0, 1
+_Result = TypeVar("_Result")
+IGNORE = -100
+
+
+class IndependenceError(GhostError):
+    """A row's loss or gradient depends on other rows, so that a unit cannot be bounded."""
+
+
+@dataclass(frozen=True)
+class Company:
+    """Rows that go through the model together.
+
+    Attributes:
+        numbers: their row numbers.
+        words: how the rows stand to those of the pass before.
+    """
+
+    numbers: tuple[int, ...]
+    words: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one pass gave for one row.
+
+    Attributes:
+        row: its number.
+        place: in the microbatch.
+        loss: of the row.
+        norm: of its gradient over all trainable parameters.
+        company: of the pass.
+    """
+
+    row: int
+    place: int
+    loss: float
+    norm: float
+    company: Company
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The largest differences of a check, relative as `TOLERANCE` says.
+
+    Attributes:
+        loss: of a row's loss alone and in company.
+        norm: of its gradient norm.
+        tolerance: up to which either is rounding.
+    """
+
+    loss: float
+    norm: float
+    tolerance: float
+
+
+class IndependenceCheck:
+    """Compares rows alone and in company before steps 1, 2, 4, 8, … of a process.
+
+    Guarantee: a check that passes leaves no gradient, no sum, no charge and no random state behind. All processes
+    run the same number of passes and reach the same verdict.
+
+    Args:
+        clipper: attached to the model; it may not hold rows of a unit.
+        model: the module that losses are computed with.
+        rows: of the run.
+        engine: of the run.
+        expected_batch_size: units of a step, over all processes.
+
+    Attributes:
+        last: what the last check measured; None before the first.
+        num_passes: what went through the model for checks: (rows, tokens with padding).
+    """
+
+    def __init__(
+        self, clipper: GhostClipper, model: nn.Module, rows: TrainingRows, engine: Engine, expected_batch_size: float
+    ) -> None:
+        """Begin before the first step of this process."""
+        self._clipper, self._model, self._rows, self._engine = clipper, model, rows, engine
+        units = rows.units
+        self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
+        self._steps = 0
+        self.last: Differences | None = None
+        self.num_passes = (0, 0)
+
+    def before_step(self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None) -> None:
+        """Check, if a check is due before this step. Called by all processes together.
+
+        Args:
+            loss_of: a microbatch's inputs to one loss per row (B,).
+            max_tokens: tokens of a microbatch at most, padding included; None: as many as ``rows.max_rows`` have.
+
+        Raises:
+            IndependenceError: rows aren't independent; the same message on every process.
+            GhostError: the losses or the model are refused by the clipper.
+        """
+        self._steps += 1
+        if self._steps & (self._steps - 1):
+            return
+        before = {name: parameter.grad for name, parameter in self._clipper.parameters.items()}
+        try:
+            self._check(loss_of, max_tokens, first=self._steps == 1)
+        finally:
+            for name, parameter in self._clipper.parameters.items():
+                if before[name] is None:
+                    parameter.grad = None
+
+    def _check(self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, first: bool) -> None:
+        (passes, worst), everywhere = self._agreed(
+            lambda: self._measured(loss_of, max_tokens, first), lambda measured: measured[1] is not None
+        )
+        if not any(everywhere):
+            return
+        # From here all processes run the same passes, whichever of them found something.
+        if any(self._agreed(passes.is_random, bool)[1]):
+            with _evaluating(self._model):  # randomness that could not be switched off: fused attention, custom kernels
+                worst, everywhere = self._agreed(lambda: self._worst(passes, first=False), bool)
+        carried, _ = self._agreed(passes.is_carried, bool)
+        message = None if worst is None else _message(worst, passes.seen, passes.tolerance(), carried)
+        for found in self._engine.processes.gather(message):
+            if found is not None:
+                raise IndependenceError(found)
+
+    def _measured(
+        self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, first: bool
+    ) -> tuple[_Passes, tuple[Seen, Seen] | None]:
+        """Passes over rows drawn for them, fewer where memory runs out, and `_worst` of them."""
+        wanted = _rows_wanted(self._per_step, first)
+        while True:
+            with same_randomness(_SEED):  # collators and fetches may draw random numbers
+                passes = _Passes(self, loss_of, Sample.draw(self._rows, max_tokens, wanted, first))
+            try:
+                return passes, self._worst(passes, first)
+            except torch.OutOfMemoryError as error:
+                message = str(error)
+            self._clipper.forget()
+            free_memory()
+            if self._engine.lockstep or wanted == 1:
+                raise MicrobatchTooLargeError(
+                    f"Memory ran out on {wanted} row(s), while it was measured that rows are independent. Give a "
+                    "smaller microbatch_tokens (in the Trainer max_tokens_per_microbatch) or "
+                    f"per_device_train_batch_size, or shorten the rows (data.max_length). The device said: {message}"
+                )
+            wanted //= 2
+
+    def _worst(self, passes: _Passes, first: bool) -> tuple[Seen, Seen] | None:
+        """The two values of one row that differ most, None if none differ by more than rounding."""
+        if first and len(passes.sample.together) > 1:
+            passes.probe()
+        passes.seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
+        self.last, worst = _compare(passes.seen, self._clipper.clipping.clip_norm, passes.tolerance())
+        return worst
+
+    def _agreed(
+        self, function: Callable[[], _Result], is_true: Callable[[_Result], bool]
+    ) -> tuple[_Result, list[bool]]:
+        """A function's result here, and whether ``is_true`` of it on each process.
+
+        Raises:
+            Exception: what the function raised on this process, or `IndependenceError` with what it raised on another.
+        """
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = function()
+        except Exception as raised:  # the others wait for this process
+            self._clipper.forget()
+            error = raised
+        everywhere = self._engine.processes.gather((str(error), True) if error else (None, is_true(result)))
+        if error is not None:
+            raise error
+        for text, _ in everywhere:
+            if text is not None:
+                raise IndependenceError(text)
+        return result, [flag for _, flag in everywhere]
+
+    def count(self, numbers: Sequence[int]) -> None:
+        """Count rows that go through the model."""
+        lengths = self._rows.lengths[list(numbers)]
+        tokens = lengths.sum() if self._rows.packed else len(lengths) * lengths.max()
+        self.num_passes = (self.num_passes[0] + len(lengths), self.num_passes[1] + int(tokens))
+
+
+def _rows_wanted(per_step: float, first: bool) -> int:
+    """Rows that are run together: few, unless a step has many more."""
+    return min(_MOST_ROWS, max(4 if first else 2, int(per_step * SHARE) - 3))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The rows of a check.
+
+    Attributes:
+        rows: by number, as they were fetched; a fetch that draws random numbers is not repeated.
+        together: numbers; the shortest row comes first.
+        replaced: numbers of other rows, among them a long one, and rows of ``together`` in another order.
+    """
+
+    rows: Mapping[int, Any]
+    together: tuple[int, ...]
+    replaced: tuple[int, ...]
+
+    @classmethod
+    def draw(cls, rows: TrainingRows, max_tokens: int | None, wanted: int, first: bool) -> Sample:
+        """Choose rows by the operating system's randomness, within what a microbatch may hold.
+
+        Args:
+            rows: of the run.
+            max_tokens: of a microbatch; None: ``rows.max_rows`` bounds it.
+            wanted: rows of a pass at most.
+            first: take the longest row that fits; later a long one.
+        """
+        rng = np.random.default_rng(secrets.randbits(128))
+        numbers = _some(rows.units.rows, rng)
+        lengths = np.maximum(1, rows.lengths[numbers])
+        order = numbers[_smallest(lengths, _SHORTEST)]
+        fetched = dict(zip(order.tolist(), rows.fetch(order), strict=True))
+        short = next((n for n in fetched if _has_target(rows.collate([copy.deepcopy(fetched[n])]))), int(order[0]))
+        shortest = max(1, int(rows.lengths[short]))
+        most = min(wanted, len(numbers) if rows.max_rows is None else rows.max_rows)
+
+        def others(count: int, without: Sequence[int]) -> list[int]:
+            """Up to ``count`` rows that fit beside the shortest, in random order."""
+            cap = math.inf if max_tokens is None else max_tokens // (count + 1)
+            if count < 1 or cap < shortest:
+                return []
+            fitting = numbers[lengths <= cap] if cap < lengths.max() else numbers
+            drawn = rng.choice(fitting, min(len(fitting), 2 * count + len(without) + 2), replace=False)
+            return [n for n in dict.fromkeys(drawn.tolist()) if n not in without][:count]
+
+        while most > 1 and max_tokens is not None and max_tokens // most < shortest:
+            most -= 1
+        together = [short, *others(most - 1, [short])]
+        few = min(most, 3 if wanted > 2 else 2)
+        cap = math.inf if max_tokens is None else max_tokens // max(1, few)
+        fitting = numbers[(lengths <= cap) & ~np.isin(numbers, together)] if few > 1 else numbers[:0]
+        long: list[int] = []
+        if len(fitting):
+            drawn = fitting if first else rng.choice(fitting, min(4, len(fitting)), replace=False)
+            long = [int(drawn[rows.lengths[drawn].argmax()])]
+        kept = [n for n in together[1:2] if few > 2 or not long]
+        kept = [n for n in kept if rows.lengths[n] <= cap]
+        replaced = [*long, *kept, short]
+        missing = np.array([n for n in {*together, *replaced} if n not in fetched], dtype=numbers.dtype)
+        if len(missing):
+            fetched.update(zip(missing.tolist(), rows.fetch(missing), strict=True))
+        return cls(fetched, tuple(together), tuple(replaced))
+
+    def companies(self, first: bool) -> list[Company]:
+        """The passes of a check, the shortest row alone before the others."""
+        short = self.together[0]
+        passes = [Company((short,), "alone")]
+        if len(self.together) > 1:
+            passes.append(Company(self.together, f"beside {len(self.together) - 1} other row(s)"))
+        if len(self.replaced) > 1:
+            words = f"beside {len(self.replaced) - 1} other row(s), replaced, longer and in another order"
+            passes.append(Company(self.replaced, words))
+        if len(self.together) > 2 or first:
+            passes += [Company((n,), "alone") for n in self.together[1:2]]
+        if len(passes) < 3:  # no company ever: what remains is state that is carried from pass to pass
+            passes.append(Company((short,), "alone, after another pass"))
+        return passes
+
+
+def _some(rows: Any, rng: np.random.Generator) -> np.ndarray:
+    """All row numbers, or a million of them drawn at random where there are more."""
+    if len(rows) <= _MOST_CANDIDATES:
+        return np.asarray(rows)
+    places = np.unique(rng.integers(0, len(rows), _MOST_CANDIDATES))
+    return rows.start + rows.step * places if isinstance(rows, range) else rows[places]
+
+
+def _smallest(lengths: np.ndarray, count: int) -> np.ndarray:
+    """The places of the smallest few, in rising order."""
+    if len(lengths) <= count:
+        return np.argsort(lengths, kind="stable")
+    few = np.argpartition(lengths, count)[:count]
+    return few[np.argsort(lengths[few], kind="stable")]
+
+
+def _has_target(inputs: Mapping[str, Any]) -> bool:
+    """Whether a row's loss can be other than 0, as far as labels tell."""
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim < 2:
+        return True
+    return bool((labels[..., 1:] != IGNORE).any())
+
+
+class _Passes:
+    """Runs the passes of one check."""
+
+    def __init__(self, check: IndependenceCheck, loss_of: Callable[[Mapping], Tensor], sample: Sample) -> None:
+        self._check, self._loss_of, self.sample = check, loss_of, sample
+        self.seen: list[Seen] = []
+        self._dtype = torch.float64
+        self._on_gpu = False
+
+    def run(self, company: Company, seed: int = _SEED) -> list[Seen]:
+        """Loss and norm of each row of one pass."""
+        clipper = self._check._clipper
+        with self._repeatable(seed):
+            taken = self._taken(company)
+            loss_B = self._losses(company, taken.inputs)
+            norm_B = clipper.clip(loss_B, taken.unit_index).norms
+            self._on_gpu |= loss_B.is_cuda
+            values = torch.stack([loss_B.detach().double(), norm_B.double()], 1).tolist()
+        clipper.forget()
+        return [
+            Seen(row, place, loss, norm, company)
+            for place, (row, (loss, norm)) in enumerate(zip(company.numbers, values, strict=True))
+        ]
+
+    def probe(self) -> None:
+        """Measure that losses have no gradient in other rows; see `dpllm.ghost.GhostClipper.check_rows`."""
+        company = Company(self.sample.together, "")
+        with self._repeatable(_SEED):
+            taken = self._taken(company)
+            self._check._clipper.check_rows(lambda: self._losses(company, taken.inputs), taken.unit_index)
+        self._check._clipper.forget()
+
+    def is_random(self) -> bool:
+        """Whether the shortest row alone comes out differently with other random numbers."""
+        alone = Company(self.sample.together[:1], "alone")
+        seen = [one for seed in (_SEED, _OTHER_SEED) for one in self.run(alone, seed)]
+        return _compare(seen, self._check._clipper.clipping.clip_norm, self.tolerance())[1] is not None
+
+    def is_carried(self) -> bool:
+        """Whether the shortest row alone comes out differently than in the first pass."""
+        again = [self.seen[0], *self.run(replace(self.seen[0].company, words="alone, again"))]
+        return _compare(again, self._check._clipper.clipping.clip_norm, self.tolerance())[1] is not None
+
+    def tolerance(self) -> float:
+        """By the coarsest dtype of the passes so far."""
+        if self._on_gpu and self._dtype == torch.float32 and _rounds_products():
+            return TOLERANCE[torch.float16]
+        return TOLERANCE.get(self._dtype, FINE)
+
+    def _losses(self, company: Company, inputs: Mapping[str, Any]) -> Tensor:
+        self._check.count(company.numbers)
+        return self._loss_of(inputs)
+
+    def _taken(self, company: Company) -> Any:
+        rows = self._check._rows
+        own = [copy.deepcopy(self.sample.rows[number]) for number in company.numbers]  # collators may take them apart
+        taken = RowsTaken(own, rows.lengths[list(company.numbers)], rows.collate)
+        return taken.microbatch(np.arange(len(own)), len(own))
+
+    @contextlib.contextmanager
+    def _repeatable(self, seed: int) -> Iterator[None]:
+        with same_randomness(seed), Repeatable(self._check._rows.packed) as mode:
+            yield
+        self._dtype = max(self._dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _rounds_products() -> bool:
+    """Whether float32 products are formed from rounded factors (TF32)."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # both of torch's interfaces were used
+        return True
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode while the block lasts."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _compare(seen: Sequence[Seen], clip_norm: float, tolerance: float) -> tuple[Differences, tuple[Seen, Seen] | None]:
+    """The largest differences between what passes gave for the same row, and where they exceed rounding.
+
+    Losses are compared relative to the larger of their size and 1, which is the rounding of logits. A gradient norm
+    near a loss of 0 is the small difference of numbers near 1, so its tolerance grows as 1/loss, up to a bound where
+    the unit is clipped.
+    """
+    alone: dict[int, Seen] = {}
+    for one in sorted(seen, key=lambda one: len(one.company.numbers)):
+        alone.setdefault(one.row, one)
+    largest, worst, excess = [0.0, 0.0], None, 1.0
+    for one in seen:
+        first = alone[one.row]
+        loss = _difference(first.loss, one.loss, 1.0)
+        norm = _difference(first.norm, one.norm, 1e-30)
+        if math.isfinite(first.loss):
+            room = max(1.0, 1 / max(abs(first.loss), 1e-30))
+            norm /= min(room, _LOOSEST) if first.norm > clip_norm else room
+        largest = [max(largest[0], loss), max(largest[1], norm)]
+        if max(loss, norm) > excess * tolerance:
+            worst, excess = (first, one), max(loss, norm) / tolerance
+    return Differences(largest[0], largest[1], tolerance), worst
+
+
+def _difference(one: float, other: float, floor: float) -> float:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return 0.0 if math.isfinite(one) == math.isfinite(other) else math.inf
+    return abs(one - other) / max(abs(one), abs(other), floor)
+
+
+def _message(worst: tuple[Seen, Seen], seen: Sequence[Seen], tolerance: float, carried: bool) -> str:
+    """One line: which row relation failed, by how much, why it may be, and what to do."""
+    first, other = worst
+    by_loss = _difference(first.loss, other.loss, 1.0) > tolerance
+    name = "loss" if by_loss else "gradient norm"
+    values = (first.loss, other.loss) if by_loss else (first.norm, other.norm)
+    cause, remedy = _cause(first, other, seen, tolerance, carried)
+    return (
+        f"The {name} of a row depends on other rows: {first.company.words} it is {values[0]:.6g}, "
+        f"{other.company.words} {values[1]:.6g} (dropout off; rounding explains {tolerance:.0e}). "
+        f"A unit cannot be bounded then, and ε would not hold. {cause}. {remedy}"
+    )
+
+
+def _cause(first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, carried: bool) -> tuple[str, str]:
+    if carried:
+        return (
+            "The same row alone gives another value later: the loss, the model or the collator carries state from one "
+            "microbatch to the next, or counts its calls",
+            "Compute each row's loss from that row and the weights only",
+        )
+    moved = any(
+        one.company is other.company
+        and one.place != other.place
+        and _difference(one.loss, first.loss, 1.0) <= tolerance
+        for one in seen
+    )
+    if moved:
+        return (
+            "Its loss came out at another row's place: the collator or the loss reorders rows, and units would be "
+            "charged with the gradients of others",
+            "Return rows in the order they were given; dpllm sorts microbatches by length itself",
+        )
+    return (
+        "Likely causes: the collator pads with another id than config.pad_token_id; the model pools at, or counts "
+        "positions from, padding (left padding under absolute positions); the loss divides by the batch's number of "
+        "targets or uses batch statistics; the collator mixes rows; int8 or fp8 scales over all rows",
+        "Set both pad ids alike, pad on the right, and compute each row's loss from its own row "
+        "(dpllm.RowCollator, dpllm.per_sequence_loss); a model that reads padding can be trained with one row per "
+        "microbatch (per_device_train_batch_size: 1)",
+    )

@@ -1,0 +1,89 @@
+"""What runs in the processes of `test_independence`: sound and coupled losses on engines, in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from dpllm import PrivateRun, TrainingRows, per_sequence_loss
+from dpllm.data import RowCollator
+from dpllm.engines import model_inside
+from dpllm.independence import IndependenceError
+from dpllm.processes import Processes
+from dpllm.units import UnitIndex
+from tests.conftest import tiny_llama_config
+from tests.distributed.matrix import NoLedger, plan_of
+from tests.distributed.setups import dispose, prepare
+
+NUM_ROWS = 12
+
+
+class Disclosing(NoLedger):
+    """Counts what an error showed as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disclosures = 0
+
+    def append_disclosure(self, what: str, count: int) -> None:
+        self.disclosures += count
+
+
+def sound(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    inputs = dict(inputs)
+    labels = inputs.pop("labels")
+    return per_sequence_loss(model(**inputs).logits, labels)
+
+
+def coupled(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Every rank divides by its own microbatch's targets."""
+    return sound(model, inputs) / (inputs["labels"] != -100).sum()
+
+
+def coupled_on_one_rank(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    return (coupled if Processes().rank == 1 else sound)(model, inputs)
+
+
+def verdicts(engines: list[str]) -> dict[str, tuple[int, float, str, str]]:
+    """Per engine: sound steps that were charged, their largest difference, and the two errors."""
+    found = {}
+    for engine in engines:
+        steps, largest, _ = _attempt(engine, sound)
+        found[engine] = (steps, largest, _attempt(engine, coupled)[2], _attempt(engine, coupled_on_one_rank)[2])
+    return found
+
+
+def _attempt(engine: str, loss_of: Any) -> tuple[int, float, str]:
+    rng = np.random.default_rng(3)
+    rows = [{"input_ids": rng.integers(3, 61, int(n)).tolist()} for n in rng.integers(3, 17, NUM_ROWS)]
+    data = TrainingRows(
+        units=UnitIndex.one_row_per_unit(NUM_ROWS),
+        lengths=np.array([len(row["input_ids"]) for row in rows]),
+        fetch=lambda numbers: [rows[int(number)] for number in numbers],
+        collate=RowCollator(pad_token_id=0),
+        max_rows=4,
+    )
+    torch.manual_seed(0)
+    model, optimizer = prepare(engine, LlamaForCausalLM(tiny_llama_config(attention_dropout=0.2)).train(), lr=1e-3)
+    ledger = Disclosing()
+    run = PrivateRun(plan_of(0.5, 1.0, num_units=NUM_ROWS), data, ledger)
+    run.attach(model, optimizer)
+    check, message = run._independence, ""
+    try:
+        for unit_ids in run.draws(3):
+            run.step(unit_ids, loss_of)
+            if not hasattr(model, "zero_optimization_stage"):
+                optimizer.step()
+                optimizer.zero_grad()
+    except IndependenceError as error:
+        message = str(error)
+    assert ledger.disclosures == bool(message)
+    run.detach()
+    model_inside(model).eval()
+    dispose(model)
+    assert check is not None and check.last is not None
+    return ledger.num_steps, max(check.last.loss, check.last.norm), message

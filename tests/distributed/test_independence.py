@@ -1,0 +1,16 @@
+"""Independence of rows by value on two processes: one verdict, no deadlock."""
+
+from __future__ import annotations
+
+from tests.distributed.world import run
+
+
+def test_every_rank_reaches_the_same_verdict_on_every_engine(tmp_path):
+    """Sound steps pass; a coupled loss is refused with one message on all ranks, also where one rank alone has it."""
+    engines = ["ddp", "fsdp2", "zero3"]
+    here, there = run(tmp_path, "tests.distributed.independence:verdicts", engines=engines)
+    for engine in engines:
+        charged, largest, coupled, on_one = here[engine]
+        assert charged == 3 and largest < 2e-6
+        assert "of a row depends on other rows" in coupled and "of a row depends on other rows" in on_one
+        assert there[engine][0] == 3 and there[engine][2:] == (coupled, on_one)

@@ -1,0 +1,562 @@
+"""Rows are independent by value: what couples them is refused, in the first step and later; sound runs pass.
+
+Through the public API: `DPTrainer`, and `PrivateRun` with a loop of one's own.
+"""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    CanineConfig,
+    CanineForSequenceClassification,
+    ConvBertConfig,
+    ConvBertForSequenceClassification,
+    DataCollatorWithPadding,
+    FNetConfig,
+    FNetForSequenceClassification,
+    FunnelConfig,
+    FunnelForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    XLNetConfig,
+    XLNetForSequenceClassification,
+    YosoConfig,
+    YosoForSequenceClassification,
+)
+
+from dpllm import (
+    DPTrainer,
+    GhostClipper,
+    PrivacyConfig,
+    PrivateRun,
+    TrainingRows,
+    make_plan,
+    packed_sequence_loss,
+    per_sequence_loss,
+)
+from dpllm.config import ConfigError
+from dpllm.data import PackedCollator, RowCollator
+from dpllm.ghost.errors import GhostError
+from dpllm.independence import IndependenceError
+from dpllm.ledger import LEDGER_FILE, read_ledger
+from dpllm.losses import classification_loss
+from dpllm.models import align_padding
+from dpllm.processes import Processes
+from dpllm.repeatable import Repeatable, same_randomness
+from dpllm.shared_ledger import SharedLedger
+from dpllm.units import UnitIndex
+from tests.conftest import tiny_llama_config
+from tests.test_run import plan_of
+from tests.test_trainer import arguments, privacy
+
+DEPENDS = r"of a row depends on other rows: alone.* it is .*, .*beside .* \(dropout off"
+GPT2 = {"vocab_size": 61, "n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 64, "bos_token_id": 1}
+SMALL = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def unequal(count=40, classes=False, shortest=3, longest=20, **more):
+    """Rows of 3 to 20 tokens."""
+    rng = np.random.default_rng(2)
+    ids = [rng.integers(4, 61, int(n)).tolist() for n in rng.integers(shortest, longest + 1, count)]
+    labels = [int(n) for n in rng.integers(0, 2, count)] if classes else ids
+    return Dataset.from_dict({"input_ids": ids, "labels": labels, **more})
+
+
+def trainer(folder, model, dataset=None, steps=1, batch=8, config=None, **more):
+    classes = "SequenceClassification" in type(model).__name__
+    return DPTrainer(
+        model=model,
+        args=arguments(folder, max_steps=steps, per_device_train_batch_size=batch, logging_strategy="no"),
+        privacy=config or privacy(expected_batch_size=8),
+        train_dataset=dataset if dataset is not None else unequal(classes=classes),
+        **more,
+    )
+
+
+def llama(**changes):
+    return LlamaForCausalLM(tiny_llama_config(**changes))
+
+
+def padded_with(token, task="sequence_classification"):
+    """A collator whose padding token nobody can ask for."""
+    collator = RowCollator(pad_token_id=token, task=task)
+    return lambda rows: collator(rows)
+
+
+def left_padded(rows):
+    batch = RowCollator(pad_token_id=0)(rows)
+    for number, row in enumerate(rows):
+        shift = batch["input_ids"].shape[1] - len(row["input_ids"])
+        for value in batch.values():
+            value[number] = value[number].roll(shift)
+    return batch
+
+
+def sorted_by_length(rows):
+    return RowCollator(pad_token_id=0)(sorted(rows, key=lambda row: -len(row["input_ids"])))
+
+
+def mixed(rows):
+    """The first token of each row is the next row's."""
+    first = [row["input_ids"][0] for row in rows]
+    changed = [{**row, "input_ids": [first[(n + 1) % len(rows)], *row["input_ids"][1:]]} for n, row in enumerate(rows)]
+    return RowCollator(pad_token_id=0)(changed)
+
+
+def head_only(model):
+    for parameter in model.base_model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def over_all_targets(outputs, labels):
+    count_B = (labels != -100).sum(1)
+    return per_sequence_loss(outputs.logits, labels) * count_B / count_B.sum()
+
+
+def over_detached_mean(outputs, labels):
+    loss_B = per_sequence_loss(outputs.logits, labels)
+    return loss_B * (loss_B / loss_B.mean()).detach()
+
+
+COUPLED_CLASSIFIERS = {
+    "llama, padded with another token": lambda: LlamaForSequenceClassification(tiny_llama_config(pad_token_id=2)),
+    "gpt2, padded with another token": lambda: GPT2ForSequenceClassification(GPT2Config(**GPT2, pad_token_id=2)),
+    "xlnet": lambda: head_only(
+        XLNetForSequenceClassification(XLNetConfig(vocab_size=61, d_model=16, n_layer=1, n_head=2, d_inner=32))
+    ),
+    "fnet": lambda: FNetForSequenceClassification(FNetConfig(**_without_heads(), num_hidden_layers=1)),
+    "funnel": lambda: head_only(
+        FunnelForSequenceClassification(
+            FunnelConfig(
+                vocab_size=61, block_sizes=[2, 2], initializer_std=0.3, d_model=16, n_head=2, d_head=8, d_inner=32
+            )
+        )
+    ),
+    "yoso": lambda: YosoForSequenceClassification(
+        YosoConfig(**SMALL, num_hidden_layers=1, use_expectation=True, max_position_embeddings=64)
+    ),
+    "canine": lambda: head_only(
+        CanineForSequenceClassification(
+            CanineConfig(
+                **{**SMALL, "vocab_size": 99},
+                num_hidden_layers=1,
+                num_hash_buckets=64,
+                downsampling_rate=2,
+                initializer_range=0.1,
+            )
+        )
+    ),
+    "convbert": lambda: ConvBertForSequenceClassification(
+        ConvBertConfig(
+            **{**SMALL, "num_attention_heads": 4},
+            num_hidden_layers=1,
+            embedding_size=16,
+            head_ratio=2,
+            initializer_range=0.2,
+        )
+    ),
+}
+
+
+def _without_heads():
+    return {name: value for name, value in SMALL.items() if name != "num_attention_heads"}
+
+
+@pytest.mark.parametrize("name", COUPLED_CLASSIFIERS)
+def test_a_classifier_that_reads_padding_is_refused_in_the_first_step(name, tmp_path):
+    """It pools at, or mixes in, padded positions, whose number other rows decide; no gradient shows it."""
+    run = trainer(tmp_path, COUPLED_CLASSIFIERS[name](), data_collator=padded_with(0))
+    with pytest.raises(IndependenceError, match=DEPENDS) as refused:
+        run.train()
+    assert "config.pad_token_id" in str(refused.value) and "\n" not in str(refused.value)
+    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 1
+    assert read_ledger(tmp_path / LEDGER_FILE).disclosures["losses of single rows, in an error message"] == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "says"),
+    [
+        (lambda: GPT2LMHeadModel(GPT2Config(**GPT2)), {"data_collator": left_padded}, DEPENDS),
+        (llama, {"compute_loss_func": over_all_targets}, DEPENDS),
+        (llama, {"compute_loss_func": over_detached_mean}, DEPENDS),
+        (llama, {"data_collator": mixed}, DEPENDS),
+        (llama, {"data_collator": sorted_by_length}, "came out at another row's place: the collator or the loss"),
+    ],
+    ids=["left padding", "batch's targets", "detached mean", "mixed rows", "sorted rows"],
+)
+def test_a_coupling_by_the_collator_or_the_loss_is_refused(make, options, says, tmp_path):
+    run = trainer(tmp_path, make(), **options)
+    with pytest.raises(IndependenceError, match=says):
+        run.train()
+
+
+def test_a_coupling_that_starts_later_is_refused_by_the_next_check(tmp_path):
+    """Steps 1, 2, 4 pass; it starts with the 6th and is found before the 8th. The steps stay charged."""
+    run = trainer(
+        tmp_path,
+        llama(),
+        steps=10,
+        compute_loss_func=lambda outputs, labels: (
+            over_detached_mean if run.state.global_step >= 5 else lambda o, y: per_sequence_loss(o.logits, y)
+        )(outputs, labels),
+    )
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        run.train()
+    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 8
+
+
+class BatchScaled(nn.Module):
+    """A frozen layer in numbers of 8 bits, whose one scale is the largest input of the whole batch."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        scale = x.detach().abs().amax() / 127
+        rounded = (x / scale).round() * scale
+        return self.inner(x + (rounded - x).detach())
+
+
+def test_scales_chosen_over_all_rows_are_refused(tmp_path):
+    """Per-tensor fp8 or int8: a row that is larger than all others changes what the others compute."""
+    model = llama(initializer_range=0.2)
+    for layer in model.model.layers:
+        layer.mlp.down_proj = BatchScaled(layer.mlp.down_proj.requires_grad_(False))
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        trainer(tmp_path, model).train()
+
+
+def named(name, module="dpllm.test", **attributes):
+    kind = type(name, (nn.Linear,), {"__module__": module})
+    made = kind(2, 2)
+    for attribute, value in attributes.items():
+        setattr(made, attribute, value)
+    return made
+
+
+class State:
+    threshold = 6.0
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (named("Linear8bitLt", state=State()), r"llm_int8_threshold=6\.0.*llm_int8_threshold=0\.0"),
+        (named("Float8Linear"), "largest activation of the whole batch"),
+        (named("LayerNormLinear", "transformer_engine.pytorch"), "largest activation of the whole batch"),
+        (named("Linear", neftune_noise_alpha=5.0), "scales its noise by the padded length"),
+    ],
+)
+def test_modules_that_scale_over_the_batch_are_refused_by_name(module, says):
+    with pytest.raises(GhostError, match=says):
+        GhostClipper(nn.Sequential(nn.Linear(2, 2), module), 1.0)
+
+
+def test_int8_without_outlier_columns_is_accepted():
+    """With threshold 0 every token has a scale of its own."""
+    module = named("Linear8bitLt", state=type("Exact", (), {"threshold": 0.0})())
+    GhostClipper(nn.Sequential(module), 1.0).remove()
+
+
+def test_neftune_is_refused_before_data_is_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"neftune_noise_alpha=5.*scales its noise by the padded length"):
+        DPTrainer(llama(), arguments(tmp_path, neftune_noise_alpha=5), privacy(), unequal())
+
+
+def test_noise_scaled_by_the_padded_length_is_seen_by_value(tmp_path):
+    """A hook of one's own that does what NEFTune does: fixed noise, and a scale that the company decides."""
+    model = llama()
+
+    def hook(module, args, output):
+        if module.training:
+            magnitude = 5 / (output.shape[1] * output.shape[2]) ** 0.5
+            return output + torch.zeros_like(output).uniform_(-magnitude, magnitude)
+        return output
+
+    model.get_input_embeddings().register_forward_hook(hook)
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        trainer(tmp_path, model).train()
+
+
+# ------------------------------------------------------------------ padding tokens
+
+
+def test_the_default_collator_pads_with_the_models_own_token(tmp_path):
+    """Without a tokenizer; the classifier then finds the ends of its rows."""
+    model = LlamaForSequenceClassification(tiny_llama_config(pad_token_id=2))
+    run = trainer(tmp_path, model)
+    assert run.data_collator.pad_token_id == 2
+    run.train()
+    assert run.ledger.num_steps == 1
+
+
+@pytest.mark.parametrize("collator", ["dpllm", "transformers"])
+def test_a_collator_with_another_padding_token_is_refused(collator, tmp_path):
+    class Tokenizer:
+        pad_token_id, padding_side = 0, "right"
+
+        def pad(self, *args, **kwargs):
+            raise AssertionError("nothing is collated")
+
+    made = (
+        RowCollator(pad_token_id=0, task="sequence_classification")
+        if collator == "dpllm"
+        else DataCollatorWithPadding(Tokenizer())
+    )
+    model = LlamaForSequenceClassification(tiny_llama_config(pad_token_id=2))
+    with pytest.raises(ConfigError, match=r"pads with the token 0, and model\.config\.pad_token_id is 2"):
+        trainer(tmp_path, model, data_collator=made)
+
+
+def test_a_recipe_gives_the_model_its_tokenizers_padding_token():
+    """Also where the model names another one."""
+
+    class Tokenizer:
+        pad_token_id = 5
+
+    model = LlamaForSequenceClassification(tiny_llama_config(pad_token_id=2))
+    align_padding(model, Tokenizer())
+    assert model.config.pad_token_id == 5
+
+
+# ------------------------------------------------------------------------ a loop of one's own
+
+
+def rows_of(examples, collate=None, max_rows=4, max_tokens=None, units=None, packed=False):
+    return TrainingRows(
+        units=units or UnitIndex.one_row_per_unit(len(examples)),
+        lengths=np.array([len(example["input_ids"]) for example in examples]),
+        fetch=lambda numbers: [examples[int(number)] for number in numbers],
+        collate=collate or RowCollator(pad_token_id=0),
+        max_rows=max_rows,
+        max_tokens=max_tokens,
+        packed=packed,
+    )
+
+
+def lm_loss(model, inputs):
+    inputs = dict(inputs)
+    labels = inputs.pop("labels")
+    return per_sequence_loss(model(**inputs).logits, labels)
+
+
+def steps(folder, model, rows, loss_of=lm_loss, count=4, clip_norm=0.5, after=lambda: None):
+    """Take steps; how many were charged, and the check."""
+    plan = make_plan(
+        PrivacyConfig(
+            unit="user",
+            unit_column="user",
+            max_rows_per_unit=3,
+            noise_multiplier=1.0,
+            clip_norm=clip_norm,
+            expected_batch_size=min(8, rows.units.num_units),
+            delta=1e-3 if rows.units.num_units > 2 else 0.05,
+        ),
+        rows.units.num_units,
+        count,
+    )
+    run = PrivateRun(plan, rows, SharedLedger.create(folder / LEDGER_FILE, plan, Processes()))
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    run.attach(model, optimizer)
+    check = run._independence
+    try:
+        for unit_ids in run.draws(count):
+            run.step(unit_ids, loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+            after()
+    finally:
+        charged = run.ledger.num_steps
+        run.detach()
+        run.ledger.close()
+    return charged, check
+
+
+def test_contrastive_pairs_that_begin_after_some_steps_are_refused(tmp_path):
+    """In-batch negatives couple all rows; they begin in step 20 and are found before the 32nd."""
+    torch.manual_seed(0)
+    examples = [{"input_ids": [0] * (n % 7 + 1), "x": torch.randn(4)} for n in range(40)]
+    rows = rows_of(examples, lambda rows: {"x": torch.stack([row["x"] for row in rows])})
+    model, done = nn.Linear(4, 3), []
+
+    def loss_of(model, inputs):
+        y_BD = model(inputs["x"])
+        alone_B = y_BD.square().sum(1)
+        return alone_B if len(done) < 19 else alone_B - (y_BD @ y_BD.T.detach()).log_softmax(1).diagonal()
+
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        steps(tmp_path, model, rows, loss_of, count=40, after=lambda: done.append(1))
+    assert len(done) == 31
+
+
+def test_a_memory_of_former_rows_is_refused_even_with_one_row_per_microbatch(tmp_path):
+    """A row then has no company, but the microbatches before it."""
+    memory = []
+
+    def loss_of(model, inputs):
+        loss_B = lm_loss(model, inputs)
+        before = torch.stack(memory).mean() if memory else torch.tensor(1.0)
+        memory.append(loss_B.detach().mean())
+        return loss_B * before
+
+    with pytest.raises(IndependenceError, match="carries state from one microbatch to the next"):
+        steps(tmp_path, llama(), rows_of(unequal(40).to_list(), max_rows=1), loss_of)
+
+
+def test_packed_rows_whose_loss_counts_all_targets_are_refused(tmp_path):
+    """And pass where it does not."""
+    from dpllm.packing import attention_by_row
+
+    def packed_loss(model, inputs):
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        return packed_sequence_loss(model(**inputs).logits, labels, inputs["cu_seq_lens_q"])
+
+    rows = rows_of(unequal(40).to_list(), PackedCollator(), max_rows=None, max_tokens=64, packed=True)
+    model = llama(attention_dropout=0.2)
+    with attention_by_row(model):
+        charged, check = steps(tmp_path / "sound", model, rows, packed_loss)
+        assert charged == 4 and check.last.loss < 2e-6 and check.last.norm < 2e-6
+        with pytest.raises(IndependenceError, match=DEPENDS):
+            steps(
+                tmp_path / "coupled", model, rows, lambda m, i: packed_loss(m, i) / (i["labels"] != -100).sum().sqrt()
+            )
+
+
+class Noisy(nn.Module):
+    """Drops whole rows, drops features by a mask of its own, and adds noise; each row by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, input_ids, **kwargs):
+        x = self.drop(self.first(input_ids))
+        if self.training:
+            x = x * (torch.rand(len(x), 1, 1) > 0.2) * (1 - torch.empty_like(x).bernoulli_(0.1))
+            x = x + 0.1 * torch.randn_like(x)
+        query = x[:, None]
+        x = x + nn.functional.scaled_dot_product_attention(query, query, query, None, 0.3, is_causal=True)[:, 0]
+        return type("Output", (), {"logits": self.last(x)})()
+
+
+def test_dropout_and_noise_are_not_taken_for_a_coupling(tmp_path):
+    """In training mode, with random numbers of torch's functions and methods."""
+    charged, check = steps(tmp_path, Noisy(), rows_of(unequal(40).to_list()))
+    assert charged == 4 and check.last.loss < 2e-6 and check.last.norm < 2e-6
+
+
+def test_randomness_that_cannot_be_switched_off_is_judged_without_it(tmp_path):
+    """A kernel of its own draws other numbers for other shapes: the rows are compared in evaluation mode."""
+
+    class Own(Noisy):
+        def forward(self, input_ids, **kwargs):
+            x = self.first(input_ids)
+            if self.training:  # nothing that PyTorch could be asked to leave out
+                x = x * torch.from_numpy(np.random.rand(*x.shape).astype(np.float32))
+            return type("Output", (), {"logits": self.last(x)})()
+
+    model = Own()
+    assert steps(tmp_path / "sound", model, rows_of(unequal(40).to_list()))[0] == 4
+    assert model.training and model.drop.training
+
+    def coupled(model, inputs):
+        return lm_loss(model, inputs) * inputs["labels"].shape[1]
+
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        steps(tmp_path / "coupled", model, rows_of(unequal(40).to_list()), coupled)
+
+
+def test_a_check_leaves_no_gradient_and_no_random_state_behind(tmp_path):
+    """The step's own numbers are those that it would have had without it."""
+    model = Noisy()
+    rows = rows_of(unequal(40).to_list())
+    plan = plan_of(num_steps=4)
+    run = PrivateRun(plan, rows, SharedLedger.create(tmp_path / LEDGER_FILE, plan, Processes()))
+    run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    run._independence.before_step(lambda inputs: lm_loss(model, inputs), None)
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[2]
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert all(p.grad is None for p in model.parameters()) and run.ledger.num_steps == 0
+    assert model.training and run._independence.num_passes[0] > 0
+    run.detach()
+
+
+@pytest.mark.parametrize(
+    ("examples", "options", "more"),
+    [
+        (unequal(1), {}, {}),
+        (unequal(2), {}, {}),
+        (unequal(40), {"max_rows": 1}, {}),
+        (unequal(40), {"max_rows": None, "max_tokens": 20}, {}),
+        (unequal(40), {"max_rows": None, "max_tokens": 4}, {}),
+        (unequal(40, shortest=7, longest=7), {}, {}),
+        (unequal(40, shortest=1, longest=2), {}, {}),
+        (unequal(40), {"units": UnitIndex.from_ids([n // 3 for n in range(40)])}, {}),
+        (unequal(40), {}, {"clip_norm": 1e-6}),
+    ],
+    ids=["one row", "two", "alone", "few tokens", "too few tokens", "equal", "no target", "users", "small clip norm"],
+)
+def test_runs_at_the_edges_are_not_refused(examples, options, more, tmp_path):
+    charged, check = steps(tmp_path, llama(), rows_of(examples.to_list(), **options), count=3, **more)
+    assert charged == 3 and check.last.loss < 2e-6 and check.last.norm < 2e-6
+
+
+def test_losses_that_are_small_or_not_finite_are_not_refused(tmp_path):
+    """Rounding is relative to logits, not to a loss near 0; a unit that overflows does so alone as well."""
+    rows = rows_of(unequal(40, classes=True).to_list(), RowCollator(pad_token_id=0, task="sequence_classification"))
+    model = LlamaForSequenceClassification(tiny_llama_config(pad_token_id=0))
+
+    def loss_of(model, inputs):
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        return classification_loss(logits + 12 * nn.functional.one_hot(labels, 2), labels)
+
+    assert steps(tmp_path / "small", model, rows, loss_of)[0] == 4
+    overflowing = lambda m, i: loss_of(m, i) / (i["attention_mask"].sum(1) > 3)  # noqa: E731
+    assert steps(tmp_path / "overflowing", model, rows, overflowing)[0] == 4
+
+
+def test_rows_drawn_one_by_one_and_bert_pass_through_the_trainer(tmp_path):
+    """`sampling: example`, dropout, a classifier that pools at its first token."""
+    model = BertForSequenceClassification(BertConfig(**SMALL, num_hidden_layers=1, max_position_embeddings=64))
+    config = privacy(expected_batch_size=8, unit="user", unit_column="user", max_rows_per_unit=2, sampling="example")
+    dataset = unequal(40, classes=True, user=[n // 2 for n in range(40)])
+    run = trainer(tmp_path, model, dataset, steps=2, config=config)
+    run.train()
+    assert run.ledger.num_steps == 2
+
+
+def test_evaluation_of_random_functions_within_a_row():
+    """The same numbers in every row, the wanted distribution within it, and other shapes agree where they overlap."""
+    with same_randomness(0), Repeatable(packed=False):
+        short, long = torch.rand(1, 5, 3), torch.rand(4, 9, 3)
+        assert torch.equal(short[0], long[2, :5]) and torch.equal(long[0], long[3])
+        wide = torch.randn(2, 4000)
+        assert abs(float(wide.mean())) < 0.05 and abs(float(wide.std()) - 1) < 0.05
+        kept = torch.bernoulli(torch.full((2, 4000), 0.3))
+        assert abs(float(kept.mean()) - 0.3) < 0.02 and kept.dtype == torch.float32
+        x = torch.ones(2, 8)
+        assert torch.equal(nn.functional.dropout(x, 0.5, training=True), x) and torch.equal(
+            torch.dropout(x, 0.5, True), x
+        )
+    drawn = copy.deepcopy(torch.get_rng_state())
+    with same_randomness(1):
+        torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), drawn)
