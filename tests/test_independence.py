@@ -336,7 +336,7 @@ def test_a_recipe_gives_the_model_its_tokenizers_padding_token():
 
 def rows_of(examples, collate=None, max_rows=4, max_tokens=None, units=None, packed=False):
     return TrainingRows(
-        units=units or UnitIndex.one_row_per_unit(len(examples)),
+        units=units or UnitIndex.from_ids(list(range(len(examples)))),
         lengths=np.array([len(example["input_ids"]) for example in examples]),
         fetch=lambda numbers: [examples[int(number)] for number in numbers],
         collate=collate or RowCollator(pad_token_id=0),
