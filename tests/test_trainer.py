@@ -629,3 +629,16 @@ def test_nothing_can_be_reported_or_disclosed_before_training(tmp_path):
         run.privacy_report()
     with pytest.raises(ValueError, match="no ledger yet"):
         run.disclose("evaluation")
+
+
+def test_a_run_whose_steps_are_all_charged_can_still_write_its_model(tmp_path):
+    """The last save was lost: no step is taken again, the weights are the checkpoint's, ε is that of all steps."""
+    settings = {"save_strategy": "steps", "save_steps": 3}
+    trainer(tmp_path, args=arguments(tmp_path, **settings)).train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    again = trainer(tmp_path, args=arguments(tmp_path, **settings))
+    again.train(resume_from_checkpoint=True)
+    again.save_model()
+    ledger = read_ledger(tmp_path / FILES[1])
+    assert ledger.num_steps == 4 and ledger.end == "completed" and again.state.global_step == 3
+    assert again.epsilon == again.plan.epsilon and verify_folder(tmp_path).ok
