@@ -311,7 +311,8 @@ def couplings() -> Iterator[Measured]:
     def by_length(rows: list[Any]) -> Any:
         return pad(sorted(rows, key=lambda row: -len(row["input_ids"])))
 
-    yield measure("llama, another pad id", "coupled", model(pad_token_id=3), rows_of("sequence_classification"))
+    classify, rows = loss_of("sequence_classification"), rows_of("sequence_classification")
+    yield measure("llama, another pad id", "coupled", model(pad_token_id=3), rows, classify)
     yield measure("loss over the batch's targets", "coupled", model(), rows_of("causal_lm"), targets)
     yield measure("weights of detached statistics", "coupled", model(), rows_of("causal_lm"), detached)
     for name, kind, collate in (
