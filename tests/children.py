@@ -42,8 +42,7 @@ class Child(subprocess.Popen):
             for process in started:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            psutil.wait_procs(started, timeout=1)
-            self.poll()
+            time.sleep(0.01)  # psutil's own wait would take the child's exit status away from `wait`
         super().wait()
         for stream in (self.stdin, self.stdout, self.stderr):
             if stream is not None:

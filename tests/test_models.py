@@ -125,7 +125,7 @@ class TestPretrained:
     def test_a_name_that_cannot_be_loaded_says_so_in_one_line(self, tmp_path, tokenizer):
         """A missing model is one clear error with the remedy."""
         for load in (lambda m: load_tokenizer(m), lambda m: load_model(m, tokenizer)):
-            with pytest.raises(ConfigError, match=r"can't be loaded.*Give a local folder") as caught:
+            with pytest.raises(ConfigError, match=r"can't be loaded.*copy the folder again") as caught:
                 load(ModelConfig(name=str(tmp_path)))
             assert "\n" not in str(caught.value)
 
@@ -175,8 +175,8 @@ class TestPrepare:
                 {"peft": {"r": 2, "target_module": ["q_proj"]}},
                 "no argument 'target_module'; did you mean 'target_modules'",
             ),
-            ({"peft": {"r": 2, "target_modules": ["query"]}}, "model.peft doesn't fit this model"),
-            ({"peft": {"r": 0, "target_modules": "all-linear"}}, "model.peft"),
+            ({"peft": {"r": 2, "target_modules": ["query"]}}, "target_modules names 'query', and the model has no such module"),
+            ({"peft": {"r": 0, "target_modules": "all-linear"}}, "peft.r must be at least 1, got 0"),
             ({"peft": {**LORA, "init_lora_weights": "eva"}}, "starts from statistics of the private data"),
             ({"freeze": ["transformer.*"]}, "no parameter is named like 'transformer"),
             ({"freeze": ["*"]}, "no trainable parameter"),

@@ -81,9 +81,9 @@ MUTATIONS = [
     ),
     Mutation(
         "each process draws units of its own",
-        "dpllm/run.py",
-        'self.processes.from_main(lambda: int.from_bytes(secrets.token_bytes(32), "little"))',
-        'int.from_bytes(secrets.token_bytes(32), "little")',
+        "dpllm/turns.py",
+        "return self._processes.int64s_from_main(drawn, count)",
+        "return draw_on_main()",
         ("tests/distributed/test_agreement.py",),
     ),
     Mutation(
@@ -96,8 +96,8 @@ MUTATIONS = [
     Mutation(
         "norms and sums are rounded under autocast",
         "dpllm/ghost/kernels.py",
-        'with torch.autocast("cpu", enabled=False), torch.autocast(accelerator, enabled=False):',
-        "with contextlib.nullcontext():",
+        'torch.autocast("cpu", enabled=False),\n        torch.autocast(accelerator, enabled=False),',
+        "contextlib.nullcontext(),",
         ("tests/ghost/test_kernels.py",),
     ),
     Mutation(
@@ -217,7 +217,7 @@ MUTATIONS = [
     Mutation(
         "the step is not charged",
         "dpllm/step.py",
-        "    ledger.append_step(ledger.num_steps, plan.step)\n",
+        "    ledger.append_step(number, plan.step)\n",
         "",
         ("tests/test_step.py",),
     ),

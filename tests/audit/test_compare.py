@@ -76,7 +76,7 @@ def test_the_plain_model_remembers_and_the_table_says_so(compared):
     values = json.loads((output / "compare.json").read_text(encoding="utf-8"))
     private, plain = (values["attacks"][name] for name in ("private", "plain"))
     assert private["num_members"] == plain["num_members"] == 60
-    assert 0 < private["true_positive_rate_bounds"]["0.01"] < 0.3 and plain["true_positive_rate_bounds"] is None
+    assert private["true_positive_rate_bounds"] == {} and plain["true_positive_rate_bounds"] is None  # 60 show no rate
     areas = {
         name: {a["attack"]: a["auroc"] for a in values["attacks"][name]["membership"]} for name in values["attacks"]
     }
@@ -142,9 +142,10 @@ def test_the_plain_training_begins_where_the_private_steps_began(compare, recipe
 
 def test_a_recipe_with_public_training_is_compared_from_where_that_ended(compare, recipe, tmp_path):
     """Model and tokenizer of the public training are the start of both, and the reference of the attacks."""
-    data = load_recipe(recipe).data.path
+    text = tmp_path / "public.jsonl"
+    text.write_text("".join(json.dumps({"text": f"A public sentence, number {n}."}) + "\n" for n in range(40)))
     public = [
-        f"public_pretrain.data.path={data}",
+        f"public_pretrain.data.path={text}",
         "public_pretrain.data.max_length=24",
         "public_pretrain.train.max_steps=2",
     ]

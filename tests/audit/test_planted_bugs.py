@@ -3,8 +3,9 @@
 Each bug is planted in a copy of the package, as `tests.test_mutations` does it, and the audit runs on the copy.
 ``python -m tests.audit.test_planted_bugs`` prints the table.
 
-Some of these bugs a run notices by itself: its guard stops the first update that no private step could have made. The
-guard looks away in the copies, so that the audit is alone. That units may come in an order which nobody knows is beyond
+A run notices some of these bugs by itself: its guard stops the first update that no private step could have made, and
+the check of independent rows stops a loss that depends on the batch. Both are off in the copies, so that the audit is
+the only one that can see the bug. That units may come in an order which nobody knows is beyond
 a lower bound of this size; the accountant knows no shuffling, and refuses it by name.
 """
 
@@ -61,9 +62,9 @@ BUGS = [
         (
             (
                 "dpllm/run.py",
-                "            self._noise,\n        )",
-                "            NoiseSource(self._rng.bit_generator.seed_seq.entropy + self.ledger.num_steps // 2)\n"
-                "        )",
+                "                self._noise,\n                complete,\n",
+                "                NoiseSource(self._rng.bit_generator.seed_seq.entropy + (self.ledger.num_steps - 1) // 2),\n"
+                "                complete,\n",
             ),
         ),
     ),
@@ -81,6 +82,11 @@ BUGS = [
                 "tokens_BT.sum(1) / is_target_BT.sum(1).clamp_min(1)",
                 "tokens_BT.sum(1) / is_target_BT.sum().clamp_min(1)",
             ),
+            (
+                "dpllm/run.py",
+                "self._independence.before_step(lambda inputs: loss_of(self._model, inputs), max_tokens)",
+                "pass",
+            ),
         ),
     ),
     Bug(
@@ -88,12 +94,13 @@ BUGS = [
         "epochs",
         (
             (
-                "dpllm/sampling.py",
-                "        for _ in range(num_steps):\n            yield self.draw(rng)",
-                "        import torch\n\n"
-                "        order = torch.randperm(self.num_units, generator=torch.Generator().manual_seed(0)).numpy()\n"
-                "        yield from np.array_split(order, num_steps)",
+                "dpllm/run.py",
+                "        for _ in range(num_steps):\n            self._outstanding.require_steps()\n",
+                "        order = np.random.default_rng(0).permutation(self.plan.num_units)\n"
+                "        for shuffled in np.array_split(order, num_steps):\n"
+                "            self._outstanding.require_steps()\n",
             ),
+            ("dpllm/run.py", "lambda: self.plan.sampler.draw(self._rng)", "lambda: np.sort(shuffled)"),
         ),
     ),
     Bug(
