@@ -470,6 +470,27 @@ def choose_max_batch_size(
     return size
 
 
+def require_target(target_epsilon: float, name: str = "target_epsilon") -> None:
+    """Refuse an ε that no run or budget can have as its target.
+
+    Args:
+        target_epsilon: ε.
+        name: of the option, for the message.
+
+    Raises:
+        ValueError: it is not above 0, not finite, or larger than is computed within seconds.
+
+    >>> require_target(8.0)
+    """
+    if not 0 < target_epsilon < math.inf:
+        raise ValueError(f"{name} must be above 0 and finite, got {target_epsilon}")
+    if target_epsilon > MAX_TARGET_EPSILON:
+        raise ValueError(
+            f"{name} must be at most {MAX_TARGET_EPSILON:g}, got {target_epsilon:g}: noise is not calibrated "
+            "to more within seconds, and a larger ε protects nobody. Take one below 10"
+        )
+
+
 def calibrate_noise_multiplier(
     target_epsilon: float,
     delta: float,
@@ -501,13 +522,7 @@ def calibrate_noise_multiplier(
     >>> round(sigma, 2)
     0.68
     """
-    if not 0 < target_epsilon < math.inf:
-        raise ValueError(f"target_epsilon must be above 0 and finite, got {target_epsilon}")
-    if target_epsilon > MAX_TARGET_EPSILON:
-        raise ValueError(
-            f"target_epsilon must be at most {MAX_TARGET_EPSILON:g}, got {target_epsilon:g}: noise is not calibrated "
-            "to more within seconds, and a larger ε protects nobody. Take one below 10"
-        )
+    require_target(target_epsilon)
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
 

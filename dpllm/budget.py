@@ -41,12 +41,12 @@ from typing import Any
 
 from dpllm import accounting
 from dpllm.accounting import History, Step
-from dpllm.config import ADJACENCIES, UNITS
+from dpllm.config import ADJACENCIES, MAX_TARGET_EPSILON, UNITS
 from dpllm.identity import require_prefix
 from dpllm.ledger import LEDGER_FILE, LedgerError, is_being_written, read_ledger
 from dpllm.ledger_reader import LedgerHead
 from dpllm.plan import PrivacyPlan, format_epsilon
-from dpllm.values import integer, number
+from dpllm.values import between, choice, integer
 
 _LOCK_PATIENCE, _LOCK_LIMIT = 2.0, 600.0  # seconds
 _FORMAT = 1
@@ -75,6 +75,14 @@ class Entry:
     """Time of the first charge, UTC."""
     head: dict[str, Any] | None = None
     """The place in the run's ledger (`LedgerHead`) at the last start, resumption, save or end. None: not begun."""
+
+    def __post_init__(self) -> None:
+        """Check the counts, and that the head is one."""
+        counts = {"steps_reserved": self.steps_reserved, "steps_before": self.steps_before}
+        for name, count in {**counts, "steps_charged": self.steps_charged or 0}.items():
+            integer(name, count, 0)
+        if self.head is not None:
+            LedgerHead.of(self.head)
 
     @property
     def num_steps(self) -> int:
@@ -167,7 +175,7 @@ def create_budget(
     """
     checks = {
         "a dataset name": isinstance(dataset, str) and bool(dataset.strip()),
-        "0 < epsilon < inf": 0 < epsilon < math.inf,
+        f"0 < epsilon <= {MAX_TARGET_EPSILON:g}": 0 < epsilon <= MAX_TARGET_EPSILON,
         "num_units >= 1": num_units >= 1,
         f"0 < delta < 1/num_units = {1 / max(num_units, 1):.3g}": delta > 0 and delta * num_units < 1,
         f"unit in {UNITS}": unit in UNITS,
@@ -176,7 +184,9 @@ def create_budget(
     }
     broken = [rule for rule, holds in checks.items() if not holds]
     if broken:
-        raise BudgetError(f"a budget needs {'; '.join(broken)}")
+        given = {"epsilon": epsilon, "delta": delta, "unit": unit, "num_units": num_units, "unit_column": unit_column}
+        words = ", ".join(f"{name}={value!r}" for name, value in {**given, "adjacency": adjacency}.items())
+        raise BudgetError(f"a budget needs {'; '.join(broken)}; got {words}")
     real = _real(path)
     budget = Budget(
         path=real,
@@ -389,9 +399,10 @@ def read_budget(path: str | Path) -> Budget:
         raise _edited(path, "edited: its contents don't match its hash")
     try:
         entries = tuple(Entry(**{**entry, "step": Step(**entry["step"])}) for entry in raw["entries"])
-        for name in ("epsilon", "delta"):
-            number(name, raw[name])
+        between("epsilon", raw["epsilon"], 0, above=True)
+        between("delta", raw["delta"], 0, 1, above=True, below=True)
         integer("num_units", raw["num_units"], 1)
+        choice("adjacency", raw["adjacency"], ADJACENCIES)
         return Budget(path=real, entries=entries, **{name: raw[name] for name in _HEAD if name in raw})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _edited(path, f"not a whole budget ({error})") from error

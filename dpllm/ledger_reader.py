@@ -37,6 +37,7 @@ _OTHER_KINDS = (
     "end",
 )
 _OTHER_STARTS = tuple(f'{{"kind": "{kind}"' for kind in _OTHER_KINDS)
+_OF_A_RUN = {"run": str, "plan_hash": str, "entropy": str, "public": list, "planned_step": dict}
 STEP_FIELDS = tuple(item.name for item in dataclasses.fields(Step))
 
 
@@ -264,6 +265,17 @@ class LedgerReader:
         if is_last:
             self.torn_tail = (number, charged)
 
+    def _check_run(self, number: int, entry: Mapping[str, Any]) -> None:
+        """Refuse a run's line that lacks what the guarantee is stated from."""
+        for name, kind in _OF_A_RUN.items():
+            if not isinstance(entry.get(name), kind):
+                raise self._fail(
+                    number, f"the run's field {name!r} is missing, or of another kind than {kind.__name__}"
+                )
+        budget = entry.get("budget")
+        if budget is not None and not (isinstance(budget, dict) and {"file", "entry"} <= set(budget)):
+            raise self._fail(number, "the run's field 'budget' names no entry of a budget file")
+
     def _take_step(self, number: int, body: str) -> None:
         step_number, _, fields = body[len(_STEP_START) :].partition(", ")
         if step_number != str(self._num_steps):
@@ -279,6 +291,7 @@ class LedgerReader:
     def _take(self, number: int, entry: dict[str, Any]) -> None:
         contents, kind = self.contents, entry.pop("kind", None)
         if kind == "run":
+            self._check_run(number, entry)
             contents.runs.append(entry)
             contents.end, contents.notes.stopped_independently = None, False
             contents.notes.file = (entry["run"], entry["file"]) if entry.get("file") else None

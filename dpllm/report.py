@@ -145,11 +145,20 @@ def notes_in(folder: str | Path) -> ReleaseNotes:
 
     Args:
         folder: of a run or of a checkpoint.
+
+    Raises:
+        ValueError: the file is damaged or of another kind.
     """
     path = Path(folder) / JSON_FILE
     if not path.is_file():
         return ReleaseNotes()
-    return notes_of(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        return notes_of(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not a whole privacy report ({type(error).__name__}: {error}), so the notes in it cannot be read: "
+            "restore it from a copy, or delete it and note again with `dpllm report`"
+        ) from error
 
 
 def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:

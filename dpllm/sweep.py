@@ -47,6 +47,7 @@ from typing import Any
 
 from scipy import optimize, special
 
+from dpllm.accounting import require_target
 from dpllm.sweep_noise import Budget, Noise, calibrate_grid, least_noise, refined
 
 NEARLY_BEST = 0.9
@@ -369,8 +370,7 @@ def limit_share(noise_multiplier: float) -> float:
 
 def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency: str, rows_per_unit: int) -> None:
     _check_counts(None, "num_units", [num_units])
-    if not 0 < target_epsilon < math.inf:
-        raise ValueError(f"target_epsilon must be above 0 and finite, got {target_epsilon}")
+    require_target(target_epsilon)
     if not 0 < delta * num_units < 1:
         raise ValueError(
             f"delta must be above 0 and below 1/N = {1 / num_units:.3g} for N={num_units} units, got {delta:g}. "

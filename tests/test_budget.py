@@ -361,9 +361,9 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"epsilon": 0.0}, "0 < epsilon < inf"),
-        ({"epsilon": math.inf}, "0 < epsilon < inf"),
-        ({"epsilon": math.nan}, "0 < epsilon < inf"),
+        ({"epsilon": 0.0}, "0 < epsilon <= 1000"),
+        ({"epsilon": math.inf}, "0 < epsilon <= 1000"),
+        ({"epsilon": math.nan}, "0 < epsilon <= 1000"),
         ({"delta": 1e-3}, r"0 < delta < 1/num_units = 0.001"),
         ({"delta": 0.0}, "0 < delta < 1/num_units"),
         ({"num_units": 0}, "num_units >= 1"),

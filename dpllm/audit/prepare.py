@@ -13,6 +13,7 @@ for each. N is public, and the bounds guess from scores alone.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -98,9 +99,16 @@ class CanaryOptions:
             if value is not None and value < 1:
                 raise AuditError(f"{name} must be at least 1, got {value}")
             if value is not None and most is not None and value > most:
-                raise AuditError(f"{name} must be at most {most}, got {value}: more canaries show hardly more")
+                raise AuditError(
+                    f"{name} must be at most {most}, got {value}: more canaries show hardly more. Take fewer "
+                    "(--canaries)"
+                )
         if self.num_candidates is not None and self.num_candidates < 0:
             raise AuditError(f"num_candidates must be at least 0, got {self.num_candidates}")
+        if not 0 < self.temperature < math.inf:
+            raise AuditError(
+                f"temperature must be above 0 and finite, got {self.temperature}; 1 is what the model says itself"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +160,13 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
     """
     options, folder = options or CanaryOptions(), Path(folder)
     _check_request(recipe, folder, options)
+    per_unit = _records_per_unit(recipe, options)
+    num_more = options.num if options.num_candidates is None else options.num_candidates
+    _check_size((options.num + num_more) * per_unit, recipe, options)
     train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
     public = load_records(recipe.public_pretrain.data) if recipe.public_pretrain else None
     public_texts = public[recipe.public_pretrain.data.text_column] if public and recipe.public_pretrain else None
     tokenizer = load_tokenizer(recipe.model, public_texts)
-
-    per_unit = _records_per_unit(recipe, options)
-    num_more = options.num if options.num_candidates is None else options.num_candidates
-    _check_size((options.num + num_more) * per_unit, recipe, options)
     draw = _texts(recipe, tokenizer, options, public_texts)
     pairs = distinct(draw, (options.num + num_more) * per_unit)
     _check_lengths(pairs, recipe, tokenizer)
