@@ -156,8 +156,8 @@ def notes_in(folder: str | Path) -> ReleaseNotes:
         return notes_of(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path} is not a whole privacy report ({type(error).__name__}: {error}), so the notes in it cannot be read: "
-            "restore it from a copy, or delete it and note again with `dpllm report`"
+            f"{path} is not a whole privacy report ({type(error).__name__}: {error}), so the notes in it cannot be "
+            "read: restore it from a copy, or delete it and note again with `dpllm report`"
         ) from error
 
 
