@@ -368,7 +368,7 @@ class PublicPretrainConfig:
     train: dict[str, Any] = field(default_factory=dict)
     """Names of `TrainingArguments`."""
     max_shared_records: int = 0
-    """Private records whose text may occur in the public text, declared public (greetings, boilerplate)."""
+    """Private records that may occur in the public text, declared public; an open point of the report says so."""
 
     def __post_init__(self) -> None:
         """Check the section."""

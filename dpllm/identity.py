@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm import checkpoints
+from dpllm.config import PRETRAINED_FOLDER
 from dpllm.ledger import LEDGER_FILE, Ledger, LedgerError, is_being_written, read_ledger
 from dpllm.ledger_reader import LedgerContents, LedgerHead, steps_at
 
@@ -25,7 +26,7 @@ ADOPTED = (
     "charged there and not here: make sure that no other copy was resumed, or add up the ε of all."
 )
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".npy", ".pkl")
-_LEFT_OUT = (checkpoints.STAGING_FOLDER, "runs", "public_pretrained")
+_LEFT_OUT = (checkpoints.STAGING_FOLDER, "runs", PRETRAINED_FOLDER)
 
 
 def require_prefix(ledger: str | Path, head: LedgerHead, owner: str) -> None:

@@ -41,6 +41,8 @@ class Outlets(Trainer):
     notes: ReleaseNotes
     processes: Processes
     hub_model_id: Any
+    declared_points: Sequence[str] = ()
+    """Open points of the report that follow from declarations outside of the Trainer; set them before ``train()``."""
     _task: str | None
     _base_name: str | None
     _evaluating: Evaluating | None = None
@@ -125,9 +127,11 @@ class Outlets(Trainer):
         return self.__dict__.setdefault("_noted_before_the_ledger", Counter())
 
     def _note_outlets(self) -> None:
-        """Write into the ledger, now open, where figures go and what was written out before."""
+        """Write into the ledger, now open, where figures go, what was declared, and what was written out before."""
         assert self.ledger is not None
         self.ledger.append_fact("logged figures went to", receivers(self.callback_handler.callbacks))
+        for point in self.declared_points:
+            self.ledger.append_open_point(point)
         for what, count in self._noted_before.items():
             self.disclose(what, count)
         self._noted_before.clear()

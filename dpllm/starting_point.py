@@ -24,8 +24,7 @@ from dpllm.records import DataError, required_columns
 DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
 """LoRA initialisations computed from training data. PiSSA, OLoRA and LoftQ compute theirs from the weights only."""
 
-_SHORTEST_LINE = 40  # characters of a line that is compared by itself; shorter ones occur in any text
-_SHARE_OF_BOILERPLATE = 0.05  # of the private records
+_SHORTEST_LINE = 40  # characters of a line within a private text that counts by itself; any text has shorter ones
 _DECLARE = (
     "If the weights hold nothing of these records (public data, or a private run on data without any of these units), "
     "declare start_is_independent=True (in a recipe model.start_is_independent: true); the report says so"
@@ -92,16 +91,16 @@ def refuse_shared_records(
 ) -> int:
     """Make sure that public text does not hold the private records; compared by content.
 
-    A private record is shared when its text, or a line of at least 40 characters of it, is a text or a line of the
-    public data. Case, spaces and the form of accents do not count. Up to 5 % of the private
-    records may be shared without a declaration.
+    A private record is shared when its text, however short, or a line of at least 40 characters of it, is a text or a
+    line of the public data. Case, spaces and the form of accents do not count. Each of them would be learnt without
+    noise, so ε does not cover it; people may declare a bound on their number, which is a public constant.
 
     Args:
         private: the private records.
         private_data: how they are read.
         public: the public records.
         public_data: how they are read.
-        allowed: shared records that are declared harmless.
+        allowed: how many may be shared, as declared (`shared_records_point`).
 
     Returns:
         How many private records are shared.
@@ -109,17 +108,31 @@ def refuse_shared_records(
     Raises:
         DataError: more than ``allowed`` are; the message says how many, and never their text.
     """
-    known = {key for texts in _texts(public, public_data) for key in _keys(texts)}
-    shared = sum(any(key in known for key in _keys(texts)) for texts in _texts(private, private_data))
-    # Some texts occur anywhere ("Thank you.", forms of address); many of them show that the data sets overlap.
-    if shared > max(allowed, _SHARE_OF_BOILERPLATE * len(private)):
+    known = {key for texts in _texts(public, public_data) for key in _keys(texts, shortest_line=1)}
+    shared = sum(any(key in known for key in _keys(texts, _SHORTEST_LINE)) for texts in _texts(private, private_data))
+    if shared > allowed:
         raise DataError(
             f"public_pretrain.data.path={public_data.path} shares {shared} of {len(private)} records with "
-            f"data.path={private_data.path}: training on them without noise would reveal them. Take the private "
-            "records out of the public text, or, if these texts are public (greetings, boilerplate), declare "
-            f"public_pretrain.max_shared_records={shared}"
+            f"data.path={private_data.path}: training on them without noise would reveal them, and {allowed} are "
+            "declared (public_pretrain.max_shared_records). Take the private records out of the public text, or, if "
+            f"these texts are public (greetings), declare public_pretrain.max_shared_records={shared}; the "
+            "report then says that epsilon does not cover them"
         )
     return shared
+
+
+def shared_records_point(allowed: int, public_data: DataConfig) -> list[str]:
+    """Return the open point of a declared overlap of public text and private records; none without one.
+
+    It names the declared bound, which is public, and not the number that was found, which depends on the private data.
+    """
+    if allowed == 0:
+        return []
+    return [
+        f"Up to {allowed} of the private records may occur in the public text {public_data.path} "
+        "(public_pretrain.max_shared_records), from which they are learnt without noise: epsilon does not cover these "
+        "records. Confirm that their texts are public (greetings, boilerplate), or take them out of the public text."
+    ]
 
 
 def _word(value: Any) -> str:
@@ -190,12 +203,12 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _keys(texts: Iterable[str]) -> Iterator[bytes]:
-    """Hashes of whole texts and of their long lines."""
+def _keys(texts: Iterable[str], shortest_line: int) -> Iterator[bytes]:
+    """Hashes of whole texts and of their lines of at least this many characters."""
     for text in texts:
         lines = [_plain(line) for line in text.splitlines()]
         whole = _plain(text)
-        for part in {whole, *(line for line in lines if len(line) >= _SHORTEST_LINE)}:
+        for part in {whole, *(line for line in lines if len(line) >= shortest_line)}:
             if part:
                 yield hashlib.blake2b(part.encode("utf-8", errors="replace"), digest_size=16).digest()
 

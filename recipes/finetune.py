@@ -41,7 +41,7 @@ from dpllm.report import ReleaseNotes
 from dpllm.restarting import RunCompletedError, begin_in
 from dpllm.scratch import remove_private_folder
 from dpllm.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
-from dpllm.starting_point import refuse_shared_records
+from dpllm.starting_point import refuse_shared_records, shared_records_point
 from dpllm.unused import is_used
 
 console = Console(highlight=False, soft_wrap=True)
@@ -114,10 +114,12 @@ def run(recipe: Recipe) -> int:
     # What is public: starting weights, and text for a tokenizer and for ordinary training.
     public = [f"starting weights: {recipe.model.name}"] if recipe.model.name else []
     public_records = public_texts = None
+    declared: list[str] = []
     if recipe.public_pretrain:
         public_records = load_records(recipe.public_pretrain.data)
         shared = recipe.public_pretrain.max_shared_records
         refuse_shared_records(train_records, recipe.data, public_records, recipe.public_pretrain.data, shared)
+        declared = shared_records_point(shared, recipe.public_pretrain.data)
         public_texts = public_records[recipe.public_pretrain.data.text_column]
         public.append(f"pretraining text: {recipe.public_pretrain.data.path}")
         if recipe.model.tokenizer_vocab_size:
@@ -153,6 +155,7 @@ def run(recipe: Recipe) -> int:
         eval_is_public=recipe.data.eval_is_public,
         start_is_independent=recipe.model.start_is_independent,
     )
+    trainer.declared_points = declared
     console.rule("private fine-tuning")
     if args.should_save:
         output.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from dpllm.config import ConfigError, DataConfig
 from dpllm.ledger import read_ledger
 from dpllm.records import DataError
 from dpllm.run import PrivateRun
-from dpllm.starting_point import refuse_shared_records
+from dpllm.starting_point import refuse_shared_records, shared_records_point
 from tests.conftest import tiny_llama_config
 from tests.test_run import ledger_of, network, plan_of, rows_of
 from tests.test_trainer import arguments, rows, trainer
@@ -131,10 +131,11 @@ LINE = "The patient was seen on the ward on Tuesday, and again on Friday."
         (["four"], 0),
         ([f"Notes.\n{LINE.upper()}\nEnd."], 1),
         (["on Tuesday"], 0),
+        (["Counting:\none\nfour"], 1),
     ],
 )
 def test_shared_records_are_counted_by_content(public, shared):
-    """Not by path: case, spaces and long lines within a longer text count as the same."""
+    """Not by path: case, spaces, long lines of a longer text, and short records that are a line of the public text."""
     private = texts("one", "two", f"Report\n{LINE}")
     arguments = (private, DATA, texts(*public), PUBLIC)
     assert refuse_shared_records(*arguments, allowed=3) == shared
@@ -142,6 +143,23 @@ def test_shared_records_are_counted_by_content(public, shared):
         with pytest.raises(DataError, match=f"shares {shared} of 3 records with data.path=private.jsonl") as error:
             refuse_shared_records(*arguments, allowed=shared - 1)
         assert "patient" not in str(error.value).lower()
+
+
+def test_one_of_many_records_in_the_public_text_is_refused():
+    """No share of the records is harmless by its size."""
+    private = texts(*(f"record {number}" for number in range(1000)))
+    with pytest.raises(DataError, match=r"shares 1 of 1000 records .* and 0 are declared .*max_shared_records=1"):
+        refuse_shared_records(private, DATA, texts("record 7"), PUBLIC)
+
+
+def test_a_declared_overlap_is_an_open_point_of_the_report(tmp_path):
+    """It names the declared bound, which is public, and not the number that was found."""
+    run = trainer(tmp_path)
+    run.declared_points = shared_records_point(30, PUBLIC)
+    run.train()
+    (point,) = [one for one in run.privacy_report()["open_points"] if "max_shared_records" in str(one)]
+    assert "Up to 30 of the private records may occur in the public text public.txt" in str(point)
+    assert shared_records_point(0, PUBLIC) == []
 
 
 def test_messages_of_chats_are_compared_too():

@@ -14,7 +14,7 @@ import pytest
 
 from dpllm import verify as verify_module
 from dpllm.checkpoints import checkpoint_folder, prepare_staging, publish
-from dpllm.config import PrivacyConfig
+from dpllm.config import PRETRAINED_FOLDER, PrivacyConfig
 from dpllm.identity import adopt, note_release, snapshot
 from dpllm.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.model_card import CARD_FILE, add_audit, write_model_card
@@ -397,6 +397,13 @@ def test_other_weights_in_the_folder(released: Path) -> None:
     (released / WEIGHTS).write_text("weights")
     (released / "pytorch_model.bin").write_text("more")
     assert "pytorch_model.bin may hold weights" in failed(verify(released))[what]
+
+
+def test_the_weights_of_the_public_training_are_no_weights_of_the_release(released: Path) -> None:
+    """A recipe keeps them beside the model; no private step has touched them."""
+    (released / PRETRAINED_FOLDER).mkdir()
+    (released / PRETRAINED_FOLDER / WEIGHTS).write_text("public")
+    assert failed(verify(released)) == {}
 
 
 @pytest.mark.parametrize(

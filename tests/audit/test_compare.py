@@ -147,6 +147,7 @@ def test_a_recipe_with_public_training_is_compared_from_where_that_ended(compare
     public = [
         f"public_pretrain.data.path={text}",
         "public_pretrain.data.max_length=24",
+        "public_pretrain.max_shared_records=1000",
         "public_pretrain.train.max_steps=2",
     ]
     public += ["public_pretrain.train.use_cpu=true", "public_pretrain.train.disable_tqdm=true"]
