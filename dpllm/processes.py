@@ -137,6 +137,21 @@ class Processes:
             raise first
         return result  # type: ignore[return-value]
 
+    def raise_found(self, error: Exception | None, flags: Sequence[float]) -> None:
+        """Raise an error that some processes found, once flags that say so have travelled with another collective.
+
+        Args:
+            error: of this process; None: it found none.
+            flags: of every process, the same on each: not 0 where it has an error.
+
+        Raises:
+            Exception: of the first process that has one; on every process.
+        """
+        if not any(flags):
+            return
+        errors = [error] if self.size == 1 else self.gather(None if error is None else _sendable(error))
+        raise next(one for one in errors if one is not None)
+
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Make sure that every process holds the same facts.
 
@@ -182,6 +197,15 @@ def _host_group() -> Any:
     if _hosts[0] is not world:
         _hosts = world, dist.new_group(backend="gloo", timeout=_PATIENCE)
     return _hosts[1]
+
+
+def found_by(check: Callable[[], None]) -> Exception | None:
+    """Run a check; returns its error, for `Processes.raise_found`."""
+    try:
+        check()
+    except Exception as error:
+        return error
+    return None
 
 
 def _sendable(error: Exception) -> Exception:

@@ -41,7 +41,7 @@ from dpllm.microbatches import Microbatch, RowsTaken, microbatches
 from dpllm.noise import NoiseSource
 from dpllm.outstanding import DrawError, Outstanding
 from dpllm.plan import PrivacyPlan
-from dpllm.processes import Processes
+from dpllm.processes import Processes, found_by
 from dpllm.randomness import SecretStreams, refuse_own_generators
 from dpllm.recovery import MicrobatchTooLargeError
 from dpllm.replicas import check_model
@@ -50,7 +50,7 @@ from dpllm.sampling import seeded_rng
 from dpllm.shared_folder import require_shared_folder
 from dpllm.shared_ledger import SharedLedger
 from dpllm.starting_point import check_start
-from dpllm.step import Engine, StepDiagnostics, private_step
+from dpllm.step import Engine, StepDiagnostics, private_step, refuse_leftovers
 from dpllm.turns import Turns, dealing_key, mode_now
 from dpllm.units import ONE_ROW, UnitIndex
 from dpllm.watch import Watch
@@ -247,7 +247,8 @@ class PrivateRun:
         check_model(self._model, self.processes)
         engine = self._engine
         hands_in = (lambda: engine.handing_in) if isinstance(engine, DeepSpeedZero) else None
-        self._watch = Watch(self._model, optimizer, self._clipper.parameters, hands_in)
+        several = self.processes.size > 1
+        self._watch = Watch(self._model, optimizer, self._clipper.parameters, hands_in, several)
         for point in points:
             self.ledger.append_open_point(point)
 
@@ -312,12 +313,17 @@ class PrivateRun:
         """
         assert self._engine is not None and self._clipper is not None, "attach() comes first"
         assert self._watch is not None
-        self._turns.step(np.asarray(unit_ids), self.ledger.num_steps - 1, mode_now(self._model.training))
+        watch, engine, clipper = self._watch, self._engine, self._clipper
+
+        def ready() -> None:
+            watch.before_step()
+            refuse_leftovers(clipper, engine)
+
+        mode = mode_now(self._model.training)
+        self._turns.step(np.asarray(unit_ids), self.ledger.num_steps - 1, mode, found_by(ready))
         unit_ids, charged = self._outstanding.take(unit_ids)
         max_tokens = self._budget(loss_of)
         self._check_rows(loss_of, max_tokens)
-        watch = self._watch
-        watch.before_step()
         self._streams.separate()
 
         def complete() -> None:
@@ -340,11 +346,11 @@ class PrivateRun:
         )
         try:
             done = private_step(
-                self._clipper,
+                clipper,
                 batch,
                 lambda inputs: loss_of(self._model, inputs),
                 self.plan,
-                self._engine,
+                engine,
                 charged,
                 self._noise,
                 complete,
@@ -367,6 +373,8 @@ class PrivateRun:
         try:
             self._independence.before_step(lambda inputs: loss_of(self._model, inputs), max_tokens)
         except IndependenceError:
+            if self._watch is not None:
+                self._watch.explain()
             self.ledger.append_disclosure("losses of single rows, in an error message", 1)
             raise
 
@@ -428,9 +436,9 @@ class PrivateRun:
             The report, on rank 0.
 
         Raises:
-            WatchError: weights or buffers changed past the mechanism; the ledger stays open.
+            WatchError: weights or buffers changed past the mechanism, on any process; the ledger stays open.
         """
-        self.check_saved_state()
+        self.processes.together(self.check_saved_state)
         self.detach()
         self.ledger.append_end(reason, independent=stopped_independently)
         self.ledger.close()
@@ -438,6 +446,8 @@ class PrivateRun:
 
     def check_saved_state(self) -> None:
         """Make sure before a save that buffers and frozen parameters are as they were when the run was attached.
+
+        Looks at this process only; ``processes.together(run.check_saved_state)`` raises on all.
 
         Raises:
             WatchError: one isn't, by its path.

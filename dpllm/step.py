@@ -20,7 +20,7 @@ from dpllm.guard import UpdateGuard
 from dpllm.microbatches import Microbatch
 from dpllm.noise import NoiseSource
 from dpllm.plan import PrivacyPlan
-from dpllm.processes import DisagreementError, Processes
+from dpllm.processes import Processes, found_by
 from dpllm.recovery import OutOfMemory, Passed, Portions, attempt
 from dpllm.replicas import Replicas
 
@@ -128,7 +128,8 @@ def private_step(
             ``optimizer.step()``, or, DeepSpeed, has updated the parameters.
         ledger: where the step is charged.
         noise: where this process's share of the noise comes from.
-        before_update: called when the private gradient is complete, before an engine updates the parameters.
+        before_update: called when the private gradient is complete, before an engine updates the parameters. Where it
+            raises on one process, all processes raise its error.
 
     Raises:
         ValueError: the clipper's norm isn't the plan's, gradients stand in ``.grad`` already, the plan's steps are used
@@ -165,26 +166,42 @@ def private_step(
             num_entries += total.numel() if last else 0
 
         engine.collect(clipper.parameters, add_to, last=last, scale=scale)
-    done, checksums = tally.over(processes, portions, replicas)
+    error = found_by(before_update)
+    done, checksums, failed = tally.over(processes, portions, replicas, error)
     try:
         Replicas.check(checksums, number + 1)
-    except DisagreementError:
+        processes.raise_found(error, failed)
+    except Exception:
         for parameter in clipper.parameters.values():
             parameter.grad = None
         raise
     engine.guard.expect(done.num_units, num_entries, plan.clip_norm, plan.noise_stddev, scale)
-    before_update()
     engine.finish()
     engine.unfinished = False
     return done
 
 
-def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges, engine: Engine) -> None:
+def refuse_leftovers(clipper: GhostClipper, engine: Engine) -> None:
+    """Make sure that nothing of an earlier step would be released with the next one; looks at this process only.
+
+    Raises:
+        ValueError: a step on this engine failed half-way, or a gradient is there.
+    """
     if engine.unfinished:
         raise ValueError(
             "A private step on this engine failed half-way, and parts of its sum are still held: they would be "
             "released under the noise of another step. Start again from a checkpoint."
         )
+    stale = [name for name, p in clipper.parameters.items() if p.grad is not None]
+    if stale:
+        raise ValueError(
+            f"{stale[0]} has a gradient from before the step; it would be released with it. Call zero_grad() after "
+            f"each update."
+        )
+
+
+def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges, engine: Engine) -> None:
+    refuse_leftovers(clipper, engine)
     if clipper.clipping.clip_norm != plan.clip_norm:
         raise ValueError(
             f"The clipper bounds each unit to {clipper.clipping.clip_norm}, the plan accounts for {plan.clip_norm}. "
@@ -195,12 +212,6 @@ def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges, engine: En
         raise ValueError(
             f"All {plan.num_steps} steps of the plan are taken and charged; another one would exceed its epsilon. "
             f"Make a plan with more steps."
-        )
-    stale = [name for name, p in clipper.parameters.items() if p.grad is not None]
-    if stale:
-        raise ValueError(
-            f"{stale[0]} has a gradient from before the step; it would be released with it. Call zero_grad() after "
-            f"each update."
         )
 
 
@@ -236,12 +247,12 @@ class _Tally:
         self._units += microbatch.num_units
 
     def over(
-        self, processes: Processes, portions: Portions, replicas: Replicas
-    ) -> tuple[StepDiagnostics, list[list[float]]]:
-        """Over all processes; and every process's numbers for `Replicas.check`, which travel along."""
+        self, processes: Processes, portions: Portions, replicas: Replicas, error: Exception | None
+    ) -> tuple[StepDiagnostics, list[list[float]], list[float]]:
+        """Over all processes; and every process's numbers for `Replicas.check`, and whether it has an error."""
         assert self._counts is not None, "every step has a microbatch"
         here = [*self._counts.tolist(), self._units, portions.num_divided]
-        everywhere = processes.gather_numbers([*here, *replicas.numbers()])
+        everywhere = processes.gather_numbers([*here, *replicas.numbers(), float(error is not None)])
         counts = torch.tensor([one[: len(here)] for one in everywhere], dtype=torch.float64).sum(dim=0)
         loss, rows, nonfinite, clipped, units, divided = counts.tolist()
         budgets = processes.gather(portions.max_tokens) if divided else []
@@ -253,4 +264,4 @@ class _Tally:
             int(divided),
             min((budget for budget in budgets if budget is not None), default=None),
         )
-        return done, [one[len(here) :] for one in everywhere]
+        return done, [one[len(here) : -1] for one in everywhere], [one[-1] for one in everywhere]

@@ -46,21 +46,26 @@ class Turns:
         count = int(everywhere[0][2])
         return self._processes.int64s_from_main(drawn, count)
 
-    def step(self, unit_ids: np.ndarray, step: int, mode: str) -> None:
-        """Make sure that all processes take one step, over the same units and in one mode, before it is charged.
+    def step(self, unit_ids: np.ndarray, step: int, mode: str, error: Exception | None = None) -> None:
+        """Make sure that all processes take one step, over the same units and in one mode, before it is computed.
 
         Args:
             unit_ids: (U,) the units of the step.
             step: the number of steps before this one.
             mode: settings that decide what is computed and may change from step to step.
+            error: why this process cannot take the step.
 
         Raises:
             DisagreementError: they differ; on every process.
+            Exception: the error of the first process that has one; on every process.
         """
         if self._processes.size == 1:
+            self._processes.raise_found(error, [float(error is not None)])
             return
         units, settings = np.ascontiguousarray(unit_ids, dtype=np.int64).tobytes(), mode.encode()
-        everywhere = self._meet(_STEP, step, [float(len(unit_ids)), *_words(units), *_words(settings)])
+        mine = [float(len(unit_ids)), *_words(units), *_words(settings), float(error is not None)]
+        everywhere = self._meet(_STEP, step, mine)
+        self._processes.raise_found(error, [one[7] for one in everywhere])
         for what, part in (("the units of this step", slice(2, 5)), ("autocast or training mode", slice(5, 7))):
             if any(one[part] != everywhere[0][part] for one in everywhere):
                 modes = self._processes.gather(mode) if part.start == 5 else []
@@ -73,7 +78,7 @@ class Turns:
 
     def _meet(self, kind: float, step: int, rest: list[float]) -> list[list[float]]:
         """Everybody's numbers, once all are at the same place."""
-        everywhere = self._processes.gather_numbers([kind, float(step), *(rest + [0.0] * 5)[:5]])
+        everywhere = self._processes.gather_numbers([kind, float(step), *(rest + [0.0] * 6)[:6]])
         if any(one[:2] != everywhere[0][:2] for one in everywhere):
             shown = told_by_rank([_NAMES[one[0]].format(int(one[1]) + 1) for one in everywhere])
             raise DisagreementError(

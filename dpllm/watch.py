@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+_DURING = "during a private step, by the model's forward pass, the loss or the collator"
 _CHUNK = 1 << 20  # words of a checksum multiplied at a time
 _SEED = 0x64706C6C6D  # of the checksum's multipliers
 _MODULUS = 2**64
@@ -79,6 +80,9 @@ class Watch:
         hands_in: for an engine that updates within the private step and takes gradients through autograd (DeepSpeed):
             whether it hands them in at the moment; any other gradient is refused. None: the private step leaves
             gradients for the optimizer, which are compared before each update.
+        several: there are other processes, which wait for this one in the next collective: a gradient that was touched
+            is dropped, this process takes no update, and the error is raised in the next step or save, where all
+            processes meet. False: it is raised at once.
 
     Raises:
         WatchError: the optimizer holds a trainable parameter that is not clipped.
@@ -90,9 +94,12 @@ class Watch:
         optimizer: Any,
         trainable: Mapping[str, nn.Parameter],
         hands_in: Callable[[], bool] | None = None,
+        several: bool = False,
     ) -> None:
         """Take the state of everything that is watched, and hook the optimizer."""
         self._model, self._trainable, self._hands_in = model, dict(trainable), hands_in
+        self._several = several
+        self._deferred: WatchError | None = None
         self._known = {id(parameter): name for name, parameter in self._trainable.items()}
         self._sharded = any(isinstance(p, DTensor) for p in model.parameters())
         self._optimizer = _innermost(optimizer)
@@ -129,6 +136,7 @@ class Watch:
         Raises:
             WatchError: something was written, unfrozen or frozen in between.
         """
+        self._raise_deferred()
         self._check_trainable_set()
         self._check_fixed("between two private steps")
         self._check_weights("between two private steps, other than by optimizer.step()")
@@ -142,18 +150,26 @@ class Watch:
         """
         self._steps += 1
         due = self._steps & (self._steps - 1) == 0
-        during = "during a private step, by the model's forward pass, the loss or the collator"
+        self._check_trainable_set()
         if due:
             self._take_in_new_buffers()
-        self._check_fixed(during, everything=due)
-        self._check_weights(during)
+        self._check_fixed(_DURING, everything=due)
+        self._check_weights(_DURING)
         for fixed in self._fixed.values():
             tensor = fixed.tensor() if fixed.kind == "frozen parameter" else None
             if tensor is not None and tensor.grad is not None:
                 raise WatchError(
-                    f"{fixed.name} is not trained and received a gradient {during}: it is not clipped, and no noise "
+                    f"{fixed.name} is not trained and received a gradient {_DURING}: it is not clipped, and no noise "
                     "covers it. Decide what is trained before the run is attached"
                 )
+
+    def explain(self) -> None:
+        """Name what was written, where passes that belong to a step have failed: it is a likelier cause than others.
+
+        Raises:
+            WatchError: a buffer or a frozen parameter changed.
+        """
+        self._check_fixed(_DURING, everything=True)
 
     def note_gradients(self) -> None:
         """Remember what the private step left in ``.grad``; the optimizer must see that and nothing else."""
@@ -169,6 +185,7 @@ class Watch:
             WatchError: one isn't what it was when the run was attached, or a trained one was written by others than
                 the optimizer.
         """
+        self._raise_deferred()
         self._check_fixed("after a private step, before weights were saved", everything=True)
         self._check_weights("after optimizer.step(), before weights were saved")
 
@@ -272,6 +289,20 @@ class Watch:
 
     def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         del args, kwargs
+        try:
+            self._check_update(optimizer)
+        except WatchError as error:
+            if not self._several:
+                raise
+            self._deferred = self._deferred or error
+            for _, parameter in _parameters_of(optimizer):
+                parameter.grad = None
+
+    def _raise_deferred(self) -> None:
+        if self._deferred is not None:
+            raise self._deferred
+
+    def _check_update(self, optimizer: Optimizer) -> None:
         self._refuse_extra(optimizer)
         if not self._left:  # before the first step; the guard refuses that
             return

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dpllm.engines import model_inside
 from dpllm.losses import per_sequence_loss
-from dpllm.processes import Processes
 from dpllm.run import PrivateRun, TrainingRows
 from dpllm.units import UnitIndex
 from tests.distributed.matrix import NoLedger, plan_of
@@ -18,28 +18,29 @@ from tests.distributed.setups import dispose, prepare
 from tests.reference.zoo import Case, build_model, make_batch
 
 _ROWS = 6
-_STEPS = 3
+_ODD_ONE = 1  # the rank on which something happens, while the other one is sound
 
 
 class Statistic(nn.Module):
-    """Adds up what passes, in a buffer."""
+    """Adds up what passes, in a buffer, on one process."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.total += x.detach().float().abs().mean()
+        if dist.get_rank() == _ODD_ONE:
+            with torch.no_grad():
+                self.total += x.detach().float().abs().mean()
         return x
 
 
-def every_engine(engines: list[str]) -> dict[str, dict[str, str | None]]:
-    """For each engine, the outcome of a sound run and of each way around the mechanism."""
+def every_engine(ways: dict[str, list[str]]) -> dict[str, dict[str, str | None]]:
+    """For each engine, the outcome of each way around the mechanism."""
     found: dict[str, dict[str, str | None]] = {}
-    for engine in engines:
+    for engine, tried in ways.items():
         found[engine] = {}
-        for way in WAYS:
+        for way in tried:
             print(engine, way, flush=True)  # in the log, should a process hang
             found[engine][way] = _outcome(engine, way)
     return found
@@ -67,59 +68,65 @@ def _rows() -> TrainingRows:
     )
 
 
-def _nothing(run: PrivateRun, inner: Any, optimizer: Any) -> None:
-    """A sound run."""
+def _frozen(inner: Any) -> nn.Parameter:
+    return next(p for name, p in inner.named_parameters() if "q_proj.base_layer" in name)
 
 
-def _unfreeze(run: PrivateRun, inner: Any, optimizer: Any) -> None:
-    next(p for name, p in inner.named_parameters() if "q_proj.base_layer" in name).requires_grad_(True)
+def _unfreeze(inner: Any) -> None:
+    _frozen(inner).requires_grad_(True)
 
 
-def _write_frozen(run: PrivateRun, inner: Any, optimizer: Any) -> None:
-    frozen = next(p for name, p in inner.named_parameters() if "q_proj.base_layer" in name)
+def _write_frozen(inner: Any) -> None:
+    frozen = _frozen(inner)
     with torch.no_grad():
         shard = getattr(frozen, "ds_tensor", None)
         (frozen.to_local() if hasattr(frozen, "to_local") else frozen if shard is None else shard).add_(1)
 
 
-def _foreign_backward(run: PrivateRun, inner: Any, optimizer: Any) -> None:
+def _touch_gradient(inner: Any) -> None:
+    grad = next(p.grad for p in inner.parameters() if p.grad is not None)
+    (grad.to_local() if hasattr(grad, "to_local") else grad).mul_(2)
+
+
+def _foreign_backward(inner: Any) -> None:
     weights = [p for p in inner.parameters() if p.requires_grad]
     sum((2.0 * p).sum() for p in weights).backward()  # a penalty, past the hooks on modules
 
 
-WAYS = {
-    "sound": _nothing,
-    "statistic": _nothing,
-    "unfrozen": _unfreeze,
-    "written": _write_frozen,
-    "foreign backward": _foreign_backward,
-}
+_AFTER_A_STEP = {"unfrozen": _unfreeze, "written": _write_frozen}
+_BEFORE_AN_UPDATE = {"touched": _touch_gradient}
+_EVERYWHERE = {"foreign backward": _foreign_backward}  # on all processes: engines communicate in their own hooks
 
 
 def _outcome(engine: str, way: str) -> str | None:
     case = Case("llama", mode="lora-all-linear", dtype="float32")
     model = build_model(case)
     if way == "statistic":
-        model.get_base_model().model.layers[0].mlp.add_module("statistic", Statistic())
         mlp = model.get_base_model().model.layers[0].mlp
+        mlp.add_module("statistic", Statistic())
         mlp.register_forward_hook(lambda module, args, output: module.statistic(output))
     model, optimizer = prepare(engine, model, lr=1e-3)
     inner = model_inside(model)
     run = PrivateRun(plan_of(0.5, noise_multiplier=0.0, num_units=_ROWS), _rows(), NoLedger())
     run.attach(model, optimizer)
+    odd = run.processes.rank == _ODD_ONE
     try:
-        for step in range(_STEPS):
+        for step in range(2):
             run.step(run.choose(np.arange(_ROWS)), _loss)
+            if odd and step == 1 and way in _BEFORE_AN_UPDATE:  # the guard compares the sums of the first step
+                _BEFORE_AN_UPDATE[way](inner)
             if not hasattr(model, "zero_optimization_stage"):  # DeepSpeed has updated by itself
                 optimizer.step()
                 optimizer.zero_grad()
-            if step == 1:
-                WAYS[way](run, inner, optimizer)
-        run.check_saved_state()
+            if step == 0 and way in _EVERYWHERE:
+                _EVERYWHERE[way](inner)
+            if odd and step == 0 and way in _AFTER_A_STEP:
+                _AFTER_A_STEP[way](inner)
+        run.processes.together(run.check_saved_state)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        Processes().wait()
+        run.processes.wait()
         run.detach()
         dispose(model)
     return None
