@@ -24,9 +24,9 @@ def refuse_environment(environment: Mapping[str, str] | None = None) -> None:
     Raises:
         ConfigError: torch.compile, fp16 or fp8, FSDP version 1, or a way of splitting a unit's layers or rows; by name.
 
-    >>> refuse_environment({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"})
+    >>> refuse_environment({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    dpllm.config.ConfigError: The accelerate configuration sets dynamo_backend (ACCELERATE_DYNAMO_BACKEND=INDUCTOR): ...
+    dpllm.values.ConfigError: The accelerate configuration sets dynamo_backend (ACCELERATE_DYNAMO_BACKEND=INDUCTOR): ...
     """
     given = os.environ if environment is None else environment
     compiler = given.get("ACCELERATE_DYNAMO_BACKEND", "no")

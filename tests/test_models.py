@@ -175,7 +175,10 @@ class TestPrepare:
                 {"peft": {"r": 2, "target_module": ["q_proj"]}},
                 "no argument 'target_module'; did you mean 'target_modules'",
             ),
-            ({"peft": {"r": 2, "target_modules": ["query"]}}, "target_modules names 'query', and the model has no such module"),
+            (
+                {"peft": {"r": 2, "target_modules": ["query"]}},
+                "target_modules names 'query', and the model has no such module",
+            ),
             ({"peft": {"r": 0, "target_modules": "all-linear"}}, "peft.r must be at least 1, got 0"),
             ({"peft": {**LORA, "init_lora_weights": "eva"}}, "starts from statistics of the private data"),
             ({"freeze": ["transformer.*"]}, "no parameter is named like 'transformer"),

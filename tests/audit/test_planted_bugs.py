@@ -63,7 +63,8 @@ BUGS = [
             (
                 "dpllm/run.py",
                 "                self._noise,\n                complete,\n",
-                "                NoiseSource(self._rng.bit_generator.seed_seq.entropy + (self.ledger.num_steps - 1) // 2),\n"
+                "                NoiseSource("
+                "self._rng.bit_generator.seed_seq.entropy + (self.ledger.num_steps - 1) // 2),\n"
                 "                complete,\n",
             ),
         ),

@@ -106,10 +106,11 @@ class TestVerdicts:
         words = " ".join(result.stdout.replace("│", " ").split())
         for expected in (
             *("claimed", "zero-out adjacency", "one sequence", "60 (random-tokens), 1 row", "independent fair coins"),
-            *("attack: loss", f"attack: {RATIO}", "AUROC 0.", "found at FPR 0.1 %", "the claim allows", "at 95 %"),
+            *("attack: loss", f"attack: {RATIO}", "AUROC 0.", "at 95 %", "power"),
             *("Bonferroni over", "ceiling", "what 60 canaries could show", "exposure", "verdict", CONSISTENT),
         ):
             assert expected in words
+        assert "found at FPR" not in words  # about 30 that are not in the data can show no such rate
         saved = json.loads((run / AUDIT_FILE).read_text(encoding="utf-8"))
         plan = PrivacyPlan.load(run / PLAN_FILE)
         assert saved["claimed_epsilon"] == pytest.approx(plan.epsilon) and saved["delta"] == plan.delta == 1e-3
