@@ -96,11 +96,9 @@ def rows(
     fetch: Callable[[np.ndarray], Sequence[Any]],
     collate: Callable[[list[Any]], Mapping[str, Any]],
     limits: Mapping[str, Any],
+    hash_of_contents: str,
 ) -> dict[str, Any]:
-    """The rows of a run, the units they belong to, and how they become microbatches.
-
-    All rows are hashed while they have 2^25 tokens at most, which takes seconds; of larger data as many evenly spaced
-    rows as have that many, and 256 as the collator leaves them.
+    """The rows of a run, the units they belong to, and how they become microbatches; 256 rows as they are collated.
 
     Args:
         units: which rows each unit has.
@@ -108,6 +106,7 @@ def rows(
         fetch: row numbers to rows.
         collate: rows to the model's inputs.
         limits: the bounds of a microbatch, by name.
+        hash_of_contents: of the rows (`contents`).
     """
     order = hashlib.sha256()
     for block in units.blocks():
@@ -120,11 +119,20 @@ def rows(
         "the rows' lengths and units": order.hexdigest()[:12],
         **{f"the bound {name} of a microbatch": value for name, value in limits.items()},
         "the collator": described(collate),
-        "the rows' contents or their order": _contents(lengths, fetch, collate),
+        "the rows' contents or their order": hash_of_contents[:12],
+        "the rows as the collator leaves them": _collated(len(lengths), fetch, collate),
     }
 
 
-def _contents(lengths: np.ndarray, fetch: Callable, collate: Callable) -> str:
+def contents(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) -> str:
+    """Return a hash of the rows in their order, which takes seconds.
+
+    All rows are hashed while they have 2^25 tokens at most; of larger data evenly spaced rows of that many tokens.
+
+    Args:
+        lengths: (num_rows,) tokens of every row.
+        fetch: row numbers to rows.
+    """
     total = max(1, int(lengths.sum()))
     count = len(lengths) if total <= _TOKENS else max(_SAMPLE, len(lengths) * _TOKENS // total)
     digest = hashlib.sha256()
@@ -132,7 +140,13 @@ def _contents(lengths: np.ndarray, fetch: Callable, collate: Callable) -> str:
     for at in range(0, len(numbers), _FETCHED):
         for row in fetch(numbers[at : at + _FETCHED]):
             _add(digest, row)
-    for number in _spaced(len(lengths), min(_SAMPLE, len(lengths))):
+    digest.update(str(len(lengths)).encode())
+    return digest.hexdigest()
+
+
+def _collated(length: int, fetch: Callable, collate: Callable) -> str:
+    digest = hashlib.sha256()
+    for number in _spaced(length, min(_SAMPLE, length)):
         _add(digest, dict(collate(list(fetch(np.array([number]))))))
     return digest.hexdigest()[:12]
 

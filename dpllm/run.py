@@ -15,6 +15,8 @@ another:
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import math
 import secrets
@@ -99,6 +101,11 @@ class TrainingRows:
         taken = RowsTaken(list(self.fetch(np.array([number]))) * count, self.lengths[[number] * count], self.collate)
         return taken.microbatch(unit_index, int(unit_index[-1]) + 1)
 
+    @functools.cached_property
+    def contents(self) -> str:
+        """Hash of the rows (`dpllm.agreement.contents`); computed once."""
+        return agreement.contents(self.lengths, self.fetch)
+
     def facts(self) -> dict[str, Any]:
         """Facts that must be identical on every process; otherwise processes would split different draws."""
         return agreement.rows(
@@ -107,6 +114,7 @@ class TrainingRows:
             self.fetch,
             self.collate,
             {"max_rows": self.max_rows, "max_tokens": self.max_tokens, "packed": self.packed},
+            self.contents,
         )
 
 
@@ -157,6 +165,7 @@ class PrivateRun:
         self._independence: IndependenceCheck | None = None
         self._model: Any = None
         self._optimizer: Any = None
+        self._own_loop = False  # what ends the ledger when `attach` fails; the Trainer does so by itself
 
     @classmethod
     def start(
@@ -186,7 +195,9 @@ class PrivateRun:
         _check_rows(plan, rows.units)  # before anything is charged
         ledger = SharedLedger.create(path, plan, Processes(), public=public, budget_file=budget_file)
         with ledger.ended_on_failure():
+            ledger.remember_rows(rows.contents)
             run = cls(plan, rows, ledger)
+            run._own_loop = True
         if rows.units.made_of is not None:
             ledger.append_fact(UNITS_MADE_OF, rows.units.made_of)
         return run
@@ -198,10 +209,15 @@ class PrivateRun:
         """Continue the run of a folder; its steps stay charged. Called by all processes together.
 
         Raises:
-            LedgerError: the folder holds no run, one of another plan, or one charged to another budget file.
+            LedgerError: the folder holds no run, one of another plan, one of other rows, or one charged to another
+                budget file.
         """
         require_shared_folder(folder, Processes())
-        return cls(plan, rows, SharedLedger.open(Path(folder) / LEDGER_FILE, plan, Processes(), budget_file))
+        ledger = SharedLedger.open(Path(folder) / LEDGER_FILE, plan, Processes(), budget_file, rows.contents)
+        with ledger.ended_on_failure():
+            run = cls(plan, rows, ledger)
+            run._own_loop = True
+        return run
 
     def attach(
         self, model: Any, optimizer: Any, forms: Forms | None = None, start_is_independent: bool = False
@@ -222,7 +238,13 @@ class PrivateRun:
             WatchError: the optimizer holds a trainable parameter that isn't clipped.
             ConfigError: ``rows.max_tokens`` is "auto", and the processes run in lockstep; a module or the collator has
                 a random generator of its own; an adapter or weights that may depend on the private rows.
+
+        A run that `start` or `resume` made has ended then, and its budget has back what no step was charged for.
         """
+        with self.ledger.ended_on_failure() if self._own_loop else contextlib.nullcontext():
+            self._attach(model, optimizer, forms, start_is_independent)
+
+    def _attach(self, model: Any, optimizer: Any, forms: Forms | None, start_is_independent: bool) -> None:
         self._model, self._optimizer = model_inside(model), optimizer
         own = getattr(self.ledger, "path", None)  # a stand-in of an audit has no file
         points = check_start(self._model, None if own is None else Path(own).parent, start_is_independent)

@@ -14,6 +14,7 @@ from dpllm.ledger import Ledger, LedgerError, read_ledger
 from dpllm.ledger_reader import LedgerHead
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 from dpllm.processes import Processes
+from dpllm.same_rows import compare_rows, remember_rows
 from dpllm.unused import make_way
 
 
@@ -80,18 +81,37 @@ class SharedLedger:
 
     @classmethod
     def open(
-        cls, path: str | Path, plan: PrivacyPlan, processes: Processes, budget_file: str | None = None
+        cls,
+        path: str | Path,
+        plan: PrivacyPlan,
+        processes: Processes,
+        budget_file: str | None = None,
+        contents: str | None = None,
     ) -> SharedLedger:
         """Continue the ledger of a run that is resumed; everything in it stays charged.
 
+        Args:
+            path: the file.
+            plan: the privacy plan, which must be the one the ledger was started with.
+            processes: all processes of the run.
+            budget_file: the one that the run was charged to.
+            contents: hash of the rows, compared with those of the first start (`dpllm.same_rows`); None: not compared.
+
         Raises:
-            LedgerError: it is missing, edited, a copy, or of another plan; the plan beside it is missing or another
-                one; or the budget file isn't the one that it names.
+            LedgerError: it is missing, edited, a copy, of another plan or of other rows; the plan beside it is missing
+                or another one; or the budget file isn't the one that it names.
             BudgetError: what the run gave back when it ended is needed again, and was spent by others; or the run went
                 on in another copy of the folder.
         """
+        points: list[str | None] = []
 
         def start() -> tuple[Ledger, tuple[str, str] | None]:
+            opened, budget = start_over()
+            if points and points[0] is not None:
+                remember_rows(opened, str(contents), points[0])
+            return opened, budget
+
+        def start_over() -> tuple[Ledger, tuple[str, str] | None]:
             named = read_ledger(path).runs[0].get("budget")
             if (named or {}).get("file") != (None if budget_file is None else Path(budget_file).name):
                 raise LedgerError(
@@ -104,6 +124,8 @@ class SharedLedger:
                     f"{Path(path).parent / PLAN_FILE} is another plan than the one of this run. Restore the file that "
                     "the run wrote, and resume with the configuration of the first start"
                 )
+            if ours and contents is not None:
+                points.append(compare_rows(path, contents))
             if named is None or budget_file is None:
                 return Ledger.open(path, plan), None
             opened: list[Ledger] = []
@@ -134,6 +156,15 @@ class SharedLedger:
         head = processes.from_main(on_main)
         ledger, budget = opened[0] if opened else (None, None)
         return cls(ledger, path, head, processes, budget, planned)
+
+    def remember_rows(self, contents: str) -> None:
+        """Note the rows of a new run (`dpllm.same_rows`). Called by all processes together."""
+
+        def remember() -> None:
+            assert self._ledger is not None
+            remember_rows(self._ledger, contents)
+
+        self._processes.from_main(remember)
 
     @property
     def num_steps(self) -> int:

@@ -316,7 +316,8 @@ class DPTrainer(CoveredTrainer):
     def _open_ledger(self, folder: Path, resume: bool) -> SharedLedger:
         path = folder / LEDGER_FILE
         if resume:
-            return SharedLedger.open(path, self.plan, self.processes, self.privacy.budget_file)
+            budget, contents = self.privacy.budget_file, self._rows.contents
+            return SharedLedger.open(path, self.plan, self.processes, budget, contents)
         if self.processes.from_main(lambda: is_used(path)):
             raise ConfigError(
                 f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model beside "
@@ -326,6 +327,7 @@ class DPTrainer(CoveredTrainer):
         ledger = SharedLedger.create(path, self.plan, self.processes, self.public, self.privacy.budget_file)
         note_data(ledger, self.train_dataset, self.units, self.privacy)
         note_units(ledger, self.units, self._rows.lengths)
+        ledger.remember_rows(self._rows.contents)
         return ledger
 
     def get_train_dataloader(self) -> Any:
