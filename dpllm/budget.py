@@ -43,7 +43,7 @@ from dpllm import accounting
 from dpllm.accounting import History, Step
 from dpllm.config import ADJACENCIES, MAX_TARGET_EPSILON, UNITS
 from dpllm.identity import require_prefix
-from dpllm.ledger import LEDGER_FILE, LedgerError, is_being_written, read_ledger
+from dpllm.ledger import LedgerError
 from dpllm.ledger_reader import LedgerHead
 from dpllm.plan import PrivacyPlan, format_epsilon
 from dpllm.values import between, choice, integer
@@ -260,7 +260,7 @@ def mark(path: str | Path, entry_id: str, head: LedgerHead) -> None:
         BudgetError: the entry is not in the file.
     """
     with _changing(path) as (budget, put):
-        put(_with(budget, replace(_entry(budget, entry_id), head=head.to_dict())))
+        put(_with(budget, replace(entry_of(budget, entry_id), head=head.to_dict())))
 
 
 def settle(
@@ -283,7 +283,7 @@ def settle(
         BudgetError: the entry is not in the file, or the number lies below an earlier one or above the reservation.
     """
     with _changing(path) as (budget, put):
-        entry = _entry(budget, entry_id)
+        entry = entry_of(budget, entry_id)
         if not entry.steps_before <= num_steps <= entry.steps_reserved:
             raise BudgetError(
                 f"entry {entry_id} of {path} reserved {entry.steps_reserved} steps, of which {entry.steps_before} were "
@@ -293,37 +293,6 @@ def settle(
         charged = None if keep_reserved else int(num_steps)
         there = entry.head if head is None else head.to_dict()
         put(_with(budget, replace(entry, steps_charged=charged, steps_before=int(num_steps), head=there)))
-
-
-def settle_crashed(path: str | Path, folder: str | Path) -> int:
-    """Settle a run that crashed, with the steps that its ledger charges: what it had reserved beyond is free again.
-
-    A run that ends by itself settles by itself. One that is resumed later reserves what it needs anew.
-
-    Args:
-        path: the budget file.
-        folder: output folder of the run.
-
-    Returns:
-        The steps that its ledger charges.
-
-    Raises:
-        BudgetError: the run is still running, or is charged to another file or to none.
-        LedgerError: the ledger is missing or was edited.
-    """
-    ledger = Path(folder) / LEDGER_FILE
-    contents = read_ledger(ledger)
-    if is_being_written(ledger):
-        raise BudgetError(f"{ledger} is being written: the run goes on, and needs what it reserved. Wait for its end")
-    named = contents.runs[0].get("budget")
-    if not named or named["file"] != Path(path).name:
-        raise BudgetError(
-            f"{ledger} is charged to {named['file'] if named else 'no budget file'}, not to {path}. Give the file that "
-            "the run was charged to"
-        )
-    _require_own_ledger(path, _entry(read_budget(path), named["entry"]), ledger)
-    settle(path, named["entry"], contents.num_steps, contents.head)
-    return contents.num_steps
 
 
 def check_entry(
@@ -350,22 +319,26 @@ def check_entry(
             taken by other runs, or the run went on in another copy of the folder.
     """
     with _changing(path) as (budget, put):
-        entry = _entry(budget, entry_id)
+        entry = entry_of(budget, entry_id)
         if entry.plan_hash != plan.hash:
             raise BudgetError(
                 f"entry {entry_id} of {path} was charged for the plan {entry.plan_hash[:12]}, and this one is "
                 f"{plan.hash[:12]}. Resume with the configuration of the first start"
             )
         if ledger is not None:
-            _require_own_ledger(path, entry, ledger)
+            require_own_ledger(path, entry, ledger)
         others = tuple(other for other in budget.entries if other.id != entry_id)
         _check_fits(budget, others, entry.step, entry.steps_reserved)
         head = entry.head if go_on is None else go_on().to_dict()
         put(_with(budget, replace(entry, steps_charged=None, head=head)))
 
 
-def _require_own_ledger(path: str | Path, entry: Entry, ledger: str | Path) -> None:
-    """Refuse a ledger that did not come along when the run of an entry went on."""
+def require_own_ledger(path: str | Path, entry: Entry, ledger: str | Path) -> None:
+    """Refuse a ledger that did not come along when the run of an entry went on.
+
+    Raises:
+        BudgetError: the run went on in another copy of the folder.
+    """
     if entry.head is None:
         return
     try:
@@ -487,7 +460,12 @@ def _check_fits(budget: Budget, others: tuple[Entry, ...], step: Step, num_steps
     )
 
 
-def _entry(budget: Budget, entry_id: str) -> Entry:
+def entry_of(budget: Budget, entry_id: str) -> Entry:
+    """Return an entry.
+
+    Raises:
+        BudgetError: there is none of this id.
+    """
     for entry in budget.entries:
         if entry.id == entry_id:
             return entry

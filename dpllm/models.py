@@ -18,6 +18,9 @@ from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -27,6 +30,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from dpllm.config import ConfigError, ModelConfig, nearest
 from dpllm.loading import check_adapter_names, load_pretrained, not_loaded, one_line
@@ -38,6 +42,11 @@ AUTO_MODEL = {
     "causal_lm": AutoModelForCausalLM,
     "sequence_classification": AutoModelForSequenceClassification,
     "seq2seq_lm": AutoModelForSeq2SeqLM,
+}
+_CLASSES: dict[str, Any] = {
+    "causal_lm": MODEL_FOR_CAUSAL_LM_MAPPING,
+    "sequence_classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "seq2seq_lm": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 }
 PEFT_TASK = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "seq2seq_lm": "SEQ_2_SEQ_LM"}
 DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
@@ -158,7 +167,7 @@ def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedMod
                 config = AutoConfig.for_model(kind, **{**arguments, **labels})
             else:
                 config = AutoConfig.from_pretrained(str(model.name), **labels)
-            base = AUTO_MODEL[model.task].from_config(config, dtype=dtype)
+            base = _without_weights(model.task, config, dtype)
     except ConfigError:
         raise
     except OSError as error:
@@ -170,6 +179,17 @@ def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedMod
         ) from error
     with torch.device("meta"):
         return prepare_model(base, model)
+
+
+def _without_weights(task: str, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model of a configuration on the meta device, also where DeepSpeed's ZeRO-3 is set up.
+
+    transformers would spread its weights over the processes then, and on the meta device there are none.
+    """
+    kind = _CLASSES[task].get(type(config), None) if is_deepspeed_zero3_enabled() else None
+    if kind is None:
+        return AUTO_MODEL[task].from_config(config, dtype=dtype)
+    return (kind[0] if isinstance(kind, tuple) else kind)(config).to(dtype)
 
 
 def config_arguments(model: ModelConfig) -> tuple[str, dict[str, Any]]:

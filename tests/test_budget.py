@@ -29,10 +29,11 @@ from dpllm.budget import (
     read_budget,
     require_room,
     settle,
-    settle_crashed,
 )
 from dpllm.config import PrivacyConfig
-from dpllm.ledger import Ledger
+from dpllm.crashed import settle_crashed
+from dpllm.definition import stated_history
+from dpllm.ledger import Ledger, read_ledger
 from dpllm.plan import PrivacyPlan, make_plan
 from tests import children
 
@@ -407,8 +408,8 @@ def test_rows_and_dictionary_say_everything(path: Path) -> None:
     assert isinstance(thirds, Budget) and dict(budget_rows(thirds))["budget"].startswith("ε = 2.9999 ")
 
 
-def test_a_crashed_run_gives_back_what_it_did_not_take(tmp_path: Path, path: Path) -> None:
-    """The steps of its ledger replace the reservation; a run that goes on keeps it, another file's is refused."""
+def test_a_crashed_run_is_settled_with_the_steps_that_its_report_states(tmp_path: Path, path: Path) -> None:
+    """The plan's, unless its stop is declared independent; a run that goes on is refused, and another file's too."""
     plan, folder = make(), tmp_path / "run"
     folder.mkdir()
     entry = charge(path, plan, "chats")
@@ -419,8 +420,18 @@ def test_a_crashed_run_gives_back_what_it_did_not_take(tmp_path: Path, path: Pat
         settle_crashed(path, folder)
     assert read_budget(path).entries[0].num_steps == 50
     ledger.close()  # as the system does when a process dies
+
+    def stated() -> int:
+        contents = read_ledger(folder / "privacy_ledger.jsonl")
+        return sum(count for _, count in stated_history(plan, contents))
+
     assert settle_crashed(path, folder) == 3
-    assert read_budget(path).entries[0].num_steps == 3
+    assert read_budget(path).entries[0].num_steps == stated() == 50
+    for _ in range(2):  # a second time changes nothing
+        assert settle_crashed(path, folder, independent=True) == 3
+        assert read_budget(path).entries[0].num_steps == stated() == 3
+    assert settle_crashed(path, folder) == 3
+    assert read_budget(path).entries[0].num_steps == stated() == 3
     other = tmp_path / "other.budget.json"
     create_budget(other, **HEAD)
     with pytest.raises(BudgetError, match=r"is charged to chats\.budget\.json, not to .*other\.budget\.json"):
@@ -430,6 +441,14 @@ def test_a_crashed_run_gives_back_what_it_did_not_take(tmp_path: Path, path: Pat
     Ledger.create(unnamed / "privacy_ledger.jsonl", plan).close()
     with pytest.raises(BudgetError, match="is charged to no budget file"):
         settle_crashed(path, unnamed)
+
+
+def test_a_run_that_crashed_before_its_first_step_gives_everything_back(tmp_path: Path, path: Path) -> None:
+    """Nothing was released, whatever made it stop."""
+    entry = charge(path, make(), "chats")
+    Ledger.create(tmp_path / "privacy_ledger.jsonl", make(), budget={"file": path.name, "entry": entry}).close()
+    assert settle_crashed(path, tmp_path) == 0
+    assert read_budget(path).entries[0].num_steps == 0
 
 
 def test_a_data_set_that_grows_has_one_budget(tmp_path: Path) -> None:

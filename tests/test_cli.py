@@ -340,7 +340,7 @@ def test_budget_is_made_and_shown(tmp_path: Path) -> None:
 
 
 def test_a_crashed_run_is_settled(tmp_path: Path) -> None:
-    """`dpllm budget settle` replaces the reservation by the steps in the ledger."""
+    """`dpllm budget settle --independent` replaces the reservation by the steps in the ledger."""
     path, folder = tmp_path / "notes.budget.json", tmp_path / "run"
     run(
         ["budget", "create", str(path), "--dataset", "notes", "--epsilon", "8", "--delta", "1e-6", "--num-units", "500"]
@@ -351,7 +351,9 @@ def test_a_crashed_run_is_settled(tmp_path: Path) -> None:
     named = {"file": path.name, "entry": charge(path, plan, "notes")}
     with Ledger.create(folder / "privacy_ledger.jsonl", plan, budget=named) as ledger:
         ledger.append_step(0, plan.step)
-    settled = as_json(["budget", "settle", str(path), str(folder)])
+    kept = as_json(["budget", "settle", str(path), str(folder)])
+    assert kept["steps"] == 1 and kept["entries"][0]["steps_charged"] is None
+    settled = as_json(["budget", "settle", str(path), str(folder), "--independent"])
     assert settled["steps"] == 1 and settled["entries"][0]["steps_charged"] == 1
     assert "1 of 9 steps charged" in run(["budget", "show", str(path)])
     assert "can't be read" in refuse(["budget", "settle", str(path), str(tmp_path)])

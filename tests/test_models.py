@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.data import train_tokenizer
-from dpllm.models import load_base_model, load_model, load_tokenizer, prepare_model
+from dpllm.models import load_base_model, load_model, load_tokenizer, prepare_model, skeleton
 
 SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 needs_shared_data = pytest.mark.skipif(
@@ -228,3 +229,17 @@ class TestTokenizer:
         """The longest row must be known before a tokenizer is made."""
         with pytest.raises(ConfigError, match="needs max_position_embeddings"):
             load_tokenizer(ModelConfig(config={"model_type": "llama"}, tokenizer_vocab_size=270), public_texts=["x"])
+
+
+@pytest.mark.parametrize("peft", [None, {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}])
+def test_a_recipe_is_checked_without_weights_under_zero3_too(peft):
+    """transformers would spread the weights over the processes, and on the meta device there are none."""
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed")
+    llama = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    llama |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    plain = skeleton(ModelConfig(config=llama, peft=peft))
+    zero3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    assert is_deepspeed_zero3_enabled() and zero3.is_zero3()
+    made = skeleton(ModelConfig(config=llama, peft=peft))
+    shapes = [{name: (p.shape, p.dtype, p.device.type) for name, p in m.named_parameters()} for m in (made, plain)]
+    assert shapes[0] == shapes[1] and {kind for _, _, kind in shapes[0].values()} == {"meta"}

@@ -68,11 +68,21 @@ def show_budget(path: BudgetFile, as_json: AsJson = False) -> None:
 def settle(
     path: BudgetFile,
     output_dir: Annotated[Path, typer.Argument(help="Output folder of a run that crashed.", show_default=False)],
+    independent: Annotated[
+        bool,
+        typer.Option(
+            "--independent",
+            help="Declare that the crash depended neither on the private data nor on what the run released: its "
+            "ledger says so, and the steps that were not taken are free again. Make its report again afterwards "
+            "(dpllm report).",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Give back what a run that crashed had reserved and its ledger doesn't charge."""
-    from dpllm.budget import budget_rows, read_budget, settle_crashed
+    """Settle a run that crashed: without steps, or with --independent, what it did not take is free again."""
+    from dpllm.budget import budget_rows, read_budget
+    from dpllm.crashed import settle_crashed
 
-    steps = settle_crashed(path, output_dir)
+    steps = settle_crashed(path, output_dir, independent)
     budget = read_budget(path)
     show({"steps": steps, **budget.to_dict()}, budget_rows(budget), f"Budget {path}", as_json)
