@@ -385,7 +385,7 @@ def main(arguments: list[str] | None = None) -> None:
         "coupled": [couplings()],
     }
     for name, sets in sources.items():
-        for one in (one for results in sets for one in results if name in wanted):
+        for one in (one for results in sets if name in wanted for one in results):
             found.append(one)
             print(f"{one.task:24} {one.name:34} {one.loss:9.1e} {one.norm:9.1e}  {one.outcome}", flush=True)
     summarise(found)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpllm.disclosures import DESTINATIONS, not_kept
 from dpllm.markdown import values_in_words
 
 MOST_DIFFERENCE = 0.01
@@ -62,11 +63,19 @@ def open_points(report: Mapping[str, Any]) -> list[str]:
     points += report["noted_open_points"]
     points += disagreements(report["accounting"])
     points += [f"Not filled in: {line['question']}" for line in report["checklist"] if not line["filled"]]
-    if report["definition"]["written_out_and_not_covered"]:
+    away = _not_kept(report["definition"])
+    if away:
         points.append(
-            "Some results that depend on the private data were written out and are not covered by ε (see below)."
+            "Some results that depend on the private data were written out, are not covered by ε, and may be outside "
+            f"this run's folder or in this report: {'; '.join(away)}. Keep them from whoever gets the model."
         )
     return points
+
+
+def _not_kept(definition: Mapping[str, Any]) -> list[str]:
+    """Return which of the results that were written out are not known to stay with the run."""
+    destinations = [value for fact in definition["facts"] if fact["name"] == DESTINATIONS for value in fact["values"]]
+    return not_kept([item["what"] for item in definition["written_out_and_not_covered"]], map(str, destinations))
 
 
 def disagreements(accounting: Mapping[str, Any]) -> list[str]:

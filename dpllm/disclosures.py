@@ -17,11 +17,21 @@ EVALUATION_OUTSIDE = "evaluation on private rows, before or after training"
 PREDICTION = "predictions on private rows"
 RESOURCES = "running time, throughput or memory use of the training"
 OTHER = "other figures that the program logged"
+LOG_FILE = "not_for_release/training_log.jsonl"
+"""Where a run keeps its losses and metrics, relative to its folder."""
+LOGGED = f"losses and metrics in {LOG_FILE} (not for release)"
+
+DESTINATIONS = "logged figures went to"
+"""Name of the fact in a ledger that lists where logged figures went."""
+_SCREEN, _STATE = "the screen", "the Trainer's state"
 
 GRADIENT_NORM = "noisy_grad_norm"
 """Name in the logs of the norm of the private gradient: after clipping and noise. It is covered by ε, as everything
 that is computed from the private gradient is, and says little about the norms that the clip norm is compared with."""
 
+# Figures that only `Trainer.log` writes, and that no file holds that `dpllm.publishing` uploads. Evaluations and
+# predictions are not among them: people note such figures in the report, which is published.
+_KEPT = frozenset({TRAINING_LOSS, FINAL_LOSS, RESOURCES, LOGGED})
 _COVERED = frozenset({GRADIENT_NORM, "grad_norm", "learning_rate", "epoch", "step", "epsilon", "total_flos"})
 _PRINTERS = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 _RESOURCES = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_per_second", "_model_preparation_time")
@@ -88,9 +98,30 @@ def receivers(callbacks: Iterable[Any]) -> str:
     >>> receivers([])
     "the Trainer's state"
     """
-    places = ["the Trainer's state"]
+    places = [_STATE]
     for callback in callbacks:
         kind = type(callback)
         if any("on_log" in vars(base) for base in kind.__mro__ if base.__name__ != "TrainerCallback"):
-            places.append("the screen" if kind.__name__ in _PRINTERS else kind.__name__.removesuffix("Callback"))
+            places.append(_SCREEN if kind.__name__ in _PRINTERS else kind.__name__.removesuffix("Callback"))
     return ", ".join(sorted(set(places)))
+
+
+def not_kept(written: Iterable[str], destinations: Iterable[str]) -> list[str]:
+    """Return which of these results may be outside the run's machine, or would go there with the published model.
+
+    Training losses stay with the run where nothing but the screen, the Trainer's state and `LOG_FILE` received them:
+    none of these is uploaded (`dpllm.publishing`). An integration, such as TensorBoard or a tracker, may show them to
+    others. Where nobody noted the destinations, as in a training loop of one's own, nothing is known to stay.
+
+    Args:
+        written: results that ε does not cover, in the report's words.
+        destinations: the values of the fact `DESTINATIONS`, as `receivers` gives them.
+
+    >>> not_kept([TRAINING_LOSS, PREDICTION], ["the Trainer's state, the screen"])
+    ['predictions on private rows']
+    >>> not_kept([TRAINING_LOSS], ["TensorBoard, the Trainer's state"])
+    ['training loss (mean of a logging interval)']
+    """
+    places = {place for value in destinations for place in value.split(", ")}
+    local = bool(places) and places <= {_SCREEN, _STATE}
+    return [what for what in written if not (local and what in _KEPT)]

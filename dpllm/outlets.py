@@ -20,7 +20,7 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from dpllm.config import ConfigError
-from dpllm.disclosures import GRADIENT_NORM, PREDICTION, Evaluating, not_covered, receivers
+from dpllm.disclosures import DESTINATIONS, GRADIENT_NORM, PREDICTION, Evaluating, not_covered, receivers
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.model_card import CARD_FILE, keep_own_card, write_model_card
 from dpllm.plan import PLAN_FILE, PrivacyPlan
@@ -129,7 +129,7 @@ class Outlets(Trainer):
     def _note_outlets(self) -> None:
         """Write into the ledger, now open, where figures go, what was declared, and what was written out before."""
         assert self.ledger is not None
-        self.ledger.append_fact("logged figures went to", receivers(self.callback_handler.callbacks))
+        self.ledger.append_fact(DESTINATIONS, receivers(self.callback_handler.callbacks))
         for point in self.declared_points:
             self.ledger.append_open_point(point)
         for what, count in self._noted_before.items():

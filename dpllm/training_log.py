@@ -20,10 +20,8 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from dpllm.checkpoints import CheckpointError
+from dpllm.disclosures import LOG_FILE, LOGGED
 from dpllm.outlets import Outlets
-
-LOG_FILE = "not_for_release/training_log.jsonl"
-"""Relative to the run's folder."""
 
 _PUBLIC_ENTRIES = ("step", "epoch", "learning_rate", "epsilon")
 # Of a TrainerState; everything else is reset, also a field that a later release adds.
@@ -164,7 +162,7 @@ class CoveredTrainer(Outlets):
         super().log(logs, start_time)
         if self.ledger is not None and self.args.should_save:
             if not self._log_disclosed:
-                self.disclose(f"losses and metrics in {LOG_FILE} (not for release)")
+                self.disclose(LOGGED)
                 self._log_disclosed = True
             self._log_keeper.log.append(self.state.log_history[-1])
 

@@ -26,17 +26,18 @@ GUARANTEE = {
     *("privacy_plan.json", "privacy_ledger.jsonl"),
 }
 PRIVATE = {
-    "training_args.bin": "pickle",
     "audit_attacks.json": "{}",
     "attacks.json": "{}",
-    "trainer_state.json": "{}",
-    "optimizer.pt": "state",
+    "trainer_state.json": '{"global_step": 4, "log_history": [{"loss": 4.1}]}',
     "runs/events.out.tfevents.1": "losses",
     "checkpoint-2/model.safetensors": "weights",
     "train.log": "loss 3.4",
+    "records.jsonl": "the data",
+}
+STRAY_WEIGHTS = {
     "adapter_model.safetensors": "another model's",
     "model-00007-of-00009.safetensors": "a shard that no index names",
-    "records.jsonl": "the data",
+    "optimizer.pt": "state",
 }
 
 
@@ -66,7 +67,7 @@ def hub(monkeypatch):
 
 
 def settled():
-    """Notes that leave nothing open but what was written out."""
+    """Notes that leave nothing open but what was written out and sent elsewhere."""
     return ReleaseNotes(
         data_holder="a hospital", audience="all", other_uses="none", audit="none", utility={"held-out loss": 3.2}
     )
@@ -121,23 +122,64 @@ def test_create_model_card_keeps_the_guarantee(finished):
     epsilon = finished.privacy_report()["statement"]["epsilon"]
     assert format_epsilon(epsilon) in text and metadata["differential_privacy"]["private"] is True
     assert metadata["license"] == "mit" and metadata["datasets"] == ["allenai/c4"] and "notes" in metadata["tags"]
-    assert "Training results" not in text and verify(folder).ok
+    assert "Training results" not in text
+    assert [check for check in verify(folder).checks if not check.ok] == []
     with pytest.raises(ConfigError, match=r"create_model_card\(dataset_args=...\).*ε does not cover"):
         finished.create_model_card(dataset_args="test")
 
 
-def test_pushing_refuses_open_points_and_takes_an_allow_list_when_forced(finished, hub):
-    """What was written out is an open point; no file that ε does not cover is uploaded."""
-    with pytest.raises(PublishError, match=r"open point.*written out.*force_open_points=True"):
-        finished.push_to_hub()
-    assert not hub.uploads
-    assert finished.push_to_hub(force_open_points=True).startswith("commit to someone/")
+def test_pushing_takes_an_allow_list(finished, hub):
+    """A run whose losses stayed with it has no open point; no file that ε does not cover is uploaded."""
+    report = finished.privacy_report()
+    assert report["open_points"] == [] and report["definition"]["written_out_and_not_covered"]
+    assert finished.push_to_hub().startswith("commit to someone/")
     _, files, more = hub.uploads[0]
     assert set(files) == {*GUARANTEE, "model.safetensors", "config.json", "generation_config.json"}
     assert more["run_as_future"] is False
     card = files["README.md"].decode()
-    assert "differential_privacy" in card and "open points" in card
+    assert "differential_privacy" in card and "open points" not in card and FINAL_LOSS in card
     assert not list(finished.ledger.path.parent.glob("_*"))
+
+
+def test_weights_that_the_ledger_does_not_name_are_neither_uploaded_nor_passed_over(finished, tmp_path):
+    """Nobody knows what they were made with."""
+    folder = tmp_path / "copy"
+    shutil.copytree(finished.ledger.path.parent, folder)
+    require_publishable(folder)
+    for name, text in STRAY_WEIGHTS.items():
+        (folder / name).write_text(text)
+    assert not set(STRAY_WEIGHTS) & set(files_to_publish(folder, adapter=False))
+    with pytest.raises(PublishError, match="may hold weights, and the ledger does not name it"):
+        require_publishable(folder, force_open_points=True)
+
+
+class Tracker(TrainerCallback):
+    """An integration that shows figures to others."""
+
+    def on_log(self, *_, **__):
+        """Send them."""
+
+
+@pytest.mark.parametrize("case", ["tracker", "evaluation", "own words"])
+def test_pushing_refuses_figures_that_went_elsewhere_unless_forced(tmp_path, hub, case):
+    """What a tracker received, what people may have noted, and what a program disclosed itself are open points."""
+    run = trainer(
+        tmp_path, args=arguments(tmp_path, max_steps=1), config=privacy(dataset="notes"), eval_dataset=rows(8)
+    )
+    if case == "tracker":
+        run.add_callback(Tracker())
+    run.train()
+    if case == "evaluation":
+        run.evaluate()
+    if case == "own words":
+        run.disclose("a table of losses for the paper", 1)
+    run.notes = settled()
+    run.save_model()
+    with pytest.raises(PublishError, match=r"1 open point\(s\).*written out.*force_open_points=True"):
+        run.push_to_hub()
+    assert not hub.uploads
+    assert run.push_to_hub(force_open_points=True).startswith("commit to someone/")
+    assert "open points" in hub.uploads[0][1]["README.md"].decode()
 
 
 @pytest.mark.parametrize(
@@ -171,6 +213,7 @@ def test_what_has_no_guarantee_or_no_weights_cannot_be_published(finished, tmp_p
     (folder / "model.safetensors").unlink()
     with pytest.raises(PublishError, match=r"holds no model\.safetensors"):
         files_to_publish(folder, adapter=False)
+    (folder / "adapter_model.safetensors").write_text("an adapter's")
     assert "adapter_model.safetensors" in files_to_publish(folder, adapter=True)
     index = {"weight_map": {"b": "../secret.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -14,6 +14,7 @@ import pytest
 import dpllm.report
 from dpllm.accounting import Step, epsilon
 from dpllm.config import PrivacyConfig
+from dpllm.disclosures import DESTINATIONS, TRAINING_LOSS, receivers
 from dpllm.ledger import Ledger, LedgerContents, LedgerError, read_ledger
 from dpllm.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.report import ReleaseNotes, notes_in, notes_of, privacy_report, render_markdown, write_report
@@ -240,6 +241,20 @@ def test_disclosures_and_diagnostics_are_listed_with_counts(tmp_path: Path) -> N
     assert any("written out" in point for point in report["open_points"])
     page = render_markdown(report)
     assert "| training loss | 5 |" in page and "| units with a non-finite gradient | 4 |" in page
+
+
+def test_training_losses_that_stay_with_the_run_are_listed_and_no_open_point(tmp_path: Path) -> None:
+    """They are open once an integration received them, in any of the runs that the ledger counts."""
+    plan, ledger = make(tmp_path)
+    ledger.append_fact(DESTINATIONS, receivers([]))
+    ledger.append_disclosure(TRAINING_LOSS, 3)
+    report = write_report(tmp_path, plan, ledger)
+    assert report["definition"]["written_out_and_not_covered"] == [{"what": TRAINING_LOSS, "count": 3}]
+    assert not any("written out" in point for point in report["open_points"])
+    ledger.append_fact(DESTINATIONS, "TensorBoard, the Trainer's state")
+    report = write_report(tmp_path, plan, ledger)
+    ledger.close()
+    assert any(TRAINING_LOSS in point for point in report["open_points"])
 
 
 def test_no_noise_is_infinite_in_words(tmp_path: Path) -> None:
