@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm import DPTrainer
 from dpllm.arguments import training_arguments
+from dpllm.identity import adopt
 from dpllm.processes import Processes
 from tests.conftest import tiny_llama_config
 from tests.distributed.setups import dispose
@@ -132,6 +133,7 @@ def parts(jobs: list[Job], runs: Path, source: str | None, begin: int, part: str
         folder = runs / part / str(job)
         if source and torch.distributed.get_rank() == 0:
             shutil.copytree(runs / source / str(job), folder)
+            adopt(folder)  # each copy goes on by itself
         torch.distributed.barrier()
         found.append(train(job, folder, stop, folder / f"checkpoint-{begin}" if source else None))
     return found

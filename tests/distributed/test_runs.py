@@ -19,6 +19,7 @@ from dpllm.checkpoints import latest_whole, verify
 from dpllm.config import DataConfig
 from dpllm.data import RowCollator, load_train_and_eval, tokenize_records
 from dpllm.evaluation import measure
+from dpllm.identity import adopt
 from dpllm.ledger import read_ledger
 from dpllm.training_log import TrainingLog
 from tests import children
@@ -121,6 +122,7 @@ def test_after_a_kill_a_run_resumes_on_one_and_on_two_processes(config, folder, 
     for num_processes in (1, 2):
         again = tmp_path_factory.mktemp("resumed")
         shutil.copytree(folder, again, dirs_exist_ok=True, symlinks=True)
+        adopt(again / "out")  # each copy goes on by itself
         printed = launch(config, again, *steps, "train.resume_from_checkpoint=true", num_processes=num_processes)
         ledger = read_ledger(again / "out" / "privacy_ledger.jsonl")
         assert ledger.num_steps == 14 and len(ledger.runs) == 2 and ledger.end == "completed"
