@@ -47,7 +47,6 @@ from dpllm.unused import is_used
 console = Console(highlight=False, soft_wrap=True)
 
 
-@record
 def main() -> None:
     """Read the command line and run; a mistake in the recipe or in the data is one line and exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -300,4 +299,4 @@ def show(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()  # torch's launcher then says which process failed first, and of what
