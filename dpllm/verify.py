@@ -26,6 +26,7 @@ import jsonschema
 import dpllm
 from dpllm import accounting
 from dpllm.checklist import checklist, open_points
+from dpllm.earlier_reports import EARLIER_FORMATS, in_todays_form, in_todays_lines, schema_of
 from dpllm.html import draw_figures, render_html
 from dpllm.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.markdown import render_markdown
@@ -121,12 +122,16 @@ def verify(folder: str | Path) -> Verification:
     if recorded is not None:
         checks.append(_schema_check(recorded))
     due = _recomputed(checks, plan, contents, recorded)
+    earlier = recorded is not None and recorded.get("format") in EARLIER_FORMATS
     if due is not None and recorded is not None:
-        checks.append(_json_check(recorded, due))
+        found = in_todays_form(recorded, due, keep_words=False) if earlier else recorded
+        checks.append(_json_check(found, due, recorded))
         if checks[-1].ok:
-            due = recorded  # so that rounding of numbers that other versions computed can't matter
+            due = (
+                in_todays_form(recorded, due, keep_words=True) if earlier else recorded
+            )  # so that rounding of numbers that other versions computed can't matter
     for name, compare in ((MARKDOWN_FILE, _markdown_check), (HTML_FILE, _html_check)):
-        checks.append(_file_check(folder / name, due, compare))
+        checks.append(_file_check(folder / name, due, compare, earlier))
     if (folder / CARD_FILE).is_file():
         checks.append(_file_check(folder / CARD_FILE, due, _card_check))
     return Verification(folder, tuple(checks))
@@ -216,9 +221,14 @@ def _step_count(contents: LedgerContents, recorded: Mapping[str, Any]) -> Check:
 
 def _schema_check(recorded: Mapping[str, Any]) -> Check:
     what = f"{JSON_FILE} fits the published schema"
-    errors = jsonschema.Draft202012Validator(report_schema()).iter_errors(recorded)
+    known = "every key known, none missing"
+    schema = report_schema()
+    if (earlier := recorded.get("format")) in EARLIER_FORMATS:
+        schema = schema_of(int(earlier))
+        known += f" in format {earlier}, of an earlier version: its sentences are compared by their numbers"
+    errors = jsonschema.Draft202012Validator(schema).iter_errors(recorded)
     lines = [f"{error.json_path}: {' '.join(error.message.split())[:160]}" for error in errors]
-    return Check(what, not lines, _listed(lines) if lines else "every key known, none missing")
+    return Check(what, not lines, _listed(lines) if lines else known)
 
 
 def _listed(lines: list[str]) -> str:
@@ -272,11 +282,11 @@ def _same_shape(value: Any, due: Any) -> bool:
     return named and all(version is None or isinstance(version, str) for version in value.values())
 
 
-def _json_check(recorded: Mapping[str, Any], due: Mapping[str, Any]) -> Check:
+def _json_check(found: Mapping[str, Any], due: Mapping[str, Any], recorded: Mapping[str, Any]) -> Check:
     what = f"{JSON_FILE} says what plan and ledger say"
     changed = _other_versions(recorded)
     tolerance = TOLERANCE if changed else _SAME
-    lines = [_difference(path, found, right) for path, found, right in _differences(recorded, due, "", tolerance)]
+    lines = [_difference(path, one, right) for path, one, right in _differences(found, due, "", tolerance)]
     if lines:
         return Check(what, False, f"{_listed(lines)}{_other_dpllm(recorded)}")
     why = f", since other versions computed it ({', '.join(changed)})" if changed else ""
@@ -308,6 +318,11 @@ def _installed(name: str) -> str | None:
 
 
 def _other_dpllm(recorded: Mapping[str, Any]) -> str:
+    if recorded.get("format") in EARLIER_FORMATS:
+        return (
+            ". An earlier version wrote it, which stated the ε of the steps taken where a run had stopped early: "
+            "`dpllm report FOLDER` makes the report again"
+        )
     try:
         version = recorded["checkable"]["versions"]["dpllm"]
     except (KeyError, TypeError):
@@ -355,7 +370,10 @@ def _short(value: Any) -> str:
 
 
 def _file_check(
-    path: Path, due: Mapping[str, Any] | None, compare: Callable[[Path, str, Mapping[str, Any]], tuple[bool, str]]
+    path: Path,
+    due: Mapping[str, Any] | None,
+    compare: Callable[[Path, str, Mapping[str, Any]], tuple[bool, str]],
+    earlier: bool = False,
 ) -> Check:
     what = f"{path.name} says the same"
     try:
@@ -367,7 +385,7 @@ def _file_check(
     if due is None:
         return Check(what, False, "there is nothing to hold it against, since plan or ledger can't be used")
     try:
-        return Check(what, *compare(path, text, due))
+        return Check(what, *compare(path, in_todays_lines(text) if earlier else text, due))
     except ValueError as error:
         return Check(what, False, _in_words(error))
 
