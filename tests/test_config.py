@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +307,29 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
     """A recipe that is not there is an error that names the path."""
     with pytest.raises(ConfigError, match=r"nowhere.yaml: can't be read"):
         load_recipe(tmp_path / "nowhere.yaml")
+
+
+def test_the_table_of_recipe_keys_is_complete() -> None:
+    """`recipes/README.md` lists every key of every section with its default, and no other."""
+    sections = {
+        "model": ModelConfig,
+        "data": DataConfig,
+        "privacy": PrivacyConfig,
+        "public_pretrain": PublicPretrainConfig,
+        "release": ReleaseConfig,
+        "(top level)": Recipe,
+    }
+    text = (Path(__file__).resolve().parents[1] / "recipes" / "README.md").read_text(encoding="utf-8")
+    table = text.split("| section | key | default | meaning |")[1]
+    listed = re.findall(r"^\| ([^|]+) \| `(\w+)` \| ([^|]+) \| \S[^|]* \|$", table, flags=re.MULTILINE)
+    due = []
+    for section, kind in sections.items():
+        for item in dataclasses.fields(kind):
+            words = "required"
+            if item.default is not dataclasses.MISSING:
+                words = f"`{item.default}`" if isinstance(item.default, str) else f"`{json.dumps(item.default)}`"
+            elif item.default_factory is not dataclasses.MISSING:
+                made = item.default_factory()
+                words = "`{}`" if dataclasses.is_dataclass(made) else f"`{json.dumps(made)}`"
+            due.append((section, item.name, words))
+    assert listed == due

@@ -72,7 +72,7 @@ def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
 
 
 @one_line_errors
-def adopt(output_dir: OutputDir) -> None:
+def adopt(output_dir: OutputDir, as_json: AsJson = False) -> None:
     """Declare that this copy of a run's folder is the one that goes on, and that no other copy does.
 
     Needed once before a resume where the folder was copied, moved to another file system or restored. The report then
@@ -80,4 +80,8 @@ def adopt(output_dir: OutputDir) -> None:
     """
     from dpllm.identity import adopt as adopt_folder
 
-    typer.echo(f"{output_dir} is adopted; its ledger charges {adopt_folder(output_dir)} steps.")
+    steps = adopt_folder(output_dir)
+    if as_json:
+        show_json({"folder": str(output_dir), "steps_charged": steps})
+    else:
+        typer.echo(f"{output_dir} is adopted; its ledger charges {steps} steps.")
