@@ -33,6 +33,7 @@ that is computed from the private gradient is, and says little about the norms t
 # predictions are not among them: people note such figures in the report, which is published.
 _KEPT = frozenset({TRAINING_LOSS, FINAL_LOSS, RESOURCES, LOGGED})
 _COVERED = frozenset({GRADIENT_NORM, "grad_norm", "learning_rate", "epoch", "step", "epsilon", "total_flos"})
+_AROUND_TRAINING = ("on_init_end", "on_train_begin", "on_train_end", "on_push_begin")
 _PRINTERS = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 _RESOURCES = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_per_second", "_model_preparation_time")
 
@@ -125,3 +126,25 @@ def not_kept(written: Iterable[str], destinations: Iterable[str]) -> list[str]:
     places = {place for value in destinations for place in value.split(", ")}
     local = bool(places) and places <= {_SCREEN, _STATE}
     return [what for what in written if not (local and what in _KEPT)]
+
+
+def own_callbacks(callbacks: Iterable[Any]) -> list[str]:
+    """Return the names of callbacks that neither transformers nor dpllm defines, and that run within training.
+
+    What they do is not known here. One that runs only before the first step or after the last has no loss to follow.
+
+    Args:
+        callbacks: of the Trainer.
+
+    >>> early = type("A", (), {"__module__": "mine", "on_train_begin": None})
+    >>> each = type("B", (), {"__module__": "mine", "on_log": None})
+    >>> own_callbacks([early(), each()])
+    ['B']
+    """
+    kinds = (type(callback) for callback in callbacks)
+    return sorted({kind.__qualname__ for kind in kinds if any(map(_runs_within, kind.__mro__))})
+
+
+def _runs_within(kind: type) -> bool:
+    known = kind.__module__.partition(".")[0] in ("transformers", "dpllm")
+    return not known and any(name.startswith("on_") and name not in _AROUND_TRAINING for name in vars(kind))

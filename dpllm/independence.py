@@ -1,10 +1,12 @@
 """Independence of rows, by value: a row's loss and gradient are the same alone and in company.
 
-Place in the flow: before a private step, on the same engine; `dpllm.run` asks at steps 1, 2, 4, 8, … of a process.
+Place in the flow: before a private step, on the same engine; `dpllm.run` asks at steps 1, 2, 4, 8, … of a process
+and at the last of the plan.
 Clipping bounds a unit's contribution, which bounds the change of the sum only while no row changes what the others
 contribute. A gradient shows some couplings (`dpllm.ghost.checks`), a comparison of values shows the rest: padding that
 the model reads, losses divided by counts of the batch, detached statistics, collators that mix or reorder rows, scales
-chosen over all rows, and state that is carried from one microbatch to the next.
+chosen over all rows, and state that is carried from one microbatch to the next. What happens at random in some
+microbatches only is looked for with several random states.
 
 A microbatch of very unequal lengths is made for it. The shortest row is run alone, then beside other rows, then
 beside replaced, longer rows in another order; each row is a unit of its own, and dropout is off
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 from dpllm.ghost import GhostClipper, GhostError
 from dpllm.microbatches import RowsTaken
 from dpllm.recovery import MicrobatchTooLargeError, free_memory
-from dpllm.repeatable import Repeatable, same_randomness
+from dpllm.repeatable import Repeatable, same_randomness, seed_between
 
 if TYPE_CHECKING:
     from dpllm.run import TrainingRows
@@ -49,7 +51,7 @@ _MOST_ROWS = 64  # of a microbatch of the check
 _MOST_CANDIDATES = 1 << 20  # rows that those of a check are chosen from
 _SHORTEST = 8  # rows looked at for the shortest one with a target
 _LOOSEST = 500  # times the tolerance: how far norms of units that are clipped may differ where the loss is nearly 0
-_SEED, _OTHER_SEED = 0, 1
+_GATES = 8  # random states of the first check: a mixture of one microbatch in eight or more is met for certain
 _Result = TypeVar("_Result")
 IGNORE = -100
 
@@ -106,7 +108,7 @@ class Differences:
 
 
 class IndependenceCheck:
-    """Compares rows alone and in company before steps 1, 2, 4, 8, … of a process.
+    """Compares rows alone and in company before steps 1, 2, 4, 8, … of a process, and before the last step.
 
     Guarantee: a check that passes leaves no gradient, no sum, no charge and no random state behind. All processes
     run the same number of passes and reach the same verdict.
@@ -130,24 +132,26 @@ class IndependenceCheck:
         self._clipper, self._model, self._rows, self._engine = clipper, model, rows, engine
         units = rows.units
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
-        self._steps = 0
+        self._steps = self._seed = 0
         self.last: Differences | None = None
         self.num_passes = (0, 0)
 
-    def before_step(self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None) -> None:
+    def before_step(self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, is_last: bool = False) -> None:
         """Check, if a check is due before this step. Called by all processes together.
 
         Args:
             loss_of: a microbatch's inputs to one loss per row (B,).
             max_tokens: tokens of a microbatch at most, padding included; None: as many as ``rows.max_rows`` have.
+            is_last: the step is the last one of the plan: a loss that changed since the last check is seen.
 
         Raises:
             IndependenceError: rows aren't independent; the same message on every process.
             GhostError: the losses or the model are refused by the clipper.
         """
         self._steps += 1
-        if self._steps & (self._steps - 1):
+        if self._steps & (self._steps - 1) and not is_last:
             return
+        self._seed = seed_between(0, 1)  # unlike that of the last check
         before = {name: parameter.grad for name, parameter in self._clipper.parameters.items()}
         try:
             self._check(loss_of, max_tokens, first=self._steps == 1)
@@ -178,7 +182,7 @@ class IndependenceCheck:
         """Passes over rows drawn for them, fewer where memory runs out, and `_worst` of them."""
         wanted = _rows_wanted(self._per_step, first)
         while True:
-            with same_randomness(_SEED):  # collators and fetches may draw random numbers
+            with same_randomness(self._seed):  # collators and fetches may draw random numbers
                 passes = _Passes(self, loss_of, Sample.draw(self._rows, max_tokens, wanted, first))
             try:
                 return passes, self._worst(passes, first)
@@ -200,6 +204,11 @@ class IndependenceCheck:
             passes.probe()
         passes.seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
         self.last, worst = _compare(passes.seen, self._clipper.clipping.clip_norm, passes.tolerance())
+        for part in range(_GATES if first and len(passes.sample.together) > 1 else 0):
+            seen = passes.with_seed(seed_between(part / _GATES, (part + 1) / _GATES))
+            found = _compare(seen, self._clipper.clipping.clip_norm, passes.tolerance())[1]
+            if found is not None and worst is None:  # the others are run all the same: as many on every process
+                passes.seen, worst = seen, found
         return worst
 
     def _agreed(
@@ -242,7 +251,9 @@ class Sample:
     """The rows of a check.
 
     Attributes:
-        rows: by number, as they were fetched; a fetch that draws random numbers is not repeated.
+        rows: by number, as they were fetched.
+        refetched: whether rows are fetched again for each pass, so that one shows which changes them by the others; a
+            fetch that draws random numbers is not repeated.
         together: numbers; the shortest row comes first.
         replaced: numbers of other rows, among them a long one, and rows of ``together`` in another order.
     """
@@ -250,6 +261,12 @@ class Sample:
     rows: Mapping[int, Any]
     together: tuple[int, ...]
     replaced: tuple[int, ...]
+    refetched: bool = False
+
+    def fetched(self, numbers: Sequence[int], fetch: Callable[[np.ndarray], Sequence[Any]]) -> list[Any]:
+        """The rows of a pass; collators may take them apart."""
+        found = fetch(np.array(numbers)) if self.refetched else [self.rows[number] for number in numbers]
+        return [copy.deepcopy(row) for row in found]
 
     @classmethod
     def draw(cls, rows: TrainingRows, max_tokens: int | None, wanted: int, first: bool) -> Sample:
@@ -295,7 +312,13 @@ class Sample:
         missing = np.array([n for n in {*together, *replaced} if n not in fetched], dtype=numbers.dtype)
         if len(missing):
             fetched.update(zip(missing.tolist(), rows.fetch(missing), strict=True))
-        return cls(fetched, tuple(together), tuple(replaced))
+        one = np.array([short], dtype=numbers.dtype)
+        seeds = (seed_between(0, 0.5), seed_between(0.5, 1))
+        again = []
+        for seed in seeds:
+            with same_randomness(seed):
+                again.append(copy.deepcopy(rows.fetch(one)[0]))
+        return cls(fetched, tuple(together), tuple(replaced), _same(*again))
 
     def companies(self, first: bool) -> list[Company]:
         """The passes of a check, the shortest row alone before the others."""
@@ -329,6 +352,19 @@ def _smallest(lengths: np.ndarray, count: int) -> np.ndarray:
     return few[np.argsort(lengths[few], kind="stable")]
 
 
+def _same(one: Any, other: Any) -> bool:
+    """Whether two rows hold the same values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+
+
 def _has_target(inputs: Mapping[str, Any]) -> bool:
     """Whether a row's loss can be other than 0, as far as labels tell."""
     labels = inputs.get("labels")
@@ -346,10 +382,16 @@ class _Passes:
         self._dtype = torch.float64
         self._on_gpu = False
 
-    def run(self, company: Company, seed: int = _SEED) -> list[Seen]:
-        """Loss and norm of each row of one pass."""
+    def run(self, company: Company, seed: int | None = None, start: int | None = None) -> list[Seen]:
+        """Loss and norm of each row of one pass.
+
+        Args:
+            company: the rows.
+            seed: of the global generators; None: that of the check.
+            start: of the numbers that `Repeatable` gives; None: ``seed``.
+        """
         clipper = self._check._clipper
-        with self._repeatable(seed):
+        with self._repeatable(self._check._seed if seed is None else seed, start):
             taken = self._taken(company)
             loss_B = self._losses(company, taken.inputs)
             norm_B = clipper.clip(loss_B, taken.unit_index).norms
@@ -361,18 +403,24 @@ class _Passes:
             for place, (row, (loss, norm)) in enumerate(zip(company.numbers, values, strict=True))
         ]
 
+    def with_seed(self, seed: int) -> list[Seen]:
+        """Loss and norm of the shortest row alone and beside another, with other random numbers."""
+        pair = self.sample.together[:2]
+        companies = (Company(pair[:1], "alone"), Company(pair, "beside another row, with other random numbers"))
+        return [one for company in companies for one in self.run(company, seed)]
+
     def probe(self) -> None:
         """Measure that losses have no gradient in other rows; see `dpllm.ghost.GhostClipper.check_rows`."""
         company = Company(self.sample.together, "")
-        with self._repeatable(_SEED):
+        with self._repeatable(self._check._seed):
             taken = self._taken(company)
             self._check._clipper.check_rows(lambda: self._losses(company, taken.inputs), taken.unit_index)
         self._check._clipper.forget()
 
     def is_random(self) -> bool:
         """Whether the shortest row alone comes out differently with other random numbers."""
-        alone = Company(self.sample.together[:1], "alone")
-        seen = [one for seed in (_SEED, _OTHER_SEED) for one in self.run(alone, seed)]
+        alone, start = Company(self.sample.together[:1], "alone"), self._check._seed
+        seen = [one for part in (0.0, 0.5) for one in self.run(alone, seed_between(part, part + 0.5), start)]
         return _compare(seen, self._check._clipper.clipping.clip_norm, self.tolerance())[1] is not None
 
     def is_carried(self) -> bool:
@@ -392,13 +440,13 @@ class _Passes:
 
     def _taken(self, company: Company) -> Any:
         rows = self._check._rows
-        own = [copy.deepcopy(self.sample.rows[number]) for number in company.numbers]  # collators may take them apart
+        own = self.sample.fetched(company.numbers, rows.fetch)
         taken = RowsTaken(own, rows.lengths[list(company.numbers)], rows.collate)
         return taken.microbatch(np.arange(len(own)), len(own))
 
     @contextlib.contextmanager
-    def _repeatable(self, seed: int) -> Iterator[None]:
-        with same_randomness(seed), Repeatable(self._check._rows.packed) as mode:
+    def _repeatable(self, seed: int, start: int | None = None) -> Iterator[None]:
+        with same_randomness(seed), Repeatable(self._check._rows.packed, seed if start is None else start) as mode:
             yield
         self._dtype = max(self._dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 

@@ -20,7 +20,7 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from dpllm.config import ConfigError
-from dpllm.disclosures import DESTINATIONS, GRADIENT_NORM, PREDICTION, Evaluating, not_covered, receivers
+from dpllm.disclosures import DESTINATIONS, GRADIENT_NORM, PREDICTION, Evaluating, not_covered, own_callbacks, receivers
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.model_card import CARD_FILE, keep_own_card, write_model_card
 from dpllm.plan import PLAN_FILE, PrivacyPlan
@@ -132,6 +132,11 @@ class Outlets(Trainer):
         self.ledger.append_fact(DESTINATIONS, receivers(self.callback_handler.callbacks))
         for point in self.declared_points:
             self.ledger.append_open_point(point)
+        for name in own_callbacks(self.callback_handler.callbacks):
+            self.ledger.append_open_point(
+                f"The callback {name} runs within training, where it can read losses of private rows: make sure that "
+                "neither learning rate, nor weights, nor the end of training follow them."
+            )
         for what, count in self._noted_before.items():
             self.disclose(what, count)
         self._noted_before.clear()

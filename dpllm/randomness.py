@@ -16,6 +16,7 @@ is read from the device.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import random
@@ -83,7 +84,9 @@ class SecretStreams:
             )
 
 
-def refuse_own_generators(model: nn.Module, others: Iterable[tuple[str, Any]] = ()) -> None:
+def refuse_own_generators(
+    model: nn.Module, others: Iterable[tuple[str, Any]] = (), sources: Iterable[tuple[str, Any]] = ()
+) -> None:
     """Make sure that no module and no other object keeps a random generator of its own.
 
     Such a generator is not seeded with the global ones: its seed is public as a rule, and the numbers of one row shift
@@ -92,20 +95,22 @@ def refuse_own_generators(model: nn.Module, others: Iterable[tuple[str, Any]] = 
     Args:
         model: looked through with all its modules.
         others: names and objects, such as the collator.
+        sources: names and functions that rows are read with. A seed is allowed there, since a row may be changed by a
+            seed and its own number.
 
     Raises:
         ConfigError: one has a generator, by its path; or a collator has a fixed seed.
     """
     named = [(f"The module {path or type(module).__name__}", module) for path, module in model.named_modules()]
     others = [(name, inside) for name, other in others for inside in _objects_of(other)]
-    for name, holder in [*named, *others]:
+    read = [(name, inside) for name, source in sources for inside in _enclosed(source)]
+    enclosed = [(name, inside) for name, other in others for inside in _enclosed(other)]
+    for name, holder in [*named, *others, *read, *enclosed]:
+        if isinstance(holder, _GENERATORS):
+            raise _own_generator(name, type(holder).__name__)
         for attribute, value in list(getattr(holder, "__dict__", {}).items()):
             if isinstance(value, _GENERATORS):
-                raise ConfigError(
-                    f"{name} keeps a random generator of its own ({attribute}: {type(value).__name__}), whose numbers "
-                    "are not secret and shift when a row is removed. Draw from the global generators (torch.rand "
-                    "without generator), which are seeded from the operating system in every step"
-                )
+                raise _own_generator(name, f"{attribute}: {type(value).__name__}")
     for name, holder in others:
         seed = getattr(holder, "seed", None)
         if isinstance(seed, int) and not isinstance(seed, bool):
@@ -113,6 +118,24 @@ def refuse_own_generators(model: nn.Module, others: Iterable[tuple[str, Any]] = 
                 f"{name} has seed={seed}: what it draws for one row is public and shifts when another row is removed. "
                 "Leave the seed out; the global generators are seeded from the operating system in every step"
             )
+
+
+def _own_generator(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{name} keeps a random generator of its own ({what}), whose numbers are not secret and shift when a row is "
+        "removed. Draw from the global generators (torch.rand without generator), which are seeded from the operating "
+        "system in every step"
+    )
+
+
+def _enclosed(function: Any) -> list[Any]:
+    """A callable, the objects that it is bound to, and those that its closures hold."""
+    found = _objects_of(function)
+    for one in list(found):
+        for cell in getattr(one, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # empty
+                found.append(cell.cell_contents)
+    return found
 
 
 def _objects_of(function: Any) -> list[Any]:

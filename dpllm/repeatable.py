@@ -13,6 +13,8 @@ import contextlib
 import inspect
 import math
 import random
+import secrets
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 _DROPPING: tuple[Any, ...] = (
@@ -47,6 +50,7 @@ _DROPPING_BUILT_IN: dict[Any, tuple[str, int]] = {
     F.scaled_dot_product_attention: ("dropout_p", 4),
 }
 """Built-in functions: the argument that drops when it is not 0, by name and place."""
+_BACKWARD: tuple[Any, ...] = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 _IRRATIONAL = [math.sqrt(p) % 1 for p in (2, 3, 5, 7, 11, 13, 17)]
 _COARSE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -63,18 +67,22 @@ class Repeatable(TorchFunctionMode):
             two passes can agree.
     """
 
-    def __init__(self, packed: bool) -> None:
+    def __init__(self, packed: bool, seed: int = 0) -> None:
         """Start with nothing seen.
 
         Args:
             packed: whether rows are laid end to end.
+            seed: decides where the sequence begins, and so every single number: `seed_between`.
         """
         super().__init__()
-        self._packed = packed
+        self._packed, self._start = packed, _first(seed)
         self.dtype = torch.float64
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in _BACKWARD:  # PyTorch takes a mode off while it handles a function
+            with self._in_modules():
+                return func(*args, **kwargs)
         if func in _DROPPING:
             bound = inspect.signature(func).bind(*args, **kwargs)
             result = func(**{**bound.arguments, "training": False})
@@ -87,10 +95,35 @@ class Repeatable(TorchFunctionMode):
             self.dtype = min(self.dtype, result.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
         return result
 
+    @contextlib.contextmanager
+    def _in_modules(self) -> Iterator[None]:
+        """Put the mode on again in the calls of modules: activation checkpointing repeats them in a backward pass."""
+        here = threading.local()  # a GPU's backward pass has a thread of its own
+
+        def begin(module: Any, args: Any) -> None:
+            here.depth = getattr(here, "depth", 0) + 1
+            if here.depth == 1:
+                self.__enter__()
+
+        def end(module: Any, args: Any, output: Any) -> None:
+            here.depth -= 1
+            if here.depth == 0:
+                self.__exit__(None, None, None)
+
+        handles = [
+            register_module_forward_pre_hook(begin),
+            register_module_forward_hook(end, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def uniform(self, like: Tensor) -> Tensor:
         """Numbers in (0, 1) of this shape, device and dtype; equal in all rows."""
         rows = min(like.ndim, 2 if self._packed else 1)
-        total = torch.full((), 0.5, dtype=torch.float64, device=like.device)
+        total = torch.full((), self._start, dtype=torch.float64, device=like.device)
         for dimension in range(rows, like.ndim):
             steps = torch.arange(like.shape[dimension], dtype=torch.float64, device=like.device)
             steps = steps * _IRRATIONAL[(dimension - rows) % len(_IRRATIONAL)]
@@ -171,6 +204,29 @@ _DRAWS: dict[Any, _Draw] = {
 }
 
 
+def seed_between(least: float, most: float) -> int:
+    """A secret seed with which the first uniform number of each generator is in an interval.
+
+    For Python's and numpy's generators after `same_randomness`, and for single numbers of torch within `Repeatable`.
+    What is done at random in a share of all microbatches is done with some of the seeds of intervals of that size.
+
+    Args:
+        least: 0 or more.
+        most: 1 or less; the interval is tried for, so it may not be tiny.
+
+    >>> 0.25 <= random.Random(seed_between(0.25, 0.5)).random() < 0.5
+    True
+    """
+    while True:
+        seed = secrets.randbits(32)
+        if least <= _first(seed) < most and least <= np.random.RandomState(seed).random_sample() < most:
+            return seed
+
+
+def _first(seed: int) -> float:
+    return random.Random(seed).random()
+
+
 @contextlib.contextmanager
 def same_randomness(seed: int) -> Iterator[None]:
     """Begin the block with random states that ``seed`` fixes; those of before are back after it.
@@ -178,7 +234,7 @@ def same_randomness(seed: int) -> Iterator[None]:
     Covers torch on every device, numpy's and Python's global generators. The seed decides nothing that is released.
 
     Args:
-        seed: a small whole number.
+        seed: a whole number of at most 32 bits.
     """
     before = np.random.get_state(), random.getstate()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []

@@ -51,7 +51,7 @@ from dpllm.report import write_report
 from dpllm.sampling import seeded_rng
 from dpllm.shared_folder import require_shared_folder
 from dpllm.shared_ledger import SharedLedger
-from dpllm.starting_point import check_start
+from dpllm.starting_point import check_start, note_trained
 from dpllm.step import Engine, StepDiagnostics, private_step, refuse_leftovers
 from dpllm.turns import Turns, dealing_key, mode_now
 from dpllm.units import ONE_ROW, UnitIndex
@@ -166,6 +166,7 @@ class PrivateRun:
         self._model: Any = None
         self._optimizer: Any = None
         self._own_loop = False  # what ends the ledger when `attach` fails; the Trainer does so by itself
+        self._noted = False
 
     @classmethod
     def start(
@@ -245,10 +246,10 @@ class PrivateRun:
             self._attach(model, optimizer, forms, start_is_independent)
 
     def _attach(self, model: Any, optimizer: Any, forms: Forms | None, start_is_independent: bool) -> None:
-        self._model, self._optimizer = model_inside(model), optimizer
+        self._model, self._optimizer, self._noted = model_inside(model), optimizer, False
         own = getattr(self.ledger, "path", None)  # a stand-in of an audit has no file
         points = check_start(self._model, None if own is None else Path(own).parent, start_is_independent)
-        refuse_own_generators(self._model, [("The collator", self.rows.collate)])
+        refuse_own_generators(self._model, [("The collator", self.rows.collate)], [("The data set", self.rows.fetch)])
         self._engine = engine_for(model, optimizer)
         if self.max_tokens == AUTO and self._engine.lockstep:
             raise ConfigError(
@@ -320,7 +321,8 @@ class PrivateRun:
         Afterwards the private gradient stands in ``.grad`` for ``optimizer.step()``; DeepSpeed's engine has already
         updated the parameters, and its optimizer's ``step()`` as accelerate wraps it does nothing.
 
-        Before steps 1, 2, 4, 8, … of this process it is measured that rows are independent (`dpllm.independence`).
+        Before steps 1, 2, 4, 8, … of this process, and before the last of the plan, it is measured that rows are
+        independent (`dpllm.independence`).
 
         Args:
             unit_ids: as `draws` gave them last; each draw is for one step.
@@ -346,6 +348,7 @@ class PrivateRun:
         unit_ids, charged = self._outstanding.take(unit_ids)
         max_tokens = self._budget(loss_of)
         self._check_rows(loss_of, max_tokens)
+        self._note_trained()
         self._streams.separate()
 
         def complete() -> None:
@@ -389,11 +392,22 @@ class PrivateRun:
             self.max_tokens = done.max_tokens
         return done
 
+    def _note_trained(self) -> None:
+        """Remember, from the first step on, that this run trains the model."""
+        path = getattr(self.ledger, "path", None)
+        if not self._noted and path is not None:
+            note_trained(self._model, Path(path).parent)
+        self._noted = True
+
     def _check_rows(self, loss_of: LossOf, max_tokens: int | None) -> None:
         """Make sure, in the first step and ever more rarely, that no row's contribution depends on other rows."""
         assert self._independence is not None, "attach() comes first"
         try:
-            self._independence.before_step(lambda inputs: loss_of(self._model, inputs), max_tokens)
+            self._independence.before_step(
+                lambda inputs: loss_of(self._model, inputs),
+                max_tokens,
+                is_last=self.ledger.num_steps >= self.plan.num_steps,
+            )
         except IndependenceError:
             if self._watch is not None:
                 self._watch.explain()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
 """LoRA initialisations computed from training data. PiSSA, OLoRA and LoftQ compute theirs from the weights only."""
 
 _SHORTEST_LINE = 40  # characters of a line within a private text that counts by itself; any text has shorter ones
+_TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, set[Path]] = weakref.WeakKeyDictionary()
+"""Modules that a private run of this process trained, with the folders of the runs."""
 _DECLARE = (
     "If the weights hold nothing of these records (public data, or a private run on data without any of these units), "
     "declare start_is_independent=True (in a recipe model.start_is_independent: true); the report says so"
@@ -84,6 +87,18 @@ def check_start(model: Any, own_folder: str | Path | None, start_is_independent:
     if found and not start_is_independent:
         raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}. {_DECLARE}")
     return [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
+
+
+def note_trained(model: torch.nn.Module, folder: str | Path) -> None:
+    """Remember that a private run trains a model, so that another run in this process does not begin at its weights.
+
+    Args:
+        model: with its adapters.
+        folder: of the run.
+    """
+    for module in model.modules():
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            _TRAINED.setdefault(module, set()).add(Path(folder).resolve())
 
 
 def refuse_shared_records(
@@ -165,7 +180,13 @@ def _earlier_runs(model: Any, own_folder: str | Path | None) -> list[str]:
         except LedgerError:
             steps = "a ledger that cannot be read"
         found.append(f"The weights come from {folder}, a private run ({steps} in its {LEDGER_FILE})")
-    return found
+    return found + _trained_before(model, own)
+
+
+def _trained_before(model: Any, own: Path | None) -> list[str]:
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    folders = {folder: None for module in modules for folder in sorted(_TRAINED.get(module, ())) if folder != own}
+    return [f"The weights were trained before, in this process, by the private run of {folder}" for folder in folders]
 
 
 def _folders_of(model: Any) -> Iterator[Path]:

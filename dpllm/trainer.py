@@ -47,6 +47,7 @@ from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data import PackedCollator, note_data, note_units, unit_index_of
 from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
+from dpllm.fetching import fetch_rows, refuse_ignored, refuse_replaced
 from dpllm.ghost import Forms, GhostClipper
 from dpllm.identity import COMPLETED, check_checkpoint, note_release, snapshot
 from dpllm.ledger import LEDGER_FILE, read_ledger
@@ -157,6 +158,7 @@ class DPTrainer(CoveredTrainer):
         start_is_independent: bool = False,
     ) -> None:
         """Resolve the plan and set the Trainer up."""
+        refuse_ignored(self)
         self.privacy, self.public = privacy, list(public)
         self.notes = ReleaseNotes()  # what only people know about the release; set it before save_model()
         if isinstance(max_tokens_per_microbatch, int) and max_tokens_per_microbatch < 1:
@@ -186,11 +188,12 @@ class DPTrainer(CoveredTrainer):
         refuse_other_padding(model, processing_class, collate)
         self._task = _task(model)
         self._row_loss = compute_loss_func or default_row_loss(model)
+        self._given_dataset = train_dataset
         self._base_name = getattr(getattr(model, "config", None), "_name_or_path", None)
         self._rows = TrainingRows(
             units=drawn,
             lengths=row_lengths(train_dataset, self._task, Limits.of(model)),
-            fetch=lambda numbers: _fetch(train_dataset, numbers),
+            fetch=lambda numbers: fetch_rows(train_dataset, numbers),
             collate=PackedCollator() if pack_rows else collate,
             max_rows=args.per_device_train_batch_size if max_tokens_per_microbatch is None else None,
             max_tokens=max_tokens_per_microbatch,
@@ -239,6 +242,7 @@ class DPTrainer(CoveredTrainer):
                 "Search on public data, or account "
                 "for every run."
             )
+        refuse_replaced(self.train_dataset, self._given_dataset)
         refuse_steering(self.args, self.callback_handler.callbacks, self.lr_scheduler, self.eval_is_public)
         folder = Path(str(self.args.output_dir))
         restart = begin_in(folder, resume_from_checkpoint, self.processes)
@@ -544,14 +548,6 @@ def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Pro
         return found
 
     return processes.from_main(find)
-
-
-def _fetch(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
-    if not hasattr(dataset, "column_names"):
-        return [dataset[int(number)] for number in numbers]
-    columns = dataset[numbers.tolist()]
-    names = list(columns)
-    return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _is_adapter(model: Any) -> bool:

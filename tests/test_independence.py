@@ -4,6 +4,7 @@ Through the public API: `DPTrainer`, and `PrivateRun` with a loop of one's own.
 """
 
 import copy
+import dataclasses
 import random
 
 import numpy as np
@@ -201,6 +202,37 @@ def test_a_coupling_by_the_collator_or_the_loss_is_refused(make, options, says, 
         run.train()
 
 
+@pytest.mark.parametrize(
+    "chance",
+    [random.random, np.random.rand, lambda: torch.rand(1).item(), lambda: torch.rand(()).item()],
+    ids=["python", "numpy", "torch", "torch scalar"],
+)
+def test_a_collator_that_mixes_rows_in_some_microbatches_is_refused(chance, tmp_path):
+    """In one microbatch of five, by each of the global generators; whatever these numbers come out as here."""
+    run = trainer(
+        tmp_path,
+        llama(),
+        data_collator=lambda rows: mixed(rows) if chance() < 0.2 else RowCollator(pad_token_id=0)(rows),
+    )
+    with pytest.raises(IndependenceError, match=r"of a row depends on other rows: alone.* it is"):
+        run.train()
+
+
+def test_a_coupling_after_the_last_check_by_powers_of_two_is_refused_before_the_last_step(tmp_path):
+    """It starts with the 6th of 7 steps; the checks before were at 1, 2 and 4."""
+    run = trainer(
+        tmp_path,
+        llama(),
+        steps=7,
+        compute_loss_func=lambda outputs, labels: (
+            over_detached_mean if run.state.global_step >= 5 else lambda o, y: per_sequence_loss(o.logits, y)
+        )(outputs, labels),
+    )
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        run.train()
+    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 7
+
+
 def test_a_coupling_that_starts_later_is_refused_by_the_next_check(tmp_path):
     """Steps 1, 2, 4 pass; it starts with the 6th and is found before the 8th. The steps stay charged."""
     run = trainer(
@@ -385,6 +417,19 @@ def steps(folder, model, rows, loss_of=lm_loss, count=4, clip_norm=0.5, after=la
     return charged, check
 
 
+def test_rows_that_are_changed_by_those_fetched_with_them_are_refused(tmp_path):
+    """A fetch that lays the first token of the last row before all of them."""
+    examples = unequal(40).to_list()
+    rows = rows_of(examples)
+
+    def fetch(numbers):
+        first = examples[int(numbers[-1])]["input_ids"][0]
+        return [{name: [first, *ids[1:]] for name, ids in examples[int(number)].items()} for number in numbers]
+
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        steps(tmp_path, llama(), dataclasses.replace(rows, fetch=fetch))
+
+
 def test_contrastive_pairs_that_begin_after_some_steps_are_refused(tmp_path):
     """In-batch negatives couple all rows; they begin in step 20 and are found before the 32nd."""
     torch.manual_seed(0)
@@ -430,10 +475,9 @@ def test_packed_rows_whose_loss_counts_all_targets_are_refused(tmp_path):
     with attention_by_row(model):
         charged, check = steps(tmp_path / "sound", model, rows, packed_loss)
         assert charged == 4 and check.last.loss < 2e-6 and check.last.norm < 2e-6
-        with pytest.raises(IndependenceError, match=DEPENDS):
-            steps(
-                tmp_path / "coupled", model, rows, lambda m, i: packed_loss(m, i) / (i["labels"] != -100).sum().sqrt()
-            )
+    model = llama(attention_dropout=0.2)
+    with attention_by_row(model), pytest.raises(IndependenceError, match=DEPENDS):
+        steps(tmp_path / "coupled", model, rows, lambda m, i: packed_loss(m, i) / (i["labels"] != -100).sum().sqrt())
 
 
 class Noisy(nn.Module):
@@ -478,7 +522,7 @@ def test_randomness_that_cannot_be_switched_off_is_judged_without_it(tmp_path):
         return lm_loss(model, inputs) * inputs["labels"].shape[1]
 
     with pytest.raises(IndependenceError, match=DEPENDS):
-        steps(tmp_path / "coupled", model, rows_of(unequal(40).to_list()), coupled)
+        steps(tmp_path / "coupled", Own(), rows_of(unequal(40).to_list()), coupled)
 
 
 def test_a_check_leaves_no_gradient_and_no_random_state_behind(tmp_path):
@@ -530,7 +574,8 @@ def test_losses_that_are_small_or_not_finite_are_not_refused(tmp_path):
 
     assert steps(tmp_path / "small", model, rows, loss_of)[0] == 4
     overflowing = lambda m, i: loss_of(m, i) / (i["attention_mask"].sum(1) > 3)  # noqa: E731
-    assert steps(tmp_path / "overflowing", model, rows, overflowing)[0] == 4
+    other = LlamaForSequenceClassification(tiny_llama_config(pad_token_id=0))
+    assert steps(tmp_path / "overflowing", other, rows, overflowing)[0] == 4
 
 
 def test_rows_drawn_one_by_one_and_bert_pass_through_the_trainer(tmp_path):
@@ -541,6 +586,15 @@ def test_rows_drawn_one_by_one_and_bert_pass_through_the_trainer(tmp_path):
     run = trainer(tmp_path, model, dataset, steps=2, config=config)
     run.train()
     assert run.ledger.num_steps == 2
+
+
+def test_dropout_is_off_as_well_where_checkpointing_repeats_a_layer(tmp_path):
+    """The backward pass of a check runs the layers again, without the dropout that the forward pass left out."""
+    args = arguments(tmp_path, max_steps=1, gradient_checkpointing=True)
+    model = GPT2LMHeadModel(GPT2Config(**GPT2, resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5))
+    run = DPTrainer(model, args, privacy(expected_batch_size=8), unequal())
+    run.train()
+    assert run.ledger.num_steps == 1
 
 
 def test_evaluation_of_random_functions_within_a_row():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import EarlyStoppingCallback, LlamaForCausalLM
+from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainerCallback
 
 from dpllm.config import ConfigError, DataConfig
 from dpllm.ledger import read_ledger
@@ -15,7 +15,7 @@ from dpllm.records import DataError
 from dpllm.run import PrivateRun
 from dpllm.starting_point import refuse_shared_records, shared_records_point
 from tests.conftest import tiny_llama_config
-from tests.test_run import ledger_of, network, plan_of, rows_of
+from tests.test_run import ledger_of, loss_of, network, plan_of, rows_of
 from tests.test_trainer import arguments, rows, trainer
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
@@ -167,3 +167,52 @@ def test_messages_of_chats_are_compared_too():
     chat = Dataset.from_dict({"messages": [[{"role": "user", "content": LINE}, {"role": "assistant", "content": "?"}]]})
     config = DataConfig(path="chats.jsonl", max_length=8, format="chat")
     assert refuse_shared_records(chat, config, texts(LINE), PUBLIC, allowed=1) == 1
+
+
+def test_a_model_that_a_private_run_of_this_process_trained_is_refused_or_declared(tmp_path):
+    """Its weights hold the first run's steps, which the second run's ledger does not charge."""
+    run = trainer(tmp_path / "a")
+    run.train()
+    with pytest.raises(ConfigError, match=f"trained before, in this process, by the private run of {tmp_path / 'a'}"):
+        trainer(tmp_path / "b", run.model)
+    adapter = get_peft_model(run.model, LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="trained before, in this process"):
+        trainer(tmp_path / "c", adapter)
+    declared = trainer(tmp_path / "d", run.model, start_is_independent=True)
+    declared.train()
+    assert any("trained before" in point for point in declared.privacy_report()["open_points"])
+
+
+def test_a_model_that_a_loop_of_ones_own_trained_is_refused_in_another_folder(tmp_path):
+    """In the same folder the ledger counts both parts."""
+    model = network()
+    for folder, refused in (("a", False), ("b", True)):
+        (tmp_path / folder).mkdir()
+        run = PrivateRun(plan_of(), rows_of(), ledger_of(tmp_path / folder, plan_of()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if refused:
+            with pytest.raises(ConfigError, match="trained before, in this process"):
+                run.attach(model, optimizer)
+            continue
+        run.attach(model, optimizer)
+        for unit_ids in run.draws(1):
+            run.step(unit_ids, loss_of)
+            optimizer.step()
+        run.detach()
+        optimizer.zero_grad()
+        run.attach(model, optimizer)
+        run.detach()
+
+
+def test_a_callback_of_ones_own_is_an_open_point(tmp_path):
+    """It reads exact losses, and may let the training follow them; those of transformers are known."""
+
+    class Halving(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, optimizer=None, **kwargs):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5 if logs.get("loss", 0) > 1 else 1
+
+    run = trainer(tmp_path, callbacks=[Halving()])
+    run.train()
+    points = [point for point in run.privacy_report()["open_points"] if "callback" in point]
+    assert len(points) == 1 and "Halving runs within training" in points[0]

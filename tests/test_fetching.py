@@ -1,0 +1,84 @@
+"""Rows are read by themselves, and nothing of a Trainer that private steps would ignore is taken."""
+
+import random
+
+import pytest
+import torch
+
+from dpllm import DPTrainer
+from dpllm.config import ConfigError
+from tests.test_trainer import arguments, privacy, rows, trainer
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after the trainer was made"])
+def test_a_transform_is_given_one_row_at_a_time(late, tmp_path):
+    """`datasets` would hand it all rows that are read together, and it could mix them."""
+    seen, dataset = [], rows()
+
+    def transform(batch):
+        seen.append(len(batch["input_ids"]))
+        return {"input_ids": [ids[:2] + batch["input_ids"][-1] for ids in batch["input_ids"]]}
+
+    if not late:
+        dataset.set_transform(transform)
+    run = trainer(tmp_path, dataset=dataset)
+    if late:
+        dataset.set_transform(transform)
+    seen.clear()  # lengths were counted over many rows
+    run.train()
+    assert seen and set(seen) == {1}
+
+
+def test_a_replaced_data_set_is_refused(tmp_path):
+    """Steps would be taken over the first one, and the report would describe the second."""
+    run = trainer(tmp_path)
+    run.train_dataset = rows(32)
+    with pytest.raises(ConfigError, match=r"train_dataset was replaced .* \(64 rows\)\. Make a new DPTrainer"):
+        run.train()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_overridden_compute_loss_is_refused(tmp_path):
+    """It would be ignored, and another loss trained."""
+
+    class Own(DPTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            raise AssertionError("not called")
+
+    with pytest.raises(ConfigError, match=r"Own overrides compute_loss.*Pass compute_loss_func"):
+        Own(None, arguments(tmp_path), privacy(), rows())
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Drops tokens by random numbers."""
+
+    def __init__(self, source):
+        self.rows, self.source, self.seed = rows().to_list(), source, 3
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        ids = self.rows[number]["input_ids"]
+        return {"input_ids": [token for token in ids if self.source.random() < 0.8] or ids}
+
+
+def test_a_data_set_with_a_generator_of_its_own_is_refused(tmp_path):
+    """Its numbers are public, and those of one row shift when another is removed; the global ones are secret."""
+    with pytest.raises(ConfigError, match=r"The data set keeps a random generator of its own \(source: Random\)"):
+        trainer(tmp_path / "own", dataset=Augmented(random.Random(42))).train()
+    run = trainer(tmp_path / "global", dataset=Augmented(random))
+    run.train()
+    assert run.ledger.num_steps == 4
+
+
+def test_a_generator_in_a_closure_of_the_collator_is_refused(tmp_path):
+    """It need not be an attribute."""
+    model_rows, source = rows(), random.Random(1)
+    inner = trainer(tmp_path / "first", dataset=model_rows).data_collator
+
+    def collate(picked):
+        return inner([{"input_ids": row["input_ids"][source.randrange(2) :]} for row in picked])
+
+    with pytest.raises(ConfigError, match=r"The collator keeps a random generator of its own \(Random\)"):
+        trainer(tmp_path / "second", dataset=model_rows, data_collator=collate).train()
