@@ -43,6 +43,8 @@ SAMPLE_BYTES = 2**20
 
 _FORMAT = 1
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_DEEPSPEED_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_\w+\.pt$")
+_FSDP_SHARD = re.compile(r"(?:^|/)__(\d+)_\d+\.distcp$")
 _REPLACED = re.compile(r"replaced-checkpoint-(\d+)")
 _MAX_THREADS = 8
 
@@ -132,6 +134,7 @@ def publish(
     final: str | Path,
     hash_whole_up_to: int = HASH_WHOLE_UP_TO,
     ledger: Mapping[str, Any] | None = None,
+    made_by: tuple[int, str] | None = None,
 ) -> None:
     """Make a complete staging folder the checkpoint `final`; for one process, after all have written.
 
@@ -150,10 +153,11 @@ def publish(
         final: ``output_dir/checkpoint-<step>``, on the same file system.
         hash_whole_up_to: bytes.
         ledger: the head of the run's ledger, which the manifest names (`dpllm.identity`).
+        made_by: the number of processes and the name of their engine, which the manifest names.
 
     Raises:
-        CheckpointError: the folder is missing, empty, or holds a link; or the file system failed, for instance for want
-            of room. The message names the file and the checkpoint to resume from.
+        CheckpointError: the folder is missing, empty, holds a link, or lacks the shards of a process; or the file
+            system failed, for instance for want of room. The message names the file and the checkpoint to resume from.
     """
     staging, final = Path(staging), Path(final)
     names = _files_of(staging)
@@ -161,6 +165,13 @@ def publish(
         raise CheckpointError(
             f"{staging} holds no file, so there is no checkpoint to publish: save into it first, and call publish once "
             "every process has done so"
+        )
+    size, engine = made_by or (1, "")
+    if absent := ranks_without_shards(names, size):
+        raise CheckpointError(
+            f"{staging} lacks the shards of rank(s) {_listed(absent)} of {size} ({engine}), so the checkpoint could "
+            "not be resumed: they may have written to a disk of their own machine. Set train.output_dir to a folder on "
+            "a file system that all machines share"
         )
     try:
         entries = _in_parallel(lambda name: _seal(staging / name, hash_whole_up_to), names)
@@ -173,6 +184,8 @@ def publish(
             "published": 1 + max(map(_published, _checkpoints(final.parent)), default=0),
             "files": dict(zip(names, entries, strict=True)),
         }
+        if made_by is not None:
+            manifest["made_by"] = {"processes": size, "engine": engine}
         if ledger is not None:
             manifest["ledger"] = dict(ledger)
         _write(staging / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
@@ -196,8 +209,33 @@ def verify(checkpoint: str | Path) -> None:
             different; the message names the file.
     """
     checkpoint = Path(checkpoint)
-    for name, what in differing(checkpoint, _read_manifest(checkpoint)["files"]).items():
+    manifest = _read_manifest(checkpoint)
+    found = differing(checkpoint, manifest["files"])
+    for name, what in found.items():
+        ranks = sorted({rank for other in found if (rank := rank_of_shard(other)) is not None})
+        made = manifest.get("made_by", {})
+        if ranks and made:
+            what += f"; files of rank(s) {_listed(ranks)} of {made['processes']} ({made['engine']}) are not as saved"
         raise _not_whole(checkpoint / name, what)
+
+
+def rank_of_shard(name: str) -> int | None:
+    """Return the process that wrote a shard, by the name that DeepSpeed or FSDP2 gave it; None for other files.
+
+    >>> rank_of_shard("global_step2/zero_pp_rank_3_mp_rank_00_optim_states.pt"), rank_of_shard("model/__1_0.distcp")
+    (3, 1)
+    """
+    match = _DEEPSPEED_SHARD.search(name) or _FSDP_SHARD.search(name)
+    return None if match is None else int(match[1])
+
+
+def ranks_without_shards(names: Sequence[str], size: int) -> list[int]:
+    """Return the processes of a sharded save of which no file is there.
+
+    Of DeepSpeed's only: under FSDP2 a process that holds no entry of small weights writes no file.
+    """
+    ranks = {int(match[1]) for name in names if (match := _DEEPSPEED_SHARD.search(name))}
+    return [rank for rank in range(size) if rank not in ranks] if ranks else []
 
 
 def ledger_of(checkpoint: str | Path) -> Mapping[str, Any] | None:
@@ -312,6 +350,11 @@ def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) 
             _remove(doomed)
         except OSError as error:
             raise CheckpointError(f"{folder} could not be deleted to keep to limit={limit}: {error}") from error
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ", ".join(map(str, ranks[:8])) + more
 
 
 def _checkpoints(output_dir: str | Path) -> list[Path]:

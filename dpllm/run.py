@@ -496,6 +496,11 @@ class PrivateRun:
         """Whether this process writes the files."""
         return self.processes.is_main
 
+    @property
+    def engine_name(self) -> str:
+        """How the attached model is spread over the processes, as the name of a class; "none" while it is not."""
+        return "none" if self._engine is None else type(self._engine).__name__
+
     def state_dict(self) -> dict[str, Any]:
         """For ``accelerator.register_for_checkpointing``: which plan, and how far. Never entropy.
 

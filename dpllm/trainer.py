@@ -458,12 +458,12 @@ class DPTrainer(CoveredTrainer):
         if failures:
             self.processes.from_main(lambda: discard_staging(output))
             raise failures[0]
-        limit = self.args.save_total_limit
 
         def finish() -> None:
             head = None if self.ledger is None else self.ledger.mark().to_dict()
-            publish(staging_folder(output, step), checkpoint_folder(output, step), ledger=head)
-            if limit:
+            made_by = None if self._run is None else (self.processes.size, self._run.engine_name)
+            publish(staging_folder(output, step), checkpoint_folder(output, step), ledger=head, made_by=made_by)
+            if limit := self.args.save_total_limit:
                 rotate(output, limit)
             with contextlib.suppress(OSError):  # not empty: an older checkpoint waits there to be put back
                 (output / STAGING_FOLDER).rmdir()

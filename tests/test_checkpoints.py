@@ -512,3 +512,33 @@ def test_errors_while_saving_name_what_there_is(tmp_path: Path) -> None:
             raise kind
     with pytest.raises(CheckpointError, match=r"^as it is$"), saving(tmp_path, 2):
         raise CheckpointError("as it is")
+
+
+SHARDS = ["global_step2/zero_pp_rank_{}_mp_rank_00_optim_states.pt", "global_step2/mp_rank_00_model_states.pt"]
+
+
+def shards(output_dir: Path, ranks: list[int]) -> Path:
+    staging = prepare_staging(output_dir, 2)
+    (staging / "global_step2").mkdir()
+    for rank in ranks:
+        (staging / SHARDS[0].format(rank)).write_text(f"shard {rank}")
+    (staging / SHARDS[1]).write_text("model")
+    return staging
+
+
+def test_a_checkpoint_that_lacks_the_shards_of_a_process_is_not_published(tmp_path: Path) -> None:
+    """As where each machine writes to a disk of its own under one name."""
+    with pytest.raises(CheckpointError, match=r"lacks the shards of rank\(s\) 1, 3 of 4 \(DeepSpeedZero\)"):
+        publish(shards(tmp_path, [0, 2]), checkpoint_folder(tmp_path, 2), made_by=(4, "DeepSpeedZero"))
+    assert not checkpoint_folder(tmp_path, 2).exists()
+
+
+def test_a_resume_that_finds_shards_missing_names_their_processes(tmp_path: Path) -> None:
+    """The manifest knows how many processes wrote it, under which engine."""
+    final = checkpoint_folder(tmp_path, 2)
+    publish(shards(tmp_path, [0, 1, 2, 3]), final, made_by=(4, "DeepSpeedZero"))
+    verify(final)
+    for rank in (1, 3):
+        (final / SHARDS[0].format(rank)).unlink()
+    with pytest.raises(CheckpointError, match=r"is missing .*files of rank\(s\) 1, 3 of 4 \(DeepSpeedZero\)"):
+        verify(final)
