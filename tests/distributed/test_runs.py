@@ -20,7 +20,6 @@ from dpllm.config import DataConfig
 from dpllm.data import RowCollator, load_train_and_eval, tokenize_records
 from dpllm.evaluation import measure
 from dpllm.identity import adopt
-from dpllm.identity import adopt
 from dpllm.ledger import read_ledger
 from dpllm.training_log import TrainingLog
 from tests import children
