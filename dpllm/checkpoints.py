@@ -34,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST_FILE = "checkpoint_manifest.json"
+DOCUMENTS = ("README.md", "privacy_report.json", "privacy_report.md", "privacy_report.html")
+"""Files that are written again when people note something (`dpllm report`): `dpllm.verify` holds them to the ledger."""
 STAGING_FOLDER = "_staging"
 
 HASH_WHOLE_UP_TO = 2**30
@@ -199,7 +201,7 @@ def publish(
 
 
 def verify(checkpoint: str | Path) -> None:
-    """Check a checkpoint against its manifest; files that were added later are left alone.
+    """Check a checkpoint against its manifest; files that were added later are left alone, and so are `DOCUMENTS`.
 
     Args:
         checkpoint: the folder.
@@ -210,7 +212,8 @@ def verify(checkpoint: str | Path) -> None:
     """
     checkpoint = Path(checkpoint)
     manifest = _read_manifest(checkpoint)
-    found = differing(checkpoint, manifest["files"])
+    entries = {name: entry for name, entry in manifest["files"].items() if name not in DOCUMENTS}
+    found = differing(checkpoint, entries)
     for name, what in found.items():
         ranks = sorted({rank for other in found if (rank := rank_of_shard(other)) is not None})
         made = manifest.get("made_by", {})
@@ -236,6 +239,15 @@ def ranks_without_shards(names: Sequence[str], size: int) -> list[int]:
     """
     ranks = {int(match[1]) for name in names if (match := _DEEPSPEED_SHARD.search(name))}
     return [rank for rank in range(size) if rank not in ranks] if ranks else []
+
+
+def named_files(checkpoint: str | Path) -> dict[str, Any]:
+    """Return the entries of a checkpoint's manifest by file name.
+
+    Raises:
+        CheckpointError: there is no manifest, or it cannot be read.
+    """
+    return dict(_read_manifest(Path(checkpoint))["files"])
 
 
 def ledger_of(checkpoint: str | Path) -> Mapping[str, Any] | None:

@@ -25,8 +25,12 @@ ADOPTED = (
     "The ledger's file was copied, or restored from a copy, and adopted by hand. Steps that another copy took are "
     "charged there and not here: make sure that no other copy was resumed, or add up the ε of all."
 )
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".npy", ".pkl")
-_LEFT_OUT = (checkpoints.STAGING_FOLDER, "runs", PRETRAINED_FOLDER)
+_READABLE = (
+    *(".md", ".txt", ".json", ".jsonl", ".yaml", ".yml", ".html", ".png", ".svg", ".jpg", ".jpeg", ".pdf", ".csv"),
+    *(".log", ".lock", ".py", ".sh", ".toml", ".ini", ".cfg", ".ipynb", ".jinja", ".tmpl"),
+)  # files that people read; any other file may hold weights, whatever its name says
+_NO_WEIGHTS = ("LICENSE", "NOTICE", "COPYING", ".gitattributes", ".gitignore")
+_LOG_OF_A_TRACKER = "events.out.tfevents."
 
 
 def require_prefix(ledger: str | Path, head: LedgerHead, owner: str) -> None:
@@ -159,6 +163,7 @@ def snapshot(folder: str | Path) -> dict[str, tuple[int, int, int]]:
 def written_since(folder: str | Path, before: Mapping[str, tuple[int, int, int]]) -> dict[str, dict[str, Any]]:
     """Return size and hash of every file of a folder that was written since a `snapshot`."""
     names = [name for name, state in snapshot(folder).items() if before.get(name) != state]
+    names = [name for name in names if name not in checkpoints.DOCUMENTS]  # PEFT writes a card that dpllm's replaces
     return checkpoints.seal(folder, names)
 
 
@@ -181,10 +186,27 @@ def released_files(contents: LedgerContents, folder: str | Path) -> dict[str, di
 
 
 def unnamed_weights(folder: str | Path, named: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the files that nothing names: those that may hold weights, and the others."""
-    others = [name for name in _files(Path(folder)) if name not in named]
-    weights = [name for name in others if name.endswith(_WEIGHTS)]
+    """Return the files that nothing names: those that may hold weights, and the others.
+
+    Any file that is not of a kind that people read may hold weights, and so may a link, wherever it leads.
+    """
+    folder = Path(folder)
+    others = [name for name in _files(folder, every=True) if name not in named]
+    weights = [name for name in others if _may_hold_weights(folder / name)]
     return weights, [name for name in others if name not in weights]
+
+
+def _may_hold_weights(path: Path) -> bool:
+    if path.is_symlink():
+        return True
+    known = path.name in _NO_WEIGHTS or path.name.startswith(_LOG_OF_A_TRACKER)
+    return not known and not path.name.lower().endswith(_READABLE)
+
+
+def unnamed_in_checkpoint(checkpoint: str | Path) -> list[str]:
+    """Return the files of a checkpoint that may hold weights and are not in its manifest."""
+    named = {checkpoints.MANIFEST_FILE: None, **checkpoints.named_files(checkpoint)}
+    return unnamed_weights(checkpoint, named)[0]
 
 
 def checkpoints_in(folder: str | Path) -> Iterator[Path]:
@@ -198,16 +220,19 @@ def _name(folder: str | Path) -> str:
     return Path(folder).resolve().name
 
 
-def _files(folder: Path) -> list[str]:
-    """Files below a folder by name, without checkpoints, logs and public weights."""
+def _files(folder: Path, every: bool = False) -> list[str]:
+    """Files below a folder by name, without whole checkpoints, logs and public weights; links too with ``every``."""
     if not folder.is_dir():
         return []
+    whole = {path.name for path in checkpoints_in(folder)}
+    left_out = {checkpoints.STAGING_FOLDER, PRETRAINED_FOLDER, ".git", *(whole if every else ())}
     names = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         top = name.parts[0]
-        if top in _LEFT_OUT or (len(name.parts) > 1 and top.startswith("checkpoint-")):
+        inside = len(name.parts) > 1
+        if inside and (top in left_out or (not every and (top == "runs" or top.startswith("checkpoint-")))):
             continue
-        if path.is_file() and not path.is_symlink():
+        if (path.is_file() and not path.is_symlink()) or (every and path.is_symlink()):
             names.append(name.as_posix())
     return names

@@ -367,6 +367,19 @@ def guarantee_section(report: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def own_lines(report: Mapping[str, Any], base: Any = None) -> set[str]:
+    """Return every line that dpllm writes into the card of a report, whatever the model's kind.
+
+    Args:
+        report: as `dpllm.report.privacy_report` returns it.
+        base: Hub id of the base model, as the card names it.
+    """
+    bases, kinds = (None, _hub_id(base)), (False, True)
+    blocks = [*guarantee_section(report), *_not_covered(report), *_files(report)]
+    blocks += [block for name in bases for adapter in kinds for block in _what_it_is(report, name, adapter)]
+    return {line.strip() for block in blocks for line in block.split("\n")}
+
+
 def _not_covered(report: Mapping[str, Any]) -> list[str]:
     definition = report["definition"]
     written = [

@@ -7,21 +7,39 @@ weights: a report that is right beside other weights says nothing about them.
 from __future__ import annotations
 
 import hashlib
+import html
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from dpllm import checkpoints
-from dpllm.identity import check_checkpoint, checkpoints_in, released_files, steps_of_weights, unnamed_weights
+from dpllm.identity import (
+    check_checkpoint,
+    checkpoints_in,
+    released_files,
+    steps_of_weights,
+    unnamed_in_checkpoint,
+    unnamed_weights,
+)
 from dpllm.ledger import LEDGER_FILE, LedgerContents
+from dpllm.model_card import TAGS
 
 _LISTED = 6
-_NUMBER = r"[^\n\d]{0,24}[=:≤<≈~][^\n\d]{0,12}[\d.]"
-_CLAIM = re.compile(
-    rf"(?:ε|\bepsilon\b|\beps\b|δ|\bdelta\b){_NUMBER}|\(\s*[\d.]+\s*,\s*[\d.e-]+\s*\)\s*-?\s*(?:DP\b|differential)",
-    flags=re.IGNORECASE,
+# A claim in any wording and language: the symbol or its name, whatever stands beside it.
+_EPSILON = re.compile(r"ε|epsilon|\beps\b|эпсилон|イプシロン|エプシロン|艾普西|엡실론")
+# Other names of a guarantee, which are a claim where a number is near them.
+_GUARANTEE = re.compile(
+    r"differential|differenz|différentiel|diferencial|差分|차등|дифференциальн|\bdp\b|\bgdp\b|zcdp|dp-sgd|\bdelta\b|δ|"
+    r"\brho\b|ρ|r[eé]nyi|privacy (?:budget|loss|guarantee|parameter|level)|隐私|隱私|プライバシー"
 )
+# Words about privacy without a number: nobody can check them, so they are listed.
+_PRIVACY = re.compile(
+    r"priva[ct]|privé|privad|anonym|anónim|confidential|vertraulich|datenschutz|gdpr|dsgvo|guarantee|garanti|protect|"
+    r"schützt|memori[sz]|\bleak|reveal|personal data|приват|конфиденц|匿名|개인정보"
+)
+_MARKUP = re.compile(r"<[^>]*>|[*_`$\\{}|#>]")
+_OF_THE_SYMBOL = str.maketrans({"ɛ": "ε", "є": "ε", "ϵ": "ε", "∊": "ε", "∈": "ε"})
 _KNOWN = (
     "README.md",
     LEDGER_FILE,
@@ -30,6 +48,7 @@ _KNOWN = (
     "privacy_report.md",
     "privacy_report.html",
 )
+_TAG_LINES = tuple(f"- {tag}" for tag in TAGS)
 _Result = tuple[str, bool, str]
 
 
@@ -56,6 +75,9 @@ def _weights(folder: Path, contents: LedgerContents) -> _Result:
             checkpoints.verify(folder)
         except checkpoints.CheckpointError as error:
             return what, False, str(error)
+        added = unnamed_in_checkpoint(folder)
+        if added:
+            return what, False, _some([f"{name} may hold weights, and the manifest does not name it" for name in added])
         return what, True, "as the checkpoint's manifest names them"
     named = released_files(contents, folder)
     if named is None:
@@ -88,8 +110,12 @@ def _checkpoints(ledger: Path, found: Sequence[Path]) -> _Result:
     for path in found:
         try:
             check_checkpoint(ledger, path)
+            checkpoints.verify(path)
+            added = unnamed_in_checkpoint(path)
         except ValueError as error:
             wrong.append(" ".join(str(error).split()))
+            continue
+        wrong += [f"{path.name}/{name} may hold weights, and the manifest does not name it" for name in added]
     return what, not wrong, _some(wrong) if wrong else ", ".join(path.name for path in found)
 
 
@@ -104,25 +130,61 @@ def _audits(folder: Path, contents: LedgerContents) -> _Result:
     return what, not wrong, _some(wrong) if wrong else "; ".join(audit["summary"] for audit in last.values())
 
 
-def foreign_claims(text: str, own: Sequence[str], report: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a model card that claim an ε or a δ and are not the guarantee of the report.
+def foreign_claims(text: str, own: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the lines of a model card that claim a guarantee and are not dpllm's, and those that speak of privacy.
 
     Args:
         text: of the card.
-        own: the blocks of the guarantee, each of which a card has once.
-        report: whose open points a card repeats.
+        own: the lines that dpllm writes for this report (`dpllm.model_card.own_lines`).
+
+    Returns:
+        Lines with an ε in any spelling, or with a number beside another name of a guarantee; and lines with other words
+        about privacy, which hold no number that could be checked.
     """
-    lines = []
+    claims: list[str] = []
+    words: list[str] = []
     if text.startswith("---"):
         front, _, text = text[3:].partition("\n---")
-        keys = re.findall(r"^(\s*)([^\s#:]*(?:epsilon|privacy)[^\s:]*):", front, flags=re.MULTILINE | re.IGNORECASE)
-        known = {"differential_privacy", "epsilon", "epsilon_by_adjacency"}
-        names = [name for _, name in keys]
-        lines += [f"{name} in its metadata" for name in names if name not in known or names.count(name) > 1]
-        lines += [f"{name} in its metadata" for indent, name in keys if not indent and name != "differential_privacy"]
-    for block in [*own, *report["open_points"]]:
-        text = text.replace(block, "", 1)
-    return [*dict.fromkeys(lines), *(line.strip() for line in text.split("\n") if _CLAIM.search(line))]
+        claims += [f"{line} in its metadata" for line in _foreign_metadata(front)]
+    lines = [line.strip() for line in text.split("\n")]
+    foreign = [line for line in lines if line and line not in own]
+    for before, line, after in zip(["", *foreign], foreign, [*foreign[1:], ""], strict=False):
+        plain = _plain(line)
+        if _EPSILON.search(plain):
+            claims.append(line)
+        elif _GUARANTEE.search(plain):
+            number = any(character.isnumeric() for character in f"{_plain(before)}{plain}{_plain(after)}")
+            (claims if number else words).append(line)
+        elif _PRIVACY.search(plain):
+            words.append(line)
+    return list(dict.fromkeys(claims)), list(dict.fromkeys(words))
+
+
+def _foreign_metadata(front: str) -> Iterator[str]:
+    """Keys and values of a card's metadata that speak of a guarantee, outside of the block that dpllm writes.
+
+    A key that is there twice is named too: which of the two a program reads is anybody's guess.
+    """
+    inside = False
+    seen: set[str] = set()
+    for line in front.split("\n"):
+        key = re.match(r"([^\s#:-][^:]*):", line)
+        if key:
+            name = key.group(1).strip("\"' ")
+            inside = name == "differential_privacy" and name not in seen
+            if name in seen:
+                yield f"a second {name}"
+            seen.add(name)
+        plain = _plain(line)
+        spoken = _EPSILON.search(plain) or re.search(r"\beps|_eps|^[^:]*privacy[^:]*:", line.lower())
+        if not inside and line.strip() not in _TAG_LINES and spoken:
+            yield line.strip()
+
+
+def _plain(line: str) -> str:
+    """A line without markup and with one spelling of each symbol."""
+    text = unicodedata.normalize("NFKC", html.unescape(line)).translate(_OF_THE_SYMBOL).casefold()
+    return _MARKUP.sub(" ", text)
 
 
 def _some(lines: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dpllm import verify as verify_module
-from dpllm.checkpoints import checkpoint_folder, prepare_staging, publish
+from dpllm.checkpoints import checkpoint_folder, latest_whole, prepare_staging, publish
 from dpllm.config import PRETRAINED_FOLDER, PrivacyConfig
 from dpllm.identity import adopt, note_release, snapshot
 from dpllm.ledger import LEDGER_FILE, Ledger, read_ledger
@@ -360,7 +360,8 @@ def released(tmp_path: Path) -> Path:
             ledger.append_step(number, plan.step)
             if number == 3:
                 staging = prepare_staging(folder, 4)
-                for name, text in ((WEIGHTS, "four"), ("trainer_state.json", '{"global_step": 4}')):
+                state = '{"global_step": 4}'
+                for name, text in ((WEIGHTS, "four"), ("trainer_state.json", state), (CARD_FILE, "a card")):
                     (staging / name).write_text(text)
                 (staging / LEDGER_FILE).write_bytes(ledger.path.read_bytes())
                 publish(staging, checkpoint_folder(folder, 4), ledger=ledger.head.to_dict())
@@ -368,6 +369,7 @@ def released(tmp_path: Path) -> Path:
         before = snapshot(folder)
         (folder / WEIGHTS).write_text("weights")
         (folder / "config.json").write_text("{}")
+        (folder / CARD_FILE).write_text("the card that PEFT writes, before dpllm's takes its place")
         note_release(ledger, folder, before)
     report = write_report(folder, plan, read_ledger(folder / LEDGER_FILE), NOTES)
     write_model_card(folder, report, base_model="org/base", task="causal_lm", adapter=False)
@@ -399,6 +401,57 @@ def test_other_weights_in_the_folder(released: Path) -> None:
     assert "pytorch_model.bin may hold weights" in failed(verify(released))[what]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model.SAFETENSORS", "model.safetensors.bak", "weights.tar.gz", "model.pt2", "rust_model.ot", "weights"),
+        *("runs/model.safetensors", "checkpoint-9/model.safetensors", "checkpoint-best/model.safetensors"),
+    ],
+)
+def test_weights_under_any_name_are_found(released: Path, name: str) -> None:
+    """A file that is not of a kind that people read may hold weights: no list of endings is complete."""
+    path = released / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("other")
+    what = "the model's files are those that were saved"
+    assert f"{name} may hold weights, and the ledger does not name it" in failed(verify(released))[what]
+
+
+def test_links_are_found(released: Path) -> None:
+    """A link may lead to weights, whatever it is called."""
+    (released / "notes.txt").symlink_to(released / WEIGHTS)
+    what = "the model's files are those that were saved"
+    assert "notes.txt may hold weights" in failed(verify(released))[what]
+
+
+def test_files_that_people_add_are_no_weights(released: Path) -> None:
+    """A license, a picture, notes, the log of a tracker: a release has such files."""
+    for name in ("LICENSE", "notes.md", "samples.JSON", "runs/now/events.out.tfevents.1", ".gitattributes"):
+        (released / name).parent.mkdir(parents=True, exist_ok=True)
+        (released / name).write_text("text")
+    assert failed(verify(released)) == {}
+
+
+def test_a_checkpoint_stays_whole_when_people_note_something(released: Path) -> None:
+    """`dpllm report` writes report and card again: the checkpoint can be resumed all the same."""
+    checkpoint = next(released.glob("checkpoint-*"))
+    (checkpoint / CARD_FILE).write_text("a card with what people noted")
+    assert failed(verify(released)) == {}
+    assert latest_whole(released) == (checkpoint, [])
+
+
+def test_a_checkpoint_that_was_changed_is_found_from_its_run(released: Path) -> None:
+    """Its files are compared with its manifest, and none may be added."""
+    what = "the checkpoints in the folder are of this ledger"
+    checkpoint = next(released.glob("checkpoint-*"))
+    (checkpoint / "extra.bin").write_text("more")
+    assert "extra.bin may hold weights" in failed(verify(released))[what]
+    assert "extra.bin may hold weights" in str(failed(verify(checkpoint)))
+    (checkpoint / "extra.bin").unlink()
+    (checkpoint / WEIGHTS).write_text("FOUR")
+    assert "is not what was saved" in failed(verify(released))[what]
+
+
 def test_the_weights_of_the_public_training_are_no_weights_of_the_release(released: Path) -> None:
     """A recipe keeps them beside the model; no private step has touched them."""
     (released / PRETRAINED_FOLDER).mkdir()
@@ -413,6 +466,15 @@ def test_the_weights_of_the_public_training_are_no_weights_of_the_release(releas
         "\n| epsilon: | 0.01 |\n",
         "\nThis model is (0.5, 1e-6)-DP.\n",
         "\nDelta is ≤ 1e-9\n",
+        "\nThe epsilon is less than one.\n",
+        "\n| epsilon | delta |\n| --- | --- |\n| 0.1 | 1e-6 |\n",
+        "\n$\\varepsilon$ is 0.1\n",
+        "\nIt is 0.1-differentially private.\n",
+        "\n\U0001d700 \u2264 \u00bd\n",
+        "\nDas Epsilon beträgt 0,1.\n",
+        "\n差分隐私预算为 0.1\n",
+        "\nIts privacy loss\nis 0.1 bits.\n",
+        "\nzCDP with ρ = 0.01\n",
     ],
 )
 def test_another_claim_in_the_card(released: Path, claim: str) -> None:
@@ -422,7 +484,20 @@ def test_another_claim_in_the_card(released: Path, claim: str) -> None:
     card.write_text(whole + claim)
     assert "another claim" in failed(verify(released))[f"{CARD_FILE} says the same"]
     card.write_text(whole.replace("---\n", "---\nepsilon: 0.01\n", 1))
-    assert "epsilon in its metadata" in failed(verify(released))[f"{CARD_FILE} says the same"]
+    assert "epsilon: 0.01 in its metadata" in failed(verify(released))[f"{CARD_FILE} says the same"]
+    for line in ("dp_eps: 0.01", "- type: epsilon", "privacy: strong"):
+        card.write_text(whole.replace("---\n", f"---\nmodel-index:\n  {line}\n", 1))
+        assert f"{line} in its metadata" in failed(verify(released))[f"{CARD_FILE} says the same"]
+
+
+def test_other_words_in_the_card(released: Path) -> None:
+    """People may write about their model; a sentence about privacy that nobody can check is named as theirs."""
+    card = released / CARD_FILE
+    card.write_text(card.read_text() + "\n## Data\n\n2,000 letters of 2023.\n\nPerfectly anonymous.\n")
+    assert failed(verify(released)) == {}
+    (detail,) = [check.detail for check in verify(released).checks if check.what == f"{CARD_FILE} says the same"]
+    assert 'not checked, since people wrote it: "Perfectly anonymous."' in detail
+    assert "letters" not in detail
 
 
 def test_a_verdict_that_was_turned_round(released: Path) -> None:
