@@ -341,6 +341,11 @@ class DataConfig:
         values.choice("format", self.format, FORMATS)
         values.choice("long_records", self.long_records, LONG_RECORDS)
         values.flag("eval_is_public", self.eval_is_public)
+        if self.eval_is_public and self.eval_fraction > 0:
+            raise ConfigError(
+                "eval_is_public declares public rows, but eval_fraction holds out private records, which are of the "
+                "same people: leave eval_is_public out, or give public records as eval_path or eval_split"
+            )
         if self.limit is not None:
             values.integer("limit", self.limit, 1)
         values.text("encoding", self.encoding)

@@ -139,6 +139,12 @@ def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, pri
             "unit of its own here, so a text that is in k records is protected k times less. Remove the copies, or "
             "confirm that they are of different people."
         )
+    if privacy.unit == "user" and units.num_units == units.num_rows > 1 and units.rows_dropped == 0:
+        ledger.append_open_point(
+            f"Every id in column '{privacy.unit_column}' is in one row only. If it names a row or a message and not a "
+            "person, a person is spread over several units and is protected less than one: confirm that each person "
+            "has one row, or name the column that holds the person's id."
+        )
     if units.differ_in_case:
         ledger.append_open_point(
             f"Some ids in column '{privacy.unit_column}' differ only in upper and lower case, and count as different "

@@ -176,7 +176,7 @@ def check_records(records: datasets.Dataset, config: DataConfig, source: str) ->
             )
         if name == config.messages_column and config.format == "chat":
             _check_chats(column, name, source)
-        elif name != config.label_column and not _is_text(column.type):
+        elif not _is_text(column.type) and (config.format != "classification" or name != config.label_column):
             raise DataError(f"{source}: column '{name}' holds {column.type}, but text is needed: store it as text")
 
 

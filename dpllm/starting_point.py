@@ -8,6 +8,7 @@ that it has nothing to do with the private data.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import unicodedata
 import weakref
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
-from dpllm.config import ConfigError, DataConfig
+from dpllm.config import RECIPE_FILE, ConfigError, DataConfig
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.model_card import CARD_FILE, metadata_in
 from dpllm.records import DataError, required_columns
 
 DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
@@ -173,7 +175,10 @@ def _earlier_runs(model: Any, own_folder: str | Path | None) -> list[str]:
     found = []
     for folder in dict.fromkeys(_folders_of(model)):
         path = folder.resolve()
-        if not (path / LEDGER_FILE).is_file() or (own is not None and (path == own or own in path.parents)):
+        if own is not None and (path == own or own in path.parents):
+            continue
+        if not (path / LEDGER_FILE).is_file():
+            found += _signs_of_private_records(folder)
             continue
         try:
             steps = f"{read_ledger(path / LEDGER_FILE).num_steps} steps"
@@ -187,6 +192,18 @@ def _trained_before(model: Any, own: Path | None) -> list[str]:
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     folders = {folder: None for module in modules for folder in sorted(_TRAINED.get(module, ())) if folder != own}
     return [f"The weights were trained before, in this process, by the private run of {folder}" for folder in folders]
+
+
+def _signs_of_private_records(folder: Path) -> list[str]:
+    """What a folder without a ledger says about private records in its weights: a copied model, or a plain training."""
+    if (folder / RECIPE_FILE).is_file():
+        return [
+            f"The weights come from {folder}, which the recipe in its {RECIPE_FILE} fine-tuned, and no ledger is there"
+        ]
+    with contextlib.suppress(ValueError, OSError):
+        if "differential_privacy" in metadata_in(folder / CARD_FILE):
+            return [f"The weights come from {folder}, a private run by its {CARD_FILE}, whose ledger is not there"]
+    return []
 
 
 def _folders_of(model: Any) -> Iterator[Path]:

@@ -200,6 +200,7 @@ def test_bad_model_value_is_refused(values: dict[str, Any], match: str) -> None:
         ({"path": ""}, "path must be a text"),
         ({"name": 3}, "name must be a text"),
         ({"max_length": 1}, "max_length must be at least 2"),
+        ({"eval_fraction": 0.1, "eval_is_public": True}, "eval_is_public declares public rows"),
         ({"eval_fraction": 1}, "eval_fraction must be at least 0 and below 1"),
         ({"eval_fraction": 0.1, "eval_split": "test"}, "eval_fraction holds records out"),
         ({"format": "txt"}, "did you mean 'text'"),

@@ -528,6 +528,16 @@ class TestNotes:
         assert notes.facts == {"files of training records": ["a.jsonl"]}
         assert len(notes.open_points) == 1 and "differ only in upper and lower case" in notes.open_points[0]
 
+    def test_ids_that_are_each_in_one_row_are_an_open_point(self, tmp_path, tokenizer):
+        """The id of a message, taken for that of a person, would make each message a person."""
+        records, rows = self.rows(tmp_path, tokenizer, [(str(number), f"text {number}") for number in range(10)])
+        notes = self.note(tmp_path, records, rows, unit="user", unit_column="who", max_rows_per_unit=2)
+        assert len(notes.open_points) == 1 and "Every id in column 'who' is in one row only" in notes.open_points[0]
+        records, rows = self.rows(tmp_path, tokenizer, [(str(number // 2), f"text {number}") for number in range(10)])
+        other = tmp_path / "other"
+        other.mkdir()
+        assert not self.note(other, records, rows, unit="user", unit_column="who", max_rows_per_unit=2).open_points
+
 
 def test_tokenizing_long_records_takes_little_memory(tokenizer):
     """Records are encoded a bounded number of bytes at a time, and written down."""

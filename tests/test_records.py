@@ -481,3 +481,10 @@ def test_whole_users_are_held_out(tmp_path):
     train, held_out = load_train_and_eval(config, privacy)
     assert not set(train["who"]) & set(held_out["who"]) and len(set(held_out["who"])) == 12
     assert sorted([*train["text"], *held_out["text"]]) == sorted(row["text"] for row in rows)
+
+
+def test_numbers_in_a_text_column_are_refused_whatever_its_name(tmp_path):
+    """Also a column with the name that a classifier's label has: before the public training, not after it."""
+    (tmp_path / "a.jsonl").write_text('{"label": 1}\n{"label": 2}\n')
+    with pytest.raises(DataError, match="column 'label' holds int64, but text is needed"):
+        load_records(DataConfig(path=str(tmp_path / "a.jsonl"), max_length=8, text_column="label"))

@@ -114,6 +114,24 @@ def test_weights_of_an_earlier_private_run_are_refused_or_declared(tmp_path):
     assert "a private run (4 steps" in (tmp_path / "second" / "privacy_report.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "match"),
+    [
+        ("recipe.yaml", "data: {path: private.jsonl}", "which the recipe in its recipe.yaml fine-tuned"),
+        ("README.md", "---\ndifferential_privacy:\n  private: true\n---\n", "a private run by its README.md"),
+    ],
+)
+def test_weights_that_were_trained_on_private_records_are_known_without_a_ledger(tmp_path, name, text, match):
+    """The plain half of a comparison has no ledger, and a model is copied with its card; a public model has neither."""
+    LlamaForCausalLM(tiny_llama_config()).save_pretrained(tmp_path / "start")
+    trainer(tmp_path / "public", LlamaForCausalLM.from_pretrained(tmp_path / "start"))
+    (tmp_path / "start" / name).write_text(text)
+    warm = LlamaForCausalLM.from_pretrained(tmp_path / "start")
+    with pytest.raises(ConfigError, match=match):
+        trainer(tmp_path / "second", warm)
+    trainer(tmp_path / "third", warm, start_is_independent=True)
+
+
 def texts(*records):
     return Dataset.from_dict({"text": list(records)})
 
