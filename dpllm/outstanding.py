@@ -41,6 +41,8 @@ class Charged:
 
     num_steps: int
     """Number of the step, which is how many were charged before it."""
+    step: Step
+    """The step that was charged."""
     used: bool = False
 
     def append_step(self, step_number: int, step: Step) -> None:
@@ -49,7 +51,11 @@ class Charged:
         Raises:
             DrawError: it was taken before, or is another one.
         """
-        del step  # the plan's, which the draw was charged with
+        if step != self.step:
+            raise DrawError(
+                f"The draw was charged with {self.step}, and the step to take is {step}: the plan was changed after "
+                "the run began. Make a new run with the other plan"
+            )
         if self.used or step_number != self.num_steps:
             raise DrawError(f"Step {step_number} was not charged with this draw, or was taken before. Draw its units")
         self.used = True
@@ -97,7 +103,7 @@ class Outstanding:
         self.require_steps()
         self._unit_ids, number = None, self._ledger.num_steps
         self._ledger.append_step(number, self._plan.step)
-        self._unit_ids, self._charged = np.array(unit_ids, dtype=np.int64), Charged(number)
+        self._unit_ids, self._charged = np.array(unit_ids, dtype=np.int64), Charged(number, self._plan.step)
         return self._unit_ids.copy()
 
     def take(self, unit_ids: ArrayLike) -> tuple[NDArray[np.int64], Charged]:

@@ -151,7 +151,7 @@ class PrivateRun:
         self.processes = Processes()
         self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
         _check_rows(plan, rows.units)  # now: what is raised is raised by all processes
-        self.plan, self.rows, self.ledger = plan, rows, ledger
+        self._plan, self.rows, self.ledger = plan, rows, ledger
         self._outstanding = Outstanding(plan, ledger)
         self._rng = seeded_rng(int.from_bytes(secrets.token_bytes(32), "little") if seed is None else seed)  # rank 0's
         self._turns = Turns(self.processes)
@@ -490,6 +490,11 @@ class PrivateRun:
         """
         if self._watch is not None:
             self._watch.check_everything()
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The constants of the run, which cannot be replaced."""
+        return self._plan
 
     @property
     def is_main(self) -> bool:

@@ -439,3 +439,15 @@ def test_a_plan_for_users_over_an_index_of_rows_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"protects users .* each row a unit by itself"):
         PrivateRun.start(tmp_path / "run", plan, rows)
     assert not (tmp_path / "run" / LEDGER_FILE).exists()
+
+
+def test_the_plan_of_a_run_cannot_be_replaced(tmp_path):
+    """Noise and clip norm come from the plan whose steps are charged."""
+    plan = plan_of(0.8)
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    with pytest.raises(AttributeError, match="plan"):
+        run.plan = dataclasses.replace(plan, noise_multiplier=0.0)
+    drawn = next(run.draws(1))
+    _, charged = run._outstanding.take(drawn)
+    with pytest.raises(DrawError, match="the plan was changed"):
+        charged.append_step(0, dataclasses.replace(plan, noise_multiplier=0.1).step)
