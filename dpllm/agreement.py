@@ -164,7 +164,10 @@ def _add(digest: Any, value: Any) -> None:
     elif isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    elif isinstance(value, list | tuple | np.ndarray | int | float) and (array := _numbers(value)) is not None:
+    elif (
+        isinstance(value, list | tuple | np.ndarray | np.generic | int | float)
+        and (array := _numbers(value)) is not None
+    ):
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).data)
     elif isinstance(value, list | tuple):

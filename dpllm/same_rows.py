@@ -19,7 +19,7 @@ from typing import Protocol
 
 from dpllm.ledger import LedgerError, read_ledger
 
-KEY_FILE = "not_for_release/data_key"
+KEY_FILE = "not_for_release/data_key.txt"
 """Relative to the run's folder; readable by its owner only."""
 DIGEST = "digest of the training rows, under a key that is not released"
 """Name of the fact in ledger and report."""

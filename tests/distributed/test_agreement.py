@@ -97,7 +97,7 @@ def test_every_rank_draws_the_same_units_and_takes_its_share(seen, name):
     padding = set(rows.units.rows[:1])
     for number, (first, second) in enumerate(zip(*steps, strict=True), start=1):
         assert first[0] == second[0] and first[2] == second[2] == len(first[0])
-        if number.bit_count() == 1:  # rows are also fetched to compare them with each other
+        if number.bit_count() == 1 or number == STEPS:  # rows are also fetched to compare them with each other
             continue
         expected, _ = rows.units.rows_of(first[0])
         assert {*first[1], *second[1]} - padding == {*expected.tolist()} - padding
