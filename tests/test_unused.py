@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, TrainerCallback
 
 from dpllm.budget import create_budget, read_budget
-from dpllm.config import ConfigError, PrivacyConfig
+from dpllm.config import PrivacyConfig
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.plan import PrivacyPlan, make_plan
 from dpllm.processes import Processes
