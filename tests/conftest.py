@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,6 +16,11 @@ import datasets
 import pytest
 
 from tests import children
+
+# A suite that runs in the background, or under nohup, ignores these, and so would every program that it starts.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 @pytest.fixture(autouse=True)

@@ -210,8 +210,8 @@ MUTATIONS = [
     Mutation(
         "a pass on which memory ran out counts as watched",
         "dpllm/ghost/book.py",
-        "            self._uses.stop()\n            if output is not None:",
-        "            self._uses.stop()\n            if True:",
+        "                self._uses.raise_if_any()\n",
+        "                self._uses.raise_if_any()\n            self._uses = None\n",
         ("tests/test_recovery.py",),
     ),
     Mutation(
@@ -279,13 +279,13 @@ def failing_tests(mutation: Mutation) -> tuple[int, list[str]]:
             "-p",
             "no:xdist",
             "-x",
-            "-rf",
+            "-rfE",
             *mutation.tests,
         ]
         if __name__ == "__main__":
             command.remove("-x")
         run = children.run(command, cwd=copy, check=False)
-        return run.returncode, re.findall(r"^FAILED (\S+)", run.stdout, flags=re.MULTILINE)
+        return run.returncode, re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.what)
