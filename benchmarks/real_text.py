@@ -180,6 +180,13 @@ class CountingCollator:
         self.batches.append((int(mask_BT.sum()), mask_BT.numel(), len(rows)))
         return inputs
 
+    def keep_last(self, start: int, rows: int) -> None:
+        """Of the batches since ``start``, forget all but the last ones that have this many rows, or one."""
+        kept = len(self.batches) - 1
+        while kept > start and sum(batch[2] for batch in self.batches[kept:]) < rows:
+            kept -= 1
+        del self.batches[start:kept]
+
 
 @dataclass
 class Mark:
@@ -248,6 +255,19 @@ class StepCounter(TrainerCallback):
 # ------------------------------------------------------------------------ runs
 
 
+class CountedTrainer(DPTrainer):
+    """Counts the rows that a step draws; those that a step compares with each other beforehand aren't trained on."""
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        """As DPTrainer, whose collator is a `CountingCollator`."""
+        counted = self.data_collator
+        assert isinstance(counted, CountingCollator), "make_trainer() gives it"
+        start = len(counted.batches)
+        done = super().training_step(model, inputs, num_items_in_batch)
+        counted.keep_last(start, len(inputs["unit_ids"]))
+        return done
+
+
 def make_trainer(
     method: str, settings: Settings, material: Material, folder: str, live: LiveBytes | None = None
 ) -> tuple[Trainer, StepCounter]:
@@ -281,7 +301,7 @@ def make_trainer(
     }
     if private:
         privacy = PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=settings.batch)
-        trainer: Trainer = DPTrainer(**common, privacy=privacy, max_tokens_per_microbatch=material.budget)
+        trainer: Trainer = CountedTrainer(**common, privacy=privacy, max_tokens_per_microbatch=material.budget)
     else:
         trainer = Trainer(**common)
     trainer.remove_callback(PrinterCallback)

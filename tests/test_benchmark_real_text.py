@@ -105,8 +105,8 @@ def test_command_line_prints_tables_and_writes_json(material, tmp_path, capsys):
 
 
 def test_counts_are_those_of_the_batches_trained_on(material):
-    """The stock loader collates one batch ahead and DPTrainer samples rows beforehand: neither is counted."""
-    chosen = settings(material, warmup=2, steps=1)  # in steps 1, 2, 4, … rows are also compared with each other
+    """The stock loader collates one batch ahead and DPTrainer compares rows with each other: neither is counted."""
+    chosen = settings(material, warmup=2, steps=1)  # rows are compared in steps 1 and 2 and in the last
     prepared = benchmark.prepare(chosen)
     for method in benchmark.METHODS:
         folder = str(material / f"run-{method}")

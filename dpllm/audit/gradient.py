@@ -324,7 +324,8 @@ class Restarts:
         for number in range(self._plan.num_steps):
             begin = PrivateRun.resume if number else PrivateRun.start
             run = begin(folder, self._plan, self._rows)
-            run.attach(self._model, self._optimizer)
+            # What the blocks before left in the weights is among the releases that the attacker is given anyway.
+            run.attach(self._model, self._optimizer, start_is_independent=True)
             released += Steps(run, self._model, self._optimizer, self._loss_of, 1)(present_N)
             run.detach()
             run.ledger.close()
