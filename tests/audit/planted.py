@@ -193,8 +193,8 @@ def witnesses() -> AuditResult:
 
 def epochs() -> AuditResult:
     """Blocks of as many steps as an epoch would have, one unit expected in each."""
-    design = Design(num_base=7, num_canaries=1, num_blocks=1000, steps_per_block=8)
-    return audit(*vectors(*[1] * 7, 2), design, batch=1, noise_multiplier=0.6)
+    design = Design(num_base=7, num_canaries=1, num_blocks=1200, steps_per_block=8)
+    return audit(*vectors(*[1] * 7, 2), design, batch=1, noise_multiplier=0.5)
 
 
 def empty_steps() -> AuditResult:
