@@ -1,97 +1,22 @@
-"""Checksums of the weights that several processes hold, so that replicas are seen to be one.
+"""The weights that several processes hold are compared, so that replicas are seen to be one.
 
 Place in the flow: below the engines, used by `dpllm.step` in every step and by `dpllm.run` when a model is attached.
 The bound on a step rests on all processes computing the same function: otherwise the sum depends on which process a
 unit was dealt to. Weights drift apart without any error, for instance by another learning rate on one process, an edit
-on one process, or an optimizer with randomness of its own. Replicas are therefore compared bit by bit: the bits of all
-entries, as integers, times fixed random integers, added up modulo 2^64. A difference anywhere escapes with a chance of
-2^-32 at most, and nothing needs a tolerance.
+on one process, or an optimizer with randomness of its own. Replicas are therefore compared by the bits of all entries
+(`dpllm.checksums`).
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dpllm.checksums import Checksum
 from dpllm.processes import DisagreementError, Processes, told_by_rank
-
-_BLOCK = {"cpu": 1 << 15}  # entries multiplied at a time, so that a core's cache holds the products
-_LARGE_BLOCK = 1 << 22  # elsewhere, where launches cost: 32 MiB of products, and as much for the random integers
-_STEP = 0x5851F42D4C957F2D  # an odd number: a block's place in the sequence counts
-_WORD = 2**64
-_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Checksum:
-    """Of tensors as they are now; computed on their devices, read later, so that nothing waits for a GPU.
-
-    Args:
-        tensors: of which this process holds a replica; of a sharded one its own shard.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """Queue the computation on each device."""
-        self._sums: dict[torch.device, Tensor] = {}
-        pending: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for piece in _pieces(tensors):
-            waiting = pending.setdefault((piece.device, piece.dtype), [])
-            if sum(len(one) for one in waiting) + len(piece) > _block(piece.device):
-                self._take(waiting)
-                waiting.clear()
-            waiting.append(piece)
-        for waiting in pending.values():
-            self._take(waiting)
-
-    def _take(self, pieces: list[Tensor]) -> None:
-        if not pieces:
-            return
-        bits = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(torch.int64, copy=True)
-        added = bits.mul_(_integers(bits.device)[: len(bits)]).sum()
-        before = self._sums.get(bits.device)
-        self._sums[bits.device] = added if before is None else before * _STEP + added
-
-    def value(self) -> int:
-        """The checksum, 0 <= value < 2^64; waits for the devices."""
-        total = 0
-        for one in self._sums.values():
-            total = (total * _STEP + int(one.item())) % _WORD
-        return total
-
-
-def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The entries of this process as flat integers, in pieces of a block at most."""
-    for tensor in tensors:
-        for part in _plain(tensor):
-            flat = (torch.view_as_real(part) if part.is_complex() else part).flatten()
-            yield from flat.view(_AS_INTEGER[flat.element_size()]).split(_block(flat.device))
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors of numbers that this process holds of one that may be sharded, quantized or not loaded."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
-    elif not tensor.is_meta:
-        yield tensor
-
-
-def _block(device: torch.device) -> int:
-    return _BLOCK.get(device.type, _LARGE_BLOCK)
-
-
-@functools.cache
-def _integers(device: torch.device) -> Tensor:
-    """(block,) int64: random, public, the same on every process."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**63), 2**63 - 1, (_block(device),), generator=generator, dtype=torch.int64).to(device)
 
 
 class Replicas:

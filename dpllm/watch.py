@@ -26,11 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dpllm.checksums import Checksum, pieces, values
+
 _DURING = "during a private step, by the model's forward pass, the loss or the collator"
-_CHUNK = 1 << 20  # words of a checksum multiplied at a time
-_SEED = 0x64706C6C6D  # of the checksum's multipliers
-_MODULUS = 2**64
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Stamp = tuple[tuple[int, int], ...]
 """Address and version of each piece of a tensor on this process."""
@@ -347,22 +345,8 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter]]:
     yield from enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _pieces(tensor: Any) -> list[Tensor]:
-    """The plain tensors of this process that hold a tensor's values."""
-    if tensor is None or tensor.is_meta:
-        return []
-    shard = getattr(tensor, "ds_tensor", None)  # ZeRO-3 gathers the parameter from it, and empties it again
-    if shard is not None:
-        return [shard] if shard.numel() and not shard.is_meta else []
-    if isinstance(tensor, DTensor):
-        return _pieces(tensor.to_local())
-    if hasattr(tensor, "__tensor_flatten__"):  # quantised weights, made of several tensors
-        return [piece for name in tensor.__tensor_flatten__()[0] for piece in _pieces(getattr(tensor, name))]
-    return [tensor]
-
-
 def _stamp(tensor: Any) -> Stamp:
-    return tuple((piece.data_ptr(), 0 if piece.is_inference() else piece._version) for piece in _pieces(tensor))
+    return tuple((piece.data_ptr(), 0 if piece.is_inference() else piece._version) for piece in pieces(tensor))
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
@@ -387,53 +371,6 @@ def _has_grown(fixed: _Fixed, tensor: Any) -> bool:
     return _checksums([tensor.narrow(longer[0], 0, fixed.shape[longer[0]])]) == [fixed.checksum]
 
 
-def _checksums(tensors: list[Any]) -> list[int]:
-    """A 64-bit checksum of the bits of each tensor, with one read per device.
-
-    Each word is multiplied by an odd pseudo-random number of its place, and the products are added up modulo 2^64: a
-    change of any single word changes the sum, and others go unseen with a probability of about 2^-63.
-
-    >>> first, second, third = torch.zeros(9), torch.zeros(9), torch.zeros(9).index_fill_(0, torch.tensor(4), 1e-30)
-    >>> sums = _checksums([first, second, third])
-    >>> sums[0] == sums[1], sums[0] == sums[2]
-    (True, False)
-    """
-    parts: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for number, tensor in enumerate(tensors):
-        for place, piece in enumerate(_pieces(tensor)):
-            total = _sum_of_bits(piece.detach()) * (2 * place + 1) + piece.numel()
-            parts.setdefault(total.device, []).append((number, total))
-    sums = [0] * len(tensors)
-    for found in parts.values():
-        values = torch.stack([total for _, total in found]).tolist()
-        for (number, _), value in zip(found, values, strict=True):
-            sums[number] = (sums[number] * 3 + value) % _MODULUS
-    return sums
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """A scalar of 64 bits on the tensor's device."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    flat = tensor.contiguous().view(-1)
-    words = flat.view(torch.uint8) if flat.dtype == torch.bool else flat.view(_INTEGERS[flat.element_size()])
-    num_bytes = words.numel() * words.element_size()
-    if num_bytes % 8 == 0 and words.data_ptr() % 8 == 0 and words.storage_offset() * words.element_size() % 8 == 0:
-        words = words.view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for block, chunk in enumerate(words.split(_CHUNK)):
-        factors = _multipliers(words.device)[: chunk.numel()]
-        total = total * 3 + (chunk * factors).sum(dtype=torch.int64) * (2 * block + 1)
-    return total
-
-
-_FACTORS: dict[torch.device, Tensor] = {}
-
-
-def _multipliers(device: torch.device) -> Tensor:
-    """(_CHUNK,) odd numbers of 64 bits, the same always."""
-    if device not in _FACTORS:
-        generator = torch.Generator().manual_seed(_SEED)
-        numbers = torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator, dtype=torch.int64)
-        _FACTORS[device] = (numbers * 2 + 1).to(device)
-    return _FACTORS[device]
+def _checksums(tensors: Iterable[Any]) -> list[int]:
+    """Of each tensor, with one read per device."""
+    return values([Checksum([tensor]) for tensor in tensors])

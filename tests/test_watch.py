@@ -193,6 +193,17 @@ def test_a_write_past_the_version_counter_is_found_before_a_save_and_at_the_end(
     assert run.ledger.num_steps == 4
 
 
+def test_signs_that_change_past_the_version_counter_are_found(tmp_path):
+    """In pairs, of which sums of whole machine words see nothing."""
+    model = network()
+    model[0].weight.requires_grad_(False)
+    run, optimizer = run_of(tmp_path, model)
+    take(run, optimizer)
+    model[0].weight.data.view(-1)[1::2].neg_()
+    with pytest.raises(WatchError, match=r"frozen parameter 0\.weight changed"):
+        run.finish()
+
+
 def test_a_checkpoint_that_accelerate_loads_in_mid_run_is_taken_over(tmp_path):
     """It writes to weights and buffers, and says so by `load_state_dict`."""
     model = Around(Same())
