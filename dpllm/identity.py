@@ -112,15 +112,26 @@ def check_checkpoint(ledger: str | Path, checkpoint: str | Path) -> None:
 def adopt(folder: str | Path) -> int:
     """Declare that the copy of a ledger in this folder is the one that goes on; see `dpllm.ledger.require_own_file`.
 
-    The report then has an open point that says so. A budget entry still refuses a copy whose original went on.
+    The ledger then has an open point that says so; `dpllm.model_card.adopt_run` writes report and card again. A budget
+    entry still refuses a copy whose original went on.
+
+    Args:
+        folder: of a run.
 
     Returns:
         The steps that it charges.
 
     Raises:
-        LedgerError: there is no ledger, it was edited, or a run is writing it.
+        LedgerError: there is no ledger, it was edited, or a run is writing it; or the folder is a checkpoint, whose
+            manifest names its copy of the ledger.
     """
-    path = Path(folder) / LEDGER_FILE
+    folder = Path(folder)
+    if (folder / checkpoints.MANIFEST_FILE).is_file():
+        raise LedgerError(
+            f"{folder} is a checkpoint: it is resumed under the ledger of its run's folder, and its own copy stays as "
+            f"it was saved. Run `dpllm adopt {folder.parent}`, the folder that the run goes on in"
+        )
+    path = folder / LEDGER_FILE
     if is_being_written(path):
         raise LedgerError(f"{path} is being written by a run at this moment: wait for its end")
     with Ledger.annotate(path) as ledger:

@@ -12,12 +12,13 @@ huggingface/hub-docs, says which are verified). The guarantee is therefore a blo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from dpllm.checkpoints import MANIFEST_FILE
 from dpllm.config import TASKS, nearest
+from dpllm.identity import adopt
 from dpllm.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.plan import PLAN_FILE, PrivacyPlan, format_epsilon
 from dpllm.report import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
@@ -52,6 +55,7 @@ _MECHANISM = {
 }
 _NOT_KEPT = ("differential_privacy", "model-index", "metrics", "base_model", "base_model_relation", "library_name")
 _BASE_TAG = re.compile(r"base_model:(?:[a-z]+:)?(.+)")
+_PRIVACY_HEADING = "## Privacy"
 _FILES = {
     MARKDOWN_FILE: "the whole privacy report: accounting, assumptions, parameters",
     HTML_FILE: "the same as a page with pictures",
@@ -163,6 +167,9 @@ def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> dict[str, Any]:
 def add_audit(folder: str | Path, file: str, summary: str) -> None:
     """Write an audit's verdict into the ledger of a run's folder, and its report and card again.
 
+    Nothing is written into a checkpoint, whose manifest names its copy of the ledger: the verdict stays in the audit's
+    own file there.
+
     Args:
         folder: of the run.
         file: name of the audit's results in it.
@@ -172,10 +179,34 @@ def add_audit(folder: str | Path, file: str, summary: str) -> None:
         ValueError: the folder holds no plan or no ledger, or a run is writing it.
     """
     folder = Path(folder)
-    before = add_notes(folder, {})
+    if (folder / MANIFEST_FILE).is_file():
+        return
     digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()
-    with Ledger.annotate(folder / LEDGER_FILE) as ledger:
+    with _rewritten(folder), Ledger.annotate(folder / LEDGER_FILE) as ledger:
         ledger.append_audit(file, digest, summary)
+
+
+def adopt_run(folder: str | Path) -> int:
+    """Adopt the copy of a run's folder (`dpllm.identity.adopt`), and write its report and card again if it has them.
+
+    Returns:
+        The steps that its ledger charges.
+
+    Raises:
+        ValueError: as `dpllm.identity.adopt`; or the folder has a report and no plan, or its report is damaged. Nothing
+            is adopted then.
+    """
+    folder = Path(folder)
+    reported = any((folder / name).is_file() for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE))
+    with _rewritten(folder) if reported else contextlib.nullcontext():
+        return adopt(folder)
+
+
+@contextlib.contextmanager
+def _rewritten(folder: Path) -> Iterator[None]:
+    """Write report and card again after the block has added lines to the ledger."""
+    before = add_notes(folder, {})
+    yield
     plan, contents = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
     after = write_report(folder, plan, contents, notes_in(folder))
     renew_open_points(folder, before, after)
@@ -200,9 +231,11 @@ def renew_open_points(folder: str | Path, before: Mapping[str, Any], after: Mapp
         return
     old, new = ("\n\n".join(_open_points(report["open_points"])) for report in (before, after))
     text = path.read_text(encoding="utf-8")
-    if old and old != new:
+    if old != new:
+        where = f"{old}\n\n" if old else f"{_PRIVACY_HEADING}\n\n"  # which follows them
+        kept = "" if old else where
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(text.replace(f"{old}\n\n", f"{new}\n\n" if new else "", 1), encoding="utf-8")
+        temporary.write_text(text.replace(where, (f"{new}\n\n" if new else "") + kept, 1), encoding="utf-8")
         os.replace(temporary, path)
 
 
@@ -348,10 +381,10 @@ def guarantee_section(report: Mapping[str, Any]) -> list[str]:
     """Return the blocks of Markdown that state the guarantee."""
     statement, strength, definition = report["statement"], report["strength"], report["definition"]
     if not statement["private"]:
-        return ["## Privacy", strength["words"]]
+        return [_PRIVACY_HEADING, strength["words"]]
     rows = [f"| {name} | {format_epsilon(float(value))} |" for name, value in report["accounting"]["epsilon"].items()]
     return [
-        "## Privacy",
+        _PRIVACY_HEADING,
         statement["words"],
         "\n".join(["| adjacency | ε |", "| --- | --- |", *rows]),
         _list(

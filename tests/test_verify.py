@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from dpllm import verify as verify_module
 from dpllm.checkpoints import checkpoint_folder, latest_whole, prepare_staging, publish
+from dpllm.cli import app
 from dpllm.config import PRETRAINED_FOLDER, PrivacyConfig
-from dpllm.identity import adopt, note_release, snapshot
+from dpllm.identity import ADOPTED, adopt, note_release, snapshot
 from dpllm.ledger import LEDGER_FILE, Ledger, read_ledger
-from dpllm.model_card import CARD_FILE, add_audit, write_model_card
+from dpllm.model_card import CARD_FILE, add_audit, adopt_run, renew_open_points, write_model_card
 from dpllm.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.report import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, json_text, privacy_report, write_report
 from dpllm.verify import Verification, verification_rows, verify
@@ -437,6 +439,52 @@ def test_a_checkpoint_stays_whole_when_people_note_something(released: Path) -> 
     checkpoint = next(released.glob("checkpoint-*"))
     (checkpoint / CARD_FILE).write_text("a card with what people noted")
     assert failed(verify(released)) == {}
+    assert latest_whole(released) == (checkpoint, [])
+
+
+def test_a_folder_that_is_adopted_agrees_with_its_ledger(released: Path) -> None:
+    """Report and card are written again and have the open point, also a card that had none."""
+    for notes in (NOTES, dataclasses.replace(NOTES, audience="all", other_uses="none", audit="none")):
+        plan, contents = PrivacyPlan.load(released / PLAN_FILE), read_ledger(released / LEDGER_FILE)
+        write_model_card(
+            released, write_report(released, plan, contents, notes), base_model="org/base", task=None, adapter=False
+        )
+        assert CliRunner().invoke(app, ["adopt", str(released)]).exit_code == 0
+        assert failed(verify(released)) == {}
+        for name in (MARKDOWN_FILE, CARD_FILE):
+            assert ADOPTED in (released / name).read_text(encoding="utf-8")
+
+
+def test_open_points_come_and_go_in_a_card(tmp_path: Path) -> None:
+    """They are before the guarantee, whether or not the card had any."""
+    card = tmp_path / CARD_FILE
+    card.write_text("# A model\n\n## Privacy\n\nWords.\n")
+
+    def renew(before: list[str], after: list[str]) -> str:
+        renew_open_points(tmp_path, {"open_points": before}, {"open_points": after})
+        return card.read_text(encoding="utf-8")
+
+    assert "# A model" in renew([], ["one", "two"]) and "- one\n- two\n\n## Privacy\n" in card.read_text()
+    assert "- one\n\n## Privacy\n" in renew(["one", "two"], ["one"])
+    assert renew(["one"], []) == "# A model\n\n## Privacy\n\nWords.\n"
+
+
+def test_a_folder_without_a_report_gets_none_when_it_is_adopted(run: Path) -> None:
+    """A run that crashed before it wrote one is only adopted."""
+    for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE, CARD_FILE):
+        (run / name).unlink()
+    assert adopt_run(run) == NUM_STEPS
+    assert sorted(path.name for path in run.iterdir()) == sorted([LEDGER_FILE, PLAN_FILE])
+
+
+def test_a_checkpoint_stays_whole_when_it_is_adopted_or_audited(released: Path) -> None:
+    """Its copy of the ledger is in its manifest: adopting names the run's folder, and a verdict stays in its file."""
+    checkpoint = next(released.glob("checkpoint-*"))
+    result = CliRunner().invoke(app, ["adopt", str(checkpoint)])
+    assert result.exit_code == 2 and "is a checkpoint" in result.stderr
+    assert f"dpllm adopt {released}" in " ".join(result.stderr.split())
+    (checkpoint / "audit.json").write_text("{}")
+    add_audit(checkpoint, "audit.json", "consistent")
     assert latest_whole(released) == (checkpoint, [])
 
 

@@ -76,11 +76,11 @@ def adopt(output_dir: OutputDir, as_json: AsJson = False) -> None:
     """Declare that this copy of a run's folder is the one that goes on, and that no other copy does.
 
     Needed once before a resume where the folder was copied, moved to another file system or restored. The report then
-    has an open point that says so.
+    has an open point that says so: report and model card are written again where they exist.
     """
-    from dpllm.identity import adopt as adopt_folder
+    from dpllm.model_card import adopt_run
 
-    steps = adopt_folder(output_dir)
+    steps = adopt_run(output_dir)
     if as_json:
         show_json({"folder": str(output_dir), "steps_charged": steps})
     else:
