@@ -55,6 +55,9 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "dataloader_drop_last": (False, "a step's batch is what was drawn; nothing of it may be dropped"),
     "full_determinism": (False, "it fixes random seeds for the whole process, and with them what should be secret"),
 }
+# What the classes of arguments, optimizers and schedules raise for values that they cannot use. Anything else, such as
+# a lack of memory, is no mistake in a recipe.
+_UNUSABLE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, AssertionError, ImportError, OSError)
 # Optimizers that update inside backward() or scale by the loss, before clipping and noise have taken place.
 _REFUSED_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 
@@ -79,7 +82,7 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
     given = {name: value for name, value in section.items() if value is not None}  # null: the default
     try:
         return TrainingArguments(**{**_processes_on_cpu(), **given})
-    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError, OSError) as error:
+    except (*_UNUSABLE, NotImplementedError) as error:
         raise ConfigError(f"train: {' '.join(str(error).split())}") from error
 
 
@@ -112,7 +115,9 @@ def check_optimizer(args: TrainingArguments) -> None:
             num_training_steps=num_steps,
             scheduler_specific_kwargs=dict(schedule or {}),
         )
-    except Exception as error:  # of classes of other libraries, each with errors of its own
+    except torch.OutOfMemoryError:  # a RuntimeError
+        raise
+    except (*_UNUSABLE, RuntimeError) as error:
         shown = ", ".join(f"{key}={value}" for key, value in options.items() if value is not None)
         raise ConfigError(
             f"{shown} cannot be used: {' '.join(str(error).split())[:300]}. Change it, or leave it out for the default"

@@ -43,7 +43,7 @@ from dpllm import accounting
 from dpllm.accounting import History, Step
 from dpllm.config import ADJACENCIES, MAX_TARGET_EPSILON, UNITS
 from dpllm.identity import require_prefix
-from dpllm.ledger import LedgerError
+from dpllm.ledger import LedgerError, sync_folder
 from dpllm.ledger_reader import LedgerHead
 from dpllm.plan import PrivacyPlan, format_epsilon
 from dpllm.values import between, choice, integer
@@ -565,12 +565,7 @@ def _write(budget: Budget) -> None:
             f"{budget.path} can't be written ({error.strerror}), and is as it was. Make room on the disk and start "
             "again"
         ) from error
-    with contextlib.suppress(PermissionError):  # some systems don't let folders be opened
-        folder = os.open(budget.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    sync_folder(budget.path.parent)
 
 
 def _digest(body: dict[str, Any]) -> str:

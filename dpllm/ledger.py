@@ -89,7 +89,7 @@ class Ledger:
                 "empty output folder"
             ) from error
         _lock(path, descriptor)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
         ledger = cls(path, descriptor)
         ledger._append_run(plan, public, budget)
         return ledger
@@ -431,7 +431,7 @@ def _fields_of(step: Step) -> dict[str, Any]:
     return {name: getattr(step, name) for name in STEP_FIELDS}
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a new file's name durable, where the system lets folders be opened."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)

@@ -183,23 +183,18 @@ def read_ledger(path: str | Path) -> LedgerContents:
     Raises:
         LedgerError: the file is missing, or a line was edited, lost, moved or added; the message gives its number.
     """
-    try:
-        return LedgerReader(Path(path)).contents
-    except LedgerError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        raise LedgerError(
-            f"{path} lacks a field that this version of dpllm needs, or holds another kind of value "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}). Read it with the version that wrote it, "
-            "or restore the file from a copy"
-        ) from error
+    return LedgerReader(Path(path)).contents
 
 
 class LedgerReader:
     """One pass over a ledger file."""
 
     def __init__(self, path: Path, wanted: str | None = None) -> None:
-        """Read the file; ``wanted``: the hash of a line to look for."""
+        """Read the file; ``wanted``: the hash of a line to look for.
+
+        Raises:
+            LedgerError: as `read_ledger`.
+        """
         self.steps_at_wanted: int | None = None
         self._wanted = wanted
         try:
@@ -218,7 +213,16 @@ class LedgerReader:
             lines.pop()
         self.num_lines = len(lines)
         self.num_bytes = len(data)
-        self._read(lines)
+        try:
+            self._read(lines)
+        except LedgerError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+            raise LedgerError(
+                f"{path} lacks a field that this version of dpllm needs, or holds another kind of value "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:200]}). Read it with the version that wrote "
+                "it, or restore the file from a copy"
+            ) from error
         self.contents.chain = self.chain
         if not self.contents.runs:
             raise LedgerError(f"{path} names no run, so nothing was charged: start in an empty output folder")

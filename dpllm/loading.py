@@ -37,7 +37,7 @@ def load_pretrained(auto: Any, name: str, new_head: bool, **options: Any) -> Any
         model, info = auto.from_pretrained(name, output_loading_info=True, **options)
     except (torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception as error:  # libraries of others read files of others: each damage has an error of its own
+    except Exception as error:  # any: damage is a SafetensorError, UnpicklingError, BadZipFile, ...; all refuse
         raise not_loaded("model", name, error) from error
     refuse_mismatch(model, info, name, new_head)
     return model

@@ -81,7 +81,9 @@ def load_tokenizer(model: ModelConfig, public_texts: Iterable[str] | None = None
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # libraries of others read files of others: each damage has an error of its own
+    except MemoryError:
+        raise
+    except Exception as error:  # any: tokenizers raises Exception itself for a file that it cannot read; all refuse
         raise not_loaded("tokenizer", name, error) from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:

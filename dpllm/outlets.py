@@ -7,7 +7,6 @@ takes files from an allow-list (`dpllm.publishing`).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
@@ -30,6 +29,11 @@ from dpllm.report import ReleaseNotes, notes_in, write_report
 from dpllm.shared_ledger import SharedLedger
 
 logger = logging.get_logger(__name__)
+
+LOST_NOTES = (
+    "An earlier report in this folder could not be read, so this one lacks the notes in it (an audit, other uses of "
+    "the data). Note them again with `dpllm report`, or confirm that there were none."
+)
 
 
 class Outlets(Trainer):
@@ -162,7 +166,8 @@ class Outlets(Trainer):
         if folder.resolve() != self.ledger.path.parent.resolve():
             self.plan.save(folder / PLAN_FILE)
             (folder / LEDGER_FILE).write_bytes(self.ledger.path.read_bytes())
-        report = write_report(folder, self.plan, read_ledger(self.ledger.path), self._notes_for(folder))
+        notes = self._notes_for(folder)  # first: what it finds is an open point of this report
+        report = write_report(folder, self.plan, read_ledger(self.ledger.path), notes)
         if not with_card:
             return
         config = getattr(self.model, "config", None)
@@ -180,14 +185,15 @@ class Outlets(Trainer):
         assert self.ledger is not None
         if folder.resolve() != self.ledger.path.parent.resolve():  # another run may have been saved there
             return self.notes
-        with contextlib.suppress(ValueError, KeyError, TypeError, OSError):  # an older report, or a damaged one
+        try:
             earlier = notes_in(folder)
-            fields = (item.name for item in dataclasses.fields(ReleaseNotes))
-            return dataclasses.replace(
-                self.notes,
-                **{name: getattr(earlier, name) for name in fields if not getattr(self.notes, name)},
-            )
-        return self.notes
+        except (ValueError, OSError):  # the report is written all the same, and says what it lacks
+            self.ledger.append_open_point(LOST_NOTES)
+            return self.notes
+        fields = (item.name for item in dataclasses.fields(ReleaseNotes))
+        return dataclasses.replace(
+            self.notes, **{name: getattr(earlier, name) for name in fields if not getattr(self.notes, name)}
+        )
 
     @property
     def _is_adapter(self) -> bool:

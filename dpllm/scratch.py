@@ -24,6 +24,7 @@ PREFIX = "dpllm-private-"
 """Beginning of the name of a process's folder."""
 
 _LOCK = "lock"
+_UNLOCKED = f"new-{PREFIX}"  # beginning of the name until the lock is held; such a folder is empty but for the lock
 _folders: dict[int, Path] = {}  # process id -> its folder: a forked child makes one of its own
 _descriptors: list[int] = []
 
@@ -37,19 +38,28 @@ def private_folder() -> Path:
     own = _folders.get(os.getpid())
     if own is not None and own.is_dir():
         return own
-    place = Path(datasets.config.HF_DATASETS_CACHE)
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(place)
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        folder = _made_in(Path(datasets.config.HF_DATASETS_CACHE))
     except OSError:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        folder = _made_in(Path(tempfile.gettempdir()))
+    _folders[os.getpid()] = folder
+    return folder
+
+
+def _made_in(place: Path) -> Path:
+    """Make a folder and hold its lock; it gets its name afterwards, so that no process takes it for an abandoned one.
+
+    Raises:
+        OSError: the place cannot be written.
+    """
+    place.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(place)
+    folder = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=place))
     descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it but this process
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     _descriptors.append(descriptor)
-    _folders[os.getpid()] = folder
-    return folder
+    return folder.rename(place / folder.name.removeprefix("new-"))
 
 
 def remove_private_folder() -> None:

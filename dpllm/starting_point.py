@@ -8,8 +8,8 @@ that it has nothing to do with the private data.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import re
 import unicodedata
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,13 +21,14 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 
 from dpllm.config import RECIPE_FILE, ConfigError, DataConfig
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
-from dpllm.model_card import CARD_FILE, metadata_in
+from dpllm.model_card import CARD_FILE
 from dpllm.records import DataError, required_columns
 
 DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
 """LoRA initialisations computed from training data. PiSSA, OLoRA and LoftQ compute theirs from the weights only."""
 
 _SHORTEST_LINE = 40  # characters of a line within a private text that counts by itself; any text has shorter ones
+_GUARANTEE = re.compile(r"^\W*differential_privacy\b", re.MULTILINE)  # the key of a card's guarantee
 _TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, set[Path]] = weakref.WeakKeyDictionary()
 """Modules that a private run of this process trained, with the folders of the runs."""
 _DECLARE = (
@@ -200,9 +201,10 @@ def _signs_of_private_records(folder: Path) -> list[str]:
         return [
             f"The weights come from {folder}, which the recipe in its {RECIPE_FILE} fine-tuned, and no ledger is there"
         ]
-    with contextlib.suppress(ValueError, OSError):
-        if "differential_privacy" in metadata_in(folder / CARD_FILE):
-            return [f"The weights come from {folder}, a private run by its {CARD_FILE}, whose ledger is not there"]
+    card = folder / CARD_FILE
+    # Looked for in the text, so that a card whose metadata are damaged tells it too.
+    if card.is_file() and _GUARANTEE.search(card.read_text(encoding="utf-8", errors="replace")):
+        return [f"The weights come from {folder}, a private run by its {CARD_FILE}, whose ledger is not there"]
     return []
 
 

@@ -103,6 +103,9 @@ class TrainingLog:
         """
         kept = [entry for entry in self.read() if entry.get("step", 0) <= step] if step else []
         if self.path.exists():
+            if not self.path.read_bytes().endswith(b"\n"):  # a line that a crash cut off would swallow the next one
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write("\n")
             self._append({"resumed_at": step})
         return kept
 

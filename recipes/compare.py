@@ -51,7 +51,7 @@ def main() -> None:
     finetune.use_all_cores()
     try:
         run(load_recipe(options.config, options.overrides), options)
-    except Exception as error:
+    except Exception as error:  # any: nothing goes on after it, and `tell` prints the traceback of a fault
         code = tell(error, (lambda text: None) if finetune.console.quiet and words_of(error) else None)
         if torch.distributed.is_initialized():
             finetune.leave(code)

@@ -64,7 +64,7 @@ def main() -> None:
     except RunCompletedError as done:
         console.print(str(done), markup=False)
         code, together = 0, True
-    except Exception as error:
+    except Exception as error:  # any: nothing goes on after it, and `tell` prints the traceback of a fault
         code = tell(error, (lambda text: None) if console.quiet and words_of(error) else None)
     except KeyboardInterrupt:
         if not console.quiet:

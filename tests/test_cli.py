@@ -430,3 +430,14 @@ def test_accounting_commands_do_not_import_torch() -> None:
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
     children.run([sys.executable, "-c", code])
+
+
+def test_help_does_not_import_the_accounting() -> None:
+    """Help and a mistyped option are there at once: nothing is computed for them."""
+    code = (
+        "import sys; from dpllm.cli import app\n"
+        "try: app(['epsilon', '--help'])\n"
+        "except SystemExit as done: assert not done.code\n"
+        "assert not {'dp_accounting', 'scipy', 'datasets'} & set(sys.modules)"
+    )
+    children.run([sys.executable, "-c", code])

@@ -444,15 +444,7 @@ class TestRealText:
 def test_rows_kept_at_random_are_drawn_and_counted_the_same() -> None:
     """With rows_kept="random" a user's rows are drawn from the generator; without one the numbers are the same."""
     rows = datasets.Dataset.from_dict({"input_ids": [[1]] * 40, "who": ["a"] * 30 + ["b"] * 10})
-    config = PrivacyConfig(
-        clip_norm=1.0,
-        expected_batch_size=1,
-        noise_multiplier=1.0,
-        unit="user",
-        unit_column="who",
-        max_rows_per_unit=5,
-        rows_kept="random",
-    )
+    config = privacy(unit="user", unit_column="who", max_rows_per_unit=5, rows_kept="random")
     first, drawn, again, other = (
         unit_index_of(rows, config, rng) for rng in (None, seeded_rng(1), seeded_rng(1), seeded_rng(2))
     )

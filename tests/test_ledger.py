@@ -12,6 +12,7 @@ import pytest
 
 from dpllm.accounting import Step, epsilon
 from dpllm.ledger import ENTROPY_SEEDED, ENTROPY_SYSTEM, Ledger, LedgerError, is_being_written, read_ledger
+from dpllm.ledger_reader import steps_at
 
 STEP = Step(1000, 0.02, 52, 1.0, 0.5)
 
@@ -178,6 +179,16 @@ def test_damage_is_found_with_its_line(path: Path, damage: Callable[[bytes], byt
     for use in (lambda: read_ledger(path), lambda: Ledger.open(path, PLAN)):
         with pytest.raises(LedgerError, match=f"line {line}: .*ε can't be stated"):
             use()
+
+
+@pytest.mark.parametrize("read", [read_ledger, lambda path: steps_at(path, "0" * 16), Ledger.annotate])
+def test_a_line_of_another_version_is_one_error_however_it_is_read(path: Path, read: Callable[[Path], object]) -> None:
+    """Its hash is right, and a field that this version needs is missing."""
+    write(path, 1)
+    with Ledger.annotate(path) as ledger:
+        ledger._append({"kind": "disclosure", "how_many": 1})
+    with pytest.raises(LedgerError, match=r"lacks a field .*KeyError: 'what'.*restore the file"):
+        read(path)
 
 
 def test_steps_are_consecutive(path: Path) -> None:

@@ -14,6 +14,7 @@ from dpllm.config import ConfigError
 from dpllm.disclosures import EVALUATION_OUTSIDE, FINAL_LOSS, PREDICTION, TRAINING_LOSS
 from dpllm.ledger import read_ledger
 from dpllm.model_card import metadata_in
+from dpllm.outlets import LOST_NOTES
 from dpllm.plan import format_epsilon
 from dpllm.publishing import PublishError, files_to_publish, require_publishable
 from dpllm.report import ReleaseNotes
@@ -291,6 +292,19 @@ def test_a_readme_of_ones_own_is_kept(tmp_path):
     assert (tmp_path / "README.own.md").read_text() == "# How we chose the notes\n"
     assert "differential_privacy" in metadata_in(tmp_path / "README.md")
     assert not (tmp_path / "README.own.2.md").exists()
+
+
+def test_notes_that_cannot_be_read_are_an_open_point_and_not_forgotten(tmp_path):
+    """People may have noted an audit that refutes the run; the report that replaces theirs says that it is missing."""
+    run = trainer(tmp_path, args=arguments(tmp_path, max_steps=1), eval_dataset=rows(8))
+    run.train()
+    run.notes = settled()
+    run.save_model()
+    assert LOST_NOTES not in run.privacy_report()["open_points"]
+    (tmp_path / "privacy_report.json").write_text("{")
+    run.evaluate()
+    assert LOST_NOTES in json.loads((tmp_path / "privacy_report.json").read_text())["open_points"]
+    assert verify(tmp_path).ok
 
 
 def broken_llama(value):

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from transformers import Trainer
 from typer.testing import CliRunner
 
 from dpllm.cli import app
@@ -170,6 +172,18 @@ def test_a_damaged_tokenizer_is_found_before_the_data(tmp_path: Path, text: str)
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(ConfigError, match=r"the tokenizer .* can't be loaded"):
         check_recipe(load_recipe(write_recipe(tmp_path, folder)))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), MemoryError(), KeyboardInterrupt()])
+def test_only_unusable_options_are_mistakes(tmp_path: Path, model: Path, error: BaseException, monkeypatch) -> None:
+    """A GPU without room is no mistake in train.optim, which a user would then change in vain."""
+
+    def optimizer(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(optimizer))
+    with pytest.raises(type(error)):
+        check_recipe(load_recipe(write_recipe(tmp_path, model)))
 
 
 def test_a_classifier_may_have_a_new_head(tmp_path: Path, model: Path) -> None:

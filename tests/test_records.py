@@ -1,10 +1,12 @@
 """Records from where they lie: every one of them, unchanged, or one clear error."""
 
+import fcntl
 import json
 import os
 import stat
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import pytest
 from dpllm.config import ConfigError, DataConfig, PrivacyConfig
 from dpllm.data import unit_index_of
 from dpllm.records import DataError, has_many_copies, load_records, load_train_and_eval, sources_of
-from dpllm.scratch import private_folder, remove_private_folder
+from dpllm.scratch import PREFIX, private_folder, remove_private_folder
 
 SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 needs_shared_data = pytest.mark.skipif(
@@ -27,6 +29,11 @@ TEXTS = ["The ship sails at dawn.", "A short one.", "Nobody knows what the harbo
 
 def config(**values) -> DataConfig:
     return DataConfig(**{"path": "unused", "max_length": 64, **values})
+
+
+def by_user(column: str, max_rows: int) -> PrivacyConfig:
+    mechanism = {"clip_norm": 1, "expected_batch_size": 1, "noise_multiplier": 1}
+    return PrivacyConfig(**mechanism, unit="user", unit_column=column, max_rows_per_unit=max_rows)
 
 
 def write(path: Path, records: list[dict]) -> Path:
@@ -241,14 +248,7 @@ class TestText:
         path = tmp_path / "notes.csv"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         records = load_records(config(path=str(path)))
-        privacy = PrivacyConfig(
-            clip_norm=1,
-            expected_batch_size=10,
-            noise_multiplier=1,
-            unit="user",
-            unit_column="patient",
-            max_rows_per_unit=10,
-        )
+        privacy = by_user("patient", max_rows=10)
         assert len(records) == 24_001 and unit_index_of(records, privacy).num_units == 2401
         assert records["patient"][18] == "00017"
 
@@ -444,20 +444,39 @@ def test_copies_of_private_text_are_for_the_owner_only(tmp_path, monkeypatch):
     assert not list((tmp_path / "cache").iterdir()) and records["text"][:] == ["secret"]
 
 
-def test_the_folder_of_a_killed_process_is_removed(tmp_path, monkeypatch):
-    """The next process finds that nobody holds its lock; a living one's folder stays."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+@pytest.mark.parametrize("cache", [".", "a file/cache"])
+def test_the_folder_of_a_killed_process_is_removed(tmp_path, monkeypatch, cache):
+    """The next process finds that nobody holds its lock, also in the temporary folder; a living one's folder stays."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / cache)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("dpllm.scratch._folders", {})
+    (tmp_path / "a file").touch()
     code = (
         "import os, dpllm.scratch as s, datasets; datasets.config.HF_DATASETS_CACHE = os.environ['PLACE']; "
         "s.private_folder(); os._exit(9)"
     )
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PLACE": str(tmp_path)}, check=False)
-    assert len(list(tmp_path.iterdir())) == 1
+    places = {"PLACE": str(tmp_path / cache), "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **places}, check=False)
+    assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 1
     own = private_folder()
-    assert list(tmp_path.iterdir()) == [own]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "a file", own]
     monkeypatch.setattr("dpllm.scratch._folders", {})
     assert private_folder() != own and own.exists()
+
+
+def test_no_folder_has_its_name_before_it_is_locked(tmp_path, monkeypatch):
+    """Processes of one run begin together: one that looks at this moment would take it for abandoned."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr("dpllm.scratch._folders", {})
+    seen = []
+
+    def look(descriptor, operation):
+        seen.append(list(tmp_path.glob(f"{PREFIX}*")))
+        return flock(descriptor, operation)
+
+    flock = fcntl.flock
+    monkeypatch.setattr("dpllm.scratch.fcntl.flock", look)
+    assert private_folder().is_dir() and seen == [[]]
 
 
 @needs_shared_data
@@ -475,10 +494,7 @@ def test_whole_users_are_held_out(tmp_path):
     rows = [{"text": f"note {number}", "who": f"p{int(rng.integers(60))}"} for number in range(600)]
     (tmp_path / "notes.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     config = DataConfig(path=str(tmp_path / "notes.jsonl"), max_length=8, eval_fraction=0.2)
-    privacy = PrivacyConfig(
-        clip_norm=1, expected_batch_size=1, noise_multiplier=1, unit="user", unit_column="who", max_rows_per_unit=4
-    )
-    train, held_out = load_train_and_eval(config, privacy)
+    train, held_out = load_train_and_eval(config, by_user("who", max_rows=4))
     assert not set(train["who"]) & set(held_out["who"]) and len(set(held_out["who"])) == 12
     assert sorted([*train["text"], *held_out["text"]]) == sorted(row["text"] for row in rows)
 

@@ -119,6 +119,7 @@ def test_weights_of_an_earlier_private_run_are_refused_or_declared(tmp_path):
     [
         ("recipe.yaml", "data: {path: private.jsonl}", "which the recipe in its recipe.yaml fine-tuned"),
         ("README.md", "---\ndifferential_privacy:\n  private: true\n---\n", "a private run by its README.md"),
+        ("README.md", "---\nlicense: [\ndifferential_privacy:\n---\n", "a private run by its README.md"),
     ],
 )
 def test_weights_that_were_trained_on_private_records_are_known_without_a_ledger(tmp_path, name, text, match):

@@ -112,6 +112,18 @@ def test_a_half_line_of_a_crash_is_left_out(tmp_path):
     assert [entry["loss"] for entry in log.read()] == [1.0, 3.0]
 
 
+def test_a_half_line_does_not_swallow_the_mark_of_a_resumed_run(tmp_path):
+    """Otherwise the losses of lost steps would be there twice."""
+    log = TrainingLog(tmp_path)
+    log.append({"loss": 1.0, "step": 1})
+    log.append({"loss": 2.0, "step": 2})
+    with log.path.open("a") as file:
+        file.write('{"loss": 3.0, "st')
+    log.begin(1)
+    log.append({"loss": 2.5, "step": 2})
+    assert [entry["loss"] for entry in log.read()] == [1.0, 2.5]
+
+
 def test_a_callback_that_saves_a_random_state_stops_the_save(tmp_path):
     """As the Trainer itself did."""
 

@@ -122,41 +122,40 @@ def one_run_bounds(
     return [*bounds, LowerBound(name, found, of_curve(perfect)[0], *rungs[best], how, refuted)]
 
 
-def refutes_in_one_run(
-    scores: NDArray[np.float64],
-    included: NDArray[np.bool_],
-    delta: float,
-    confidence: float,
-    history: History,
-    tests: int = 1,
-) -> bool:
-    """Return whether a bound of `one_run_bounds` refutes the claim, without computing the bounds."""
-    scores, included = checked(scores, included, delta, confidence)
-    rungs, claim = _ladder(scores, included), claimed_epsilon(history, delta)
-    member = plan_family(history, delta).member(1.0)
-    error = (1 - confidence) / (2 * tests * len(rungs))
-    return any(
-        _one_run_p_value(len(scores), *rung, claim, delta) < error
-        or _refuted_in_one_run(len(scores), *rung, member, error)
-        for rung in rungs
-    )
+class Claim:
+    """The ε of a history at δ, and whether scores refute it, without computing the bounds.
 
+    Args:
+        history: the steps that are claimed.
+        delta: δ of the claim.
+        confidence: of all bounds together.
+        tests: how many tests the same coins are used for; the error is divided by it.
+    """
 
-def refutes_in_trials(
-    scores: NDArray[np.float64],
-    included: NDArray[np.bool_],
-    delta: float,
-    confidence: float,
-    history: History,
-    tests: int = 1,
-) -> bool:
-    """Return whether a bound of `trial_bounds` refutes the claim, without computing the bounds."""
-    scores, included = checked(scores, included, delta, confidence)
-    begin = math.ceil(CHOOSING_SHARE * len(scores))
-    threshold = _best_threshold(scores[:begin], included[:begin])
-    found = _rate_bounds(scores[begin:] > threshold, included[begin:], (1 - confidence) / (2 * tests))
-    member, claim = plan_family(history, delta).member(1.0), claimed_epsilon(history, delta)
-    return _epsilon_of_rates(*found, delta) > claim or found[1] < member.least_fpr(found[0])
+    def __init__(self, history: History, delta: float, confidence: float, tests: int) -> None:
+        """Compute ε and the curve of the claim."""
+        self._epsilon, self._member = claimed_epsilon(history, delta), plan_family(history, delta).member(1.0)
+        self._delta, self._confidence, self._tests = delta, confidence, tests
+
+    def refuted_in_one_run(self, scores: NDArray[np.float64], included: NDArray[np.bool_]) -> bool:
+        """Return whether a bound of `one_run_bounds` refutes the claim."""
+        scores, included = checked(scores, included, self._delta, self._confidence)
+        rungs = _ladder(scores, included)
+        error = (1 - self._confidence) / (2 * self._tests * len(rungs))
+        return any(
+            _one_run_p_value(len(scores), *rung, self._epsilon, self._delta) < error
+            or _refuted_in_one_run(len(scores), *rung, self._member, error)
+            for rung in rungs
+        )
+
+    def refuted_in_trials(self, scores: NDArray[np.float64], included: NDArray[np.bool_]) -> bool:
+        """Return whether a bound of `trial_bounds` refutes the claim."""
+        scores, included = checked(scores, included, self._delta, self._confidence)
+        begin = math.ceil(CHOOSING_SHARE * len(scores))
+        threshold = _best_threshold(scores[:begin], included[:begin])
+        error = (1 - self._confidence) / (2 * self._tests)
+        found = _rate_bounds(scores[begin:] > threshold, included[begin:], error)
+        return _epsilon_of_rates(*found, self._delta) > self._epsilon or found[1] < self._member.least_fpr(found[0])
 
 
 def claimed_epsilon(history: History, delta: float) -> float:

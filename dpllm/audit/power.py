@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 from dpllm.accounting import History, epsilon, merge
-from dpllm.audit.bounds import CONFIDENCE, refutes_in_one_run, refutes_in_trials
+from dpllm.audit.bounds import CONFIDENCE, Claim
 from dpllm.audit.families import gaussian_epsilon
 
 WEAKER = {"σ/√2": math.sqrt(2), "σ/2": 2.0}
@@ -54,30 +54,19 @@ def power(
     >>> power([(Step(None, 1.0, None, 1.0), 1)], 1e-5, in_trials=1000)["σ/2"] > 0.9
     True
     """
+    claim = Claim(history, delta, confidence, tests)
     return {
-        name: _share(history, factor, delta, in_one_run, in_trials, confidence, tests)
-        for name, factor in WEAKER.items()
+        name: _share(claim, _mu_of(history, factor, delta), in_one_run, in_trials) for name, factor in WEAKER.items()
     }
 
 
-def _share(
-    history: History,
-    factor: float,
-    delta: float,
-    in_one_run: int,
-    in_trials: int,
-    confidence: float,
-    tests: int,
-) -> float:
-    mu = _mu_of(history, factor, delta)
+def _share(claim: Claim, mu: float, in_one_run: int, in_trials: int) -> float:
     rng = np.random.default_rng(_SEED)
     seen = 0
     for _ in range(_SIMULATIONS):
-        found = False
-        if in_one_run:
-            found = refutes_in_one_run(*_draw(in_one_run, mu, rng), delta, confidence, history, tests)
+        found = bool(in_one_run) and claim.refuted_in_one_run(*_draw(in_one_run, mu, rng))
         if in_trials and not found:
-            found = refutes_in_trials(*_draw(in_trials, mu, rng), delta, confidence, history, tests)
+            found = claim.refuted_in_trials(*_draw(in_trials, mu, rng))
         seen += found
     return seen / _SIMULATIONS
 

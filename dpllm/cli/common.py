@@ -41,7 +41,7 @@ def one_line_errors(command: _Command) -> _Command:
             command(*args, **kwargs)
         except (typer.Exit, typer.Abort):
             raise
-        except Exception as error:
+        except Exception as error:  # any: nothing goes on after it, and `tell` prints the traceback of a fault
             raise typer.Exit(tell(error, lambda text: typer.echo(text, err=True))) from error
 
     return guarded  # type: ignore[return-value]

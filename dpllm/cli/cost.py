@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpllm import accounting
 from dpllm.cli.common import (
     Adjacency,
     AsJson,
@@ -24,7 +23,11 @@ from dpllm.cli.common import (
     show_table,
 )
 from dpllm.config import ADJACENCIES
-from dpllm.plan import format_epsilon
+
+if TYPE_CHECKING:
+    from dpllm.accounting import History, Step
+
+# The accounting brings dp_accounting and scipy with it, which take a second: it is imported where a number is computed.
 
 
 def register(app: typer.Typer) -> None:
@@ -39,7 +42,9 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: dpllm compose runs/first runs/second")(compose)
 
 
-def _method(history: accounting.History, adjacency: str) -> dict[str, Any]:
+def _method(history: History, adjacency: str) -> dict[str, Any]:
+    from dpllm import accounting
+
     return {
         "method": "PLD",
         "tool": accounting.TOOL,
@@ -48,8 +53,11 @@ def _method(history: accounting.History, adjacency: str) -> dict[str, Any]:
     }
 
 
-def _cost(step: accounting.Step, steps: int, delta: float, adjacency: str) -> tuple[dict[str, Any], list[Any]]:
+def _cost(step: Step, steps: int, delta: float, adjacency: str) -> tuple[dict[str, Any], list[Any]]:
     """Return what a run of one kind of step costs: values for machines, and rows for people."""
+    from dpllm import accounting
+    from dpllm.plan import format_epsilon
+
     history = [(step, steps)]
     if adjacency not in ADJACENCIES:
         raise ValueError(f"adjacency must be one of {', '.join(ADJACENCIES)}, got {adjacency!r}")
@@ -111,7 +119,10 @@ def epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Print the ε that a run costs."""
-    step = accounting.Step(num_units, sampling_rate, max_batch_size, noise_multiplier, rows_per_unit=rows_per_unit)
+    from dpllm.accounting import Step
+    from dpllm.plan import format_epsilon
+
+    step = Step(num_units, sampling_rate, max_batch_size, noise_multiplier, rows_per_unit=rows_per_unit)
     values, rows = _cost(step, steps, delta, adjacency)
     if best_of is not None:
         _tuning(step, steps, delta, best_of, values, rows)
@@ -119,7 +130,7 @@ def epsilon(
         _cross_check(step, steps, delta, values, rows)
         show(values, rows, "What the run costs", as_json)
         return
-    from dpllm.comparison import compare as compare_methods  # scipy and two more accountants only here
+    from dpllm.comparison import compare as compare_methods  # two more accountants only here
 
     methods = compare_methods([(step, steps)], delta, adjacency)
     if as_json:
@@ -137,11 +148,10 @@ def epsilon(
     )
 
 
-def _cross_check(
-    step: accounting.Step, steps: int, delta: float, values: dict[str, Any], rows: list[tuple[str, str]]
-) -> None:
+def _cross_check(step: Step, steps: int, delta: float, values: dict[str, Any], rows: list[tuple[str, str]]) -> None:
     """Add ε by the PRV accountant, an independent way to compute it; it knows no truncation and no single rows."""
     from dpllm.comparison import prv_epsilon
+    from dpllm.plan import format_epsilon
 
     found = prv_epsilon([(step, steps)], delta)
     values["prv"] = None if found is None else {name: getattr(found, name) for name in ("lower", "estimate", "upper")}
@@ -155,7 +165,7 @@ def _cross_check(
 
 
 def _tuning(
-    step: accounting.Step,
+    step: Step,
     steps: int,
     delta: float,
     mean_runs: float,
@@ -164,6 +174,7 @@ def _tuning(
 ) -> None:
     """Add ε of releasing the best of a random number of runs."""
     from dpllm.comparison import best_of_epsilon
+    from dpllm.plan import format_epsilon
 
     found = best_of_epsilon([(step, steps)], delta, mean_runs)
     if found is None:
@@ -186,6 +197,8 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Print the smallest noise multiplier σ that keeps a run within a target ε."""
+    from dpllm import accounting
+
     noise_multiplier = accounting.calibrate_noise_multiplier(
         target_epsilon, delta, sampling_rate, steps, num_units, max_batch_size, adjacency, rows_per_unit
     )

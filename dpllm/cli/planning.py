@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,7 +12,9 @@ from rich.table import Table
 from dpllm.cli.common import AsJson, one_line_errors, show
 from dpllm.cli.sweeping import UTILIZATION, Setting, run_sweep
 from dpllm.config import Recipe, load_recipe
-from dpllm.plan import PrivacyPlan, format_plan
+
+if TYPE_CHECKING:
+    from dpllm.plan import PrivacyPlan
 
 Memory = Annotated[bool, typer.Option("--memory", help="Print memory and communication per GPU instead, on paper.")]
 Sweep = Annotated[
@@ -150,6 +152,8 @@ def _plan_of(recipe: Recipe) -> tuple[PrivacyPlan, dict[str, int]]:
 
 
 def _show_plan(path: Path, made: PrivacyPlan, files: dict[str, int], as_json: bool) -> None:
+    from dpllm.plan import format_plan
+
     values = {
         **made.to_dict(),
         "hash": made.hash,

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from dpllm.cli.common import show_json, show_table
 from dpllm.config import Recipe
-from dpllm.plan import PrivacyPlan
 from dpllm.values import integer
+
+if TYPE_CHECKING:
+    from dpllm.plan import PrivacyPlan
 
 UTILIZATION = 0.4
 """Share of a GPU's peak that training is taken to reach where no throughput was measured."""
