@@ -185,6 +185,55 @@ def note_release(ledger: Any, folder: str | Path, before: Mapping[str, tuple[int
         ledger.append_released(_name(folder), files)
 
 
+def note_public_start(ledger: Ledger) -> None:
+    """Append the files of the public training in a new run's folder to its ledger, where there are any."""
+    folder = ledger.path.parent / PRETRAINED_FOLDER
+    names = _own_files(folder)
+    if names:
+        ledger.append_public_start(checkpoints.seal(folder, names))
+
+
+def public_start_differences(contents: LedgerContents, folder: str | Path) -> list[str] | None:
+    """Compare the files of the public training with those that the run began with.
+
+    An adapter is trained on these weights: beside others it is another model.
+
+    Args:
+        contents: what the ledger says.
+        folder: of the run.
+
+    Returns:
+        The files that differ and those that may hold other weights, each with the difference; None where the ledger
+        names none, or the whole folder is not there.
+    """
+    start, named = Path(folder) / PRETRAINED_FOLDER, contents.notes.public_start
+    if named is None or not start.is_dir():
+        return None
+    found = [f"{PRETRAINED_FOLDER}/{name} {what}" for name, what in checkpoints.differing(start, named).items()]
+    added = [name for name in _own_files(start) if name not in named and _may_hold_weights(start / name)]
+    return found + [f"{PRETRAINED_FOLDER}/{name} may hold weights, and the ledger does not name it" for name in added]
+
+
+def require_public_start(ledger: str | Path) -> None:
+    """Make sure, before a run is resumed, that the weights of the public training are those that it began with.
+
+    Raises:
+        LedgerError: they are not.
+    """
+    ledger = Path(ledger)
+    wrong = public_start_differences(read_ledger(ledger), ledger.parent)
+    if wrong:
+        raise LedgerError(
+            f"The run in {ledger.parent} began with other public weights: {'; '.join(wrong)}. Restore "
+            f"{PRETRAINED_FOLDER}/ as the first start wrote it, from a copy, or start a new run in another folder"
+        )
+
+
+def _own_files(folder: Path) -> list[str]:
+    """Names of the files directly in a folder: what `from_pretrained` reads."""
+    return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+
+
 def released_files(contents: LedgerContents, folder: str | Path) -> dict[str, dict[str, Any]] | None:
     """Return the files that a ledger names for the model in a folder, by size and hash; None where it names none.
 

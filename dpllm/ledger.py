@@ -8,9 +8,9 @@ signature: it guards against accidents, and against edits by someone who does no
 
 Kinds of lines: "run" (a process started or resumed), "step", "disclosure" (something that depends on the private data
 was written out, and ε does not cover it), "diagnostic", "fact" (a fact of the run for the report), "open point" (a
-reason not to release before people have settled it), "released" (the files of a saved model, by hash), "audit" (the
-verdict of an audit), "adopted" (people took this copy of the file for the ledger), "recovered" (the line before was
-torn by a crash), "end".
+reason not to release before people have settled it), "public start" (the files of the public training that the run
+began with, by hash), "released" (the files of a saved model, by hash), "audit" (the verdict of an audit), "adopted"
+(people took this copy of the file for the ledger), "recovered" (the line before was torn by a crash), "end".
 """
 
 from __future__ import annotations
@@ -214,6 +214,10 @@ class Ledger:
             files: name in the folder to {"size", "hashed", "sha256"} (`dpllm.checkpoints.seal`).
         """
         self._append({"kind": "released", "folder": folder, "files": {name: dict(files[name]) for name in files}})
+
+    def append_public_start(self, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Note the files of the public training that the run begins with, as `append_released` does."""
+        self._append({"kind": "public start", "files": {name: dict(files[name]) for name in files}})
 
     def append_audit(self, file: str, sha256: str, summary: str) -> None:
         """Note the verdict of an audit of the run's model, which the report then shows.

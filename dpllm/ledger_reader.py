@@ -30,6 +30,7 @@ _OTHER_KINDS = (
     "diagnostic",
     "fact",
     "open point",
+    "public start",
     "released",
     "audit",
     "adopted",
@@ -84,6 +85,8 @@ class LedgerNotes:
     """Reasons not to release before people have settled them, each once."""
     released: list[dict[str, Any]] = field(default_factory=list)
     """What was saved for release: {"folder": name, "files": {name: {"size", "hashed", "sha256"}}} each."""
+    public_start: dict[str, dict[str, Any]] | None = None
+    """Files of the public training that the run began with, as in ``released``; None where it names none."""
     audits: list[dict[str, Any]] = field(default_factory=list)
     """Audits of the run's model: {"file", "sha256", "summary"} each, in their order."""
     stopped_independently: bool = False
@@ -308,6 +311,8 @@ class LedgerReader:
             contents.notes.add_fact(entry["name"], entry["value"])
         elif kind == "open point":
             contents.notes.add_open_point(entry["text"])
+        elif kind == "public start":
+            contents.notes.public_start = entry["files"]
         elif kind == "released":
             contents.notes.released.append(entry)
         elif kind == "audit":

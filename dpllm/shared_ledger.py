@@ -9,7 +9,7 @@ from typing import Any
 
 from dpllm.accounting import Step
 from dpllm.budget import charge, check_entry, mark, settle
-from dpllm.identity import COMPLETED, STOPPED_EARLY, require_prefix
+from dpllm.identity import COMPLETED, STOPPED_EARLY, note_public_start, require_prefix, require_public_start
 from dpllm.ledger import Ledger, LedgerError, read_ledger
 from dpllm.ledger_reader import LedgerHead
 from dpllm.plan import PLAN_FILE, PrivacyPlan
@@ -73,6 +73,7 @@ class SharedLedger:
                 ledger = Ledger.create(path, plan, public=public, budget=named)
                 mark(budget_file, entry, ledger.head)
             plan.save(Path(path).parent / PLAN_FILE)
+            note_public_start(ledger)
             for what, count in written_out.items():
                 ledger.append_disclosure(what, count)
             return ledger, None if entry is None or budget_file is None else (budget_file, entry)
@@ -98,8 +99,8 @@ class SharedLedger:
             contents: hash of the rows, compared with those of the first start (`dpllm.same_rows`); None: not compared.
 
         Raises:
-            LedgerError: it is missing, edited, a copy, of another plan or of other rows; the plan beside it is missing
-                or another one; or the budget file isn't the one that it names.
+            LedgerError: it is missing, edited, a copy, of another plan, of other rows or other public weights; the plan
+                beside it is missing or another one; or the budget file isn't the one that it names.
             BudgetError: what the run gave back when it ended is needed again, and was spent by others; or the run went
                 on in another copy of the folder.
         """
@@ -124,6 +125,8 @@ class SharedLedger:
                     f"{Path(path).parent / PLAN_FILE} is another plan than the one of this run. Restore the file that "
                     "the run wrote, and resume with the configuration of the first start"
                 )
+            if ours:
+                require_public_start(path)
             if ours and contents is not None:
                 points.append(compare_rows(path, contents))
             if named is None or budget_file is None:

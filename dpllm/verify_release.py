@@ -14,9 +14,11 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from dpllm import checkpoints
+from dpllm.config import PRETRAINED_FOLDER
 from dpllm.identity import (
     check_checkpoint,
     checkpoints_in,
+    public_start_differences,
     released_files,
     steps_of_weights,
     unnamed_in_checkpoint,
@@ -60,6 +62,8 @@ def release_checks(folder: Path, contents: LedgerContents) -> Iterator[_Result]:
         contents: what the ledger in it says.
     """
     yield _weights(folder, contents)
+    if contents.notes.public_start is not None:
+        yield _public_start(folder, contents)
     yield _steps(folder, contents)
     found = list(checkpoints_in(folder))
     if found:
@@ -90,6 +94,14 @@ def _weights(folder: Path, contents: LedgerContents) -> _Result:
     beside = [name for name in others if name not in _KNOWN]
     more = f"; not named by the ledger, and not covered by ε for that reason: {_some(beside)}" if beside else ""
     return what, True, f"{len(named)} files as the ledger names them{more}"
+
+
+def _public_start(folder: Path, contents: LedgerContents) -> _Result:
+    what = "the public weights are those that the run began with"
+    wrong = public_start_differences(contents, folder)
+    if wrong is None:
+        return what, True, f"{PRETRAINED_FOLDER}/ is not in this folder"
+    return what, not wrong, _some(wrong) if wrong else f"{len(contents.notes.public_start or ())} files"
 
 
 def _steps(folder: Path, contents: LedgerContents) -> _Result:

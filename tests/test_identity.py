@@ -13,11 +13,13 @@ from typer.testing import CliRunner
 from dpllm.budget import BudgetError, create_budget, read_budget
 from dpllm.checkpoints import checkpoint_folder, prepare_staging, publish
 from dpllm.cli import app
+from dpllm.config import PRETRAINED_FOLDER
 from dpllm.identity import ADOPTED, check_checkpoint, is_finished, note_release, snapshot
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.plan import PLAN_FILE
 from dpllm.processes import Processes
 from dpllm.shared_ledger import SharedLedger
+from dpllm.verify import verify
 from tests.test_guard import plan_of
 
 PLAN = dataclasses.replace(plan_of(0.8), num_steps=10, dataset="mail")
@@ -117,6 +119,35 @@ def test_a_plan_that_was_edited_or_deleted_is_refused_at_resume(tmp_path: Path) 
     with pytest.raises(ValueError, match="can't be read"):
         resume(tmp_path)
     assert len(read_ledger(tmp_path / LEDGER_FILE).runs) == 1
+
+
+def test_a_run_goes_on_with_the_public_weights_that_it_began_with(tmp_path: Path) -> None:
+    """They are named by hash when the run starts; others, or weights beside them, are refused and found by verify."""
+    public = tmp_path / PRETRAINED_FOLDER
+    (public / "checkpoint-1").mkdir(parents=True)
+    (public / "model.safetensors").write_text("public")
+    (public / "config.json").write_text("{}")
+    (public / "checkpoint-1" / "model.safetensors").write_text("half way")
+    begin(tmp_path, 1)
+    resume(tmp_path).close()
+
+    def compared() -> tuple[bool, str]:
+        what = "the public weights are those that the run began with"
+        return next((check.ok, check.detail) for check in verify(tmp_path).checks if check.what == what)
+
+    assert compared() == (True, "2 files")
+    (public / "model.safetensors").write_text("PUBLIC")
+    with pytest.raises(LedgerError, match=r"other public weights: public_pretrain/model.safetensors is not what was"):
+        resume(tmp_path)
+    assert not compared()[0] and "public_pretrain/model.safetensors is not what was saved" in compared()[1]
+    (public / "model.safetensors").write_text("public")
+    (public / "adapter_model.bin").write_text("more")
+    with pytest.raises(LedgerError, match=r"public_pretrain/adapter_model.bin may hold weights"):
+        resume(tmp_path)
+    assert not compared()[0]
+    shutil.rmtree(public)
+    assert compared() == (True, "public_pretrain/ is not in this folder")
+    assert len(read_ledger(tmp_path / LEDGER_FILE).runs) == 2
 
 
 def test_a_run_is_finished_when_it_ended_and_its_model_is_there(tmp_path: Path) -> None:
