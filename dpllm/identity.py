@@ -150,13 +150,19 @@ def is_finished(folder: str | Path) -> bool:
     if not path.is_file():
         return False
     contents = read_ledger(path)
-    ended = contents.end is not None and contents.end.startswith(COMPLETED)
     own = [release for release in contents.notes.released if release["folder"] == _name(folder)]
-    return ended and bool(own) and not checkpoints.differing(folder, own[-1]["files"])
+    return ended_as_planned(contents) and bool(own) and not checkpoints.differing(folder, own[-1]["files"])
+
+
+def ended_as_planned(contents: LedgerContents) -> bool:
+    """Return whether the last run of a ledger ended with all planned steps charged."""
+    return contents.end is not None and contents.end.startswith((COMPLETED, STOPPED_AT_BUDGET))
 
 
 COMPLETED = "completed"
 """How the reason of an end begins when all planned steps were charged."""
+STOPPED_AT_BUDGET = "stopped at the budget"
+"""How it begins when the plan has fewer steps than were asked for, since ε allows no more, and all are charged."""
 STOPPED_EARLY = "stopped early"
 """The reason of an end with fewer steps than planned."""
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpllm.checkpoints import CheckpointError, latest_whole
+from dpllm.checkpoints import CheckpointError, differing, latest_whole
 from dpllm.config import ConfigError
+from dpllm.identity import ended_as_planned, steps_of_weights
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.processes import Processes
 from dpllm.shared_folder import require_shared_folder
 
 AUTO_RESUME = "auto"
-_COMPLETED = "completed"
 
 
 class RunCompletedError(ConfigError):
@@ -67,7 +67,7 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
             )
         return Restart(False, False)
     ledger = read_ledger(folder / LEDGER_FILE)
-    if ledger.end == _COMPLETED:
+    if ended_as_planned(ledger):
         raise RunCompletedError(
             f"The run in {folder} is completed ({ledger.num_steps} steps); there is nothing to resume. Set "
             "train.output_dir to another folder for another run"
@@ -82,6 +82,31 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
             "and save more often (train.save_steps)"
         )
     return Restart(False, False)  # nothing was charged: a new run may begin over it (`dpllm.unused`)
+
+
+def refuse_to_go_back(folder: str | Path, checkpoint: str | Path) -> None:
+    """Make sure that the finished model of a run is not replaced by older weights.
+
+    All steps of such a run are charged, so a resume takes none and would save the checkpoint's weights as the model. A
+    run whose last save failed has no finished model, and can be resumed to write one.
+
+    Args:
+        folder: of the run.
+        checkpoint: that is to be resumed.
+
+    Raises:
+        CheckpointError: the run ended as planned, its model is in the folder, and the checkpoint has taken fewer steps.
+    """
+    ledger, taken = read_ledger(Path(folder) / LEDGER_FILE), steps_of_weights(checkpoint)
+    if taken is None or taken >= ledger.num_steps or not ended_as_planned(ledger):
+        return
+    if any(not differing(folder, release["files"]) for release in reversed(ledger.notes.released)):
+        raise CheckpointError(
+            f"The run in {folder} is completed ({ledger.num_steps} steps) and its model is there; {checkpoint} has "
+            f"taken {taken}. A resume would take no step and replace the model by older weights. To use the older "
+            f"weights, load {checkpoint}, whose report states the same ε; for another run, set train.output_dir to "
+            "another folder"
+        )
 
 
 def begin_in(folder: str | Path, wanted: str | bool | None, processes: Processes) -> Restart:

@@ -49,7 +49,7 @@ from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.fetching import fetch_rows, refuse_ignored, refuse_replaced
 from dpllm.ghost import Forms, GhostClipper
-from dpllm.identity import COMPLETED, check_checkpoint, note_release, snapshot
+from dpllm.identity import COMPLETED, STOPPED_AT_BUDGET, check_checkpoint, note_release, snapshot
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.lengths import Limits, row_lengths
 from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
@@ -61,7 +61,7 @@ from dpllm.plan import PrivacyPlan
 from dpllm.preflight import require_positions
 from dpllm.processes import Processes
 from dpllm.report import ReleaseNotes, privacy_report, write_report
-from dpllm.restarting import begin_in
+from dpllm.restarting import begin_in, refuse_to_go_back
 from dpllm.run import PrivateRun, TrainingRows
 from dpllm.sampling import seeded_rng
 from dpllm.shared_ledger import SharedLedger
@@ -305,7 +305,7 @@ class DPTrainer(CoveredTrainer):
         wanted = self.plan.num_steps_wanted
         if wanted is None or (self.ledger is not None and self.ledger.num_steps < self.plan.num_steps):
             return COMPLETED  # the ledger says "stopped early" where steps are missing
-        return f"stopped at the budget, after {self.plan.num_steps} of {wanted} steps"
+        return f"{STOPPED_AT_BUDGET}, after {self.plan.num_steps} of {wanted} steps"
 
     def _draw_of_rows(self) -> np.random.Generator:
         """For the rows that a user with too many keeps: secret, and the same on every process."""
@@ -521,7 +521,7 @@ def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Pro
         processes: all of them call this together.
 
     Raises:
-        CheckpointError: the one that was asked for isn't whole, or none is.
+        CheckpointError: the one that was asked for isn't whole, or none is; or the run is completed, and it is older.
         LedgerError: it is of another run than the folder's ledger, or the ledger was cut or restored from a copy.
     """
     if not wanted:
@@ -530,6 +530,7 @@ def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Pro
     def find() -> Path:
         checkpoint = whole()
         check_checkpoint(folder / LEDGER_FILE, checkpoint)
+        refuse_to_go_back(folder, checkpoint)
         return checkpoint
 
     def whole() -> Path:

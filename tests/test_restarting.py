@@ -68,3 +68,13 @@ def test_a_completed_run_is_left_alone(tmp_path):
     with pytest.raises(RunCompletedError, match=r"is completed \(2 steps\); there is nothing to resume"):
         trainer(tmp_path, args=arguments(tmp_path, max_steps=2)).train(resume_from_checkpoint="auto")
     assert (tmp_path / LEDGER_FILE).read_bytes() == before and read_ledger(tmp_path / LEDGER_FILE).end == "completed"
+
+
+def test_a_run_that_ended_at_its_budget_is_left_alone(tmp_path):
+    """Its planned steps are charged, so a restart would only write an older checkpoint over its model."""
+    ledger(tmp_path, 3)
+    checkpoint(tmp_path, 2)
+    with Ledger.annotate(tmp_path / LEDGER_FILE) as opened:
+        opened.append_end("stopped at the budget, after 3 of 9 steps")
+    with pytest.raises(RunCompletedError, match=r"is completed \(3 steps\)"):
+        restart_of(tmp_path, "auto")

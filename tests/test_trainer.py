@@ -631,6 +631,24 @@ def test_nothing_can_be_reported_or_disclosed_before_training(tmp_path):
         run.disclose("evaluation")
 
 
+@pytest.mark.parametrize("wanted", ["checkpoint-2", True])
+def test_a_finished_model_is_not_replaced_by_older_weights(tmp_path, wanted):
+    """No step is left, so a resume from an older checkpoint would save its weights over the model."""
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    run = trainer(tmp_path, args=arguments(tmp_path, **settings))
+    run.train()
+    run.save_model()
+    if wanted is True:
+        shutil.rmtree(tmp_path / "checkpoint-4")  # the latest is older than the model
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    again = trainer(tmp_path, args=arguments(tmp_path, **settings))
+    with pytest.raises(
+        CheckpointError, match=r"completed \(4 steps\) and its model is there; .*checkpoint-2 has taken 2"
+    ):
+        again.train(resume_from_checkpoint=wanted if wanted is True else str(tmp_path / wanted))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_a_run_whose_steps_are_all_charged_can_still_write_its_model(tmp_path):
     """The last save was lost: no step is taken again, the weights are the checkpoint's, ε is that of all steps."""
     settings = {"save_strategy": "steps", "save_steps": 3}
