@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from dpllm.run import TrainingRows
     from dpllm.step import Engine
 
-SHARE = 1 / 8
-"""Rows of a check as a share of those of a step, where a step has enough; a run of 100 steps has seven checks."""
+FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)
+"""Rows run together in the first check of a process and in later ones: at least, as a share of those of a step, and at
+most. A run of 100 steps has eight checks (benchmarks/results.md has their cost)."""
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """How far a row's loss and norm may differ, by the coarsest dtype of the pass; `FINE` for float32 and float64.
 
@@ -47,7 +48,6 @@ Relative to the larger of the loss and 1. Sound models differ by at most 4e-6 in
 1.5e-4 (benchmarks/independence.py).
 """
 FINE = 2e-5
-_MOST_ROWS = 64  # of a microbatch of the check
 _MOST_CANDIDATES = 1 << 20  # rows that those of a check are chosen from
 _SHORTEST = 8  # rows looked at for the shortest one with a target
 _LOOSEST = 500  # times the tolerance: how far norms of units that are clipped may differ where the loss is nearly 0
@@ -188,7 +188,6 @@ class IndependenceCheck:
                 return passes, self._worst(passes, first)
             except torch.OutOfMemoryError as error:
                 message = str(error)
-            self._clipper.forget()
             free_memory()
             if self._engine.lockstep or wanted == 1:
                 raise MicrobatchTooLargeError(
@@ -217,22 +216,10 @@ class IndependenceCheck:
         """A function's result here, and whether ``is_true`` of it on each process.
 
         Raises:
-            Exception: what the function raised on this process, or `IndependenceError` with what it raised on another.
+            Exception: what the function raised on this process, or on another.
         """
-        error: Exception | None = None
-        result: Any = None
-        try:
-            result = function()
-        except Exception as raised:  # the others wait for this process
-            self._clipper.forget()
-            error = raised
-        everywhere = self._engine.processes.gather((str(error), True) if error else (None, is_true(result)))
-        if error is not None:
-            raise error
-        for text, _ in everywhere:
-            if text is not None:
-                raise IndependenceError(text)
-        return result, [flag for _, flag in everywhere]
+        result = self._engine.processes.together(function)
+        return result, self._engine.processes.gather(is_true(result))
 
     def count(self, numbers: Sequence[int]) -> None:
         """Count rows that go through the model."""
@@ -243,7 +230,8 @@ class IndependenceCheck:
 
 def _rows_wanted(per_step: float, first: bool) -> int:
     """Rows that are run together: few, unless a step has many more."""
-    return min(_MOST_ROWS, max(4 if first else 2, int(per_step * SHARE) - 3))
+    least, share, most = FIRST if first else LATER
+    return min(most, max(least, int(per_step * share)))
 
 
 @dataclass(frozen=True)
@@ -390,14 +378,12 @@ class _Passes:
             seed: of the global generators; None: that of the check.
             start: of the numbers that `Repeatable` gives; None: ``seed``.
         """
-        clipper = self._check._clipper
         with self._repeatable(self._check._seed if seed is None else seed, start):
             taken = self._taken(company)
             loss_B = self._losses(company, taken.inputs)
-            norm_B = clipper.clip(loss_B, taken.unit_index).norms
+            norm_B = self._check._clipper.clip(loss_B, taken.unit_index).norms
             self._on_gpu |= loss_B.is_cuda
             values = torch.stack([loss_B.detach().double(), norm_B.double()], 1).tolist()
-        clipper.forget()
         return [
             Seen(row, place, loss, norm, company)
             for place, (row, (loss, norm)) in enumerate(zip(company.numbers, values, strict=True))
@@ -415,7 +401,6 @@ class _Passes:
         with self._repeatable(self._check._seed):
             taken = self._taken(company)
             self._check._clipper.check_rows(lambda: self._losses(company, taken.inputs), taken.unit_index)
-        self._check._clipper.forget()
 
     def is_random(self) -> bool:
         """Whether the shortest row alone comes out differently with other random numbers."""
@@ -447,7 +432,10 @@ class _Passes:
     @contextlib.contextmanager
     def _repeatable(self, seed: int, start: int | None = None) -> Iterator[None]:
         with same_randomness(seed), Repeatable(self._check._rows.packed, seed if start is None else start) as mode:
-            yield
+            try:
+                yield
+            finally:
+                self._check._clipper.forget()  # also what broke off
         self._dtype = max(self._dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
 

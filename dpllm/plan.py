@@ -73,6 +73,33 @@ class PrivacyPlan:
     seeded: bool = False
     """Whether sampling and noise come from a fixed seed; then nothing is private."""
 
+    @classmethod
+    def untruncated(
+        cls, num_units: int, batch: int, num_steps: int, noise_multiplier: float, clip_norm: float, delta: float
+    ) -> PrivacyPlan:
+        """Return a plan of plain Poisson sampling of single sequences, for audits and benchmarks.
+
+        Args:
+            num_units: N.
+            batch: b, which is expected; as many as there are may be drawn.
+            num_steps: T.
+            noise_multiplier: σ.
+            clip_norm: C.
+            delta: δ.
+        """
+        return cls(
+            unit="sequence",
+            adjacency="zero-out",
+            num_units=num_units,
+            sampling_rate=batch / num_units,
+            expected_batch_size=batch,
+            max_batch_size=num_units,
+            num_steps=num_steps,
+            noise_multiplier=noise_multiplier,
+            clip_norm=clip_norm,
+            delta=delta,
+        )
+
     def __post_init__(self) -> None:
         """Check that the numbers fit together."""
         checks = {

@@ -218,34 +218,20 @@ def test_a_collator_that_mixes_rows_in_some_microbatches_is_refused(chance, tmp_
         run.train()
 
 
-def test_a_coupling_after_the_last_check_by_powers_of_two_is_refused_before_the_last_step(tmp_path):
-    """It starts with the 6th of 7 steps; the checks before were at 1, 2 and 4."""
+@pytest.mark.parametrize(("steps", "found"), [(7, 7), (10, 8)], ids=["before the last step", "by the next check"])
+def test_a_coupling_that_starts_later_is_refused(steps, found, tmp_path):
+    """Steps 1, 2 and 4 pass. It starts with the 6th; the next check is before the 8th or the last. All stay charged."""
     run = trainer(
         tmp_path,
         llama(),
-        steps=7,
+        steps=steps,
         compute_loss_func=lambda outputs, labels: (
             over_detached_mean if run.state.global_step >= 5 else lambda o, y: per_sequence_loss(o.logits, y)
         )(outputs, labels),
     )
     with pytest.raises(IndependenceError, match=DEPENDS):
         run.train()
-    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 7
-
-
-def test_a_coupling_that_starts_later_is_refused_by_the_next_check(tmp_path):
-    """Steps 1, 2, 4 pass; it starts with the 6th and is found before the 8th. The steps stay charged."""
-    run = trainer(
-        tmp_path,
-        llama(),
-        steps=10,
-        compute_loss_func=lambda outputs, labels: (
-            over_detached_mean if run.state.global_step >= 5 else lambda o, y: per_sequence_loss(o.logits, y)
-        )(outputs, labels),
-    )
-    with pytest.raises(IndependenceError, match=DEPENDS):
-        run.train()
-    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 8
+    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == found
 
 
 class BatchScaled(nn.Module):

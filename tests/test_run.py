@@ -83,6 +83,15 @@ def loss_of(model, inputs):
     return (model(rows[:, :-1]).squeeze(1) - rows[:, -1]).square()
 
 
+def attached(folder, plan, seed=None):
+    """A run of this plan, the model it is attached to, and the optimizer."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    run = PrivateRun(plan, rows_of(), ledger_of(folder, plan), seed)
+    run.attach(model, optimizer)
+    return run, model, optimizer
+
+
 @pytest.mark.parametrize(
     ("plan", "units", "match"),
     [
@@ -192,19 +201,14 @@ def test_two_runs_of_one_plan_draw_other_units_and_other_noise(tmp_path):
 
 def test_a_step_over_no_unit_is_taken_and_charged(tmp_path):
     """Noise alone; skipping the step would tell that nobody was drawn."""
-    plan, model = plan_of(seeded=True), network()
-    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan), seed=7)
-    run.attach(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    run, model, _ = attached(tmp_path, plan_of(seeded=True), seed=7)
     done = run.step(run.choose([]), loss_of)
     assert done.num_units == 0 and run.ledger.num_steps == 1 and all(p.grad.all() for p in model.parameters())
 
 
 def test_steps_beyond_the_plan_are_refused(tmp_path):
     """However many are drawn."""
-    plan, model = plan_of(num_steps=2), network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
-    run.attach(model, optimizer)
+    run, model, optimizer = attached(tmp_path, plan_of(num_steps=2))
     with pytest.raises(ValueError, match="All 2 steps of the plan are taken"):
         loop(run, model, optimizer, 3)
     assert read_ledger(run.ledger.path).num_steps == 2
@@ -212,9 +216,7 @@ def test_steps_beyond_the_plan_are_refused(tmp_path):
 
 def test_a_unit_with_a_gradient_that_is_not_finite_is_counted(tmp_path):
     """It contributes zero, and the report says how many did."""
-    plan, model = plan_of(seeded=True), network()
-    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan), seed=7)
-    run.attach(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    run, model, _ = attached(tmp_path, plan_of(seeded=True), seed=7)
 
     def broken(module, inputs):
         first = inputs["rows"][:, 0] == rows_of().fetch(np.array([0]))[0][0]
@@ -227,10 +229,7 @@ def test_a_unit_with_a_gradient_that_is_not_finite_is_counted(tmp_path):
 
 def test_a_model_is_as_before_after_detach(tmp_path):
     """No hook stays, and it can be trained without privacy, for instance on public data."""
-    plan, model = plan_of(), network()
-    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    run.attach(model, optimizer)
+    run, model, optimizer = attached(tmp_path, plan_of())
     loop(run, model, optimizer, 1)
     with pytest.raises(GhostError, match=r"backward\(\) was called on a loss directly"):
         loss_of(model, rows_of().collate(rows_of().fetch(np.arange(3)))).sum().backward()
@@ -241,9 +240,7 @@ def test_a_model_is_as_before_after_detach(tmp_path):
 
 def test_a_gradient_that_autograd_leaves_between_microbatches_is_refused(tmp_path):
     """A second loss with its own backward() would be released unclipped."""
-    plan, model = plan_of(0.0), network()
-    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
-    run.attach(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    run, *_ = attached(tmp_path, plan_of(0.0))
 
     def decayed(module, inputs):
         losses = loss_of(module, inputs)
@@ -371,10 +368,7 @@ def _with_optimizer(model):
 
 def test_only_the_outstanding_draw_is_stepped_over_and_once(tmp_path):
     """Chosen units, a draw that was used, one that was changed and an older one are refused."""
-    plan, model = plan_of(num_steps=6), network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
-    run.attach(model, optimizer)
+    run, _, optimizer = attached(tmp_path, plan_of(num_steps=6))
     with pytest.raises(DrawError, match="There is no draw to step over"):
         run.step(np.arange(8), loss_of)
     first = next(run.draws(1))

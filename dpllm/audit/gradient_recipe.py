@@ -104,17 +104,8 @@ class Settings:
                 f"A sampling rate of {self.sampling_rate:g} of {num_units} units is no whole number of units: take "
                 f"{max(1, batch)}/{num_units} = {max(1, batch) / num_units:g}, or other numbers of units"
             )
-        return PrivacyPlan(
-            unit="sequence",
-            adjacency="zero-out",
-            num_units=num_units,
-            sampling_rate=batch / num_units,
-            expected_batch_size=batch,
-            max_batch_size=num_units,
-            num_steps=self.blocks * self.steps,
-            noise_multiplier=self.noise_multiplier,
-            clip_norm=clip_norm,
-            delta=self.delta,
+        return PrivacyPlan.untruncated(
+            num_units, batch, self.blocks * self.steps, self.noise_multiplier, clip_norm, self.delta
         )
 
 

@@ -40,18 +40,7 @@ class Charged:
 
 def plan_of(num_units: int, batch: int, noise_multiplier: float, num_steps: int) -> PrivacyPlan:
     """Plain Poisson sampling: nothing is cut off."""
-    return PrivacyPlan(
-        unit="sequence",
-        adjacency="zero-out",
-        num_units=num_units,
-        sampling_rate=batch / num_units,
-        expected_batch_size=batch,
-        max_batch_size=num_units,
-        num_steps=num_steps,
-        noise_multiplier=noise_multiplier,
-        clip_norm=CLIP_NORM,
-        delta=1e-5,
-    )
+    return PrivacyPlan.untruncated(num_units, batch, num_steps, noise_multiplier, CLIP_NORM, delta=1e-5)
 
 
 def vectors(*lengths: float) -> tuple[nn.Module, TrainingRows, Callable]:
