@@ -22,6 +22,7 @@ resumed from a step that every machine holds whole.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -49,6 +50,7 @@ _DEEPSPEED_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_\w+\.pt$")
 _FSDP_SHARD = re.compile(r"(?:^|/)__(\d+)_\d+\.distcp$")
 _REPLACED = re.compile(r"replaced-checkpoint-(\d+)")
 _MAX_THREADS = 8
+_LITTLE_ROOM = 2**30  # bytes free; below, a failed save may be the disk's
 
 
 class CheckpointError(ValueError):
@@ -540,12 +542,15 @@ def _not_saved(staging: Path, output_dir: Path, error: BaseException, name: str 
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
     last = None if getattr(error, "filename", None) else _last_written(staging)
     where = f"; the last file written is {last}" if last else ""
-    free = shutil.disk_usage(output_dir).free / 1e6 if output_dir.is_dir() else 0.0
+    free = shutil.disk_usage(output_dir).free if output_dir.is_dir() else 0
+    # Writing libraries raise errors of their own on a full disk; a disk with room is none of the causes.
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < _LITTLE_ROOM
+    room = f"{free / 1e6:,.1f} MB are free on this disk. Make room, or mend" if full else "Mend"
     whole, _ = latest_whole(output_dir)
     remedy = f"resume from {whole}, which is whole" if whole else "there is no whole checkpoint before it"
     return CheckpointError(
-        f"{name or staging.name} could not be saved ({reason}{where}); {free:,.1f} MB are free on this disk. Make "
-        f"room, or mend what the error names; {remedy}. Steps taken since then stay charged"
+        f"{name or staging.name} could not be saved ({reason}{where}). {room} what the error names; {remedy}. Steps "
+        f"taken since then stay charged"
     )
 
 

@@ -20,7 +20,7 @@ import datasets
 import torch
 import torch.distributed
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from dpllm import DPTrainer, load_recipe
@@ -65,6 +65,7 @@ def main() -> None:
         console.print(str(done), markup=False)
         code, together = 0, True
     except Exception as error:  # any: nothing goes on after it, and `tell` prints the traceback of a fault
+        get_error_handler().record_exception(error)  # `record` sees the exit code only
         code = tell(error, (lambda text: None) if console.quiet and words_of(error) else None)
     except KeyboardInterrupt:
         if not console.quiet:

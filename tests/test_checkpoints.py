@@ -514,6 +514,17 @@ def test_errors_while_saving_name_what_there_is(tmp_path: Path) -> None:
         raise CheckpointError("as it is")
 
 
+def test_a_fault_on_a_disk_with_room_does_not_ask_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that cannot be written is named; the disk is mentioned only where it may be the cause."""
+    usage = shutil.disk_usage(tmp_path)
+    for free, asked in ((58 * 10**12, False), (10**6, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: usage._replace(free=free))
+        with pytest.raises(CheckpointError, match=r"TypeError: .*set is not JSON") as caught, saving(tmp_path, 2):
+            json.dumps({1})
+        assert ("Make room" in str(caught.value)) == asked == ("are free on this disk" in str(caught.value))
+        assert "end what the error names" in str(caught.value) and "\n" not in str(caught.value)
+
+
 SHARDS = ["global_step2/zero_pp_rank_{}_mp_rank_00_optim_states.pt", "global_step2/mp_rank_00_model_states.pt"]
 
 

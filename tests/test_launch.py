@@ -282,6 +282,14 @@ def test_trainer_v2():
     assert words[-2:] == ["train.output_dir=/output/dpllm", "train.resume_from_checkpoint=auto"]
 
 
+def test_interfaces_are_named_and_the_network_is_to_be_trusted():
+    """What the processes compare goes over gloo, so its interface is named beside NCCL's; nothing is encrypted."""
+    for manifest in ("kubernetes.yaml", "kubernetes_trainjob.yaml"):
+        text = (ROOT / "launch" / manifest).read_text()
+        assert all(f"name: {name}_SOCKET_IFNAME" in text for name in ("NCCL", "GLOO"))
+    assert "has to be trusted" in (ROOT / "launch/README.md").read_text()
+
+
 def test_placeholders():
     """The image and the claims are no values that a cluster would accept, so they can't be forgotten."""
     text = (ROOT / "launch/kubernetes.yaml").read_text()

@@ -202,6 +202,40 @@ def test_a_mistake_is_one_line_and_exit_code_two(finetune, tmp_path, monkeypatch
     assert printed.startswith("error: ") and message in printed and printed.count("\n") == 1
 
 
+def test_the_launcher_is_told_which_process_failed_and_of_what(finetune, tmp_path, monkeypatch, capsys):
+    """In the file that torch's launcher names to each worker; it shows the first of them."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--config", str(tmp_path / "nowhere.yaml")])
+    with pytest.raises(SystemExit):
+        finetune.main()
+    told = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert "nowhere.yaml: can't be read" in (told if isinstance(told, str) else told["message"])
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_private_text_that_is_declared_public_is_refused(finetune, tmp_path):
+    """Before anything is trained, also under another name; nothing of it is written."""
+    overrides = [
+        *small_run(tmp_path, FOLDER / "gpt2_e2e_full.yaml"),
+        *("public_pretrain.train.max_steps=1", "public_pretrain.train.use_cpu=true"),
+        *("public_pretrain.data.max_length=32", "public_pretrain.data.format=prompt_completion"),
+        *(
+            "public_pretrain.data.prompt_column=meaning_representation",
+            "public_pretrain.data.completion_column=human_reference",
+        ),
+    ]
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes((tmp_path / "data.jsonl").read_bytes())
+    for public in (tmp_path / "data.jsonl", copy):
+        recipe = load_recipe(FOLDER / "gpt2_e2e_full.yaml", [*overrides, f"public_pretrain.data.path={public}"])
+        with pytest.raises(
+            ValueError, match=r"public_pretrain\.data\.path=.* shares 40 of 40 records with data\.path="
+        ):
+            finetune.run(recipe)
+    assert not (tmp_path / "out" / "privacy_ledger.jsonl").exists()
+    assert not (tmp_path / "out" / "public_pretrain").exists()
+
+
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_launched_run_on_a_cpu_uses_all_cores(finetune, monkeypatch, launched):
     """`accelerate launch` allows one thread; a process started by hand keeps what its user set."""
