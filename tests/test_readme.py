@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from dpllm.cli import app
 from dpllm.config import load_recipe
+from dpllm.data import load_train_and_eval, unit_index_of
 from tests import children
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,6 +96,18 @@ def test_every_dpllm_command_runs(command, workplace, monkeypatch):
                 assert CliRunner().invoke(app, create).exit_code == 0
         result = CliRunner().invoke(app, [*arguments, *more])
         assert result.exit_code == 0 and result.stdout.strip(), result.output
+
+
+def test_the_budget_is_for_the_people_of_its_recipe():
+    """A run on other units than the file's is refused, so the N that the README shows has to be the recipe's."""
+    path = ROOT / "recipes" / "quickstart_users.yaml"
+    recipe = load_recipe(path)
+    records, _ = load_train_and_eval(recipe.data, recipe.privacy)
+    (create,) = (shlex.split(line) for line in commands("dpllm budget create"))
+    shown = int(create[create.index("--num-units") + 1])
+    assert shown == unit_index_of(records, recipe.privacy).num_units
+    for text in (path.read_text(encoding="utf-8"), (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")):
+        assert f"{shown:,}".replace(",", " ") in text
 
 
 FEWER = {
