@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -60,6 +61,34 @@ class Replicas:
             )
 
 
+def check_before_saving(
+    parameters: Mapping[str, nn.Parameter], processes: Processes, error: Exception | None = None
+) -> None:
+    """Make sure that the weights which are to be saved are those of every replica; all processes call this together.
+
+    The last update of a run has no step after it that would find a difference.
+
+    Args:
+        parameters: the trainable parameters by name.
+        processes: all processes of the run.
+        error: what this process found before, which all processes then raise.
+
+    Raises:
+        DisagreementError: replicas differ; the same error on every process.
+        Exception: an ``error`` of the first process that has one.
+    """
+    here = Replicas(parameters, processes)
+    everywhere = processes.gather_numbers([*here.numbers(), float(error is not None)])
+    processes.raise_found(error, [one[-1] for one in everywhere])
+    if differing([one[:-1] for one in everywhere]):
+        raise DisagreementError(
+            "The trainable weights differ between processes after the last update "
+            f"({told_by_rank([_shown(one) for one in everywhere])}), so the model that one of them saves is not the "
+            "model that was trained. Nothing is saved. Give every process the same optimizer, learning rate and "
+            "scheduler, and change weights on all of them alike; then resume from a checkpoint"
+        )
+
+
 def differing(everywhere: Sequence[Sequence[float]]) -> bool:
     """Whether two processes with the same first number differ in the others."""
     first_of: dict[float, Sequence[float]] = {}
@@ -95,8 +124,15 @@ def check_model(model: nn.Module, processes: Processes) -> None:
 
 
 def _replicated(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Parameters that several processes may hold; the partitions of ZeRO-3 have one owner each."""
-    return [p for p in parameters if not hasattr(p, "ds_id")]
+    """Parameters that several processes may hold.
+
+    The partitions of ZeRO-3 have one owner each; its small parameters, which it keeps whole everywhere, have several.
+    """
+    return [p for p in parameters if not hasattr(p, "ds_id") or _is_kept_whole(p)]
+
+
+def _is_kept_whole(parameter: Any) -> bool:
+    return bool(getattr(parameter, "ds_persist", False)) and parameter.numel() == parameter.ds_numel
 
 
 def _place(parameters: Iterable[Tensor], processes: Processes) -> int:

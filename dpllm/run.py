@@ -46,7 +46,7 @@ from dpllm.plan import PrivacyPlan
 from dpllm.processes import Processes, found_by
 from dpllm.randomness import SecretStreams, refuse_own_generators
 from dpllm.recovery import MicrobatchTooLargeError
-from dpllm.replicas import check_model
+from dpllm.replicas import check_before_saving, check_model
 from dpllm.report import write_report
 from dpllm.sampling import seeded_rng
 from dpllm.shared_folder import require_shared_folder
@@ -473,8 +473,9 @@ class PrivateRun:
 
         Raises:
             WatchError: weights or buffers changed past the mechanism, on any process; the ledger stays open.
+            DisagreementError: the weights of two processes differ after the last update; the ledger stays open.
         """
-        self.processes.together(self.check_saved_state)
+        self.check_before_saving()
         self.detach()
         self.ledger.append_end(reason, independent=stopped_independently)
         self.ledger.close()
@@ -483,13 +484,23 @@ class PrivateRun:
     def check_saved_state(self) -> None:
         """Make sure before a save that buffers and frozen parameters are as they were when the run was attached.
 
-        Looks at this process only; ``processes.together(run.check_saved_state)`` raises on all.
+        Looks at this process only; `check_before_saving` raises on all.
 
         Raises:
             WatchError: one isn't, by its path.
         """
         if self._watch is not None:
             self._watch.check_everything()
+
+    def check_before_saving(self) -> None:
+        """As `check_saved_state`, and compare the weights of the processes; called by all of them together.
+
+        Raises:
+            WatchError: a buffer or a frozen parameter is not what it was, on any process.
+            DisagreementError: the trainable weights of two replicas differ after the last update.
+        """
+        parameters = {} if self._clipper is None else self._clipper.parameters
+        check_before_saving(parameters, self.processes, found_by(self.check_saved_state))
 
     @property
     def plan(self) -> PrivacyPlan:

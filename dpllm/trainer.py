@@ -273,7 +273,7 @@ class DPTrainer(CoveredTrainer):
                     str(checkpoint) if checkpoint else None, ignore_keys_for_eval=ignore_keys_for_eval
                 )
             require_finite(self._module, self.processes, "Training ended with")
-            self.processes.together(self._run.check_saved_state)
+            self._run.check_before_saving()
             reason = "interrupted" if self._was_interrupted() else self._reason_of_end()
             return result
         finally:
@@ -442,7 +442,7 @@ class DPTrainer(CoveredTrainer):
         output, step = Path(str(self.args.output_dir)), self.state.global_step
         require_finite(self._module, self.processes, f"checkpoint-{step} is not written: the model has")
         if self._run is not None:
-            self.processes.together(self._run.check_saved_state)
+            self._run.check_before_saving()
         self.processes.from_main(lambda: prepare_staging(output, step))
         failure: CheckpointError | None = None
         self._staging = True

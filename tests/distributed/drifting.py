@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm import DPTrainer
 from dpllm.arguments import training_arguments
 from dpllm.engines import engine_for
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.processes import Processes
+from dpllm.report import JSON_FILE
 from dpllm.run import PrivateRun
 from tests.conftest import tiny_llama_config
 from tests.distributed.checks import caught
@@ -51,6 +52,11 @@ def everything(root: Path) -> dict[str, Any]:
         "own randomness": lambda folder: drift(folder, lambda run, model, optimizer: None, Restless),
         "hybrid": lambda folder: drift(folder, edit_shard, wrap=hybrid),
         "hybrid alike": lambda folder: drift(folder, lambda run, model, optimizer: None, wrap=hybrid),
+        "last update": last_update,
+        "last update of the trainer": lambda folder: trainer(folder, callbacks=[EditAtTheEnd()]),
+        "last update before a checkpoint": lambda folder: trainer(
+            folder, callbacks=[EditAtTheEnd()], save_strategy="steps", save_steps=2
+        ),
         "extra draw": extra_draw,
         "other units": other_units,
         "autocast": autocast,
@@ -143,6 +149,28 @@ def swap(run: Any, model: Any, optimizer: Any) -> None:
 def edit_shard(run: Any, model: Any, optimizer: Any) -> None:
     if Processes().rank == 1:
         model[0].weight.to_local().data[0, 0] += 1e-3
+
+
+def last_update(folder: Path) -> dict[str, Any]:
+    """The optimizer's last step differs, and no private step follows it."""
+    run, model, optimizer = begin(folder)
+    for number, unit_ids in enumerate(run.draws(STEPS)):
+        if number == STEPS - 1:
+            change_rate(run, model, optimizer)
+        run.step(unit_ids, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    error = caught(run.finish)
+    run.detach()
+    return {"error": error, "ended": read_ledger(folder / LEDGER_FILE).end, "reported": (folder / JSON_FILE).exists()}
+
+
+class EditAtTheEnd(TrainerCallback):
+    """Changes a weight on one process after the last update."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and Processes().rank == 1:
+            next(kwargs["model"].parameters()).data.view(-1)[0] += 1
 
 
 def extra_draw(folder: Path) -> dict[str, Any]:
@@ -247,7 +275,7 @@ def meshes(folder: Path) -> dict[str, Any]:
     return {"error": None, **found}
 
 
-def trainer(folder: Path, **options: Any) -> dict[str, Any]:
+def trainer(folder: Path, callbacks: Any = None, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     touched: list[int] = []
 
@@ -263,7 +291,10 @@ def trainer(folder: Path, **options: Any) -> dict[str, Any]:
                 **{"save_strategy": "no", "disable_tqdm": True, **options},
             }
         )
-        DPTrainer(LlamaForCausalLM(tiny_llama_config()), args, privacy(), Watched(rows(16))).train()
+        DPTrainer(
+            LlamaForCausalLM(tiny_llama_config()), args, privacy(), Watched(rows(16)), callbacks=callbacks
+        ).train()
 
     error = caught(go)
-    return {"error": error, "touched": bool(touched), "charged": charged(folder)}
+    saved = any(folder.glob("checkpoint-*"))
+    return {"error": error, "touched": bool(touched), "charged": charged(folder), "saved": saved}

@@ -1,9 +1,10 @@
 """What one process does differently from the others stops all of them, and nothing is charged wrongly."""
 
 import pytest
+import torch
 
 from dpllm.processes import Processes
-from dpllm.replicas import differing
+from dpllm.replicas import _replicated, differing
 from tests.distributed import world
 
 
@@ -50,6 +51,25 @@ def test_replicas_that_drift_stop_all_processes_before_the_next_step_is_used(see
     for one in results:
         assert one["taken"] == taken and one["charged"] == taken + 1 and one["unmoved"]
         assert "failed half-way" in one["again"][1]
+
+
+def test_the_last_update_is_compared_before_anything_is_saved(seen):
+    """No step follows it that would find the difference: the end of the run and each save do."""
+    for case in ("last update", "last update of the trainer", "last update before a checkpoint"):
+        results = seen(case)
+        assert said(
+            results, "DisagreementError", "differ between processes after the last update (rank 0: ", "rank 1: "
+        )
+        assert not any(one.get("ended") or one.get("reported") or one.get("saved") for one in results)
+    assert [one["charged"] for one in seen("last update of the trainer")] == [2, 2]
+
+
+def test_small_parameters_that_zero_3_keeps_whole_are_replicas():
+    """A partition has one owner, and while a parameter is not gathered there is nothing to compare."""
+    whole, partition, absent = (torch.nn.Parameter(torch.ones(size)) for size in (4, 2, 0))
+    for number, (parameter, persists) in enumerate(((whole, True), (partition, False), (absent, True))):
+        parameter.ds_id, parameter.ds_persist, parameter.ds_numel = number, persists, 4
+    assert [one.numel() for one in _replicated([whole, partition, absent, torch.ones(3)])] == [4, 3]
 
 
 def test_an_extra_draw_on_one_process_stops_all_of_them(seen):
