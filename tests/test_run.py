@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper
+from dpllm.budget import create_budget, read_budget
 from dpllm.config import ConfigError
 from dpllm.engines import EngineError, SingleProcess
 from dpllm.ghost.errors import GhostError
@@ -260,6 +261,24 @@ def test_an_optimizer_of_other_parameters_is_refused_when_it_is_attached(tmp_pat
     with pytest.raises(WatchError, match=r"The optimizer holds a trainable parameter of shape \(10, 6\)"):
         run.attach(model, optimizer)
     assert run.ledger.num_steps == 0
+
+
+def test_an_attach_that_fails_ends_the_run_and_gives_its_budget_back(tmp_path):
+    """No step was charged, so the ledger ends, nothing stays reserved, and the folder can be used again."""
+    plan = dataclasses.replace(plan_of(), dataset="mail")
+    budget = create_budget(
+        tmp_path / "mail.json",
+        **{"dataset": "mail", "epsilon": 1.2 * plan.epsilon, "delta": plan.delta},
+        **{"unit": plan.unit, "unit_column": plan.unit_column, "num_units": plan.num_units},
+    ).path
+    for start in (PrivateRun.start, PrivateRun.resume, PrivateRun.start):
+        run = start(tmp_path / "run", plan, rows_of(), budget_file=str(budget))
+        assert read_budget(budget).entries[-1].num_steps == plan.num_steps
+        with pytest.raises(WatchError, match="The optimizer holds a trainable parameter"):
+            run.attach(network(), torch.optim.SGD(network().parameters(), lr=0.3))
+        assert {entry.num_steps for entry in read_budget(budget).entries} == {0}
+        assert read_ledger(tmp_path / "run" / LEDGER_FILE).end == "failed"
+        run.ledger.close()
 
 
 def numbered(rows):
