@@ -32,6 +32,8 @@ _COUPLED = (
     ),
 )
 
+_RANDOM = ("LycorisLayer",)  # base class of PEFT's LoHa and LoKr
+
 
 @dataclass
 class Site:
@@ -168,6 +170,7 @@ class Served:
         self.before: Callable[[nn.Module, tuple, dict, int | None], tuple[tuple, dict] | None] | None = None
         self._after: After | None = None
         path, module, trainable = site.path, site.module, site.trainable
+        _refuse_random(path, module)
         if is_linear(module):
             self._after = LinearRule.of(path, module, trainable, book).after
         elif isinstance(module, nn.Embedding):
@@ -232,6 +235,16 @@ class Served:
         tied = [name for name in self.site.trainable if id(module.get_parameter(name)) in inside]
         unused = set(tied) - call.uses(tied) if tied else set()
         return {name: p for name, p in self.site.trainable.items() if name not in unused}
+
+
+def _refuse_random(path: str, module: nn.Module) -> None:
+    """Raise `GhostError` for a trained layer that draws random numbers in each pass, whatever its dropout is."""
+    if any(kind.__name__ in _RANDOM for kind in type(module).__mro__):
+        raise GhostError(
+            f"{path} ({type(module).__name__}) is a layer of PEFT's LoHa or LoKr: it draws a random number in every "
+            "training pass, also with module_dropout=0, so the gradients of single rows cannot be recomputed. Use LoRA "
+            "(also with use_dora or use_rslora) or IA3 in their place, or freeze this adapter."
+        )
 
 
 def _as_it_is(module: nn.Module, args: tuple, kwargs: dict, output: Any, rows: int | None) -> Any:

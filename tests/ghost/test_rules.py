@@ -1,5 +1,6 @@
 """A parameter is one parameter, and each of its uses is counted once, by the module that makes it."""
 
+import peft
 import pytest
 import torch
 import transformers
@@ -264,3 +265,22 @@ def test_a_second_tensor_for_a_layer_that_was_recognised_as_linear_is_refused():
     clipper.backward(model(x).sum((1, 2)))
     with pytest.raises(GhostError, match="Gated read one tensor at its first call, and reads 2 now"):
         model(x, x)
+
+
+@pytest.mark.parametrize("config", [peft.LoHaConfig, peft.LoKrConfig])
+def test_layers_that_draw_random_numbers_in_each_pass_are_refused_by_name(config):
+    """PEFT's LoHa and LoKr do, whatever their dropout is; their gradients for single rows cannot be recomputed."""
+    model = get_peft_model(HEADS["bert"](), config(r=2, alpha=2, target_modules=["query"]))
+    with pytest.raises(
+        GhostError, match=r"layer.0.attention.self.query \(Linear\) is a layer of PEFT's LoHa or LoKr: "
+    ):
+        GhostClipper(model, 1.0)
+    for name, parameter in model.named_parameters():  # the adapter frozen, something else trained
+        parameter.requires_grad_(name.endswith("LayerNorm.weight"))
+    GhostClipper(model, 1.0).remove()
+
+
+def test_ia3_is_the_loop():
+    """The remedy that the refusal of LoHa and LoKr names."""
+    config = peft.IA3Config(target_modules=["key", "value", "output.dense"], feedforward_modules=["output.dense"])
+    assert_is_the_loop(perturbed(get_peft_model(HEADS["bert"](), config)), masked_lm, token_batch())
