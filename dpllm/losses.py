@@ -16,8 +16,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dpllm.config import ConfigError
+
 IGNORE = -100  # labels with this value are no targets, as everywhere in the ecosystem
 _CHUNK_ENTRIES = 1 << 24  # of float32 logits that exist at a time: 64 MiB
+
+
+def take_labels(inputs: dict[str, Any]) -> Tensor:
+    """Take the labels out of what a collator returned; the rest are the model's inputs.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not isinstance(inputs.get("labels"), Tensor):
+        raise ConfigError(
+            f"The collator returned {', '.join(inputs) or 'nothing'} and no labels, from which each row's loss is "
+            'computed. Return a tensor "labels", rows first (for a causal language model the input_ids, with '
+            f"{IGNORE} where there is no target), or leave data_collator out"
+        )
+    labels: Tensor = inputs.pop("labels")
+    return labels
 
 
 def _token_mean(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:

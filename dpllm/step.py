@@ -196,7 +196,7 @@ def refuse_leftovers(clipper: GhostClipper, engine: Engine) -> None:
     if stale:
         raise ValueError(
             f"{stale[0]} has a gradient from before the step; it would be released with it. Call zero_grad() after "
-            f"each update."
+            "each update, with set_to_none=True, its default: a gradient of zeros is one, too."
         )
 
 

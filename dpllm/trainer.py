@@ -52,7 +52,7 @@ from dpllm.ghost import Forms, GhostClipper
 from dpllm.identity import COMPLETED, STOPPED_AT_BUDGET, check_checkpoint, note_release, snapshot
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.lengths import Limits, row_lengths
-from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
+from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss, take_labels
 from dpllm.model_card import keep_own_card
 from dpllm.output_folder import check_output_folder
 from dpllm.packing import attention_by_row, refuse_unpackable
@@ -374,10 +374,10 @@ class DPTrainer(CoveredTrainer):
 
     def _loss_per_row(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         inputs = dict(self._prepare_inputs(dict(inputs)))
-        labels = inputs.pop("labels")
+        labels = take_labels(inputs)
         if self._pack_rows:
             return packed_sequence_loss(model(**inputs).logits, labels, inputs["cu_seq_lens_q"])
-        if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
         return self._row_loss(model(**inputs), labels)
 

@@ -177,6 +177,9 @@ def test_gradients_left_over_are_refused(tiny_llama, tmp_path):
     step(tiny_llama, plan, ledger, [1])
     with pytest.raises(ValueError, match="has a gradient from before the step"):
         step(tiny_llama, plan, ledger, [1])
+    tiny_llama.zero_grad(set_to_none=False)
+    with pytest.raises(ValueError, match=r"Call zero_grad\(\) after each update, with set_to_none=True"):
+        step(tiny_llama, plan, ledger, [1])
 
 
 def test_a_clipper_of_another_norm_is_refused(tiny_llama, tmp_path):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -619,6 +620,36 @@ def test_rows_that_cannot_be_trained_on_are_refused_with_their_number(tmp_path, 
     dataset = [{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}, row] + [{"input_ids": [3, 4], "labels": [3, 4]}] * 30
     with pytest.raises(ValueError, match=match):
         trainer(tmp_path, dataset=dataset)
+
+
+def test_a_collator_without_labels_is_named(tmp_path):
+    """A KeyError would not say whose labels are missing."""
+    without = lambda batch: {"input_ids": torch.tensor([row["input_ids"][:2] for row in batch])}  # noqa: E731
+    with pytest.raises(
+        ConfigError, match=r"The collator returned input_ids and no labels, .* or leave data_collator out"
+    ):
+        trainer(tmp_path, data_collator=without).train()
+
+
+class Plain(nn.Module):
+    """A module without the ``config`` of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(128, 8), nn.Linear(8, 128)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.head(self.table(input_ids))
+
+
+def test_a_module_without_a_configuration_is_trained_with_its_loss_and_refused_without_one(tmp_path):
+    """Any torch module can be trained, where somebody says what the loss of a row is."""
+    run = trainer(tmp_path, Plain(), args=arguments(tmp_path, max_steps=1), compute_loss_func=per_sequence_loss)
+    run.train()
+    run.save_model()
+    assert run.state.global_step == 1 and verify_folder(tmp_path).ok
+    with pytest.raises(ConfigError, match="There is no default loss per row for Plain"):
+        trainer(tmp_path / "b", Plain())
 
 
 def test_nothing_can_be_reported_or_disclosed_before_training(tmp_path):
