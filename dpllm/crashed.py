@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpllm.budget import BudgetError, entry_of, read_budget, require_own_ledger, settle
-from dpllm.ledger import LEDGER_FILE, Ledger, is_being_written, read_ledger
+from dpllm.ledger import LEDGER_FILE, Ledger, is_being_written, read_ledger, require_own_file
 
 
 def settle_crashed(path: str | Path, folder: str | Path, independent: bool = False) -> int:
@@ -30,7 +30,7 @@ def settle_crashed(path: str | Path, folder: str | Path, independent: bool = Fal
 
     Raises:
         BudgetError: the run is still running, or is charged to another file or to none.
-        LedgerError: the ledger is missing or was edited.
+        LedgerError: the ledger is missing, was edited, or is a copy of the file that the run wrote.
     """
     ledger = Path(folder) / LEDGER_FILE
     contents = read_ledger(ledger)
@@ -44,6 +44,7 @@ def settle_crashed(path: str | Path, folder: str | Path, independent: bool = Fal
         )
     entry = entry_of(read_budget(path), named["entry"])
     require_own_ledger(path, entry, ledger)
+    require_own_file(contents)  # a copy that was made before the crash holds fewer steps than were taken
     early = 0 < contents.num_steps < entry.steps_reserved
     if early and independent and not contents.notes.stopped_independently:
         with Ledger.annotate(ledger) as opened:

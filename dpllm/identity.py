@@ -29,6 +29,7 @@ _READABLE = (
     *(".md", ".txt", ".json", ".jsonl", ".yaml", ".yml", ".html", ".png", ".svg", ".jpg", ".jpeg", ".pdf", ".csv"),
     *(".log", ".lock", ".py", ".sh", ".toml", ".ini", ".cfg", ".ipynb", ".jinja", ".tmpl"),
 )  # files that people read; any other file may hold weights, whatever its name says
+_CONFIGURATIONS = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
 _NO_WEIGHTS = ("LICENSE", "NOTICE", "COPYING", ".gitattributes", ".gitignore")
 _LOG_OF_A_TRACKER = "events.out.tfevents."
 
@@ -238,6 +239,20 @@ def require_public_start(ledger: str | Path) -> None:
 def _own_files(folder: Path) -> list[str]:
     """Names of the files directly in a folder: what `from_pretrained` reads."""
     return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+
+
+def note_own_release(ledger: Any, folder: str | Path, before: Mapping[str, tuple[int, int, int]]) -> None:
+    """As `note_release`, for a model that a loop of one's own saved: weights and the configurations beside them.
+
+    Other files of such a folder may be written again later, such as a log.
+    """
+    written = [name for name, state in snapshot(folder).items() if before.get(name) != state]
+    weights = [name for name in written if _may_hold_weights(Path(folder) / name)]
+    beside = {str(Path(name).with_name(other)) for name in weights for other in _CONFIGURATIONS}
+    if weights:
+        ledger.append_released(
+            _name(folder), checkpoints.seal(folder, [*weights, *sorted(beside.intersection(written))])
+        )
 
 
 def released_files(contents: LedgerContents, folder: str | Path) -> dict[str, dict[str, Any]] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import itertools
 import json
 import os
 import re
@@ -411,11 +412,12 @@ def _load_local(path: str, files: list[str], split: str, encoding: str) -> datas
         raise DataError(f"{path}: {_EMPTY}")
     keep_notes(records, records, files=counts)
     # A local path has one split; it takes the name the recipe asks for, so that a path can take a Hub name's place.
-    name = split.partition("[")[0] or "train"
+    name = re.split(r"[\[+]", split)[0].strip() or "train"
     try:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(records)})
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"data.split={split!r} is no part of {path}: {_one_line(error)}") from error
+    refuse_overlap(split, {name: len(records)})
     whole = len(parts) == 1 and (parts[0].from_ or 0, parts[0].to) in ((0, None), (0, len(records)))
     if whole:
         return records
@@ -424,6 +426,29 @@ def _load_local(path: str, files: list[str], split: str, encoding: str) -> datas
 
 def _end(to: int | None, size: int) -> int:
     return size if to is None else to
+
+
+def refuse_overlap(split: str, sizes: Mapping[str, int]) -> None:
+    """Make sure that the parts of a split have no record in common, which would count as two and be protected less.
+
+    Args:
+        split: as in a recipe, such as ``train[:10%]+train[90%:]``.
+        sizes: number of records by the name of the split; a part of another one is taken to be the whole of it.
+
+    Raises:
+        ConfigError: two parts overlap.
+
+    >>> refuse_overlap("train[:10%]+train[90%:]+test", {"train": 50, "test": 9})
+    """
+    sizes = {**{part.partition("[")[0].strip(): 1 for part in split.split("+")}, **sizes}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(dict(sizes))
+    spans = sorted((part.splitname, part.from_ or 0, _end(part.to, sizes[part.splitname])) for part in parts)
+    for (name, _, end), (other, begin, last) in itertools.pairwise(spans):
+        if name == other and begin < end and begin < last:
+            raise ConfigError(
+                f"data.split={split!r} takes record {begin} of {name!r} twice: it would count as two records, each "
+                "protected by itself, and be protected half as well. Write parts that do not overlap"
+            )
 
 
 def _tables(files: list[Path], encoding: str, counts: dict[str, int]) -> Iterator[pa.Table]:
@@ -444,12 +469,15 @@ def _load_hub(path: str, name: str | None, split: str) -> datasets.Dataset:
     mask = os.umask(0o077)  # the copies that `datasets` leaves in its cache are for their owner only
     try:
         try:
-            return datasets.load_dataset(path, name, split=split)
+            return _without_overlap(datasets.load_dataset(path, name, split=split), split)
         except RuntimeError as error:
             if "scripts are no longer supported" not in str(error):
                 raise
             # An old data set that is a program: the Hub keeps its records as Parquet files on a branch of their own.
-            return datasets.load_dataset(path, data_dir=name, split=split, revision=PARQUET_BRANCH)
+            found = datasets.load_dataset(path, data_dir=name, split=split, revision=PARQUET_BRANCH)
+            return _without_overlap(found, split)
+    except ConfigError:
+        raise
     except (datasets.exceptions.DatasetsError, RuntimeError, ValueError, OSError) as error:
         offline = " (HF_HUB_OFFLINE is set: only data sets already in the cache are found)"
         raise ConfigError(
@@ -459,6 +487,14 @@ def _load_hub(path: str, name: str | None, split: str) -> datasets.Dataset:
         ) from error
     finally:
         os.umask(mask)
+
+
+def _without_overlap(records: datasets.Dataset, split: str) -> datasets.Dataset:
+    """Return a Hub's data set, whose parts were made sure to have no record in common."""
+    sizes = {str(name): info.num_examples for name, info in (records.info.splits or {}).items() if info.num_examples}
+    if "+" in split:
+        refuse_overlap(split, sizes)
+    return records
 
 
 def _one_line(error: BaseException) -> str:

@@ -35,7 +35,7 @@ from dpllm.config import ConfigError
 from dpllm.definition import UNITS_MADE_OF
 from dpllm.engines import DeepSpeedZero, engine_for, model_inside
 from dpllm.ghost import Forms, GhostClipper
-from dpllm.identity import COMPLETED
+from dpllm.identity import COMPLETED, note_own_release, snapshot
 from dpllm.independence import IndependenceCheck, IndependenceError
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.ledger_reader import LedgerHead
@@ -166,6 +166,7 @@ class PrivateRun:
         self._model: Any = None
         self._optimizer: Any = None
         self._own_loop = False  # what ends the ledger when `attach` fails; the Trainer does so by itself
+        self._files: dict[str, tuple[int, int, int]] = {}  # in the folder before
         self._noted = False
 
     @classmethod
@@ -198,7 +199,7 @@ class PrivateRun:
         with ledger.ended_on_failure():
             ledger.remember_rows(rows.contents)
             run = cls(plan, rows, ledger)
-            run._own_loop = True
+            run._own_loop, run._files = True, snapshot(folder)
         if rows.units.made_of is not None:
             ledger.append_fact(UNITS_MADE_OF, rows.units.made_of)
         return run
@@ -217,7 +218,7 @@ class PrivateRun:
         ledger = SharedLedger.open(Path(folder) / LEDGER_FILE, plan, Processes(), budget_file, rows.contents)
         with ledger.ended_on_failure():
             run = cls(plan, rows, ledger)
-            run._own_loop = True
+            run._own_loop, run._files = True, snapshot(folder)
         return run
 
     def attach(
@@ -462,6 +463,9 @@ class PrivateRun:
     def finish(self, reason: str = COMPLETED, stopped_independently: bool = False) -> dict[str, Any] | None:
         """End the run: undo the hooks, close the ledger, and write the privacy report beside it.
 
+        Save the model in the run's folder before: its files are then named in the ledger, and `dpllm verify` knows
+        them.
+
         Args:
             reason: why it ends, for the ledger; "completed" becomes "stopped early" where planned steps are missing.
             stopped_independently: whether a run with fewer steps than planned was stopped there for a reason that
@@ -477,6 +481,8 @@ class PrivateRun:
         """
         self.check_before_saving()
         self.detach()
+        if self._own_loop and self.is_main:
+            note_own_release(self.ledger, self.ledger.path.parent, self._files)
         self.ledger.append_end(reason, independent=stopped_independently)
         self.ledger.close()
         return write_report(self.ledger.path.parent, self.plan, read_ledger(self.ledger.path)) if self.is_main else None

@@ -8,6 +8,7 @@ that it has nothing to do with the private data.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import unicodedata
@@ -176,7 +177,7 @@ def _earlier_runs(model: Any, own_folder: str | Path | None) -> list[str]:
     found = []
     for folder in dict.fromkeys(_folders_of(model)):
         path = folder.resolve()
-        if own is not None and (path == own or own in path.parents):
+        if path == own or (own is not None and own in path.parents and _of_one_run(path, own)):
             continue
         if not (path / LEDGER_FILE).is_file():
             found += _signs_of_private_records(folder)
@@ -187,6 +188,13 @@ def _earlier_runs(model: Any, own_folder: str | Path | None) -> list[str]:
             steps = "a ledger that cannot be read"
         found.append(f"The weights come from {folder}, a private run ({steps} in its {LEDGER_FILE})")
     return found + _trained_before(model, own)
+
+
+def _of_one_run(folder: Path, own: Path) -> bool:
+    """Whether the ledger in a folder below that of a run is of this run, as a checkpoint's is, and of no other."""
+    with contextlib.suppress(LedgerError):
+        return read_ledger(folder / LEDGER_FILE).runs[0]["run"] == read_ledger(own / LEDGER_FILE).runs[0]["run"]
+    return False
 
 
 def _trained_before(model: Any, own: Path | None) -> list[str]:

@@ -2,16 +2,16 @@
 
 Place in the flow: beside the ledger. A refused model, a full disk or an option that only an engine knows can end a run
 between the opening of its ledger and the first charge. Nothing private was released then by a step, so a new run may
-begin over such a ledger; the budget gets back what was reserved. A ledger with a step, or one that cannot be read, is
-never touched.
+begin over such a ledger; the budget gets back what was reserved. A ledger with a step, one that cannot be read, or a
+copy of a ledger (whose original may have steps by now) is never touched.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from dpllm.budget import settle
-from dpllm.ledger import LedgerContents, LedgerError, is_being_written, read_ledger
+from dpllm.budget import entry_of, read_budget, require_own_ledger, settle
+from dpllm.ledger import LedgerContents, LedgerError, is_being_written, read_ledger, require_own_file
 
 
 def is_used(path: str | Path) -> bool:
@@ -34,7 +34,7 @@ def make_way(path: str | Path, budget_file: str | None) -> dict[str, int]:
         What the run had noted as written out, and how often; the new ledger has to note it again.
 
     Raises:
-        BudgetError: the budget file cannot be read or written.
+        BudgetError: the budget file cannot be read or written, or counts steps that the ledger has lost.
     """
     path = Path(path)
     contents = _unused(path) if path.exists() else None
@@ -42,6 +42,7 @@ def make_way(path: str | Path, budget_file: str | None) -> dict[str, int]:
         return {}
     named = contents.runs[0].get("budget") if contents.runs else None
     if named and budget_file is not None and named["file"] == Path(budget_file).name:
+        require_own_ledger(budget_file, entry_of(read_budget(budget_file), named["entry"]), path)
         settle(budget_file, named["entry"], 0)
     path.unlink()
     return dict(contents.disclosures)
@@ -53,6 +54,7 @@ def _unused(path: Path) -> LedgerContents | None:
         if is_being_written(path):
             return None
         contents = read_ledger(path)
+        require_own_file(contents)
     except LedgerError:
         return None
     return contents if contents.num_steps == 0 and not contents.torn_lines else None

@@ -121,6 +121,8 @@ def verify(folder: str | Path) -> Verification:
         checks += [Check(*result) for result in release_checks(folder, contents)]
     if recorded is not None:
         checks.append(_schema_check(recorded))
+        if contents is not None and recorded.get("format") in EARLIER_FORMATS:
+            checks.append(_age_check(contents))
     due = _recomputed(checks, plan, contents, recorded)
     earlier = recorded is not None and recorded.get("format") in EARLIER_FORMATS
     if due is not None and recorded is not None:
@@ -229,6 +231,19 @@ def _schema_check(recorded: Mapping[str, Any]) -> Check:
     errors = jsonschema.Draft202012Validator(schema).iter_errors(recorded)
     lines = [f"{error.json_path}: {' '.join(error.message.split())[:160]}" for error in errors]
     return Check(what, not lines, _listed(lines) if lines else known)
+
+
+def _age_check(contents: LedgerContents) -> Check:
+    """Whether an earlier version can have written the report: of its sentences only the numbers are compared."""
+    older = all(run.get("file") is None for run in contents.runs)
+    return Check(
+        f"{JSON_FILE} is as old as the ledger",
+        older,
+        "both are of an earlier version"
+        if older
+        else "it has the format of an earlier version, and the ledger is of a later one: `dpllm report FOLDER` makes "
+        "the report again",
+    )
 
 
 def _listed(lines: list[str]) -> str:
@@ -417,10 +432,10 @@ def _card_check(path: Path, text: str, due: Mapping[str, Any]) -> tuple[bool, st
     found = metadata_in(path).get("differential_privacy", _ABSENT)
     blocks = [block for block in guarantee_section(due) if block not in text]
     if found is _ABSENT:
-        claims = "differential privacy" in text or "ε" in text
-        return not claims, (
-            "it speaks of privacy, but its block differential_privacy is missing" if claims else "it claims nothing"
-        )
+        claims, words = foreign_claims(text, ())
+        if claims:
+            return False, f"its block differential_privacy is missing, and it claims: {_listed([*map(_short, claims)])}"
+        return True, f"it claims no ε{_not_checked(words)}"
     right = json.loads(json.dumps(privacy_metadata(due)))
     lines = [_difference(*found_) for found_ in _differences(found, right, "differential_privacy", 0.0)]
     lines += [f"its text lacks {_short(block)}" for block in blocks]
@@ -428,5 +443,8 @@ def _card_check(path: Path, text: str, due: Mapping[str, Any]) -> tuple[bool, st
     lines += [f"another claim: {_short(line)}" for line in foreign]
     if lines:
         return False, _listed(lines)
-    more = f"; not checked, since people wrote it: {_listed([_short(line) for line in words])}" if words else ""
-    return True, f"its numbers and its guarantee are the report's{more}"
+    return True, f"its numbers and its guarantee are the report's{_not_checked(words)}"
+
+
+def _not_checked(words: list[str]) -> str:
+    return f"; not checked, since people wrote it: {_listed([_short(line) for line in words])}" if words else ""

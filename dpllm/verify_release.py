@@ -50,6 +50,7 @@ _KNOWN = (
     "privacy_report.md",
     "privacy_report.html",
 )
+_IDS = ("base_model", "datasets")  # names on the Hub, which may have any letters and numbers
 _TAG_LINES = tuple(f"- {tag}" for tag in TAGS)
 _Result = tuple[str, bool, str]
 
@@ -85,7 +86,7 @@ def _weights(folder: Path, contents: LedgerContents) -> _Result:
         return what, True, "as the checkpoint's manifest names them"
     named = released_files(contents, folder)
     if named is None:
-        return what, True, "not compared: the ledger names no files (an older run, or a model that was saved by hand)"
+        return _unnamed(what, folder, contents)
     wrong = [f"{name} {difference}" for name, difference in checkpoints.differing(folder, named).items()]
     weights, others = unnamed_weights(folder, named)
     wrong += [f"{name} may hold weights, and the ledger does not name it" for name in weights]
@@ -102,6 +103,21 @@ def _public_start(folder: Path, contents: LedgerContents) -> _Result:
     if wrong is None:
         return what, True, f"{PRETRAINED_FOLDER}/ is not in this folder"
     return what, not wrong, _some(wrong) if wrong else f"{len(contents.notes.public_start or ())} files"
+
+
+def _unnamed(what: str, folder: Path, contents: LedgerContents) -> _Result:
+    """The result where the ledger names no files: whose weights lie beside it then, nobody can tell."""
+    if all(run.get("file") is None for run in contents.runs):
+        return what, True, "not compared: the ledger names no files (an older run)"
+    weights, _ = unnamed_weights(folder, {})
+    if not weights:
+        return what, True, "there are none, and the ledger names none"
+    listed = _some([f"{name} may hold weights, and the ledger does not name it" for name in weights])
+    return (
+        what,
+        False,
+        f"{listed}. Save the model with DPTrainer.save_model, or in the run's folder before PrivateRun.finish",
+    )
 
 
 def _steps(folder: Path, contents: LedgerContents) -> _Result:
@@ -177,7 +193,7 @@ def _foreign_metadata(front: str) -> Iterator[str]:
 
     A key that is there twice is named too: which of the two a program reads is anybody's guess.
     """
-    inside = False
+    inside, name = False, ""
     seen: set[str] = set()
     for line in front.split("\n"):
         key = re.match(r"([^\s#:-][^:]*):", line)
@@ -189,14 +205,17 @@ def _foreign_metadata(front: str) -> Iterator[str]:
             seen.add(name)
         plain = _plain(line)
         spoken = _EPSILON.search(plain) or re.search(r"\beps|_eps|^[^:]*privacy[^:]*:", line.lower())
+        if name not in _IDS and any(character.isnumeric() for character in plain):
+            spoken = spoken or _GUARANTEE.search(plain)  # an underscore has become a space there
         if not inside and line.strip() not in _TAG_LINES and spoken:
             yield line.strip()
 
 
 def _plain(line: str) -> str:
-    """A line without markup and with one spelling of each symbol."""
+    """A line without markup and with one spelling of each symbol: with spaces for the markup, and with nothing."""
     text = unicodedata.normalize("NFKC", html.unescape(line)).translate(_OF_THE_SYMBOL).casefold()
-    return _MARKUP.sub(" ", text)
+    text = "".join(character for character in text if unicodedata.category(character) != "Cf")  # invisible
+    return f"{_MARKUP.sub(' ', text)} {_MARKUP.sub('', text)}"
 
 
 def _some(lines: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from dpllm.budget import (
     charge,
     check_entry,
     create_budget,
+    mark,
     read_budget,
     require_room,
     settle,
@@ -33,8 +35,11 @@ from dpllm.budget import (
 from dpllm.config import PrivacyConfig
 from dpllm.crashed import settle_crashed
 from dpllm.definition import stated_history
-from dpllm.ledger import Ledger, read_ledger
+from dpllm.ledger import Ledger, LedgerError, read_ledger
 from dpllm.plan import PrivacyPlan, make_plan
+from dpllm.processes import Processes
+from dpllm.shared_ledger import SharedLedger
+from dpllm.unused import is_used
 from tests import children
 
 # Full batches are the quickest to account for.
@@ -441,6 +446,41 @@ def test_a_crashed_run_is_settled_with_the_steps_that_its_report_states(tmp_path
     Ledger.create(unnamed / "privacy_ledger.jsonl", plan).close()
     with pytest.raises(BudgetError, match="is charged to no budget file"):
         settle_crashed(path, unnamed)
+
+
+def test_a_copy_of_a_ledger_from_before_the_crash_gives_nothing_back(tmp_path: Path, path: Path) -> None:
+    """It holds fewer steps than were taken: neither settling it nor a new run over it frees what the others cost."""
+    plan, folder, copied = make(), tmp_path / "run", tmp_path / "copied"
+    folder.mkdir()
+    entry = charge(path, plan, "chats")
+    ledger = Ledger.create(folder / "privacy_ledger.jsonl", plan, budget={"file": path.name, "entry": entry})
+    mark(path, entry, ledger.head)
+    shutil.copytree(folder, copied)
+    for number in range(3):
+        ledger.append_step(number, plan.step)
+    ledger.close()
+    for independent in (False, True):
+        with pytest.raises(LedgerError, match="is a copy of the file that the run wrote"):
+            settle_crashed(path, copied, independent)
+    assert is_used(copied / "privacy_ledger.jsonl")
+    with pytest.raises(LedgerError, match="is the ledger of an earlier run"):
+        SharedLedger.create(copied / "privacy_ledger.jsonl", plan, Processes(), budget_file=str(path))
+    assert [entry.num_steps for entry in read_budget(path).entries] == [50]
+
+
+def test_a_new_run_over_a_ledger_that_was_cut_gives_nothing_back(tmp_path: Path, path: Path) -> None:
+    """The budget knows how far the run had come when it saved."""
+    plan, place = make(), tmp_path / "privacy_ledger.jsonl"
+    entry = charge(path, plan, "chats")
+    ledger = Ledger.create(place, plan, budget={"file": path.name, "entry": entry})
+    ledger.append_step(0, plan.step)
+    mark(path, entry, ledger.head)  # as a checkpoint does
+    ledger.close()
+    with open(place, "r+") as file:  # in place, so that it stays the file that the run wrote
+        file.truncate(len(file.readline()))
+    with pytest.raises(BudgetError, match="holds 1 steps"):
+        SharedLedger.create(place, plan, Processes(), budget_file=str(path))
+    assert [entry.num_steps for entry in read_budget(path).entries] == [50]
 
 
 def test_a_run_that_crashed_before_its_first_step_gives_everything_back(tmp_path: Path, path: Path) -> None:

@@ -143,6 +143,21 @@ class TestLoading:
         assert seen == [("some/data", "plain", "train_sft"), ("some/data", "plain", "test_sft")]
         assert train["text"][:] == ["train_sft"] and held_out is not None and held_out["text"][:] == ["test_sft"]
 
+    def test_a_split_that_takes_records_twice_is_refused(self, tmp_path, monkeypatch):
+        """Each copy would be a record of its own; parts of one split that do not overlap are no mistake."""
+        path = tmp_path / "data.txt"
+        path.write_text("a\nb\nc\nd\n", encoding="utf-8")
+        for split in ("train+train", "train[:50%]+train", "train[:3]+train[1:2]", "train[2:]+train[:3]"):
+            with pytest.raises(ConfigError, match=r"takes record \d of 'train' twice"):
+                load_records(config(path=str(path), split=split))
+        assert load_records(config(path=str(path), split="train[3:]+train[:1]"))["text"][:] == ["d", "a"]
+        monkeypatch.setattr(
+            datasets, "load_dataset", lambda *given, split: datasets.Dataset.from_list([{"text": split}])
+        )
+        with pytest.raises(ConfigError, match="takes record 0 of 'train' twice"):
+            load_records(config(path="some/data", split="train+test+train"))
+        assert len(load_records(config(path="some/data", split="train+test"))) == 1
+
     def test_a_hub_data_set_that_is_a_program_is_read_from_its_parquet_files(self, monkeypatch):
         """A data set with a loading script is read from the files that the Hub makes of it; other failures are told."""
 

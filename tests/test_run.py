@@ -23,6 +23,7 @@ from dpllm.sampling import seeded_rng
 from dpllm.shared_ledger import SharedLedger
 from dpllm.step import private_step
 from dpllm.units import UnitIndex
+from dpllm.verify import verify
 from dpllm.watch import WatchError
 
 UNITS, FEATURES = 40, 6
@@ -464,3 +465,21 @@ def test_the_plan_of_a_run_cannot_be_replaced(tmp_path):
     _, charged = run._outstanding.take(drawn)
     with pytest.raises(DrawError, match="the plan was changed"):
         charged.append_step(0, dataclasses.replace(plan, noise_multiplier=0.1).step)
+
+
+def test_a_model_that_a_loop_of_ones_own_saved_is_known_to_verify(tmp_path):
+    """What lies in the folder before the run is not its model; what is saved before `finish` is named by hash."""
+    folder, model = tmp_path / "run", network()
+    folder.mkdir()
+    (folder / "notes.log").write_text("begun")
+    run = PrivateRun.start(folder, plan_of(), rows_of())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(model, optimizer)
+    loop(run, model, optimizer, 4)
+    torch.save(model.state_dict(), folder / "model.bin")
+    run.finish()
+    (folder / "notes.log").write_text("done")
+    assert verify(folder).ok
+    torch.save(network().state_dict(), folder / "model.bin")
+    (failed,) = [check for check in verify(folder).checks if not check.ok]
+    assert failed.detail.startswith("model.bin is not what was saved")

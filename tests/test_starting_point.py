@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from dpllm.config import ConfigError, DataConfig
 from dpllm.ledger import read_ledger
 from dpllm.records import DataError
 from dpllm.run import PrivateRun
-from dpllm.starting_point import refuse_shared_records, shared_records_point
+from dpllm.starting_point import check_start, refuse_shared_records, shared_records_point
 from tests.conftest import tiny_llama_config
 from tests.test_run import ledger_of, loss_of, network, plan_of, rows_of
 from tests.test_trainer import arguments, rows, trainer
@@ -112,6 +113,20 @@ def test_weights_of_an_earlier_private_run_are_refused_or_declared(tmp_path):
     warm = LlamaForCausalLM.from_pretrained(tmp_path / "first")
     trainer(tmp_path / "second", warm, start_is_independent=True).train()
     assert "a private run (4 steps" in (tmp_path / "second" / "privacy_report.md").read_text()
+
+
+def test_weights_of_an_earlier_run_below_the_own_folder_are_those_of_another_run(tmp_path):
+    """Where a folder lies does not say whose ledger counts its steps; the run's own checkpoints are its own."""
+    first = trainer(tmp_path / "runs" / "first")
+    first.train()
+    first.save_model()
+    warm = LlamaForCausalLM.from_pretrained(tmp_path / "runs" / "first")
+    with pytest.raises(ConfigError, match=r"a private run \(4 steps"):
+        trainer(tmp_path / "runs", warm)
+    own = check_start(warm, tmp_path / "runs" / "first", False)
+    shutil.copytree(tmp_path / "runs" / "first", tmp_path / "runs" / "first" / "checkpoint-4")
+    warm = LlamaForCausalLM.from_pretrained(tmp_path / "runs" / "first" / "checkpoint-4")
+    assert own == check_start(warm, tmp_path / "runs" / "first", False) == []
 
 
 @pytest.mark.parametrize(

@@ -523,6 +523,8 @@ def test_the_weights_of_the_public_training_are_no_weights_of_the_release(releas
         "\n差分隐私预算为 0.1\n",
         "\nIts privacy loss\nis 0.1 bits.\n",
         "\nzCDP with ρ = 0.01\n",
+        "\ne<b></b>psilon = 0.5\n",
+        "\ne\u200bpsilon = 0.5\n",
     ],
 )
 def test_another_claim_in_the_card(released: Path, claim: str) -> None:
@@ -533,9 +535,50 @@ def test_another_claim_in_the_card(released: Path, claim: str) -> None:
     assert "another claim" in failed(verify(released))[f"{CARD_FILE} says the same"]
     card.write_text(whole.replace("---\n", "---\nepsilon: 0.01\n", 1))
     assert "epsilon: 0.01 in its metadata" in failed(verify(released))[f"{CARD_FILE} says the same"]
-    for line in ("dp_eps: 0.01", "- type: epsilon", "privacy: strong"):
+    for line in (
+        "dp_eps: 0.01",
+        "- type: epsilon",
+        "privacy: strong",
+        "delta: 1.0e-9",
+        "dp_budget: half of 1",
+        "- 1-DP",
+    ):
         card.write_text(whole.replace("---\n", f"---\nmodel-index:\n  {line}\n", 1))
         assert f"{line} in its metadata" in failed(verify(released))[f"{CARD_FILE} says the same"]
+
+
+@pytest.mark.parametrize("claim", ["This model is DP with eps = 0.5.", "A (0.1, 1e-9)-DP model.", "zCDP: 0.01"])
+def test_a_card_whose_block_is_missing_claims_nothing_else(released: Path, claim: str) -> None:
+    """Without the report's numbers a card may say nothing of a guarantee; a card of other things is no mistake."""
+    card = released / CARD_FILE
+    card.write_text(f"# My model\n\n{claim}\n")
+    assert claim in failed(verify(released))[f"{CARD_FILE} says the same"]
+    card.write_text("# My model\n\n2,000 letters of 2023.\n")
+    assert failed(verify(released)) == {}
+
+
+def test_weights_beside_a_ledger_that_names_none(released: Path) -> None:
+    """Lines cut off the end of a ledger break no hash; without them nothing says that these are the run's weights."""
+    lines = (released / LEDGER_FILE).read_bytes().splitlines(keepends=True)
+    end = next(number for number, line in enumerate(lines) if line.startswith(b'{"kind": "end"'))
+    (released / LEDGER_FILE).write_bytes(b"".join(lines[:end]))
+    shutil.rmtree(released / "checkpoint-4")
+    plan = PrivacyPlan.load(released / PLAN_FILE)
+    write_report(released, plan, read_ledger(released / LEDGER_FILE), NOTES)
+    (released / CARD_FILE).unlink()
+    what = "the model's files are those that were saved"
+    assert f"{WEIGHTS} may hold weights, and the ledger does not name it" in failed(verify(released))[what]
+    (released / WEIGHTS).unlink()
+    assert what not in failed(verify(released))
+
+
+def test_a_report_of_today_that_calls_itself_an_old_one(released: Path) -> None:
+    """Of an old report only the numbers of its sentences are compared, so a ledger of today has none."""
+    path = released / JSON_FILE
+    report = json.loads(path.read_text())
+    assert f"{JSON_FILE} is as old as the ledger" not in failed(verify(released))
+    path.write_text(json.dumps({**report, "format": 2}))
+    assert f"{JSON_FILE} is as old as the ledger" in failed(verify(released))
 
 
 def test_other_words_in_the_card(released: Path) -> None:
