@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import dpllm
+from dpllm.optimizers import innermost
 from dpllm.units import UnitIndex
 
 _PACKAGES = ("numpy", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes")
@@ -258,9 +258,7 @@ def _described_function(function: Any, inner: Callable[[Any], str]) -> str:
 
 
 def _optimizer(optimizer: Any) -> dict[str, str]:
-    base = optimizer
-    while not isinstance(base, Optimizer) and hasattr(base, "optimizer"):
-        base = base.optimizer
+    base = innermost(optimizer)
     facts = {"the optimizer": f"{type(base).__module__}.{type(base).__qualname__}"}
     groups = getattr(base, "param_groups", [])
     for name in sorted({key for group in groups for key in group} - {"params"}):

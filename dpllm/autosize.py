@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dpllm.ghost import GhostClipper
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.microbatches import Microbatch
+from dpllm.optimizers import innermost
 from dpllm.recovery import OutOfMemory, attempt, free_memory
 
 AUTO = "auto"
@@ -101,9 +102,7 @@ def needed_later(parameters: Iterable[nn.Parameter], optimizer: Any) -> int:
     kept = list(parameters)
     sums = sum(p.numel() * accumulation_dtype(p.dtype).itemsize for p in kept)
     state = sum(2 * p.numel() * p.element_size() for p in kept)
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    values = [value for entry in getattr(optimizer, "state", {}).values() for value in entry.values()]
+    values = [value for entry in getattr(innermost(optimizer), "state", {}).values() for value in entry.values()]
     return sums + max(0, state - sum(value.nbytes for value in values if isinstance(value, Tensor)))
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dpllm.optimizers import innermost
 from dpllm.processes import Processes
 
 # Rounding of sums in float32, over microbatches and processes; gradients in bfloat16 are allowed their own.
@@ -67,10 +68,7 @@ class UpdateGuard:
         self._limits: tuple[float, float] | None = None
         self._scale = 1.0
         self.done = False
-        base = optimizer
-        while not isinstance(base, Optimizer) or hasattr(base, "optimizer"):
-            base = base.optimizer
-        self._handle = base.register_step_pre_hook(self._before_update)
+        self._handle = innermost(optimizer).register_step_pre_hook(self._before_update)
 
     @contextlib.contextmanager
     def handing_in(self, total: Tensor) -> Iterator[None]:

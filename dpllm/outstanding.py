@@ -23,7 +23,7 @@ class DrawError(ValueError):
 
 
 class Charges(Protocol):
-    """Where steps are charged, such as `dpllm.ledger.Ledger`."""
+    """Where steps are charged: `dpllm.ledger.Ledger`, or `dpllm.shared_ledger.SharedLedger` for several processes."""
 
     @property
     def num_steps(self) -> int:

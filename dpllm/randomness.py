@@ -172,11 +172,17 @@ def _fill_cpu_state(words: np.ndarray) -> None:
 
     The words are followed by what says that they are used up or not; right after ``manual_seed``, the next draw mixes
     all of them first.
+
+    Raises:
+        ConfigError: the state has another layout than in PyTorch 2.
     """
     state = torch.get_rng_state()
     held = state.numpy()[_MT_OFFSET : _MT_OFFSET + 8 * _MT_WORDS].view("<u8")
-    if int(held[0]) != torch.initial_seed() & 0xFFFFFFFF:  # another layout than that of PyTorch 2.x
-        return
+    if int(held[0]) != torch.initial_seed() & 0xFFFFFFFF:
+        raise ConfigError(
+            f"PyTorch {torch.__version__} keeps the state of its CPU generator in an unknown layout, so that only 32 "
+            "secret bits could be put into it. Use the versions of PyTorch that dpllm names (pyproject.toml)"
+        )
     held[:] = words
     torch.set_rng_state(state)
 

@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from dpllm.accounting import Step
 from dpllm.ghost import GhostClipper
 from dpllm.guard import UpdateGuard
 from dpllm.microbatches import Microbatch
 from dpllm.noise import NoiseSource
+from dpllm.outstanding import Charges
 from dpllm.plan import PrivacyPlan
 from dpllm.processes import Processes, found_by
 from dpllm.recovery import OutOfMemory, Passed, Portions, attempt
@@ -64,19 +64,6 @@ class Engine(Protocol):
 
     def finish(self) -> None:
         """Update the parameters where the engine does that by itself; the caller's ``optimizer.step()`` otherwise."""
-        ...
-
-
-class Charges(Protocol):
-    """Where steps are charged: `dpllm.ledger.Ledger`, or `dpllm.engines.SharedLedger` for several processes."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps charged so far."""
-        ...
-
-    def append_step(self, step_number: int, step: Step) -> None:
-        """Charge a step durably."""
         ...
 
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dpllm.checksums import Checksum, pieces, values
+from dpllm.optimizers import innermost
 
 _DURING = "during a private step, by the model's forward pass, the loss or the collator"
 
@@ -100,7 +101,7 @@ class Watch:
         self._deferred: WatchError | None = None
         self._known = {id(parameter): name for name, parameter in self._trainable.items()}
         self._sharded = any(isinstance(p, DTensor) for p in model.parameters())
-        self._optimizer = _innermost(optimizer)
+        self._optimizer = innermost(optimizer)
         self._handles: list[Any] = []
         if hands_in is None:
             self._refuse_extra(self._optimizer)
@@ -333,12 +334,6 @@ class Watch:
                 "add it to the private sum without noise. Run nothing but private steps on this model while a run is "
                 "attached, or use torch.no_grad()"
             )
-
-
-def _innermost(optimizer: Any) -> Any:
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter]]:

@@ -279,3 +279,10 @@ def test_all_words_of_the_cpu_generator_come_from_the_secret():
     assert torch.equal(torch.rand(8), mine)
     numbers = torch.rand(100_000)
     assert abs(float(numbers.mean()) - 0.5) < 0.01 and abs(float(numbers.std()) - 12**-0.5) < 0.01
+
+
+def test_a_state_of_another_layout_is_refused(monkeypatch):
+    """Seeds of 32 bits would be left, and a run that looks the same."""
+    monkeypatch.setattr("dpllm.randomness._MT_OFFSET", 32)
+    with pytest.raises(ConfigError, match="only 32 secret bits"):
+        SecretStreams(Processes()).separate()

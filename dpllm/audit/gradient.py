@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from dpllm.audit.bounds import AuditError
 from dpllm.engines import model_inside
 from dpllm.engines.whole import updates_by_itself, whole_gradient, whole_parameters
+from dpllm.optimizers import innermost
 from dpllm.plan import PrivacyPlan
 from dpllm.processes import Processes
 from dpllm.run import LossOf, PrivateRun, TrainingRows
@@ -271,7 +272,7 @@ class Steps:
         self._by_itself = updates_by_itself(model)
         self._batch = run.plan.expected_batch_size
         self._lr = _MOVEMENT * self._batch / run.plan.noise_stddev if self._by_itself else 0.0
-        base = _innermost(optimizer)
+        base = innermost(optimizer)
         if self._by_itself:
             _check_plain_sgd(base)
         for group in base.param_groups:
@@ -391,12 +392,6 @@ def _most_alike(wide_TP: Tensor) -> tuple[int, int]:
     distance_TT.fill_diagonal_(torch.inf)
     first, second = divmod(int(distance_TT.argmin()), len(wide_TP))
     return first, second
-
-
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _check_plain_sgd(optimizer: torch.optim.Optimizer) -> None:

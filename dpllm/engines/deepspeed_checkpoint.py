@@ -33,10 +33,10 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dpllm.checkpoints import STAGING_FOLDER, CheckpointError, publish, verify
 from dpllm.engines.errors import EngineError
+from dpllm.optimizers import innermost
 from dpllm.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def complete_load(engine: Any, checkpoint: str | Path, processes: Processes) -> 
         return
     folder = Path(checkpoint) / UNIVERSAL_FOLDER
     saved = processes.from_main(lambda: _read(folder / "zero" / "optimizer_state.pt")["param_groups"])
-    optimizer = _innermost(engine.optimizer)
+    optimizer = innermost(engine.optimizer)
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         group.update({name: value for name, value in options.items() if name != "params"})
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
@@ -135,12 +135,6 @@ def complete_load(engine: Any, checkpoint: str | Path, processes: Processes) -> 
         if torch.is_tensor(step := state.get("step")):
             state["step"] = step.detach().clone().to(parameter.device if fused else "cpu")
     _load_untrained(engine, folder, processes)
-
-
-def _innermost(optimizer: Any) -> Optimizer:
-    while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _read(path: Path) -> dict[str, Any]:
