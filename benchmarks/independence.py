@@ -351,17 +351,17 @@ def stories() -> nn.Module:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, **heads, tie_word_embeddings=True))
 
 
-def gpt2_lora() -> nn.Module:
-    """The shape of GPT-2 with random weights, LoRA of rank 8 on its attention."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2"))
-    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["c_attn"], task_type="CAUSAL_LM"))
+def stories_lora() -> nn.Module:
+    """The same with LoRA of rank 8 on its attention."""
+    target = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return peft.get_peft_model(stories(), peft.LoraConfig(r=8, target_modules=target, task_type="CAUSAL_LM"))
 
 
 SETTINGS = {
     "toy, b = 64": Setting(toy, 64, (3, 48), steps=25),
     "toy, b = 256": Setting(toy, 256, (3, 48), steps=25),
     "stories15M, b = 256": Setting(stories, 256, (64, 128)),
-    "GPT-2 with LoRA, b = 256": Setting(gpt2_lora, 256, (64, 128)),
+    "stories15M with LoRA, b = 256": Setting(stories_lora, 256, (64, 128)),
 }
 
 
