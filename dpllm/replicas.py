@@ -128,7 +128,8 @@ def _replicated(parameters: Iterable[Tensor]) -> list[Tensor]:
 
     The partitions of ZeRO-3 have one owner each; its small parameters, which it keeps whole everywhere, have several.
     """
-    return [p for p in parameters if not hasattr(p, "ds_id") or _is_kept_whole(p)]
+    # Detached, they are plain tensors: their values count, not the partitions that ZeRO-3 keeps beside them.
+    return [p.detach() for p in parameters if not hasattr(p, "ds_id") or _is_kept_whole(p)]
 
 
 def _is_kept_whole(parameter: Any) -> bool:

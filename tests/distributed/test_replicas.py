@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dpllm.checksums import Checksum
 from dpllm.processes import Processes
 from dpllm.replicas import _replicated, differing
 from tests.distributed import world
@@ -70,6 +71,8 @@ def test_small_parameters_that_zero_3_keeps_whole_are_replicas():
     for number, (parameter, persists) in enumerate(((whole, True), (partition, False), (absent, True))):
         parameter.ds_id, parameter.ds_persist, parameter.ds_numel = number, persists, 4
     assert [one.numel() for one in _replicated([whole, partition, absent, torch.ones(3)])] == [4, 3]
+    whole.ds_tensor = torch.zeros(2)  # of this process: others hold another one beside the same values
+    assert Checksum(_replicated([whole])).value() == Checksum([torch.ones(4)]).value()
 
 
 def test_an_extra_draw_on_one_process_stops_all_of_them(seen):
