@@ -8,9 +8,12 @@ its own, a second optimizer. The watch refuses each of them when it happens:
 * buffers and frozen parameters stay the same. In every step their version counters are compared, which PyTorch raises
   at each write; a write through ``.data`` raises none, so a checksum of all of them is compared in the steps 1, 2, 4,
   8, … and before each save. A write that leaves the same values is allowed, and so is a cache that grows;
-* parameters that are trained change only within the optimizer's own ``step``;
+* parameters that are trained change only within the optimizer's own ``step``, and not by its closure; writes through
+  ``.data`` are seen by sums over all bits, which every step compares on the device and every save reads
+  (`dpllm.written`);
 * the optimizer sees exactly the gradients that the private step left, and none of another parameter;
-* the set of trainable parameters stays as it was when the run was attached.
+* the set of trainable parameters stays as it was when the run was attached, and no parameter or buffer takes the place
+  of another: looked at in the steps 1, 2, 4, 8, … and before each save.
 
 Version counters are numbers on the host: the watch reads the device only where a checksum is due.
 """
@@ -28,6 +31,7 @@ from torch.optim import Optimizer
 
 from dpllm.checksums import Checksum, pieces, values
 from dpllm.optimizers import innermost
+from dpllm.written import Written
 
 _DURING = "during a private step, by the model's forward pass, the loss or the collator"
 
@@ -112,6 +116,7 @@ class Watch:
         else:
             self._handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trainable.values()]
         self._steps = 0
+        self._weights, self._gradients = Written(), Written()
         self.rebase()
 
     def rebase(self) -> None:
@@ -119,6 +124,8 @@ class Watch:
         self._fixed = {(fixed.name, fixed.kind): fixed for fixed in self._find_fixed()}
         _take(self._fixed.values())
         self._stamps = self._trainable_stamps()
+        self._places = self._find_places()
+        self._weights.take(self._trainable.values())
         self._left: dict[int, tuple[Tensor | None, Stamp]] = {}
 
     def remove(self) -> None:
@@ -139,6 +146,8 @@ class Watch:
         self._check_trainable_set()
         self._check_fixed("between two private steps")
         self._check_weights("between two private steps, other than by optimizer.step()")
+        if self._is_due(self._steps + 1) or self._weights.at_hand:
+            self._check_bits()
         self._left = {}
 
     def complete(self) -> None:
@@ -148,10 +157,15 @@ class Watch:
             WatchError: forward or backward pass, loss or collator wrote to what they must leave alone.
         """
         self._steps += 1
-        due = self._steps & (self._steps - 1) == 0
+        due = self._is_due(self._steps)
         self._check_trainable_set()
         if due:
             self._take_in_new_buffers()
+            self._check_places()
+        if self._hands_in is not None:  # the engine updates next
+            self._weights.compare(self._trainable.values())
+            if due or self._weights.at_hand:
+                self._check_bits()
         self._check_fixed(_DURING, everything=due)
         self._check_weights(_DURING)
         for fixed in self._fixed.values():
@@ -173,9 +187,13 @@ class Watch:
     def note_gradients(self) -> None:
         """Remember what the private step left in ``.grad``; the optimizer must see that and nothing else."""
         if self._hands_in is not None:
+            self._weights.take(self._trainable.values())
             return
         with torch.no_grad():
             self._left = {id(p): (p.grad, _stamp(p.grad)) for p in self._trainable.values() if p.grad is not None}
+        self._gradients = Written()
+        if self._is_due(self._steps):
+            self._gradients.take(self._grads())
 
     def check_everything(self) -> None:
         """Compare all buffers and frozen parameters by their values; before each save, and at the end.
@@ -187,8 +205,44 @@ class Watch:
         self._raise_deferred()
         self._check_fixed("after a private step, before weights were saved", everything=True)
         self._check_weights("after optimizer.step(), before weights were saved")
+        self._check_places()
+        self._weights.compare(self._trainable.values())
+        self._check_bits()
 
     # ----------------------------------------------------------------- checks
+
+    @staticmethod
+    def _is_due(step: int) -> bool:
+        """Return whether a step is 1, 2, 4, 8 and so on."""
+        return step & (step - 1) == 0
+
+    def _grads(self) -> list[Tensor]:
+        return [p.grad for p in self._trainable.values() if p.grad is not None]
+
+    def _check_bits(self) -> None:
+        if self._weights.found():
+            raise WatchError(
+                "A trained parameter was written between two updates past PyTorch's version counters (through .data, "
+                "or another view of its memory). The guarantee covers weights that change by the noisy gradient only. "
+                "Take out what writes to it (a model, loss, collator or callback that uses .data); nothing of this run "
+                "may be released"
+            )
+
+    def _find_places(self) -> dict[str, int]:
+        """Which tensor stands at each path of the model; nothing where the engine puts others there for a while."""
+        if self._sharded:
+            return {}
+        return {name: id(p) for name, p in self._model.named_parameters(remove_duplicate=False)}
+
+    def _check_places(self) -> None:
+        now = self._find_places()
+        moved = [name for name in self._places.keys() | now.keys() if self._places.get(name) != now.get(name)]
+        if moved:
+            raise WatchError(
+                f"{min(moved)} is another parameter than when the run was attached: it, or a module that holds it, was "
+                "replaced, added or taken out. No noise covers what is in its place. Change the model before the run "
+                "is attached, or after it has ended, in a copy that is saved elsewhere"
+            )
 
     def _find_fixed(self) -> list[_Fixed]:
         found, seen = [], set(self._known)
@@ -287,8 +341,9 @@ class Watch:
                 )
 
     def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        del args, kwargs
+        self._weights.compare(self._trainable.values())
         try:
+            _refuse_closure(args, kwargs)
             self._check_update(optimizer)
         except WatchError as error:
             if not self._several:
@@ -318,10 +373,20 @@ class Watch:
                         "private step and optimizer.step() that touches .grad"
                     )
         self._check_weights("between the private step and optimizer.step()")
+        if self._is_due(self._steps) or self._weights.at_hand:
+            self._check_bits()
+        self._gradients.compare(self._grads())
+        if self._gradients.found():
+            raise WatchError(
+                "A gradient was written past PyTorch's version counters (through .grad.data) between the private step "
+                "and optimizer.step(). Run nothing in between that touches .grad"
+            )
 
     def _after_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         del optimizer, args, kwargs
         self._stamps = self._trainable_stamps()
+        self._weights.take(self._trainable.values())
+        self._gradients = Written()
         # The gradients themselves are let go of here, since their memory is needed.
         with torch.no_grad():
             self._left = {key: (None, _stamp(grad)) for key, (grad, _) in self._left.items() if grad is not None}
@@ -334,6 +399,15 @@ class Watch:
                 "add it to the private sum without noise. Run nothing but private steps on this model while a run is "
                 "attached, or use torch.no_grad()"
             )
+
+
+def _refuse_closure(args: tuple, kwargs: dict) -> None:
+    """Raise `WatchError` for ``optimizer.step(closure)``: ``args`` begins with the optimizer itself."""
+    if any(callable(given) for given in (*args[1:], kwargs.get("closure"))):
+        raise WatchError(
+            "optimizer.step() was called with a closure, which runs within the update and could write other gradients "
+            "than the private one. Call optimizer.step() without arguments"
+        )
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter]]:
