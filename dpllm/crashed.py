@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dpllm.budget import BudgetError, entry_of, read_budget, require_own_ledger, settle
 from dpllm.ledger import LEDGER_FILE, Ledger, is_being_written, read_ledger, require_own_file
+from dpllm.writer import known_writer
 
 
 def settle_crashed(path: str | Path, folder: str | Path, independent: bool = False) -> int:
@@ -35,7 +36,10 @@ def settle_crashed(path: str | Path, folder: str | Path, independent: bool = Fal
     ledger = Path(folder) / LEDGER_FILE
     contents = read_ledger(ledger)
     if is_being_written(ledger):
-        raise BudgetError(f"{ledger} is being written: the run goes on, and needs what it reserved. Wait for its end")
+        raise BudgetError(
+            f"{ledger} is being written: the run goes on{known_writer(folder)}, and needs what it reserved. Wait for "
+            "its end"
+        )
     named = contents.runs[0].get("budget")
     if not named or named["file"] != Path(path).name:
         raise BudgetError(

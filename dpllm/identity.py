@@ -18,6 +18,7 @@ from dpllm import checkpoints
 from dpllm.config import PRETRAINED_FOLDER
 from dpllm.ledger import LEDGER_FILE, Ledger, LedgerError, is_being_written, read_ledger
 from dpllm.ledger_reader import LedgerContents, LedgerHead, steps_at
+from dpllm.writer import known_writer
 
 STATE_FILE = "trainer_state.json"
 """Where the Trainer writes how many steps its weights have taken."""
@@ -134,7 +135,7 @@ def adopt(folder: str | Path) -> int:
         )
     path = folder / LEDGER_FILE
     if is_being_written(path):
-        raise LedgerError(f"{path} is being written by a run at this moment: wait for its end")
+        raise LedgerError(f"{path} is being written by a run at this moment{known_writer(folder)}: wait for its end")
     with Ledger.annotate(path) as ledger:
         ledger.append_adopted()
         ledger.append_open_point(ADOPTED)

@@ -34,6 +34,7 @@ from dpllm.ledger_reader import ENTROPY_SYSTEM as ENTROPY_SYSTEM
 from dpllm.ledger_reader import LedgerContents as LedgerContents
 from dpllm.ledger_reader import LedgerError as LedgerError
 from dpllm.ledger_reader import read_ledger as read_ledger
+from dpllm.writer import known_writer
 
 LEDGER_FILE = "privacy_ledger.jsonl"
 
@@ -402,8 +403,8 @@ def _lock(path: Path, descriptor: int) -> None:
     except BlockingIOError as error:
         os.close(descriptor)
         raise LedgerError(
-            f"{path} is being written by another run at this moment, whose steps and these would be charged over each "
-            "other. Wait for it to end, or stop it"
+            f"{path} is being written by another run at this moment{known_writer(path.parent)}, whose steps and these "
+            "would be charged over each other. Wait for it to end, or stop it"
         ) from error
     except OSError as error:  # ENOSYS, ENOLCK, EOPNOTSUPP of network file systems
         os.close(descriptor)

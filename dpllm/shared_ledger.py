@@ -16,6 +16,7 @@ from dpllm.plan import PLAN_FILE, PrivacyPlan
 from dpllm.processes import Processes
 from dpllm.same_rows import compare_rows, remember_rows
 from dpllm.unused import make_way
+from dpllm.writer import note_writer
 
 
 class SharedLedger:
@@ -154,6 +155,7 @@ class SharedLedger:
 
         def on_main() -> LedgerHead:
             opened.append(start())
+            note_writer(path.parent)
             return opened[0][0].head
 
         head = processes.from_main(on_main)
