@@ -191,6 +191,24 @@ def test_a_line_of_another_version_is_one_error_however_it_is_read(path: Path, r
         read(path)
 
 
+def test_after_a_write_that_failed_nothing_more_is_charged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line may be there in part or not on the disk; a resumed run reads what there is and mends it."""
+    with Ledger.create(path, PLAN) as ledger:
+        ledger.append_step(0, PLAN.step)
+
+        def full(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            with pytest.raises(OSError, match="No space left"):
+                ledger.append_step(1, PLAN.step)
+        with pytest.raises(LedgerError, match=r"could not be written before.*resume the run, which mends it"):
+            ledger.append_step(1, PLAN.step)
+        assert ledger.num_steps == 1
+    assert read_ledger(path).num_steps == 2  # it reached the file all the same, and is charged
+
+
 def test_steps_are_consecutive(path: Path) -> None:
     """A step out of turn can't be charged, so none can be forgotten."""
     with Ledger.create(path, PLAN) as ledger:

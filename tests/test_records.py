@@ -158,6 +158,22 @@ class TestLoading:
             load_records(config(path="some/data", split="train+test+train"))
         assert len(load_records(config(path="some/data", split="train+test"))) == 1
 
+    def test_copies_of_hub_records_are_for_the_owner_only(self, tmp_path, monkeypatch):
+        """`datasets` writes them into its cache; afterwards the process's own mask is as it was."""
+        copy = tmp_path / "copy.arrow"
+
+        def hub(path, name=None, split=None):
+            copy.touch()
+            return datasets.Dataset.from_list([{"text": "secret"}])
+
+        monkeypatch.setattr(datasets, "load_dataset", hub)
+        mask = os.umask(0o002)
+        try:
+            load_records(config(path="some/data"))
+        finally:
+            after = os.umask(mask)
+        assert stat.S_IMODE(copy.stat().st_mode) == 0o600 and after == 0o002
+
     def test_a_hub_data_set_that_is_a_program_is_read_from_its_parquet_files(self, monkeypatch):
         """A data set with a loading script is read from the files that the Hub makes of it; other failures are told."""
 
