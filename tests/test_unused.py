@@ -81,6 +81,17 @@ def test_a_ledger_that_is_being_written_has_a_step_or_cannot_be_read_is_kept(tmp
     assert not is_used(tmp_path / "nothing" / LEDGER_FILE)
 
 
+def test_a_ledger_with_half_a_note_is_kept(tmp_path: Path) -> None:
+    """The line counted something that was written out, which a new ledger would not list."""
+    path = tmp_path / LEDGER_FILE
+    ledger = SharedLedger.create(path, plan(), Processes())
+    ledger.append_disclosure("evaluation during training", 2)
+    ledger.close()
+    path.write_bytes(path.read_bytes()[:-30])
+    assert read_ledger(path).num_steps == 0 and not read_ledger(path).disclosures
+    assert is_used(path)
+
+
 class StopsAtTheBeginning(TrainerCallback):
     """Fails after the model was spread, and before a step is drawn."""
 
