@@ -25,7 +25,7 @@ from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
 from scipy import optimize, stats
 
 from dpllm import pld
-from dpllm.config import ADJACENCIES, MAX_NOISE, MAX_ROWS_DRAWN_PER_UNIT, MAX_TARGET_EPSILON, MIN_NOISE
+from dpllm.config import ADJACENCIES, MAX_NOISE, MAX_ROWS_DRAWN_PER_UNIT, MAX_TARGET_EPSILON, MAX_UNITS, MIN_NOISE
 from dpllm.sampling import default_max_batch_size
 from dpllm.train_values import MAX_STEPS
 
@@ -86,8 +86,8 @@ class Step:
             )
         if not 0 < self.clip_norm < math.inf:
             raise ValueError(f"clip_norm must be above 0 and finite, got {self.clip_norm}")
-        if self.num_units is not None and self.num_units < 1:
-            raise ValueError(f"num_units must be at least 1, got {self.num_units}")
+        if self.num_units is not None and not 1 <= self.num_units <= MAX_UNITS:
+            raise ValueError(f"num_units must be at least 1, and at most {MAX_UNITS:,}, got {self.num_units}")
         if self.max_batch_size is not None:
             if self.num_units is None:
                 raise ValueError("max_batch_size needs num_units: how often truncation strikes depends on both")

@@ -363,7 +363,7 @@ def read_budget(path: str | Path) -> Budget:
         raise BudgetError(
             f"{path} can't be read ({error.strerror}). Give the budget file that was made for this data set"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _edited(path, f"not JSON ({error})") from error
     if not isinstance(raw, dict) or raw.get("format") != _FORMAT:
         raise BudgetError(f"{path} is not a budget file of format {_FORMAT}. Give the file that create_budget made")

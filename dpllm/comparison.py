@@ -153,7 +153,7 @@ def library_epsilon(
     On the coarse grid that is the default it is the looser of the two. It sets no δ aside for rounding.
 
     Raises:
-        ValueError: the library has no event for such steps under this adjacency.
+        ValueError: the library has no event for such steps under this adjacency, or its grid would not fit into memory.
     """
     from dp_accounting.pld import PLDAccountant
 
@@ -166,6 +166,8 @@ def library_epsilon(
         raise ValueError(
             "dp_accounting has no replace-one event for units whose rows are drawn singly; compare under zero-out"
         )
+    if accounting.discretization_used(merged, adjacency, discretization) > discretization:
+        raise ValueError(f"its grid of width {discretization:g} would need too much memory for these steps")
     accountant = PLDAccountant(_RELATIONS[adjacency], discretization)
     for step, count in merged:
         accountant.compose(_event(step), count)

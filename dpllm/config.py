@@ -46,6 +46,7 @@ MAX_TARGET_EPSILON = 1000.0
 MIN_NOISE, MAX_NOISE = 1e-3, 1e6
 MIN_CLIP_NORM, MAX_CLIP_NORM = 1e-12, 1e12
 MAX_ROWS_DRAWN_PER_UNIT = 10_000
+MAX_UNITS = 10**15
 
 _NOT_POISSON = (
     *("shuffle", "shuffled", "random", "epoch", "sequential", "fixed", "fixed-size", "fixed_size"),

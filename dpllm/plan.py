@@ -191,7 +191,7 @@ class PrivacyPlan:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"{path} can't be read ({error.strerror})") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON ({error})") from error
         names = {item.name for item in dataclasses.fields(cls)}
         if not isinstance(raw, dict) or set(raw) != names | {"format", "hash"} or raw["format"] != _FORMAT:

@@ -176,7 +176,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} can't be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 text") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no report")

@@ -386,6 +386,7 @@ def test_bad_arguments_are_refused() -> None:
         ({"noise_multiplier": math.inf}, "noise_multiplier must be at least 0 and finite"),
         ({"clip_norm": 0.0}, "clip_norm must be above 0"),
         ({"num_units": 0}, "num_units must be at least 1"),
+        ({"num_units": 10**23, "max_batch_size": 1000}, "at most 1,000,000,000,000,000"),
         ({"max_batch_size": 0}, "max_batch_size must be at least 1"),
         ({"num_units": None}, "max_batch_size needs num_units"),
     ],

@@ -507,3 +507,13 @@ def test_a_data_set_that_grows_has_one_budget(tmp_path: Path) -> None:
         BudgetError, match=r"num_units is 1000 there and 1500 here.*dpllm budget create --shared-people"
     ):
         charge(tmp_path / "fixed.budget.json", second, "chats")
+
+
+def test_a_file_of_nested_lists_is_no_budget(tmp_path: Path) -> None:
+    """A damaged file is one error, however it is damaged."""
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(BudgetError, match="is not JSON"):
+        read_budget(path)
+    with pytest.raises(ValueError, match="is not JSON"):
+        PrivacyPlan.load(path)

@@ -281,3 +281,10 @@ def test_best_of_never_hides_the_truncation() -> None:
     history = [(Step(1000, 0.1, 200, 1.0), 100)]
     for mean in (1, 2, 10):
         assert best_of_epsilon(history, 1e-5, mean) >= accounting.epsilon(history, 1e-5)
+
+
+def test_a_grid_that_would_not_fit_into_memory_is_a_note():
+    """An accountant that would need more memory than a machine has is left out, and the comparison goes on."""
+    steps = [(Step(None, 0.3, None, 0.05), 100_000)]
+    with pytest.raises(ValueError, match="would need too much memory"):
+        library_epsilon(steps, 1e-5)
