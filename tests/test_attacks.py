@@ -16,7 +16,7 @@ from dpllm.budget import create_budget
 from dpllm.cli import app
 from dpllm.ledger import read_ledger
 from dpllm.verify import verify
-from tests.test_trainer import arguments, privacy, trainer
+from tests.test_trainer import arguments, privacy, rows, trainer
 
 LEDGER, PLAN = "privacy_ledger.jsonl", "privacy_plan.json"
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -125,6 +125,16 @@ def test_a_plan_that_was_changed_is_found_by_the_resume(change, tmp_path):
         trainer(run, args=saving(run)).train(resume_from_checkpoint=True)
 
 
+def test_a_resume_on_other_text_is_refused(tmp_path):
+    """With as many records of the same lengths; nothing is charged."""
+    run = tmp_path / "run"
+    interrupted(run)
+    other = rows().map(lambda row: {"input_ids": row["input_ids"][::-1], "labels": row["labels"][::-1]})
+    with pytest.raises(ValueError, match="The rows are not those"):
+        trainer(run, dataset=other, args=saving(run)).train(resume_from_checkpoint=True)
+    assert read_ledger(run / LEDGER).num_steps == 2
+
+
 def other_weights(folder):
     path = folder / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -157,8 +167,9 @@ def test_verify_finds_what_was_changed_in_a_released_folder(change, folder):
 
 
 def test_verify_finds_a_checkpoint_whose_ledger_was_cut_and_whose_report_was_made_again(folder):
-    """Plan, ledger, report and card then agree with each other, and the weights with none of them."""
+    """Plan, ledger and report then agree with each other, and the weights with none of them; it has no card."""
     cut_checkpoint(folder)
+    (folder / "checkpoint-4" / "README.md").unlink()
     CliRunner().invoke(app, ["report", str(folder / "checkpoint-4"), "--audience", "all"])
     assert not verify(folder / "checkpoint-4").ok
 
