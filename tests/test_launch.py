@@ -282,6 +282,15 @@ def test_trainer_v2():
     assert words[-2:] == ["train.output_dir=/output/dpllm", "train.resume_from_checkpoint=auto"]
 
 
+@pytest.mark.parametrize(
+    ("more", "rank"), [({"SLURM_NODEID": "3"}, "3"), ({"SLURM_NODEID": "3", "NODE_RANK": "1"}, "1")]
+)
+def test_the_number_of_a_node_is_that_of_the_job(more, rank):
+    """As Slurm numbers its nodes, unless it is given."""
+    words = command("torchrun.sh", RECIPE, FSDP2, NNODES="4", RDZV_ENDPOINT="node0:29501", NPROC_PER_NODE="2", **more)
+    assert flags(words[: words.index("recipes/finetune.py")])["--machine_rank"] == rank
+
+
 def test_interfaces_are_named_and_the_network_is_to_be_trusted():
     """What the processes compare goes over gloo, so its interface is named beside NCCL's; nothing is encrypted."""
     for manifest in ("kubernetes.yaml", "kubernetes_trainjob.yaml"):
