@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, Trainer
 from typer.testing import CliRunner
 
 from dpllm.cli import app
 from dpllm.config import load_recipe
+from dpllm.loading import refuse_mismatch
 from dpllm.models import load_base_model, load_tokenizer, prepare_model
 from dpllm.output_folder import check_output_folder
 from dpllm.positions import num_positions
@@ -150,6 +151,25 @@ def test_a_folder_that_is_not_what_its_config_says_is_refused(tmp_path: Path, ch
     with pytest.raises(ConfigError, match=match) as caught:
         load_base_model(recipe.model, tokenizer)
     assert "\n" not in str(caught.value)
+
+
+def test_parts_of_another_shape_are_refused_where_the_library_goes_on() -> None:
+    """transformers raises by itself today; asked to ignore it, it fills such parts with random numbers."""
+    info = {"mismatched_keys": [("weight", (2, 2), (3, 3))]}
+    with pytest.raises(ConfigError, match=r"1 parameters have another shape in the files \(weight\)"):
+        refuse_mismatch(nn.Linear(2, 2), info, "somewhere", new_head=False)
+
+
+def test_a_language_model_without_its_head_is_refused() -> None:
+    """Only the head of a classifier may be new; its layers, and the head of a language model, would be random."""
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8, tie_word_embeddings=False)
+    with torch.device("meta"):
+        model, classifier = GPT2LMHeadModel(config), GPT2ForSequenceClassification(config)
+    with pytest.raises(ConfigError, match=r"would be random \(lm_head.weight\)"):
+        refuse_mismatch(model, {"missing_keys": ["lm_head.weight"]}, "somewhere", new_head=False)
+    refuse_mismatch(classifier, {"missing_keys": ["score.weight"]}, "somewhere", new_head=True)
+    with pytest.raises(ConfigError, match=r"would be random \(transformer.h.0.ln_1.weight\)"):
+        refuse_mismatch(classifier, {"missing_keys": ["transformer.h.0.ln_1.weight"]}, "somewhere", new_head=True)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "garbage"])
