@@ -288,9 +288,11 @@ class Ledger:
                 f"{self.path.name}, and resume"
             )
         if own.st_size != self._size:
+            last = known_writer(self.path.parent)
             raise LedgerError(
                 f"{self.path} has {own.st_size} bytes, and this run wrote or read {self._size}: another process wrote "
-                "or cut it. Make sure that one run writes in the folder, restore the file from a copy, and resume"
+                f"or cut it{f'; the run that started last is the one{last}' if last else ''}. Make sure that one run "
+                "writes in the folder, restore the file from a copy, and resume"
             )
 
     def _rescue(self) -> Path:

@@ -26,6 +26,20 @@ def test_a_second_writer_is_told_who_the_first_one_is(tmp_path, monkeypatch):
     running.close()
 
 
+def test_a_writer_that_no_lock_stopped_is_named_by_the_first_one(tmp_path, monkeypatch):
+    """Locks that hold on one machine only: the first run finds the other's lines, and its note."""
+    begin(tmp_path, 1)
+    first = resume(tmp_path)
+    monkeypatch.setattr("dpllm.ledger._lock", lambda path, descriptor: None)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-b")
+    resume(tmp_path).close()
+    with pytest.raises(
+        LedgerError, match=r"another process wrote or cut it; .* started last is the one \(.* on node-b"
+    ):
+        first.append_step(first.num_steps, PLAN.step)
+    first.close()
+
+
 def test_the_note_is_for_the_owner_and_not_in_the_ledger(tmp_path):
     """A machine's name says nothing about the guarantee, and the ledger is released."""
     begin(tmp_path, 1)
