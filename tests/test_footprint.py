@@ -251,7 +251,12 @@ def test_bytes_against_a_real_microbatch(config, dtype, bf16, peft, checkpointin
     model = ModelConfig(config=config, dtype=dtype, peft=peft, tie_word_embeddings=False)
     run = run_of(bf16=bf16, checkpointing=checkpointing)
     result = footprint(shape_of_model(model), run)
-    activations, book, peak = measured(model, run)
+    try:
+        activations, book, peak = measured(model, run)
+    except RuntimeError as error:
+        if "pack_vnni2" not in str(error):
+            raise
+        pytest.skip(f"PyTorch's fused attention in bfloat16 cannot run under this ATEN_CPU_CAPABILITY: {error}")
     if not checkpointing:  # with it, saved tensors are those of the recomputation as well
         assert result.activations == pytest.approx(activations, rel=0.25)
     assert result.book == pytest.approx(book, rel=0.25)
