@@ -281,6 +281,8 @@ def unnamed_weights(folder: str | Path, named: Mapping[str, Any]) -> tuple[list[
 def _may_hold_weights(path: Path) -> bool:
     if path.is_symlink():
         return True
+    if path.name == "adapter_config.json" or path.name.endswith(".index.json"):
+        return True  # they decide which files, or which model, `from_pretrained` loads
     known = path.name in _NO_WEIGHTS or path.name.startswith(_LOG_OF_A_TRACKER)
     return not known and not path.name.lower().endswith(_READABLE)
 

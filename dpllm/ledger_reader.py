@@ -261,7 +261,8 @@ class LedgerReader:
         if not is_last and not recovered:
             raise self._fail(number, "edited, or lines before it are missing")
         # A fragment that is not certainly another kind counts as a step, NUL bytes of a lost block included.
-        charged = not line.startswith(_OTHER_STARTS)
+        # The line after it, which the chain covers, says what was charged then: the fragment itself can be edited.
+        charged = not line.startswith(_OTHER_STARTS) or (recovered and '"charged": true' in next_line)
         self.contents.torn_lines.append(number)
         if charged:
             if not self.contents.runs:

@@ -132,6 +132,20 @@ def test_torn_step_is_charged(path: Path, keep: int) -> None:
     assert epsilon(contents.history, 1e-4) == epsilon([(PLAN.step, 4)], 1e-4)
 
 
+def test_a_torn_step_stays_charged_when_its_fragment_is_edited(path: Path) -> None:
+    """No hash covers the fragment; the line after it says that it was charged, and its own hash covers that."""
+    write(path, 3, end=None)
+    path.write_bytes(path.read_bytes()[:-30])
+    with Ledger.open(path, PLAN) as ledger:
+        ledger.append_end("completed")
+    assert read_ledger(path).num_steps == 3
+    lines = path.read_bytes().splitlines(keepends=True)
+    place = next(number for number, line in enumerate(lines) if line.startswith(b'{"kind": "recovered"'))
+    lines[place - 1] = b'{"kind": "fact"\n'
+    path.write_bytes(b"".join(lines))
+    assert read_ledger(path).num_steps == 3 and read_ledger(path).torn_steps == 1
+
+
 def test_torn_note_is_reported_and_not_charged(path: Path) -> None:
     """A torn line that can't have been a step is listed and costs nothing."""
     with Ledger.create(path, PLAN) as ledger:

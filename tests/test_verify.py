@@ -408,6 +408,7 @@ def test_other_weights_in_the_folder(released: Path) -> None:
     [
         *("model.SAFETENSORS", "model.safetensors.bak", "weights.tar.gz", "model.pt2", "rust_model.ot", "weights"),
         *("runs/model.safetensors", "checkpoint-9/model.safetensors", "checkpoint-best/model.safetensors"),
+        *("adapter_config.json", "model.safetensors.index.json"),  # which lead to other weights
     ],
 )
 def test_weights_under_any_name_are_found(released: Path, name: str) -> None:
