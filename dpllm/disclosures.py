@@ -122,6 +122,8 @@ def not_kept(written: Iterable[str], destinations: Iterable[str]) -> list[str]:
     ['predictions on private rows']
     >>> not_kept([TRAINING_LOSS], ["TensorBoard, the Trainer's state"])
     ['training loss (mean of a logging interval)']
+    >>> not_kept([TRAINING_LOSS], [])
+    ['training loss (mean of a logging interval)']
     """
     places = {place for value in destinations for place in value.split(", ")}
     local = bool(places) and places <= {_SCREEN, _STATE}
