@@ -182,3 +182,11 @@ def test_rows_of_one_length_without_their_record_are_an_open_point(tmp_path):
     report = run.privacy_report()
     assert any("the same 32 tokens" in str(point) for point in report["open_points"])
     assert "A record" not in report["definition"]["unit"]
+
+
+def test_a_run_without_logging_lists_the_loss_that_is_printed_at_its_end(tmp_path):
+    """The report says that ε does not cover it."""
+    run = trainer(tmp_path, args=arguments(tmp_path, max_steps=1, logging_strategy="no"))
+    run.train()
+    listed = run.privacy_report()["definition"]["written_out_and_not_covered"]
+    assert any("loss" in item["what"] and item["count"] == 1 for item in listed)

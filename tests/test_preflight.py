@@ -206,6 +206,17 @@ def test_only_unusable_options_are_mistakes(tmp_path: Path, model: Path, error: 
         check_recipe(load_recipe(write_recipe(tmp_path, model)))
 
 
+def test_a_damaged_tokenizer_is_one_line_of_the_program(tmp_path: Path, finetune, monkeypatch, capsys) -> None:
+    """It is named before the data, which do not exist here."""
+    folder = tiny_model(tmp_path / "model", "gpt2")
+    (folder / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--config", str(write_recipe(tmp_path, folder))])
+    with pytest.raises(SystemExit):
+        finetune.main()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "the tokenizer" in line and "can't be loaded" in line and "no_such" not in line
+
+
 def test_a_classifier_may_have_a_new_head(tmp_path: Path, model: Path) -> None:
     """A classifier on a language model has a head that no file holds; that alone is as it should be."""
     overrides = ["model.peft=null", "model.task=sequence_classification", "model.num_labels=3"]

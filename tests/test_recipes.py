@@ -1,5 +1,6 @@
 """Every recipe that ships is read, planned and run: on a tiny model and local files, through overrides alone."""
 
+import errno
 import importlib.util
 import json
 import sys
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from dpllm.arguments import num_private_steps, private_arguments, training_arguments
 from dpllm.config import load_recipe
 from dpllm.data import train_tokenizer
+from dpllm.models import load_base_model, load_tokenizer
 from dpllm.plan import make_plan
 from dpllm.records import required_columns
 
@@ -200,6 +202,65 @@ def test_a_mistake_is_one_line_and_exit_code_two(finetune, tmp_path, monkeypatch
     assert caught.value.code == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: ") and message in printed and printed.count("\n") == 1
+
+
+class SafetensorError(Exception):
+    """As the library's, by name."""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "runs/a"), "runs/a: there is no room left on the disk"),
+        (OverflowError("math range error"), "too large or too small"),
+        (SafetensorError("header too large"), "damaged or incomplete"),
+    ],
+    ids=["disk full", "overflow", "weights"],
+)
+def test_errors_of_other_libraries_are_one_line(finetune, monkeypatch, capsys, error, words):
+    """Those that a user can mend; the program ends with exit code 2."""
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(finetune, "run", fails)
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--config", str(FOLDER / "gpt2_e2e_full.yaml")])
+    with pytest.raises(SystemExit) as caught:
+        finetune.main()
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and said.startswith("error: ") and words in said and said.count("\n") == 1
+
+
+def test_held_out_records_are_of_people_who_are_not_trained_on(finetune, tmp_path, monkeypatch):
+    """`eval_fraction` at user level, in the recipe's own program."""
+    overrides = small_run(tmp_path, FOLDER / "gpt2_e2e_full.yaml")
+    lines = [json.dumps({"text": f"the quick brown fox {n}", "who": f"p{n % 20}"}) for n in range(80)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    overrides += [
+        *("data.format=text", "data.eval_path=null", "data.eval_fraction=0.25", "privacy.unit=user"),
+        *("privacy.unit_column=who", "privacy.max_rows_per_unit=4", "train.max_steps=1"),
+    ]
+    seen, tokenize = [], finetune.tokenize_records
+
+    def watched(records, *rest, **more):
+        seen.append(set(records["who"]))
+        return tokenize(records, *rest, **more)
+
+    monkeypatch.setattr(finetune, "tokenize_records", watched)
+    finetune.run(load_recipe(FOLDER / "gpt2_e2e_full.yaml", overrides))
+    trained_on, held_out = seen
+    assert held_out and not trained_on & held_out and len(trained_on | held_out) == 20
+
+
+def test_a_classifier_of_a_recipe_pads_as_its_tokenizer_does(finetune, tmp_path):
+    """Also where its config.json names another token."""
+    folder = tiny_model(tmp_path / "model", "roberta")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "pad_token_id": 2}))
+    overrides = [f"model.name={folder}", "model.num_labels=2"]
+    recipe = load_recipe(FOLDER / "roberta_sst2_full.yaml", overrides)
+    tokenizer = load_tokenizer(recipe.model)
+    assert load_base_model(recipe.model, tokenizer).config.pad_token_id == tokenizer.pad_token_id != 2
 
 
 def test_the_launcher_is_told_which_process_failed_and_of_what(finetune, tmp_path, monkeypatch, capsys):
