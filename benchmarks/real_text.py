@@ -269,28 +269,44 @@ class CountedTrainer(DPTrainer):
 
 
 def make_trainer(
-    method: str, settings: Settings, material: Material, folder: str, live: LiveBytes | None = None
+    method: str,
+    settings: Settings,
+    material: Material,
+    folder: str,
+    live: LiveBytes | None = None,
+    privacy: PrivacyConfig | None = None,
+    **changes: Any,
 ) -> tuple[Trainer, StepCounter]:
-    """A trainer of this method on a copy of the model, with what counts its batches."""
+    """A trainer of this method on a copy of the model, with what counts its batches.
+
+    Args:
+        method: one of `METHODS`.
+        settings: steps, batch, device.
+        material: model and rows.
+        folder: for the run's files.
+        live: counts live tensors.
+        privacy: of the private method; None: a noise multiplier of 1.
+        changes: of the arguments for training.
+    """
     private = method == PRIVATE
     collator = CountingCollator(RowCollator(pad_token_id=material.tokenizer.pad_token_id))
     counter = StepCounter(collator, settings, whole_steps=private, live=live)
     rows = material.rows_per_microbatch
-    arguments = TrainingArguments(
-        folder,
-        max_steps=settings.warmup + settings.steps,
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=1 if private else settings.batch // rows,
-        train_sampling_strategy="group_by_length" if method == GROUPED else "random",
-        learning_rate=1e-4,
-        lr_scheduler_type="constant",
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=settings.on_cpu(),
-        dataloader_pin_memory=not settings.on_cpu(),
-    )
+    values: dict[str, Any] = {
+        "max_steps": settings.warmup + settings.steps,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": 1 if private else settings.batch // rows,
+        "train_sampling_strategy": "group_by_length" if method == GROUPED else "random",
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": settings.on_cpu(),
+        "dataloader_pin_memory": not settings.on_cpu(),
+    }
+    arguments = TrainingArguments(folder, **values | changes)
     common: dict[str, Any] = {
         "model": prepare_model(copy.deepcopy(material.base), material.section),
         "args": arguments,
@@ -300,7 +316,7 @@ def make_trainer(
         "callbacks": [counter],
     }
     if private:
-        privacy = PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=settings.batch)
+        privacy = privacy or PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=settings.batch)
         trainer: Trainer = CountedTrainer(**common, privacy=privacy, max_tokens_per_microbatch=material.budget)
     else:
         trainer = Trainer(**common)
@@ -315,6 +331,11 @@ def run(method: str, settings: Settings, material: Material) -> dict[str, Any]:
         trainer, counter = make_trainer(method, settings, material, folder)
         trainer.train()
         whole_s = CLOCKS[settings.clock]() - begin
+    return counted_figures(counter, whole_s)
+
+
+def counted_figures(counter: StepCounter, whole_s: float) -> dict[str, Any]:
+    """Tokens, padding, speed and memory of a run that has ended, and that took so many seconds in all."""
     assert counter.start is not None and counter.end is not None, "the run has all its steps"
     counted = counter.collator.batches[counter.start.batches : counter.end.batches]
     real, tokens, rows = (sum(column) for column in zip(*counted, strict=True))

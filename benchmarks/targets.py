@@ -38,7 +38,19 @@ from torch.utils.flop_counter import flop_registry
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from throughput import FORMULAS, OPACUS, OURS, PLAIN, TWICE, LiveBytes, Settings, count_flops, machine, measure, prepare
+from throughput import (
+    FORMULAS,
+    OURS,
+    PEERS,
+    PLAIN,
+    TWICE,
+    LiveBytes,
+    Settings,
+    count_flops,
+    machine,
+    measure,
+    prepare,
+)
 
 DEPTHS = (2, 3)  # of the shallow models; of a single layer the peak lies elsewhere than of many
 WIDTHS = {
@@ -157,37 +169,76 @@ def extended(shallow: int, deeper: int, layers: int) -> int:
     return shallow + (layers - DEPTHS[0]) * (deeper - shallow) // (DEPTHS[1] - DEPTHS[0])
 
 
+def measured(settings: Settings, method: str = OURS) -> dict[str, Any]:
+    """Times and memory of a step without and with privacy. FLOPs aren't counted: what Triton computes isn't seen."""
+    results = measure(settings, [PLAIN, method], counting=False)
+    base, own = results[PLAIN], results[method]
+    return {
+        "speed_ratio": base.median_ms / own.median_ms,
+        "flops": None,
+        "peak_bytes": {PLAIN: base.peak_bytes, OURS: own.peak_bytes},
+        "ms": {PLAIN: base.times_ms, OURS: own.times_ms},
+    }
+
+
+def peer(settings: Settings, name: str, plain_bytes: int) -> dict[str, Any]:
+    """The same of a library of others, beside steps without privacy of its own.
+
+    Args:
+        settings: what is measured.
+        name: one of `PEERS`.
+        plain_bytes: peak without privacy, measured by itself: what another library keeps after its step is in memory
+            during those beside it.
+
+    Returns:
+        Ratios and times, or only why there are none.
+    """
+    if importlib.util.find_spec(PEERS[name]) is None:
+        return {"refused": "not installed"}
+    results = measure(settings, [PLAIN, name], counting=False)
+    base, theirs = results[PLAIN], results[name]
+    if theirs.refused:
+        return {"refused": theirs.refused}
+    return {
+        "speed_ratio": base.median_ms / theirs.median_ms,
+        "memory_ratio": theirs.peak_bytes / plain_bytes,
+        "peak_bytes": theirs.peak_bytes,
+        "ms": {PLAIN: base.times_ms, name: theirs.times_ms},
+    }
+
+
+def free_memory() -> None:
+    """Of models that nobody refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def measure_row(target: Target, device: str, rounds: int) -> dict[str, Any]:
-    """The ratios of one row; of Opacus where it is installed and a GPU is there."""
+    """The ratios of one row; of others where they are installed and a GPU is there."""
     row: dict[str, Any] = {"name": target.name, **asdict(target)}
     if torch.device(device).type == "cuda":
-        installed = importlib.util.find_spec(OPACUS) is not None
-        results = measure(target.settings(target.layers, device, rounds), [PLAIN, target.method, *[OPACUS] * installed])
-        base, own = results[PLAIN], results[target.method]
-        row |= {
-            "speed_ratio": base.median_ms / own.median_ms,
-            "flops": {PLAIN: base.flops, OURS: own.flops},
-            "peak_bytes": {PLAIN: base.peak_bytes, OURS: own.peak_bytes},
-            "ms": {PLAIN: base.times_ms, OURS: own.times_ms},
-            "opacus": "not installed",
-        }
-        if installed:
-            theirs = results[OPACUS]
-            speed = None if theirs.refused else base.median_ms / theirs.median_ms
-            row["opacus"] = theirs.refused or f"{speed:.2f} / {theirs.peak_bytes / base.peak_bytes:.2f}"
+        settings = target.settings(target.layers, device, rounds)
+        row |= measured(settings, target.method)
+        for name in PEERS:
+            free_memory()
+            row[name] = peer_cell(peer(settings, name, row["peak_bytes"][PLAIN]))
     else:
         models = [counted(target.settings(layers, device, rounds), target.method) for layers in DEPTHS]
         flops, peak = (
             {name: extended(models[0][name][at], models[1][name][at], target.layers) for name in (PLAIN, OURS)}
             for at in (0, 1)
         )
-        row |= {"speed_ratio": None, "flops": flops, "peak_bytes": peak, "opacus": "not run"}
-    row["flop_ratio"] = row["flops"][PLAIN] / row["flops"][OURS]
+        row |= {"speed_ratio": None, "flops": flops, "peak_bytes": peak} | dict.fromkeys(PEERS, "not run")
+    row["flop_ratio"] = row["flops"][PLAIN] / row["flops"][OURS] if row["flops"] else None
     row["memory_ratio"] = row["peak_bytes"][OURS] / row["peak_bytes"][PLAIN]
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_memory()
     return row
+
+
+def peer_cell(figures: dict[str, Any]) -> str:
+    """What the table says of another library."""
+    return figures.get("refused") or f"{figures['speed_ratio']:.2f} / {figures['memory_ratio']:.2f}"
 
 
 def as_markdown(report: dict[str, Any]) -> str:
@@ -199,8 +250,8 @@ def as_markdown(report: dict[str, Any]) -> str:
         f"{where['device']}, {where['threads']} CPU threads, PyTorch {where['torch']}; bfloat16; {how}.",
         "",
         "| model, mode, B×T | target speed | speed | FLOPs, non-private / private | target memory | memory | "
-        "GiB, non-private | GiB, private | Opacus, speed / memory |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "GiB, non-private | GiB, private | Opacus, speed / memory | fastDP, speed / memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
         speed, memory = row["speed"], row["memory"]
@@ -208,11 +259,11 @@ def as_markdown(report: dict[str, Any]) -> str:
             row["name"],
             f"≥ {speed:g}" if speed else "-",
             f"{row['speed_ratio']:.3f}" if row["speed_ratio"] is not None else "-",
-            f"{row['flop_ratio']:.3f}",
+            f"{row['flop_ratio']:.3f}" if row["flop_ratio"] is not None else "-",
             f"≤ {memory:g}" if memory else "-",
             f"{row['memory_ratio']:.3f}",
             *(f"{row['peak_bytes'][name] / 2**30:.1f}" for name in (PLAIN, OURS)),
-            row["opacus"],
+            *(row[name] for name in PEERS),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

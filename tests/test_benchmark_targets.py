@@ -103,30 +103,32 @@ def test_command_line_prints_table_and_writes_files(tmp_path, capsys, monkeypatc
     for row in report["rows"]:
         assert row["flop_ratio"] == row["flops"][PLAIN] / row["flops"][OURS]
         assert row["memory_ratio"] == row["peak_bytes"][OURS] / row["peak_bytes"][PLAIN]
-        assert row["speed_ratio"] is None and row["opacus"] == "not run"
+        assert row["speed_ratio"] is None and row["opacus"] == row["fastdp"] == "not run"
     printed = capsys.readouterr().out
     assert printed == markdown.read_text()
     assert len({line.count("|") for line in printed.splitlines() if line.startswith("|")}) == 1
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_on_a_gpu_times_and_opacus_are_in_the_row(monkeypatch, installed):
-    """Whole models are measured; what refuses a model says so in its column."""
+def test_on_a_gpu_times_and_peers_are_in_the_row(monkeypatch, installed):
+    """Whole models are measured; what refuses a model says so in its column. What Triton computes can't be counted."""
 
-    def measured(settings, methods):
-        assert json.loads(settings.config)["num_hidden_layers"] == 5
+    def measured(settings, methods, counting):
+        assert json.loads(settings.config)["num_hidden_layers"] == 5 and not counting
         results = {
-            PLAIN: throughput.Measurement([9.0], {"mm": 4}, 100),
-            OURS: throughput.Measurement([10.0], {"mm": 5}, 110),
-            benchmark.OPACUS: throughput.Measurement(refused="parameter tying"),
+            PLAIN: throughput.Measurement([9.0], {}, 100),
+            OURS: throughput.Measurement([10.0], {}, 110),
+            throughput.OPACUS: throughput.Measurement(refused="parameter tying"),
+            throughput.FASTDP: throughput.Measurement([12.0], {}, 130),
         }
         return {name: results[name] for name in methods}
 
     monkeypatch.setattr(benchmark, "measure", measured)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     row = benchmark.measure_row(benchmark.TARGETS[0], "cuda", 1)
-    assert (row["speed_ratio"], row["flop_ratio"], row["memory_ratio"]) == (0.9, 0.8, 1.1)
+    assert (row["speed_ratio"], row["flop_ratio"], row["memory_ratio"]) == (0.9, None, 1.1)
     assert row["opacus"] == ("parameter tying" if installed else "not installed")
+    assert row["fastdp"] == ("0.75 / 1.30" if installed else "not installed")
     report = {"machine": benchmark.machine(torch.device("cpu")), "rows": [row]}
     assert "whole models" in benchmark.as_markdown(report) and "0.900" in benchmark.as_markdown(report)
 

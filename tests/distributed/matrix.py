@@ -194,7 +194,9 @@ def noise(engine: str, steps: int = 3, noise_multiplier: float = 2.0, clip_norm:
     return {"released": [r.float().numpy() for r in released], "noise_stddev": plan.noise_stddev}
 
 
-def real(engines: list[str], weights: str, text: str, clip_norm: float = 1.0) -> list[tuple[float, float]]:
+def real(
+    engines: list[str], weights: str, text: str, clip_norm: float = 1.0, device: str = "cpu"
+) -> list[tuple[float, float]]:
     """Pretrained weights and real text through `PrivateRun`, dpllm's public loop: its sum against one process's.
 
     Args:
@@ -202,6 +204,7 @@ def real(engines: list[str], weights: str, text: str, clip_norm: float = 1.0) ->
         weights: folder of a pretrained model.
         text: a CSV file with the columns ``mr`` and ``ref``.
         clip_norm: C.
+        device: where all of it runs.
 
     Returns:
         For each engine: relative error of the sum, and its norm over C·B.
@@ -232,12 +235,12 @@ def real(engines: list[str], weights: str, text: str, clip_norm: float = 1.0) ->
     every = np.arange(len(rows))
 
     def loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-        inputs = dict(inputs)
+        inputs = {name: value.to(device) for name, value in inputs.items()}
         labels = inputs.pop("labels")
         return per_sequence_loss(model(**inputs).logits, labels)
 
     def fresh() -> nn.Module:
-        return AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).train()
+        return AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).to(device).train()
 
     alone = fresh()
     clipper = GhostClipper(alone, clip_norm)

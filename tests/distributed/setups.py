@@ -1,4 +1,4 @@
-"""Prepares a model for each engine, as accelerate does on GPUs, on gloo."""
+"""Prepares a model for each engine, as accelerate does on GPUs, on any device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prepare(engine: str, model: nn.Module, lr: float, dtype: str = "float32", **
 
     Args:
         engine: one of `ENGINES` or `VARIANTS`, or "single".
-        model: on the CPU, the same on every process.
+        model: the same on every process; what spreads it follows its device.
         lr: learning rate.
         dtype: "bfloat16" computes in bfloat16: by the model's own dtype for DeepSpeed and DDP, by a mixed-precision
             policy over float32 weights for FSDP2, as accelerate sets it up.
@@ -42,11 +42,11 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _shard(model: nn.Module, hybrid: bool, dtype: str) -> None:
-    size = dist.get_world_size()
+    size, device = dist.get_world_size(), next(model.parameters()).device.type
     mesh = (
-        init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+        init_device_mesh(device, (2, size // 2), mesh_dim_names=("replicate", "shard"))
         if hybrid
-        else init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+        else init_device_mesh(device, (size,), mesh_dim_names=("shard",))
     )
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":

@@ -56,9 +56,10 @@ def rows_of(batch: Batch) -> list[dict]:
 
 def packed_losses(model, case: Case, rows: list[dict]):
     """(B,) losses of rows that go through the model end to end."""
-    inputs = PackedCollator()(rows)
+    device = next(model.parameters()).device
+    inputs = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in PackedCollator()(rows).items()}
     labels = inputs.pop("labels")
-    with forward_context(case):
+    with forward_context(case, device.type):
         logits = model(**inputs).logits
     return packed_sequence_loss(logits, labels, inputs["cu_seq_lens_q"])
 

@@ -123,7 +123,7 @@ def clipped_sum(
     """Runs the clipper under test over one microbatch, or over several that add up.
 
     Args:
-        model: The model, with checkpointing switched on if wanted. Its gradients are dropped first.
+        model: The model, with checkpointing switched on if wanted, on any device. Its gradients are dropped first.
         case: Says loss and autocast.
         batches: One microbatch, or a list of them.
         clip_norm: C.
@@ -137,10 +137,10 @@ def clipped_sum(
     if seed is not None:
         torch.manual_seed(seed)
     clipper = GhostClipper(model, clip_norm, forms)
-    results = []
+    results, device = [], next(model.parameters()).device
     try:
-        for batch, index in zip(batches, indices, strict=True):
-            with forward_context(case):
+        for batch, index in zip([batch.to(device) for batch in batches], indices, strict=True):
+            with forward_context(case, device.type):
                 logits = model(**batch.inputs).logits
             losses = LOSSES[case.spec.task](logits, batch.labels)
             results.append(clipper.backward(losses, unit_index=index))
@@ -148,7 +148,7 @@ def clipped_sum(
         clipper.remove()
     norms = torch.cat([result.norms for result in results])
     factors = torch.cat([result.factors for result in results])
-    return Clipped(norms.detach(), factors.detach(), released(model))
+    return Clipped(norms.detach().cpu(), factors.detach().cpu(), released(model).cpu())
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
@@ -209,6 +209,7 @@ def compare(
     num_rows: int = 5,
     stretch: int = 1,
     same_precision: bool = False,
+    device: str = "cpu",
 ) -> Comparison:
     """Builds the case's model and batch, and runs both sides.
 
@@ -219,6 +220,7 @@ def compare(
         num_rows: B.
         stretch: Multiplies the rows' lengths.
         same_precision: Differentiates the model itself, with its checkpointing, instead of a float64 copy.
+        device: Where the clipper runs; the loop runs on the CPU.
     """
     model, batch = build_model(case, seed), make_batch(case.spec, seed, num_rows, stretch=stretch)
     loop_model = copy.deepcopy(model) if same_precision else float64_copy(model)
@@ -234,17 +236,19 @@ def compare(
     norms = units.norm(dim=1)
     clip_norm = float(norms.median()) * (1 + 1e-9)
     enable_checkpointing(model, case.checkpointing)
-    result = clipped_sum(model, case, batch, clip_norm, unit_index, seed=17 + seed)
+    result = clipped_sum(model.to(device), case, batch, clip_norm, unit_index, seed=17 + seed)
     total = result.factors.double() @ units
     return Comparison(case, clip_norm, norms, result, total, worst_parameter(model, result.total, total))
 
 
-def released_over_clip_norm(case: Case, seed: int = 0, fraction: float = 0.3) -> tuple[float, float]:
+def released_over_clip_norm(
+    case: Case, seed: int = 0, fraction: float = 0.3, device: str = "cpu"
+) -> tuple[float, float]:
     """Smallest and largest norm over C of what is released of one unit, over the batch's rows.
 
     Each row is run as the only unit, with C at `fraction` of the smallest norm, so that every one is clipped.
     """
-    model, batch = build_model(case, seed), make_batch(case.spec, seed)
+    model, batch = build_model(case, seed).to(device), make_batch(case.spec, seed)
     enable_checkpointing(model, case.checkpointing)
     smallest = float(clipped_sum(model, case, batch, clip_norm=1.0, seed=17).norms.min())
     clip_norm = fraction * smallest

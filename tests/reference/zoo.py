@@ -430,9 +430,9 @@ def enable_checkpointing(model: nn.Module, kind: str) -> None:
         model.enable_input_require_grads()
 
 
-def forward_context(case: Case) -> AbstractContextManager[Any]:
+def forward_context(case: Case, device: str = "cpu") -> AbstractContextManager[Any]:
     """Autocast for the autocast dtype, nothing otherwise. The backward pass stays outside."""
-    return torch.autocast("cpu", dtype=torch.bfloat16) if case.dtype == "autocast" else nullcontext()
+    return torch.autocast(device, dtype=torch.bfloat16) if case.dtype == "autocast" else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -449,6 +449,10 @@ class Batch:
     def rows(self, index: list[int]) -> Batch:
         """The same rows in another order, or some of them, with the padding they came with."""
         return Batch({name: value[index] for name, value in self.inputs.items()}, self.labels[index])
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on another device."""
+        return Batch({name: value.to(device) for name, value in self.inputs.items()}, self.labels.to(device))
 
     def unpadded_row(self, row: int) -> Batch:
         """One row alone, cut to its own length."""

@@ -1,0 +1,5 @@
+"""What one GPU shows of this library, stage by stage; ``benchmarks/gpu.sh`` runs it.
+
+Each stage is a module with ``TITLE``, ``LIMIT`` (seconds) and ``STEPS``: names and functions that take the figures to
+fill in and the `Setting`. `gpu.record` runs them, and saves after each.
+"""

@@ -1,0 +1,125 @@
+"""Stage 3: where the time of a step goes: is the GPU busy or waiting for launches, and which kernels take most."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import targets
+import torch
+from throughput import OURS, PLAIN, Settings, prepare, timed
+
+from gpu.record import Figures, Skipped, Step
+from gpu.setting import Setting, free_memory, synchronize
+from gpu.targets_table import settings_of
+
+TITLE = "a profile"
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+STEPS_PROFILED = 3
+TOP = 12
+BUSY = 0.95  # below this the GPU waits for the CPU for more than a twentieth of the time
+
+Event = tuple[str, float, float]  # name, begin, end
+
+
+def events_of(trace: dict[str, Any], categories: Iterable[str]) -> list[Event]:
+    """What ran, of these categories, from a trace of torch.profiler; times in microseconds."""
+    wanted = set(categories)
+    return [
+        (event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        for event in trace["traceEvents"]
+        if event.get("ph") == "X" and event.get("cat") in wanted
+    ]
+
+
+def busy_time(events: list[Event]) -> float:
+    """The time in which at least one of them ran.
+
+    >>> busy_time([("a", 0, 4), ("b", 2, 6), ("c", 8, 9)])
+    7.0
+    """
+    total, reached = 0.0, float("-inf")
+    for _, begin, end in sorted(events, key=lambda event: event[1]):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def top(events: list[Event], steps: int, count: int = TOP) -> list[dict[str, Any]]:
+    """The names that take most time, per step.
+
+    >>> top([("a", 0, 1000), ("b", 0, 500), ("a", 5, 505)], steps=1, count=1)
+    [{'name': 'a', 'ms': 1.5, 'calls': 2.0}]
+    """
+    time: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for name, begin, end in events:
+        time[name] += end - begin  # type: ignore[assignment]
+        calls[name] += 1
+    return [
+        {"name": name[:120], "ms": total / 1000 / steps, "calls": calls[name] / steps}
+        for name, total in time.most_common(count)
+    ]
+
+
+def summarize(trace: dict[str, Any], steps: int, on_gpu: bool) -> dict[str, Any]:
+    """Share busy, launches and top kernels; without a GPU the operations of the CPU stand for its kernels."""
+    events = events_of(trace, ON_GPU if on_gpu else ("cpu_op",))
+    if not events:
+        raise ValueError("The profile has no event of the device.")
+    span = max(end for _, _, end in events) - min(begin for _, begin, _ in events)
+    share = busy_time(events) / span
+    return {
+        "share_busy": share,
+        "busy_ms": busy_time(events) / 1000 / steps,
+        "span_ms": span / 1000 / steps,
+        "launches": len(events) / steps,
+        "launch_bound": bool(share < BUSY),
+        "top": top(events, steps),
+    }
+
+
+def profiled(step: Any, ids_BT: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    """Steps one after another under torch.profiler."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(STEPS_PROFILED):
+            step.forget()
+            step.run(ids_BT)
+        synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return summarize(json.loads(path.read_text()), STEPS_PROFILED, device.type == "cuda")
+
+
+def profile_of(target: targets.Target) -> Step:
+    """Training without privacy and this library. The profiler slows the CPU, so times without it stand beside."""
+
+    def step(figures: Figures, setting: Setting) -> None:
+        if setting.toy and target is not targets.TARGETS[0]:
+            raise Skipped("in the toy the same as the row above")
+        free_memory()
+        chosen: Settings = settings_of(target, setting)
+        steps, _, ids_BT = prepare(chosen, [PLAIN, OURS])
+        for name, one in steps.items():
+            without = sorted(timed(one, ids_BT) for _ in range(3))[1]
+            figures[name] = {"ms_without_profiler": without, **profiled(one, ids_BT, setting.device)}
+            one.forget()
+        plain, ours = figures[PLAIN], figures[OURS]
+        figures["launches over plain"] = ours["launches"] / plain["launches"]
+        del steps
+        free_memory()
+
+    return step
+
+
+STEPS: list[tuple[str, Step]] = [
+    (target.name, profile_of(target)) for target in (targets.TARGETS[0], targets.TARGETS[3], targets.TARGETS[8])
+]

@@ -1,0 +1,316 @@
+"""Stage 1: does each part compute on this device what it computes in float64 on the CPU?"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import kernels as kernels_benchmark
+import numpy as np
+import scipy.stats
+import torch
+
+from dpllm.ghost import Forms, kernels, triton_kernels
+from dpllm.ghost.rounding import _MOST, _SHAPES, shortfalls, slack_factor
+from dpllm.noise import _BLOCK, NoiseSource
+from gpu.memory_limits import automatic_budget, memory_runs_out
+from gpu.record import Figures, Skipped, Step
+from gpu.setting import ROOT, Setting, free_memory
+from tests.ghost.test_kernels import WAYS, flags, reset_matmul_settings
+from tests.invariant.test_packed_rows import packed_sum, reference, rows_of
+from tests.reference.oracle import clipped_sum, compare, relative_error, released_over_clip_norm
+from tests.reference.zoo import Case, build_model, make_batch
+
+TITLE = "first contact"
+EXACT = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
+"""Largest relative error against float64, as in tests/ghost/test_triton_kernels.py: the inputs are exact."""
+TESTS_LIMIT = 120  # seconds
+
+
+def first_kernel(figures: Figures, setting: Setting) -> None:
+    """One kernel is compiled and run: a missing C compiler or Python.h shows here."""
+    begin = time.monotonic()
+    x, y = (torch.randn(2, 17, 48, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
+    total = torch.zeros(48, 48, device=setting.device)
+    triton_kernels.add_weighted_outer_(total, x, y, torch.ones(2, device=setting.device))
+    expected = torch.einsum("btl,btr->lr", x.double(), y.double())
+    figures.check("relative error", relative_error(total, expected), at_most=EXACT[torch.bfloat16])
+    figures["seconds with compilation"] = time.monotonic() - begin
+
+
+def _rates(dtype: str) -> tuple[float | None, float | None]:
+    """Of a GPU that is known; without them no roofline is shown."""
+    options = argparse.Namespace(peak_tflops=None, bandwidth=None, dtype=dtype)
+    with contextlib.suppress(SystemExit):
+        return kernels_benchmark.device_rates(options)
+    return None, None
+
+
+def kernels_of(kernel: str) -> Step:
+    """All shapes of one kernel, in bfloat16 those of real models, timed; in the others odd ones."""
+
+    def step(figures: Figures, setting: Setting) -> None:
+        device = setting.device
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            name = str(dtype).removeprefix("torch.")
+            whole = dtype == torch.bfloat16 and not setting.toy
+            here = list(_cases(kernel, dtype, device, whole))
+            rates = _rates(name) if whole else (None, None)
+            worst = {"error": 0.0, "slack_used": 0.0}
+            for case in here:
+                options = argparse.Namespace(rounds=10, warmup=3)
+                row = kernels_benchmark.measure(case(), options, *rates) if whole else _errors(case())
+                found = row["fused"]
+                worst["error"] = _worse(worst["error"], found["error"])
+                worst["slack_used"] = _worse(worst["slack_used"], found["slack_used"] or 0.0)
+                if whole:
+                    figures.setdefault("timed", []).append(_timed(row))
+            figures.check(f"{name} error", worst["error"], at_most=EXACT[dtype])
+            if kernel == "gram":
+                figures.check(f"{name} share of the slack", worst["slack_used"], at_most=_MOST)
+        free_memory()
+
+    return step
+
+
+def _cases(kernel: str, dtype: torch.dtype, device: torch.device, whole: bool) -> list[Callable[[], Any]]:
+    """What makes each case, so that only one is in memory."""
+    shapes = kernels_benchmark.FULL if whole else kernels_benchmark.TINY
+    makers = {
+        "gram": kernels_benchmark.gram_case,
+        "instance": kernels_benchmark.instance_case,
+        "weighted sum": kernels_benchmark.weighted_sum_case,
+        "norm layer": kernels_benchmark.norm_layer_case,
+        "lookup": kernels_benchmark.lookup_case,
+    }
+    made = [lambda shape=shape: makers[kernel](shape, dtype, device) for shape in shapes[kernel]]
+    if kernel == "gram":
+        made += [lambda s=s: kernels_benchmark.gram_case(s, dtype, device, positive=True) for s in shapes["positive"]]
+    return made
+
+
+def _errors(case: Any) -> dict[str, Any]:
+    with kernels.exact_matmul(), torch.no_grad():
+        return {"fused": kernels_benchmark.errors(case, "fused")}
+
+
+def _worse(a: float, b: float) -> float:
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
+def _timed(row: dict[str, Any]) -> dict[str, Any]:
+    """What a table of kernels shows of one shape."""
+    figures = {"shape": row["shape"], "error": row["fused"]["error"], "PyTorch error": row["plain"]["error"]}
+    for form, name in (("fused", "fused us"), ("plain", "PyTorch us")):
+        figures[name] = 1e3 * row[form]["median_ms"]
+    if "roofline_ms" in row:
+        figures["roofline us"] = 1e3 * row["roofline_ms"]
+    return figures
+
+
+def kernel_tests(figures: Figures, setting: Setting) -> None:
+    """The kernels' own tests, compiled for this device: odd shapes, layouts, infinities, chunks."""
+    files = ["tests/ghost/test_triton_kernels.py", "tests/ghost/test_rounding.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=-q", *files]
+    if setting.toy:
+        raise Skipped("in the toy the same as in the suite")
+    try:
+        done = subprocess.run([*command, "-n", "12"], cwd=ROOT, capture_output=True, text=True, timeout=TESTS_LIMIT)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"pytest took more than {TESTS_LIMIT} s: {str(error.stdout)[-1000:]}") from None
+    lines = done.stdout.strip().splitlines()
+    figures["pytest"] = lines[-1] if lines else ""
+    figures["failures"] = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    told = (done.stdout + done.stderr)[-2000:]
+    figures.require(done.returncode == 0, f"pytest ended with status {done.returncode}: {told}")
+    figures.require(bool(re.search(r"\d+ passed", figures["pytest"])), "no test ran")
+
+
+def rounding(figures: Figures, setting: Setting) -> None:
+    """What training measures before its first norm; it refuses a device that is far off."""
+    sizes = [(17, 200)] if setting.toy else [*_SHAPES]
+    for fused in (True, False):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            forms, name = Forms(fused=fused), f"{'fused' if fused else 'PyTorch'} {str(dtype).removeprefix('torch.')}"
+            found = [shortfalls(forms, setting.device, dtype, *size) for size in sizes]
+            figures[name] = {what: max(one[what] for one in found) for what in found[0]}
+            for what, value in figures[name].items():
+                figures.require(value <= _MOST, f"{name}: {what} is {value:.3g} times the slack")
+            if not setting.toy:
+                figures[f"{name}, slack times"] = slack_factor(forms, setting.device, dtype)
+
+
+def noise(figures: Figures, setting: Setting) -> None:
+    """Normal with the variance asked for, across the blocks of a tensor, between tensors, and never the same twice."""
+    entries = 50_000 if setting.toy else 2 * _BLOCK + 12_345
+    source, stddev = NoiseSource(), 3.0
+    drawn = []
+    for _ in range(3):
+        total = torch.zeros(entries, device=setting.device)
+        source.add_(total, stddev)
+        drawn.append(total.double().cpu().numpy() / stddev)
+    sampled = [x[:: max(1, entries // 1_000_000)] for x in drawn]
+    bound = 6 / entries**0.5
+    figures.check("mean", max(abs(float(x.mean())) for x in drawn), at_most=bound)
+    figures.check("variance - 1", max(abs(float(x.var()) - 1) for x in drawn), at_most=bound * 2**0.5)
+    figures.check("Kolmogorov-Smirnov p", min(scipy.stats.kstest(x, "norm").pvalue for x in sampled), at_least=1e-6)
+    pairs = [(drawn[0], drawn[1]), (drawn[0], drawn[2]), (drawn[1], drawn[2])]
+    lags = [lag for lag in (1, 2, 4, 1024, _BLOCK) if lag < entries // 2]
+    pairs += [(drawn[0][lag:], drawn[0][:-lag]) for lag in lags]
+    worst = max(abs(float(np.mean(a * b))) * len(a) ** 0.5 for a, b in pairs)
+    figures.check("correlation in standard errors", worst, at_most=6)
+    figures.check("equal entries of two tensors", float(np.mean(drawn[0] == drawn[1])), at_most=1e-4)
+    seeded = []
+    for _ in range(2):
+        total = torch.zeros(1000, device=setting.device)
+        NoiseSource(seed=5).add_(total, 1.0)
+        seeded.append(total)
+    figures.require(torch.equal(*seeded), "a seed doesn't give the same noise twice")
+    if setting.device.type == "cuda":
+        _philox_state(figures, setting.device)
+
+
+def _philox_state(figures: Figures, device: torch.device) -> None:
+    """Key and offset are taken as they were given, for offsets that use all their bits."""
+    states = [NoiseSource()._cuda_generator(device).get_state().view(torch.int64).tolist() for _ in range(20)]
+    figures["largest offset"] = max(offset for _, offset in states)
+    figures.require(figures["largest offset"] > 2**58, "the generator doesn't keep the random offset")
+    figures.require(len({key for key, _ in states}) == 20, "keys repeat")
+
+
+# Norm, sum and worst parameter, as in tests/reference/test_clipped_sum.py.
+TOLERANCES = {"float32": (1e-5, 2e-5, 1e-4), "bfloat16": (3e-2, 6e-2, 0.3), "autocast": (3e-2, 6e-2, 0.3)}
+
+
+def against_the_loop(dtype: str) -> Step:
+    """Whole models: norms and clipped sum against float64 autograd of single rows, and what one unit can contribute."""
+
+    def step(figures: Figures, setting: Setting) -> None:
+        families = ("llama",) if setting.toy else ("llama", "gpt2-without-dropout", "gemma3", "bert", "t5")
+        norm, total, part = TOLERANCES[dtype]
+        for family in families:
+            for mode in ("full", "lora-all-linear"):
+                tied = family not in ("bert",) and mode == "full"
+                case = Case(family, mode, tied, dtype=dtype)
+                found = compare(case, device=setting.device.type)
+                name = f"{family} {mode}"
+                figures.check(f"{name}, norms", found.norm_error, at_most=norm)
+                figures.check(f"{name}, sum", found.sum_error, at_most=total)
+                figures.check(f"{name}, worst parameter", found.worst_parameter[0], at_most=part)
+                smallest, largest = released_over_clip_norm(case, device=setting.device.type)
+                figures.check(f"{name}, one unit over C", largest, at_least=0.99, at_most=1)
+                figures.require(smallest >= 0.99, f"{name}: a unit contributes {smallest:.4f} C, less than it may")
+
+    return step
+
+
+def longer_rows(figures: Figures, setting: Setting) -> None:
+    """Rows longer than the model is wide, with and without checkpointing: the other forms of norms."""
+    for checkpointing in ("none", "reentrant", "non-reentrant"):
+        for family in ("llama",) if setting.toy else ("llama", "gpt2-without-dropout"):
+            case = Case(family, dtype="float32", checkpointing=checkpointing)
+            found = compare(case, stretch=3, device=setting.device.type)
+            figures.check(f"{family} {checkpointing}, norms", found.norm_error, at_most=1e-5)
+            figures.check(f"{family} {checkpointing}, sum", found.sum_error, at_most=2e-5)
+        if setting.toy:
+            return
+
+
+def tf32(figures: Figures, setting: Setting) -> None:
+    """After TF32 was switched on through any interface, norms and sums are still in float32."""
+    device, width = setting.device, 256 if setting.toy else 2048
+    x, y = (torch.randn(2, 96, width, device=device) for _ in range(2))
+    exact = kernels.gram_norms(x.double(), [y.double()])[0]
+    exact_sum = torch.einsum("btl,btr->lr", x.double(), y.double())
+    try:
+        for name, ways in WAYS.items():
+            reset_matmul_settings()
+            for way in ways:
+                way("tf32")
+            try:
+                plain = relative_error(x[0].mT @ y[0], x[0].double().mT @ y[0].double())
+            except RuntimeError as error:  # a mixture of interfaces that PyTorch itself refuses, with any program
+                figures[f"{name}, refused by PyTorch"] = str(error).splitlines()[0]
+                continue
+            before, sums = flags(), torch.zeros(width, width, device=device)
+            with kernels.exact_matmul():
+                norms = [form.outer_norms(x, [y])[0] for form in (Forms("gram"), Forms("tiled"), Forms("gram", False))]
+                Forms().add_weighted_outer_(sums, x, y, torch.ones(2, device=device))
+            figures.require(flags() == before, f"{name}: the settings are not what they were")
+            worst = max(relative_error(norm, exact) for norm in norms)
+            figures.check(f"{name}, norms", worst, at_most=1e-5)
+            figures.check(f"{name}, sums", relative_error(sums, exact_sum), at_most=1e-5)
+            figures[f"{name}, a plain product"] = plain
+        if device.type == "cuda":  # otherwise nothing was shown
+            shown = max((value for key, value in figures.items() if key.endswith("plain product")), default=0.0)
+            figures.require(shown > 1e-5, "TF32 never came on, so that this step shows nothing")
+    finally:
+        reset_matmul_settings()
+    for precision in () if setting.toy else ("high", "medium"):
+        torch.set_float32_matmul_precision(precision)
+        try:
+            _, largest = released_over_clip_norm(Case("llama", dtype="float32"), device=device.type)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        figures.check(f"{precision}, one unit over C", largest, at_least=0.99, at_most=1)
+
+
+def packed(figures: Figures, setting: Setting) -> None:
+    """Rows laid end to end: the clipped sum of the loop, and of padded rows."""
+    cases = [Case("llama", tied=True, dtype="float32"), Case("llama", "lora-all-linear", dtype="float32")]
+    for case in cases[:1] if setting.toy else [*cases, Case("gpt2-without-dropout", tied=True, dtype="float32")]:
+        batch = make_batch(case.spec, num_rows=6)
+        units, clip_norm = reference(case, rows_of(batch))
+        model = build_model(case).to(setting.device)
+        norms, total = packed_sum(model, case, rows_of(batch), clip_norm)
+        factors = (clip_norm / units.norm(dim=1)).clamp(max=1.0)
+        name = f"{case.family} {case.mode}"
+        figures.check(f"{name}, norms", relative_error(norms.cpu(), units.norm(dim=1)), at_most=1e-5)
+        figures.check(f"{name}, sum", relative_error(total.cpu(), factors @ units), at_most=1e-4)
+        padded = clipped_sum(model, case, batch, clip_norm)
+        figures.check(f"{name}, against padded rows", relative_error(total.cpu(), padded.total), at_most=1e-4)
+
+
+def without_triton(figures: Figures, setting: Setting) -> None:
+    """The PyTorch forms on this device, which are what runs where Triton isn't installed."""
+    setting.needs_cuda()
+    for dtype in ("float32", "bfloat16"):
+        case = Case("llama", dtype=dtype)
+        model, batch = build_model(case).to(setting.device), make_batch(case.spec)
+        fused, plain = (clipped_sum(model, case, batch, 0.1, forms=Forms(fused=fused)) for fused in (True, False))
+        bound = 1e-5 if dtype == "float32" else 5e-3
+        figures.check(f"{dtype}, norms", relative_error(plain.norms, fused.norms), at_most=bound)
+        figures.check(f"{dtype}, sums", relative_error(plain.total, fused.total), at_most=bound)
+
+
+def triton_is_there(figures: Figures, setting: Setting) -> None:
+    """Without it every other step would measure the PyTorch forms."""
+    if not triton_kernels.available():
+        raise Skipped("Triton is not installed") if setting.toy else RuntimeError("Triton can't run here")
+    figures["triton"] = triton_kernels.triton.__version__
+    figures["interpreted"] = triton_kernels.INTERPRETED
+    figures.require(setting.toy == triton_kernels.INTERPRETED, "the kernels run in the interpreter, or the toy doesn't")
+
+
+STEPS: list[tuple[str, Step]] = [
+    ("Triton", triton_is_there),
+    ("a first kernel", first_kernel),
+    *((f"kernel: {kernel}", kernels_of(kernel)) for kernel in kernels_benchmark.KERNELS),
+    ("rounding", rounding),
+    ("noise", noise),
+    *((f"against the loop: {dtype}", against_the_loop(dtype)) for dtype in TOLERANCES),
+    ("longer rows, checkpointing", longer_rows),
+    ("TF32", tf32),
+    ("packed rows", packed),
+    ("PyTorch forms", without_triton),
+    ("memory runs out", memory_runs_out),
+    ("the automatic budget", automatic_budget),
+    ("the kernels' tests", kernel_tests),
+]
