@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import random
 import secrets
 from collections.abc import Iterable
@@ -34,6 +35,8 @@ from dpllm.processes import Processes
 _ENTROPY_BYTES = 32
 _MT_WORDS = 624  # of the state of a Mersenne Twister
 _MT_OFFSET = 24  # bytes before these words in the state of PyTorch's CPU generator, each word in 8 bytes
+_DEEPEST = 2  # of attributes that are looked through for generators
+_LIBRARIES = {"builtins", "numpy", "torch", "transformers", "datasets", "tokenizers", "peft", "dpllm"}
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -129,13 +132,31 @@ def _own_generator(name: str, what: str) -> ConfigError:
 
 
 def _enclosed(function: Any) -> list[Any]:
-    """A callable, the objects that it is bound to, and those that its closures hold."""
+    """A callable, the objects that it is bound to, and those that its closures hold; generators that its code names.
+
+    Of an object of one's own also what its attributes hold, to a depth of 2, and what the code of its class names.
+    """
     found = _objects_of(function)
     for one in list(found):
         for cell in getattr(one, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # empty
                 found.append(cell.cell_contents)
-    return found
+    inside = [one for one in found if _is_own(type(one))]
+    for _ in range(_DEEPEST):
+        held = [value for one in inside for value in list(getattr(one, "__dict__", {}).values())]
+        held += [item for value in held if isinstance(value, list | tuple) for item in value]
+        inside = [value for value in held if _is_own(type(value))]
+        found += inside
+    codes = [one for one in found if inspect.isfunction(one)]
+    kinds = [kind for one in found for kind in type(one).__mro__ if _is_own(kind)]
+    codes += [value for kind in kinds for value in vars(kind).values() if inspect.isfunction(value)]
+    named = [code.__globals__.get(name) for code in codes for name in code.__code__.co_names]
+    return found + [value for value in named if isinstance(value, _GENERATORS)]
+
+
+def _is_own(kind: type) -> bool:
+    """Whether a class is neither Python's nor of a library whose objects keep no generator unseen."""
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def _objects_of(function: Any) -> list[Any]:

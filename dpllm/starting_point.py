@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
+from dpllm.checksums import Checksum, values
 from dpllm.config import RECIPE_FILE, ConfigError, DataConfig
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.model_card import CARD_FILE
@@ -32,6 +34,8 @@ _SHORTEST_LINE = 40  # characters of a line within a private text that counts by
 _GUARANTEE = re.compile(r"^\W*differential_privacy\b", re.MULTILINE)  # the key of a card's guarantee
 _TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, set[Path]] = weakref.WeakKeyDictionary()
 """Modules that a private run of this process trained, with the folders of the runs."""
+_FROZEN: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Path, int]] = weakref.WeakKeyDictionary()
+"""Modules that one did not train, with the folder of the first such run and a checksum of their parameters then."""
 _DECLARE = (
     "If the weights hold nothing of these records (public data, or a private run on data without any of these units), "
     "declare start_is_independent=True (in a recipe model.start_is_independent: true); the report says so"
@@ -103,6 +107,9 @@ def note_trained(model: torch.nn.Module, folder: str | Path) -> None:
     for module in model.modules():
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             _TRAINED.setdefault(module, set()).add(Path(folder).resolve())
+    frozen = [module for module in model.modules() if module not in _FROZEN and _is_frozen_whole(module)]
+    for module, checksum in zip(frozen, _checksums_of(frozen), strict=True):
+        _FROZEN[module] = Path(folder).resolve(), checksum
 
 
 def refuse_shared_records(
@@ -198,9 +205,32 @@ def _of_one_run(folder: Path, own: Path) -> bool:
 
 
 def _trained_before(model: Any, own: Path | None) -> list[str]:
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     folders = {folder: None for module in modules for folder in sorted(_TRAINED.get(module, ())) if folder != own}
-    return [f"The weights were trained before, in this process, by the private run of {folder}" for folder in folders]
+    found = [f"The weights were trained before, in this process, by the private run of {folder}" for folder in folders]
+    known = [m for m in modules if m in _FROZEN and _FROZEN[m][0] != own and _is_whole(m)]
+    changed = [_FROZEN[m][0] for m, now in zip(known, _checksums_of(known), strict=True) if _FROZEN[m][1] != now]
+    return found + [
+        f"The weights were changed, in this process, after the private run of {folder} had trained others on top of "
+        "them (an adapter that was merged into them, for instance)"
+        for folder in dict.fromkeys(changed)
+        if folder not in folders
+    ]
+
+
+def _is_whole(module: torch.nn.Module) -> bool:
+    """Whether a module holds parameters of its own, and all of them entirely."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and not any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in own)
+
+
+def _is_frozen_whole(module: torch.nn.Module) -> bool:
+    return _is_whole(module) and not any(p.requires_grad for p in module.parameters(recurse=False))
+
+
+def _checksums_of(modules: Sequence[torch.nn.Module]) -> list[int]:
+    with torch.no_grad():
+        return values([Checksum(module.parameters(recurse=False)) for module in modules])
 
 
 def _signs_of_private_records(folder: Path) -> list[str]:

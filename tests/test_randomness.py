@@ -21,7 +21,7 @@ from transformers import (
 from dpllm import per_sequence_loss
 from dpllm.config import ConfigError
 from dpllm.processes import Processes
-from dpllm.randomness import SecretStreams
+from dpllm.randomness import SecretStreams, refuse_own_generators
 from dpllm.run import PrivateRun
 from tests.conftest import tiny_llama_config
 from tests.distributed import world
@@ -286,3 +286,56 @@ def test_a_state_of_another_layout_is_refused(monkeypatch):
     monkeypatch.setattr("dpllm.randomness._MT_OFFSET", 32)
     with pytest.raises(ConfigError, match="only 32 secret bits"):
         SecretStreams(Processes()).separate()
+
+
+FOR_ALL = random.Random(3)
+
+
+class Masking:
+    """Draws from a generator that it got from somewhere."""
+
+    def __init__(self, rng=None):
+        if rng is not None:
+            self.rng = rng
+
+    def __call__(self, row):
+        return row
+
+
+class Inside:
+    """Calls transforms, of which it holds one or several."""
+
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __call__(self, rows):
+        return rows
+
+
+class Global:
+    def __call__(self, rows):
+        return [(FOR_ALL.random(), row) for row in rows]
+
+
+def by_global(rows):
+    return [(FOR_ALL.random(), row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "collator",
+    [
+        Inside(Masking(np.random.default_rng(0))),
+        Inside([Masking(), Masking(random.Random(1))]),
+        Inside(Inside(Masking(torch.Generator()))),
+        Global(),
+        by_global,
+        lambda rows: by_global.__wrapped__(rows) if FOR_ALL else rows,
+    ],
+)
+def test_a_generator_that_others_hold_for_a_collator_is_refused(collator):
+    """Within its transforms, or at the top of its file: its numbers shift with the rows before."""
+    with pytest.raises(ConfigError, match=r"The (collator|data set) keeps a random generator of its own"):
+        refuse_own_generators(torch.nn.Linear(1, 1), [("The collator", collator)])
+    with pytest.raises(ConfigError, match=r"The (collator|data set) keeps a random generator of its own"):
+        refuse_own_generators(torch.nn.Linear(1, 1), [], [("The data set", lambda numbers: collator(numbers))])
+    refuse_own_generators(torch.nn.Linear(1, 1), [("The collator", Inside([Masking(), Masking()]))])

@@ -217,6 +217,25 @@ def test_a_model_that_a_private_run_of_this_process_trained_is_refused_or_declar
     assert any("trained before" in point for point in declared.privacy_report()["open_points"])
 
 
+def test_a_model_that_an_adapter_of_a_private_run_was_merged_into_is_refused_or_declared(tmp_path):
+    """Its weights hold the first run's steps, and none of its own modules was trained. Without the merge it is new."""
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    adapted = get_peft_model(LlamaForCausalLM(tiny_llama_config()), config)
+    trainer(tmp_path / "a", adapted).train()
+    base = adapted.unload()
+    other = get_peft_model(base, config)
+    trainer(tmp_path / "b", other).train()
+    again = get_peft_model(other.unload(), config)
+    with torch.no_grad():
+        again.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.fill_(0.1)
+    merged = get_peft_model(again.merge_and_unload(), config)
+    with pytest.raises(ConfigError, match=rf"changed, in this process, after the private run of {tmp_path / 'a'}"):
+        trainer(tmp_path / "c", merged)
+    declared = trainer(tmp_path / "d", merged, start_is_independent=True)
+    declared.train()
+    assert any("changed, in this process" in point for point in declared.privacy_report()["open_points"])
+
+
 def test_a_model_that_a_loop_of_ones_own_trained_is_refused_in_another_folder(tmp_path):
     """In the same folder the ledger counts both parts."""
     model = network()
