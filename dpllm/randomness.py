@@ -23,6 +23,7 @@ import inspect
 import random
 import secrets
 from collections.abc import Iterable
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -150,8 +151,14 @@ def _enclosed(function: Any) -> list[Any]:
     codes = [one for one in found if inspect.isfunction(one)]
     kinds = [kind for one in found for kind in type(one).__mro__ if _is_own(kind)]
     codes += [value for kind in kinds for value in vars(kind).values() if inspect.isfunction(value)]
-    named = [code.__globals__.get(name) for code in codes for name in code.__code__.co_names]
+    named = [code.__globals__.get(name) for code in codes for name in _names_in(code.__code__)]
     return found + [value for value in named if isinstance(value, _GENERATORS)]
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """Global names and attributes that code uses, also within its comprehensions and inner functions."""
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return [*code.co_names, *(name for one in inner for name in _names_in(one))]
 
 
 def _is_own(kind: type) -> bool:
