@@ -53,6 +53,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
         "a checkpoint is one folder that all machines share; node-local copies lack the other nodes' shards",
     ),
     "dataloader_drop_last": (False, "a step's batch is what was drawn; nothing of it may be dropped"),
+    "debug": ([], "it prints what a model computes from private rows, which no ε covers; leave it out"),
     "full_determinism": (False, "it fixes random seeds for the whole process, and with them what should be secret"),
 }
 # What the classes of arguments, optimizers and schedules raise for values that they cannot use. Anything else, such as

@@ -556,6 +556,7 @@ def test_rotation_keeps_the_checkpoints_published_last(tmp_path):
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*averages over the batch"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         ({"torch_compile": True}, "torch_compile=True"),
+        ({"debug": "underflow_overflow"}, "prints what a model computes from private rows"),
         ({"use_liger_kernel": True}, "use_liger_kernel=True"),
         ({"optim": "lomo"}, "optim=lomo updates parameters during backward"),
     ],
