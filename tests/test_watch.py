@@ -204,6 +204,31 @@ def test_signs_that_change_past_the_version_counter_are_found(tmp_path):
         run.finish()
 
 
+@pytest.mark.parametrize(
+    ("act", "match"),
+    [
+        (lambda m: m[2].bias.add_(1), r"2\.bias was written during a private step"),
+        (lambda m: m[0].bias.requires_grad_(True), r"0\.bias was unfrozen after the run was attached"),
+    ],
+    ids=["written", "unfrozen"],
+)
+def test_a_loss_that_writes_or_unfreezes_is_refused_within_its_step(act, match, tmp_path):
+    """Before the optimizer sees a gradient; in the third step, before which rows are not compared."""
+    model = network()
+    model[0].bias.requires_grad_(False)
+    run, optimizer = run_of(tmp_path, model)
+    take(run, optimizer, 2)
+
+    def loss(module, inputs):
+        losses = loss_of(module, inputs)
+        with torch.no_grad():
+            act(module)
+        return losses
+
+    with pytest.raises(WatchError, match=match):
+        run.step(run.choose(np.arange(8)), loss)
+
+
 def test_a_checkpoint_that_accelerate_loads_in_mid_run_is_taken_over(tmp_path):
     """It writes to weights and buffers, and says so by `load_state_dict`."""
     model = Around(Same())
