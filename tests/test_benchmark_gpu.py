@@ -259,7 +259,8 @@ def test_a_profile_counts_what_the_gpu_does():
         event("step", "gpu_user_annotation", 0, 100),
     ]
     found = busy.summarize({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}, steps=1, on_gpu=True)
-    assert found["share_busy"] == 0.6 and found["launches"] == 3 and found["launch_bound"]
+    assert found["share_busy_profiled"] == 0.6 and found["launches"] == 3 and found["busy_ms"] == 0.06
+    assert [busy.with_time(found, ms)["launch_bound"] for ms in (0.061, 0.08)] == [False, True]
     assert found["top"] == [
         {"name": "gemm", "ms": 0.06, "calls": 2},
         {"name": "copy", "ms": 0.01, "calls": 1},

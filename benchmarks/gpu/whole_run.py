@@ -33,7 +33,7 @@ def place_of(setting: Setting) -> Path:
 def settings_of(setting: Setting, steps: int, warmup: int, **changes: Any) -> real_text.Settings:
     """A run on the training part of E2E."""
     place = place_of(setting)
-    values = {"batch": 1024, "max_tokens": 32_768, "max_length": 256, "steps": steps, "warmup": warmup}
+    values = {"batch": 1024, "max_tokens": 36_000, "max_length": 256, "steps": steps, "warmup": warmup}
     if setting.toy:
         values = {"batch": 12, "max_tokens": 160, "max_length": 40, "steps": 2, "warmup": 1}
     return real_text.Settings(

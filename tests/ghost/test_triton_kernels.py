@@ -388,5 +388,5 @@ def test_kernels_are_available_in_the_tests():
 def test_norms_of_instances_and_factors_agree():
     """What the kernels return for a layer is what the norm of its instances is, the form used for narrow layers."""
     a, g = randn(2, 9, 6), randn(2, 9, 4)
-    value = Outer(a, g, "left").instance(Rows.of(torch.arange(2), 2))
+    value = Outer(a, g, "left").instance(Rows.of(torch.arange(2, device=DEVICE), 2))
     assert_close(triton_kernels.gram_norms(a, [g])[0], value.square().sum((1, 2)), 1e-5)
