@@ -49,7 +49,7 @@ Relative to the larger of the loss and 1. Sound models differ by at most 4e-6 in
 """
 FINE = 2e-5
 _MOST_CANDIDATES = 1 << 20  # rows that those of a check are chosen from
-_SHORTEST = 8  # rows looked at for the shortest one with a target
+_SHORTEST = 8  # rows looked at for the shortest one with a target, and for random numbers in how rows are read
 _LOOSEST = 500  # times the tolerance: how far norms of units that are clipped may differ where the loss is nearly 0
 _GATES = 8  # random states of the first check: a mixture of one microbatch in eight or more is met for certain
 _Result = TypeVar("_Result")
@@ -181,21 +181,26 @@ class IndependenceCheck:
     ) -> tuple[_Passes, tuple[Seen, Seen] | None]:
         """Passes over rows drawn for them, fewer where memory runs out, and `_worst` of them."""
         wanted = _rows_wanted(self._per_step, first)
+        crowd = min(FIRST[2], math.ceil(self._per_step)) if first else 0
         while True:
             with same_randomness(self._seed):  # collators and fetches may draw random numbers
-                passes = _Passes(self, loss_of, Sample.draw(self._rows, max_tokens, wanted, first))
+                sample = Sample.draw(self._rows, max_tokens, wanted, first, crowd)
+                passes = _Passes(self, loss_of, sample)
             try:
                 return passes, self._worst(passes, first)
             except torch.OutOfMemoryError as error:
                 message = str(error)
             free_memory()
-            if self._engine.lockstep or wanted == 1:
+            if self._engine.lockstep or wanted == 1 >= crowd:
                 raise MicrobatchTooLargeError(
-                    f"Memory ran out on {wanted} row(s), while it was measured that rows are independent. Give a "
-                    "smaller microbatch_tokens (in the Trainer max_tokens_per_microbatch) or "
+                    f"Memory ran out on {max(wanted, crowd)} row(s), while it was measured that rows are independent. "
+                    "Give a smaller microbatch_tokens (in the Trainer max_tokens_per_microbatch) or "
                     f"per_device_train_batch_size, or shorten the rows (data.max_length). The device said: {message}"
                 )
-            wanted //= 2
+            if crowd > wanted:
+                crowd = 0
+            else:
+                wanted //= 2
 
     def _worst(self, passes: _Passes, first: bool) -> tuple[Seen, Seen] | None:
         """The two values of one row that differ most, None if none differ by more than rounding."""
@@ -244,11 +249,13 @@ class Sample:
             fetch that draws random numbers is not repeated.
         together: numbers; the shortest row comes first.
         replaced: numbers of other rows, among them a long one, and rows of ``together`` in another order.
+        crowd: numbers of as many rows as a microbatch has, those of ``together`` first; empty where these are as many.
     """
 
     rows: Mapping[int, Any]
     together: tuple[int, ...]
     replaced: tuple[int, ...]
+    crowd: tuple[int, ...] = ()
     refetched: bool = False
 
     def fetched(self, numbers: Sequence[int], fetch: Callable[[np.ndarray], Sequence[Any]]) -> list[Any]:
@@ -257,7 +264,7 @@ class Sample:
         return [copy.deepcopy(row) for row in found]
 
     @classmethod
-    def draw(cls, rows: TrainingRows, max_tokens: int | None, wanted: int, first: bool) -> Sample:
+    def draw(cls, rows: TrainingRows, max_tokens: int | None, wanted: int, first: bool, crowd: int = 0) -> Sample:
         """Choose rows by the operating system's randomness, within what a microbatch may hold.
 
         Args:
@@ -265,6 +272,7 @@ class Sample:
             max_tokens: of a microbatch; None: ``rows.max_rows`` bounds it.
             wanted: rows of a pass at most.
             first: take the longest row that fits; later a long one.
+            crowd: rows that a process takes in a step, for one pass that is as large as a microbatch; 0: no such pass.
         """
         rng = np.random.default_rng(secrets.randbits(128))
         numbers = _some(rows.units.rows, rng)
@@ -275,9 +283,10 @@ class Sample:
         shortest = max(1, int(rows.lengths[short]))
         most = min(wanted, len(numbers) if rows.max_rows is None else rows.max_rows)
 
-        def others(count: int, without: Sequence[int]) -> list[int]:
-            """Up to ``count`` rows that fit beside the shortest, in random order."""
-            cap = math.inf if max_tokens is None else max_tokens // (count + 1)
+        def others(size: int, without: Sequence[int]) -> list[int]:
+            """Rows that fit into a pass of ``size`` rows with those it has already, in random order."""
+            count = size - len(without)
+            cap = math.inf if max_tokens is None else max_tokens // max(1, size)
             if count < 1 or cap < shortest:
                 return []
             fitting = numbers[lengths <= cap] if cap < lengths.max() else numbers
@@ -286,7 +295,11 @@ class Sample:
 
         while most > 1 and max_tokens is not None and max_tokens // most < shortest:
             most -= 1
-        together = [short, *others(most - 1, [short])]
+        together = [short, *others(most, [short])]
+        size = min(crowd, len(numbers) if rows.max_rows is None else rows.max_rows)
+        while size > most and max_tokens is not None and max_tokens // size < rows.lengths[together].max():
+            size -= 1
+        crowded = [*together, *others(size, together)] if size > len(together) else []
         few = min(most, 3 if wanted > 2 else 2)
         cap = math.inf if max_tokens is None else max_tokens // max(1, few)
         fitting = numbers[(lengths <= cap) & ~np.isin(numbers, together)] if few > 1 else numbers[:0]
@@ -297,16 +310,15 @@ class Sample:
         kept = [n for n in together[1:2] if few > 2 or not long]
         kept = [n for n in kept if rows.lengths[n] <= cap]
         replaced = [*long, *kept, short]
-        missing = np.array([n for n in {*together, *replaced} if n not in fetched], dtype=numbers.dtype)
+        missing = np.array([n for n in {*together, *replaced, *crowded} if n not in fetched], dtype=numbers.dtype)
         if len(missing):
             fetched.update(zip(missing.tolist(), rows.fetch(missing), strict=True))
-        one = np.array([short], dtype=numbers.dtype)
-        seeds = (seed_between(0, 0.5), seed_between(0.5, 1))
-        again = []
-        for seed in seeds:
+        again = []  # the longest rows: random numbers show there, if anywhere; each by itself, or rows could mix
+        for seed in (seed_between(0, 0.5), seed_between(0.5, 1)):
             with same_randomness(seed):
-                again.append(copy.deepcopy(rows.fetch(one)[0]))
-        return cls(fetched, tuple(together), tuple(replaced), _same(*again))
+                picked = sorted(fetched, key=lambda n: -rows.lengths[n])[:_SHORTEST]
+                again.append([copy.deepcopy(rows.fetch(np.array([n], dtype=numbers.dtype))[0]) for n in picked])
+        return cls(fetched, tuple(together), tuple(replaced), tuple(crowded), _same(*again))
 
     def companies(self, first: bool) -> list[Company]:
         """The passes of a check, the shortest row alone before the others."""
@@ -317,6 +329,8 @@ class Sample:
         if len(self.replaced) > 1:
             words = f"beside {len(self.replaced) - 1} other row(s), replaced, longer and in another order"
             passes.append(Company(self.replaced, words))
+        if self.crowd:
+            passes.append(Company(self.crowd, f"beside {len(self.crowd) - 1} other row(s), as in a whole microbatch"))
         if len(self.together) > 2 or first:
             passes += [Company((n,), "alone") for n in self.together[1:2]]
         if len(passes) < 3:  # no company ever: what remains is state that is carried from pass to pass
@@ -469,7 +483,7 @@ def _compare(seen: Sequence[Seen], clip_norm: float, tolerance: float) -> tuple[
     alone: dict[int, Seen] = {}
     for one in sorted(seen, key=lambda one: len(one.company.numbers)):
         alone.setdefault(one.row, one)
-    largest, worst, excess = [0.0, 0.0], None, 1.0
+    largest, worst, excess = [0.0, 0.0], None, (False, 1.0)  # a row that was seen alone is told before others
     for one in seen:
         first = alone[one.row]
         loss = _difference(first.loss, one.loss, 1.0)
@@ -478,8 +492,9 @@ def _compare(seen: Sequence[Seen], clip_norm: float, tolerance: float) -> tuple[
             room = max(1.0, 1 / max(abs(first.loss), 1e-30))
             norm /= min(room, _LOOSEST) if first.norm > clip_norm else room
         largest = [max(largest[0], loss), max(largest[1], norm)]
-        if max(loss, norm) > excess * tolerance:
-            worst, excess = (first, one), max(loss, norm) / tolerance
+        found = (len(first.company.numbers) == 1, max(loss, norm) / tolerance)
+        if found[1] > 1 and found > excess:
+            worst, excess = (first, one), found
     return Differences(largest[0], largest[1], tolerance), worst
 
 

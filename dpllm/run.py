@@ -33,6 +33,7 @@ from dpllm import agreement
 from dpllm.autosize import AUTO, TOKENS_WITHOUT_MEASURE, Memory, memory_of, needed_later, rows_that_fit
 from dpllm.config import ConfigError
 from dpllm.definition import UNITS_MADE_OF
+from dpllm.ended import RunWeights
 from dpllm.engines import DeepSpeedZero, engine_for, model_inside
 from dpllm.ghost import Forms, GhostClipper
 from dpllm.identity import COMPLETED, note_own_release, snapshot
@@ -168,6 +169,7 @@ class PrivateRun:
         self._own_loop = False  # what ends the ledger when `attach` fails; the Trainer does so by itself
         self._files: dict[str, tuple[int, int, int]] = {}  # in the folder before
         self._noted = False
+        self.weights: RunWeights | None = None
 
     @classmethod
     def start(
@@ -249,7 +251,9 @@ class PrivateRun:
     def _attach(self, model: Any, optimizer: Any, forms: Forms | None, start_is_independent: bool) -> None:
         self._model, self._optimizer, self._noted = model_inside(model), optimizer, False
         own = getattr(self.ledger, "path", None)  # a stand-in of an audit has no file
-        points = check_start(self._model, None if own is None else Path(own).parent, start_is_independent)
+        folder = None if own is None else Path(own).parent.resolve()
+        first = optimizer if self.ledger.num_steps == 0 else None
+        points = check_start(self._model, folder, start_is_independent, first)
         refuse_own_generators(self._model, [("The collator", self.rows.collate)], [("The data set", self.rows.fetch)])
         self._engine = engine_for(model, optimizer)
         if self.max_tokens == AUTO and self._engine.lockstep:
@@ -273,6 +277,7 @@ class PrivateRun:
         hands_in = (lambda: engine.handing_in) if isinstance(engine, DeepSpeedZero) else None
         several = self.processes.size > 1
         self._watch = Watch(self._model, optimizer, self._clipper.parameters, hands_in, several)
+        self.weights = RunWeights(self._model, folder)
         for point in points:
             self.ledger.append_open_point(point)
 
@@ -480,6 +485,7 @@ class PrivateRun:
             DisagreementError: the weights of two processes differ after the last update; the ledger stays open.
         """
         self.check_before_saving()
+        self.end_weights()
         self.detach()
         if self._own_loop and self.is_main:
             note_own_release(self.ledger, self.ledger.path.parent, self._files)
@@ -507,6 +513,11 @@ class PrivateRun:
         """
         parameters = {} if self._clipper is None else self._clipper.parameters
         check_before_saving(parameters, self.processes, found_by(self.check_saved_state))
+
+    def end_weights(self) -> None:
+        """Take the weights of now for those that the run leaves; see `dpllm.ended`."""
+        if self.weights is not None and self._model is not None and self._noted:
+            self.weights.end()
 
     @property
     def plan(self) -> PrivacyPlan:

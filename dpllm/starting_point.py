@@ -13,7 +13,7 @@ import hashlib
 import re
 import unicodedata
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 
 from dpllm.checksums import Checksum, values
 from dpllm.config import RECIPE_FILE, ConfigError, DataConfig
+from dpllm.ended import earlier_run
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.model_card import CARD_FILE
+from dpllm.optimizers import innermost
 from dpllm.records import DataError, required_columns
 
 DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
@@ -76,22 +78,25 @@ def refuse_steering(
         )
 
 
-def check_start(model: Any, own_folder: str | Path | None, start_is_independent: bool) -> list[str]:
+def check_start(
+    model: Any, own_folder: str | Path | None, start_is_independent: bool, optimizer: Any = None
+) -> list[str]:
     """Make sure that the weights a run begins at owe nothing to the private rows, as far as can be seen.
 
     Args:
         model: with its adapters.
         own_folder: of the run itself: its ledger counts all that came before.
         start_is_independent: the declaration that they owe nothing to these rows.
+        optimizer: of a run that has taken no step, which brings nothing along; None: not looked at.
 
     Returns:
         Open points for the report: what was declared, one line each.
 
     Raises:
-        ConfigError: an adapter initialised from data, or weights from a folder with the ledger of a private run, and
-            nothing was declared.
+        ConfigError: an adapter initialised from data, weights from a folder with the ledger of a private run, or an
+            optimizer that has moments already, and nothing was declared.
     """
-    found = [*_data_driven_adapters(model), *_earlier_runs(model, own_folder)]
+    found = [*_data_driven_adapters(model), *_earlier_runs(model, own_folder), *_moments(optimizer)]
     if found and not start_is_independent:
         raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}. {_DECLARE}")
     return [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
@@ -210,12 +215,25 @@ def _trained_before(model: Any, own: Path | None) -> list[str]:
     found = [f"The weights were trained before, in this process, by the private run of {folder}" for folder in folders]
     known = [m for m in modules if m in _FROZEN and _FROZEN[m][0] != own and _is_whole(m)]
     changed = [_FROZEN[m][0] for m, now in zip(known, _checksums_of(known), strict=True) if _FROZEN[m][1] != now]
+    if not folders and (left := earlier_run(model, own)) is not None:
+        found.append(f"The weights are a copy of those that the private run of {left} trained in this process")
     return found + [
         f"The weights were changed, in this process, after the private run of {folder} had trained others on top of "
         "them (an adapter that was merged into them, for instance)"
         for folder in dict.fromkeys(changed)
         if folder not in folders
     ]
+
+
+def _moments(optimizer: Any) -> list[str]:
+    """Whether an optimizer has taken steps before: what it remembers of them moves the weights in the first steps."""
+    state = getattr(innermost(optimizer), "state", None)
+    if not isinstance(state, Mapping):
+        return []
+    tensors = (value for kept in state.values() if isinstance(kept, Mapping) for value in kept.values())
+    if any(isinstance(t, torch.Tensor) and t.numel() > 1 and bool((t != 0).any()) for t in tensors):
+        return ["The optimizer holds moments of updates that it made before this run"]
+    return []
 
 
 def _is_whole(module: torch.nn.Module) -> bool:
@@ -259,6 +277,8 @@ def _folders_of(model: Any) -> Iterator[Path]:
 
 
 def _remedy(what: str) -> str:
+    if what.startswith("The optimizer"):
+        return "Make a new optimizer for this run"
     if what.startswith("The weights"):
         return "Start from the weights that the earlier run started from"
     return "Initialise the adapter from weights only (True, 'gaussian', 'pissa', 'olora')"

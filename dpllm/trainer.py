@@ -45,6 +45,7 @@ from dpllm.checkpoints import (
 )
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data import PackedCollator, note_data, note_units, unit_index_of
+from dpllm.ended import note_changes
 from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.fetching import fetch_rows, refuse_ignored, refuse_replaced
@@ -274,6 +275,7 @@ class DPTrainer(CoveredTrainer):
                 )
             require_finite(self._module, self.processes, "Training ended with")
             self._run.check_before_saving()
+            self._run.end_weights()
             reason = "interrupted" if self._was_interrupted() else self._reason_of_end()
             return result
         finally:
@@ -423,6 +425,8 @@ class DPTrainer(CoveredTrainer):
                 folder / "README.md",
                 kept.name,
             )
+        if self._run is not None:
+            note_changes(self._run.weights, self._module, self.ledger, self.processes)
         before = snapshot(folder) if self.args.should_save else {}
         if not self.is_fsdp_enabled:
             super().save_model(str(folder), _internal_call=True)

@@ -600,3 +600,40 @@ def test_evaluation_of_random_functions_within_a_row():
     with same_randomness(1):
         torch.rand(3)
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def crowded(most):
+    """A loss that couples rows in microbatches of more rows than this."""
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        loss_B = per_sequence_loss(outputs.logits, labels)
+        return loss_B if len(loss_B) <= most else loss_B + 0.1 * loss_B.mean().detach()
+
+    return loss
+
+
+def test_a_coupling_of_whole_microbatches_is_refused_in_the_first_step(tmp_path):
+    """A comparison of a few rows would not meet it."""
+    model, config = llama(), privacy(expected_batch_size=16)
+    with pytest.raises(IndependenceError, match=r"as in a whole microbatch"):
+        trainer(tmp_path / "a", model, batch=16, config=config, compute_loss_func=crowded(9)).train()
+    trainer(tmp_path / "b", llama(), batch=16, config=config, compute_loss_func=crowded(16)).train()
+
+
+class Shaky:
+    """Rows that lose their last token now and then, so that a short one often stays as it is."""
+
+    def __init__(self, rows):
+        self.rows = rows.to_list()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        ids = self.rows[number]["input_ids"]
+        return {"input_ids": ids[: len(ids) - int(len(ids) > 3 and random.random() < 0.5)]}
+
+
+def test_rows_that_are_read_with_random_numbers_are_not_taken_for_coupled(tmp_path):
+    """The shortest row may come out alike twice by chance, or always."""
+    trainer(tmp_path, llama(), Shaky(unequal()), steps=4).train()

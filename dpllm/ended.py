@@ -1,0 +1,112 @@
+"""The weights as a private run left them: a later save, and a later run in this process, know them again.
+
+Place in the flow: after the last step. A report speaks of the weights that the run ended with. People may change them
+afterwards, and that is covered where the change depends on nothing but what the run released; so a save of other
+weights is an open point. And another run that begins at a copy of them begins at an earlier run's release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dpllm.checksums import Checksum, values
+from dpllm.processes import Processes
+
+_FEWEST = 16  # entries of a tensor that is known again: shorter ones may be equal by chance
+_LEFT: dict[tuple[tuple[int, ...], int], Path] = {}
+"""Shape and checksum of tensors that private runs of this process trained, with the folder of the run."""
+
+
+def _sums(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    with torch.no_grad():
+        return dict(zip(parameters, values([Checksum([p.detach()]) for p in parameters.values()]), strict=True))
+
+
+def _whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    return {
+        n: p for n, p in parameters if p.numel() >= _FEWEST and not isinstance(p, DTensor) and not hasattr(p, "ds_id")
+    }
+
+
+class RunWeights:
+    """The weights of one run, from its start to what is saved after its end.
+
+    Args:
+        model: the module inside its engine's wrapper.
+        folder: of the run; None: it has none.
+
+    >>> model = nn.Linear(8, 8)
+    >>> weights = RunWeights(model, None)
+    >>> weights.end()
+    >>> weights.changed(model)
+    []
+    >>> model.weight.data += 1
+    >>> weights.changed(model)
+    ['weight']
+    """
+
+    def __init__(self, model: nn.Module, folder: Path | None) -> None:
+        """Take the weights that the run begins at."""
+        self._model, self._folder = model, folder
+        self._begun = _sums(_whole((n, p) for n, p in model.named_parameters() if p.requires_grad))
+        self._ended: dict[str, int] | None = None
+
+    def end(self) -> None:
+        """Take the weights that the run ends with. Those that it trained are known again in this process."""
+        parameters = dict(self._model.named_parameters())
+        self._ended = _sums(parameters)
+        for name, begun in self._begun.items():
+            if self._folder is not None and name in parameters and self._ended[name] != begun:
+                _LEFT[tuple(parameters[name].shape), self._ended[name]] = self._folder
+
+    def changed(self, model: nn.Module) -> list[str]:
+        """Return the parameters that are not as the run left them, by name; before its end none.
+
+        Args:
+            model: that is about to be saved.
+        """
+        if self._ended is None:
+            return []
+        now = _sums(dict(model.named_parameters()))
+        return sorted(name for name in self._ended.keys() | now.keys() if self._ended.get(name) != now.get(name))
+
+
+def earlier_run(model: Any, own_folder: Path | None) -> Path | None:
+    """Return the folder of an earlier run of this process whose trained weights a model holds, if there is one.
+
+    Args:
+        model: with its adapters; parameters that are sharded are not looked at.
+        own_folder: of the run that begins or goes on, whose own weights are none of an earlier run.
+    """
+    if not _LEFT or not isinstance(model, nn.Module):
+        return None
+    parameters = _whole(model.named_parameters())
+    found = (_LEFT.get((tuple(parameters[name].shape), total)) for name, total in _sums(parameters).items())
+    return next((folder for folder in found if folder is not None and folder != own_folder), None)
+
+
+def note_changes(weights: RunWeights | None, model: nn.Module, ledger: Any, processes: Processes) -> None:
+    """Append an open point where weights are saved that are not those of the run. Called by all processes together.
+
+    Args:
+        weights: of the run; None: it was not attached.
+        model: that is about to be saved.
+        ledger: of the run.
+        processes: of the run.
+    """
+    changed = sorted(
+        {n for names in processes.gather([] if weights is None else weights.changed(model)) for n in names}
+    )
+    if changed and ledger is not None:
+        more = f" and {len(changed) - 1} other parameter(s)" if len(changed) > 1 else ""
+        ledger.append_open_point(
+            f"{changed[0]}{more} changed after the end of the private training and before they were saved. The "
+            "guarantee covers that only where the change depends on nothing but what the run released: confirm it, or "
+            "save the weights as the run left them."
+        )

@@ -1,0 +1,78 @@
+"""What a run left is known again: when it is saved later, and when another run of the process begins at it."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from dpllm.config import ConfigError
+from dpllm.ledger import LEDGER_FILE, read_ledger
+from tests.conftest import tiny_llama_config
+from tests.test_trainer import trainer
+
+
+def open_points(run):
+    return run.privacy_report()["open_points"]
+
+
+def test_weights_that_changed_after_the_training_are_an_open_point(tmp_path):
+    """Between the end and the save anything may have been done to them, another training too."""
+    run = trainer(tmp_path)
+    run.train()
+    run.save_model()
+    assert not any("changed after the end" in point for point in open_points(run))
+    with torch.no_grad():
+        run.model.lm_head.weight[3] += 1
+    run.save_model()
+    assert any("lm_head.weight changed after the end of the private training" in point for point in open_points(run))
+    assert "lm_head.weight changed" in (tmp_path / "README.md").read_text()
+
+
+def test_another_model_in_the_place_of_the_trained_one_is_an_open_point(tmp_path):
+    """Its parameters have the same names."""
+    run = trainer(tmp_path)
+    run.train()
+    run.model = LlamaForCausalLM(tiny_llama_config())
+    run.save_model()
+    assert any("other parameter(s) changed after the end" in point for point in open_points(run))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "state_dict", "one tensor"])
+def test_a_copy_of_trained_weights_is_refused_or_declared(how, tmp_path):
+    """They hold the first run's steps, which the second run's ledger does not charge."""
+    start = LlamaForCausalLM(tiny_llama_config())
+    run = trainer(tmp_path / "a", copy.deepcopy(start))
+    run.train()
+    model = copy.deepcopy(run.model if how == "deepcopy" else start)
+    if how == "state_dict":
+        model.load_state_dict(run.model.state_dict())
+    elif how == "one tensor":
+        model.model.layers[1].mlp.up_proj.weight.data = run.model.model.layers[1].mlp.up_proj.weight.data.clone()
+    with pytest.raises(ConfigError, match=rf"a copy of those that the private run of {tmp_path / 'a'} trained"):
+        trainer(tmp_path / "b", model).train()
+    declared = trainer(tmp_path / "c", model, start_is_independent=True)
+    declared.train()
+    assert any("a copy of those" in point for point in open_points(declared))
+    again = trainer(tmp_path / "d", start)  # what the first run started from is nobody's
+    again.train()
+    assert not any("a copy of those" in point for point in open_points(again))
+
+
+def test_an_optimizer_with_moments_is_refused_or_declared(tmp_path):
+    """Moments of private gradients without noise would move the weights in the first steps."""
+    model = LlamaForCausalLM(tiny_llama_config())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.randint(3, 61, (2, 8))
+    model(input_ids=ids, labels=ids).loss.backward()
+    weights = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    optimizer.zero_grad()
+    model.load_state_dict(weights)
+    run = trainer(tmp_path / "a", model, optimizers=(optimizer, None))
+    with pytest.raises(ConfigError, match=r"moments of updates that it made before.*Make a new optimizer for this run"):
+        run.train()
+    assert read_ledger(tmp_path / "a" / LEDGER_FILE).num_steps == 0
+    declared = trainer(tmp_path / "b", model, optimizers=(optimizer, None), start_is_independent=True)
+    declared.train()
+    assert any("moments of updates" in point for point in open_points(declared))
