@@ -43,12 +43,13 @@ def everything(root: Path) -> dict[str, Any]:
 
 def steps(folder: Path, refuse: Any, max_tokens: Any, model_and_gate: Any = None, memory: Any = None) -> dict[str, Any]:
     """Noiseless steps with replicated parameters; the second is empty."""
-    here, plan = Processes(), plan_of(noise_multiplier=0.0, num_steps=STEPS)
+    here, plan = Processes(), plan_of(noise_multiplier=0.0, num_steps=STEPS, seeded=True)
     inner, _ = model_and_gate or gated(refuse)
     model = DistributedDataParallel(inner)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     rows = dataclasses.replace(rows_of(), max_rows=None, max_tokens=max_tokens)
-    run = Measured(plan, rows, SharedLedger.create(folder / LEDGER_FILE, plan, here))
+    # The seed settles who has which units: with other shares a later step may have to divide once more.
+    run = Measured(plan, rows, SharedLedger.create(folder / LEDGER_FILE, plan, here), seed=3)
     run.memory = memory
     run.attach(model, optimizer)
     done = []
