@@ -13,7 +13,7 @@ from tests.audit.planted import CONFIDENCE, Charged, basis_of, plan_of, vectors
 from tests.distributed.setups import dispose, prepare
 
 NOISE_MULTIPLIER = 0.5
-DESIGN = Design(num_base=1, num_canaries=10, num_blocks=120)
+DESIGN = Design(num_base=1, num_canaries=24, num_blocks=120)
 
 
 def every_engine(engines: list[str]) -> dict[str, Any]:
