@@ -27,7 +27,12 @@ TINY = ["--hidden=32", "--layers=1", "--vocab=97", "--heads=2", "--batch=2", "--
 def test_command_line_prints_table_and_refusal(tmp_path, capsys):
     """Three steps with their times, and the clipper's own words."""
     path = tmp_path / "compiled.json"
-    benchmark.main([*TINY, "--device=cpu", "--json", str(path)])
+    try:
+        benchmark.main([*TINY, "--device=cpu", "--json", str(path)])
+    except RuntimeError as error:
+        if "at::vec" not in str(error):
+            raise
+        pytest.skip("PyTorch writes code that no compiler takes under this ATEN_CPU_CAPABILITY")
     report = json.loads(path.read_text())
     assert list(report["methods"]) == [benchmark.PLAIN, benchmark.COMPILED, benchmark.OURS]
     assert report["methods"][benchmark.PLAIN]["time_ratio"] == 1
