@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dpllm.checksums import Checksum, values
@@ -34,8 +35,15 @@ def _whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Param
     }
 
 
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether an engine puts shards and whole tensors by turns where the parameters are."""
+    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
+        isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters()
+    )
+
+
 class RunWeights:
-    """The weights of one run, from its start to what is saved after its end.
+    """The weights of one run, from its start to what is saved after its end; nothing of those that are sharded.
 
     Args:
         model: the module inside its engine's wrapper.
@@ -59,6 +67,8 @@ class RunWeights:
 
     def end(self) -> None:
         """Take the weights that the run ends with. Those that it trained are known again in this process."""
+        if _is_sharded(self._model):
+            return
         parameters = dict(self._model.named_parameters())
         self._ended = _sums(parameters)
         for name, begun in self._begun.items():
@@ -66,7 +76,7 @@ class RunWeights:
                 _LEFT[tuple(parameters[name].shape), self._ended[name]] = self._folder
 
     def changed(self, model: nn.Module) -> list[str]:
-        """Return the parameters that are not as the run left them, by name; before its end none.
+        """Return the parameters that are not as the run left them, by name; before its end, and of shards, none.
 
         Args:
             model: that is about to be saved.

@@ -191,7 +191,7 @@ class IndependenceCheck:
             except torch.OutOfMemoryError as error:
                 message = str(error)
             free_memory()
-            if self._engine.lockstep or wanted == 1 >= crowd:
+            if self._engine.lockstep or max(wanted, crowd) <= 1:
                 raise MicrobatchTooLargeError(
                     f"Memory ran out on {max(wanted, crowd)} row(s), while it was measured that rows are independent. "
                     "Give a smaller microbatch_tokens (in the Trainer max_tokens_per_microbatch) or "
@@ -249,7 +249,8 @@ class Sample:
             fetch that draws random numbers is not repeated.
         together: numbers; the shortest row comes first.
         replaced: numbers of other rows, among them a long one, and rows of ``together`` in another order.
-        crowd: numbers of as many rows as a microbatch has, those of ``together`` first; empty where these are as many.
+        crowd: numbers of as many rows as a microbatch has, those of ``together`` that fit first; empty where these are
+            as many.
     """
 
     rows: Mapping[int, Any]
@@ -297,9 +298,13 @@ class Sample:
             most -= 1
         together = [short, *others(most, [short])]
         size = min(crowd, len(numbers) if rows.max_rows is None else rows.max_rows)
-        while size > most and max_tokens is not None and max_tokens // size < rows.lengths[together].max():
+        while size > most and max_tokens is not None and max_tokens // size < shortest:
             size -= 1
-        crowded = [*together, *others(size, together)] if size > len(together) else []
+        # Which rows are drawn must not decide whether there is a pass: other processes draw others, and wait for it.
+        room = math.inf if max_tokens is None else max_tokens // max(1, size)
+        fit = [n for n in together if rows.lengths[n] <= room]
+        crowded = [*fit, *others(size, fit)]
+        crowded = crowded if len(crowded) > most else []
         few = min(most, 3 if wanted > 2 else 2)
         cap = math.inf if max_tokens is None else max_tokens // max(1, few)
         fitting = numbers[(lengths <= cap) & ~np.isin(numbers, together)] if few > 1 else numbers[:0]

@@ -18,7 +18,7 @@ from dpllm.checksums import pieces
 
 _BLOCK = {"cpu": 1 << 16}  # words added up at a time, so that a core's cache holds them
 _LARGE_BLOCK = 1 << 22  # elsewhere, where launches cost
-_WIDTH = 1024  # words that share a row of a block; each column has a multiplier of its own
+_WIDTH = 1024  # words that share a row of a block; each row and each column has a multiplier of its own
 _SEED = 0x7772697474656E  # of the multipliers
 _NEXT = 0x5851F42D4C957F2D  # an odd number: a block's place in the sequence counts
 _WORD = 8  # bytes
@@ -101,8 +101,13 @@ def _sums(tensors: Iterable[Tensor]) -> dict[torch.device, Tensor]:
 
 
 def _of_rows(words: Tensor) -> Tensor:
-    """A scalar of (R, _WIDTH) words; upper halves once more by themselves, since two flipped highest bits cancel."""
-    return ((words.sum(0) + (words >> 32).sum(0) * 5) * _multipliers(words.device)).sum()
+    """A scalar of (R, _WIDTH) words: by columns, and by rows, since rows that change places leave every column's sum.
+
+    Upper halves count once more by themselves, since two flipped highest bits cancel.
+    """
+    upper, multipliers = words >> 32, _multipliers(words.device)
+    columns, rows = (words.sum(dim) + upper.sum(dim) * 5 for dim in (0, 1))
+    return (columns * multipliers[:_WIDTH]).sum() + (rows * multipliers[: len(rows)]).sum() * 3
 
 
 def _size(device: torch.device) -> int:
@@ -121,6 +126,6 @@ def _words(piece: Tensor) -> Tensor:
 
 @functools.cache
 def _multipliers(device: torch.device) -> Tensor:
-    """(_WIDTH,) odd numbers of 64 bits, the same always."""
+    """As many odd numbers of 64 bits as a block has rows or columns, the same always."""
     generator = torch.Generator().manual_seed(_SEED)
-    return (torch.randint(-(2**62), 2**62, (_WIDTH,), generator=generator) * 2 + 1).to(device)
+    return (torch.randint(-(2**62), 2**62, (_LARGE_BLOCK // _WIDTH,), generator=generator) * 2 + 1).to(device)

@@ -48,7 +48,7 @@ from dpllm import (
 from dpllm.config import ConfigError
 from dpllm.data import PackedCollator, RowCollator
 from dpllm.ghost.errors import GhostError
-from dpllm.independence import IndependenceError
+from dpllm.independence import IndependenceError, Sample
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.losses import classification_loss
 from dpllm.models import align_padding
@@ -637,3 +637,18 @@ class Shaky:
 def test_rows_that_are_read_with_random_numbers_are_not_taken_for_coupled(tmp_path):
     """The shortest row may come out alike twice by chance, or always."""
     trainer(tmp_path, llama(), Shaky(unequal()), steps=4).train()
+
+
+@pytest.mark.parametrize("max_tokens", [30, 60, 90, 200])
+def test_which_rows_are_drawn_does_not_decide_how_many_passes_there_are(max_tokens):
+    """Each process draws its own rows, and sharded models run all passes together."""
+    lengths = np.arange(3, 43)
+    rows = TrainingRows(
+        units=UnitIndex.one_row_per_unit(len(lengths)),
+        lengths=lengths,
+        fetch=lambda numbers: [torch.zeros(int(number) + 1) for number in numbers],
+        collate=lambda taken: {"rows": taken},
+        max_rows=None,
+    )
+    found = {len(Sample.draw(rows, max_tokens, 4, True, crowd=16).companies(True)) for _ in range(60)}
+    assert len(found) == 1

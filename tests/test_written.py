@@ -47,6 +47,16 @@ def test_numbers_that_change_their_places_are_seen():
         assert written.found(), (first, second)
 
 
+@pytest.mark.parametrize("width", [2048, 4096])
+def test_rows_that_change_their_places_are_seen(width):
+    """The embeddings of two tokens: every column of a matrix keeps its sum."""
+    table, written = torch.arange(70.0 * width).view(70, width), Written()
+    written.take([table])
+    table.data[[3, 20]] = table[[20, 3]].clone()
+    written.compare([table])
+    assert written.found()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [2, 9, 4096])
 def test_signs_that_flip_are_seen(dtype, count):

@@ -61,6 +61,7 @@ def test_a_recipe_runs_on_every_engine_and_leaves_a_plain_model(config, folder, 
     out = folder / "out"
     ledger, report = read_ledger(out / "privacy_ledger.jsonl"), json.loads((out / "privacy_report.json").read_text())
     assert ledger.num_steps == 6 and len(ledger.runs) == 1 and ledger.end == "completed"
+    assert not any("changed after the end" in point for point in report["open_points"])
     epsilon = re.search(r"guarantee\s+ε = ([0-9.]+)", printed)[1]
     assert report["statement"]["epsilon"] == pytest.approx(float(epsilon), abs=1e-4) and float(epsilon) <= 8
     model = AutoModelForCausalLM.from_pretrained(out)
