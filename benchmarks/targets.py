@@ -38,8 +38,8 @@ from torch.utils.flop_counter import flop_registry
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from counting import FORMULAS
 from throughput import (
-    FORMULAS,
     OURS,
     PEERS,
     PLAIN,
