@@ -226,12 +226,15 @@ def _trained_before(model: Any, own: Path | None) -> list[str]:
 
 
 def _moments(optimizer: Any) -> list[str]:
-    """Whether an optimizer has taken steps before: what it remembers of them moves the weights in the first steps."""
+    """Whether an optimizer has taken steps before: what it remembers of them moves the weights in the first steps.
+
+    A tensor of one number throughout is no memory: Adagrad begins at such sums.
+    """
     state = getattr(innermost(optimizer), "state", None)
     if not isinstance(state, Mapping):
         return []
     tensors = (value for kept in state.values() if isinstance(kept, Mapping) for value in kept.values())
-    if any(isinstance(t, torch.Tensor) and t.numel() > 1 and bool((t != 0).any()) for t in tensors):
+    if any(isinstance(t, torch.Tensor) and t.numel() > 1 and bool((t != t.reshape(-1)[0]).any()) for t in tensors):
         return ["The optimizer holds moments of updates that it made before this run"]
     return []
 

@@ -76,3 +76,11 @@ def test_an_optimizer_with_moments_is_refused_or_declared(tmp_path):
     declared = trainer(tmp_path / "b", model, optimizers=(optimizer, None), start_is_independent=True)
     declared.train()
     assert any("moments of updates" in point for point in open_points(declared))
+
+
+def test_an_optimizer_that_begins_at_a_constant_is_none_with_moments(tmp_path):
+    model = LlamaForCausalLM(tiny_llama_config())
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-3, initial_accumulator_value=0.1)
+    run = trainer(tmp_path, model, optimizers=(optimizer, None))
+    run.train()
+    assert not any("moments" in point for point in open_points(run))
