@@ -29,6 +29,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from dpllm.checkpoints import MANIFEST_FILE
 from dpllm.config import TASKS, nearest
+from dpllm.crashed import settle_crashed
 from dpllm.identity import adopt
 from dpllm.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.plan import PLAN_FILE, PrivacyPlan, format_epsilon
@@ -197,9 +198,34 @@ def adopt_run(folder: str | Path) -> int:
             is adopted then.
     """
     folder = Path(folder)
-    reported = any((folder / name).is_file() for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE))
-    with _rewritten(folder) if reported else contextlib.nullcontext():
+    with _rewritten(folder) if _has_report(folder) else contextlib.nullcontext():
         return adopt(folder)
+
+
+def settle_run(path: str | Path, folder: str | Path, independent: bool = False) -> int:
+    """Settle a run that crashed (`dpllm.crashed.settle_crashed`), and write its report and card again if it has them.
+
+    Guarantee: where the stop is declared independent, budget, ledger, report and card speak of the same steps.
+
+    Args:
+        path: the budget file.
+        folder: output folder of the run.
+        independent: declares that the crash depended neither on the private data nor on what the run released.
+
+    Returns:
+        The steps that its ledger charges.
+
+    Raises:
+        ValueError: as `settle_crashed`; or the folder has a report and no plan, or its report is damaged. Nothing is
+            settled then.
+    """
+    folder = Path(folder)
+    with _rewritten(folder) if independent and _has_report(folder) else contextlib.nullcontext():
+        return settle_crashed(path, folder, independent)
+
+
+def _has_report(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE))
 
 
 @contextlib.contextmanager
@@ -211,11 +237,24 @@ def _rewritten(folder: Path) -> Iterator[None]:
     after = write_report(folder, plan, contents, notes_in(folder))
     renew_open_points(folder, before, after)
     card = folder / CARD_FILE
-    if card.is_file():  # which names the ledger by its hash
-        old, new = (report["checkable"]["ledger_sha256"] for report in (before, after))
+    if card.is_file():
         temporary = card.with_name(card.name + ".tmp")
-        temporary.write_text(card.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+        temporary.write_text(_renewed(card.read_text(encoding="utf-8"), before, after), encoding="utf-8")
         os.replace(temporary, card)
+
+
+def _renewed(card: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the text of a card with the guarantee of another report, and the ledger's hash there; the rest stays."""
+    blocks = ([*guarantee_section(report), *_files(report)] for report in (before, after))
+    for old, new in zip(*blocks, strict=True):
+        card = card.replace(old, new, 1)
+    card = card.replace(before["checkable"]["ledger_sha256"], after["checkable"]["ledger_sha256"])
+    metadata = privacy_metadata(after)
+    if metadata == privacy_metadata(before):
+        return card
+    parsed = ModelCard(card, ignore_metadata_errors=True)
+    parsed.data["differential_privacy"] = metadata
+    return str(parsed)
 
 
 def renew_open_points(folder: str | Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

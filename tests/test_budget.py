@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from dpllm.accounting import epsilon
 from dpllm.budget import (
@@ -32,14 +33,18 @@ from dpllm.budget import (
     require_room,
     settle,
 )
+from dpllm.cli import app
 from dpllm.config import PrivacyConfig
 from dpllm.crashed import settle_crashed
 from dpllm.definition import stated_history
 from dpllm.ledger import Ledger, LedgerError, read_ledger
-from dpllm.plan import PrivacyPlan, make_plan
+from dpllm.model_card import CARD_FILE, metadata_in, write_model_card
+from dpllm.plan import PLAN_FILE, PrivacyPlan, format_epsilon, make_plan
 from dpllm.processes import Processes
+from dpllm.report import JSON_FILE, ReleaseNotes, write_report
 from dpllm.shared_ledger import SharedLedger
 from dpllm.unused import is_used
+from dpllm.verify import verify
 from tests import children
 
 # Full batches are the quickest to account for.
@@ -446,6 +451,64 @@ def test_a_crashed_run_is_settled_with_the_steps_that_its_report_states(tmp_path
     Ledger.create(unnamed / "privacy_ledger.jsonl", plan).close()
     with pytest.raises(BudgetError, match="is charged to no budget file"):
         settle_crashed(path, unnamed)
+
+
+def failed_run(folder: Path, path: Path) -> PrivacyPlan:
+    """Three of 50 steps, then an error; report and card are there, and what people noted."""
+    plan = make()
+    folder.mkdir()
+    plan.save(folder / PLAN_FILE)
+    named = {"file": path.name, "entry": charge(path, plan, "chats")}
+    with Ledger.create(folder / "privacy_ledger.jsonl", plan, budget=named) as ledger:
+        for number in range(3):
+            ledger.append_step(number, plan.step)
+        ledger.append_end("failed")
+    settle(path, named["entry"], 3, keep_reserved=True)
+    report = write_report(folder, plan, ledger, ReleaseNotes(data_holder="the clinic"))
+    write_model_card(folder, report, base_model="org/base", task="causal_lm", adapter=False)
+    return plan
+
+
+def test_report_and_card_follow_a_stop_that_is_declared_independent_afterwards(tmp_path: Path, path: Path) -> None:
+    """Budget, report and card speak of the same steps; what people noted stays, and so does the rest of the card."""
+    folder = tmp_path / "run"
+    plan = failed_run(folder, path)
+    card = folder / CARD_FILE
+    card.write_text(card.read_text(encoding="utf-8") + "\nWritten by people.\n", encoding="utf-8")
+    before = metadata_in(card)["differential_privacy"]
+    result = CliRunner().invoke(app, ["budget", "settle", str(path), str(folder), "--independent"])
+    assert result.exit_code == 0, result.output
+    assert verify(folder).ok, [check for check in verify(folder).checks if not check.ok]
+    report = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))
+    assert report["accounting"]["steps"]["stated"] == read_budget(path).entries[0].num_steps == 3
+    assert report["statement"]["epsilon"] == pytest.approx(read_budget(path).spent)
+    assert report["setting"]["data_holder"] == "the clinic"
+    found = metadata_in(card)
+    assert found["base_model"] == "org/base" and card.read_text(encoding="utf-8").endswith("\nWritten by people.\n")
+    assert found["differential_privacy"]["epsilon"] == float(format_epsilon(report["statement"]["epsilon"]))
+    assert found["differential_privacy"]["epsilon"] < before["epsilon"] and before["num_steps"] == plan.num_steps
+
+
+def test_verify_sees_a_report_from_before_the_stop_was_declared_independent(tmp_path: Path, path: Path) -> None:
+    """Where the ledger was changed and the report was not."""
+    folder = tmp_path / "run"
+    failed_run(folder, path)
+    assert verify(folder).ok
+    settle_crashed(path, folder, independent=True)
+    failed = [check.detail for check in verify(folder).checks if not check.ok and check.what.startswith(JSON_FILE)]
+    assert any("statement.epsilon is" in detail for detail in failed)
+
+
+def test_a_damaged_report_is_told_before_anything_is_settled(tmp_path: Path, path: Path) -> None:
+    """The declaration is not half made."""
+    folder = tmp_path / "run"
+    failed_run(folder, path)
+    (folder / JSON_FILE).write_text("{")
+    ledger = (folder / "privacy_ledger.jsonl").read_bytes()
+    result = CliRunner().invoke(app, ["budget", "settle", str(path), str(folder), "--independent"])
+    assert result.exit_code == 2 and "is not a whole privacy report" in result.output
+    assert (folder / "privacy_ledger.jsonl").read_bytes() == ledger
+    assert read_budget(path).entries[0].num_steps == 50
 
 
 def test_a_copy_of_a_ledger_from_before_the_crash_gives_nothing_back(tmp_path: Path, path: Path) -> None:

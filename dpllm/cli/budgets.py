@@ -73,16 +73,15 @@ def settle(
         typer.Option(
             "--independent",
             help="Declare that the crash depended neither on the private data nor on what the run released: its "
-            "ledger says so, and the steps that were not taken are free again. Make its report again afterwards "
-            "(dpllm report).",
+            "ledger, report and model card say so, and the steps that were not taken are free again.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Settle a run that crashed: without steps, or with --independent, what it did not take is free again."""
     from dpllm.budget import budget_rows, read_budget
-    from dpllm.crashed import settle_crashed
+    from dpllm.model_card import settle_run
 
-    steps = settle_crashed(path, output_dir, independent)
+    steps = settle_run(path, output_dir, independent)
     budget = read_budget(path)
     show({"steps": steps, **budget.to_dict()}, budget_rows(budget), f"Budget {path}", as_json)
