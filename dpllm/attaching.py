@@ -6,6 +6,7 @@ with nothing charged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -27,3 +28,22 @@ class AttachFirst(TrainerCallback):
     ) -> None:
         """Attach."""
         self._trainer.attach()
+
+
+class WhenAttached(TrainerCallback):
+    """Calls a function once, when the run is opened and attached: nothing can refuse the start or the resume any more.
+
+    To be added to a trainer that exists, so that it comes after `AttachFirst`.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        """Remember what to do."""
+        self._action: Callable[[], None] | None = action
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Do it."""
+        action, self._action = self._action, None
+        if action is not None:
+            action()

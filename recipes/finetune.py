@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 
 from dpllm import DPTrainer, load_recipe
 from dpllm.arguments import plan_for, training_arguments
+from dpllm.attaching import WhenAttached
 from dpllm.budget import require_room
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ModelConfig, Recipe, save_recipe
 from dpllm.data import RowCollator, load_records, load_train_and_eval, num_labels_of, tokenize_records, unit_index_of
@@ -157,9 +158,8 @@ def run(recipe: Recipe) -> int:
     )
     trainer.declared_points = declared
     console.rule("private fine-tuning")
-    if args.should_save:
-        output.mkdir(parents=True, exist_ok=True)
-        save_recipe(recipe, output / RECIPE_FILE)
+    if args.should_save:  # not before: a resume that is refused leaves the folder as it was
+        trainer.add_callback(WhenAttached(lambda: save_recipe(recipe, output / RECIPE_FILE)))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if trainer.interrupted_by is not None:
         return stopped(trainer, trainer.interrupted_by)

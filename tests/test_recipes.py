@@ -231,6 +231,24 @@ def test_errors_of_other_libraries_are_one_line(finetune, monkeypatch, capsys, e
     assert caught.value.code == 2 and said.startswith("error: ") and words in said and said.count("\n") == 1
 
 
+def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(finetune, tmp_path):
+    """Also the recipe in it, which says what the run was made with; a resume that goes on writes its own."""
+    path, output = FOLDER / "gpt2_e2e_full.yaml", tmp_path / "out"
+    first = [*small_run(tmp_path, path), "data.eval_path=null", "train.save_strategy=steps", "train.save_steps=1"]
+    finetune.run(load_recipe(path, first))
+    again = [*first, "train.resume_from_checkpoint=true"]
+
+    def files():
+        return {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
+
+    before = files()
+    with pytest.raises(ValueError, match="was written under the plan"):
+        finetune.run(load_recipe(path, [*again, "privacy.noise_multiplier=2"]))
+    assert files() == before
+    finetune.run(load_recipe(path, again))
+    assert load_recipe(output / "recipe.yaml") == load_recipe(path, again)
+
+
 def test_held_out_records_are_of_people_who_are_not_trained_on(finetune, tmp_path, monkeypatch):
     """`eval_fraction` at user level, in the recipe's own program."""
     overrides = small_run(tmp_path, FOLDER / "gpt2_e2e_full.yaml")
