@@ -33,7 +33,7 @@ from dpllm.markdown import render_markdown
 from dpllm.model_card import CARD_FILE, guarantee_section, metadata_in, own_lines, privacy_metadata
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 from dpllm.report import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
-from dpllm.verify_release import foreign_claims, release_checks
+from dpllm.verify_release import foreign_claims, missing_points, release_checks
 
 TOLERANCE = 1e-6
 """How far numbers may differ, relatively, when other versions of the numeric packages computed them."""
@@ -96,8 +96,9 @@ def verify(folder: str | Path) -> Verification:
     chain of hashes; that the ledger is of that plan, each step the plan's, and no more of them than planned; that the
     report speaks of as many steps as the ledger (lines cut off at the ledger's end break no hash); the JSON against its
     schema, and key by key against what is recomputed; the Markdown and the HTML against the same, exactly; and, where
-    there is one, the numbers and the guarantee of the model card, which may make no other claim. The files of the
-    model, the checkpoints and the audits are held to the lines of the ledger that name them (`dpllm.verify_release`).
+    there is one, the numbers, the guarantee and the open points of the model card, which may make no other claim. The
+    files of the model, the checkpoints and the audits are held to the lines of the ledger that name them
+    (`dpllm.verify_release`).
 
     Args:
         folder: of a run or of a checkpoint.
@@ -439,11 +440,12 @@ def _card_check(path: Path, text: str, due: Mapping[str, Any]) -> tuple[bool, st
     right = json.loads(json.dumps(privacy_metadata(due)))
     lines = [_difference(*found_) for found_ in _differences(found, right, "differential_privacy", 0.0)]
     lines += [f"its text lacks {_short(block)}" for block in blocks]
+    lines += [f"its open points lack {_short(point)}" for point in missing_points(text, due["open_points"])]
     foreign, words = foreign_claims(text, own_lines(due, metadata_in(path).get("base_model")))
     lines += [f"another claim: {_short(line)}" for line in foreign]
     if lines:
         return False, _listed(lines)
-    return True, f"its numbers and its guarantee are the report's{_not_checked(words)}"
+    return True, f"its numbers, its guarantee and its open points are the report's{_not_checked(words)}"
 
 
 def _not_checked(words: list[str]) -> str:

@@ -40,6 +40,7 @@ _PRIVACY = re.compile(
     r"priva[ct]|privé|privad|anonym|anónim|confidential|vertraulich|datenschutz|gdpr|dsgvo|guarantee|garanti|protect|"
     r"schützt|memori[sz]|\bleak|reveal|personal data|приват|конфиденц|匿名|개인정보"
 )
+_COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)  # of HTML, which nobody sees
 _MARKUP = re.compile(r"<[^>]*>|[*_`$\\{}|#>]")
 _OF_THE_SYMBOL = str.maketrans({"ɛ": "ε", "є": "ε", "ϵ": "ε", "∊": "ε", "∈": "ε"})
 _KNOWN = (
@@ -186,6 +187,20 @@ def foreign_claims(text: str, own: Collection[str]) -> tuple[list[str], list[str
         elif _PRIVACY.search(plain):
             words.append(line)
     return list(dict.fromkeys(claims)), list(dict.fromkeys(words))
+
+
+def missing_points(text: str, points: Sequence[str]) -> list[str]:
+    r"""Return the open points of a report that its card does not list, each in a line of its own that readers see.
+
+    Args:
+        text: of the card.
+        points: of the report.
+
+    >>> missing_points("- one\n<!--\n- two\n-->\n", ["one", "two", "three"])
+    ['two', 'three']
+    """
+    listed = {line.strip() for line in _COMMENT.sub("", text).split("\n")}
+    return [point for point in points if f"- {point}" not in listed]
 
 
 def _foreign_metadata(front: str) -> Iterator[str]:

@@ -236,6 +236,28 @@ def test_edited_card(run: Path, pattern: str, by: str, where: str) -> None:
     assert list(found) == ["README.md says the same"] and where in found["README.md says the same"]
 
 
+@pytest.mark.parametrize("how", ["all", "one", "hidden", "weaker"])
+def test_a_card_that_does_not_list_the_open_points(run: Path, how: str) -> None:
+    """Whoever meets the model reads the card only; each missing point is named, also one in a comment."""
+    points = json.loads((run / JSON_FILE).read_text(encoding="utf-8"))["open_points"]
+    card = run / CARD_FILE
+    text = card.read_text(encoding="utf-8")
+    listed = "\n".join(f"- {point}" for point in points)
+    assert len(points) > 1 and listed in text
+    by = {
+        "all": "",
+        "one": "\n".join(f"- {point}" for point in points[1:]),
+        "hidden": f"<!--\n{listed}\n-->",
+        "weaker": listed.replace(points[0], f"~~{points[0]}~~ settled"),
+    }[how]
+    card.write_text(text.replace(listed, by), encoding="utf-8")
+    found = failed(verify(run))
+    missing = points if how in ("all", "hidden") else points[:1]
+    assert list(found) == [f"{CARD_FILE} says the same"]
+    assert found[f"{CARD_FILE} says the same"].count("its open points lack") == len(missing)
+    assert all(json.dumps(point, ensure_ascii=False)[:60] in found[f"{CARD_FILE} says the same"] for point in missing)
+
+
 def test_card_of_somebody_else(run: Path) -> None:
     """No card, or one that claims nothing, is nothing to check; one that can't be read is a failed check."""
     (run / "README.md").write_text("# A model\n")
