@@ -401,8 +401,9 @@ class PrivateRun:
     def _note_trained(self) -> None:
         """Remember, from the first step on, that this run trains the model."""
         path = getattr(self.ledger, "path", None)
-        if not self._noted and path is not None:
+        if not self._noted and path is not None and self.weights is not None:
             note_trained(self._model, Path(path).parent)
+            self.weights.note_step()
         self._noted = True
 
     def _check_rows(self, loss_of: LossOf, max_tokens: int | None) -> None:
@@ -457,6 +458,8 @@ class PrivateRun:
 
     def detach(self) -> None:
         """Undo the hooks; the model is as before."""
+        with contextlib.suppress(RuntimeError):  # of a device that fails: must not hide what failed first
+            self.end_weights()
         if self._clipper is not None:
             self._clipper.remove()
         if self._engine is not None:
