@@ -5,12 +5,16 @@ decides which tokens are targets. For any other, the targets of an assistant's t
 rendering of the messages before it (the opening of the turn, as in generation, is part of what comes before). A turn
 whose beginning is not rendered the same with and without the later messages carries no loss; some templates leave an
 earlier turn's reasoning out. Whatever follows the last assistant's turn is left out: it could not influence any loss.
+
+Some templates write the date of the day into the chat (Llama 3.2). They are given a fixed one (`TODAY`): rows must be
+the same on every process, and on the day on which a run is resumed.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -22,6 +26,9 @@ from dpllm.records import DataError, check_chat
 
 # What a template, which is a program, can raise: its own refusals, and mistakes in it such as an endless loop.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+TODAY = datetime(2024, 7, 26, tzinfo=UTC)
+"""The date that a chat template is told; Llama's own templates fall back on it."""
+_DIRECTIVES = [f"%{mark}{letter}" for letter in "aAbBcdDeFHIjmMpSTuUwxXyYzZ" for mark in ("-", "")]
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -69,7 +76,9 @@ def _clean(chat: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any
 
 
 def _encode_marked(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    encoding: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    encoding: Any = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True, chat_template=_with_fixed_date(tokenizer)
+    )
     ids, said = encoding["input_ids"], encoding["assistant_masks"]
     return ids, [token if wanted else IGNORE for token, wanted in zip(ids, said, strict=True)]
 
@@ -94,5 +103,18 @@ def _encode_unmarked(messages: list[dict[str, Any]], tokenizer: PreTrainedTokeni
     return ids, [token if wanted else IGNORE for token, wanted in zip(ids, said, strict=True)]
 
 
+def _with_fixed_date(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the template with a macro in place of the function that tells the time; None: it does not ask for it."""
+    if "strftime_now" not in str(tokenizer.chat_template):
+        return None
+    replaced = "".join(f"|replace('{one}', '{TODAY.strftime(one)}')" for one in _DIRECTIVES)
+    # The empty expression keeps a line break with which the template may begin.
+    macro = f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}{{{{ '' }}}}"
+    return macro + str(tokenizer.get_chat_template())
+
+
 def _render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, opened: bool = False) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened))
+    rendered = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=opened, chat_template=_with_fixed_date(tokenizer)
+    )
+    return str(rendered)

@@ -9,7 +9,6 @@ YAML or from Python, and a key that nobody reads is an error: a misspelt `noise_
 
 from __future__ import annotations
 
-import codecs
 import copy
 import dataclasses
 import difflib
@@ -351,8 +350,8 @@ class DataConfig:
             values.integer("limit", self.limit, 1)
         values.text("encoding", self.encoding)
         try:
-            codecs.lookup(self.encoding)
-        except LookupError as error:
+            " ".encode(self.encoding)  # fails for codecs that are not of text, such as "hex"
+        except (LookupError, UnicodeError) as error:
             raise ConfigError(
                 f"encoding={self.encoding!r} is unknown; usual: utf-8, latin-1, cp1252, utf-16"
             ) from error

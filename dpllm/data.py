@@ -139,15 +139,28 @@ def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, pri
             "unit of its own here, so a text that is in k records is protected k times less. Remove the copies, or "
             "confirm that they are of different people."
         )
-    if privacy.unit == "user" and units.num_units == units.num_rows > 1 and units.rows_dropped == 0:
+    if privacy.unit == "user":
+        note_users(ledger, units, privacy.unit_column)
+
+
+def note_users(ledger: Ledger | SharedLedger, units: UnitIndex, column: str | None) -> None:
+    """Note in the ledger the reasons for doubt that an id is a person's.
+
+    Args:
+        ledger: of the run that begins.
+        units: users, or the rows of users that are drawn singly.
+        column: that the ids are from.
+    """
+    each = units.num_units == units.num_rows > 1 and units.rows_dropped == 0 and units.rows_per_owner == 1
+    if each:
         ledger.append_open_point(
-            f"Every id in column '{privacy.unit_column}' is in one row only. If it names a row or a message and not a "
+            f"Every id in column '{column}' is in one row only. If it names a row or a message and not a "
             "person, a person is spread over several units and is protected less than one: confirm that each person "
             "has one row, or name the column that holds the person's id."
         )
     if units.differ_in_case:
         ledger.append_open_point(
-            f"Some ids in column '{privacy.unit_column}' differ only in upper and lower case, and count as different "
+            f"Some ids in column '{column}' differ only in upper and lower case, and count as different "
             "users. Confirm that they are different people, or set privacy.normalize_ids: true."
         )
 

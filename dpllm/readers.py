@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -275,11 +276,42 @@ def _read_parquet(file: Path, encoding: str) -> Iterator[pa.Table]:
     try:
         with pq.ParquetFile(file) as source:
             for batch in source.iter_batches(batch_size=4096):
-                yield pa.Table.from_batches([batch]).replace_schema_metadata(source.schema_arrow.metadata)
+                table = pa.Table.from_batches([batch]).replace_schema_metadata(source.schema_arrow.metadata)
+                yield _with_plain_columns(table)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(
             f"{file}: can't be read as parquet: {' '.join(str(error).split())[:200]}: write the file again"
         ) from error
+
+
+def _with_plain_columns(table: pa.Table) -> pa.Table:
+    """Return a table as a data set can hold it.
+
+    Categories become their values, and ids of the type UUID text. A column of another type that `datasets` has no name
+    for (a map, say) is left out: whoever names it as a column to read is told that there is none.
+    """
+    columns: dict[str, pa.ChunkedArray] = {}
+    for place, field in enumerate(table.schema):
+        kind, column = field.type, table.column(place)
+        if pa.types.is_dictionary(kind):
+            column = column.cast(kind.value_type)
+        elif pa.types.is_string_view(kind):
+            column = column.cast(pa.string())
+        elif isinstance(kind, getattr(pa, "UuidType", ())):
+            column = pa.chunked_array([pa.array([value and str(value) for value in column.to_pylist()], pa.string())])
+        if field.name in columns:
+            raise pa.ArrowInvalid(f"two columns are named '{field.name}'")
+        if _is_known(column.type):
+            columns[field.name] = column
+    return pa.table(columns).replace_schema_metadata(table.schema.metadata)
+
+
+def _is_known(kind: pa.DataType) -> bool:
+    try:
+        datasets.Features.from_arrow_schema(pa.schema([("column", kind)]))
+    except ValueError:
+        return False
+    return True
 
 
 def refuse_mixed_kinds(name: str, kinds: dict[str, Path], file: Path, kind: pa.DataType) -> None:

@@ -372,6 +372,11 @@ def _local_files(path: str) -> list[str]:
     """Return the files that a local path means; none when it is a Hub name."""
     place = Path(path).expanduser()
     if place.is_dir():
+        if (place / "state.json").is_file() and (place / "dataset_info.json").is_file():
+            raise ConfigError(
+                f"{path}: a data set that save_to_disk wrote. Write its records as one file: "
+                "datasets.load_from_disk(path).to_parquet('records.parquet')"
+            )
         found = [str(file) for file in files_of_folder(place, READERS)]
         if not found:
             raise ConfigError(f"{path}: the folder has no file that ends in {', '.join(READERS)}")

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 Int64Array = NDArray[np.int64]
 ONE_ROW = "one row as given"
 SAME_ID = "all rows with the same id"
+_INVISIBLE = ("Cf", "Cc")  # Unicode's categories of format and control characters
 _EXACT = 2**53  # up to here a float holds every whole number
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 _BLOCK = 1 << 20  # entries looked at together where all of them at once would take as much memory again
@@ -226,9 +227,9 @@ def normalized_id(text: str) -> str:
 
 def _without_disguise(text: str) -> str:
     """The same, upper and lower case kept."""
-    if not text.isascii():
+    if not (text.isascii() and text.isprintable()):
         text = unicodedata.normalize("NFKC", text)
-        text = "".join(character for character in text if unicodedata.category(character) != "Cf")
+        text = "".join(letter for letter in text if letter.isspace() or unicodedata.category(letter) not in _INVISIBLE)
         text = unicodedata.normalize("NFKC", text)
     text = " ".join(text.split())
     if not _NUMBER.fullmatch(text):
@@ -244,7 +245,11 @@ def _checked_texts(ids: Sequence[Any], normalize: bool) -> tuple[Sequence[Any], 
     Raises:
         ValueError: two texts look like one id; gives a row of each, never an id.
     """
-    if isinstance(ids, np.ndarray) or not any(isinstance(value, str) for value in ids[:1]):
+    if isinstance(ids, np.ndarray):
+        if np.issubdtype(ids.dtype, np.integer):
+            return ids, False
+        ids = ids.tolist()  # texts in an array are texts as well
+    if not any(isinstance(value, str) for value in ids[:1]):
         return ids, False
     if normalize:
         return [normalized_id(value) if isinstance(value, str) and value.strip() else value for value in ids], False

@@ -206,6 +206,7 @@ def test_bad_model_value_is_refused(values: dict[str, Any], match: str) -> None:
         ({"format": "txt"}, "did you mean 'text'"),
         ({"long_records": "drop"}, "long_records must be one of"),
         ({"limit": 0}, "limit must be at least 1"),
+        ({"encoding": "hex"}, "encoding='hex' is unknown; usual: utf-8"),
     ],
 )
 def test_bad_data_value_is_refused(change: dict[str, Any], match: str) -> None:

@@ -206,6 +206,19 @@ class TestChat:
             == "General!</s>We sail.</s>"
         )
 
+    @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["unmarked", "marked"])
+    def test_a_template_that_writes_the_date_gives_the_same_rows_on_another_day(self, chatty, template):
+        """A run is resumed on the next day, and its rows are compared with those of its start."""
+        plain = [{"messages": CHAT}]
+        chatty.chat_template = template
+        (undated,) = rows_of(plain, chatty, format="chat", max_length=200)
+        chatty.chat_template = "\n{% set day = strftime_now('%-d %b %Y, %H:%M') %}Today: {{ day }}. " + template
+        (dated,) = rows_of(plain, chatty, format="chat", max_length=200)
+        assert chatty.decode(dated["input_ids"]) == "\nToday: 26 Jul 2024, 00:00. " + chatty.decode(
+            undated["input_ids"]
+        )
+        assert self.said([dated], chatty) == self.said([undated], chatty)
+
     def test_a_turn_that_later_messages_change_carries_no_loss(self, chatty):
         """Only what stands in the rendered chat is learned."""
         chatty.chat_template = (

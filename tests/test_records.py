@@ -7,11 +7,14 @@ import stat
 import subprocess
 import sys
 import tempfile
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dpllm.config import ConfigError, DataConfig, PrivacyConfig
@@ -291,6 +294,32 @@ class TestText:
         (tmp_path / "b.csv").write_text("id,text\n" + more, encoding="utf-8")
         ids = load_records(config(path=str(tmp_path)))["id"][:]
         assert len(set(ids)) == 102 and "1e2" in ids and "00017" in ids
+
+    def test_a_parquet_file_may_have_columns_of_any_kind(self, tmp_path):
+        """Categories are read as their values, UUIDs as text; a column that no data set can hold is left out."""
+        texts = [f"note {number}" for number in range(4)]
+        ids = [uuid.UUID(int=number // 2) for number in range(4)]
+        columns = {
+            "text": pa.array(texts).dictionary_encode(),
+            "ward": pa.array(["a", "a", "b", "b"]).dictionary_encode(),
+            "patient": pa.array([one.bytes for one in ids], pa.uuid()),
+            "marks": pa.array([[("k", "v")]] * 4, pa.map_(pa.string(), pa.string())),
+        }
+        pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+        pq.write_table(pa.table({**columns, "text": texts, "ward": ["b", "c", "c", "c"]}), tmp_path / "b.parquet")
+        records = load_records(config(path=str(tmp_path)))
+        assert records["text"][:] == texts * 2 and records["patient"][0] == str(ids[0])
+        assert [unit_index_of(records, by_user(column, 9)).num_units for column in ("ward", "patient")] == [3, 2]
+        assert "marks" not in records.column_names
+        with pytest.raises(DataError, match="no column 'marks'"):
+            unit_index_of(records, by_user("marks", 9))
+
+    def test_a_folder_of_save_to_disk_is_refused_with_the_remedy(self, tmp_path):
+        """Its own JSON files are no records."""
+        (tmp_path / "state.json").write_text("{}")
+        (tmp_path / "dataset_info.json").write_text("{}")
+        with pytest.raises(ConfigError, match=r"save_to_disk wrote.*to_parquet"):
+            load_records(config(path=str(tmp_path)))
 
     def test_dates_and_numbers_in_json_text_stay_text(self, tmp_path):
         """A text that looks like a date is the same text in every file."""

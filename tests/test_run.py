@@ -483,3 +483,21 @@ def test_a_model_that_a_loop_of_ones_own_saved_is_known_to_verify(tmp_path):
     torch.save(network().state_dict(), folder / "model.bin")
     (failed,) = [check for check in verify(folder).checks if not check.ok]
     assert failed.detail.startswith("model.bin is not what was saved")
+
+
+@pytest.mark.parametrize(
+    ("units", "unit", "doubt"),
+    [
+        (UnitIndex.one_row_per_unit(UNITS), "sequence", "Nearly all rows have the same 8 tokens"),
+        (UnitIndex.from_ids([f"message {n}" for n in range(UNITS)], 3), "user", "Every id in column 'who'"),
+        (UnitIndex.from_ids([*(f"u{n}" for n in range(UNITS - 1)), "U1", "U1"], 3), "user", "upper and lower case"),
+    ],
+    ids=["blocks", "ids of messages", "case"],
+)
+def test_a_loop_of_ones_own_notes_the_doubts_about_its_units(units, unit, doubt, tmp_path):
+    """As the Trainer does: a person may be spread over several units."""
+    single = {"unit": "sequence", "unit_column": None, "max_rows_per_unit": None} if unit == "sequence" else {}
+    made = dataclasses.replace(plan_of(num_units=units.num_units), **single)
+    rows = dataclasses.replace(rows_of(), units=units, lengths=np.full(units.num_rows, 8))
+    PrivateRun.start(tmp_path, made, rows).ledger.close()
+    assert sum(doubt in point for point in read_ledger(tmp_path / LEDGER_FILE).notes.open_points) == 1

@@ -190,6 +190,7 @@ def test_each_row_by_itself_keeps_the_bound_of_its_owner() -> None:
         ("jos\u00e9", "jose\u0301"),
         ("\uff11\uff17", "17"),
         ("ann", "ann\u200b"),
+        ("ann", "ann\0"),
     ],
 )
 def test_ids_that_look_alike_are_refused(one: str, other: str) -> None:
@@ -198,6 +199,15 @@ def test_ids_that_look_alike_are_refused(one: str, other: str) -> None:
         UnitIndex.from_ids([one, "bob", other])
     merged = UnitIndex.from_ids([one, "bob", other], normalize=True)
     assert merged.num_units == 2 and merged.rows_of(np.array([0]))[0].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("kind", [object, str], ids=["objects", "fixed width"])
+def test_texts_in_an_array_are_compared_like_those_in_a_list(kind: type) -> None:
+    """As a table's column comes: `frame["user"].to_numpy()`."""
+    with pytest.raises(ValueError, match=r"the unit ids of rows 0 and 2 are .*privacy\.normalize_ids"):
+        UnitIndex.from_ids(np.array(["ann", "bob", "ann "], dtype=kind))
+    assert UnitIndex.from_ids(np.array(["ann", "bob", "Ann"], dtype=kind)).differ_in_case
+    assert UnitIndex.from_ids(np.array(["ann", "bob", "ANN "], dtype=kind), normalize=True).num_units == 2
 
 
 def test_ids_that_differ_are_left_as_they_are() -> None:
