@@ -11,7 +11,8 @@ known at any time and a run that would exceed it does not start.
     settle("chats.budget.json", entry, num_steps=ledger.num_steps) # after it has ended
 
 The file is changed under a lock (``<name>.lock`` beside it, kept for good) and replaced in one go, durably. It carries
-a hash of its contents, which guards against accidents and careless edits; it is no signature.
+a hash of its contents, which guards against accidents and careless edits; it is no signature. An older copy of it is
+refused where its lock file remembers a later one (`dpllm.budget_lock`).
 
 Two things no file can know. A run that never charged it: the guarantee is about the runs whose recipe names it. And why
 a plan was chosen: composition is proved for plans (σ, q, T) that do not depend on what earlier runs released; a search
@@ -23,17 +24,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import math
 import os
 import secrets
-import socket
-import sys
-import time
+import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +39,8 @@ from typing import Any
 
 from dpllm import accounting
 from dpllm.accounting import History, Step
+from dpllm.budget_lock import BudgetError as BudgetError
+from dpllm.budget_lock import locked
 from dpllm.config import ADJACENCIES, MAX_TARGET_EPSILON, UNITS
 from dpllm.identity import require_prefix
 from dpllm.ledger import LedgerError, sync_folder
@@ -48,13 +48,8 @@ from dpllm.ledger_reader import LedgerHead
 from dpllm.plan import PrivacyPlan, format_epsilon
 from dpllm.values import between, choice, integer
 
-_LOCK_PATIENCE, _LOCK_LIMIT = 2.0, 600.0  # seconds
 _FORMAT = 1
 _HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", "delta", "shared_people")
-
-
-class BudgetError(ValueError):
-    """The budget does not allow it, is another data set's, or is not what was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +107,10 @@ class Budget:
     shared_people: bool = False
     """Whether runs may have another N: the data set grows, and its people are in several runs."""
     entries: tuple[Entry, ...] = ()
+    written: int = field(default=0, compare=False)
+    """How often the file was written; 0 for one that an earlier version wrote."""
+    sha256: str = field(default="", compare=False)
+    """Of its contents."""
 
     @property
     def history(self) -> list[tuple[Step, int]]:
@@ -199,10 +198,10 @@ def create_budget(
         delta=float(delta),
         shared_people=bool(shared_people),
     )
-    with _locked(real):
+    with locked(real) as lock:
         if real.exists():
             raise BudgetError(f"{path} exists: what runs have spent stands in it. Charge it, or choose another name")
-        _write(budget)
+        lock.note(*_write(budget))
     return budget
 
 
@@ -376,7 +375,9 @@ def read_budget(path: str | Path) -> Budget:
         between("delta", raw["delta"], 0, 1, above=True, below=True)
         integer("num_units", raw["num_units"], 1)
         choice("adjacency", raw["adjacency"], ADJACENCIES)
-        return Budget(path=real, entries=entries, **{name: raw[name] for name in _HEAD if name in raw})
+        written = integer("written", raw.get("written", 0), 0)
+        head = {name: raw[name] for name in _HEAD if name in raw}
+        return Budget(path=real, entries=entries, written=written, sha256=str(digest), **head)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _edited(path, f"not a whole budget ({error})") from error
 
@@ -488,7 +489,7 @@ def _edited(path: str | Path, what: str) -> BudgetError:
 
 def _real(path: str | Path) -> Path:
     """Return the file itself, so that all names of it share one lock, and a link is not replaced by a file."""
-    return Path(os.path.realpath(path))
+    return Path(os.path.realpath(Path(path).expanduser()))
 
 
 @contextlib.contextmanager
@@ -497,68 +498,34 @@ def _changing(path: str | Path) -> Iterator[tuple[Budget, Callable[[tuple[Entry,
     real = _real(path)
     if not real.exists():
         read_budget(path)  # says what is wrong, and leaves no lock beside a file that isn't there
-    with _locked(real):
+    with locked(real) as lock:
         budget = read_budget(real)
-        yield budget, lambda entries: _write(replace(budget, entries=entries))
+        lock.require_latest(budget.written, budget.sha256)
+
+        def put(entries: tuple[Entry, ...]) -> None:
+            lock.require_held()
+            lock.note(*_write(replace(budget, entries=entries)))
+
+        yield budget, put
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the file's lock; the system lets go when the process dies."""
-    try:
-        descriptor = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise BudgetError(
-            f"{path} can't be locked ({error.strerror}). Its folder must exist, and every run on the data must be able "
-            "to write there"
-        ) from error
-    try:
-        _wait_for_lock(descriptor, path)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _wait_for_lock(descriptor: int, path: Path) -> None:
-    """Take the lock; whoever waits for more than two seconds is told for whom, and gives up after some minutes.
-
-    Raises:
-        BudgetError: another process has held it for all that time.
-    """
-    began, told = time.monotonic(), False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            waited = time.monotonic() - began
-            holder = os.pread(descriptor, 200, 0).decode("utf-8", errors="replace").strip() or "another process"
-            if waited > _LOCK_LIMIT:
-                raise BudgetError(
-                    f"{path} is locked by {holder} since {waited:.0f} s. End that process if it hangs, and start again"
-                ) from None
-            if waited > _LOCK_PATIENCE and not told:
-                told = True
-                print(f"waiting for {path}, which is locked by {holder}", file=sys.stderr, flush=True)
-            time.sleep(0.05)
-    with contextlib.suppress(OSError):  # for whoever waits; nothing depends on it
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-
-
-def _write(budget: Budget) -> None:
-    """Replace the file in one go: whatever happens, it is the old one or the new one."""
+def _write(budget: Budget) -> tuple[int, str]:
+    """Replace the file in one go: whatever happens, it is the old one or the new one. Returns its number and hash."""
     body: dict[str, Any] = {"format": _FORMAT, **{name: getattr(budget, name) for name in _HEAD}}
+    body["written"] = budget.written + 1
     if not budget.shared_people:
         del body["shared_people"]  # as files of earlier versions
     body["entries"] = [dataclasses.asdict(entry) for entry in budget.entries]
     text = json.dumps({**body, "sha256": _digest(body)}, indent=2, ensure_ascii=False)
     half = budget.path.with_name(f"{budget.path.name}.tmp")  # one name: left over by a crash, it is written anew
     try:
-        with open(half, "w", encoding="utf-8") as file:
+        half.unlink(missing_ok=True)  # which another user may own
+        with open(half, "x", encoding="utf-8") as file:
             file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())
+        if budget.path.exists():  # who may read it does not depend on who trains
+            shutil.copymode(budget.path, half)
         os.replace(half, budget.path)
     except OSError as error:
         raise BudgetError(
@@ -566,6 +533,7 @@ def _write(budget: Budget) -> None:
             "again"
         ) from error
     sync_folder(budget.path.parent)
+    return body["written"], _digest(body)
 
 
 def _digest(body: dict[str, Any]) -> str:

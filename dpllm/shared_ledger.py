@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.accounting import Step
-from dpllm.budget import charge, check_entry, mark, settle
+from dpllm.budget import BudgetError, charge, check_entry, mark, settle
 from dpllm.identity import COMPLETED, STOPPED_EARLY, note_public_start, require_prefix, require_public_start
 from dpllm.ledger import Ledger, LedgerError, read_ledger
 from dpllm.ledger_reader import LedgerHead
@@ -17,6 +17,11 @@ from dpllm.processes import Processes
 from dpllm.same_rows import compare_rows, remember_rows
 from dpllm.unused import make_way
 from dpllm.writer import note_writer
+
+NOT_SETTLED = (
+    "The run ended, and its budget {file} could not be settled ({error}). All its planned steps stay reserved there. "
+    "Put the file back in its place, and run `dpllm budget settle` with it and this folder."
+)
 
 
 class SharedLedger:
@@ -71,8 +76,9 @@ class SharedLedger:
                     raise LedgerError(f"{path} is the ledger of an earlier run. Choose an empty output folder")
                 entry = charge(budget_file, plan, str(plan.dataset))
                 named = {"file": Path(budget_file).name, "entry": entry}
-                ledger = Ledger.create(path, plan, public=public, budget=named)
-                mark(budget_file, entry, ledger.head)
+                with _given_back_on_failure(budget_file, entry):
+                    ledger = Ledger.create(path, plan, public=public, budget=named)
+                    mark(budget_file, entry, ledger.head)
             plan.save(Path(path).parent / PLAN_FILE)
             note_public_start(ledger)
             for what, count in written_out.items():
@@ -89,6 +95,7 @@ class SharedLedger:
         processes: Processes,
         budget_file: str | None = None,
         contents: str | None = None,
+        public: Sequence[str] = (),
     ) -> SharedLedger:
         """Continue the ledger of a run that is resumed; everything in it stays charged.
 
@@ -98,6 +105,7 @@ class SharedLedger:
             processes: all processes of the run.
             budget_file: the one that the run was charged to.
             contents: hash of the rows, compared with those of the first start (`dpllm.same_rows`); None: not compared.
+            public: what was learnt from public data, as this start says it; lines that the ledger lacks are added.
 
         Raises:
             LedgerError: it is missing, edited, a copy, of another plan, of other rows or other public weights; the plan
@@ -131,11 +139,11 @@ class SharedLedger:
             if ours and contents is not None:
                 points.append(compare_rows(path, contents))
             if named is None or budget_file is None:
-                return Ledger.open(path, plan), None
+                return Ledger.open(path, plan, public), None
             opened: list[Ledger] = []
 
             def go_on() -> LedgerHead:
-                opened.append(Ledger.open(path, plan))
+                opened.append(Ledger.open(path, plan, public))
                 return opened[0].head
 
             check_entry(budget_file, named["entry"], plan, path, go_on)
@@ -258,7 +266,10 @@ class SharedLedger:
         self._ledger.append_end(reason, independent=early and independent)
         if self._budget is not None:
             keep = early and taken > 0 and not independent
-            settle(*self._budget, taken, self._ledger.head, keep_reserved=keep)
+            try:
+                settle(*self._budget, taken, self._ledger.head, keep_reserved=keep)
+            except (BudgetError, OSError) as error:  # all planned steps stay reserved: no reason to lose the model
+                self._ledger.append_open_point(NOT_SETTLED.format(file=self._budget[0], error=error))
 
     @contextlib.contextmanager
     def ended_on_failure(self) -> Iterator[None]:
@@ -274,3 +285,14 @@ class SharedLedger:
         """Close the file."""
         if self._ledger is not None:
             self._ledger.close()
+
+
+@contextlib.contextmanager
+def _given_back_on_failure(budget_file: str, entry: str) -> Iterator[None]:
+    """Settle an entry without steps when the ledger that was to name it could not be made: no run will settle it."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError, ValueError):  # must not hide what failed first
+            settle(budget_file, entry, 0)
+        raise

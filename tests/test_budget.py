@@ -33,6 +33,7 @@ from dpllm.budget import (
     require_room,
     settle,
 )
+from dpllm.budget_lock import locked
 from dpllm.cli import app
 from dpllm.config import PrivacyConfig
 from dpllm.crashed import settle_crashed
@@ -319,6 +320,83 @@ def test_file_and_folder_are_flushed_before_the_charge_returns(path: Path, monke
     monkeypatch.setattr(os, "replace", put)
     charge(path, make(), "chats")
     assert events == ["file", "replace", "folder"]
+
+
+def test_an_older_copy_of_the_file_is_refused(path: Path) -> None:
+    """As git or a backup restores it: the runs that were charged since would be forgotten. A later one is taken."""
+    older = path.read_bytes()
+    first = charge(path, make(), "chats")
+    latest = path.read_bytes()
+    path.write_bytes(older)
+    for use in (lambda: charge(path, make(), "chats"), lambda: settle(path, first, 1)):
+        with pytest.raises(BudgetError, match=r"is not the file that was written here last \(write 1 of 2\)"):
+            use()
+    raw = json.loads(latest)
+    raw["entries"][0]["steps_reserved"] = 49
+    path.write_text(json.dumps({**raw, "sha256": _reseal(raw)}))
+    with pytest.raises(BudgetError, match=r"\(write 2 of 2\).*another copy"):
+        charge(path, make(), "chats")
+    path.write_bytes(latest)
+    settle(path, first, 20)
+    later = json.loads(path.read_text()) | {"written": 9}  # written on another machine meanwhile
+    path.write_text(json.dumps({**later, "sha256": _reseal(later)}))
+    charge(path, make(), "chats")
+    assert read_budget(path).written == 10
+
+
+def test_a_file_of_an_earlier_version_is_charged(path: Path) -> None:
+    """It has no number, and no lock file remembers one."""
+    raw = json.loads(path.read_text())
+    del raw["written"]
+    path.write_text(json.dumps({**raw, "sha256": _reseal(raw)}))
+    path.with_name(f"{path.name}.lock").write_text("process 1 on elsewhere")
+    assert charge(path, make(), "chats") == read_budget(path).entries[0].id
+
+
+def test_a_lock_file_that_is_removed_lets_nobody_write_over_another(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As people do with locks that seem left over: whoever held the old one finds out before it writes."""
+    lock = path.with_name(f"{path.name}.lock")
+    with locked(path) as held:
+        lock.unlink()
+        second = charge(path, make(), "chats")  # with a new lock file
+        with pytest.raises(BudgetError, match=r"lock was removed while it was held"):
+            held.require_held()
+    assert [entry.id for entry in read_budget(path).entries] == [second]
+    asked, real = threading.Event(), fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        asked.set()
+        real(descriptor, operation)
+
+    with open(lock) as other:
+        real(other, fcntl.LOCK_EX)
+        monkeypatch.setattr(fcntl, "flock", flock)
+        waiting = threading.Thread(target=lambda: charge(path, make(), "chats"))
+        waiting.start()
+        assert asked.wait(timeout=children.LIMIT)
+        lock.rename(lock.with_name("aside"))
+    waiting.join()
+    assert len(read_budget(path).entries) == 2 and lock.is_file()
+
+
+def test_those_who_may_read_a_budget_still_may_after_a_charge(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A team shares it, whatever the umask of each; a lock file of somebody else is locked without being written."""
+    path.chmod(0o664)
+    before, real = os.umask(0o077), os.open
+
+    def refusing(name: Any, flags: int, *mode: int) -> int:
+        if str(name).endswith(".lock") and flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return real(name, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refusing)
+    try:
+        entry = charge(path, make(), "chats")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o664 and [e.id for e in read_budget(path).entries] == [entry]
 
 
 def test_all_names_of_a_file_share_its_lock(path: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from dpllm.budget import BudgetError, create_budget, read_budget
-from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.plan import PLAN_FILE, PrivacyPlan
 from dpllm.processes import Processes
 from dpllm.shared_ledger import SharedLedger
@@ -152,6 +152,43 @@ def test_what_the_budget_does_not_allow_leaves_no_ledger(path, tmp_path):
     with pytest.raises(LedgerError, match="is the ledger of an earlier run"):
         SharedLedger.create(path, plan, Processes(), budget_file=str(small))
     assert read_budget(small).entries == ()
+
+
+def test_a_budget_that_cannot_be_settled_does_not_take_the_model_along(path, tmp_path):
+    """The run has ended; its planned steps stay reserved, and the report says what is to be done."""
+    plan = dataclasses.replace(PLAN, dataset="mail")
+    file = budget_of(tmp_path).path
+    ledger = SharedLedger.create(path, plan, Processes(), budget_file=str(file))
+    ledger.append_step(0, plan.step)
+    file.rename(tmp_path / "moved.json")
+    ledger.append_end("completed")
+    ledger.close()
+    (point,) = read_ledger(path).notes.open_points
+    assert f"its budget {file} could not be settled" in point and "dpllm budget settle" in point
+    (tmp_path / "moved.json").rename(file)
+    assert [entry.num_steps for entry in read_budget(file).entries] == [plan.num_steps]
+
+
+def test_a_ledger_that_cannot_be_made_costs_no_budget(path, tmp_path, monkeypatch):
+    """No run would ever settle its entry: two jobs that start in one folder at once, or a full disk."""
+    plan = dataclasses.replace(PLAN, dataset="mail")
+    file = budget_of(tmp_path).path
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Ledger, "create", full)
+    with pytest.raises(OSError, match="No space left"):
+        SharedLedger.create(path, plan, Processes(), budget_file=str(file))
+    assert [entry.num_steps for entry in read_budget(file).entries] == [0]
+
+
+def test_a_resumed_run_says_what_it_takes_for_public(path):
+    """Such as other starting weights; lines that are there already are not repeated."""
+    SharedLedger.create(path, PLAN, Processes(), public=["starting weights: a"]).close()
+    for name in ("a", "b"):
+        SharedLedger.open(path, PLAN, Processes(), public=[f"starting weights: {name}"]).close()
+    assert read_ledger(path).public == ["starting weights: a", "starting weights: b"]
 
 
 @pytest.mark.parametrize("first", [True, False])
