@@ -10,13 +10,14 @@ from there. The files of a saved model are lines of the ledger, so other weights
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dpllm import checkpoints
 from dpllm.config import PRETRAINED_FOLDER
-from dpllm.ledger import LEDGER_FILE, Ledger, LedgerError, is_being_written, read_ledger
+from dpllm.ledger import LEDGER_FILE, Ledger, LedgerError, is_being_written, read_ledger, require_own_file
 from dpllm.ledger_reader import LedgerContents, LedgerHead, steps_at
 from dpllm.writer import known_writer
 
@@ -33,6 +34,9 @@ _READABLE = (
 _CONFIGURATIONS = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
 _NO_WEIGHTS = ("LICENSE", "NOTICE", "COPYING", ".gitattributes", ".gitignore")
 _LOG_OF_A_TRACKER = "events.out.tfevents."
+_NOTES_OF_A_DOWNLOAD = re.compile(r"\.cache/huggingface/(?:CACHEDIR\.TAG|(?:.*/)?[^/]+\.metadata)")
+_LONGEST_NOTE = 4096  # bytes; three lines are usual
+_OF_A_DESKTOP = {".DS_Store": b"\0\0\0\1Bud1", "Thumbs.db": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"}  # and how they begin
 
 
 def require_prefix(ledger: str | Path, head: LedgerHead, owner: str) -> None:
@@ -242,6 +246,35 @@ def _own_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
 
+def refuse_other_run(folder: str | Path, ledger: Any) -> None:
+    """Make sure, before a model is saved, that the folder does not hold the ledger of another run.
+
+    The plan and a copy of the ledger are written beside a model. A copy of another ledger may be replaced: its run has
+    the original.
+
+    Args:
+        folder: that the model will be saved in.
+        ledger: of the run (`Ledger` or `SharedLedger`); None: it has none.
+
+    Raises:
+        LedgerError: it does.
+    """
+    path = Path(folder) / LEDGER_FILE
+    if ledger is None or not path.is_file():
+        return
+    there = read_ledger(path)
+    if there.notes.file is None or there.runs[0]["run"] == read_ledger(ledger.path).runs[0]["run"]:
+        return
+    try:
+        require_own_file(there)
+    except LedgerError:  # a copy
+        return
+    raise LedgerError(
+        f"{folder} is the folder of another private run ({there.num_steps} steps): saving this model there would "
+        "replace that run's model and its ledger, which is the only record of its steps. Save it in another folder"
+    )
+
+
 def note_own_release(ledger: Any, folder: str | Path, before: Mapping[str, tuple[int, int, int]]) -> None:
     """As `note_release`, for a model that a loop of one's own saved: weights and the configurations beside them.
 
@@ -270,16 +303,42 @@ def released_files(contents: LedgerContents, folder: str | Path) -> dict[str, di
 def unnamed_weights(folder: str | Path, named: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return the files that nothing names: those that may hold weights, and the others.
 
-    Any file that is not of a kind that people read may hold weights, and so may a link, wherever it leads.
+    Any file that is not of a kind that people read may hold weights, and so may a link, wherever it leads. The links of
+    a folder that the Hub's client downloaded into its cache count as the files that they lead to there. The notes of a
+    download and of a desktop beside the files hold none.
     """
     folder = Path(folder)
     others = [name for name in _files(folder, every=True) if name not in named]
-    weights = [name for name in others if _may_hold_weights(folder / name)]
+    others = [name for name in others if not _is_note_of_others(folder, name)]
+    weights = [name for name in others if _may_hold_weights(folder / name, _leads_to_blob(folder, name))]
     return weights, [name for name in others if name not in weights]
 
 
-def _may_hold_weights(path: Path) -> bool:
-    if path.is_symlink():
+def _leads_to_blob(folder: Path, name: str) -> bool:
+    """Whether a link is one of the Hub's cache: models--…/snapshots/<commit>/<file> leads to models--…/blobs/<hash>."""
+    snapshot = folder.resolve()
+    if snapshot.parent.name != "snapshots":
+        return False
+    target = (folder / name).resolve()
+    return target.is_file() and target.parent == snapshot.parent.parent / "blobs"
+
+
+def _is_note_of_others(folder: Path, name: str) -> bool:
+    """Whether a file is one that a download of the Hub's client or a desktop leaves behind, by name and contents."""
+    path = folder / name
+    if path.is_symlink() or not path.is_file():
+        return False
+    if _NOTES_OF_A_DOWNLOAD.fullmatch(name):
+        return path.stat().st_size <= _LONGEST_NOTE
+    begins = _OF_A_DESKTOP.get(path.name)
+    if begins is None:
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(begins)) == begins
+
+
+def _may_hold_weights(path: Path, link_is_file: bool = False) -> bool:
+    if path.is_symlink() and not link_is_file:
         return True
     if path.name == "adapter_config.json" or path.name.endswith(".index.json"):
         return True  # they decide which files, or which model, `from_pretrained` loads

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +38,8 @@ from dpllm.ledger_reader import read_ledger as read_ledger
 from dpllm.writer import known_writer
 
 LEDGER_FILE = "privacy_ledger.jsonl"
+
+_GET_GENERATION = 0x80087601  # FS_IOC_GETVERSION of Linux: changes when an inode is used for another file
 
 
 class _Plan(Protocol):
@@ -235,7 +238,7 @@ class Ledger:
     def append_adopted(self) -> None:
         """Note that people took this copy of the file for the run's ledger; see `require_own_file`."""
         run = secrets.token_hex(8)
-        self._append({"kind": "adopted", "run": run, "file": file_hash(run, self._inode())})
+        self._append({"kind": "adopted", "run": run, "file": file_hash(run, self._identity())})
 
     def append_end(self, reason: str, independent: bool = False) -> None:
         """Note why the run ended; afterwards no step can be charged until the ledger is opened again.
@@ -302,9 +305,9 @@ class Ledger:
         path.write_bytes(os.pread(self._descriptor, self._size, 0))
         return path
 
-    def _inode(self) -> int:
+    def _identity(self) -> str:
         assert self._descriptor is not None
-        return os.fstat(self._descriptor).st_ino
+        return _identities(self._descriptor)[-1]
 
     def _append_run(self, plan: _Plan, public: Sequence[str], budget: Mapping[str, str] | None) -> None:
         run = secrets.token_hex(8)
@@ -319,7 +322,7 @@ class Ledger:
                 "public": list(public),
                 "planned_step": _fields_of(plan.step),
                 "budget": dict(budget) if budget else None,
-                "file": file_hash(run, self._inode()),
+                "file": file_hash(run, self._identity()),
             }
         )
         self._running = True
@@ -360,8 +363,10 @@ def require_own_file(contents: LedgerContents) -> None:
     since: each copy would state the ε of its own steps, and the person in the data would bear those of all. No file can
     tell the copy that is meant to go on from the other. So people say it: `dpllm adopt FOLDER`, which leaves an open
     point in the report. A file keeps its inode when its folder is renamed; it gets another one by cp, rsync, tar or a
-    restored backup. File systems that number files differently at each mount (some FUSE ones) ask for `dpllm adopt` as
-    well. A file that was overwritten in place is found by its checkpoints and by its budget (`dpllm.identity`).
+    restored backup. Where the file system has one, the inode's generation tells apart files that had one inode after
+    each other: ext4 gives the inode of a deleted file to the next one. File systems that number files differently at
+    each mount (some FUSE ones) ask for `dpllm adopt` as well. A file that was overwritten in place is found by its
+    checkpoints and by its budget (`dpllm.identity`).
 
     Raises:
         LedgerError: it is a copy.
@@ -369,12 +374,25 @@ def require_own_file(contents: LedgerContents) -> None:
     if contents.notes.file is None:  # written before files were noted
         return
     run, noted = contents.notes.file
-    if file_hash(run, os.stat(contents.path).st_ino) != noted:
+    with open(contents.path, "rb") as file:
+        possible = {file_hash(run, identity) for identity in _identities(file.fileno())}
+    if noted not in possible:
         raise LedgerError(
             f"{contents.path} is a copy of the file that the run wrote, or was restored from one. If two copies go on, "
             "each states the ε of its own steps only. Resume in the original folder; if that one is gone and no other "
             f"copy was resumed, run `dpllm adopt {contents.path.parent}` first, which the report will say"
         )
+
+
+def _identities(descriptor: int) -> list[str]:
+    """Return what a file is known by, the most precise last: its inode, and with the generation where there is one."""
+    inode = str(os.fstat(descriptor).st_ino)
+    generation = bytearray(8)
+    try:
+        fcntl.ioctl(descriptor, _GET_GENERATION, generation)
+    except OSError:  # tmpfs, which uses no inode twice, and network file systems
+        return [inode]
+    return [inode, f"{inode}.{int.from_bytes(generation[:4], sys.byteorder)}"]
 
 
 def is_being_written(path: str | Path) -> bool:

@@ -163,9 +163,9 @@ class LedgerContents:
             self.history.append((step, 1))
 
 
-def file_hash(run: str, inode: int) -> str:
+def file_hash(run: str, identity: str) -> str:
     """Return a keyed hash of a file's inode: it tells whether a ledger is still the file that the run wrote."""
-    return hashlib.sha256(f"{run}:{inode}".encode()).hexdigest()[:_CHAIN_LENGTH]
+    return hashlib.sha256(f"{run}:{identity}".encode()).hexdigest()[:_CHAIN_LENGTH]
 
 
 def steps_at(path: str | Path, chain: str) -> int | None:

@@ -8,6 +8,7 @@ program: a line says so first, and the traceback follows, with exit code 1; noth
 from __future__ import annotations
 
 import errno
+import io
 import sys
 import traceback
 from collections.abc import Callable
@@ -50,6 +51,13 @@ def words_of(error: BaseException) -> str | None:
         if kind.__name__ in _OTHER_MISTAKES:
             return f"{_OTHER_MISTAKES[kind.__name__]} ({_one_line(error)[:200]})"
     return None
+
+
+def print_any_character() -> None:
+    """Let the screen take every character: where its encoding lacks one (ε in Latin-1), it is printed as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def tell(error: BaseException, write: Callable[[str], None] | None = None) -> int:

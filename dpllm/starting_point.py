@@ -32,6 +32,8 @@ from dpllm.records import DataError, required_columns
 DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
 """LoRA initialisations computed from training data. PiSSA, OLoRA and LoftQ compute theirs from the weights only."""
 
+_NOTHING = {"LORA": {"lora_B": 0, "lora_embedding_A": 0}, "ADALORA": {"lora_E": 0}, "IA3": {"ia3_l": 1}}
+"""Parts of PEFT's layers, and the value that all their entries have in a new adapter, which changes nothing."""
 _SHORTEST_LINE = 40  # characters of a line within a private text that counts by itself; any text has shorter ones
 _GUARANTEE = re.compile(r"^\W*differential_privacy\b", re.MULTILINE)  # the key of a card's guarantee
 _TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, set[Path]] = weakref.WeakKeyDictionary()
@@ -90,7 +92,8 @@ def check_start(
         optimizer: of a run that has taken no step, which brings nothing along; None: not looked at.
 
     Returns:
-        Open points for the report: what was declared, one line each.
+        Open points for the report, one line each: what was declared, and, where the optimizer is looked at, adapters
+        that were trained before.
 
     Raises:
         ConfigError: an adapter initialised from data, weights from a folder with the ledger of a private run, or an
@@ -99,7 +102,8 @@ def check_start(
     found = [*_data_driven_adapters(model), *_earlier_runs(model, own_folder), *_moments(optimizer)]
     if found and not start_is_independent:
         raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}. {_DECLARE}")
-    return [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
+    points = [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
+    return points if optimizer is None else points + _trained_adapters(model)
 
 
 def note_trained(model: torch.nn.Module, folder: str | Path) -> None:
@@ -223,6 +227,40 @@ def _trained_before(model: Any, own: Path | None) -> list[str]:
         for folder in dict.fromkeys(changed)
         if folder not in folders
     ]
+
+
+def _trained_adapters(model: Any) -> list[str]:
+    """Open points for adapters that do not begin at nothing; where they were loaded from, PEFT does not note.
+
+    A new LoRA, AdaLoRA or IA3 adapter leaves the model as it is. One that does not has been trained: on public data, or
+    by an earlier private run. Initialisations that change the model at once (PiSSA, OLoRA, LoftQ) are passed over.
+    """
+    configs = getattr(model, "peft_config", None)
+    points = []
+    for name, config in configs.items() if isinstance(configs, dict) else ():
+        by_default = getattr(config, "init_lora_weights", True) in (True, "gaussian")
+        if not by_default or not getattr(config, "init_ia3_weights", True):
+            continue
+        for kind, empty in _NOTHING.get(_word(getattr(config, "peft_type", "")), {}).items():
+            held = (getattr(module, kind, None) for module in model.modules())
+            parts = [adapters[name] for adapters in held if adapters is not None and name in adapters]
+            if any(bool((_own_part(p) != empty).any()) for part in parts for p in _parameters(part)):
+                points.append(
+                    f"The adapter {name!r} was trained before this run: its {kind} is not that of a new one. If it was "
+                    "trained on these records, or by a private run on them, epsilon does not cover that: confirm that "
+                    "it was not, or start with a new adapter."
+                )
+    return points
+
+
+def _parameters(part: Any) -> list[torch.Tensor]:
+    return list(part.parameters()) if isinstance(part, torch.nn.Module) else [part]
+
+
+def _own_part(parameter: Any) -> torch.Tensor:
+    """The values of a parameter that this process holds."""
+    held = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3 keeps its part there
+    return (held.to_local() if isinstance(held, DTensor) else held).detach()
 
 
 def _moments(optimizer: Any) -> list[str]:

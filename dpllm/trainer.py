@@ -50,7 +50,7 @@ from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.fetching import fetch_rows, refuse_ignored, refuse_replaced
 from dpllm.ghost import Forms, GhostClipper
-from dpllm.identity import COMPLETED, STOPPED_AT_BUDGET, check_checkpoint, note_release, snapshot
+from dpllm.identity import COMPLETED, STOPPED_AT_BUDGET, check_checkpoint, note_release, refuse_other_run, snapshot
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.lengths import Limits, row_lengths
 from dpllm.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss, take_labels
@@ -323,7 +323,7 @@ class DPTrainer(CoveredTrainer):
         path = folder / LEDGER_FILE
         if resume:
             budget, contents = self.privacy.budget_file, self._rows.contents
-            return SharedLedger.open(path, self.plan, self.processes, budget, contents)
+            return SharedLedger.open(path, self.plan, self.processes, budget, contents, self.public)
         if self.processes.from_main(lambda: is_used(path)):
             raise ConfigError(
                 f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model beside "
@@ -418,6 +418,7 @@ class DPTrainer(CoveredTrainer):
         self._save_with_guarantee(folder, whole=True)
 
     def _save_with_guarantee(self, folder: Path, whole: bool) -> None:
+        self.processes.from_main(lambda: refuse_other_run(folder, self.ledger))
         require_finite(self._module, self.processes, f"{folder} is not written: the model has")
         if self.args.should_save and (kept := keep_own_card(folder)) is not None:
             logger.warning(

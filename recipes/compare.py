@@ -35,7 +35,7 @@ from dpllm.audit.run import audit_run
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, Recipe, load_recipe, save_recipe
 from dpllm.data import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.ledger import LEDGER_FILE, read_ledger
-from dpllm.mistakes import tell, words_of
+from dpllm.mistakes import print_any_character, tell, words_of
 from dpllm.models import load_base_model, load_tokenizer, prepare_model
 from dpllm.plan import format_epsilon
 from dpllm.preflight import check_recipe
@@ -49,12 +49,15 @@ def main() -> None:
     options = parse()
     finetune.console.quiet = int(os.environ.get("RANK", "0")) > 0
     finetune.use_all_cores()
+    print_any_character()
+    code = 0
     try:
-        run(load_recipe(options.config, options.overrides), options)
+        code = run(load_recipe(options.config, options.overrides), options)
     except Exception as error:  # any: nothing goes on after it, and `tell` prints the traceback of a fault
         code = tell(error, (lambda text: None) if finetune.console.quiet and words_of(error) else None)
         if torch.distributed.is_initialized():
-            finetune.leave(code)
+            finetune.leave(code, together=False)
+    if code:
         sys.exit(code)
 
 
@@ -80,8 +83,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def run(recipe: Recipe, options: argparse.Namespace) -> None:
-    """From the recipe to the table."""
+def run(recipe: Recipe, options: argparse.Namespace) -> int:
+    """From the recipe to the table; returns the exit code, which is not 0 where a signal ended the private training."""
     settings = settings_of(options)
     check_recipe(recipe)  # before anything is read
     output = Path(training_arguments({**finetune.PLAIN, **recipe.train}).output_dir)
@@ -89,8 +92,8 @@ def run(recipe: Recipe, options: argparse.Namespace) -> None:
     check(recipe, options.canaries)
     if is_finished(recipes[PRIVATE], LEDGER_FILE):
         finetune.console.print(f"{output / PRIVATE} is finished already: not trained again")
-    else:
-        finetune.run(recipes[PRIVATE])
+    elif code := finetune.run(recipes[PRIVATE]):
+        return code
     recipes[PLAIN] = from_start(recipes[PLAIN], output / PRIVATE / PRETRAINED_FOLDER, options)
     if is_finished(recipes[PLAIN], "config.json" if recipe.model.peft is None else "adapter_config.json"):
         finetune.console.print(f"{output / PLAIN} is finished already: not trained again")
@@ -115,6 +118,7 @@ def run(recipe: Recipe, options: argparse.Namespace) -> None:
     finetune.console.print("\nthe same records, fine-tuned privately and without privacy", style="bold")
     print_table(comparison_rows(reports, audits))
     finetune.show("files", [("comparison", str(path)), ("picture", str(picture))])
+    return 0
 
 
 def settings_of(options: argparse.Namespace) -> AttackSettings:

@@ -33,7 +33,7 @@ from dpllm.evaluation import Measurement, measure
 from dpllm.figures import plot_training
 from dpllm.launch_environment import find_deepspeed_config
 from dpllm.ledger import LEDGER_FILE
-from dpllm.mistakes import tell, words_of
+from dpllm.mistakes import print_any_character, tell, words_of
 from dpllm.models import load_base_model, load_tokenizer, prepare_model
 from dpllm.plan import format_epsilon, format_plan
 from dpllm.preflight import PLAIN, check_recipe
@@ -56,6 +56,7 @@ def main() -> None:
     options = parser.parse_args()
     console.quiet = int(os.environ.get("RANK", "0")) > 0
     use_all_cores()
+    print_any_character()
     find_deepspeed_config(Path(__file__).resolve().parents[1])
     code, together = 2, False
     end_with_the_launcher()
@@ -129,7 +130,7 @@ def run(recipe: Recipe) -> int:
     num_labels = num_labels_of(train_records, recipe.data)
     start = recipe.model
     if public_records is not None:
-        start = pretrain(recipe, tokenizer, public_records, num_labels)
+        start = pretrain(recipe, tokenizer, public_records, num_labels, restart.continues)
         args = training_arguments({**PLAIN, **recipe.train})  # anew: the engine was set up for the other training
     model = load_base_model(start, tokenizer, num_labels)
 
@@ -248,16 +249,21 @@ class MeasureBefore(TrainerCallback):
 
 
 def pretrain(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, records: datasets.Dataset, num_labels: int | None
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    records: datasets.Dataset,
+    num_labels: int | None,
+    continues: bool,
 ) -> ModelConfig:
     """Train on the public text, without privacy; returns the trained model as the start of the private training.
 
     The model is saved and read again, so that nothing of the engine of this training (hooks, shards) is left on it. A
-    run that is resumed finds it there.
+    run that goes on (``continues``) finds it there; its ledger names these files. Any other model there may be of
+    another text.
     """
     public = recipe.public_pretrain
-    folder = Path(recipe.train["output_dir"]) / PRETRAINED_FOLDER
-    if not (recipe.train.get("resume_from_checkpoint") and (folder / "config.json").exists()):
+    folder = Path(recipe.train["output_dir"]).expanduser() / PRETRAINED_FOLDER
+    if not (continues and (folder / "config.json").exists()):
         console.rule(f"public pretraining on {public.data.path}")
         section = {"output_dir": str(folder), **PLAIN, **public.train}
         args = training_arguments(section)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -400,6 +402,32 @@ def test_a_copied_ledger_is_not_continued_unless_adopted(path: Path) -> None:
         ledger.append_adopted()
     Ledger.open(copy, PLAN).close()
     assert read_ledger(copy).num_steps == 2 and len(read_ledger(copy).runs) == 3
+
+
+def test_a_copy_that_has_the_inode_of_the_deleted_original_is_a_copy(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is deleted and restored from a backup: ext4 uses an inode again at once, with a new generation."""
+    generation = [7]
+
+    def of_the_inode(descriptor: int, request: int, buffer: bytearray) -> None:
+        buffer[:4] = generation[0].to_bytes(4, sys.byteorder)
+
+    monkeypatch.setattr(fcntl, "ioctl", of_the_inode)
+    write(path, 2, end=None)
+    Ledger.open(path, PLAN).close()
+    generation[0] = 8
+    with pytest.raises(LedgerError, match=r"is a copy of the file that the run wrote.*dpllm adopt"):
+        Ledger.open(path, PLAN)
+
+    def unknown(descriptor: int, request: int, buffer: bytearray) -> None:
+        raise OSError(25, "Inappropriate ioctl for device")
+
+    other = path.with_name("other.jsonl")  # where there is no generation, the inode has to do
+    monkeypatch.setattr(fcntl, "ioctl", unknown)
+    write(other, 2, end=None)
+    monkeypatch.setattr(fcntl, "ioctl", of_the_inode)
+    Ledger.open(other, PLAN).close()
 
 
 @pytest.mark.parametrize("lost", [1, 40, 400])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
+import sys
 
 import pytest
 
 from dpllm.config import ConfigError
-from dpllm.mistakes import FAULT, MISTAKE, tell, words_of
+from dpllm.mistakes import FAULT, MISTAKE, print_any_character, tell, words_of
 
 
 class SafetensorError(Exception):
@@ -32,6 +34,15 @@ def test_a_mistake_is_one_line(error: Exception, match: str) -> None:
     written: list[str] = []
     assert tell(error, written.append) == MISTAKE
     assert len(written) == 1 and written[0].startswith("error: ") and "\n" not in written[0] and match in written[0]
+
+
+def test_a_screen_without_the_letter_epsilon_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older clusters have LANG=en_US, whose encoding is Latin-1."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    print_any_character()
+    print("ε = 8, müde", flush=True)
+    assert written.getvalue().decode("latin-1").strip() == r"\u03b5 = 8, müde"
 
 
 @pytest.mark.parametrize("error", [KeyError("rank"), TypeError("unsupported"), AssertionError("attach() comes first")])

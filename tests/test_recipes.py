@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from dpllm.arguments import num_private_steps, private_arguments, training_arguments
 from dpllm.config import load_recipe
 from dpllm.data import train_tokenizer
+from dpllm.ledger import read_ledger
 from dpllm.models import load_base_model, load_tokenizer
 from dpllm.plan import make_plan
 from dpllm.records import required_columns
@@ -308,6 +309,25 @@ def test_private_text_that_is_declared_public_is_refused(finetune, tmp_path):
             finetune.run(recipe)
     assert not (tmp_path / "out" / "privacy_ledger.jsonl").exists()
     assert not (tmp_path / "out" / "public_pretrain").exists()
+
+
+def test_a_new_run_trains_on_its_own_public_text(finetune, tmp_path, monkeypatch):
+    """Whatever model an earlier start left in the folder: it may have seen other text, even these private records."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    left = tiny_model(tmp_path / "out" / "public_pretrain", "gpt2") / "model.safetensors"
+    before = left.read_bytes()
+    (tmp_path / "public.txt").write_text("a line that anybody may know\n" * 40, encoding="utf-8")
+    overrides = [
+        *small_run(tmp_path, FOLDER / "gpt2_e2e_full.yaml"),
+        *("train.output_dir=~/out", "train.resume_from_checkpoint=auto", "data.eval_path=null"),
+        *("public_pretrain.data.path=public.txt", "public_pretrain.data.max_length=32"),
+        *("public_pretrain.train.max_steps=1", "public_pretrain.train.use_cpu=true"),
+    ]
+    finetune.run(load_recipe(FOLDER / "gpt2_e2e_full.yaml", overrides))
+    named = read_ledger(tmp_path / "out" / "privacy_ledger.jsonl").notes.public_start
+    assert left.read_bytes() != before and named["model.safetensors"]["size"] == left.stat().st_size
+    assert not (tmp_path / "~").exists()
 
 
 @pytest.mark.parametrize("launched", [True, False])

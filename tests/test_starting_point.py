@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainerCallback
 
 from dpllm.config import ConfigError, DataConfig
@@ -16,6 +16,7 @@ from dpllm.records import DataError
 from dpllm.run import PrivateRun
 from dpllm.starting_point import check_start, refuse_shared_records, shared_records_point
 from tests.conftest import tiny_llama_config
+from tests.test_attacks import Stop
 from tests.test_run import ledger_of, loss_of, network, plan_of, rows_of
 from tests.test_trainer import arguments, rows, trainer
 
@@ -234,6 +235,57 @@ def test_a_model_that_an_adapter_of_a_private_run_was_merged_into_is_refused_or_
     declared = trainer(tmp_path / "d", merged, start_is_independent=True)
     declared.train()
     assert any("changed, in this process" in point for point in declared.privacy_report()["open_points"])
+
+
+def test_an_adapter_that_was_trained_before_is_an_open_point(tmp_path, monkeypatch):
+    """As another process loads it: no name leads to the earlier run. A new adapter is none, nor a run that goes on."""
+    base = LlamaForCausalLM(tiny_llama_config())
+    base.save_pretrained(tmp_path / "base")
+
+    def points(run):
+        return [point for point in run.privacy_report()["open_points"] if "was trained before this run" in point]
+
+    def new():
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+
+    saving = arguments(tmp_path / "a", save_strategy="steps", save_steps=2)
+    first = trainer(tmp_path / "a", new(), args=saving, callbacks=[Stop()])
+    first.train()
+    first.save_model()
+    for known in ("dpllm.ended._LEFT", "dpllm.starting_point._TRAINED", "dpllm.starting_point._FROZEN"):
+        monkeypatch.setattr(known, {})
+    start = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(start, tmp_path / "a", is_trainable=True)
+    second = trainer(tmp_path / "b", loaded)
+    second.train()
+    (point,) = points(second)
+    assert "The adapter 'default' was trained before this run: its lora_B is not that of a new one" in point
+    resumed = trainer(tmp_path / "a", new(), args=saving)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.ledger.num_steps == 4 and points(first) == points(resumed) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        (LoraConfig(r=2, target_modules=["q_proj"]), "lora_B"),
+        (LoraConfig(r=2, target_modules=["embed_tokens"]), "lora_embedding_A"),
+        (AdaLoraConfig(target_modules=["q_proj"], total_step=9, tinit=1, tfinal=1), "lora_E"),
+        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "ia3_l"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_only_a_new_adapter_begins_at_nothing(config, part):
+    """An open point exactly where the adapter changes the model at its start."""
+    model = get_peft_model(LlamaForCausalLM(tiny_llama_config()), config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert check_start(model, None, False, optimizer) == []
+    (first, *_) = [p for name, p in model.named_parameters() if part in name]
+    with torch.no_grad():
+        first.view(-1)[-1] += 0.5
+    (point,) = check_start(model, None, False, optimizer)
+    assert f"its {part} is not that of a new one" in point
 
 
 def test_a_model_that_a_loop_of_ones_own_trained_is_refused_in_another_folder(tmp_path):

@@ -692,3 +692,18 @@ def test_a_run_whose_steps_are_all_charged_can_still_write_its_model(tmp_path):
     ledger = read_ledger(tmp_path / FILES[1])
     assert ledger.num_steps == 4 and ledger.end == "completed" and again.state.global_step == 3
     assert again.epsilon == again.plan.epsilon and verify_folder(tmp_path).ok
+
+
+def test_a_model_is_not_saved_over_another_run(tmp_path):
+    """Its ledger is the only record of that run's steps. A copy of a ledger, beside a saved model, may be replaced."""
+    first, second = trainer(tmp_path / "a"), trainer(tmp_path / "b")
+    first.train()
+    first.save_model()
+    before = (tmp_path / "a" / "privacy_ledger.jsonl").read_bytes()
+    second.train()
+    with pytest.raises(LedgerError, match=r"is the folder of another private run \(4 steps\)"):
+        second.save_model(str(tmp_path / "a"))
+    assert (tmp_path / "a" / "privacy_ledger.jsonl").read_bytes() == before and verify_folder(tmp_path / "a").ok
+    for run in (first, second):
+        run.save_model(str(tmp_path / "final"))
+    assert verify_folder(tmp_path / "final").ok

@@ -449,6 +449,42 @@ def test_links_are_found(released: Path) -> None:
     assert "notes.txt may hold weights" in failed(verify(released))[what]
 
 
+def test_a_model_in_the_cache_of_the_hub_is_verified(released: Path, tmp_path: Path) -> None:
+    """There every file is a link to a blob. Weights that were added there are found all the same."""
+    snapshot, blobs = tmp_path / "models--org--notes" / "snapshots" / "a1b2", tmp_path / "models--org--notes" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (released / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+    for number, path in enumerate(sorted(path for path in released.iterdir() if path.is_file())):
+        shutil.copy(path, blobs / f"{number}")
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", f"{number}"))
+    assert failed(verify(snapshot)) == {}
+    (blobs / "more").write_text("other weights")
+    (snapshot / "pytorch_model.bin").symlink_to(Path("..", "..", "blobs", "more"))
+    (snapshot / "notes.txt").symlink_to(released / WEIGHTS)
+    found = failed(verify(snapshot))["the model's files are those that were saved"]
+    assert "pytorch_model.bin may hold weights" in found and "notes.txt may hold weights" in found
+
+
+def test_notes_that_a_download_or_a_desktop_leaves_are_no_weights(released: Path) -> None:
+    """`hf download --local-dir` keeps a commit and a time for each file; Finder keeps the places of icons."""
+    notes = released / ".cache" / "huggingface" / "download"
+    notes.mkdir(parents=True)
+    for name in (f"{WEIGHTS}.metadata", "additional_chat_templates/tool.jinja.metadata"):
+        (notes / name).parent.mkdir(exist_ok=True)
+        (notes / name).write_text("3f2a\n9c1e\n1732250000.0\n")
+        (notes / name).with_suffix(".lock").write_text("")
+    (notes.parent / ".gitignore").write_text("*")
+    (notes.parent / "CACHEDIR.TAG").write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
+    (released / ".DS_Store").write_bytes(b"\0\0\0\1Bud1" + bytes(6140))
+    assert failed(verify(released)) == {}
+    (notes / "other.metadata").write_bytes(bytes(5000))
+    (released / "checkpoint-4" / ".DS_Store").write_bytes(b"weights")
+    found = failed(verify(released))
+    assert "other.metadata may hold weights" in found["the model's files are those that were saved"]
+    assert ".DS_Store may hold weights" in found["the checkpoints in the folder are of this ledger"]
+
+
 def test_files_that_people_add_are_no_weights(released: Path) -> None:
     """A license, a picture, notes, the log of a tracker: a release has such files."""
     for name in ("LICENSE", "notes.md", "samples.JSON", "runs/now/events.out.tfevents.1", ".gitattributes"):

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dpllm.mistakes import tell
+from dpllm.mistakes import print_any_character, tell
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
@@ -37,6 +37,7 @@ def one_line_errors(command: _Command) -> _Command:
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> None:
+        print_any_character()
         try:
             command(*args, **kwargs)
         except (typer.Exit, typer.Abort):
