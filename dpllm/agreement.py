@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 
 import dpllm
+from dpllm.config import ConfigError
 from dpllm.optimizers import innermost
-from dpllm.units import UnitIndex
+from dpllm.plan import PrivacyPlan
+from dpllm.units import ONE_ROW, UnitIndex
 
 _PACKAGES = ("numpy", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes")
 _BLOCK = 1 << 20  # lengths hashed together
@@ -122,6 +124,41 @@ def rows(
         "the rows' contents or their order": hash_of_contents[:12],
         "the rows as the collator leaves them": _collated(len(lengths), fetch, collate),
     }
+
+
+def check_rows(plan: PrivacyPlan, units: UnitIndex) -> None:
+    """Make sure that rows are those that a plan counts.
+
+    Args:
+        plan: of the run.
+        units: of the rows.
+
+    Raises:
+        ConfigError: the plan's event would not be what runs.
+    """
+    bound = plan.max_rows_per_unit
+    if units.num_units != plan.population:
+        what = "rows to draw" if plan.sampling == "example" else "units"
+        raise ConfigError(
+            f"The plan is for {plan.population} {what}, and the data have {units.num_units}: q would be another. Make "
+            "the plan with make_plan from these data"
+        )
+    if plan.unit == "user" and units.made_of == ONE_ROW:
+        raise ConfigError(
+            f"The plan protects users (column {plan.unit_column!r}), and the index makes each row a unit by itself "
+            "(UnitIndex.one_row_per_unit): ε would be that of a single row. Make the index with "
+            "UnitIndex.from_ids(ids, max_rows_per_unit, column=...) from the users' ids"
+        )
+    if units.rows_per_owner > plan.step.rows_per_unit:
+        raise ConfigError(
+            f"Up to {units.rows_per_owner} rows of one user are drawn singly, and the plan accounts for "
+            f"{plan.step.rows_per_unit}. Make both from the same max_rows_per_unit and sampling"
+        )
+    if plan.sampling == "unit" and bound is not None and units.max_rows > bound:
+        raise ConfigError(
+            f"A user has {units.max_rows} rows, and the plan says at most {bound}. Make the index with "
+            "UnitIndex.from_ids(ids, max_rows_per_unit)"
+        )
 
 
 def contents(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) -> str:

@@ -1,12 +1,14 @@
 """The weights as a private run left them: a later save, and a later run in this process, know them again.
 
-Place in the flow: after the last step. A report speaks of the weights that the run ended with. People may change them
-afterwards, and that is covered where the change depends on nothing but what the run released; so a save of other
-weights is an open point. And another run that begins at a copy of them begins at an earlier run's release.
+Place in the flow: after the last step, whether the run ended, failed or was left there. A report speaks of the weights
+that the run ended with. People may change them afterwards, and that is covered where the change depends on nothing but
+what the run released; so a save of other weights is an open point. And another run that begins at a copy of them begins
+at an earlier run's release.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from dpllm.processes import Processes
 _FEWEST = 16  # entries of a tensor that is known again: shorter ones may be equal by chance
 _LEFT: dict[tuple[tuple[int, ...], int], Path] = {}
 """Shape and checksum of tensors that private runs of this process trained, with the folder of the run."""
+_GOING: weakref.WeakKeyDictionary[nn.Module, list[RunWeights]] = weakref.WeakKeyDictionary()
+"""Models that a run has begun to train, with the runs that have not ended: nobody says so when a loop is left."""
 
 
 def _sums(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -61,19 +65,43 @@ class RunWeights:
 
     def __init__(self, model: nn.Module, folder: Path | None) -> None:
         """Take the weights that the run begins at."""
-        self._model, self._folder = model, folder
+        self._model, self._folder = weakref.ref(model), folder
         self._begun = _sums(_whole((n, p) for n, p in model.named_parameters() if p.requires_grad))
         self._ended: dict[str, int] | None = None
 
+    def note_step(self) -> None:
+        """Know the weights again from now on, however the run ends; before its first step."""
+        model = self._model()
+        if model is not None and self._folder is not None:
+            _GOING.setdefault(model, []).append(self)
+
     def end(self) -> None:
-        """Take the weights that the run ends with. Those that it trained are known again in this process."""
-        if _is_sharded(self._model):
+        """Take the weights that the run ends with; those that it trained are known again in this process."""
+        model = self._model()
+        if self._ended is not None or model is None:
             return
-        parameters = dict(self._model.named_parameters())
-        self._ended = _sums(parameters)
+        self._ended = self._leave(model)
+        if self in _GOING.get(model, []):
+            _GOING[model].remove(self)
+
+    def _leave(self, model: nn.Module) -> dict[str, int] | None:
+        """Note the present weights as left by this run, and return their sums; None of those that are sharded."""
+        if _is_sharded(model):
+            return None
+        parameters = dict(model.named_parameters())
+        sums = _sums(parameters)
         for name, begun in self._begun.items():
-            if self._folder is not None and name in parameters and self._ended[name] != begun:
-                _LEFT[tuple(parameters[name].shape), self._ended[name]] = self._folder
+            if self._folder is not None and name in parameters and sums[name] != begun:
+                _LEFT[tuple(parameters[name].shape), sums[name]] = self._folder
+        return sums
+
+    @staticmethod
+    def look_at_others(own_folder: Path | None) -> None:
+        """Note the present weights of all runs that have not ended, but those of a folder."""
+        for model, runs in list(_GOING.items()):
+            for run in runs:
+                if run._folder != own_folder:
+                    run._leave(model)
 
     def changed(self, model: nn.Module) -> list[str]:
         """Return the parameters that are not as the run left them, by name; before its end, and of shards, none.
@@ -94,6 +122,7 @@ def earlier_run(model: Any, own_folder: Path | None) -> Path | None:
         model: with its adapters; parameters that are sharded are not looked at.
         own_folder: of the run that begins or goes on, whose own weights are none of an earlier run.
     """
+    RunWeights.look_at_others(own_folder)
     if not _LEFT or not isinstance(model, nn.Module):
         return None
     parameters = _whole(model.named_parameters())

@@ -9,7 +9,7 @@ chosen over all rows, and state that is carried from one microbatch to the next.
 microbatches only is looked for with several random states.
 
 A microbatch of very unequal lengths is made for it. The shortest row is run alone, then beside other rows, then
-beside replaced, longer rows in another order; each row is a unit of its own, and dropout is off
+beside replaced, longer rows in another order, once beside its equal; each row is a unit of its own, and dropout is off
 (`dpllm.repeatable.Repeatable`). The passes are not part of the mechanism: nothing of them is kept.
 
 Shape suffixes: B rows.
@@ -247,22 +247,26 @@ class Sample:
         rows: by number, as they were fetched.
         refetched: whether rows are fetched again for each pass, so that one shows which changes them by the others; a
             fetch that draws random numbers is not repeated.
-        together: numbers; the shortest row comes first.
+        together: numbers; the shortest row comes first. Of three rows or more it is the last one, too: two equal
+            records are ordinary, and a loss may count them.
         replaced: numbers of other rows, among them a long one, and rows of ``together`` in another order.
         crowd: numbers of as many rows as a microbatch has, those of ``together`` that fit first; empty where these are
             as many.
+        equals: the shortest row twice, for a pass of the first check where ``together`` has no room for it.
     """
 
     rows: Mapping[int, Any]
     together: tuple[int, ...]
     replaced: tuple[int, ...]
     crowd: tuple[int, ...] = ()
+    equals: tuple[int, ...] = ()
     refetched: bool = False
 
     def fetched(self, numbers: Sequence[int], fetch: Callable[[np.ndarray], Sequence[Any]]) -> list[Any]:
         """The rows of a pass; collators may take them apart."""
-        found = fetch(np.array(numbers)) if self.refetched else [self.rows[number] for number in numbers]
-        return [copy.deepcopy(row) for row in found]
+        distinct = list(dict.fromkeys(numbers))
+        found = dict(zip(distinct, fetch(np.array(distinct)), strict=True)) if self.refetched else self.rows
+        return [copy.deepcopy(found[number]) for number in numbers]
 
     @classmethod
     def draw(cls, rows: TrainingRows, max_tokens: int | None, wanted: int, first: bool, crowd: int = 0) -> Sample:
@@ -305,6 +309,9 @@ class Sample:
         fit = [n for n in together if rows.lengths[n] <= room]
         crowded = [*fit, *others(size, fit)]
         crowded = crowded if len(crowded) > most else []
+        equals = (short, short) if first and most > 1 and len(together) < 3 else ()
+        if len(together) > 2:
+            together[-1] = short
         few = min(most, 3 if wanted > 2 else 2)
         cap = math.inf if max_tokens is None else max_tokens // max(1, few)
         fitting = numbers[(lengths <= cap) & ~np.isin(numbers, together)] if few > 1 else numbers[:0]
@@ -323,19 +330,22 @@ class Sample:
             with same_randomness(seed):
                 picked = sorted(fetched, key=lambda n: -rows.lengths[n])[:_SHORTEST]
                 again.append([copy.deepcopy(rows.fetch(np.array([n], dtype=numbers.dtype))[0]) for n in picked])
-        return cls(fetched, tuple(together), tuple(replaced), tuple(crowded), _same(*again))
+        return cls(fetched, tuple(together), tuple(replaced), tuple(crowded), equals, _same(*again))
 
     def companies(self, first: bool) -> list[Company]:
         """The passes of a check, the shortest row alone before the others."""
         short = self.together[0]
         passes = [Company((short,), "alone")]
         if len(self.together) > 1:
-            passes.append(Company(self.together, f"beside {len(self.together) - 1} other row(s)"))
+            equal = ", one of them its equal" if short in self.together[1:] else ""
+            passes.append(Company(self.together, f"beside {len(self.together) - 1} other row(s){equal}"))
         if len(self.replaced) > 1:
             words = f"beside {len(self.replaced) - 1} other row(s), replaced, longer and in another order"
             passes.append(Company(self.replaced, words))
         if self.crowd:
             passes.append(Company(self.crowd, f"beside {len(self.crowd) - 1} other row(s), as in a whole microbatch"))
+        if self.equals:
+            passes.append(Company(self.equals, "beside its equal"))
         if len(self.together) > 2 or first:
             passes += [Company((n,), "alone") for n in self.together[1:2]]
         if len(passes) < 3:  # no company ever: what remains is state that is carried from pass to pass
@@ -531,9 +541,7 @@ def _cause(first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, car
             "Compute each row's loss from that row and the weights only",
         )
     moved = any(
-        one.company is other.company
-        and one.place != other.place
-        and _difference(one.loss, first.loss, 1.0) <= tolerance
+        one.company is other.company and one.row != other.row and _difference(one.loss, first.loss, 1.0) <= tolerance
         for one in seen
     )
     if moved:
@@ -545,7 +553,8 @@ def _cause(first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, car
     return (
         "Likely causes: the collator pads with another id than config.pad_token_id; the model pools at, or counts "
         "positions from, padding (left padding under absolute positions); the loss divides by the batch's number of "
-        "targets or uses batch statistics; the collator mixes rows; int8 or fp8 scales over all rows",
+        "targets, counts equal rows or uses batch statistics; the collator mixes rows; int8 or fp8 scales over all "
+        "rows",
         "Set both pad ids alike, pad on the right, and compute each row's loss from its own row "
         "(dpllm.RowCollator, dpllm.per_sequence_loss); a model that reads padding can be trained with one row per "
         "microbatch (per_device_train_batch_size: 1)",

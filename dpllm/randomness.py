@@ -22,6 +22,7 @@ import hashlib
 import inspect
 import random
 import secrets
+import time
 from collections.abc import Iterable
 from types import CodeType
 from typing import Any
@@ -35,9 +36,13 @@ from dpllm.processes import Processes
 
 _ENTROPY_BYTES = 32
 _MT_WORDS = 624  # of the state of a Mersenne Twister
+_WORDS_PER_SECOND = 2_000_000_000  # more than any processor draws from one generator
+_MOST_WORDS = 2**31  # that a process draws from one generator in a step
+_BLOCK = 2**20  # words that are drawn again at once
 _MT_OFFSET = 24  # bytes before these words in the state of PyTorch's CPU generator, each word in 8 bytes
 _DEEPEST = 2  # of attributes that are looked through for generators
 _LIBRARIES = {"builtins", "numpy", "torch", "transformers", "datasets", "tokenizers", "peft", "dpllm"}
+_State = tuple[bytes, int]  # words of a Mersenne Twister, and how many of them are used up
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -61,12 +66,14 @@ class SecretStreams:
             self._own = hashlib.sha256(f"own {seed} {processes.rank}".encode()).digest()
             self._shared = hashlib.sha256(f"shared {seed}".encode()).digest()
         self._seeded_with: int | None = None
+        self._began: tuple[float, dict[str, _State]] = (0.0, {})  # when, and with which states
         self._step = 0
 
     def separate(self) -> None:
         """Seed from this process's own stream; at the start of a private step."""
         self._step += 1
         self._seeded_with = _seed_all(_stream(self._own, self._step))
+        self._began = time.perf_counter(), _twisters()
 
     def share(self) -> None:
         """Seed from the stream that all processes share; when the private gradient is formed."""
@@ -74,18 +81,32 @@ class SecretStreams:
         _seed_all(_stream(self._shared, self._step))
 
     def check(self) -> None:
-        """Make sure that nothing seeded PyTorch's generator since `separate`.
+        """Make sure that nothing seeded the global generators since `separate`.
+
+        PyTorch keeps the seed. NumPy's and Python's generators are at a place in the stream of numbers that the step
+        began with, unless something seeded them: the stream is drawn again until that place.
 
         Raises:
-            ConfigError: something did: model, loss or collator called ``manual_seed`` or ``set_seed``.
+            ConfigError: something did: model, loss or collator called ``manual_seed``, ``set_seed`` or ``seed``.
         """
-        if self._seeded_with is not None and torch.initial_seed() != self._seeded_with:
+        if self._seeded_with is None:
+            return
+        if torch.initial_seed() != self._seeded_with:
             raise ConfigError(
                 f"PyTorch's generator was seeded with {torch.initial_seed()} during a private step, by the model, the "
                 "loss or the collator (torch.manual_seed, set_seed). Its random numbers are then public and shift when "
                 "a row is removed, so epsilon would not be true. Take the call out, or put it into "
                 "torch.random.fork_rng()"
             )
+        began, before = self._began
+        limit = int(min(_MOST_WORDS, _MT_WORDS + (time.perf_counter() - began) * _WORDS_PER_SECOND))
+        for name, now in _twisters().items():
+            if now != before[name] and not _leads_to(before[name], now, limit):
+                raise ConfigError(
+                    f"{name} was seeded during a private step, by the model, the loss or the collator (seed, set_seed, "
+                    "set_state). Its random numbers are then public and shift when a row is removed, so epsilon would "
+                    "not be true. Take the call out, or put the generator back into the state of before"
+                )
 
 
 def refuse_own_generators(
@@ -173,6 +194,33 @@ def _objects_of(function: Any) -> list[Any]:
         last = found[-1]
         found.append(last.func if isinstance(last, functools.partial) else last.__self__)
     return found
+
+
+def _twisters() -> dict[str, _State]:
+    """The states of the two global generators that do not tell their seed; both are Mersenne Twisters."""
+    numpy_state = np.random.get_state(legacy=False)["state"]
+    *words, position = random.getstate()[1]
+    return {
+        "NumPy's global generator (np.random)": (numpy_state["key"].tobytes(), int(numpy_state["pos"])),
+        "Python's global generator (random)": (np.array(words, dtype=np.uint32).tobytes(), position),
+    }
+
+
+def _leads_to(before: _State, now: _State, limit: int) -> bool:
+    """Whether a generator comes from one state to another by giving about ``limit`` words at most: draws them again."""
+    start, here = np.random.RandomState(0), np.random.RandomState(0)
+    for generator, (key, position) in ((start, before), (here, now)):
+        generator.set_state(("MT19937", np.frombuffer(key, dtype=np.uint32), position, 0, 0.0))
+    ahead = here.randint(0, 2**32, 8, dtype=np.uint32)  # 256 bits, which tell a place in the stream
+    stream, drawn = np.empty(0, dtype=np.uint32), 0
+    while drawn <= limit:
+        count = min(_BLOCK, max(_MT_WORDS, drawn))
+        stream = np.concatenate([stream[1 - len(ahead) :], start.randint(0, 2**32, count, dtype=np.uint32)])
+        drawn += count
+        for place in np.flatnonzero(stream[: 1 - len(ahead)] == ahead[0]):
+            if np.array_equal(stream[place : place + len(ahead)], ahead):
+                return True
+    return False
 
 
 def _stream(entropy: bytes, step: int) -> bytes:

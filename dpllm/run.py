@@ -53,9 +53,10 @@ from dpllm.sampling import seeded_rng
 from dpllm.shared_folder import require_shared_folder
 from dpllm.shared_ledger import SharedLedger
 from dpllm.starting_point import check_start, note_trained
+from dpllm.steering import Steering
 from dpllm.step import Engine, StepDiagnostics, private_step, refuse_leftovers
 from dpllm.turns import Turns, dealing_key, mode_now
-from dpllm.units import ONE_ROW, UnitIndex
+from dpllm.units import UnitIndex
 from dpllm.watch import Watch
 
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -151,7 +152,7 @@ class PrivateRun:
             )
         self.processes = Processes()
         self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
-        _check_rows(plan, rows.units)  # now: what is raised is raised by all processes
+        agreement.check_rows(plan, rows.units)  # now: what is raised is raised by all processes
         self._plan, self.rows, self.ledger = plan, rows, ledger
         self._outstanding = Outstanding(plan, ledger)
         self._rng = seeded_rng(int.from_bytes(secrets.token_bytes(32), "little") if seed is None else seed)  # rank 0's
@@ -163,6 +164,7 @@ class PrivateRun:
         self._engine: Engine | None = None
         self._clipper: GhostClipper | None = None
         self._watch: Watch | None = None
+        self._steering: Steering | None = None  # in a loop of one's own; the Trainer notes its callbacks
         self._independence: IndependenceCheck | None = None
         self._model: Any = None
         self._optimizer: Any = None
@@ -196,7 +198,7 @@ class PrivateRun:
         """
         path = Path(folder) / LEDGER_FILE
         require_shared_folder(folder, Processes())
-        _check_rows(plan, rows.units)  # before anything is charged
+        agreement.check_rows(plan, rows.units)  # before anything is charged
         ledger = SharedLedger.create(path, plan, Processes(), public=public, budget_file=budget_file)
         with ledger.ended_on_failure():
             ledger.remember_rows(rows.contents)
@@ -225,7 +227,12 @@ class PrivateRun:
         return run
 
     def attach(
-        self, model: Any, optimizer: Any, forms: Forms | None = None, start_is_independent: bool = False
+        self,
+        model: Any,
+        optimizer: Any,
+        forms: Forms | None = None,
+        start_is_independent: bool = False,
+        schedule_is_independent: bool = False,
     ) -> None:
         """Hook a model that was prepared for its engine.
 
@@ -235,6 +242,9 @@ class PrivateRun:
             forms: how norms are computed; the default takes what costs least.
             start_is_independent: declares that starting weights and adapters hold nothing of the private rows, where
                 that can be doubted (`dpllm.starting_point`). It becomes an open point of the report.
+            schedule_is_independent: declares that learning rates and other hyperparameters that the loop sets by itself
+                follow neither losses nor anything else of the private rows (`dpllm.steering`). It becomes a fact of
+                the report; without it such a change is an open point.
 
         Raises:
             EngineError: an engine or an option of it under which the guarantee would not hold.
@@ -248,6 +258,9 @@ class PrivateRun:
         """
         with self.ledger.ended_on_failure() if self._own_loop else contextlib.nullcontext():
             self._attach(model, optimizer, forms, start_is_independent)
+            if self._own_loop:
+                by_engine = isinstance(self._engine, DeepSpeedZero)
+                self._steering = Steering(optimizer, self.ledger, schedule_is_independent, by_engine)
 
     def _attach(self, model: Any, optimizer: Any, forms: Forms | None, start_is_independent: bool) -> None:
         self._model, self._optimizer, self._noted = model_inside(model), optimizer, False
@@ -344,7 +357,7 @@ class PrivateRun:
         """
         assert self._engine is not None and self._clipper is not None, "attach() comes first"
         assert self._watch is not None
-        watch, engine, clipper = self._watch, self._engine, self._clipper
+        watch, engine, clipper, steering = self._watch, self._engine, self._clipper, self._steering
 
         def ready() -> None:
             watch.before_step()
@@ -362,6 +375,8 @@ class PrivateRun:
             self._streams.check()
             self._streams.share()
             watch.complete()
+            if steering is not None:
+                steering.before_update()
 
         batch = microbatches(
             fetch=self.rows.fetch,
@@ -391,6 +406,8 @@ class PrivateRun:
             self._streams.share()  # a state that is saved now must not tell how many numbers the rows took
             raise
         watch.note_gradients()
+        if steering is not None:
+            steering.after_update()
         if done.num_nonfinite:
             self.ledger.append_diagnostic("units with a non-finite gradient, contributing zero", done.num_nonfinite)
         if done.num_divided:
@@ -402,8 +419,9 @@ class PrivateRun:
     def _note_trained(self) -> None:
         """Remember, from the first step on, that this run trains the model."""
         path = getattr(self.ledger, "path", None)
-        if not self._noted and path is not None:
+        if not self._noted and path is not None and self.weights is not None:
             note_trained(self._model, Path(path).parent)
+            self.weights.note_step()
         self._noted = True
 
     def _check_rows(self, loss_of: LossOf, max_tokens: int | None) -> None:
@@ -458,13 +476,18 @@ class PrivateRun:
 
     def detach(self) -> None:
         """Undo the hooks; the model is as before."""
+        with contextlib.suppress(RuntimeError):  # of a device that fails: must not hide what failed first
+            self.end_weights()
         if self._clipper is not None:
             self._clipper.remove()
         if self._engine is not None:
             self._engine.guard.remove()
         if self._watch is not None:
             self._watch.remove()
-        self._watch = self._engine = self._clipper = self._independence = self._model = self._optimizer = None
+        if self._steering is not None:
+            self._steering.remove()
+        self._watch = self._steering = self._engine = self._clipper = None
+        self._independence = self._model = self._optimizer = None
 
     def finish(self, reason: str = COMPLETED, stopped_independently: bool = False) -> dict[str, Any] | None:
         """End the run: undo the hooks, close the ledger, and write the privacy report beside it.
@@ -560,6 +583,8 @@ class PrivateRun:
             )
         if self._watch is not None:  # accelerate has written to the weights before it calls this
             self._watch.rebase()
+        if self._steering is not None:
+            self._steering.take()
         if "ledger" in state:
             self.ledger.require_prefix(LedgerHead.of(state["ledger"]), "The checkpoint")
             return
@@ -570,33 +595,6 @@ class PrivateRun:
             )
         self.ledger.append_open_point(
             "The run was resumed from a checkpoint that names no ledger: make sure that it is a checkpoint of this run."
-        )
-
-
-def _check_rows(plan: PrivacyPlan, units: UnitIndex) -> None:
-    """Refuse rows for which the plan's event would not be what runs."""
-    bound = plan.max_rows_per_unit
-    if units.num_units != plan.population:
-        what = "rows to draw" if plan.sampling == "example" else "units"
-        raise ConfigError(
-            f"The plan is for {plan.population} {what}, and the data have {units.num_units}: q would be another. Make "
-            "the plan with make_plan from these data"
-        )
-    if plan.unit == "user" and units.made_of == ONE_ROW:
-        raise ConfigError(
-            f"The plan protects users (column {plan.unit_column!r}), and the index makes each row a unit by itself "
-            "(UnitIndex.one_row_per_unit): ε would be that of a single row. Make the index with "
-            "UnitIndex.from_ids(ids, max_rows_per_unit, column=...) from the users' ids"
-        )
-    if units.rows_per_owner > plan.step.rows_per_unit:
-        raise ConfigError(
-            f"Up to {units.rows_per_owner} rows of one user are drawn singly, and the plan accounts for "
-            f"{plan.step.rows_per_unit}. Make both from the same max_rows_per_unit and sampling"
-        )
-    if plan.sampling == "unit" and bound is not None and units.max_rows > bound:
-        raise ConfigError(
-            f"A user has {units.max_rows} rows, and the plan says at most {bound}. Make the index with "
-            "UnitIndex.from_ids(ids, max_rows_per_unit)"
         )
 
 

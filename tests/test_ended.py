@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from dpllm import PrivateRun, per_sequence_loss
 from dpllm.config import ConfigError
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from tests.conftest import tiny_llama_config
+from tests.test_run import loss_of, network, plan_of, rows_of
 from tests.test_trainer import trainer
 
 
@@ -57,6 +59,74 @@ def test_a_copy_of_trained_weights_is_refused_or_declared(how, tmp_path):
     again = trainer(tmp_path / "d", start)  # what the first run started from is nobody's
     again.train()
     assert not any("a copy of those" in point for point in open_points(again))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_weights_of_a_run_that_did_not_end_are_known_again(error, steps, tmp_path):
+    """It failed in its first step, or in a later one: copies of weights that took a step are an earlier run's."""
+    start = LlamaForCausalLM(tiny_llama_config())
+
+    def loss(outputs, labels):
+        if run.state.global_step == steps:
+            raise error("stopped")
+        return per_sequence_loss(outputs.logits, labels)
+
+    run = trainer(tmp_path / "a", copy.deepcopy(start), compute_loss_func=loss)
+    with pytest.raises(error, match="stopped"):
+        run.train()
+    assert read_ledger(tmp_path / "a" / LEDGER_FILE).num_steps == steps + 1
+    again = trainer(tmp_path / "b", copy.deepcopy(start))  # what the first run started from is nobody's
+    again.train()
+    copied = copy.deepcopy(run.model)
+    if steps == 0:
+        trainer(tmp_path / "c", copied).train()
+        return
+    with pytest.raises(ConfigError, match=rf"a copy of those that the private run of {tmp_path / 'a'} trained"):
+        trainer(tmp_path / "c", copied).train()
+
+
+def test_weights_that_changed_after_a_failure_are_an_open_point(tmp_path):
+    """The report of a run that failed is about the weights that it left, as that of any other."""
+
+    def loss(outputs, labels):
+        if run.state.global_step == 2:
+            raise RuntimeError("stopped")
+        return per_sequence_loss(outputs.logits, labels)
+
+    run = trainer(tmp_path, compute_loss_func=loss)
+    with pytest.raises(RuntimeError, match="stopped"):
+        run.train()
+    run.save_model()
+    assert not any("changed after the end" in point for point in open_points(run))
+    with torch.no_grad():
+        run.model.lm_head.weight[3] += 1
+    run.save_model()
+    assert any("lm_head.weight changed after the end" in point for point in open_points(run))
+
+
+def test_weights_of_a_loop_that_was_left_are_known_again(tmp_path):
+    """Nothing says that it ended: no finish(), no detach()."""
+    plan, rows = plan_of(), rows_of()
+
+    def attached(folder, model):
+        run = PrivateRun.start(folder, plan, rows)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.attach(model, optimizer)
+        return run, optimizer
+
+    model = network()
+    run, optimizer = attached(tmp_path / "a", model)
+    for number, unit_ids in enumerate(run.draws(3)):
+        if number == 2:
+            break
+        run.step(unit_ids, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(ConfigError, match=rf"a copy of those that the private run of {tmp_path / 'a'} trained"):
+        attached(tmp_path / "b", copy.deepcopy(model))
+    attached(tmp_path / "c", network())[0].detach()
+    run.detach()
 
 
 def test_an_optimizer_with_moments_is_refused_or_declared(tmp_path):

@@ -620,6 +620,41 @@ def test_a_coupling_of_whole_microbatches_is_refused_in_the_first_step(tmp_path)
     trainer(tmp_path / "b", llama(), batch=16, config=config, compute_loss_func=crowded(16)).train()
 
 
+def shared_by_equals(outputs, labels):
+    """A loss weight that is divided by the number of equal rows of the batch."""
+    equal_BB = (labels[:, None] == labels[None]).all(-1)
+    return per_sequence_loss(outputs.logits, labels) / equal_BB.sum(1)
+
+
+@pytest.mark.parametrize("batch", [8, 3, 2])
+def test_a_loss_that_couples_equal_rows_is_refused_in_the_first_step(batch, tmp_path):
+    """Two equal records are ordinary, also where no two rows of this data set are equal."""
+    run = trainer(tmp_path, llama(), batch=batch, compute_loss_func=shared_by_equals)
+    with pytest.raises(IndependenceError, match=rf"{DEPENDS}.*counts equal rows") as refused:
+        run.train()
+    assert "its equal" in str(refused.value)
+    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 1
+
+
+def test_equal_rows_are_units_of_their_own_and_are_fetched_once():
+    """In one pass of the first check; a data set may not know the same row twice."""
+    asked = []
+
+    def fetch(numbers):
+        asked.append(numbers.tolist())
+        return [torch.zeros(int(number) + 1) for number in numbers]
+
+    lengths = np.arange(3, 43)
+    units = UnitIndex.one_row_per_unit(len(lengths))
+    for most in (2, 3, 8):
+        rows = TrainingRows(units, lengths, fetch, collate=lambda taken: {"rows": taken}, max_rows=most)
+        sample = Sample.draw(rows, None, 4, True)
+        twice = [c for c in sample.companies(True) if len(set(c.numbers)) < len(c.numbers)]
+        assert [c.numbers.count(sample.together[0]) for c in twice] == [2]
+        assert sample.refetched and len(sample.fetched(twice[0].numbers, fetch)) == len(twice[0].numbers)
+    assert all(len(set(numbers)) == len(numbers) for numbers in asked)
+
+
 class Shaky:
     """Rows that lose their last token now and then, so that a short one often stays as it is."""
 
@@ -639,7 +674,7 @@ def test_rows_that_are_read_with_random_numbers_are_not_taken_for_coupled(tmp_pa
     trainer(tmp_path, llama(), Shaky(unequal()), steps=4).train()
 
 
-@pytest.mark.parametrize("max_tokens", [30, 60, 90, 200])
+@pytest.mark.parametrize("max_tokens", [7, 8, 30, 60, 90, 200])
 def test_which_rows_are_drawn_does_not_decide_how_many_passes_there_are(max_tokens):
     """Each process draws its own rows, and sharded models run all passes together."""
     lengths = np.arange(3, 43)

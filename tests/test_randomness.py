@@ -20,6 +20,7 @@ from transformers import (
 
 from dpllm import per_sequence_loss
 from dpllm.config import ConfigError
+from dpllm.data import RowCollator
 from dpllm.processes import Processes
 from dpllm.randomness import SecretStreams, refuse_own_generators
 from dpllm.run import PrivateRun
@@ -207,6 +208,56 @@ def test_a_loss_that_seeds_the_generator_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="seeded with 0 during a private step"):
         trainer(tmp_path, compute_loss_func=loss).train()
+
+
+@pytest.mark.parametrize(("seed", "name"), [(np.random.seed, "NumPy"), (random.seed, "Python")])
+@pytest.mark.parametrize("where", ["loss", "collator"])
+def test_a_loss_that_seeds_numpy_or_python_is_refused(seed, name, where, tmp_path):
+    """Or a collator: from there on its numbers are public, and no check of rows sees it."""
+    called, collator = [], RowCollator(pad_token_id=0)
+
+    def seeds(here):
+        if here == where and run.state.global_step == 2:  # a step without a check of rows
+            called.append(seed(0))
+
+    def loss(outputs, labels):
+        seeds("loss")
+        return per_sequence_loss(outputs.logits, labels)
+
+    def collate(rows):
+        seeds("collator")
+        return collator(rows)
+
+    run = trainer(tmp_path, compute_loss_func=loss, data_collator=collate)
+    with pytest.raises(ConfigError, match=rf"{name}'s global generator .* was seeded during a private step"):
+        run.train()
+    assert called and run.ledger.num_steps == 3
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 623, 624, 625, 700_001])
+def test_any_number_of_draws_is_no_seed(count):
+    """Of whole numbers, real numbers and normal ones, within one block of words or over several."""
+    streams = SecretStreams(Processes())
+    streams.separate()
+    for _ in range(min(count, 3000)):
+        random.random(), random.getrandbits(7), random.gauss(0, 1)
+    np.random.rand(count), np.random.randint(0, 7, count), np.random.randn(count)
+    streams.check()
+
+
+def test_a_state_that_is_put_back_is_no_seed():
+    """As `torch.random.fork_rng` does for PyTorch; without it, each generator is named."""
+    streams = SecretStreams(Processes())
+    streams.separate()
+    before = np.random.get_state(), random.getstate()
+    np.random.seed(0), random.seed(0)
+    with pytest.raises(ConfigError, match="NumPy's global generator"):
+        streams.check()
+    np.random.set_state(before[0])
+    with pytest.raises(ConfigError, match="Python's global generator"):
+        streams.check()
+    random.setstate(before[1])
+    streams.check()
 
 
 def test_a_seed_within_a_fork_is_allowed(tmp_path):

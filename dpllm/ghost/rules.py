@@ -133,26 +133,50 @@ def find_sites(model: nn.Module) -> list[Site]:
     """Every module with trainable parameters of its own.
 
     Parameters in a container without a forward pass (``nn.ParameterDict``) belong to the nearest module around it
-    that has one; T5's table of relative positions belongs to its attention.
+    that has one; T5's table of relative positions belongs to its attention. A container that several modules hold
+    (VB-LoRA's bank of vectors) belongs to each of them, and not to a module around them that only keeps it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    owner_of: dict[int, Site] = {}
-    sites: dict[int, Site] = {}
+    places: dict[int, dict[int, tuple[str, str]]] = {}  # of each holder: its owners, with their paths and its own there
     for path, module in modules.items():
-        own = {n: p for n, p in module.named_parameters(recurse=False, remove_duplicate=False) if p.requires_grad}
-        if not own or id(module) in owner_of:
+        if not _own_trainable(module):
             continue
-        owner_path, owner = path, module
-        while type(owner).forward is nn.Module.forward or _parent_supplies(modules, owner_path):
-            if not owner_path:
-                raise GhostError(f"{path}: no module around the parameters {sorted(own)} has a forward pass.")
-            owner_path = owner_path.rpartition(".")[0]
-            owner = modules[owner_path]
-        site = sites.setdefault(id(owner), Site(owner_path, owner))
-        owner_of[id(module)] = site
-        inside = path[len(owner_path) :].lstrip(".")
-        site.trainable.update({f"{inside}.{name}" if inside else name: p for name, p in own.items()})
+        owner_path = _owner_of(modules, path)
+        owners = places.setdefault(id(module), {})
+        if not owners or type(module).forward is nn.Module.forward:
+            owners.setdefault(id(modules[owner_path]), (owner_path, path))
+    sites: dict[int, Site] = {}
+    for owners in places.values():
+        paths = [owner_path for owner_path, _ in owners.values()]
+        for key, (owner_path, path) in owners.items():
+            if any(_is_around(owner_path, other) for other in paths):
+                continue  # a use of its own is refused, as any outside of the modules that hold a parameter
+            site = sites.setdefault(key, Site(owner_path, modules[owner_path]))
+            inside = path[len(owner_path) :].lstrip(".")
+            own = _own_trainable(modules[path])
+            site.trainable.update({f"{inside}.{name}" if inside else name: p for name, p in own.items()})
     return list(sites.values())
+
+
+def _own_trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    own = module.named_parameters(recurse=False, remove_duplicate=False)
+    return {name: parameter for name, parameter in own if parameter.requires_grad}
+
+
+def _owner_of(modules: dict[str, nn.Module], path: str) -> str:
+    """The path of the module whose forward pass uses the parameters of the one at ``path``."""
+    owner_path = path
+    while type(modules[owner_path]).forward is nn.Module.forward or _parent_supplies(modules, owner_path):
+        if not owner_path:
+            names = sorted(_own_trainable(modules[path]))
+            raise GhostError(f"{path}: no module around the parameters {names} has a forward pass.")
+        owner_path = owner_path.rpartition(".")[0]
+    return owner_path
+
+
+def _is_around(path: str, other: str) -> bool:
+    """Whether the module at ``path`` is around the one at ``other``."""
+    return path != other and (not path or other.startswith(f"{path}."))
 
 
 def _parent_supplies(modules: dict[str, nn.Module], path: str) -> bool:

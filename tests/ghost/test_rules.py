@@ -284,3 +284,55 @@ def test_ia3_is_the_loop():
     """The remedy that the refusal of LoHa and LoKr names."""
     config = peft.IA3Config(target_modules=["key", "value", "output.dense"], feedforward_modules=["output.dense"])
     assert_is_the_loop(perturbed(get_peft_model(HEADS["bert"](), config)), masked_lm, token_batch())
+
+
+def vblora(model, **changes):
+    config = {"r": 2, "num_vectors": 5, "vector_length": 4, "topk": 2, "vblora_dropout": 0.0, **changes}
+    return get_peft_model(model, peft.VBLoRAConfig(**config))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_bank_of_vectors_that_layers_share_is_the_loop(passes):
+    """VB-LoRA: one parameter in a container that each adapted layer holds, and the model around them keeps."""
+    model = perturbed(vblora(HEADS["bert"](), target_modules=["query", "output.dense"]))
+    assert any("vector_bank" in name for name, p in model.named_parameters() if p.requires_grad)
+    assert_is_the_loop(model, masked_lm, token_batch(), Forms(passes=passes))
+
+
+def test_a_bank_of_vectors_on_a_llama_is_the_loop():
+    """The adapter that was refused, with units of several rows."""
+    config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2})
+    model = perturbed(vblora(transformers.LlamaForCausalLM(config), target_modules=["q_proj", "v_proj"]))
+    assert_is_the_loop(model, causal_lm, token_batch(), unit_index=torch.tensor([0, 1, 2, 1]))
+
+
+class Bank(nn.Module):
+    """Keeps a table that its two layers use; ``own``: and uses it itself."""
+
+    def __init__(self, own=False):
+        super().__init__()
+        self.table = nn.ParameterDict({"a": nn.Parameter(torch.randn(4))})
+        self.first, self.last, self.own = Scaling(self.table), Scaling(self.table), own
+
+    def forward(self, x):
+        x = self.last(torch.tanh(self.first(x)))
+        return (x * self.table["a"] if self.own else x).square().sum(1)
+
+
+class Scaling(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def forward(self, x):
+        return x * self.table["a"]
+
+
+def test_a_use_by_the_module_that_keeps_the_table_is_refused():
+    """Its gradient would be missing; that of the layers is there."""
+    batch = {"x": torch.randn(5, 4, dtype=torch.float64)}
+    assert_is_the_loop(perturbed(Bank()), lambda model, batch: model(batch["x"]), batch)
+    model = Bank(own=True)
+    GhostClipper(model, 1.0)
+    with pytest.raises(GhostError, match=r"table\.a is used by mul\(\) outside the module that holds it"):
+        model(torch.randn(5, 4))
