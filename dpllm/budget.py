@@ -281,6 +281,7 @@ def settle(
     Raises:
         BudgetError: the entry is not in the file, or the number lies below an earlier one or above the reservation.
     """
+    integer("num_steps", num_steps, -(2**63))
     with _changing(path) as (budget, put):
         entry = entry_of(budget, entry_id)
         if not entry.steps_before <= num_steps <= entry.steps_reserved:

@@ -32,6 +32,8 @@ _READABLE = (
     *(".log", ".lock", ".py", ".sh", ".toml", ".ini", ".cfg", ".ipynb", ".jinja", ".tmpl"),
 )  # files that people read; any other file may hold weights, whatever its name says
 _CONFIGURATIONS = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
+_UNPUBLISHED = ("training_args.bin",)
+"""Written beside a model by the Trainer, and never uploaded (`dpllm.publishing`): a downloaded model lacks it."""
 _NO_WEIGHTS = ("LICENSE", "NOTICE", "COPYING", ".gitattributes", ".gitignore")
 _LOG_OF_A_TRACKER = "events.out.tfevents."
 _NOTES_OF_A_DOWNLOAD = re.compile(r"\.cache/huggingface/(?:CACHEDIR\.TAG|(?:.*/)?[^/]+\.metadata)")
@@ -293,11 +295,18 @@ def released_files(contents: LedgerContents, folder: str | Path) -> dict[str, di
     """Return the files that a ledger names for the model in a folder, by size and hash; None where it names none.
 
     A model that was saved several times has several lines; the last one that fits the folder counts, or the last one.
+    A file that a save writes and that nobody publishes is left out where it is not there.
     """
-    for release in reversed(contents.notes.released):
-        if not checkpoints.differing(folder, release["files"]):
-            return dict(release["files"])
-    return dict(contents.notes.released[-1]["files"]) if contents.notes.released else None
+    saved = [_without_unpublished(folder, release["files"]) for release in contents.notes.released]
+    for files in reversed(saved):
+        if not checkpoints.differing(folder, files):
+            return files
+    return saved[-1] if saved else None
+
+
+def _without_unpublished(folder: str | Path, files: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    here = Path(folder)
+    return {name: entry for name, entry in files.items() if name not in _UNPUBLISHED or (here / name).exists()}
 
 
 def unnamed_weights(folder: str | Path, named: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -183,6 +183,23 @@ class CoveredTrainer(Outlets):
         finally:
             self.state = whole
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load a checkpoint's weights.
+
+        Raises:
+            CheckpointError: they are of a model of another shape.
+        """
+        try:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        except RuntimeError as error:
+            if "size mismatch" not in str(error):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            raise CheckpointError(
+                f"{resume_from_checkpoint} holds weights of a model of another shape ({reason}). Resume with the model "
+                "of the first start, and in a recipe with its section model.peft"
+            ) from error
+
     def save_state(self) -> None:
         """Save ``trainer_state.json`` with the figures that ε covers; losses are in `LOG_FILE`."""
         if self.args.should_save:

@@ -142,6 +142,18 @@ def test_pushing_takes_an_allow_list(finished, hub):
     assert not list(finished.ledger.path.parent.glob("_*"))
 
 
+def test_whoever_downloads_a_published_model_can_verify_it(finished, tmp_path):
+    """The card asks them to. The Trainer's arguments, which the ledger names, stay with the run."""
+    folder = finished.ledger.path.parent
+    for name in files_to_publish(folder, adapter=False):
+        shutil.copy(folder / name, tmp_path)
+    assert not (tmp_path / "training_args.bin").exists() and (folder / "training_args.bin").exists()
+    assert [check for check in verify(tmp_path).checks if not check.ok] == []
+    (tmp_path / "training_args.bin").write_bytes(b"weights")
+    (failed,) = [check for check in verify(tmp_path).checks if not check.ok]
+    assert "training_args.bin has 7 bytes instead of" in failed.detail
+
+
 def test_weights_that_the_ledger_does_not_name_are_neither_uploaded_nor_passed_over(finished, tmp_path):
     """Nobody knows what they were made with."""
     folder = tmp_path / "copy"

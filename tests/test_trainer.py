@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     BertConfig,
@@ -692,6 +693,19 @@ def test_a_run_whose_steps_are_all_charged_can_still_write_its_model(tmp_path):
     ledger = read_ledger(tmp_path / FILES[1])
     assert ledger.num_steps == 4 and ledger.end == "completed" and again.state.global_step == 3
     assert again.epsilon == again.plan.epsilon and verify_folder(tmp_path).ok
+
+
+def test_a_resume_with_a_model_of_another_shape_says_so(tmp_path):
+    """Such as another rank of the adapter."""
+    saving = arguments(tmp_path, save_strategy="steps", save_steps=1, max_steps=2)
+    ranks = [
+        get_peft_model(LlamaForCausalLM(tiny_llama_config()), LoraConfig(r=r, target_modules=["q_proj"]))
+        for r in (2, 4)
+    ]
+    trainer(tmp_path, ranks[0], args=saving).train()
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 holds weights of a model of another shape .*model\.peft"):
+        trainer(tmp_path, ranks[1], args=saving).train(resume_from_checkpoint=True)
 
 
 def test_a_model_is_not_saved_over_another_run(tmp_path):
