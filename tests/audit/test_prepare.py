@@ -67,9 +67,9 @@ class TestData:
         records = datasets.Dataset.from_dict({"text": texts_of(prepared.made, True)})
         rows = tokenize_records(records, tokenizer, recipe.data)
         assert [tokenizer.decode(ids, skip_special_tokens=True) for ids in rows["input_ids"]] == records["text"][:]
-        # Neighbours may merge when a text is encoded again, and no canary of 48 loses 16 tokens so.
-        with pytest.raises(AuditError, match=r"60 of 60 canaries have more than data.max_length=32 tokens"):
-            prepare(load_recipe(prepared.recipe_path), prepared.folder / "x", CanaryOptions(num=30, length=48))
+        # With the token at the end, 33 each; in one or two, neighbours may merge when the text is encoded again.
+        with pytest.raises(AuditError, match=r"(60|5\d) of 60 canaries have more than data.max_length=32 tokens"):
+            prepare(load_recipe(prepared.recipe_path), prepared.folder / "x", CanaryOptions(num=30, length=32))
 
     def test_the_coins_are_fair_and_differ_each_time(self, recipe_file, tmp_path):
         """Two audits of one recipe have other coins and other canaries; about half is in."""
