@@ -189,6 +189,11 @@ def refuse_options(args: TrainingArguments) -> None:
         raise ConfigError(
             f"train.optim={optimizer} updates parameters during backward, before clipping and noise. Use adamw_torch."
         )
+    if "schedule_free" in optimizer:
+        raise ConfigError(
+            f"train.optim={optimizer} keeps two sets of weights, and puts one in the place of the other outside of its "
+            "step, where weights may not change. Use adamw_torch with lr_scheduler_type=constant."
+        )
     refuse_uploads(args)
 
 

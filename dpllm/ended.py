@@ -9,7 +9,7 @@ at an earlier run's release.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dpllm.checksums import Checksum, values
+from dpllm.identity import RunName
+from dpllm.ledger import LedgerError
 from dpllm.processes import Processes
 
 _FEWEST = 16  # entries of a tensor that is known again: shorter ones may be equal by chance
-_LEFT: dict[tuple[tuple[int, ...], int], Path] = {}
-"""Shape and checksum of tensors that private runs of this process trained, with the folder of the run."""
+_LEFT: dict[tuple[tuple[int, ...], int], RunName] = {}
+"""Shape and checksum of tensors that private runs of this process trained, with the run."""
 _GOING: weakref.WeakKeyDictionary[nn.Module, list[RunWeights]] = weakref.WeakKeyDictionary()
 """Models that a run has begun to train, with the runs that have not ended: nobody says so when a loop is left."""
 
@@ -49,9 +51,13 @@ def _is_sharded(model: nn.Module) -> bool:
 class RunWeights:
     """The weights of one run, from its start to what is saved after its end; nothing of those that are sharded.
 
+    Attributes:
+        run: whose weights they are; None: it has no folder.
+
     Args:
         model: the module inside its engine's wrapper.
-        folder: of the run; None: it has none.
+        run: whose weights they are; None: it has no folder.
+        is_written: whether a trained parameter is now not as the last update left it; its owner is not kept alive.
 
     >>> model = nn.Linear(8, 8)
     >>> weights = RunWeights(model, None)
@@ -63,16 +69,17 @@ class RunWeights:
     ['weight']
     """
 
-    def __init__(self, model: nn.Module, folder: Path | None) -> None:
+    def __init__(self, model: nn.Module, run: RunName | None, is_written: Callable[[], bool] | None = None) -> None:
         """Take the weights that the run begins at."""
-        self._model, self._folder = weakref.ref(model), folder
+        self.run, self._model = run, weakref.ref(model)
+        self._is_written = None if is_written is None else weakref.WeakMethod(is_written)
         self._begun = _sums(_whole((n, p) for n, p in model.named_parameters() if p.requires_grad))
         self._ended: dict[str, int] | None = None
 
     def note_step(self) -> None:
         """Know the weights again from now on, however the run ends; before its first step."""
         model = self._model()
-        if model is not None and self._folder is not None:
+        if model is not None and self.run is not None:
             _GOING.setdefault(model, []).append(self)
 
     def end(self) -> None:
@@ -91,17 +98,17 @@ class RunWeights:
         parameters = dict(model.named_parameters())
         sums = _sums(parameters)
         for name, begun in self._begun.items():
-            if self._folder is not None and name in parameters and sums[name] != begun:
-                _LEFT[tuple(parameters[name].shape), sums[name]] = self._folder
+            if self.run is not None and name in parameters and sums[name] != begun:
+                _LEFT[tuple(parameters[name].shape), sums[name]] = self.run
         return sums
 
     @staticmethod
-    def look_at_others(own_folder: Path | None) -> None:
-        """Note the present weights of all runs that have not ended, but those of a folder."""
-        for model, runs in list(_GOING.items()):
-            for run in runs:
-                if run._folder != own_folder:
-                    run._leave(model)
+    def look_at_others(own: RunName | None) -> None:
+        """Note the present weights of all runs that have not ended, but one."""
+        for model, going in list(_GOING.items()):
+            for weights in going:
+                if weights.run != own:
+                    weights._leave(model)
 
     def changed(self, model: nn.Module) -> list[str]:
         """Return the parameters that are not as the run left them, by name; before its end, and of shards, none.
@@ -114,20 +121,62 @@ class RunWeights:
         now = _sums(dict(model.named_parameters()))
         return sorted(name for name in self._ended.keys() | now.keys() if self._ended.get(name) != now.get(name))
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the run goes on, and a trained parameter is not as its last update left it; waits for the device."""
+        method = None if self._is_written is None or self._ended is not None else self._is_written()
+        return method is not None and method()
 
-def earlier_run(model: Any, own_folder: Path | None) -> Path | None:
+
+def earlier_run(model: Any, own: RunName | None) -> Path | None:
     """Return the folder of an earlier run of this process whose trained weights a model holds, if there is one.
 
     Args:
         model: with its adapters; parameters that are sharded are not looked at.
-        own_folder: of the run that begins or goes on, whose own weights are none of an earlier run.
+        own: the run that begins or goes on, whose own weights are none of an earlier run.
     """
-    RunWeights.look_at_others(own_folder)
+    RunWeights.look_at_others(own)
     if not _LEFT or not isinstance(model, nn.Module):
         return None
     parameters = _whole(model.named_parameters())
     found = (_LEFT.get((tuple(parameters[name].shape), total)) for name, total in _sums(parameters).items())
-    return next((folder for folder in found if folder is not None and folder != own_folder), None)
+    return next((run.folder for run in found if run is not None and run != own), None)
+
+
+def sums_of_trained(model: nn.Module | None) -> dict[str, tuple[str, int]]:
+    """Return dtype and checksum of each trainable parameter, for the state beside saved weights; of shards, nothing.
+
+    Args:
+        model: the module inside its engine's wrapper; None: none is attached.
+    """
+    if model is None or _is_sharded(model):
+        return {}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: (str(trained[name].dtype), total) for name, total in _sums(trained).items()}
+
+
+def refuse_other_weights(model: nn.Module | None, saved: Mapping[str, Any], processes: Processes) -> None:
+    """Make sure that loaded weights are those that a state was saved with. Called by all processes together.
+
+    Args:
+        model: as for `sums_of_trained`, with the weights that were loaded.
+        saved: `sums_of_trained` when they were saved; parameters whose dtype is another one now are passed over.
+        processes: of the run.
+
+    Raises:
+        LedgerError: they are others; on every process.
+    """
+    now = sums_of_trained(model) if saved else {}
+    here = [
+        name for name, one in now.items() if name in saved and saved[name][0] == one[0] and saved[name][1] != one[1]
+    ]
+    other = sorted({name for names in processes.gather(here) for name in names})
+    if other:
+        raise LedgerError(
+            f"{other[0]} is not as it was when this checkpoint was saved ({len(other)} parameter(s) differ): its "
+            "weights were replaced, or the state of the run was loaded without them. Load the whole checkpoint "
+            "(accelerator.load_state), with the files that it was saved with"
+        )
 
 
 def note_changes(weights: RunWeights | None, model: nn.Module, ledger: Any, processes: Processes) -> None:
@@ -139,6 +188,12 @@ def note_changes(weights: RunWeights | None, model: nn.Module, ledger: Any, proc
         ledger: of the run.
         processes: of the run.
     """
+    if processes.any(weights is not None and weights.is_written) and ledger is not None:
+        ledger.append_open_point(
+            "Weights were saved in the middle of the training with other values than its last update had left. The "
+            "guarantee covers that only where the change depends on nothing but what the run released (an average of "
+            "its weights, for instance): confirm it, or take these files out of what is released."
+        )
     changed = sorted(
         {n for names in processes.gather([] if weights is None else weights.changed(model)) for n in names}
     )

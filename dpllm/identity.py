@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpllm import checkpoints
 from dpllm.config import PRETRAINED_FOLDER
@@ -39,6 +39,24 @@ _LOG_OF_A_TRACKER = "events.out.tfevents."
 _NOTES_OF_A_DOWNLOAD = re.compile(r"\.cache/huggingface/(?:CACHEDIR\.TAG|(?:.*/)?[^/]+\.metadata)")
 _LONGEST_NOTE = 4096  # bytes; three lines are usual
 _OF_A_DESKTOP = {".DS_Store": b"\0\0\0\1Bud1", "Thumbs.db": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"}  # and how they begin
+
+
+class RunName(NamedTuple):
+    """Which run it is: a folder that was emptied and used again holds another one."""
+
+    folder: Path
+    """Of the run."""
+    run: str | None
+    """Its id, from the first line of its ledger; None: no ledger can be read there."""
+
+
+def run_in(folder: str | Path) -> RunName:
+    """Return which run the ledger of a folder is of."""
+    folder = Path(folder).resolve()
+    try:
+        return RunName(folder, read_ledger(folder / LEDGER_FILE).runs[0]["run"])
+    except LedgerError:
+        return RunName(folder, None)
 
 
 def require_prefix(ledger: str | Path, head: LedgerHead, owner: str) -> None:

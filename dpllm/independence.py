@@ -133,11 +133,14 @@ class IndependenceCheck:
         units = rows.units
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
         self._steps = self._seed = 0
+        self._has_failed = False
         self.last: Differences | None = None
         self.num_passes = (0, 0)
 
     def before_step(self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, is_last: bool = False) -> None:
         """Check, if a check is due before this step. Called by all processes together.
+
+        Where one has failed, every step has a check as whole as the first, until one passes.
 
         Args:
             loss_of: a microbatch's inputs to one loss per row (B,).
@@ -149,12 +152,14 @@ class IndependenceCheck:
             GhostError: the losses or the model are refused by the clipper.
         """
         self._steps += 1
-        if self._steps & (self._steps - 1) and not is_last:
+        if self._steps & (self._steps - 1) and not is_last and not self._has_failed:
             return
+        first, self._has_failed = self._steps == 1 or self._has_failed, True
         self._seed = seed_between(0, 1)  # unlike that of the last check
         before = {name: parameter.grad for name, parameter in self._clipper.parameters.items()}
         try:
-            self._check(loss_of, max_tokens, first=self._steps == 1)
+            self._check(loss_of, max_tokens, first)
+            self._has_failed = False
         finally:
             for name, parameter in self._clipper.parameters.items():
                 if before[name] is None:
@@ -554,7 +559,7 @@ def _cause(first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, car
         "Likely causes: the collator pads with another id than config.pad_token_id; the model pools at, or counts "
         "positions from, padding (left padding under absolute positions); the loss divides by the batch's number of "
         "targets, counts equal rows or uses batch statistics; the collator mixes rows; int8 or fp8 scales over all "
-        "rows",
+        "rows; random numbers from a seed that is set within the step",
         "Set both pad ids alike, pad on the right, and compute each row's loss from its own row "
         "(dpllm.RowCollator, dpllm.per_sequence_loss); a model that reads padding can be trained with one row per "
         "microbatch (per_device_train_batch_size: 1)",

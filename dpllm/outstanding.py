@@ -17,6 +17,12 @@ from numpy.typing import ArrayLike, NDArray
 from dpllm.accounting import Step
 from dpllm.plan import PrivacyPlan
 
+LEFT_OUT = (
+    "Units were left out of draws by hand (present_N). The guarantee covers that only where it does not depend on the "
+    "records, their losses or anything else that was computed from them: confirm it."
+)
+"""The open point of a run some of whose draws lack units."""
+
 
 class DrawError(ValueError):
     """A step over other units than those of the outstanding draw."""

@@ -61,6 +61,7 @@ class Repeatable(TorchFunctionMode):
     A random tensor (B, ...) is filled with a fixed irregular sequence over its dimensions after the first (after the
     first two of packed rows, whose second counts the tokens of all rows). Each number has the wanted distribution
     over these dimensions, and rows get the same ones. So noise whose *scale* depends on the company still shows.
+    Numbers from a generator that was seeded within the pass are left as they are.
 
     Attributes:
         dtype: the coarsest floating dtype that a function returned, down to 16 bits; its rounding limits how closely
@@ -76,6 +77,7 @@ class Repeatable(TorchFunctionMode):
         """
         super().__init__()
         self._packed, self._start = packed, _first(seed)
+        self._drawn_from = torch.initial_seed()
         self.dtype = torch.float64
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -83,7 +85,11 @@ class Repeatable(TorchFunctionMode):
         if func in _BACKWARD:  # PyTorch takes a mode off while it handles a function
             with self._in_modules():
                 return func(*args, **kwargs)
-        if func in _DROPPING:
+        if (func in _DROPPING or func in _DROPPING_BUILT_IN or func in _DRAWS) and (
+            torch.initial_seed() != self._drawn_from
+        ):  # seeded within the pass: such numbers are public, and where they depend on a row's place, they have to show
+            result = func(*args, **kwargs)
+        elif func in _DROPPING:
             bound = inspect.signature(func).bind(*args, **kwargs)
             result = func(**{**bound.arguments, "training": False})
         elif func in _DROPPING_BUILT_IN:

@@ -33,16 +33,16 @@ from dpllm import agreement
 from dpllm.autosize import AUTO, TOKENS_WITHOUT_MEASURE, Memory, memory_of, needed_later, rows_that_fit
 from dpllm.config import ConfigError
 from dpllm.data import note_units, note_users
-from dpllm.ended import RunWeights
+from dpllm.ended import RunWeights, refuse_other_weights, sums_of_trained
 from dpllm.engines import DeepSpeedZero, engine_for, model_inside
 from dpllm.ghost import Forms, GhostClipper
-from dpllm.identity import COMPLETED, note_own_release, snapshot
+from dpllm.identity import COMPLETED, note_own_release, run_in, snapshot
 from dpllm.independence import IndependenceCheck, IndependenceError
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.ledger_reader import LedgerHead
 from dpllm.microbatches import Microbatch, RowsTaken, microbatches
 from dpllm.noise import NoiseSource
-from dpllm.outstanding import DrawError, Outstanding
+from dpllm.outstanding import LEFT_OUT, DrawError, Outstanding
 from dpllm.plan import PrivacyPlan
 from dpllm.processes import Processes, found_by
 from dpllm.randomness import SecretStreams, refuse_own_generators
@@ -265,9 +265,10 @@ class PrivateRun:
     def _attach(self, model: Any, optimizer: Any, forms: Forms | None, start_is_independent: bool) -> None:
         self._model, self._optimizer, self._noted = model_inside(model), optimizer, False
         own = getattr(self.ledger, "path", None)  # a stand-in of an audit has no file
-        folder = None if own is None else Path(own).parent.resolve()
+        name = None if own is None else run_in(Path(own).parent)
         first = optimizer if self.ledger.num_steps == 0 else None
-        points = check_start(self._model, folder, start_is_independent, first)
+        between = [] if self.weights is None else self.weights.changed(self._model)
+        points = check_start(self._model, None if name is None else name.folder, start_is_independent, first, between)
         refuse_own_generators(self._model, [("The collator", self.rows.collate)], [("The data set", self.rows.fetch)])
         self._engine = engine_for(model, optimizer)
         if self.max_tokens == AUTO and self._engine.lockstep:
@@ -291,7 +292,7 @@ class PrivateRun:
         hands_in = (lambda: engine.handing_in) if isinstance(engine, DeepSpeedZero) else None
         several = self.processes.size > 1
         self._watch = Watch(self._model, optimizer, self._clipper.parameters, hands_in, several)
-        self.weights = RunWeights(self._model, folder)
+        self.weights = RunWeights(self._model, name, self._watch.is_written)
         for point in points:
             self.ledger.append_open_point(point)
 
@@ -303,13 +304,15 @@ class PrivateRun:
         Args:
             num_steps: how many to make.
             present_N: (N,) bool, units that are there; the others contribute nothing, which makes these the draws of a
-                neighbouring data set under zero-out. For audits. None: all are there.
+                neighbouring data set under zero-out. For audits: it is an open point. None: all are there.
 
         Raises:
             ValueError: the plan has no step left.
             LedgerError: a step cannot be charged.
             DisagreementError: a process draws more or less often than the others.
         """
+        if present_N is not None and not bool(np.all(present_N)):
+            self.ledger.append_open_point(LEFT_OUT)
         for _ in range(num_steps):
             self._outstanding.require_steps()
             drawn = self._turns.draw(lambda: self.plan.sampler.draw(self._rng), self.ledger.num_steps)
@@ -367,7 +370,7 @@ class PrivateRun:
         self._turns.step(np.asarray(unit_ids), self.ledger.num_steps - 1, mode, found_by(ready))
         unit_ids, charged = self._outstanding.take(unit_ids)
         max_tokens = self._budget(loss_of)
-        self._check_rows(loss_of, max_tokens)
+        self._check_rows(lambda model, inputs: watch.look(loss_of(model, inputs)), max_tokens)
         self._note_trained()
         self._streams.separate()
 
@@ -418,9 +421,8 @@ class PrivateRun:
 
     def _note_trained(self) -> None:
         """Remember, from the first step on, that this run trains the model."""
-        path = getattr(self.ledger, "path", None)
-        if not self._noted and path is not None and self.weights is not None:
-            note_trained(self._model, Path(path).parent)
+        if not self._noted and self.weights is not None and self.weights.run is not None:
+            note_trained(self._model, self.weights.run)
             self.weights.note_step()
         self._noted = True
 
@@ -540,7 +542,7 @@ class PrivateRun:
 
     def end_weights(self) -> None:
         """Take the weights of now for those that the run leaves; see `dpllm.ended`."""
-        if self.weights is not None and self._model is not None and self._noted:
+        if self.weights is not None and self._model is not None and self.ledger.num_steps > 0:
             self.weights.end()
 
     @property
@@ -566,14 +568,16 @@ class PrivateRun:
         """
         self.check_saved_state()
         head = self.ledger.head
-        return {"plan_hash": self.plan.hash, "num_steps": head.num_steps, "ledger": head.to_dict()}
+        state = {"plan_hash": self.plan.hash, "num_steps": head.num_steps, "ledger": head.to_dict()}
+        trained = {} if isinstance(self._engine, DeepSpeedZero) else sums_of_trained(self._model)
+        return {**state, "weights": trained} if trained else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make sure that a checkpoint belongs to this run; draws and noise are fresh. Called by all processes together.
 
         Raises:
             LedgerError: it is of another plan or run, of a copy of the folder that went on by itself, or of steps that
-                the ledger doesn't hold.
+                the ledger doesn't hold; or the weights are not those that it was saved with.
         """
         if state["plan_hash"] != self.plan.hash:
             raise LedgerError(
@@ -581,6 +585,7 @@ class PrivateRun:
                 f"{self.plan.hash[:12]}: data, batch size, noise or steps differ. Resume with the configuration of the "
                 "first run"
             )
+        refuse_other_weights(self._model, state.get("weights", {}), self.processes)
         if self._watch is not None:  # accelerate has written to the weights before it calls this
             self._watch.rebase()
         if self._steering is not None:

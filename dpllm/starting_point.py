@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import re
 import unicodedata
 import weakref
@@ -24,6 +25,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 from dpllm.checksums import Checksum, values
 from dpllm.config import RECIPE_FILE, ConfigError, DataConfig
 from dpllm.ended import earlier_run
+from dpllm.identity import RunName, run_in
 from dpllm.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.model_card import CARD_FILE
 from dpllm.optimizers import innermost
@@ -34,12 +36,13 @@ DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
 
 _NOTHING = {"LORA": {"lora_B": 0, "lora_embedding_A": 0}, "ADALORA": {"lora_E": 0}, "IA3": {"ia3_l": 1}}
 """Parts of PEFT's layers, and the value that all their entries have in a new adapter, which changes nothing."""
+_FOLLOWING = ("reduce_lr_on_plateau", "greedy")  # schedules by name that are given evaluation results
 _SHORTEST_LINE = 40  # characters of a line within a private text that counts by itself; any text has shorter ones
 _GUARANTEE = re.compile(r"^\W*differential_privacy\b", re.MULTILINE)  # the key of a card's guarantee
-_TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, set[Path]] = weakref.WeakKeyDictionary()
-"""Modules that a private run of this process trained, with the folders of the runs."""
-_FROZEN: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Path, int]] = weakref.WeakKeyDictionary()
-"""Modules that one did not train, with the folder of the first such run and a checksum of their parameters then."""
+_TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, set[RunName]] = weakref.WeakKeyDictionary()
+"""Modules that a private run of this process trained, with the runs."""
+_FROZEN: weakref.WeakKeyDictionary[torch.nn.Module, tuple[RunName, int]] = weakref.WeakKeyDictionary()
+"""Modules that one did not train, with the first such run and a checksum of their parameters then."""
 _DECLARE = (
     "If the weights hold nothing of these records (public data, or a private run on data without any of these units), "
     "declare start_is_independent=True (in a recipe model.start_is_independent: true); the report says so"
@@ -63,14 +66,14 @@ def refuse_steering(
     if eval_is_public:
         return
     found = []
-    if _word(args.lr_scheduler_type) == "reduce_lr_on_plateau":
-        found.append("train.lr_scheduler_type=reduce_lr_on_plateau")
+    if _word(args.lr_scheduler_type) in _FOLLOWING:
+        found.append(f"train.lr_scheduler_type={_word(args.lr_scheduler_type)}")
     if _word(args.save_strategy) == "best":
         found.append("train.save_strategy=best")
     if args.metric_for_best_model is not None:
         found.append(f"train.metric_for_best_model={args.metric_for_best_model}")
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        found.append("a ReduceLROnPlateau scheduler")
+    if _takes_metrics(scheduler):
+        found.append(f"a {type(scheduler).__name__} scheduler")
     found += [type(callback).__name__ for callback in callbacks if isinstance(callback, EarlyStoppingCallback)]
     if found:
         raise ConfigError(
@@ -81,7 +84,11 @@ def refuse_steering(
 
 
 def check_start(
-    model: Any, own_folder: str | Path | None, start_is_independent: bool, optimizer: Any = None
+    model: Any,
+    own_folder: str | Path | None,
+    start_is_independent: bool,
+    optimizer: Any = None,
+    changed: Sequence[str] = (),
 ) -> list[str]:
     """Make sure that the weights a run begins at owe nothing to the private rows, as far as can be seen.
 
@@ -90,6 +97,7 @@ def check_start(
         own_folder: of the run itself: its ledger counts all that came before.
         start_is_independent: the declaration that they owe nothing to these rows.
         optimizer: of a run that has taken no step, which brings nothing along; None: not looked at.
+        changed: parameters that changed after the run had let go of the model, which it now takes up again.
 
     Returns:
         Open points for the report, one line each: what was declared, and, where the optimizer is looked at, adapters
@@ -100,25 +108,28 @@ def check_start(
             optimizer that has moments already, and nothing was declared.
     """
     found = [*_data_driven_adapters(model), *_earlier_runs(model, own_folder), *_moments(optimizer)]
+    if changed:
+        more = f" and {len(changed) - 1} other parameter(s)" if len(changed) > 1 else ""
+        found.append(f"{changed[0]}{more} changed between detach() and attach(), outside of any private step")
     if found and not start_is_independent:
         raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}. {_DECLARE}")
     points = [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
     return points if optimizer is None else points + _trained_adapters(model)
 
 
-def note_trained(model: torch.nn.Module, folder: str | Path) -> None:
+def note_trained(model: torch.nn.Module, run: RunName) -> None:
     """Remember that a private run trains a model, so that another run in this process does not begin at its weights.
 
     Args:
         model: with its adapters.
-        folder: of the run.
+        run: which trains it.
     """
     for module in model.modules():
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-            _TRAINED.setdefault(module, set()).add(Path(folder).resolve())
+            _TRAINED.setdefault(module, set()).add(run)
     frozen = [module for module in model.modules() if module not in _FROZEN and _is_frozen_whole(module)]
     for module, checksum in zip(frozen, _checksums_of(frozen), strict=True):
-        _FROZEN[module] = Path(folder).resolve(), checksum
+        _FROZEN[module] = run, checksum
 
 
 def refuse_shared_records(
@@ -170,6 +181,15 @@ def shared_records_point(allowed: int, public_data: DataConfig) -> list[str]:
     ]
 
 
+def _takes_metrics(scheduler: Any) -> bool:
+    """Whether each step of a scheduler is given a result: ReduceLROnPlateau, GreedyLR, and others like them."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # below accelerate's wrapper
+    try:
+        return "metrics" in inspect.signature(scheduler.step).parameters
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
 def _word(value: Any) -> str:
     return str(getattr(value, "value", value))
 
@@ -189,8 +209,8 @@ def _data_driven_adapters(model: Any) -> list[str]:
 
 
 def _earlier_runs(model: Any, own_folder: str | Path | None) -> list[str]:
-    own = None if own_folder is None else Path(own_folder).resolve()
-    found = []
+    run = None if own_folder is None else run_in(own_folder)
+    own, found = None if run is None else run.folder, []
     for folder in dict.fromkeys(_folders_of(model)):
         path = folder.resolve()
         if path == own or (own is not None and own in path.parents and _of_one_run(path, own)):
@@ -203,7 +223,7 @@ def _earlier_runs(model: Any, own_folder: str | Path | None) -> list[str]:
         except LedgerError:
             steps = "a ledger that cannot be read"
         found.append(f"The weights come from {folder}, a private run ({steps} in its {LEDGER_FILE})")
-    return found + _trained_before(model, own)
+    return found + _trained_before(model, run)
 
 
 def _of_one_run(folder: Path, own: Path) -> bool:
@@ -213,12 +233,12 @@ def _of_one_run(folder: Path, own: Path) -> bool:
     return False
 
 
-def _trained_before(model: Any, own: Path | None) -> list[str]:
+def _trained_before(model: Any, own: RunName | None) -> list[str]:
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-    folders = {folder: None for module in modules for folder in sorted(_TRAINED.get(module, ())) if folder != own}
+    folders = sorted({run.folder for module in modules for run in _TRAINED.get(module, ()) if run != own})
     found = [f"The weights were trained before, in this process, by the private run of {folder}" for folder in folders]
     known = [m for m in modules if m in _FROZEN and _FROZEN[m][0] != own and _is_whole(m)]
-    changed = [_FROZEN[m][0] for m, now in zip(known, _checksums_of(known), strict=True) if _FROZEN[m][1] != now]
+    changed = [_FROZEN[m][0].folder for m, now in zip(known, _checksums_of(known), strict=True) if _FROZEN[m][1] != now]
     if not folders and (left := earlier_run(model, own)) is not None:
         found.append(f"The weights are a copy of those that the private run of {left} trained in this process")
     return found + [
@@ -320,6 +340,8 @@ def _folders_of(model: Any) -> Iterator[Path]:
 def _remedy(what: str) -> str:
     if what.startswith("The optimizer"):
         return "Make a new optimizer for this run"
+    if "between detach() and attach()" in what:
+        return "Attach the run to the weights that it left"
     if what.startswith("The weights"):
         return "Start from the weights that the earlier run started from"
     return "Initialise the adapter from weights only (True, 'gaussian', 'pissa', 'olora')"

@@ -10,8 +10,10 @@ its own, a second optimizer. The watch refuses each of them when it happens:
   8, … and before each save. A write that leaves the same values is allowed, and so is a cache that grows;
 * parameters that are trained change only within the optimizer's own ``step``, and not by its closure; writes through
   ``.data`` are seen by sums over all bits, which every step compares on the device and every save reads
-  (`dpllm.written`);
+  (`dpllm.written`). Other values may stand in their place for a while, as averages do for an evaluation;
 * the optimizer sees exactly the gradients that the private step left, and none of another parameter;
+* trainable tensors outside the model, such as a head within the loss, stay the same while losses depend on them: the
+  losses of the independence check are looked through for them, in the steps 1, 2, 4, 8, …;
 * the set of trainable parameters stays as it was when the run was attached, and no parameter or buffer takes the place
   of another: looked at in the steps 1, 2, 4, 8, … and before each save.
 
@@ -20,6 +22,7 @@ Version counters are numbers on the host: the watch reads the device only where 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dpllm.checksums import Checksum, pieces, values
+from dpllm.graph import leaves_of
 from dpllm.optimizers import innermost
 from dpllm.written import Written
 
@@ -109,6 +113,7 @@ class Watch:
         self._handles: list[Any] = []
         if hands_in is None:
             self._refuse_extra(self._optimizer)
+            self._refuse_missing(self._optimizer)
             self._handles += [
                 self._optimizer.register_step_pre_hook(self._before_update),
                 self._optimizer.register_step_post_hook(self._after_update),
@@ -116,6 +121,7 @@ class Watch:
         else:
             self._handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trainable.values()]
         self._steps = 0
+        self._outside: dict[int, tuple[weakref.ref[Tensor], Stamp]] = {}
         self._weights, self._gradients = Written(), Written()
         self.rebase()
 
@@ -146,6 +152,7 @@ class Watch:
         self._check_trainable_set()
         self._check_fixed("between two private steps")
         self._check_weights("between two private steps, other than by optimizer.step()")
+        self._check_outside()
         if self._is_due(self._steps + 1) or self._weights.at_hand:
             self._check_bits()
         self._left = {}
@@ -194,6 +201,18 @@ class Watch:
         self._gradients = Written()
         if self._is_due(self._steps):
             self._gradients.take(self._grads())
+
+    def look(self, loss_B: Tensor) -> Tensor:
+        """Return the losses, and watch the trainable tensors outside the model that they depend on."""
+        self._outside = {key: one for key, one in self._outside.items() if one[0]() is not None}
+        for leaf in leaves_of(loss_B) if isinstance(loss_B, Tensor) else ():
+            if id(leaf) not in self._known:
+                self._outside.setdefault(id(leaf), (weakref.ref(leaf), _stamp(leaf)))
+        return loss_B
+
+    def is_written(self) -> bool:
+        """Whether a trained parameter is not as the last update left it, to the bit; waits for the device."""
+        return self._weights.differ(self._trainable.values())
 
     def check_everything(self) -> None:
         """Compare all buffers and frozen parameters by their values; before each save, and at the end.
@@ -297,6 +316,18 @@ class Watch:
                     )
                 fixed.checksum, fixed.stamp, fixed.shape = checksum, _stamp(tensor), _shape(tensor)
 
+    def _check_outside(self) -> None:
+        for reference, stamp in self._outside.values():
+            leaf = reference()
+            if leaf is not None and _stamp(leaf) != stamp:
+                raise WatchError(
+                    f"A trainable tensor of shape {tuple(leaf.shape)}, which the losses depend on and the model does "
+                    "not hold, was written between two private steps (by an optimizer of its own, perhaps). Its "
+                    "gradients are not clipped and get no noise, so private rows would reach all later losses through "
+                    "it. Make it a part of the model, train it on public data only, or take it out of the graph "
+                    "(requires_grad_(False)) where it follows the private weights"
+                )
+
     def _check_trainable_set(self) -> None:
         frozen = [name for name, p in self._trainable.items() if not p.requires_grad]
         unfrozen = [
@@ -318,7 +349,10 @@ class Watch:
             return [_stamp(parameter) for parameter in self._trainable.values()]
 
     def _check_weights(self, when: str) -> None:
-        for name, before, now in zip(self._trainable, self._stamps, self._trainable_stamps(), strict=False):
+        stamps = self._trainable_stamps()
+        if self._stamps != stamps and not self.is_written():  # written, and put back
+            self._stamps = stamps
+        for name, before, now in zip(self._trainable, self._stamps, stamps, strict=False):
             if before != now:
                 raise WatchError(
                     f"{name} was written {when}. The guarantee covers weights that change by the noisy gradient only. "
@@ -339,6 +373,17 @@ class Watch:
                     "Its gradient would be released without noise. Make the optimizer from the model's own trainable "
                     "parameters, and set requires_grad before training starts"
                 )
+
+    def _refuse_missing(self, optimizer: Optimizer) -> None:
+        held = {id(parameter) for _, parameter in _parameters_of(optimizer)}
+        missing = [name for name, parameter in self._trainable.items() if id(parameter) not in held]
+        if missing:
+            raise WatchError(
+                f"{missing[0]} is trainable, and the optimizer does not hold it ({len(missing)} parameter(s) are "
+                "missing): it would take its share of the clip norm, and never be trained. Give the run one optimizer "
+                "with all trainable parameters (several can be joined in a torch.optim.Optimizer whose step() calls "
+                "theirs), or freeze it before the run is attached"
+            )
 
     def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         self._weights.compare(self._trainable.values())

@@ -63,6 +63,13 @@ class Written:
                 differs = torch.ones_like(present) if before is None or after is None else before != after
                 self._differ[device] = differs.bool() | self._differ.get(device, torch.zeros_like(differs)).bool()
 
+    def differ(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether tensors differ from the last `take` now, which `found` does not remember; waits for the devices."""
+        with torch.no_grad():
+            now = _sums(tensors)
+        both = self._sums.keys() & now.keys()
+        return self._sums.keys() != now.keys() or any(bool(self._sums[device] != now[device]) for device in both)
+
     def found(self) -> bool:
         """Whether any comparison so far found a difference; waits for the devices."""
         return any(bool(flag) for flag in self._differ.values())

@@ -1,16 +1,17 @@
 """What a run left is known again: when it is saved later, and when another run of the process begins at it."""
 
 import copy
+import shutil
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm import PrivateRun, per_sequence_loss
 from dpllm.config import ConfigError
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from tests.conftest import tiny_llama_config
-from tests.test_run import loss_of, network, plan_of, rows_of
+from tests.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of
 from tests.test_trainer import trainer
 
 
@@ -154,3 +155,83 @@ def test_an_optimizer_that_begins_at_a_constant_is_none_with_moments(tmp_path):
     run = trainer(tmp_path, model, optimizers=(optimizer, None))
     run.train()
     assert not any("moments" in point for point in open_points(run))
+
+
+def begun(folder, model, num_steps=2, **more):
+    """A loop of one's own, not finished."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = PrivateRun.start(folder, plan_of(), rows_of())
+    run.attach(model, optimizer, **more)
+    for unit_ids in run.draws(num_steps):
+        run.step(unit_ids, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    return run, optimizer
+
+
+@pytest.mark.parametrize("how", ["the same model", "a copy"])
+def test_a_folder_that_was_emptied_holds_another_run(how, tmp_path):
+    """The second run's ledger does not charge the first one's steps, whatever the folder's name is."""
+    model = network()
+    run, _ = begun(tmp_path / "a", model)
+    run.finish()
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(ConfigError, match=rf"by the private run of {tmp_path / 'a'}|that the private run of"):
+        begun(tmp_path / "a", copy.deepcopy(model) if how == "a copy" else model)
+    shutil.rmtree(tmp_path / "a")
+    begun(tmp_path / "a", network())
+
+
+def test_a_trainer_in_an_emptied_folder_is_another_run(tmp_path):
+    """A cell of a notebook that is run again."""
+    run = trainer(tmp_path / "a")
+    run.train()
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(ConfigError, match="trained before, in this process"):
+        trainer(tmp_path / "a", run.model)
+
+
+def test_weights_that_changed_while_a_run_had_let_go_of_them_are_refused_or_declared(tmp_path):
+    """Another training may have taken place between `detach` and `attach`; the run's ledger does not know of it."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = PrivateRun(plan_of(), rows_of(), ledger_of(tmp_path, plan_of()))
+    run.attach(model, optimizer)
+    for unit_ids in run.draws(1):
+        run.step(unit_ids, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    for _ in range(2):
+        run.detach()
+        run.attach(model, optimizer)  # as they were
+    run.detach()
+    loss_of(model, {"rows": torch.ones(3, FEATURES + 1)}).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match=r"0\.bias and 3 other parameter\(s\) changed between detach\(\) and attach"):
+        run.attach(model, optimizer)
+    run.attach(model, optimizer, start_is_independent=True)
+    points = run.finish()["open_points"]
+    assert any("changed between detach() and attach()" in point for point in points)
+
+
+def test_weights_that_are_saved_in_mid_run_are_those_of_the_run_or_an_open_point(tmp_path):
+    """Others may be put in their place for a while, and back; what is saved meanwhile is looked at."""
+
+    class Swapping(TrainerCallback):
+        def __init__(self, saves):
+            self.saves = saves
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2:
+                kept = copy.deepcopy(model.state_dict())
+                for parameter in model.parameters():
+                    parameter.data.mul_(0.9)
+                if self.saves:
+                    run.save_model(str(tmp_path / "average"))
+                model.load_state_dict(kept)
+
+    for saves in (False, True):
+        run = trainer(tmp_path / str(saves), callbacks=[Swapping(saves)])
+        run.train()
+        assert any("saved in the middle of the training" in point for point in open_points(run)) == saves

@@ -687,3 +687,26 @@ def test_which_rows_are_drawn_does_not_decide_how_many_passes_there_are(max_toke
     )
     found = {len(Sample.draw(rows, max_tokens, 4, True, crowd=16).companies(True)) for _ in range(60)}
     assert len(found) == 1
+
+
+def test_a_loop_that_goes_on_after_a_refusal_has_a_check_in_every_step(tmp_path):
+    """Otherwise a loop that passes over failed steps would take step 3, which has no check of its own."""
+    model, taken = llama(), []
+
+    def loss_of(model, inputs):
+        loss_B = lm_loss(model, inputs)
+        return loss_B if mended else loss_B + 0.1 * loss_B.mean().detach()
+
+    run = PrivateRun.start(tmp_path, plan_of(num_steps=6), rows_of(unequal().to_list()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(model, optimizer)
+    for number, unit_ids in enumerate(run.draws(6)):
+        mended = number == 4
+        try:
+            run.step(unit_ids, loss_of)
+        except IndependenceError:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        taken.append(number)
+    assert taken == [4]

@@ -259,7 +259,7 @@ MUTATIONS = [
     Mutation(
         "the independence of rows is not measured",
         "dpllm/independence.py",
-        "        if self._steps & (self._steps - 1) and not is_last:\n",
+        "        if self._steps & (self._steps - 1) and not is_last and not self._has_failed:\n",
         "        if True:\n",
         ("tests/test_independence.py::test_a_coupling_that_starts_later_is_refused",),
     ),

@@ -21,6 +21,7 @@ from transformers import (
 from dpllm import per_sequence_loss
 from dpllm.config import ConfigError
 from dpllm.data import RowCollator
+from dpllm.independence import IndependenceError
 from dpllm.processes import Processes
 from dpllm.randomness import SecretStreams, refuse_own_generators
 from dpllm.run import PrivateRun
@@ -390,3 +391,29 @@ def test_a_generator_that_others_hold_for_a_collator_is_refused(collator):
     with pytest.raises(ConfigError, match=r"The (collator|data set) keeps a random generator of its own"):
         refuse_own_generators(torch.nn.Linear(1, 1), [], [("The data set", lambda numbers: collator(numbers))])
     refuse_own_generators(torch.nn.Linear(1, 1), [("The collator", Inside([Masking(), Masking()]))])
+
+
+@pytest.mark.parametrize("place", ["by place", "by content"])
+def test_numbers_from_a_seed_within_a_fork_may_not_depend_on_a_rows_place(place, tmp_path):
+    """They are public and shift when a row is removed. A seed that a row itself gives is a function of the row."""
+
+    def loss(outputs, labels):
+        logits = outputs.logits
+        with torch.random.fork_rng():
+            if place == "by place":
+                torch.manual_seed(0)
+                logits = nn.functional.dropout(logits, 0.5)
+            else:
+                masks = []
+                for row in labels:
+                    torch.manual_seed(int(row[row >= 0].sum()))
+                    masks.append(nn.functional.dropout(torch.ones(logits.shape[2]), 0.5).expand(logits.shape[1:]))
+                logits = logits * torch.stack(masks)
+        return per_sequence_loss(logits, labels)
+
+    run = trainer(tmp_path, compute_loss_func=loss)
+    if place == "by content":
+        run.train()
+        return
+    with pytest.raises(IndependenceError, match="from a seed that is set within the step"):
+        run.train()

@@ -501,3 +501,12 @@ def test_a_loop_of_ones_own_notes_the_doubts_about_its_units(units, unit, doubt,
     rows = dataclasses.replace(rows_of(), units=units, lengths=np.full(units.num_rows, 8))
     PrivateRun.start(tmp_path, made, rows).ledger.close()
     assert sum(doubt in point for point in read_ledger(tmp_path / LEDGER_FILE).notes.open_points) == 1
+
+
+def test_units_that_are_left_out_by_hand_are_an_open_point(tmp_path):
+    """Which ones may follow their losses. All of them is all of them."""
+    for name, present in (("all", np.ones(UNITS, dtype=bool)), ("some", np.arange(UNITS) > 0)):
+        run = PrivateRun.start(tmp_path / name, plan_of(), rows_of())
+        list(run.draws(2, present))
+        points = run.finish()["open_points"]
+        assert any("left out of draws by hand" in point for point in points) == (name == "some")

@@ -30,6 +30,7 @@ EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
         ({"save_strategy": "best", "metric_for_best_model": "loss"}, {}, "save_strategy=best"),
         ({"metric_for_best_model": "loss"}, {}, "metric_for_best_model=loss"),
         ({}, {"callbacks": [EarlyStoppingCallback()]}, "EarlyStoppingCallback"),
+        ({"lr_scheduler_type": "greedy"}, {}, "lr_scheduler_type=greedy"),
     ],
 )
 def test_what_follows_private_evaluation_is_refused_before_data_is_touched(changes, more, match, tmp_path):
@@ -46,6 +47,19 @@ def test_a_plateau_scheduler_given_as_an_object_is_refused(tmp_path):
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(ConfigError, match="a ReduceLROnPlateau scheduler follows"):
         trainer(tmp_path, model, optimizers=(optimizer, scheduler))
+
+
+def test_any_scheduler_whose_steps_take_results_is_refused(tmp_path):
+    """By what it asks for, not by its class."""
+
+    class Following(torch.optim.lr_scheduler.LRScheduler):
+        def step(self, metrics=None):
+            self.optimizer.param_groups[0]["lr"] *= 0.5
+
+    model = LlamaForCausalLM(tiny_llama_config())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="a Following scheduler follows"):
+        trainer(tmp_path, model, optimizers=(optimizer, Following(optimizer)))
 
 
 def test_early_stopping_that_is_added_later_is_refused(tmp_path):

@@ -560,6 +560,7 @@ def test_rotation_keeps_the_checkpoints_published_last(tmp_path):
         ({"debug": "underflow_overflow"}, "prints what a model computes from private rows"),
         ({"use_liger_kernel": True}, "use_liger_kernel=True"),
         ({"optim": "lomo"}, "optim=lomo updates parameters during backward"),
+        ({"optim": "schedule_free_adamw"}, "optim=schedule_free_adamw keeps two sets of weights"),
     ],
 )
 def test_training_arguments_that_cannot_be_kept_private_are_refused(tmp_path, change, match):

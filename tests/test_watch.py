@@ -1,5 +1,6 @@
 """Nothing but the noisy gradient reaches weights and saved state, in any step of a run."""
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm import per_sequence_loss, seq2seq_loss
-from dpllm.ledger import read_ledger
+from dpllm.ledger import LedgerError, read_ledger
 from dpllm.losses import classification_loss
 from dpllm.run import PrivateRun, TrainingRows
 from dpllm.units import UnitIndex
@@ -414,4 +415,62 @@ def test_sound_models_pass(family, mode, tmp_path):
         run.step(run.choose(np.arange(8)), loss)
         optimizer.step()
         optimizer.zero_grad()
+    run.finish()
+
+
+def test_a_head_within_the_loss_is_refused_when_it_is_trained(tmp_path):
+    """Its own optimizer would carry private rows without noise into all later losses; a fixed one is sound."""
+    head = nn.Linear(1, 1)
+    other = torch.optim.SGD(head.parameters(), lr=0.1)
+
+    def with_head(module, inputs):
+        rows = inputs["rows"]
+        return (head(module(rows[:, :-1])).squeeze(1) - rows[:, -1]).square()
+
+    run, optimizer = run_of(tmp_path, network(), num_steps=6)
+    take(run, optimizer, 3, with_head)
+    other.step()
+    with pytest.raises(WatchError, match=r"tensor of shape \(1, 1\), which the losses depend on .* was written"):
+        take(run, optimizer, 1, with_head)
+
+
+def test_an_optimizer_that_lacks_parameters_is_refused_when_it_is_attached(tmp_path):
+    """They would never be trained; nothing is charged."""
+    model = network()
+    run = PrivateRun(plan_of(), rows_of(), ledger_of(tmp_path, plan_of()))
+    with pytest.raises(WatchError, match=r"0\.bias is trainable, and the optimizer does not hold it \(2 parameter"):
+        run.attach(model, torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], lr=0.1))
+    assert run.ledger.num_steps == 0
+
+
+@pytest.mark.parametrize("restore", [True, False])
+def test_averages_may_stand_in_the_place_of_the_weights_for_a_while(restore, tmp_path):
+    """The same bits are the same weights, however they were written."""
+    model = network()
+    run, optimizer = run_of(tmp_path, model)
+    for _ in range(3):
+        take(run, optimizer)
+        kept = copy.deepcopy(model.state_dict())
+        model.load_state_dict({name: 0.9 * value for name, value in kept.items()})
+        if restore:
+            model.load_state_dict(kept)
+            continue
+        with pytest.raises(WatchError, match="was written between two private steps"):
+            take(run, optimizer)
+        return
+    run.finish()
+
+
+def test_a_checkpoint_whose_weights_were_replaced_is_refused(tmp_path):
+    """What `load_state_dict` is told of is taken for the state of the run: it has to be that."""
+    model = network()
+    run, optimizer = run_of(tmp_path, model)
+    take(run, optimizer)
+    saved, kept = run.state_dict(), copy.deepcopy(model.state_dict())
+    take(run, optimizer)
+    with pytest.raises(LedgerError, match=r"0\.bias is not as it was when this checkpoint was saved \(4 parameter"):
+        run.load_state_dict(saved)
+    model.load_state_dict(kept)
+    run.load_state_dict(saved)
+    take(run, optimizer)
     run.finish()

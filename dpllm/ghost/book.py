@@ -44,6 +44,7 @@ from dpllm.ghost.rules import (
     find_sites,
     refuse_compiled,
     refuse_coupled_modules,
+    refuse_skipped_layers,
     refuse_wrapped,
     trainable_parameters,
     two_passes_over_shards,
@@ -69,6 +70,7 @@ class Book:
         self.forms = forms or Forms()
         refuse_wrapped(model)
         refuse_coupled_modules(model)
+        refuse_skipped_layers(model)
         self._parameters = trainable_parameters(model)
         self.sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self._parameters.values())
         if self.sharded and self.forms.passes == 2:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpllm.ghost.errors import GhostError
+from dpllm.graph import leaves_of
 
 _ROW_ARGUMENTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "attention_mask", "pixel_values", "input_features")
 
@@ -105,19 +106,13 @@ def refuse_uses_in_loss(loss_B: Tensor, name_of: Mapping[int, str]) -> None:
         loss_B: (B,) losses with a graph.
         name_of: names of the trainable parameters by their ids.
     """
-    nodes, seen = [loss_B.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = name_of.get(id(getattr(node, "variable", None)))
+    for leaf in leaves_of(loss_B):
+        name = name_of.get(id(leaf))
         if name is not None:
             raise GhostError(
                 f"{name} is used by the loss outside the model's call, where its per-row gradient cannot be seen. Move "
                 "the computation into the forward pass of the module that holds it, or freeze the parameter."
             )
-        nodes += [following for following, _ in node.next_functions]
 
 
 class FunctionalUses(TorchFunctionMode):

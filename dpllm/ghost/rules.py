@@ -99,6 +99,21 @@ def refuse_coupled_modules(model: nn.Module) -> None:
         raise GhostError("The model adds a router loss over the batch (config.output_router_logits). Set it to False.")
 
 
+def refuse_skipped_layers(model: nn.Module) -> None:
+    """Raise `GhostError` where whole layers with trainable parameters are left out of a pass at random.
+
+    In such a pass the parameters of a layer receive no gradient, which looks like a graph that was cut.
+    """
+    holders = [(path, module) for path, module in model.named_modules() if "layerdrop" in vars(module)]
+    for path, module in holders or [("the model's config", model)]:
+        rate = module.layerdrop if holders else getattr(getattr(model, "config", None), "layerdrop", 0)
+        if isinstance(rate, int | float) and rate > 0 and any(p.requires_grad for p in module.parameters()):
+            raise GhostError(
+                f"{path} has layerdrop={rate}: whole layers are skipped at random, and their parameters then have no "
+                "gradient. Set layerdrop to 0 there (and in the model's config); use dropout in its place."
+            )
+
+
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise `GhostError` for a model around which something else runs: compiled, or with a reducer of its own."""
     if isinstance(model, nn.DataParallel):

@@ -63,6 +63,9 @@ class NoLedger:
     def append_step(self, step_number: int, step: object) -> None:
         self.num_steps += 1
 
+    def append_open_point(self, text: str) -> None:
+        pass
+
 
 def plan_of(clip_norm: float, noise_multiplier: float, num_units: int = NUM_ROWS, num_steps: int = 9) -> PrivacyPlan:
     privacy = PrivacyConfig(

@@ -336,3 +336,22 @@ def test_a_use_by_the_module_that_keeps_the_table_is_refused():
     GhostClipper(model, 1.0)
     with pytest.raises(GhostError, match=r"table\.a is used by mul\(\) outside the module that holds it"):
         model(torch.randn(5, 4))
+
+
+def test_layers_that_are_skipped_at_random_are_refused_by_name():
+    """A skipped layer has no gradient, and the run would end at some step; frozen layers may be skipped."""
+    config = transformers.OPTConfig(
+        vocab_size=31,
+        hidden_size=8,
+        ffn_dim=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        word_embed_proj_dim=8,
+        layerdrop=0.1,
+    )
+    model = transformers.OPTForCausalLM(config)
+    with pytest.raises(GhostError, match=r"model\.decoder has layerdrop=0\.1: whole layers are skipped at random"):
+        GhostClipper(model, 1.0)
+    model.model.decoder.layerdrop = 0.0
+    GhostClipper(model, 1.0).remove()
