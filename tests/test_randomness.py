@@ -246,6 +246,15 @@ def test_any_number_of_draws_is_no_seed(count):
     streams.check()
 
 
+def test_a_place_between_two_blocks_of_words_is_found():
+    """The words that are compared are partly of the one, partly of the other."""
+    streams = SecretStreams(Processes())
+    for count in range(610, 640):
+        streams.separate()
+        np.random.randint(0, 2**32, count, dtype=np.uint32)
+        streams.check()
+
+
 def test_a_state_that_is_put_back_is_no_seed():
     """As `torch.random.fork_rng` does for PyTorch; without it, each generator is named."""
     streams = SecretStreams(Processes())
