@@ -196,7 +196,10 @@ class PrivacyPlan:
         names = {item.name for item in dataclasses.fields(cls)}
         if not isinstance(raw, dict) or set(raw) != names | {"format", "hash"} or raw["format"] != _FORMAT:
             raise ValueError(f"{path} is not a privacy plan of format {_FORMAT}")
-        plan = cls(**{name: raw[name] for name in names})
+        try:
+            plan = cls(**{name: raw[name] for name in names})
+        except TypeError as error:
+            raise ValueError(f"{path} holds a value of another kind ({error}): restore it from a copy") from error
         if plan.hash != raw["hash"]:
             raise ValueError(f"{path} was edited: its numbers don't match its hash. Restore it, or make a new plan")
         return plan

@@ -228,3 +228,15 @@ def test_printed_epsilon_is_rounded_up() -> None:
     assert format_epsilon(2.0) == "2.0000"
     assert format_epsilon(1e-7) == "0.0001"
     assert format_epsilon(math.inf) == "infinite: no privacy"
+
+
+@pytest.mark.parametrize("value", [None, "many", [], {}])
+def test_a_plan_with_a_value_of_another_kind_is_one_error(tmp_path, value):
+    """A file that was edited or damaged is a mistake, and no fault of the program."""
+    path = tmp_path / "plan.json"
+    plan = PrivacyPlan.untruncated(100, 10, 5, 1.0, 1.0, 1e-3)
+    plan.save(path)
+    for name in ("num_units", "noise_multiplier", "delta", "sampling_rate"):
+        path.write_text(json.dumps({**plan.to_dict(), "hash": plan.hash, name: value}))
+        with pytest.raises(ValueError, match=r"plan\.json|a privacy plan needs"):
+            PrivacyPlan.load(path)
