@@ -29,8 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpllm.drawn import MIXED, draws_numbers, equally_long, is_mixed, part_of
 from dpllm.ghost import GhostClipper, GhostError
-from dpllm.microbatches import RowsTaken
+from dpllm.microbatches import Microbatch, RowsTaken
 from dpllm.recovery import MicrobatchTooLargeError, free_memory
 from dpllm.repeatable import Repeatable, same_randomness, seed_between
 
@@ -403,6 +404,14 @@ class _Passes:
         self.seen: list[Seen] = []
         self._dtype = torch.float64
         self._on_gpu = False
+        rows, numbers = check._rows, dict.fromkeys([*sample.replaced, *sample.together])
+        some = [sample.rows[number] for number in numbers][:_SHORTEST]
+        self._is_drawn = not rows.packed and draws_numbers(rows.collate, some)
+        if self._is_drawn and (pair := equally_long(np.asarray(rows.units.rows), rows.lengths)):
+            short, *others = rows.fetch(np.array([sample.together[0], *pair]))
+            if is_mixed(rows.collate, short, others):
+                raise IndependenceError(MIXED)
+        self._collated: dict[int, Microbatch] = {}  # by seed, of all rows of the sample
 
     def run(self, company: Company, seed: int | None = None, start: int | None = None) -> list[Seen]:
         """Loss and norm of each row of one pass.
@@ -412,8 +421,10 @@ class _Passes:
             seed: of the global generators; None: that of the check.
             start: of the numbers that `Repeatable` gives; None: ``seed``.
         """
-        with self._repeatable(self._check._seed if seed is None else seed, start):
-            taken = self._taken(company)
+        seed = self._check._seed if seed is None else seed
+        taken = self._drawn(company, seed if start is None else self._check._seed)
+        with self._repeatable(seed, start):
+            taken = taken or self._taken(company)
             loss_B = self._losses(company, taken.inputs)
             norm_B = self._check._clipper.clip(loss_B, taken.unit_index).norms
             self._on_gpu |= loss_B.is_cuda
@@ -432,8 +443,9 @@ class _Passes:
     def probe(self) -> None:
         """Measure that losses have no gradient in other rows; see `dpllm.ghost.GhostClipper.check_rows`."""
         company = Company(self.sample.together, "")
+        drawn = self._drawn(company, self._check._seed)
         with self._repeatable(self._check._seed):
-            taken = self._taken(company)
+            taken = drawn or self._taken(company)
             self._check._clipper.check_rows(lambda: self._losses(company, taken.inputs), taken.unit_index)
 
     def is_random(self) -> bool:
@@ -462,6 +474,17 @@ class _Passes:
         own = self.sample.fetched(company.numbers, rows.fetch)
         taken = RowsTaken(own, rows.lengths[list(company.numbers)], rows.collate)
         return taken.microbatch(np.arange(len(own)), len(own))
+
+    def _drawn(self, company: Company, seed: int) -> Microbatch | None:
+        """Rows out of the batch of all, where the collator draws random numbers; None where it does not."""
+        if not self._is_drawn:
+            return None
+        every = tuple(dict.fromkeys([*self.sample.together, *self.sample.replaced, *self.sample.crowd]))
+        if seed not in self._collated:
+            with same_randomness(seed):
+                self._collated = {seed: self._taken(Company(every, "all rows"))}
+        inputs = part_of(self._collated[seed].inputs, [every.index(number) for number in company.numbers])
+        return Microbatch(inputs, torch.arange(len(company.numbers)), len(company.numbers))
 
     @contextlib.contextmanager
     def _repeatable(self, seed: int, start: int | None = None) -> Iterator[None]:

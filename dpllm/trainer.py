@@ -380,7 +380,8 @@ class DPTrainer(CoveredTrainer):
         if self._pack_rows:
             return packed_sequence_loss(model(**inputs).logits, labels, inputs["cu_seq_lens_q"])
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
-            inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+            shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)  # M2M100 shifts labels by itself
+            inputs.update({"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)})
         return self._row_loss(model(**inputs), labels)
 
     # -------------------------------------------------- what is said about it

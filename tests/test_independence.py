@@ -710,3 +710,38 @@ def test_a_loop_that_goes_on_after_a_refusal_has_a_check_in_every_step(tmp_path)
         optimizer.zero_grad()
         taken.append(number)
     assert taken == [4]
+
+
+class Spans:
+    """Cuts each row at a random place, and learns the rest from the first part; may take a token from the next row."""
+
+    def __init__(self, mixes):
+        self.mixes = mixes
+
+    def __call__(self, rows):
+        made, ids = [], [list(row["input_ids"]) for row in rows]
+        for number, own in enumerate(ids):
+            cut = np.random.randint(1, len(own))
+            if self.mixes:
+                own[0] = ids[(number + 1) % len(ids)][0]
+            made.append({"input_ids": own, "labels": [-100] * cut + own[cut:]})
+        return RowCollator(pad_token_id=0)(made)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_collator_may_draw_numbers_for_each_row_and_not_mix_rows(mixes, tmp_path):
+    """Masked tokens and spans are drawn row after row, so that a row's numbers depend on its place."""
+    dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
+    run = trainer(tmp_path, llama(), dataset, steps=8, data_collator=Spans(mixes))
+    if not mixes:
+        run.train()
+        return
+    with pytest.raises(IndependenceError, match="draws random numbers, and gives a row other values"):
+        run.train()
+
+
+def test_a_coupling_is_seen_where_the_collator_draws_numbers(tmp_path):
+    """The loss and the model are compared on the rows as they were drawn once."""
+    dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        trainer(tmp_path, llama(), dataset, data_collator=Spans(False), compute_loss_func=over_detached_mean).train()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import resource
 import shutil
@@ -18,6 +19,8 @@ from transformers import (
     BertForSequenceClassification,
     LlamaForCausalLM,
     LlamaModel,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
@@ -722,3 +725,24 @@ def test_a_model_is_not_saved_over_another_run(tmp_path):
     for run in (first, second):
         run.save_model(str(tmp_path / "final"))
     assert verify_folder(tmp_path / "final").ok
+
+
+def test_an_encoder_decoder_that_shifts_its_labels_by_itself(tmp_path):
+    """M2M100 and NLLB have no function for it; the loss is still that of each row."""
+    config = M2M100Config(
+        vocab_size=61,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        max_position_embeddings=32,
+        pad_token_id=1,
+        encoder_layerdrop=0.0,
+        decoder_layerdrop=0.0,
+    )
+    run = trainer(tmp_path, M2M100ForConditionalGeneration(config), args=arguments(tmp_path, max_steps=2))
+    run.train()
+    assert run.state.global_step == 2 and math.isfinite(run.state.log_history[0]["loss"])
