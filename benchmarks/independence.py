@@ -90,6 +90,9 @@ class Charged:
     def append_diagnostic(self, *_: Any) -> None:
         """Not kept."""
 
+    def append_open_point(self, *_: Any) -> None:
+        """Not kept."""
+
 
 @dataclass(frozen=True)
 class Measured:

@@ -37,6 +37,9 @@ class Charged:
     def append_step(self, step_number: int, step: object) -> None:
         self.num_steps += 1
 
+    def append_open_point(self, text: str) -> None:
+        pass
+
 
 def plan_of(num_units: int, batch: int, noise_multiplier: float, num_steps: int) -> PrivacyPlan:
     """Plain Poisson sampling: nothing is cut off."""

@@ -85,7 +85,7 @@ BUGS = [
             ),
             (
                 "dpllm/run.py",
-                "        self._check_rows(loss_of, max_tokens)\n",
+                "        self._check_rows(lambda model, inputs: watch.look(loss_of(model, inputs)), max_tokens)\n",
                 "",
             ),
         ),
