@@ -210,7 +210,7 @@ class IndependenceCheck:
 
     def _worst(self, passes: _Passes, first: bool) -> tuple[Seen, Seen] | None:
         """The two values of one row that differ most, None if none differ by more than rounding."""
-        if first and len(passes.sample.together) > 1:
+        if first and len(passes.sample.probed) > 1:
             passes.probe()
         passes.seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
         self.last, worst = _compare(passes.seen, self._clipper.clipping.clip_norm, passes.tolerance())
@@ -338,6 +338,11 @@ class Sample:
                 again.append([copy.deepcopy(rows.fetch(np.array([n], dtype=numbers.dtype))[0]) for n in picked])
         return cls(fetched, tuple(together), tuple(replaced), tuple(crowded), equals, _same(*again))
 
+    @property
+    def probed(self) -> tuple[int, ...]:
+        """The first rows that go through the model together in the first check, which `probe` measures before."""
+        return self.together if len(self.together) > 1 else self.equals
+
     def companies(self, first: bool) -> list[Company]:
         """The passes of a check, the shortest row alone before the others."""
         short = self.together[0]
@@ -442,7 +447,7 @@ class _Passes:
 
     def probe(self) -> None:
         """Measure that losses have no gradient in other rows; see `dpllm.ghost.GhostClipper.check_rows`."""
-        company = Company(self.sample.together, "")
+        company = Company(self.sample.probed, "")
         drawn = self._drawn(company, self._check._seed)
         with self._repeatable(self._check._seed):
             taken = drawn or self._taken(company)
@@ -561,6 +566,19 @@ def _message(worst: tuple[Seen, Seen], seen: Sequence[Seen], tolerance: float, c
     )
 
 
+def _is_moved(company: Company, seen: Sequence[Seen], tolerance: float) -> bool:
+    """Whether the losses of a pass are those of its rows alone, at other places; each place counts for one row."""
+    alone = {one.row: one.loss for one in seen if len(one.company.numbers) == 1}
+    losses = [one.loss for one in seen if one.company is company]
+    for row in company.numbers:
+        if row in alone:
+            place = next((n for n, loss in enumerate(losses) if _difference(loss, alone[row], 1.0) <= tolerance), None)
+            if place is None:
+                return False
+            del losses[place]
+    return True
+
+
 def _cause(first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, carried: bool) -> tuple[str, str]:
     if carried:
         return (
@@ -568,11 +586,7 @@ def _cause(first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, car
             "microbatch to the next, or counts its calls",
             "Compute each row's loss from that row and the weights only",
         )
-    moved = any(
-        one.company is other.company and one.row != other.row and _difference(one.loss, first.loss, 1.0) <= tolerance
-        for one in seen
-    )
-    if moved:
+    if _is_moved(other.company, seen, tolerance):
         return (
             "Its loss came out at another row's place: the collator or the loss reorders rows, and units would be "
             "charged with the gradients of others",
