@@ -8,9 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from dpllm.config import ConfigError
+
+_NO_DICTIONARIES = (tuple, list, str, torch.Tensor, np.ndarray)  # kinds of rows that other libraries use
 
 
 def fetch_rows(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
@@ -36,6 +40,25 @@ def fetch_rows(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
 def _rows_of(columns: Any) -> list[dict[str, Any]]:
     names = list(columns)
     return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def refuse_unreadable(dataset: Any) -> None:
+    """Make sure that rows can be read by their numbers, and that they are dictionaries.
+
+    Raises:
+        ConfigError: the data set is a stream or missing, or its rows are of another kind.
+    """
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError(
+            f"train_dataset is of type {type(dataset).__name__}, whose rows cannot be read by number. A private step "
+            "draws its rows from all of them: load the data without streaming, or write them down first "
+            "(datasets.Dataset.from_generator)"
+        )
+    if not hasattr(dataset, "column_names") and len(dataset) and isinstance(dataset[0], _NO_DICTIONARIES):
+        raise ConfigError(
+            f"Row 0 of train_dataset is of type {type(dataset[0]).__name__}. Rows are dictionaries with input_ids, and "
+            "labels where these are not the input itself"
+        )
 
 
 def refuse_ignored(trainer: Trainer) -> None:

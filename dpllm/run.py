@@ -355,11 +355,11 @@ class PrivateRun:
             DrawError: other units, or a draw that was used.
             DisagreementError: the processes take different steps, or their weights differ.
             WatchError: something other than the noisy gradient reached weights or buffers (`dpllm.watch`).
-            ConfigError: PyTorch's generator was seeded within the step.
+            ConfigError: no model is attached, or a global generator was seeded within the step.
             IndependenceError: a row's loss or gradient depends on other rows; the draw stays charged.
         """
-        assert self._engine is not None and self._clipper is not None, "attach() comes first"
-        assert self._watch is not None
+        if self._engine is None or self._clipper is None or self._watch is None:
+            raise ConfigError("No model is attached to the run: call attach(model, optimizer) before step()")
         watch, engine, clipper, steering = self._watch, self._engine, self._clipper, self._steering
 
         def ready() -> None:

@@ -48,7 +48,7 @@ from dpllm.data import PackedCollator, note_data, note_units, unit_index_of
 from dpllm.ended import note_changes
 from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
-from dpllm.fetching import fetch_rows, refuse_ignored, refuse_replaced
+from dpllm.fetching import fetch_rows, refuse_ignored, refuse_replaced, refuse_unreadable
 from dpllm.ghost import Forms, GhostClipper
 from dpllm.identity import COMPLETED, STOPPED_AT_BUDGET, check_checkpoint, note_release, refuse_other_run, snapshot
 from dpllm.ledger import LEDGER_FILE, read_ledger
@@ -160,6 +160,7 @@ class DPTrainer(CoveredTrainer):
     ) -> None:
         """Resolve the plan and set the Trainer up."""
         refuse_ignored(self)
+        refuse_unreadable(train_dataset)
         self.privacy, self.public = privacy, list(public)
         self.notes = ReleaseNotes()  # what only people know about the release; set it before save_model()
         if isinstance(max_tokens_per_microbatch, int) and max_tokens_per_microbatch < 1:

@@ -38,6 +38,20 @@ def test_a_replaced_data_set_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("dataset", "says"),
+    [
+        (rows().to_iterable_dataset(), "of type IterableDataset, whose rows cannot be read by number"),
+        (None, "of type NoneType, whose rows cannot be read by number"),
+        (torch.utils.data.TensorDataset(torch.ones(64, 4)), "Row 0 of train_dataset is of type tuple. Rows are dict"),
+    ],
+)
+def test_a_data_set_of_another_kind_is_refused(dataset, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        DPTrainer(None, arguments(tmp_path), privacy(), dataset)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_overridden_compute_loss_is_refused(tmp_path):
     """It would be ignored, and another loss trained."""
 

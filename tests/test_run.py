@@ -510,3 +510,9 @@ def test_units_that_are_left_out_by_hand_are_an_open_point(tmp_path):
         list(run.draws(2, present))
         points = run.finish()["open_points"]
         assert any("left out of draws by hand" in point for point in points) == (name == "some")
+
+
+def test_a_step_without_a_model_says_so(tmp_path):
+    run = PrivateRun.start(tmp_path, plan_of(), rows_of())
+    with pytest.raises(ConfigError, match=r"No model is attached to the run: call attach\(model, optimizer\) before"):
+        run.step(next(run.draws(1)), lambda model, inputs: model(**inputs))
