@@ -30,6 +30,10 @@ MIXED = (
     "rows, or what it draws for one row depends on the others. A unit cannot be bounded then, and ε would not hold. "
     "Let it make each row from that row only"
 )
+UNMEASURED = (
+    "The collator draws random numbers, and no two rows have one length, so it cannot be measured whether it mixes "
+    "rows. Draw the numbers before the training, or train with one row per microbatch (per_device_train_batch_size: 1)"
+)
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpllm.drawn import MIXED, draws_numbers, equally_long, is_mixed, part_of
+from dpllm.drawn import MIXED, UNMEASURED, draws_numbers, equally_long, is_mixed, part_of
 from dpllm.ghost import GhostClipper, GhostError
 from dpllm.microbatches import Microbatch, RowsTaken
 from dpllm.recovery import MicrobatchTooLargeError, free_memory
@@ -412,7 +412,10 @@ class _Passes:
         rows, numbers = check._rows, dict.fromkeys([*sample.replaced, *sample.together])
         some = [sample.rows[number] for number in numbers][:_SHORTEST]
         self._is_drawn = not rows.packed and draws_numbers(rows.collate, some)
-        if self._is_drawn and (pair := equally_long(np.asarray(rows.units.rows), rows.lengths)):
+        if self._is_drawn and rows.max_rows != 1:
+            pair = equally_long(np.asarray(rows.units.rows), rows.lengths)
+            if pair is None:
+                raise IndependenceError(UNMEASURED)
             short, *others = rows.fetch(np.array([sample.together[0], *pair]))
             if is_mixed(rows.collate, short, others):
                 raise IndependenceError(MIXED)

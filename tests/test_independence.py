@@ -740,6 +740,13 @@ def test_a_collator_may_draw_numbers_for_each_row_and_not_mix_rows(mixes, tmp_pa
         run.train()
 
 
+def test_a_collator_that_draws_numbers_is_refused_where_mixing_cannot_be_measured(tmp_path):
+    """No two rows have one length, so a row cannot be compared beside one and beside the other."""
+    dataset = [{"input_ids": list(range(4, 4 + length))} for length in range(3, 27)]
+    with pytest.raises(IndependenceError, match=r"no two rows have one length, so it cannot be measured"):
+        trainer(tmp_path, llama(), dataset, data_collator=Spans(mixes=True)).train()
+
+
 def test_a_coupling_is_seen_where_the_collator_draws_numbers(tmp_path):
     """The loss and the model are compared on the rows as they were drawn once."""
     dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
