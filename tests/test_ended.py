@@ -19,16 +19,21 @@ def open_points(run):
     return run.privacy_report()["open_points"]
 
 
-def test_weights_that_changed_after_the_training_are_an_open_point(tmp_path):
-    """Between the end and the save anything may have been done to them, another training too."""
-    run = trainer(tmp_path)
-    run.train()
+def require_open_point_of_a_change(run):
+    """A save as the run left the weights has no such point, and a save of other weights has one."""
     run.save_model()
     assert not any("changed after the end" in point for point in open_points(run))
     with torch.no_grad():
         run.model.lm_head.weight[3] += 1
     run.save_model()
     assert any("lm_head.weight changed after the end of the private training" in point for point in open_points(run))
+
+
+def test_weights_that_changed_after_the_training_are_an_open_point(tmp_path):
+    """Between the end and the save anything may have been done to them, another training too."""
+    run = trainer(tmp_path)
+    run.train()
+    require_open_point_of_a_change(run)
     assert "lm_head.weight changed" in (tmp_path / "README.md").read_text()
 
 
@@ -98,12 +103,7 @@ def test_weights_that_changed_after_a_failure_are_an_open_point(tmp_path):
     run = trainer(tmp_path, compute_loss_func=loss)
     with pytest.raises(RuntimeError, match="stopped"):
         run.train()
-    run.save_model()
-    assert not any("changed after the end" in point for point in open_points(run))
-    with torch.no_grad():
-        run.model.lm_head.weight[3] += 1
-    run.save_model()
-    assert any("lm_head.weight changed after the end" in point for point in open_points(run))
+    require_open_point_of_a_change(run)
 
 
 def test_weights_of_a_loop_that_was_left_are_known_again(tmp_path):
