@@ -160,7 +160,6 @@ class DPTrainer(CoveredTrainer):
     ) -> None:
         """Resolve the plan and set the Trainer up."""
         refuse_ignored(self)
-        refuse_unreadable(train_dataset)
         self.privacy, self.public = privacy, list(public)
         self.notes = ReleaseNotes()  # what only people know about the release; set it before save_model()
         if isinstance(max_tokens_per_microbatch, int) and max_tokens_per_microbatch < 1:
@@ -174,6 +173,7 @@ class DPTrainer(CoveredTrainer):
         self.processes = Processes()
         private = self.processes.together(lambda: checked_arguments(args, own_optimizer=optimizers[0] is not None))
         self.processes.agree({**agreement.software(), **agreement.training(args)})
+        refuse_unreadable(train_dataset)  # the first look at data: everything before it speaks of options
         self.units: UnitIndex = unit_index_of(train_dataset, privacy, self._draw_of_rows())
         drawn = self.units.each_row() if privacy.sampling == "example" else self.units
         self.processes.agree(
