@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpllm.drawn import MIXED, UNMEASURED, draws_numbers, equally_long, is_mixed, part_of
+from dpllm.drawn import UNMEASURED, Alone, equally_long, mixing, part_of
 from dpllm.ghost import GhostClipper, GhostError
 from dpllm.microbatches import Microbatch, RowsTaken
 from dpllm.recovery import MicrobatchTooLargeError, free_memory
@@ -134,7 +134,7 @@ class IndependenceCheck:
         units = rows.units
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
         self._steps = self._seed = 0
-        self._has_failed = False
+        self._has_failed = self._is_drawn = False
         self.last: Differences | None = None
         self.num_passes = (0, 0)
 
@@ -409,17 +409,17 @@ class _Passes:
         self.seen: list[Seen] = []
         self._dtype = torch.float64
         self._on_gpu = False
-        rows, numbers = check._rows, dict.fromkeys([*sample.replaced, *sample.together])
-        some = [sample.rows[number] for number in numbers][:_SHORTEST]
-        self._is_drawn = not rows.packed and draws_numbers(rows.collate, some)
+        rows, short = check._rows, sample.together[0]
+        some = list(dict.fromkeys([short, *sample.replaced, *sample.together]))[:_SHORTEST]
+        self._alone = Alone.of(rows.collate, [] if rows.packed else [sample.rows[number] for number in some])
+        self._is_drawn = check._is_drawn = check._is_drawn or self._alone.differ()
+        self._collated: dict[int, Microbatch] = {}  # by seed, of all rows of the sample
         if self._is_drawn and rows.max_rows != 1:
             pair = equally_long(np.asarray(rows.units.rows), rows.lengths)
-            if pair is None:
-                raise IndependenceError(UNMEASURED)
-            short, *others = rows.fetch(np.array([sample.together[0], *pair]))
-            if is_mixed(rows.collate, short, others):
-                raise IndependenceError(MIXED)
-        self._collated: dict[int, Microbatch] = {}  # by seed, of all rows of the sample
+            message = UNMEASURED if pair is None else mixing(rows.collate, *rows.fetch(np.array([short, *pair])))
+            drawn = None if message else self._drawn(Company((short,), ""), check._seed)
+            if message := message or (drawn and self._alone.untold(drawn.inputs, 0)):
+                raise IndependenceError(message)
 
     def run(self, company: Company, seed: int | None = None, start: int | None = None) -> list[Seen]:
         """Loss and norm of each row of one pass.
@@ -491,7 +491,8 @@ class _Passes:
         if seed not in self._collated:
             with same_randomness(seed):
                 self._collated = {seed: self._taken(Company(every, "all rows"))}
-        inputs = part_of(self._collated[seed].inputs, [every.index(number) for number in company.numbers])
+        places = [every.index(number) for number in company.numbers]
+        inputs = part_of(self._collated[seed].inputs, places, self._alone.labels_apart())
         return Microbatch(inputs, torch.arange(len(company.numbers)), len(company.numbers))
 
     @contextlib.contextmanager

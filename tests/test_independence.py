@@ -29,6 +29,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
     XLNetConfig,
     XLNetForSequenceClassification,
     YosoConfig,
@@ -50,7 +52,7 @@ from dpllm.data import PackedCollator, RowCollator
 from dpllm.ghost.errors import GhostError
 from dpllm.independence import IndependenceError, Sample
 from dpllm.ledger import LEDGER_FILE, read_ledger
-from dpllm.losses import classification_loss
+from dpllm.losses import classification_loss, seq2seq_loss
 from dpllm.models import align_padding
 from dpllm.processes import Processes
 from dpllm.repeatable import Repeatable, same_randomness
@@ -752,3 +754,83 @@ def test_a_coupling_is_seen_where_the_collator_draws_numbers(tmp_path):
     dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
     with pytest.raises(IndependenceError, match=DEPENDS):
         trainer(tmp_path, llama(), dataset, data_collator=Spans(False), compute_loss_func=over_detached_mean).train()
+
+
+class Masked:
+    """Masks tokens at random, with targets there; and says as little about padding as it is told to."""
+
+    def __init__(self, lacks="", generator=np.random):
+        self.lacks, self.generator = lacks, generator
+
+    def __call__(self, rows):
+        made = []
+        generator = self.generator() if callable(self.generator) else self.generator
+        for row in rows:
+            hidden = [generator.random() < 0.4 for _ in row["input_ids"]]
+            ids = [4 if one else token for one, token in zip(hidden, row["input_ids"], strict=True)]
+            targets = [token if one else -100 for one, token in zip(hidden, row["input_ids"], strict=True)]
+            made.append({"input_ids": ids, "labels": targets[:-1] + row["input_ids"][-1:]})
+        batch = RowCollator(pad_token_id=0)(made)
+        if self.lacks == "a mask":
+            del batch["attention_mask"]
+        if self.lacks == "a true mask":
+            batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+        if self.lacks == "masked targets":
+            batch["labels"] = RowCollator(pad_token_id=0)(rows)["input_ids"]
+        return batch
+
+
+@pytest.mark.parametrize("lacks", ["a mask", "a true mask", "masked targets"])
+def test_a_collator_that_draws_numbers_has_to_tell_padding(lacks, tmp_path):
+    """Its rows are compared out of one batch: what is not cut off there is the same for all of them, and unseen."""
+    dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
+    with pytest.raises(IndependenceError, match=r"draws random numbers, and 'input_ids' of a row is padded"):
+        trainer(tmp_path, llama(), dataset, data_collator=Masked(lacks)).train()
+
+
+def test_a_collator_with_a_generator_of_each_call_is_told_apart_from_one_that_mixes_rows(tmp_path):
+    dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
+    with pytest.raises(IndependenceError, match=r"from a generator that it makes by itself in each call"):
+        trainer(tmp_path, llama(), dataset, data_collator=Masked(generator=np.random.default_rng)).train()
+
+
+def summarised(model, steps=1, **more):
+    """A trainer's arguments for an encoder-decoder whose sources are masked at random."""
+
+    def collate(rows):
+        batch = Masked()([{"input_ids": row["input_ids"]} for row in rows])
+        targets = RowCollator(pad_token_id=0)([{"input_ids": row["labels"]} for row in rows])
+        return {**batch, "labels": targets["labels"]}
+
+    sources, targets = unequal().to_list(), unequal(shortest=2, longest=20).to_list()
+    dataset = [
+        {"input_ids": one["input_ids"], "labels": two["input_ids"]} for one, two in zip(sources, targets, strict=True)
+    ]
+    return {"model": model, "dataset": dataset, "steps": steps, "data_collator": collate, **more}
+
+
+def t5():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=61, **sizes, decoder_start_token_id=0, pad_token_id=0))
+
+
+def test_the_targets_of_an_encoder_decoder_are_cut_where_its_collator_draws_numbers(tmp_path):
+    """They have lengths of their own; a loss over their padded length is one over the longest row's."""
+
+    def over_width(outputs, labels):
+        return seq2seq_loss(outputs.logits, labels) * (labels != -100).sum(1) / labels.shape[1]
+
+    trainer(tmp_path / "sound", **summarised(t5(), steps=2)).train()
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        trainer(tmp_path / "coupled", **summarised(t5(), compute_loss_func=over_width)).train()
+
+
+def test_a_collator_that_draws_few_numbers_is_known_to_draw_them(tmp_path):
+    """In one row of seven and one random state of seven: what one look may miss, several see, and it is kept."""
+
+    def collate(rows):
+        made = [{"input_ids": [4] * 3 if random.random() < 1 / 7 else list(row["input_ids"])} for row in rows]
+        return RowCollator(pad_token_id=0)(made)
+
+    dataset = [{"input_ids": [5 + n % 9, 20 + n % 11, 40]} for n in range(24)]
+    trainer(tmp_path, llama(), dataset, steps=16, data_collator=collate).train()
