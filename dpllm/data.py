@@ -87,7 +87,7 @@ def _refuse_pieces(dataset: Any, present: Sequence[str]) -> None:
         )
     if isinstance(dataset, datasets.Dataset):
         return
-    lacking = [number for number, row in enumerate(dataset) if (RECORD in row) != (RECORD in present)]
+    lacking = [number for number in range(len(dataset)) if (RECORD in dataset[number]) != (RECORD in present)]
     if lacking and "input_ids" in dataset[lacking[0]]:
         raise DataError(
             f"Some rows have a column '{RECORD}' and others do not; the first that differs from row 0 is row "
@@ -282,7 +282,8 @@ class PackedCollator:
 def _column(dataset: Any, name: str) -> Sequence[Any]:
     """A column, without a Python object per row where it is of whole numbers and none is missing."""
     if not isinstance(dataset, datasets.Dataset):
-        return [row.get(name) for row in dataset]
+        values = [dataset[number].get(name) for number in range(len(dataset))]
+        return [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]
     column = dataset.select_columns([name]).with_format("arrow")[:][name]
     if pa.types.is_integer(column.type) and column.null_count == 0:
         return column.to_numpy()

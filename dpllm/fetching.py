@@ -5,16 +5,17 @@ Place in the flow: between the data set and `dpllm.microbatches`.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from dpllm.config import ConfigError
 
-_NO_DICTIONARIES = (tuple, list, str, torch.Tensor, np.ndarray)  # kinds of rows that other libraries use
+_COLLATED = ("label", "label_ids", "labels", "special_tokens_mask", "offset_mapping")  # by transformers' collators
 
 
 def fetch_rows(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
@@ -42,6 +43,29 @@ def _rows_of(columns: Any) -> list[dict[str, Any]]:
     return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
+def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.ndarray], list[dict[str, Any]]]:
+    """Return `fetch_rows` of a data set, for the collator that it is made for.
+
+    A collator of transformers makes a tensor of every column and fails on text, such as the user's id. As in its
+    ``Trainer`` it is given the columns that the model takes, unless ``remove_unused_columns`` is false. Any other
+    collator is given all of them.
+
+    Args:
+        dataset: of the run.
+        model: that is trained.
+        collate: what rows are collated with.
+        args: of the training.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    taken = {*inspect.signature(inner.forward).parameters, *_COLLATED, *(args.label_names or ())}
+    module = getattr(collate, "__module__", None) or type(collate).__module__
+    if not args.remove_unused_columns or module.partition(".")[0] != "transformers" or "input_ids" not in taken:
+        return lambda numbers: fetch_rows(dataset, numbers)
+    return lambda numbers: [
+        {name: value for name, value in row.items() if name in taken} for row in fetch_rows(dataset, numbers)
+    ]
+
+
 def refuse_unreadable(dataset: Any) -> None:
     """Make sure that rows can be read by their numbers, and that they are dictionaries.
 
@@ -54,9 +78,16 @@ def refuse_unreadable(dataset: Any) -> None:
             "draws its rows from all of them: load the data without streaming, or write them down first "
             "(datasets.Dataset.from_generator)"
         )
-    if not hasattr(dataset, "column_names") and len(dataset) and isinstance(dataset[0], _NO_DICTIONARIES):
+    if isinstance(dataset, Mapping):
         raise ConfigError(
-            f"Row 0 of train_dataset is of type {type(dataset[0]).__name__}. Rows are dictionaries with input_ids, and "
+            f"train_dataset is of type {type(dataset).__name__}, with the keys {', '.join(map(str, dataset))}, and no "
+            "list of rows: take one of its splits (data['train']), or make rows of its columns "
+            "(datasets.Dataset.from_dict)"
+        )
+    row = dataset[0] if not hasattr(dataset, "column_names") and len(dataset) else {}
+    if not isinstance(row, Mapping) and not hasattr(row, "keys"):
+        raise ConfigError(
+            f"Row 0 of train_dataset is of type {type(row).__name__}. Rows are dictionaries with input_ids, and "
             "labels where these are not the input itself"
         )
 

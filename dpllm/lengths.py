@@ -88,6 +88,8 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
     if columns is None:
         for number in range(len(dataset)):
             row = dataset[number]
+            if "input_ids" not in row:
+                raise DataError(f"row {number} has no input_ids; it has {', '.join(row)}: tokenize the records first")
             _check(number, row["input_ids"], row.get("labels"), task)
             _check_limits(number, row["input_ids"], limits)
             lengths[number] = len(row["input_ids"])
@@ -115,6 +117,11 @@ def _check(number: int, ids: Any, labels: Any, task: str | None) -> None:
     """Refuse one row; what is said of all rows is said here."""
     if len(ids) == 0:
         raise DataError(f"row {number} has no input_ids: a row needs at least one token")
+    if getattr(ids, "ndim", 1) != 1 or isinstance(ids[0], list | tuple):
+        raise DataError(
+            f"the input_ids of row {number} are no list of token ids, but a list of lists: tokenize without "
+            "return_tensors, one text at a time or batched=True, or take the first of them"
+        )
     if not _is_text(task) or labels is None:
         return
     if task == "causal_lm" and len(labels) != len(ids):
@@ -168,7 +175,8 @@ def _list_columns(dataset: Any, task: str | None) -> datasets.Dataset | None:
     wanted = ("input_ids", "labels") if _is_text(task) else ("input_ids",)
     columns = dataset.select_columns([name for name in wanted if name in dataset.column_names]).with_format("arrow")
     kinds = [field.type for field in columns.features.arrow_schema]
-    all_lists = all(pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in kinds)
+    lists = [kind for kind in kinds if pa.types.is_list(kind) or pa.types.is_large_list(kind)]
+    all_lists = len(lists) == len(kinds) and not any(pa.types.is_nested(kind.value_type) for kind in lists)
     return columns if "input_ids" in columns.column_names and all_lists else None
 
 

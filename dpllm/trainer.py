@@ -48,7 +48,7 @@ from dpllm.data import PackedCollator, note_data, note_units, unit_index_of
 from dpllm.ended import note_changes
 from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
-from dpllm.fetching import fetch_rows, refuse_ignored, refuse_replaced, refuse_unreadable
+from dpllm.fetching import reader, refuse_ignored, refuse_replaced, refuse_unreadable
 from dpllm.ghost import Forms, GhostClipper
 from dpllm.identity import COMPLETED, STOPPED_AT_BUDGET, check_checkpoint, note_release, refuse_other_run, snapshot
 from dpllm.ledger import LEDGER_FILE, read_ledger
@@ -119,7 +119,8 @@ class DPTrainer(CoveredTrainer):
             learns all its input).
         eval_dataset: rows for evaluation; its results are not covered by the guarantee.
         processing_class: the tokenizer, for padding and for saving.
-        data_collator: rows to inputs, one row each; the default pads to the longest row.
+        data_collator: rows to inputs, one row each; the default pads to the longest row. One of transformers' own is
+            given the columns that the model takes (``remove_unused_columns``), any other one all columns.
         compute_loss_func: ``(outputs, labels) -> (B,)`` losses, each from its own row alone; the default fits the
             model's task.
         callbacks: as for ``Trainer``.
@@ -195,7 +196,7 @@ class DPTrainer(CoveredTrainer):
         self._rows = TrainingRows(
             units=drawn,
             lengths=row_lengths(train_dataset, self._task, Limits.of(model)),
-            fetch=lambda numbers: fetch_rows(train_dataset, numbers),
+            fetch=reader(train_dataset, model, collate, args),
             collate=PackedCollator() if pack_rows else collate,
             max_rows=args.per_device_train_batch_size if max_tokens_per_microbatch is None else None,
             max_tokens=max_tokens_per_microbatch,

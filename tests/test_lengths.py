@@ -73,6 +73,20 @@ def test_rows_that_cannot_be_trained_on_are_refused_with_their_number(row, task,
             row_lengths(dataset, task)
 
 
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"input_ids": [[5, 6]]}, "the input_ids of row 0 are no list of token ids, but a list of lists: tokenize"),
+        ({"text": "five six"}, "row 0 has no input_ids; it has text: tokenize the records first"),
+    ],
+)
+@pytest.mark.parametrize("arrow", [True, False])
+def test_rows_of_another_form_are_refused(row, says, arrow):
+    """What a tokenizer returns for one text with return_tensors, and text that nobody tokenized."""
+    with pytest.raises(DataError, match=says):
+        row_lengths(datasets.Dataset.from_list([row]) if arrow else [row], "causal_lm", Limits(tokens=9))
+
+
 def test_a_row_without_input_in_arrow_is_refused():
     """A missing list is an empty one."""
     with pytest.raises(DataError, match="row 1 has no input_ids"):
