@@ -422,7 +422,7 @@ class PrivateRun:
     def _note_trained(self) -> None:
         """Remember, from the first step on, that this run trains the model."""
         if not self._noted and self.weights is not None and self.weights.run is not None:
-            note_trained(self._model, self.weights.run)
+            note_trained(self._model, self.weights.run, begins=self.ledger.num_steps == 1)
             self.weights.note_step()
         self._noted = True
 

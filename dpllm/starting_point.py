@@ -41,6 +41,8 @@ _SHORTEST_LINE = 40  # characters of a line within a private text that counts by
 _GUARANTEE = re.compile(r"^\W*differential_privacy\b", re.MULTILINE)  # the key of a card's guarantee
 _TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, set[RunName]] = weakref.WeakKeyDictionary()
 """Modules that a private run of this process trained, with the runs."""
+_BEGUN: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+"""Of these modules, a checksum of the parameters with which the first of the runs began; not where it was resumed."""
 _FROZEN: weakref.WeakKeyDictionary[torch.nn.Module, tuple[RunName, int]] = weakref.WeakKeyDictionary()
 """Modules that one did not train, with the first such run and a checksum of their parameters then."""
 _DECLARE = (
@@ -117,16 +119,19 @@ def check_start(
     return points if optimizer is None else points + _trained_adapters(model)
 
 
-def note_trained(model: torch.nn.Module, run: RunName) -> None:
+def note_trained(model: torch.nn.Module, run: RunName, begins: bool = False) -> None:
     """Remember that a private run trains a model, so that another run in this process does not begin at its weights.
 
     Args:
         model: with its adapters.
         run: which trains it.
+        begins: whether the weights are still those that the run began with: another run may begin at them, too.
     """
-    for module in model.modules():
-        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-            _TRAINED.setdefault(module, set()).add(run)
+    trained = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+    first = [module for module in trained if begins and module not in _TRAINED and _is_whole(module)]
+    _BEGUN.update(zip(first, _checksums_of(first), strict=True))
+    for module in trained:
+        _TRAINED.setdefault(module, set()).add(run)
     frozen = [module for module in model.modules() if module not in _FROZEN and _is_frozen_whole(module)]
     for module, checksum in zip(frozen, _checksums_of(frozen), strict=True):
         _FROZEN[module] = run, checksum
@@ -235,7 +240,10 @@ def _of_one_run(folder: Path, own: Path) -> bool:
 
 def _trained_before(model: Any, own: RunName | None) -> list[str]:
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-    folders = sorted({run.folder for module in modules for run in _TRAINED.get(module, ()) if run != own})
+    begun = [module for module in modules if module in _BEGUN and _is_whole(module)]
+    as_begun = {m for m, now in zip(begun, _checksums_of(begun), strict=True) if _BEGUN[m] == now}
+    other = [module for module in modules if module not in as_begun]
+    folders = sorted({run.folder for module in other for run in _TRAINED.get(module, ()) if run != own})
     found = [f"The weights were trained before, in this process, by the private run of {folder}" for folder in folders]
     known = [m for m in modules if m in _FROZEN and _FROZEN[m][0] != own and _is_whole(m)]
     changed = [_FROZEN[m][0].folder for m, now in zip(known, _checksums_of(known), strict=True) if _FROZEN[m][1] != now]

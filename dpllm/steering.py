@@ -4,7 +4,9 @@ Place in the flow: on the optimizer, from `dpllm.run.PrivateRun.attach` to its e
 loss of private rows (`dpllm.step.StepDiagnostics`). A learning rate that follows the loss carries it into the weights,
 and ε does not cover that. A schedule that was fixed before does no harm. The numbers do not tell one from the other, so
 people have to: a change is an open point of the report, unless a scheduler of PyTorch made it or it was declared. The
-schedulers of PyTorch compute their rates from the number of the step, with the exception of ``ReduceLROnPlateau``.
+schedulers of PyTorch compute their rates from the number of the step, with the exception of ``ReduceLROnPlateau``. Most
+of them multiply the rate that they find, which may have been changed before: where one scheduler alone sets the rate,
+and has a closed form, the rate has to be that of the form.
 
 The values are compared on the host, before each update.
 """
@@ -12,6 +14,7 @@ The values are compared on the host, before each update.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -23,6 +26,7 @@ from dpllm.optimizers import innermost
 DECLARED = "hyperparameters that changed between updates, and were declared independent of the private rows"
 """Name of the fact in ledger and report."""
 _SCHEDULED = ("lr", "momentum", "betas")
+_ROUNDING = 1e-5  # of a rate that was multiplied in each step
 _NO_HYPERPARAMETERS = ("params", "initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum")  # of schedulers
 
 
@@ -99,7 +103,9 @@ class Steering:
 
     def _is_set(self, rate: Any, place: int) -> bool:
         followed = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
-        return not followed and any(_has_set(scheduler, rate, place) for scheduler in self._schedulers)
+        if followed or not any(_has_set(scheduler, rate, place) for scheduler in self._schedulers):
+            return False
+        return len(self._schedulers) > 1 or _has_its_form(self._schedulers[0], rate, place)
 
     def _note(self, name: str) -> None:
         self._noted.add(name)
@@ -124,6 +130,14 @@ def _schedulers_of(optimizer: Any) -> Iterable[LRScheduler]:
     for one in gc.get_objects():
         if issubclass(type(one), LRScheduler) and innermost(one.__dict__.get("optimizer")) is optimizer:
             yield one
+
+
+def _has_its_form(scheduler: Any, rate: Any, place: int) -> bool:
+    """Whether a rate is what a scheduler alone makes of its first one, as far as that can be computed."""
+    form = getattr(scheduler, "_get_closed_form_lr", None)
+    if form is None or isinstance(rate, Tensor) or not type(scheduler).__module__.startswith("torch."):
+        return True
+    return math.isclose(form()[place], rate, rel_tol=_ROUNDING, abs_tol=_ROUNDING * abs(scheduler.base_lrs[place]))
 
 
 def _has_set(scheduler: LRScheduler, rate: Any, place: int) -> bool:

@@ -12,7 +12,7 @@ from dpllm.config import ConfigError
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from tests.conftest import tiny_llama_config
 from tests.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of
-from tests.test_trainer import trainer
+from tests.test_trainer import arguments, trainer
 
 
 def open_points(run):
@@ -235,3 +235,18 @@ def test_weights_that_are_saved_in_mid_run_are_those_of_the_run_or_an_open_point
         run = trainer(tmp_path / str(saves), callbacks=[Swapping(saves)])
         run.train()
         assert any("saved in the middle of the training" in point for point in open_points(run)) == saves
+
+
+def test_weights_that_were_put_back_to_the_start_begin_another_run(tmp_path):
+    """As in a sweep in one process; each part that was not put back is another run's release."""
+    model = LlamaForCausalLM(tiny_llama_config())
+    start = copy.deepcopy(model.state_dict())
+    trainer(tmp_path / "a", model, args=arguments(tmp_path / "a", max_steps=1)).train()
+    trained = copy.deepcopy(model.state_dict())
+    model.load_state_dict({**start, "model.norm.weight": trained["model.norm.weight"]})
+    with pytest.raises(ConfigError, match="trained before, in this process"):
+        trainer(tmp_path / "b", model, args=arguments(tmp_path / "b", max_steps=1))
+    model.load_state_dict(start)
+    trainer(tmp_path / "c", model, args=arguments(tmp_path / "c", max_steps=1)).train()
+    with pytest.raises(ConfigError, match="trained before, in this process"):
+        trainer(tmp_path / "d", model, args=arguments(tmp_path / "d", max_steps=1))

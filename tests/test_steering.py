@@ -72,6 +72,26 @@ def test_any_hyperparameter_and_any_update_is_looked_at(when, name, tmp_path):
     assert noted(run_with(tmp_path, steer)) == [f"The hyperparameter {name}"]
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.99),
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 3),
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    ],
+    ids=["exponential", "step", "cosine"],
+)
+def test_a_rate_that_a_scheduler_carries_on_is_an_open_point(schedule, tmp_path):
+    """It multiplies the rate that it finds, which the loop has changed by the loss after the update."""
+
+    def step(scheduler, loss):
+        by_the_loss(scheduler.optimizer, 0, loss)
+        scheduler.step()
+
+    assert noted(run_with(tmp_path / "followed", schedule=schedule, step=step)) == ["The hyperparameter lr"]
+    assert noted(run_with(tmp_path / "sound", schedule=schedule)) == []
+
+
 def test_a_learning_rate_that_is_changed_within_the_step_is_an_open_point(tmp_path):
     """By the loss function, between two microbatches."""
     optimizers = []
