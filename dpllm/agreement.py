@@ -27,6 +27,7 @@ import dpllm
 from dpllm.config import ConfigError
 from dpllm.optimizers import innermost
 from dpllm.plan import PrivacyPlan
+from dpllm.repeatable import same_randomness
 from dpllm.units import ONE_ROW, UnitIndex
 
 _PACKAGES = ("numpy", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes")
@@ -34,6 +35,7 @@ _BLOCK = 1 << 20  # lengths hashed together
 _SAMPLE = 256  # rows that are also compared as the collator leaves them
 _TOKENS = 1 << 25  # tokens of all rows that are compared: some seconds. Of larger data, evenly spaced rows are
 _FETCHED = 1024  # rows fetched together
+_STATE = 0  # of the random generators: transforms and collators that draw numbers are compared from one state
 _DEEPEST, _DEEPEST_UNKNOWN = 4, 2
 _OWN = re.compile("^_|rank|process|pid|path|time")  # attributes of unknown objects that may be of one process
 # Training arguments that name places or say how a process reports, and decide nothing that is computed.
@@ -174,17 +176,19 @@ def contents(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) 
     count = len(lengths) if total <= _TOKENS else max(_SAMPLE, len(lengths) * _TOKENS // total)
     digest = hashlib.sha256()
     numbers = _spaced(len(lengths), count)
-    for at in range(0, len(numbers), _FETCHED):
-        for row in fetch(numbers[at : at + _FETCHED]):
-            _add(digest, row)
+    with same_randomness(_STATE):
+        for at in range(0, len(numbers), _FETCHED):
+            for row in fetch(numbers[at : at + _FETCHED]):
+                _add(digest, row)
     digest.update(str(len(lengths)).encode())
     return digest.hexdigest()
 
 
 def _collated(length: int, fetch: Callable, collate: Callable) -> str:
     digest = hashlib.sha256()
-    for number in _spaced(length, min(_SAMPLE, length)):
-        _add(digest, dict(collate(list(fetch(np.array([number]))))))
+    with same_randomness(_STATE):
+        for number in _spaced(length, min(_SAMPLE, length)):
+            _add(digest, dict(collate(list(fetch(np.array([number]))))))
     return digest.hexdigest()[:12]
 
 

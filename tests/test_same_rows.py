@@ -3,12 +3,14 @@
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from dpllm.ledger import LedgerError, read_ledger
-from dpllm.run import PrivateRun
+from dpllm.run import PrivateRun, TrainingRows
 from dpllm.same_rows import DIGEST, KEY_FILE
+from dpllm.units import UnitIndex
 from tests.test_run import loss_of, network, plan_of, rows_of
 from tests.test_trainer import arguments, rows, trainer
 
@@ -99,3 +101,17 @@ def test_the_trainer_refuses_other_text_of_the_same_number(tmp_path):
     again = trainer(tmp_path, dataset=other, args=arguments(tmp_path, max_steps=2))
     with pytest.raises(LedgerError, match="The rows are not those"):
         again.train(resume_from_checkpoint=True)
+
+
+def test_random_numbers_of_transforms_and_collators_make_no_other_rows():
+    """Two processes, or a run and its resume, are at different places of their generators."""
+
+    def fetch(numbers):
+        return [{"input_ids": [int(number), int(np.random.randint(99))]} for number in numbers]
+
+    def collate(rows):
+        return {"input_ids": torch.tensor([row["input_ids"] for row in rows]), "mask": torch.rand(len(rows), 2)}
+
+    units = UnitIndex.one_row_per_unit(5)
+    facts = [TrainingRows(units, np.full(5, 2), fetch, collate, max_rows=2).facts() for _ in range(2)]
+    assert facts[0] == facts[1]
