@@ -95,6 +95,22 @@ class Alone:
         return None
 
 
+def unmeasured(
+    collate: Collate, fetch: Callable[[np.ndarray], Sequence[Any]], row: int, numbers: np.ndarray, lengths: np.ndarray
+) -> str | None:
+    """What to say where a collator that draws numbers mixes rows, or where that cannot be measured.
+
+    Args:
+        collate: rows to a batch.
+        fetch: row numbers to rows.
+        row: that others must not change.
+        numbers: of all rows.
+        lengths: of all rows.
+    """
+    pair = equally_long(numbers, lengths)
+    return UNMEASURED if pair is None else mixing(collate, *fetch(np.array([row, *pair])))
+
+
 def mixing(collate: Collate, row: Any, *others: Any) -> str | None:
     """What to say where a row comes out differently beside one of two rows of the same length than beside the other.
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpllm.drawn import UNMEASURED, Alone, equally_long, mixing, part_of
+from dpllm.drawn import Alone, part_of, unmeasured
 from dpllm.ghost import GhostClipper, GhostError
 from dpllm.microbatches import Microbatch, RowsTaken
 from dpllm.recovery import MicrobatchTooLargeError, free_memory
@@ -415,11 +415,17 @@ class _Passes:
         self._is_drawn = check._is_drawn = check._is_drawn or self._alone.differ()
         self._collated: dict[int, Microbatch] = {}  # by seed, of all rows of the sample
         if self._is_drawn and rows.max_rows != 1:
-            pair = equally_long(np.asarray(rows.units.rows), rows.lengths)
-            message = UNMEASURED if pair is None else mixing(rows.collate, *rows.fetch(np.array([short, *pair])))
-            drawn = None if message else self._drawn(Company((short,), ""), check._seed)
-            if message := message or (drawn and self._alone.untold(drawn.inputs, 0)):
-                raise IndependenceError(message)
+            self._refuse_unmeasured(short)
+
+    def _refuse_unmeasured(self, short: int) -> None:
+        """Make sure that a collator which draws numbers mixes no rows, and that its batch tells padding from tokens."""
+        rows = self._check._rows
+        message = unmeasured(rows.collate, rows.fetch, short, np.asarray(rows.units.rows), rows.lengths)
+        part = self._drawn(Company((short,), ""), self._check._seed)
+        if message is None and part is not None:
+            message = self._alone.untold(part.inputs, 0)
+        if message is not None:
+            raise IndependenceError(message)
 
     def run(self, company: Company, seed: int | None = None, start: int | None = None) -> list[Seen]:
         """Loss and norm of each row of one pass.
