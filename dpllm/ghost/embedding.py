@@ -51,6 +51,11 @@ class EmbeddingRule:
         if self.plain:
             index = args[0] if args else kwargs["input"]
             saved = [index]
+        elif not isinstance(output, Tensor):
+            raise GhostError(
+                f"{self.path} ({type(module).__name__}) returns {type(output).__name__}, and no tensor of looked up "
+                "rows, so its per-row gradient cannot be told; freeze it."
+            )
         else:
             index, scale = self._index_and_scale(module, args, kwargs, output)
             saved = [index, scale]

@@ -391,6 +391,27 @@ def test_a_table_that_is_nearly_a_lookup_is_refused():
         clipper.backward(net(torch.randint(0, 7, (3, 4))))
 
 
+def test_a_table_that_returns_more_than_its_rows_is_refused():
+    """ProphetNet's position embeddings return the positions as well: one line, and not an error of Python's."""
+
+    class Both(nn.Embedding):
+        def forward(self, index):
+            return super().forward(index), index
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = Both(5, 3)
+
+        def forward(self, index):
+            return self.table(index)[0].sum((1, 2))
+
+    net = Model()
+    GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match=r"table \(Both\) returns tuple, and no tensor of looked up rows.*freeze it"):
+        net(torch.tensor([[0, 1], [2, 3]]))
+
+
 def test_an_index_without_rows_is_refused():
     """A (T,) index leaves open whose gradient is whose."""
     net = Bag(nn.Embedding(7, 4))
