@@ -5,6 +5,7 @@ Row b's gradient of a table is sum_t onehot(index_t) (x) g_t.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -126,9 +127,16 @@ class RelativeBiasRule:
     """
 
     def __init__(self, path: str, attention: nn.Module, trainable: dict[str, nn.Parameter], book: Recorder) -> None:
-        """Check the table."""
+        """Check the table, and that the bias is T5's."""
         (self.weight,) = trainable.values()
         self.path, self.book = path, book
+        try:
+            inspect.signature(attention.compute_bias).bind(1, 1, device=None)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise GhostError(
+                f"{path} ({type(attention).__name__}) computes its relative position bias otherwise than T5 (for "
+                "blocks of positions), so it can't be given to the attention row by row; freeze relative_attention_bias."
+            ) from error
         self.entries = 0
         self.table: nn.Embedding = attention.relative_attention_bias  # type: ignore[assignment]
         refuse_coupled_options(path, self.table)

@@ -355,3 +355,13 @@ def test_layers_that_are_skipped_at_random_are_refused_by_name():
         GhostClipper(model, 1.0)
     model.model.decoder.layerdrop = 0.0
     GhostClipper(model, 1.0).remove()
+
+
+@pytest.mark.parametrize("attention", ["local", "transient-global"])
+def test_a_relative_bias_for_blocks_is_refused_before_the_first_pass(attention):
+    """LongT5's is no T5's: one line when the model is attached, and not an error of Python's in its first step."""
+    config = transformers.LongT5Config(
+        vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, encoder_attention_type=attention
+    )
+    with pytest.raises(GhostError, match=r"computes its relative position bias otherwise than T5.*freeze relative"):
+        GhostClipper(transformers.LongT5ForConditionalGeneration(config), 1.0)
