@@ -132,10 +132,11 @@ class RelativeBiasRule:
         self.path, self.book = path, book
         try:
             inspect.signature(attention.compute_bias).bind(1, 1, device=None)  # type: ignore[arg-type]
-        except TypeError as error:
+            inspect.signature(attention.forward).parameters["position_bias"]
+        except (TypeError, KeyError) as error:
             raise GhostError(
-                f"{path} ({type(attention).__name__}) computes its relative position bias otherwise than T5 (for "
-                "blocks of positions), so it can't be given to the attention row by row; freeze relative_attention_bias."
+                f"{path} ({type(attention).__name__}) computes or takes its relative position bias otherwise than T5, "
+                "so it can't be given to the attention row by row; freeze relative_attention_bias."
             ) from error
         self.entries = 0
         self.table: nn.Embedding = attention.relative_attention_bias  # type: ignore[assignment]
