@@ -172,6 +172,10 @@ def measure(
         outcome = f"refused: {error}"[:160]
     except GhostError as error:
         outcome = f"not clipped: {error}"[:160]
+    except Exception as error:  # the first row may be too short for the family alone
+        if type(error).__module__.startswith("dpllm"):
+            raise
+        outcome = f"did not run: {type(error).__name__}: {error}"[:160]
     finally:
         run.detach()
     if check.last is None:

@@ -47,10 +47,11 @@ from dpllm import (
     packed_sequence_loss,
     per_sequence_loss,
 )
+from dpllm.companies import Sample
 from dpllm.config import ConfigError
 from dpllm.data import PackedCollator, RowCollator
 from dpllm.ghost.errors import GhostError
-from dpllm.independence import IndependenceError, Sample
+from dpllm.independence import IndependenceError
 from dpllm.ledger import LEDGER_FILE, read_ledger
 from dpllm.losses import classification_loss, seq2seq_loss
 from dpllm.models import align_padding
@@ -184,6 +185,16 @@ def test_a_classifier_that_reads_padding_is_refused_in_the_first_step(name, tmp_
         run.train()
     assert "config.pad_token_id" in str(refused.value) and "\n" not in str(refused.value)
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 1
+    assert read_ledger(tmp_path / LEDGER_FILE).disclosures["losses of single rows, in an error message"] == 1
+
+
+def test_a_model_that_takes_a_row_in_company_only_is_refused_in_one_line(tmp_path):
+    """CANINE shortens rows by its rate: one shorter than the rate fails alone, and passes where others pad it."""
+    torch.manual_seed(0)
+    config = CanineConfig(**{**SMALL, "vocab_size": 99}, num_hidden_layers=1, num_hash_buckets=64, downsampling_rate=4)
+    model = head_only(CanineForSequenceClassification(config))
+    with pytest.raises(IndependenceError, match=r"A row of 3 tokens goes through .* and not alone \(RuntimeError: .*"):
+        trainer(tmp_path, model).train()
     assert read_ledger(tmp_path / LEDGER_FILE).disclosures["losses of single rows, in an error message"] == 1
 
 

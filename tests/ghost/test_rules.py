@@ -365,3 +365,10 @@ def test_a_relative_bias_for_blocks_is_refused_before_the_first_pass(attention):
     )
     with pytest.raises(GhostError, match=r"relative position bias otherwise than T5.*freeze relative"):
         GhostClipper(transformers.LongT5ForConditionalGeneration(config), 1.0)
+
+
+def test_a_relative_bias_that_all_layers_make_is_refused_before_the_first_pass():
+    """UMT5 passes no bias from its first layer on: every layer has a table, and takes no bias that is given to it."""
+    config = transformers.UMT5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
+    with pytest.raises(GhostError, match=r"relative position bias otherwise than T5.*freeze relative"):
+        GhostClipper(transformers.UMT5ForConditionalGeneration(config), 1.0)
