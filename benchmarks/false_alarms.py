@@ -21,8 +21,8 @@ from rich.progress import track
 from rich.table import Table
 from scipy import stats
 
-from dpllm.accounting import Step
 from dpllm.audit.result import judge
+from dpllm.privacy.accounting import Step
 
 DELTA = 1e-5
 console = Console()

@@ -4,9 +4,9 @@
     python benchmarks/independence.py --only families --json independence.json
 
 Each model is built at toy size with random weights and goes through the first check of a `PrivateRun`
-(`dpllm.independence`). The columns are the largest relative differences of a row's loss and of its gradient norm
-between the row alone and in company. A family that `GhostClipper` refuses, or that cannot be built at toy size, is
-listed and not counted.
+(`dpllm.training.checks.independence`). The columns are the largest relative differences of a row's loss and of its
+gradient norm between the row alone and in company. A family that `GhostClipper` refuses, or that cannot be built at toy
+size, is listed and not counted.
 
 sound     architectures for causal language modelling, sequence-to-sequence and classification, and PEFT variants
 coupled   models, losses and collators through which rows depend on each other; the smallest difference is printed
@@ -39,11 +39,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto import modeling_auto as auto
 
 from dpllm import PrivacyPlan, PrivateRun, TrainingRows, per_sequence_loss
-from dpllm.data import RowCollator
+from dpllm.data.rows import RowCollator
+from dpllm.data.units import UnitIndex
 from dpllm.ghost import GhostError
-from dpllm.independence import IndependenceError
-from dpllm.losses import classification_loss, seq2seq_loss
-from dpllm.units import UnitIndex
+from dpllm.models.losses import classification_loss, seq2seq_loss
+from dpllm.training.checks.independence import IndependenceError
 
 VOCABULARY, LARGEST = 96, 3_000_000
 TINY = {

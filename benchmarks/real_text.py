@@ -52,8 +52,8 @@ from throughput import CLOCKS, LiveBytes, machine
 
 from dpllm import DPTrainer, PrivacyConfig
 from dpllm.config import ConfigError, DataConfig, ModelConfig
-from dpllm.data import DataError, RowCollator, load_records, tokenize_records
-from dpllm.models import load_base_model, load_tokenizer, prepare_model
+from dpllm.data.rows import DataError, RowCollator, load_records, tokenize_records
+from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 
 STOCK, GROUPED, PRIVATE = "stock", "stock, grouped", "dpllm"
 METHODS = (STOCK, GROUPED, PRIVATE)

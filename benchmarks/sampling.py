@@ -3,9 +3,9 @@
     python benchmarks/sampling.py                                      # N = 10^6 ... 10^9, q = 1e-6, 1e-5, 1e-4
     python benchmarks/sampling.py --units 1e9 --rates 1e-6 --ranks 64 --json sampling.json
 
-A step is `TruncatedPoissonSampler.draw` and then `dpllm.microbatches.microbatches` of one rank, which looks up the rows
-(`UnitIndex.rows_of`), divides the units over the ranks (`deal`) and cuts this rank's share into microbatches, on
-the index and the lengths of all N rows. Rows aren't fetched and no tensor of tokens is made. `rows_of` and `deal`
+A step is `TruncatedPoissonSampler.draw` and then `dpllm.training.microbatches.microbatches` of one rank, which looks up
+the rows (`UnitIndex.rows_of`), divides the units over the ranks (`deal`) and cuts this rank's share into microbatches,
+on the index and the lengths of all N rows. Rows aren't fetched and no tensor of tokens is made. `rows_of` and `deal`
 are timed once more by themselves. The lengths take 4 bytes per row: 4 GB for 10^9.
 
 mask    the usual way for comparison, O(N): ``(torch.rand(N) < q).nonzero().tolist()`` (opacus/utils/uniform_sampler.py,
@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from throughput import CLOCKS, LiveBytes, machine
 
-from dpllm.microbatches import deal, microbatches
-from dpllm.run import TrainingRows
-from dpllm.sampling import TruncatedPoissonSampler, default_max_batch_size, secret_rng
-from dpllm.units import UnitIndex
+from dpllm.data.units import UnitIndex
+from dpllm.mechanism.sampling import TruncatedPoissonSampler, default_max_batch_size, secret_rng
+from dpllm.training.microbatches import deal, microbatches
+from dpllm.training.run import TrainingRows
 
 SHORTEST, LONGEST = 16, 512
 SETUP_BYTES = ("index_peak", "lengths", "facts_peak", "max_rows_peak")
@@ -60,7 +60,7 @@ class Settings:
 
 
 def lengths_of(num_rows: int) -> np.ndarray:
-    """(num_rows,) int32, as `dpllm.lengths.row_lengths` gives them: spread evenly from the shortest to the longest."""
+    """(num_rows,) int32, as `dpllm.data.lengths.row_lengths` gives them: spread evenly over all lengths."""
     return np.random.default_rng(0).integers(SHORTEST, LONGEST, size=num_rows, dtype=np.int32, endpoint=True)
 
 

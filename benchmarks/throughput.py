@@ -49,9 +49,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from counting import LiveBytes, count_flops
 
+from dpllm.data.labels import IGNORE
 from dpllm.engines.single import SingleProcess
 from dpllm.ghost import Forms, GhostClipper
-from dpllm.losses import IGNORE, per_sequence_loss
+from dpllm.models.losses import per_sequence_loss
 
 CLIP_NORM = 1.0
 PLAIN, OURS, TWICE, OPACUS, FASTDP = "non-private", "dpllm", "dpllm-two-passes", "opacus", "fastdp"

@@ -7,44 +7,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpllm.accounting import calibrate_noise_multiplier as calibrate_noise_multiplier
-    from dpllm.accounting import epsilon as epsilon
     from dpllm.config import PrivacyConfig as PrivacyConfig
     from dpllm.config import load_recipe as load_recipe
     from dpllm.ghost import ClipResult as ClipResult
     from dpllm.ghost import Forms as Forms
     from dpllm.ghost import GhostClipper as GhostClipper
     from dpllm.ghost import GhostError as GhostError
-    from dpllm.losses import classification_loss as classification_loss
-    from dpllm.losses import packed_sequence_loss as packed_sequence_loss
-    from dpllm.losses import per_sequence_loss as per_sequence_loss
-    from dpllm.losses import seq2seq_loss as seq2seq_loss
-    from dpllm.plan import PrivacyPlan as PrivacyPlan
-    from dpllm.plan import make_plan as make_plan
-    from dpllm.run import PrivateRun as PrivateRun
-    from dpllm.run import TrainingRows as TrainingRows
-    from dpllm.trainer import DPTrainer as DPTrainer
+    from dpllm.models.losses import classification_loss as classification_loss
+    from dpllm.models.losses import packed_sequence_loss as packed_sequence_loss
+    from dpllm.models.losses import per_sequence_loss as per_sequence_loss
+    from dpllm.models.losses import seq2seq_loss as seq2seq_loss
+    from dpllm.privacy.accounting import calibrate_noise_multiplier as calibrate_noise_multiplier
+    from dpllm.privacy.accounting import epsilon as epsilon
+    from dpllm.privacy.plan import PrivacyPlan as PrivacyPlan
+    from dpllm.privacy.plan import make_plan as make_plan
+    from dpllm.training.run import PrivateRun as PrivateRun
+    from dpllm.training.run import TrainingRows as TrainingRows
+    from dpllm.training.trainer import DPTrainer as DPTrainer
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "calibrate_noise_multiplier": "dpllm.accounting",
-    "epsilon": "dpllm.accounting",
+    "calibrate_noise_multiplier": "dpllm.privacy.accounting",
+    "epsilon": "dpllm.privacy.accounting",
     "PrivacyConfig": "dpllm.config",
     "load_recipe": "dpllm.config",
     "ClipResult": "dpllm.ghost",
     "Forms": "dpllm.ghost",
     "GhostClipper": "dpllm.ghost",
     "GhostError": "dpllm.ghost",
-    "classification_loss": "dpllm.losses",
-    "packed_sequence_loss": "dpllm.losses",
-    "per_sequence_loss": "dpllm.losses",
-    "seq2seq_loss": "dpllm.losses",
-    "PrivacyPlan": "dpllm.plan",
-    "make_plan": "dpllm.plan",
-    "PrivateRun": "dpllm.run",
-    "TrainingRows": "dpllm.run",
-    "DPTrainer": "dpllm.trainer",
+    "classification_loss": "dpllm.models.losses",
+    "packed_sequence_loss": "dpllm.models.losses",
+    "per_sequence_loss": "dpllm.models.losses",
+    "seq2seq_loss": "dpllm.models.losses",
+    "PrivacyPlan": "dpllm.privacy.plan",
+    "make_plan": "dpllm.privacy.plan",
+    "PrivateRun": "dpllm.training.run",
+    "TrainingRows": "dpllm.training.run",
+    "DPTrainer": "dpllm.training.trainer",
 }
 __all__ = [*_HOME, "__version__"]
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch.distributed
 from transformers import Trainer
 
-from dpllm.arguments import num_private_steps, training_arguments
 from dpllm.audit.attack_figure import plot_attacks
 from dpllm.audit.attacks import AttackReport, AttackSettings, attack_facts, attack_folder, attack_tables
 from dpllm.audit.bounds import AuditError
@@ -33,12 +32,13 @@ from dpllm.audit.membership import interval
 from dpllm.audit.result import AuditResult, json_text
 from dpllm.audit.run import audit_run
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, Recipe, load_recipe, save_recipe
-from dpllm.data import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
-from dpllm.ledger import LEDGER_FILE, read_ledger
-from dpllm.mistakes import print_any_character, tell, words_of
-from dpllm.models import load_base_model, load_tokenizer, prepare_model
-from dpllm.plan import format_epsilon
-from dpllm.preflight import check_recipe
+from dpllm.config.mistakes import print_any_character, tell, words_of
+from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
+from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.plan import format_epsilon
+from dpllm.training.arguments import num_private_steps, training_arguments
+from dpllm.training.preflight import check_recipe
 
 PRIVATE, PLAIN = "private", "plain"
 COMPARISON_FILE, PICTURE_FILE = "compare.json", "compare.png"

@@ -24,26 +24,33 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler, 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from dpllm import DPTrainer, load_recipe
-from dpllm.arguments import plan_for, training_arguments
-from dpllm.attaching import WhenAttached
-from dpllm.budget import require_room
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ModelConfig, Recipe, save_recipe
-from dpllm.data import RowCollator, load_records, load_train_and_eval, num_labels_of, tokenize_records, unit_index_of
-from dpllm.evaluation import Measurement, measure
-from dpllm.figures import plot_training
-from dpllm.launch_environment import find_deepspeed_config
-from dpllm.ledger import LEDGER_FILE
-from dpllm.mistakes import print_any_character, tell, words_of
-from dpllm.models import load_base_model, load_tokenizer, prepare_model
-from dpllm.plan import format_epsilon, format_plan
-from dpllm.preflight import PLAIN, check_recipe
-from dpllm.processes import Processes
-from dpllm.report import ReleaseNotes
-from dpllm.restarting import RunCompletedError, begin_in
-from dpllm.scratch import remove_private_folder
-from dpllm.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
-from dpllm.starting_point import refuse_shared_records, shared_records_point
-from dpllm.unused import is_used
+from dpllm.config.mistakes import print_any_character, tell, words_of
+from dpllm.data.rows import (
+    RowCollator,
+    load_records,
+    load_train_and_eval,
+    num_labels_of,
+    tokenize_records,
+    unit_index_of,
+)
+from dpllm.data.scratch import remove_private_folder
+from dpllm.engines.processes import Processes
+from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
+from dpllm.models.starting_point import refuse_shared_records, shared_records_point
+from dpllm.privacy.budget import require_room
+from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.plan import format_epsilon, format_plan
+from dpllm.privacy.unused import is_used
+from dpllm.report.figures import plot_training
+from dpllm.report.statement import ReleaseNotes
+from dpllm.training.arguments import plan_for, training_arguments
+from dpllm.training.attaching import WhenAttached
+from dpllm.training.evaluation import Measurement, measure
+from dpllm.training.launch_environment import find_deepspeed_config
+from dpllm.training.preflight import PLAIN, check_recipe
+from dpllm.training.restarting import RunCompletedError, begin_in
+from dpllm.training.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
 
 console = Console(highlight=False, soft_wrap=True)
 

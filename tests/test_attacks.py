@@ -12,11 +12,11 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from dpllm.budget import create_budget
 from dpllm.cli import app
-from dpllm.ledger import read_ledger
-from dpllm.verify import verify
-from tests.test_trainer import arguments, privacy, rows, trainer
+from dpllm.privacy.budget import create_budget
+from dpllm.privacy.ledger import read_ledger
+from dpllm.report.verify import verify
+from tests.training.test_trainer import arguments, privacy, rows, trainer
 
 LEDGER, PLAN = "privacy_ledger.jsonl", "privacy_plan.json"
 SAVING = {"save_strategy": "steps", "save_steps": 2}

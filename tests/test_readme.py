@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from dpllm.cli import app
 from dpllm.config import load_recipe
-from dpllm.data import load_train_and_eval, unit_index_of
+from dpllm.data.rows import load_train_and_eval, unit_index_of
 from tests import children
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from dpllm.arguments import num_private_steps, private_arguments, training_arguments
 from dpllm.config import load_recipe
-from dpllm.data import train_tokenizer
-from dpllm.ledger import read_ledger
-from dpllm.models import load_base_model, load_tokenizer
-from dpllm.plan import make_plan
-from dpllm.records import required_columns
+from dpllm.data.records import required_columns
+from dpllm.data.rows import train_tokenizer
+from dpllm.models.load import load_base_model, load_tokenizer
+from dpllm.privacy.ledger import read_ledger
+from dpllm.privacy.plan import make_plan
+from dpllm.training.arguments import num_private_steps, private_arguments, training_arguments
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(FOLDER.rglob("*.yaml"))

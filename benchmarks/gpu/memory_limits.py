@@ -12,13 +12,13 @@ from targets import WIDTHS
 from torch import Tensor, nn
 
 from dpllm import GhostClipper, PrivacyConfig, make_plan, per_sequence_loss
-from dpllm.autosize import MARGIN, Memory, memory_of, needed_later, rows_that_fit
+from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
-from dpllm.microbatches import Microbatch, microbatches
-from dpllm.noise import NoiseSource
-from dpllm.recovery import free_memory as give_back
-from dpllm.step import private_step
-from dpllm.units import UnitIndex
+from dpllm.mechanism.noise import NoiseSource
+from dpllm.training.microbatch_size import MARGIN, Memory, memory_of, needed_later, rows_that_fit
+from dpllm.training.microbatches import Microbatch, microbatches
+from dpllm.training.out_of_memory import free_memory as give_back
+from dpllm.training.step import private_step
 from gpu.record import Figures
 from gpu.setting import Setting, free_memory
 from tests.distributed.matrix import NoLedger
@@ -144,11 +144,11 @@ class LiveMemory:
         self.capacity, self._live = capacity, live
 
     def reset_peak(self) -> None:
-        """See `dpllm.autosize.Memory`."""
+        """See `dpllm.training.microbatch_size.Memory`."""
         self._live.peak = self._live.current
 
     def peak(self) -> int:
-        """See `dpllm.autosize.Memory`."""
+        """See `dpllm.training.microbatch_size.Memory`."""
         return self._live.peak
 
 

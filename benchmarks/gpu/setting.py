@@ -61,7 +61,7 @@ def synchronize(device: torch.device) -> None:
 
 def free_memory() -> None:
     """Give everything back, and let the peak start anew."""
-    from dpllm.recovery import free_memory as give_back
+    from dpllm.training.out_of_memory import free_memory as give_back
 
     give_back()
     if torch.cuda.is_available():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dpllm.data import train_tokenizer
+from dpllm.data.rows import train_tokenizer
 
 WORDS = ["a", "rose", "is", "no", "river", "and", "the", "garden", "grows"]
 

@@ -10,8 +10,8 @@ import real_text
 
 from dpllm import PrivacyConfig
 from dpllm.config import DataConfig
-from dpllm.data import RowCollator, load_records, tokenize_records
-from dpllm.evaluation import measure
+from dpllm.data.rows import RowCollator, load_records, tokenize_records
+from dpllm.training.evaluation import measure
 from gpu.record import Figures, Skipped, Step
 from gpu.setting import Setting, free_memory
 from gpu.toy import make_material

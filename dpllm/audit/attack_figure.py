@@ -12,8 +12,8 @@ import numpy as np
 
 from dpllm.audit.attacks import AttackReport
 from dpllm.audit.roc import roc_curve
-from dpllm.figures import BLUE, GREY, ORANGE
-from dpllm.risk import tradeoff_curve
+from dpllm.privacy.risk import tradeoff_curve
+from dpllm.report.figures import BLUE, GREY, ORANGE
 
 _COLOURS = (BLUE, "#5b8e7d", "#8a5a83", "#b08d2f", "#4f5d75", "#9c4a4a")
 

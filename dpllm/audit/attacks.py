@@ -15,7 +15,6 @@ from typing import Any
 import datasets
 import numpy as np
 
-from dpllm.accounting import History, epsilon
 from dpllm.audit.canaries import CANARIES_FILE, CanarySet, record_of
 from dpllm.audit.extraction import (
     ExtractionSettings,
@@ -54,10 +53,11 @@ from dpllm.audit.result import json_text
 from dpllm.audit.roc import Estimate
 from dpllm.audit.scores import TokenScores, join_rows, token_scores
 from dpllm.config import ConfigError, Recipe
-from dpllm.losses import IGNORE
-from dpllm.plan import format_epsilon
-from dpllm.records import required_columns
-from dpllm.tokenization import RECORD
+from dpllm.data.labels import IGNORE
+from dpllm.data.records import required_columns
+from dpllm.data.tokenization import RECORD
+from dpllm.privacy.accounting import History, epsilon
+from dpllm.privacy.plan import format_epsilon
 
 ATTACKS_FILE = "attacks.json"
 PICTURE_FILE = "attacks.png"

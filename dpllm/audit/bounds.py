@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
-from dpllm.accounting import History, epsilon
 from dpllm.audit.families import MOST_EPSILON, Family, Member, gaussian_family, plan_family
+from dpllm.privacy.accounting import History, epsilon
 
 CONFIDENCE = 0.95
 ONE_SIDED = (0.02, 0.05, 0.15, 0.5)

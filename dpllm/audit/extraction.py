@@ -27,7 +27,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from dpllm.audit.bounds import AuditError
 from dpllm.config import ConfigError
-from dpllm.losses import IGNORE
+from dpllm.data.labels import IGNORE
 
 _SEPARATOR = -1  # between rows: no token
 _BATCH = 50  # prompts that are continued together

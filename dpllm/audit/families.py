@@ -20,7 +20,7 @@ from functools import cache, lru_cache
 import numpy as np
 from scipy import optimize, special
 
-from dpllm.accounting import History, Step, delta_function, epsilon, merge
+from dpllm.privacy.accounting import History, Step, delta_function, epsilon, merge
 
 MOST_EPSILON = 50.0
 """No bound is stated above this ε; no audit of less than 10^20 canaries could show one."""
@@ -130,7 +130,7 @@ def plan_family(history: History, delta: float) -> Family:
     Raises:
         ValueError: the run has no step, or one without noise: nothing is claimed then.
 
-    >>> from dpllm.accounting import Step
+    >>> from dpllm.privacy.accounting import Step
     >>> round(plan_family([(Step(None, 1.0, None, 1.0), 1)], 1e-5).member(1.0).epsilon, 2)
     4.38
     """

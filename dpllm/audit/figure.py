@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpllm.accounting import History
 from dpllm.audit.result import AuditResult
 from dpllm.audit.roc import roc_curve
-from dpllm.figures import BLUE, GREY, ORANGE
-from dpllm.risk import tradeoff_curve
+from dpllm.privacy.accounting import History
+from dpllm.privacy.risk import tradeoff_curve
+from dpllm.report.figures import BLUE, GREY, ORANGE
 
 _COLOURS = (BLUE, "#5b8e7d", "#8a5a83", "#b08d2f", "#4f5d75")
 

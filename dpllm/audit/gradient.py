@@ -1,8 +1,8 @@
 """White-box gradient canaries: what the private steps of an installed stack really release, measured.
 
-Place in the flow: above `dpllm.run`, which it drives as a training loop would; `dpllm.audit.gradient_attacks` makes
-scores and a verdict of what is observed here. The attacker is the one of differential privacy: everything is known
-but which canaries took part, every gradient that reaches the optimizer included (Nasr, Song, Thakurta, Papernot,
+Place in the flow: above `dpllm.training.run`, which it drives as a training loop would; `dpllm.audit.gradient_attacks`
+makes scores and a verdict of what is observed here. The attacker is the one of differential privacy: everything is
+known but which canaries took part, every gradient that reaches the optimizer included (Nasr, Song, Thakurta, Papernot,
 Carlini, arXiv:2101.04535; tight in arXiv:2302.07956).
 
 A *block* is T consecutive steps. For each block every canary is included by a fair coin of its own; a canary that is
@@ -32,12 +32,12 @@ from torch import Tensor, nn
 
 from dpllm.audit.bounds import AuditError
 from dpllm.engines import model_inside
+from dpllm.engines.optimizers import innermost
+from dpllm.engines.processes import Processes
 from dpllm.engines.whole import updates_by_itself, whole_gradient, whole_parameters
-from dpllm.optimizers import innermost
-from dpllm.plan import PrivacyPlan
-from dpllm.processes import Processes
-from dpllm.run import LossOf, PrivateRun, TrainingRows
-from dpllm.sampling import secret_rng
+from dpllm.mechanism.sampling import secret_rng
+from dpllm.privacy.plan import PrivacyPlan
+from dpllm.training.run import LossOf, PrivateRun, TrainingRows
 
 _PUBLIC_SEED = 0  # of directions that every process has to choose alike
 LEAST_VISIBLE = 0.05

@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpllm.accounting import epsilon
 from dpllm.audit.bounds import CONFIDENCE, AuditError, one_run_bounds, trial_bounds
 from dpllm.audit.gradient import Design, Observations
 from dpllm.audit.power import NoiseTest, power
 from dpllm.audit.result import INCLUSION, RATES, AttackResult, AuditResult, allowed_rates, tpr_confidence
 from dpllm.audit.roc import auroc, shown_rates, tpr_at
-from dpllm.plan import PrivacyPlan
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.plan import PrivacyPlan
 
 
 def judge_releases(

@@ -19,23 +19,23 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from dpllm.arguments import training_arguments
 from dpllm.audit.bounds import CONFIDENCE, AuditError
 from dpllm.audit.gradient import Basis, Design, Steps, observe, unit_gradients
 from dpllm.audit.gradient_attacks import judge_releases
 from dpllm.audit.result import AuditResult
 from dpllm.config import Recipe
-from dpllm.data import RowCollator, load_records
+from dpllm.data.lengths import Limits
+from dpllm.data.rows import RowCollator, load_records
+from dpllm.data.units import UnitIndex
 from dpllm.engines import private_config
-from dpllm.ledger import LEDGER_FILE
-from dpllm.lengths import Limits
-from dpllm.models import load_model, load_tokenizer
-from dpllm.plan import PrivacyPlan
-from dpllm.processes import Processes
-from dpllm.run import LossOf, PrivateRun, TrainingRows
-from dpllm.shared_ledger import SharedLedger
-from dpllm.trainer import default_row_loss
-from dpllm.units import UnitIndex
+from dpllm.engines.processes import Processes
+from dpllm.models.load import load_model, load_tokenizer
+from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.plan import PrivacyPlan
+from dpllm.training.arguments import training_arguments
+from dpllm.training.run import LossOf, PrivateRun, TrainingRows
+from dpllm.training.shared_ledger import SharedLedger
+from dpllm.training.trainer import default_row_loss
 
 MOST_STEPS = 1_000_000
 """Steps of an audit."""

@@ -29,10 +29,10 @@ from transformers.pytorch_utils import Conv1D
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.scores import Floats, TokenScores, join_rows, loss_score, token_scores
 from dpllm.config import ConfigError, ModelConfig
-from dpllm.data import RowCollator
-from dpllm.losses import per_sequence_loss
-from dpllm.models import prepare_model
-from dpllm.tokenization import RECORD
+from dpllm.data.rows import RowCollator
+from dpllm.data.tokenization import RECORD
+from dpllm.models.load import prepare_model
+from dpllm.models.losses import per_sequence_loss
 
 OWN_VARIANCE = 32
 """Shadows from which on each record has variances of its own; with fewer, all share one."""

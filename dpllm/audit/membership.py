@@ -1,10 +1,10 @@
 """Membership inference on real records: several attacks at once, and how well each tells members from others.
 
 Place in the flow: token scores of members and non-members to a table. What an attack finds is an estimate; the bound
-beside it is what no attack on this run can exceed (`dpllm.risk.attack_risk`), for a record whose text entered the data
-once and a non-member from the same distribution. `check_exchangeable` refuses non-members that a model which saw
-neither can already tell from the members (Das, Zhang, Tramèr, arXiv:2406.16201, on how often published attacks measure
-that instead).
+beside it is what no attack on this run can exceed (`dpllm.privacy.risk.attack_risk`), for a record whose text entered
+the data once and a non-member from the same distribution. `check_exchangeable` refuses non-members that a model which
+saw neither can already tell from the members (Das, Zhang, Tramèr, arXiv:2406.16201, on how often published attacks
+measure that instead).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpllm.accounting import History
 from dpllm.audit.bounds import CONFIDENCE, AuditError
 from dpllm.audit.result import allowed_rates
 from dpllm.audit.roc import Estimate, auroc, shown_rates, tpr_at
@@ -30,6 +29,7 @@ from dpllm.audit.scores import (
     ratio_score,
     zlib_score,
 )
+from dpllm.privacy.accounting import History
 
 RATES = (0.01, 0.001)
 """False positive rates at which the share of members found is stated."""
@@ -139,7 +139,7 @@ def bounds_of(history: History, num_others: int, rates: Sequence[float] = RATES)
 
     Guarantee: an upper bound for a run with this history, under zero-out adjacency (did the record take part?).
 
-    >>> from dpllm.accounting import Step
+    >>> from dpllm.privacy.accounting import Step
     >>> {rate: round(bound, 3) for rate, bound in bounds_of([(Step(None, 0.02, None, 1.0), 1500)], 10**6).items()}
     {0.01: 0.097, 0.001: 0.021}
     """

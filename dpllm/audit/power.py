@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
-from dpllm.accounting import History, epsilon, merge
 from dpllm.audit.bounds import CONFIDENCE, Claim
 from dpllm.audit.families import gaussian_epsilon
+from dpllm.privacy.accounting import History, epsilon, merge
 
 WEAKER = {"σ/√2": math.sqrt(2), "σ/2": 2.0}
 """The noise of the weaker runs, by name, and what it is divided by."""
@@ -50,7 +50,7 @@ def power(
         confidence: of the audit.
         tests: attacks that the error is divided over.
 
-    >>> from dpllm.accounting import Step
+    >>> from dpllm.privacy.accounting import Step
     >>> power([(Step(None, 1.0, None, 1.0), 1)], 1e-5, in_trials=1000)["σ/2"] > 0.9
     True
     """

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dpllm.arguments import plan_for, training_arguments
 from dpllm.audit.bounds import FEWEST_CANARIES, AuditError, one_run_bounds
 from dpllm.audit.canaries import (
     CANARIES_FILE,
@@ -45,10 +44,11 @@ from dpllm.audit.kinds import KINDS, RANDOM_TOKENS, RARE_SUFFIX, SAMPLED, Pair, 
 from dpllm.audit.kinds import sampled as sampled_texts
 from dpllm.audit.power import power
 from dpllm.config import RECIPE_FILE, DataConfig, ModelConfig, Recipe, nearest, recipe_to_dict, save_recipe
-from dpllm.data import load_records, load_train_and_eval, tokenization_info, tokenize_records, unit_index_of
-from dpllm.models import load_base_model, load_tokenizer
-from dpllm.sampling import secret_rng
-from dpllm.units import UnitIndex
+from dpllm.data.rows import load_records, load_train_and_eval, tokenization_info, tokenize_records, unit_index_of
+from dpllm.data.units import UnitIndex
+from dpllm.mechanism.sampling import secret_rng
+from dpllm.models.load import load_base_model, load_tokenizer
+from dpllm.training.arguments import plan_for, training_arguments
 
 HELD_OUT_FILE = "held_out.parquet"
 RUN_FOLDER = "run"

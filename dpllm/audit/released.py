@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from dpllm.accounting import History
 from dpllm.audit.bounds import AuditError
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, DataConfig, Recipe, load_recipe
-from dpllm.data import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
-from dpllm.ledger import LEDGER_FILE, read_ledger
-from dpllm.models import DTYPES, load_tokenizer
-from dpllm.plan import PLAN_FILE, PrivacyPlan
-from dpllm.records import required_columns
+from dpllm.data.records import required_columns
+from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
+from dpllm.models.load import DTYPES, load_tokenizer
+from dpllm.privacy.accounting import History
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 
 FEWEST_RECORDS = 20
 """Members, and non-members, below which an attack's figures would be noise."""
@@ -222,7 +222,7 @@ def record_key(values: Collection[Any]) -> str:
     """Return what tells one record's text from another's.
 
     Args:
-        values: of the columns that `dpllm.records.required_columns` names.
+        values: of the columns that `dpllm.data.records.required_columns` names.
     """
     return json.dumps(list(values), sort_keys=True, ensure_ascii=False)
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpllm.accounting import History, epsilon, merge
 from dpllm.audit.bounds import CONFIDENCE, AuditError, LowerBound, one_run_bounds, trial_bounds
 from dpllm.audit.power import NoiseTest, power, power_in_words
 from dpllm.audit.roc import Estimate, auroc, highest_fpr, shown_rates, tpr_at
-from dpllm.checklist import REFUTED
-from dpllm.risk import attack_risk
+from dpllm.privacy.accounting import History, epsilon, merge
+from dpllm.privacy.risk import attack_risk
+from dpllm.report.checklist import REFUTED
 
 AUDIT_FILE = "audit.json"
 RATES = (1e-3, 1e-2)

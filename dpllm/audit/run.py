@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from peft import PeftConfig, PeftModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from dpllm.accounting import History
 from dpllm.audit.bounds import CONFIDENCE, AuditError
 from dpllm.audit.canaries import Canary, CanarySet, check_data, record_of
 from dpllm.audit.exposure import FEWEST_REFERENCE, exposure
@@ -29,12 +28,13 @@ from dpllm.audit.figure import plot_audit
 from dpllm.audit.result import AUDIT_FILE, AuditResult, judge
 from dpllm.audit.scores import loss_score, ratio_score, token_scores
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ConfigError, ModelConfig, load_recipe
-from dpllm.data import RowCollator, tokenization_info, tokenize_records
-from dpllm.ledger import LEDGER_FILE, read_ledger
-from dpllm.losses import IGNORE
-from dpllm.model_card import add_audit
-from dpllm.models import load_base_model
-from dpllm.plan import PLAN_FILE, PrivacyPlan
+from dpllm.data.labels import IGNORE
+from dpllm.data.rows import RowCollator, tokenization_info, tokenize_records
+from dpllm.models.load import load_base_model
+from dpllm.privacy.accounting import History
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.report.model_card import add_audit
 
 PICTURE_FILE = "audit.png"
 LOSS, RATIO = "loss", "ratio to the reference"

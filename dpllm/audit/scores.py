@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpllm.config import ConfigError
-from dpllm.data import RowCollator
-from dpllm.losses import IGNORE
-from dpllm.records import DataError
+from dpllm.data.labels import IGNORE
+from dpllm.data.records import DataError
+from dpllm.data.rows import RowCollator
 
 Floats = NDArray[np.float64]
 
@@ -62,7 +62,7 @@ def token_scores(model: nn.Module, rows: datasets.Dataset, collator: RowCollator
 
     Args:
         model: a transformers model, on the device where it shall run.
-        rows: tokenized rows, as `dpllm.data.tokenize_records` makes them.
+        rows: tokenized rows, as `dpllm.data.rows.tokenize_records` makes them.
         collator: pads them.
         max_rows: rows of a forward pass at most.
 

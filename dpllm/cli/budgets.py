@@ -37,7 +37,7 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Make the budget file of a data set."""
-    from dpllm.budget import budget_rows, create_budget
+    from dpllm.privacy.budget import budget_rows, create_budget
 
     made = create_budget(
         path,
@@ -57,7 +57,7 @@ def create(
 @one_line_errors
 def show_budget(path: BudgetFile, as_json: AsJson = False) -> None:
     """Print what a data set's runs have spent, and what is left."""
-    from dpllm.budget import budget_rows, read_budget
+    from dpllm.privacy.budget import budget_rows, read_budget
 
     budget = read_budget(path)
     show(budget.to_dict(), budget_rows(budget), f"Budget {path}", as_json)
@@ -79,8 +79,8 @@ def settle(
     as_json: AsJson = False,
 ) -> None:
     """Settle a run that crashed: without steps, or with --independent, what it did not take is free again."""
-    from dpllm.budget import budget_rows, read_budget
-    from dpllm.model_card import settle_run
+    from dpllm.privacy.budget import budget_rows, read_budget
+    from dpllm.report.model_card import settle_run
 
     steps = settle_run(path, output_dir, independent)
     budget = read_budget(path)

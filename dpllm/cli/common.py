@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dpllm.mistakes import print_any_character, tell
+from dpllm.config.mistakes import print_any_character, tell
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 

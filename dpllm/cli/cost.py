@@ -25,7 +25,7 @@ from dpllm.cli.common import (
 from dpllm.config import ADJACENCIES
 
 if TYPE_CHECKING:
-    from dpllm.accounting import History, Step
+    from dpllm.privacy.accounting import History, Step
 
 # The accounting brings dp_accounting and scipy with it, which take a second: it is imported where a number is computed.
 
@@ -43,7 +43,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _method(history: History, adjacency: str) -> dict[str, Any]:
-    from dpllm import accounting
+    from dpllm.privacy import accounting
 
     return {
         "method": "PLD",
@@ -55,8 +55,8 @@ def _method(history: History, adjacency: str) -> dict[str, Any]:
 
 def _cost(step: Step, steps: int, delta: float, adjacency: str) -> tuple[dict[str, Any], list[Any]]:
     """Return what a run of one kind of step costs: values for machines, and rows for people."""
-    from dpllm import accounting
-    from dpllm.plan import format_epsilon
+    from dpllm.privacy import accounting
+    from dpllm.privacy.plan import format_epsilon
 
     history = [(step, steps)]
     if adjacency not in ADJACENCIES:
@@ -119,8 +119,8 @@ def epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Print the ε that a run costs."""
-    from dpllm.accounting import Step
-    from dpllm.plan import format_epsilon
+    from dpllm.privacy.accounting import Step
+    from dpllm.privacy.plan import format_epsilon
 
     step = Step(num_units, sampling_rate, max_batch_size, noise_multiplier, rows_per_unit=rows_per_unit)
     values, rows = _cost(step, steps, delta, adjacency)
@@ -130,7 +130,7 @@ def epsilon(
         _cross_check(step, steps, delta, values, rows)
         show(values, rows, "What the run costs", as_json)
         return
-    from dpllm.comparison import compare as compare_methods  # two more accountants only here
+    from dpllm.privacy.comparison import compare as compare_methods  # two more accountants only here
 
     methods = compare_methods([(step, steps)], delta, adjacency)
     if as_json:
@@ -150,8 +150,8 @@ def epsilon(
 
 def _cross_check(step: Step, steps: int, delta: float, values: dict[str, Any], rows: list[tuple[str, str]]) -> None:
     """Add ε by the PRV accountant, an independent way to compute it; it knows no truncation and no single rows."""
-    from dpllm.comparison import prv_epsilon
-    from dpllm.plan import format_epsilon
+    from dpllm.privacy.comparison import prv_epsilon
+    from dpllm.privacy.plan import format_epsilon
 
     found = prv_epsilon([(step, steps)], delta)
     values["prv"] = None if found is None else {name: getattr(found, name) for name in ("lower", "estimate", "upper")}
@@ -173,8 +173,8 @@ def _tuning(
     rows: list[tuple[str, str]],
 ) -> None:
     """Add ε of releasing the best of a random number of runs."""
-    from dpllm.comparison import best_of_epsilon
-    from dpllm.plan import format_epsilon
+    from dpllm.privacy.comparison import best_of_epsilon
+    from dpllm.privacy.plan import format_epsilon
 
     found = best_of_epsilon([(step, steps)], delta, mean_runs)
     if found is None:
@@ -197,7 +197,7 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Print the smallest noise multiplier σ that keeps a run within a target ε."""
-    from dpllm import accounting
+    from dpllm.privacy import accounting
 
     noise_multiplier = accounting.calibrate_noise_multiplier(
         target_epsilon, delta, sampling_rate, steps, num_units, max_batch_size, adjacency, rows_per_unit
@@ -228,8 +228,8 @@ def compose(
     as_json: AsJson = False,
 ) -> None:
     """Print what several runs on the same data cost together, from their ledgers."""
-    from dpllm.compose import compose as compose_runs
-    from dpllm.compose import composition_rows
+    from dpllm.privacy.compose import compose as compose_runs
+    from dpllm.privacy.compose import composition_rows
 
     made = compose_runs(folders, delta, adjacency, dataset, shared_people)
     show(made.to_dict(), composition_rows(made), "What the runs cost together", as_json)

@@ -14,7 +14,7 @@ from dpllm.cli.sweeping import UTILIZATION, Setting, run_sweep
 from dpllm.config import Recipe, load_recipe
 
 if TYPE_CHECKING:
-    from dpllm.plan import PrivacyPlan
+    from dpllm.privacy.plan import PrivacyPlan
 
 Memory = Annotated[bool, typer.Option("--memory", help="Print memory and communication per GPU instead, on paper.")]
 Sweep = Annotated[
@@ -139,9 +139,9 @@ def plan(
 def _plan_of(recipe: Recipe) -> tuple[PrivacyPlan, dict[str, int]]:
     """Return the plan, and the local files that were read, each with its number of records."""
     # These bring torch with them, which the other commands needn't wait for.
-    from dpllm.arguments import plan_for, training_arguments
-    from dpllm.data import load_train_and_eval, sources_of, unit_index_of
-    from dpllm.preflight import PLAIN, check_recipe
+    from dpllm.data.rows import load_train_and_eval, sources_of, unit_index_of
+    from dpllm.training.arguments import plan_for, training_arguments
+    from dpllm.training.preflight import PLAIN, check_recipe
 
     arguments = training_arguments({**PLAIN, **recipe.train})
     for line in check_recipe(recipe, to_train=False):
@@ -152,7 +152,7 @@ def _plan_of(recipe: Recipe) -> tuple[PrivacyPlan, dict[str, int]]:
 
 
 def _show_plan(path: Path, made: PrivacyPlan, files: dict[str, int], as_json: bool) -> None:
-    from dpllm.plan import format_plan
+    from dpllm.privacy.plan import format_plan
 
     values = {
         **made.to_dict(),
@@ -166,8 +166,7 @@ def _show_plan(path: Path, made: PrivacyPlan, files: dict[str, int], as_json: bo
 
 
 def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: bool) -> None:
-    from dpllm.arguments import training_arguments
-    from dpllm.footprint import (
+    from dpllm.planning.footprint import (
         NATURE,
         comparison_rows,
         engines_for,
@@ -175,6 +174,7 @@ def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: 
         footprint_rows,
         setting_of,
     )
+    from dpllm.training.arguments import training_arguments
 
     # This machine needn't be able to train: bf16 and tf32 are those of the GPUs.
     section = {**{name: value for name, value in recipe.train.items() if name != "tf32"}, "use_cpu": True}

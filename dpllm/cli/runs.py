@@ -38,8 +38,8 @@ def report(
     With a note, which fills in what only people know, the report's files are written anew, and so are the open points
     of the model card.
     """
-    from dpllm.model_card import add_notes
-    from dpllm.report import render_markdown
+    from dpllm.report.model_card import add_notes
+    from dpllm.report.statement import render_markdown
 
     given = {"data_holder": data_holder, "audience": audience, "other_uses": other_uses, "audit": audit}
     values = add_notes(output_dir, {name: text for name, text in given.items() if text is not None})
@@ -49,8 +49,8 @@ def report(
 @one_line_errors
 def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
     """Compute everything that a run's report says anew from its ledger and plan, and fail on any difference."""
-    from dpllm.verify import verification_rows
-    from dpllm.verify import verify as verify_folder
+    from dpllm.report.verify import verification_rows
+    from dpllm.report.verify import verify as verify_folder
 
     if not output_dir.is_dir():
         raise ValueError(f"{output_dir} is no folder")
@@ -78,7 +78,7 @@ def adopt(output_dir: OutputDir, as_json: AsJson = False) -> None:
     Needed once before a resume where the folder was copied, moved to another file system or restored. The report then
     has an open point that says so: report and model card are written again where they exist.
     """
-    from dpllm.model_card import adopt_run
+    from dpllm.report.model_card import adopt_run
 
     steps = adopt_run(output_dir)
     if as_json:

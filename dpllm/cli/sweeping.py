@@ -11,10 +11,10 @@ from rich.console import Console
 
 from dpllm.cli.common import show_json, show_table
 from dpllm.config import Recipe
-from dpllm.values import integer
+from dpllm.config.values import integer
 
 if TYPE_CHECKING:
-    from dpllm.plan import PrivacyPlan
+    from dpllm.privacy.plan import PrivacyPlan
 
 UTILIZATION = 0.4
 """Share of a GPU's peak that training is taken to reach where no throughput was measured."""
@@ -89,7 +89,7 @@ class Setting:
 
 def _flops_per_token(recipe: Recipe) -> float:
     """6 per trained parameter and 4 per frozen one: forward, backward to the activations, backward to the weights."""
-    from dpllm.model_shape import shape_of_model  # brings torch
+    from dpllm.planning.model_shape import shape_of_model  # brings torch
 
     shape = shape_of_model(recipe.model)
     return 4.0 * shape.total + 2.0 * shape.trainable
@@ -108,9 +108,9 @@ def run_sweep(
     as_json: bool,
 ) -> None:
     """Calibrate the grid, print it with the recommendation, and draw it."""
-    from dpllm.sweep import Cost, default_grid, sweep
-    from dpllm.sweep_figure import plot_sweep
-    from dpllm.sweep_text import recommendation_text, sweep_rows
+    from dpllm.planning.sweep import Cost, default_grid, sweep
+    from dpllm.planning.sweep_figure import plot_sweep
+    from dpllm.planning.sweep_text import recommendation_text, sweep_rows
 
     batches, steps = default_grid(setting.expected_batch_size, setting.num_steps, setting.num_units)
     estimated = peak_tflops is not None

@@ -11,9 +11,9 @@ from dpllm.engines.ddp import DataParallel
 from dpllm.engines.deepspeed import DeepSpeedZero
 from dpllm.engines.errors import EngineError
 from dpllm.engines.fsdp2 import FullySharded
+from dpllm.engines.processes import Processes
+from dpllm.engines.protocol import Engine
 from dpllm.engines.single import SingleProcess
-from dpllm.processes import Processes
-from dpllm.step import Engine
 
 
 def engine_for(model: Any, optimizer: Any) -> Engine:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.engines.errors import EngineError
+from dpllm.engines.guard import Projections, UpdateGuard
+from dpllm.engines.processes import Processes
 from dpllm.engines.single import AddTo
 from dpllm.ghost.kernels import accumulation_dtype
-from dpllm.guard import Projections, UpdateGuard
-from dpllm.processes import Processes
 
 # Options of a DeepSpeed configuration that private training sets, with the reason.
 _NEEDED: dict[str, tuple[Any, str]] = {

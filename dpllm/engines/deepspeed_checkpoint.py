@@ -34,10 +34,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from dpllm.checkpoints import STAGING_FOLDER, CheckpointError, publish, verify
 from dpllm.engines.errors import EngineError
-from dpllm.optimizers import innermost
-from dpllm.processes import Processes
+from dpllm.engines.optimizers import innermost
+from dpllm.engines.processes import Processes
+from dpllm.privacy.checkpoints import STAGING_FOLDER, CheckpointError, publish, verify
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Layout:
 
 
 def layout_of(checkpoint: str | Path) -> Layout:
-    """Read how a checkpoint is divided off its files; `dpllm.checkpoints` vouches for their number.
+    """Read how a checkpoint is divided off its files; `dpllm.privacy.checkpoints` vouches for their number.
 
     Raises:
         EngineError: it isn't one that DeepSpeed made.
@@ -89,7 +89,7 @@ def prepare_to_load(checkpoint: str | Path, config: dict[str, Any], processes: P
     """Make a checkpoint fit these processes, before the engine is built; all of them call this together.
 
     Args:
-        checkpoint: whole, as ``dpllm.trainer.checkpoint_to_resume`` returns it.
+        checkpoint: whole, as ``dpllm.training.trainer.checkpoint_to_resume`` returns it.
         config: the DeepSpeed configuration as a nested dictionary; its ``checkpoint.load_universal`` is set.
         processes: those that will load.
 

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from dpllm.engines.errors import EngineError
+from dpllm.engines.guard import UpdateGuard
+from dpllm.engines.processes import Processes
 from dpllm.engines.single import AddTo, refuse_foreign_gradients, set_gradient
 from dpllm.ghost.kernels import accumulation_dtype
-from dpllm.guard import UpdateGuard
-from dpllm.processes import Processes
 
 # Words in the names of mesh dimensions, as torch, torchtitan and accelerate choose them.
 _SPLITTING = {

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.engines.errors import EngineError
+from dpllm.engines.guard import UpdateGuard
+from dpllm.engines.processes import Processes
 from dpllm.ghost.kernels import accumulation_dtype
-from dpllm.guard import UpdateGuard
-from dpllm.processes import Processes
 
 AddTo = Callable[[nn.Parameter, Tensor], None]
 """Adds this process's share of one parameter's noisy clipped sum to a tensor of the parameter's full shape."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpllm.ghost.errors import GhostError
-from dpllm.graph import leaves_of
+from dpllm.ghost.graph import leaves_of
 
 _ROW_ARGUMENTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "attention_mask", "pixel_values", "input_features")
 
@@ -80,7 +80,7 @@ def unmeasured_spread() -> GhostError:
     return GhostError(
         "A unit's gradient isn't finite, and it was not measured that such values stay within their packed row: they "
         "may have reached other units. Call GhostClipper.check_rows() before the first step, or don't pack the rows "
-        "(pack_rows: false)."
+        "the rows (pack_rows: false)."
     )
 
 
@@ -258,6 +258,6 @@ class SpreadProbe:
             raise GhostError(
                 f"A value that isn't finite reaches other packed rows (seen at {name}): the attention masks by "
                 "multiplying with zero, so one unit that overflows would change what the others contribute. Use an "
-                "attention that runs each row by itself (dpllm.packing, flash_attention_2), or don't pack the rows "
-                "(pack_rows: false)."
+                "attention that runs each row by itself (dpllm.models.packing, flash_attention_2), or don't pack "
+                "the rows (pack_rows: false)."
             )

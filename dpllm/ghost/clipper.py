@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpllm.clipping import FlatClipping
 from dpllm.ghost.book import Book
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.forms import Forms
 from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.mechanism.clipping import FlatClipping
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Modules whose arithmetic on one row depends on the other rows, or on the padded length: refused by name.
 
 Their libraries need not be installed, so classes are known by name and module. The independence of rows is measured
-as well (`dpllm.independence`); what is refused here is refused before anything is computed.
+as well (`dpllm.training.checks.independence`); what is refused here is refused before anything is computed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from dpllm.data import train_tokenizer
+from dpllm.data.rows import train_tokenizer
 from tests.conftest import tiny_llama_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"

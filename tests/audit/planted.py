@@ -21,7 +21,7 @@ from dpllm import PrivacyPlan, PrivateRun, TrainingRows, per_sequence_loss
 from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_gradients
 from dpllm.audit.gradient_attacks import judge_releases
 from dpllm.audit.result import AuditResult
-from dpllm.units import UnitIndex
+from dpllm.data.units import UnitIndex
 
 CONFIDENCE = 0.999  # a sound run fails once in a thousand times at most
 CLIP_NORM = 0.5

@@ -10,10 +10,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from dpllm.accounting import Step
 from dpllm.audit import bounds
 from dpllm.audit.bounds import AuditError, one_run_bounds, one_run_curve_epsilon, one_run_epsilon, trial_bounds
 from dpllm.audit.families import gaussian_epsilon, gaussian_family
+from dpllm.privacy.accounting import Step
 
 DELTA = 1e-5
 

@@ -18,7 +18,7 @@ from dpllm.audit.prepare import CanaryOptions, prepare
 from dpllm.audit.released import record_key
 from dpllm.cli import app
 from dpllm.config import ConfigError, ModelConfig, PublicPretrainConfig, load_recipe
-from dpllm.data import train_tokenizer
+from dpllm.data.rows import train_tokenizer
 from tests.conftest import tiny_llama_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -16,7 +16,7 @@ from dpllm.audit.extraction import (
     sampled_extraction,
 )
 from dpllm.config import ConfigError
-from dpllm.data import train_tokenizer
+from dpllm.data.rows import train_tokenizer
 from tests.conftest import tiny_llama_config
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import special
 
-from dpllm.accounting import Step, epsilon
 from dpllm.audit.families import MOST_EPSILON, gaussian_epsilon, gaussian_family, plan_family
+from dpllm.privacy.accounting import Step, epsilon
 
 GAUSSIAN = [(Step(None, 1.0, None, 1.0), 1)]
 SAMPLED = [(Step(None, 0.1, None, 0.8), 40)]

@@ -229,7 +229,7 @@ def saved(tmp_path_factory):
     """A tiny model with a tokenizer, in a folder."""
     from transformers import LlamaForCausalLM
 
-    from dpllm.tokenization import train_tokenizer
+    from dpllm.data.tokenization import train_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     tokenizer = train_tokenizer(["to be or not to be, that is the question"] * 20, 60, 64)
@@ -263,8 +263,8 @@ def test_the_command_audits_a_recipe_s_model(saved, tmp_path):
 
 def test_the_command_fails_where_the_claim_does(saved, tmp_path, monkeypatch):
     """Noise that is left out is exit code 1."""
-    monkeypatch.setattr("dpllm.noise.NoiseSource.add_", lambda self, grad, noise_stddev: None)
-    monkeypatch.setattr("dpllm.guard.UpdateGuard.verify", lambda self: None)
+    monkeypatch.setattr("dpllm.mechanism.noise.NoiseSource.add_", lambda self, grad, noise_stddev: None)
+    monkeypatch.setattr("dpllm.engines.guard.UpdateGuard.verify", lambda self: None)
     options = ["--blocks", "120", "--canaries", "2"]
     done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, saved)), *options])
     assert done.exit_code == 1, done.output

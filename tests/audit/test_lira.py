@@ -19,7 +19,7 @@ from dpllm.audit.lira import (
 from dpllm.audit.roc import auroc
 from dpllm.audit.scores import TokenScores
 from dpllm.config import ConfigError, ModelConfig
-from dpllm.data import RowCollator
+from dpllm.data.rows import RowCollator
 
 
 def simulated(num_shadows, num_records=400, seed=0):

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from dpllm.accounting import Step
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.membership import bounds_of, check_exchangeable, judge_attack, membership_rows, membership_scores
 from dpllm.audit.roc import highest_fpr
 from dpllm.audit.scores import TokenScores
-from dpllm.risk import attack_risk
+from dpllm.privacy.accounting import Step
+from dpllm.privacy.risk import attack_risk
 
 HISTORY = [(Step(None, 0.02, None, 1.0), 1500)]
 

@@ -26,7 +26,7 @@ from tests import children
 from tests.audit.planted import SETUPS, summary
 
 ROOT = Path(__file__).resolve().parents[2]
-GUARD = ("dpllm/guard.py", "            raise _refusal(", "            _refusal(")
+GUARD = ("dpllm/engines/guard.py", "            raise _refusal(", "            _refusal(")
 Edit = tuple[str, str, str]
 
 
@@ -43,14 +43,20 @@ BUGS = [
     Bug(
         "no clip",
         "long_gradient",
-        (("dpllm/clipping.py", "(self.clip_norm * margin / norm_U).clamp_max(1)", "torch.ones_like(norm_U)"),),
+        (
+            (
+                "dpllm/mechanism/clipping.py",
+                "(self.clip_norm * margin / norm_U).clamp_max(1)",
+                "torch.ones_like(norm_U)",
+            ),
+        ),
     ),
     Bug(
         "noise too small by sqrt(world size)",
         "two_processes",
         (
             (
-                "dpllm/step.py",
+                "dpllm/training/step.py",
                 "noise.add_share_(total, plan.noise_stddev, processes.rank, processes.size)",
                 "noise.add_share_(total, plan.noise_stddev / processes.size**0.5, processes.rank, processes.size)",
             ),
@@ -61,7 +67,7 @@ BUGS = [
         "two_steps",
         (
             (
-                "dpllm/run.py",
+                "dpllm/training/run.py",
                 "                self._noise,\n                complete,\n",
                 "                NoiseSource("
                 "self._rng.bit_generator.seed_seq.entropy + (self.ledger.num_steps - 1) // 2),\n"
@@ -79,12 +85,12 @@ BUGS = [
         "witnesses",
         (
             (
-                "dpllm/losses.py",
+                "dpllm/models/losses.py",
                 "tokens_BT.sum(1) / is_target_BT.sum(1).clamp_min(1)",
                 "tokens_BT.sum(1) / is_target_BT.sum().clamp_min(1)",
             ),
             (
-                "dpllm/run.py",
+                "dpllm/training/run.py",
                 "        self._check_rows(lambda model, inputs: watch.look(loss_of(model, inputs)), max_tokens)\n",
                 "",
             ),
@@ -95,13 +101,13 @@ BUGS = [
         "epochs",
         (
             (
-                "dpllm/run.py",
+                "dpllm/training/run.py",
                 "        for _ in range(num_steps):\n            self._outstanding.require_steps()\n",
                 "        order = np.random.default_rng(0).permutation(self.plan.num_units)\n"
                 "        for shuffled in np.array_split(order, num_steps):\n"
                 "            self._outstanding.require_steps()\n",
             ),
-            ("dpllm/run.py", "lambda: self.plan.sampler.draw(self._rng)", "lambda: np.sort(shuffled)"),
+            ("dpllm/training/run.py", "lambda: self.plan.sampler.draw(self._rng)", "lambda: np.sort(shuffled)"),
         ),
     ),
     Bug(
@@ -130,7 +136,7 @@ BUGS = [
         "resumed",
         (
             (
-                "dpllm/run.py",
+                "dpllm/training/run.py",
                 "NoiseSource(seed, stream=self.processes.rank)",
                 "NoiseSource(int(hashlib.sha256(ledger.path.read_bytes().splitlines()[0]).hexdigest(), 16))",
             ),

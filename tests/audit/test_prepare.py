@@ -16,8 +16,8 @@ from dpllm.audit.bounds import AuditError
 from dpllm.audit.canaries import CANARIES_FILE, CanarySet, check_data, key_of, record_of
 from dpllm.audit.prepare import CanaryOptions, Prepared, prepare, read_prefixes
 from dpllm.config import DataConfig, load_recipe
-from dpllm.data import load_train_and_eval, tokenize_records, unit_index_of
-from dpllm.models import load_tokenizer
+from dpllm.data.rows import load_train_and_eval, tokenize_records, unit_index_of
+from dpllm.models.load import load_tokenizer
 from tests.audit.conftest import WORDS
 
 SMALL = CanaryOptions(num=30, length=8)

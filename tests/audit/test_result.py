@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpllm.accounting import Step, epsilon
 from dpllm.audit.bounds import AuditError, one_run_bounds
 from dpllm.audit.families import plan_family
 from dpllm.audit.figure import plot_audit
 from dpllm.audit.power import NoiseTest, power, power_in_words
 from dpllm.audit.result import CONSISTENT, FAIL, NO_CLAIM, allowed_rates, json_text, judge, tpr_confidence
 from dpllm.audit.roc import highest_fpr, tpr_at
+from dpllm.privacy.accounting import Step, epsilon
 from tests.audit.test_bounds import gaussian_scores
 
 CLAIM = [(Step(None, 1.0, None, 2.0), 1)]  # μ = 1/2

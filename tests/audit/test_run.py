@@ -24,10 +24,10 @@ from dpllm.audit.result import AUDIT_FILE, CONSISTENT, FAIL, NO_CLAIM
 from dpllm.audit.run import LOSS, PICTURE_FILE, RATIO, audit_run, canary_rows, load_model_of_run
 from dpllm.cli import app
 from dpllm.config import ConfigError, PrivacyConfig, load_recipe
-from dpllm.data import RowCollator, load_train_and_eval, tokenize_records
-from dpllm.ledger import LEDGER_FILE, Ledger
-from dpllm.losses import per_sequence_loss
-from dpllm.plan import PLAN_FILE, PrivacyPlan, make_plan
+from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records
+from dpllm.models.losses import per_sequence_loss
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 
 M = 60
 USER = ["privacy.unit=user", "privacy.unit_column=user", "privacy.max_rows_per_unit=5"]

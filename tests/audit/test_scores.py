@@ -21,8 +21,8 @@ from dpllm.audit.scores import (
     zlib_score,
 )
 from dpllm.config import ConfigError, DataConfig
-from dpllm.data import RowCollator, tokenize_records
-from dpllm.records import DataError
+from dpllm.data.records import DataError
+from dpllm.data.rows import RowCollator, tokenize_records
 
 SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_shared_data = pytest.mark.skipif(

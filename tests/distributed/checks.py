@@ -19,14 +19,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dpllm import GhostClipper
+from dpllm.data.units import UnitIndex
 from dpllm.engines import DataParallel, engine_for
-from dpllm.evaluation import measure
-from dpllm.ledger import LEDGER_FILE, LedgerError
-from dpllm.processes import Processes
-from dpllm.run import PrivateRun, TrainingRows
-from dpllm.shared_ledger import SharedLedger
-from dpllm.units import UnitIndex
-from tests.test_run import UNITS, flat, loss_of, network, plan_of, rows_of
+from dpllm.engines.processes import Processes
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerError
+from dpllm.training.evaluation import measure
+from dpllm.training.run import PrivateRun, TrainingRows
+from dpllm.training.shared_ledger import SharedLedger
+from tests.training.test_run import UNITS, flat, loss_of, network, plan_of, rows_of
 
 STEPS = 6
 EVALUATED = {"several batches": (9, 2), "fewer batches than ranks": (2, 4), "as many as ranks": (4, 2)}
@@ -251,7 +251,7 @@ def model_and_rows(count: int) -> tuple[Any, Any, Any]:
     import datasets
     from transformers import LlamaForCausalLM
 
-    from dpllm.data import RowCollator
+    from dpllm.data.rows import RowCollator
     from tests.conftest import tiny_llama_config
 
     torch.manual_seed(0)

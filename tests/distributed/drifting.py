@@ -16,16 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm import DPTrainer
-from dpllm.arguments import training_arguments
 from dpllm.engines import engine_for
-from dpllm.ledger import LEDGER_FILE, read_ledger
-from dpllm.processes import Processes
-from dpllm.report import JSON_FILE
-from dpllm.run import PrivateRun
+from dpllm.engines.processes import Processes
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.report.statement import JSON_FILE
+from dpllm.training.arguments import training_arguments
+from dpllm.training.run import PrivateRun
 from tests.conftest import tiny_llama_config
 from tests.distributed.checks import caught
-from tests.test_run import loss_of, network, plan_of, rows_of
-from tests.test_trainer import privacy, rows
+from tests.training.test_run import loss_of, network, plan_of, rows_of
+from tests.training.test_trainer import privacy, rows
 
 STEPS = 4
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from dpllm import PrivateRun, TrainingRows, per_sequence_loss
-from dpllm.data import RowCollator
+from dpllm.data.rows import RowCollator
+from dpllm.data.units import UnitIndex
 from dpllm.engines import model_inside
-from dpllm.independence import IndependenceError
-from dpllm.processes import Processes
-from dpllm.units import UnitIndex
+from dpllm.engines.processes import Processes
+from dpllm.training.checks.independence import IndependenceError
 from tests.conftest import tiny_llama_config
 from tests.distributed.matrix import NoLedger, plan_of
 from tests.distributed.setups import dispose, prepare

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dpllm.corpora import sotu
+from dpllm.data.corpora import sotu
 from tests import children
 from tests.distributed.world import ROOT, free_port, tools
 

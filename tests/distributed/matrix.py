@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpllm import GhostClipper, PrivacyConfig, PrivateRun, TrainingRows, make_plan, per_sequence_loss
 from dpllm.config import DataConfig
-from dpllm.data import RowCollator, load_records, tokenize_records
+from dpllm.data.rows import RowCollator, load_records, tokenize_records
+from dpllm.data.units import UnitIndex
 from dpllm.engines import engine_for, model_inside
-from dpllm.microbatches import microbatches
-from dpllm.noise import NoiseSource
-from dpllm.plan import PrivacyPlan
-from dpllm.step import private_step
-from dpllm.units import UnitIndex
+from dpllm.mechanism.noise import NoiseSource
+from dpllm.privacy.plan import PrivacyPlan
+from dpllm.training.microbatches import microbatches
+from dpllm.training.step import private_step
 from tests.distributed.setups import dispose, prepare, whole_parameters
 from tests.reference.oracle import LOSSES
 from tests.reference.zoo import (

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from dpllm import PrivateRun, TrainingRows, packed_sequence_loss
-from dpllm.data import PackedCollator
+from dpllm.data.rows import PackedCollator
+from dpllm.data.units import UnitIndex
 from dpllm.engines import model_inside
-from dpllm.packing import attention_by_row
-from dpllm.units import UnitIndex
+from dpllm.models.packing import attention_by_row
 from tests.distributed.matrix import NUM_ROWS, NoLedger, flat, plan_of
 from tests.distributed.setups import dispose, prepare, whole_parameters
 from tests.reference.oracle import clipped_sum

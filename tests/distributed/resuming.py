@@ -14,13 +14,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm import DPTrainer
-from dpllm.arguments import training_arguments
-from dpllm.identity import adopt
-from dpllm.processes import Processes
+from dpllm.engines.processes import Processes
+from dpllm.privacy.identity import adopt
+from dpllm.training.arguments import training_arguments
 from tests.conftest import tiny_llama_config
 from tests.distributed.setups import dispose
 from tests.distributed.world import ROOT
-from tests.test_trainer import privacy, rows
+from tests.training.test_trainer import privacy, rows
 
 NUM_STEPS = 6
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dpllm.ledger import LEDGER_FILE
-from dpllm.processes import Processes
-from dpllm.run import PrivateRun
-from dpllm.shared_ledger import SharedLedger
+from dpllm.engines.processes import Processes
+from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.training.run import PrivateRun
+from dpllm.training.shared_ledger import SharedLedger
 from tests.distributed.checks import caught
 from tests.scarce import more_than
-from tests.test_autosize import Counted, Measured, gated
-from tests.test_run import flat, loss_of, plan_of, rows_of
+from tests.training.test_microbatch_size import Counted, Measured, gated
+from tests.training.test_run import flat, loss_of, plan_of, rows_of
 
 STEPS = 3
 LIMITS = {"never": 10**6, "at first": 12, "at every size": 1}

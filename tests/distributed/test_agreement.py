@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from dpllm.evaluation import measure
-from dpllm.ledger import LEDGER_FILE, read_ledger
-from dpllm.processes import Processes
-from dpllm.run import PrivateRun
+from dpllm.engines.processes import Processes
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.training.evaluation import measure
+from dpllm.training.run import PrivateRun
 from tests.distributed import world
 from tests.distributed.checks import EVALUATED, STEPS, model_and_rows
-from tests.test_run import flat, ledger_of, loss_of, network, plan_of, rows_of
+from tests.training.test_run import flat, ledger_of, loss_of, network, plan_of, rows_of
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpllm.checkpoints import MANIFEST_FILE, STAGING_FOLDER, verify
 from dpllm.engines import EngineError
 from dpllm.engines.deepspeed_checkpoint import UNIVERSAL_FOLDER, layout_of, prepare_to_load
-from dpllm.processes import Processes
+from dpllm.engines.processes import Processes
+from dpllm.privacy.checkpoints import MANIFEST_FILE, STAGING_FOLDER, verify
 from tests.distributed.resuming import MOMENTS, Job
 from tests.distributed.world import run
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dpllm.checksums import Checksum
-from dpllm.processes import Processes
-from dpllm.replicas import _replicated, differing
+from dpllm.engines.checksums import Checksum
+from dpllm.engines.processes import Processes
+from dpllm.engines.replicas import _replicated, differing
 from tests.distributed import world
 
 

@@ -15,13 +15,13 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dpllm.checkpoints import latest_whole, verify
 from dpllm.config import DataConfig
-from dpllm.data import RowCollator, load_train_and_eval, tokenize_records
-from dpllm.evaluation import measure
-from dpllm.identity import adopt
-from dpllm.ledger import read_ledger
-from dpllm.training_log import TrainingLog
+from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records
+from dpllm.privacy.checkpoints import latest_whole, verify
+from dpllm.privacy.identity import adopt
+from dpllm.privacy.ledger import read_ledger
+from dpllm.training.evaluation import measure
+from dpllm.training.training_log import TrainingLog
 from tests import children
 from tests.distributed.launching import environment, launch, start, write_data
 from tests.distributed.world import ROOT, free_port

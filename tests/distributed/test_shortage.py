@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dpllm.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from tests.distributed import world
 from tests.distributed.shortage import LIMITS, STEPS
 

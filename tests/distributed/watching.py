@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dpllm.data.units import UnitIndex
 from dpllm.engines import model_inside
-from dpllm.losses import per_sequence_loss
-from dpllm.run import PrivateRun, TrainingRows
-from dpllm.units import UnitIndex
+from dpllm.models.losses import per_sequence_loss
+from dpllm.training.run import PrivateRun, TrainingRows
 from tests.distributed.matrix import NoLedger, plan_of
 from tests.distributed.setups import dispose, prepare
 from tests.reference.zoo import Case, build_model, make_batch

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpllm import GhostClipper, GhostError, packed_sequence_loss
-from dpllm.data import PackedCollator
+from dpllm.data.rows import PackedCollator
 from dpllm.ghost.packed import PackedRows
-from dpllm.packing import attention_by_row
+from dpllm.models.packing import attention_by_row
 from tests.reference.zoo import Case, build_model
 
 LENGTHS = (5, 3, 2, 1)

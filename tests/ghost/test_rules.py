@@ -9,7 +9,7 @@ from torch import nn
 
 from dpllm import GhostClipper, GhostError
 from dpllm.ghost import Forms
-from dpllm.losses import per_sequence_loss, seq2seq_loss
+from dpllm.models.losses import per_sequence_loss, seq2seq_loss
 from tests.ghost.loop import assert_is_the_loop, perturbed
 
 SIZES = {

@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from dpllm import GhostClipper, GhostError
 from dpllm.ghost import Forms
-from dpllm.losses import per_sequence_loss, seq2seq_loss
-from dpllm.trainer import default_row_loss
+from dpllm.models.losses import per_sequence_loss, seq2seq_loss
+from dpllm.training.trainer import default_row_loss
 from tests.conftest import tiny_llama_config
 from tests.ghost.loop import assert_is_the_loop, perturbed
 

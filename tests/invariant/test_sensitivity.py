@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm import GhostClipper
-from dpllm.data import RowCollator
+from dpllm.data.rows import RowCollator
 from tests.reference.oracle import LOSSES, Clipped, clipped_sum, relative_error, released, trainable
 from tests.reference.zoo import (
     CHECKPOINTING,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dpllm import GhostClipper, per_sequence_loss
 from dpllm.ghost import Forms
-from dpllm.losses import classification_loss, seq2seq_loss
+from dpllm.models.losses import classification_loss, seq2seq_loss
 
 from .zoo import IGNORED, Batch, Case, build_model, enable_checkpointing, float64_copy, forward_context, make_batch
 

@@ -1,0 +1,24 @@
+"""Recipes and their values, checked by kind and range when they are read. Needs no torch."""
+
+from dpllm.config.recipe import ADJACENCIES as ADJACENCIES
+from dpllm.config.recipe import MAX_NOISE as MAX_NOISE
+from dpllm.config.recipe import MAX_ROWS_DRAWN_PER_UNIT as MAX_ROWS_DRAWN_PER_UNIT
+from dpllm.config.recipe import MAX_TARGET_EPSILON as MAX_TARGET_EPSILON
+from dpllm.config.recipe import MAX_UNITS as MAX_UNITS
+from dpllm.config.recipe import MIN_NOISE as MIN_NOISE
+from dpllm.config.recipe import PRETRAINED_FOLDER as PRETRAINED_FOLDER
+from dpllm.config.recipe import RECIPE_FILE as RECIPE_FILE
+from dpllm.config.recipe import SAMPLINGS as SAMPLINGS
+from dpllm.config.recipe import TASKS as TASKS
+from dpllm.config.recipe import UNITS as UNITS
+from dpllm.config.recipe import ConfigError as ConfigError
+from dpllm.config.recipe import DataConfig as DataConfig
+from dpllm.config.recipe import ModelConfig as ModelConfig
+from dpllm.config.recipe import PrivacyConfig as PrivacyConfig
+from dpllm.config.recipe import PublicPretrainConfig as PublicPretrainConfig
+from dpllm.config.recipe import Recipe as Recipe
+from dpllm.config.recipe import ReleaseConfig as ReleaseConfig
+from dpllm.config.recipe import load_recipe as load_recipe
+from dpllm.config.recipe import nearest as nearest
+from dpllm.config.recipe import recipe_to_dict as recipe_to_dict
+from dpllm.config.recipe import save_recipe as save_recipe

@@ -1,0 +1,112 @@
+"""Whether a run can write its results: the output folder is tried out before anything else is done.
+
+Place in the flow: before the data. The folder is really made and a small file written and removed; folders that did not
+exist are removed again, so that a refused recipe leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from dpllm.config.values import ConfigError
+
+_PROBE = 64 * 1024
+_TRIES = 20
+REPORTS = 4 * 1024**2
+"""Bytes for ledger, report, pictures and the like."""
+
+
+def check_output_folder(name: str, path: str | Path, needed: int = REPORTS) -> None:
+    """Make sure that a folder can be made and written to, and has room.
+
+    Args:
+        name: of the key, for the message.
+        path: the folder; it need not exist.
+        needed: bytes that will be written there at least.
+
+    Raises:
+        ConfigError: it is a file, or cannot be made or written to, or the disk has less room.
+    """
+    for attempt in range(_TRIES):
+        try:
+            free = _try_out(name, Path(path).expanduser())
+            break
+        except FileNotFoundError as error:  # removed by another process of the run, which tries it out as well
+            if attempt == _TRIES - 1:
+                raise ConfigError(f"{name}={_short(Path(path))} cannot be used: {_reason(error)}") from error
+    if free < needed:
+        raise ConfigError(
+            f"{name}={_short(Path(path))} has room for {_size(free)}, and the model and its reports need "
+            f"{_size(needed)}: make room there, or name a folder on another disk"
+        )
+
+
+def _try_out(name: str, folder: Path) -> int:
+    """Make the folder, write to it, undo both, and return the bytes that are free there."""
+    made: list[Path] = []
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{name}={folder} is a file: name a folder, which need not exist yet")
+        missing = [place for place in (folder, *folder.parents) if not place.exists()]
+        for place in reversed(missing):
+            try:
+                place.mkdir()
+                made.append(place)
+            except FileExistsError:  # made by another process of the run at this moment
+                if not place.is_dir():
+                    raise
+        probe = folder / f".dpllm-{secrets.token_hex(8)}"
+        try:
+            with open(probe, "wb") as file:
+                file.write(b"\0" * _PROBE)
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+        free = shutil.disk_usage(folder).free
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{name}={_short(folder)} cannot be used: {_reason(error)}") from error
+    finally:
+        for place in reversed(made):
+            with contextlib.suppress(OSError):  # another process is using it
+                place.rmdir()
+    return free
+
+
+def _short(folder: Path) -> str:
+    text = str(folder)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def _reason(error: OSError) -> str:
+    words = {
+        errno.ENOSPC: "there is no room left on its disk. Make room, or name a folder on another disk",
+        errno.EDQUOT: "the disk quota is used up. Make room, or name a folder on another disk",
+        errno.ENAMETOOLONG: "the name is too long. Shorten it",
+        errno.EACCES: "this user may not write there. Name a folder that belongs to this user",
+        errno.EPERM: "this user may not write there. Name a folder that belongs to this user",
+        errno.EROFS: "its disk is read-only. Name a folder on another disk",
+        errno.ENOTDIR: "a part of its path is a file. Name a folder",
+        errno.EEXIST: "a part of its path is a file. Name a folder",
+    }
+    return words.get(error.errno or 0, f"{error.strerror or error}. Name a folder that can be written to")
+
+
+def _size(count: float) -> str:
+    """Return a number of bytes for people.
+
+    >>> _size(3 * 1024**2)
+    '3 MiB'
+    """
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"

@@ -1,0 +1,222 @@
+"""The values of ``train``: every name of ``TrainingArguments`` with its kind and its range.
+
+Place in the flow: below the configuration, which checks a recipe's sections with it as soon as they are read; the
+arguments of `DPTrainer` are checked with the same table. ``TrainingArguments`` converts nothing and checks little: a
+quoted learning rate, a fraction as a batch size or the text "no" for a boolean would be found, or not found, hours
+later. No torch and no transformers are needed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from dpllm.config.values import ConfigError, between, choice, flag, integer, shown, text
+
+MAX_STEPS = 10_000_000
+"""Private steps at most; their cost is computed within seconds up to here."""
+MAX_EPOCHS = 1_000_000
+_MOST = 2**31 - 1
+_MOST_SEED = 2**32 - 1
+
+_INTERVALS = ("no", "steps", "epoch")
+_SCHEDULERS = (
+    *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"),
+    *("reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"),
+)
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive", "detail")
+_BACKENDS = ("nccl", "gloo", "mpi", "ccl", "hccl", "cncl", "mccl", "xccl", "neuron")
+
+Check = Callable[[str, Any], Any]
+
+
+def _or_none(check: Check) -> Check:
+    def checked(name: str, value: Any) -> None:
+        if value is not None:
+            check(name, value)
+
+    return checked
+
+
+def _max_steps(name: str, value: Any) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and value != -1 and value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value}; leave it out to train for num_train_epochs")
+    integer(name, value, -1, MAX_STEPS)
+
+
+def _steps_or_share(name: str, value: Any) -> None:
+    """A whole number of steps, or a share of all steps above 0 and below 1."""
+    between(name, value, 0, _MOST, above=True)
+    if value >= 1 and value != int(value):
+        raise ConfigError(f"{name} must be a whole number of steps, or a share of them below 1, got {shown(value)}")
+
+
+def _warmup(name: str, value: Any) -> None:
+    between(name, value, 0, MAX_STEPS)
+    if value >= 1 and value != int(value):
+        raise ConfigError(f"{name} must be a whole number of steps, or a share of them below 1, got {shown(value)}")
+
+
+def _names(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        text(name, value)
+    elif not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+        raise ConfigError(f"{name} must be a text or a list of texts, got {shown(value)}")
+
+
+def _mapping(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{name} must be a mapping, got {shown(value)}")
+
+
+def _mapping_or_file(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        _mapping(name, value)
+    else:
+        text(name, value)
+
+
+def _resume(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        text(name, value)
+
+
+def _folder(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ConfigError(
+            f"{name} must be the name of a folder, got {shown(value)}: the model, the ledger and the report go there"
+        )
+
+
+def _flag_or(words: Sequence[str], name: str, value: Any) -> None:
+    if not isinstance(value, bool) and value not in words:
+        raise ConfigError(f"{name} must be true, false or one of {', '.join(map(repr, words))}, got {shown(value)}")
+
+
+_FLAGS = (
+    *("average_tokens_across_devices", "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile"),
+    *("use_liger_kernel", "use_cache", "auto_find_batch_size", "logging_first_step", "log_on_each_node"),
+    *("logging_nan_inf_filter", "prediction_loss_only", "eval_on_start", "eval_do_concat_batches"),
+    *("eval_use_gather_object", "batch_eval_metrics", "save_only_model", "save_on_each_node", "enable_jit_checkpoint"),
+    *("push_to_hub", "hub_always_push", "load_best_model_at_end", "ignore_data_skip", "full_determinism", "use_cpu"),
+    *("restore_callback_states_from_checkpoint", "dataloader_drop_last", "dataloader_pin_memory", "do_train"),
+    *("dataloader_persistent_workers", "dataloader_in_order", "remove_unused_columns", "skip_memory_metrics"),
+    *("do_eval", "do_predict"),
+)
+_FLAGS_OR_NONE = (
+    *("tf32", "activation_checkpointing", "gradient_checkpointing", "disable_tqdm", "hub_private_repo"),
+    *("greater_is_better", "ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_static_graph"),
+)
+_TEXTS_OR_NONE = (
+    *("optim_args", "torch_compile_backend", "torch_compile_mode", "run_name", "trackio_space_id"),
+    *("trackio_bucket_id", "hub_token", "hub_model_id", "hub_revision", "metric_for_best_model"),
+)
+
+# Numbers and booleans, which TrainingArguments keeps as they are given.
+PLAIN: dict[str, Check] = {
+    **dict.fromkeys(_FLAGS, flag),
+    **dict.fromkeys(_FLAGS_OR_NONE, _or_none(flag)),
+    "per_device_train_batch_size": partial(integer, minimum=1, maximum=_MOST),
+    "per_device_eval_batch_size": partial(integer, minimum=1, maximum=_MOST),
+    "num_train_epochs": partial(between, least=0, most=MAX_EPOCHS, above=True),
+    "max_steps": _max_steps,
+    "learning_rate": partial(between, least=0, above=True),
+    "warmup_steps": _warmup,
+    "weight_decay": partial(between, least=0),
+    "adam_beta1": partial(between, least=0, most=1, below=True),
+    "adam_beta2": partial(between, least=0, most=1, below=True),
+    "adam_epsilon": partial(between, least=0, above=True),
+    "gradient_accumulation_steps": partial(integer, minimum=1, maximum=_MOST),
+    "max_grad_norm": partial(between, least=0),
+    "label_smoothing_factor": partial(between, least=0, most=1, below=True),
+    "neftune_noise_alpha": _or_none(partial(between, least=0)),
+    "torch_empty_cache_steps": _or_none(partial(integer, minimum=1, maximum=_MOST)),
+    "logging_steps": _steps_or_share,
+    "eval_steps": _or_none(_steps_or_share),
+    "eval_delay": partial(between, least=0),
+    "eval_accumulation_steps": _or_none(partial(integer, minimum=1, maximum=_MOST)),
+    "save_steps": _steps_or_share,
+    "save_total_limit": _or_none(partial(integer, minimum=1, maximum=_MOST)),
+    "seed": partial(integer, minimum=0, maximum=_MOST_SEED),
+    "data_seed": _or_none(partial(integer, minimum=0, maximum=_MOST_SEED)),
+    "dataloader_num_workers": partial(integer, minimum=0, maximum=1024),
+    "dataloader_prefetch_factor": _or_none(partial(integer, minimum=1, maximum=_MOST)),
+    "ddp_bucket_cap_mb": _or_none(partial(integer, minimum=1, maximum=_MOST)),
+    "ddp_timeout": partial(integer, minimum=1, maximum=_MOST),
+    "local_rank": partial(integer, minimum=-1, maximum=_MOST),
+}
+"""Name of a ``TrainingArguments`` attribute -> its check, where the attribute is the value that was given."""
+
+CHECKS: dict[str, Check] = {
+    **PLAIN,
+    **dict.fromkeys(_TEXTS_OR_NONE, _or_none(text)),
+    "output_dir": _folder,
+    "lr_scheduler_type": partial(choice, choices=_SCHEDULERS),
+    "lr_scheduler_kwargs": _or_none(_mapping),
+    "optim": text,
+    "optim_target_modules": _or_none(_names),
+    "activation_checkpointing_kwargs": _or_none(_mapping),
+    "gradient_checkpointing_kwargs": _or_none(_mapping),
+    "liger_kernel_config": _or_none(_mapping),
+    "logging_strategy": partial(choice, choices=_INTERVALS),
+    "eval_strategy": partial(choice, choices=_INTERVALS),
+    "save_strategy": partial(choice, choices=(*_INTERVALS, "best")),
+    "include_num_input_tokens_seen": partial(_flag_or, ("no", "all", "non_padding")),
+    "log_level": partial(choice, choices=_LOG_LEVELS),
+    "log_level_replica": partial(choice, choices=_LOG_LEVELS),
+    "report_to": _or_none(_names),
+    "project": text,
+    "trackio_static_space_id": lambda name, value: None if value is None or value is False else text(name, value),
+    "include_for_metrics": _or_none(_names),
+    "hub_strategy": partial(choice, choices=("end", "every_save", "checkpoint", "all_checkpoints")),
+    "accelerator_config": _or_none(_mapping_or_file),
+    "parallelism_config": _or_none(_mapping),
+    "dataloader_multiprocessing_context": _or_none(partial(choice, choices=("fork", "spawn", "forkserver"))),
+    "label_names": _or_none(_names),
+    "train_sampling_strategy": text,
+    "length_column_name": text,
+    "ddp_backend": _or_none(partial(choice, choices=_BACKENDS)),
+    "fsdp": lambda name, value: None if value is None or isinstance(value, bool) else _names(name, value),
+    "fsdp_config": _or_none(_mapping_or_file),
+    "deepspeed": _or_none(_mapping_or_file),
+    "debug": lambda name, value: None if value in (None, "") else _names(name, value),
+    "resume_from_checkpoint": _or_none(_resume),
+}
+"""Name in a recipe's ``train`` section -> its check."""
+
+
+def check_train(name: str, section: Any) -> None:
+    """Check every value of a ``train`` section by kind and by range.
+
+    A name that is not known here is left to `dpllm.training.arguments.training_arguments`, which knows the installed
+    version.
+
+    Args:
+        name: of the section, for the message.
+        section: names to values.
+
+    Raises:
+        ConfigError: it is not a mapping, or a value cannot be used.
+
+    >>> check_train("train", {"learning_rate": "1e-3"})
+    Traceback (most recent call last):
+    dpllm.config.values.ConfigError: train.learning_rate must be a finite number, got '1e-3' (str): it is in quotes, so
+    it is a text; write it without them
+    """
+    if not isinstance(section, Mapping) or not all(isinstance(key, str) for key in section):
+        raise ConfigError(f"{name} must be a mapping of TrainingArguments names to values, got {shown(section)}")
+    for key, value in section.items():
+        if key in CHECKS and (value is not None or key == "output_dir"):  # null: the default
+            CHECKS[key](f"{name}.{key}", value)
+
+
+def check_arguments(args: Any) -> None:
+    """Check the numbers and booleans of finished ``TrainingArguments``.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    for name, check in PLAIN.items():
+        if hasattr(args, name):
+            check(f"train.{name}", getattr(args, name))

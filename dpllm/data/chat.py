@@ -1,0 +1,120 @@
+"""Chat messages become token ids, with loss on what the assistant says.
+
+Place in the flow: a part of the tokenization. A template that marks the assistant's words itself (``{% generation %}``)
+decides which tokens are targets. For any other, the targets of an assistant's turn are what its message adds to the
+rendering of the messages before it (the opening of the turn, as in generation, is part of what comes before). A turn
+whose beginning is not rendered the same with and without the later messages carries no loss; some templates leave an
+earlier turn's reasoning out. Whatever follows the last assistant's turn is left out: it could not influence any loss.
+
+Some templates write the date of the day into the chat (Llama 3.2). They are given a fixed one (`TODAY`): rows must be
+the same on every process, and on the day on which a run is resumed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from dpllm.config import ConfigError
+from dpllm.data.labels import IGNORE
+from dpllm.data.records import DataError, check_chat
+
+# What a template, which is a program, can raise: its own refusals, and mistakes in it such as an endless loop.
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+TODAY = datetime(2024, 7, 26, tzinfo=UTC)
+"""The date that a chat template is told; Llama's own templates fall back on it."""
+_DIRECTIVES = [f"%{mark}{letter}" for letter in "aAbBcdDeFHIjmMpSTuUwxXyYzZ" for mark in ("-", "")]
+_MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def encode_chats(
+    chats: Sequence[Sequence[Mapping[str, Any]]], tokenizer: PreTrainedTokenizerBase, record_numbers: Sequence[int]
+) -> list[tuple[list[int], list[int]]]:
+    """Return input ids and labels of each chat, -100 everywhere but on the assistant's words.
+
+    Args:
+        chats: lists of messages with `role` and `content`.
+        tokenizer: a fast one with a chat template.
+        record_numbers: the chats' record numbers, for messages.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or isn't a fast one.
+        DataError: a message without role or content, or a chat the template refuses; names the record.
+    """
+    template = tokenizer.chat_template
+    if not template:
+        raise ConfigError(
+            "data.format='chat' needs a tokenizer with a chat template, and this one has none: set model.tokenizer to "
+            "that of the model's chat version, or use data.format='prompt_completion'"
+        )
+    if not tokenizer.is_fast:
+        raise ConfigError("data.format='chat' needs a fast tokenizer (one with tokenizer.json); this model has none")
+    cleaned = [_clean(chat, number) for chat, number in zip(chats, record_numbers, strict=True)]
+    marked = isinstance(template, str) and _MARKS_ASSISTANT.search(template) is not None
+    encode = _encode_marked if marked else _encode_unmarked
+    examples = []
+    for chat, number in zip(cleaned, record_numbers, strict=True):
+        try:
+            examples.append(encode(chat, tokenizer))
+        except _REFUSALS as error:
+            raise DataError(
+                f"record {number}: the chat template refuses these messages ({' '.join(str(error).split())}): correct "
+                "their roles or their order, or remove the record from the data before this run"
+            ) from error
+    return examples
+
+
+def _clean(chat: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Return the messages without the empty fields that a table adds to them."""
+    check_chat(chat, number)
+    return [{key: value for key, value in message.items() if value is not None} for message in chat]
+
+
+def _encode_marked(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    encoding: Any = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True, chat_template=_with_fixed_date(tokenizer)
+    )
+    ids, said = encoding["input_ids"], encoding["assistant_masks"]
+    return ids, [token if wanted else IGNORE for token, wanted in zip(ids, said, strict=True)]
+
+
+def _encode_unmarked(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    turns = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        ids = tokenizer(_render(messages, tokenizer), add_special_tokens=False, verbose=False)["input_ids"]
+        return ids, [IGNORE] * len(ids)
+    messages = messages[: turns[-1] + 1]
+    whole = _render(messages, tokenizer)
+    spans = []
+    for turn in turns:
+        before = _render(messages[:turn], tokenizer, opened=True) if turn else ""
+        through = _render(messages[: turn + 1], tokenizer)
+        if whole.startswith(before) and whole.startswith(through):
+            spans.append((len(before), len(through)))
+    encoding = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = encoding["input_ids"]
+    starts = [start for start, _ in encoding["offset_mapping"]]
+    said = [any(begin <= start < end for begin, end in spans) for start in starts]
+    return ids, [token if wanted else IGNORE for token, wanted in zip(ids, said, strict=True)]
+
+
+def _with_fixed_date(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the template with a macro in place of the function that tells the time; None: it does not ask for it."""
+    if "strftime_now" not in str(tokenizer.chat_template):
+        return None
+    replaced = "".join(f"|replace('{one}', '{TODAY.strftime(one)}')" for one in _DIRECTIVES)
+    # The empty expression keeps a line break with which the template may begin.
+    macro = f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}{{{{ '' }}}}"
+    return macro + str(tokenizer.get_chat_template())
+
+
+def _render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, opened: bool = False) -> str:
+    rendered = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=opened, chat_template=_with_fixed_date(tokenizer)
+    )
+    return str(rendered)

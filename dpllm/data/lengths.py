@@ -1,0 +1,201 @@
+"""How many tokens each row has, and whether every row can be trained on.
+
+Place in the flow: after `dpllm.data.tokenization`; microbatches are cut by these lengths. A `datasets.Dataset` is read
+as Arrow holds it, some thousand rows at a time, without a Python object per token or row.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dpllm.data.labels import IGNORE
+from dpllm.data.records import DataError
+
+_POSITIONS = re.compile(r"^(?!.*rel).*(?:wpe|pos)", re.IGNORECASE)  # names of tables of absolute positions
+_ROWS = 4096  # looked at together
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model can read. A row beyond it would end the run with an index error, after a step was charged."""
+
+    positions: int | None = None
+    """Tokens of a row at most, where the model looks positions up in a table; None: no table."""
+    tokens: int | None = None
+    """Entries of the table of input embeddings; None: unknown."""
+
+    @classmethod
+    def of(cls, model: Any) -> Limits:
+        """Read the limits from the model's own tables."""
+        tables = {
+            name: module
+            for name, module in model.named_modules()
+            if hasattr(module, "num_embeddings") and _POSITIONS.search(name.rpartition(".")[2])
+        }
+        rooms = [_room(module) for module in tables.values()]
+        try:
+            tokens = getattr(model.get_input_embeddings(), "num_embeddings", None)
+        except (AttributeError, NotImplementedError):
+            tokens = None
+        return cls(min(rooms) - _virtual_tokens(model) if rooms else None, tokens)
+
+
+def _room(table: Any) -> int:
+    """Positions that a table has: some models begin to count after the padding token, or at an offset."""
+    offset = getattr(table, "offset", None)
+    if not isinstance(offset, int):
+        offset = 0 if table.padding_idx is None else table.padding_idx + 1
+    return int(table.num_embeddings) - offset
+
+
+def _virtual_tokens(model: Any) -> int:
+    """Tokens that a prompt adapter puts before each row."""
+    configs = getattr(model, "peft_config", None) or {}
+    kinds = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT"}
+    chosen = (config for config in configs.values() if str(getattr(config.peft_type, "value", "")) in kinds)
+    return max((int(getattr(config, "num_virtual_tokens", 0) or 0) for config in chosen), default=0)
+
+
+def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) -> np.ndarray:
+    """Count the tokens of every row.
+
+    Args:
+        dataset: tokenized rows with ``input_ids``, and ``labels`` if they are not the input itself; a
+            `datasets.Dataset` or a sequence of dictionaries.
+        task: of `dpllm.config.ModelConfig`. For "causal_lm" and "seq2seq_lm" labels are checked as well.
+        limits: what the model can read. None: anything.
+
+    Returns:
+        (num_rows,) int32.
+
+    Raises:
+        DataError: a row without input, with labels that don't fit its input, without any target, or beyond the limits
+            of the model; the message gives the first such row.
+
+    >>> row_lengths([{"input_ids": [5, 6]}, {"input_ids": [7], "labels": [7]}], None).tolist()
+    [2, 1]
+    """
+    limits = limits or Limits()
+    lengths = np.empty(len(dataset), dtype=np.int32)
+    columns = _list_columns(dataset, task)
+    if columns is None:
+        for number in range(len(dataset)):
+            row = dataset[number]
+            if "input_ids" not in row:
+                raise DataError(f"row {number} has no input_ids; it has {', '.join(row)}: tokenize the records first")
+            _check(number, row["input_ids"], row.get("labels"), task)
+            _check_limits(number, row["input_ids"], limits)
+            lengths[number] = len(row["input_ids"])
+        return lengths
+    begin = 0
+    for table in columns.iter(batch_size=_ROWS):
+        ids = table["input_ids"].combine_chunks()
+        labels = table["labels"].combine_chunks() if "labels" in table.column_names else None
+        own = _counts(ids)
+        for place in np.flatnonzero(_suspect(own, labels, task) | _beyond(ids, own, limits))[:1]:
+            row = table.slice(place, 1).to_pylist()[0]
+            _check(begin + int(place), row["input_ids"] or [], row.get("labels"), task)
+            _check_limits(begin + int(place), row["input_ids"] or [], limits)
+        lengths[begin : begin + len(own)] = own
+        begin += len(own)
+    return lengths
+
+
+def _is_text(task: str | None) -> bool:
+    """Whether labels are tokens."""
+    return task in ("causal_lm", "seq2seq_lm")
+
+
+def _check(number: int, ids: Any, labels: Any, task: str | None) -> None:
+    """Refuse one row; what is said of all rows is said here."""
+    if len(ids) == 0:
+        raise DataError(f"row {number} has no input_ids: a row needs at least one token")
+    if getattr(ids, "ndim", 1) != 1 or isinstance(ids[0], list | tuple):
+        raise DataError(
+            f"the input_ids of row {number} are no list of token ids, but a list of lists: tokenize without "
+            "return_tensors, one text at a time or batched=True, or take the first of them"
+        )
+    if not _is_text(task) or labels is None:
+        return
+    if task == "causal_lm" and len(labels) != len(ids):
+        raise DataError(
+            f"row {number} has {len(labels)} labels for {len(ids)} input tokens: give one label per token, -100 where "
+            "no loss is wanted"
+        )
+    if all(label == IGNORE for label in labels[_shift(task) :]):
+        raise DataError(
+            f"row {number} has no target, all its labels are masked: give it one, or leave the record out before N is "
+            "counted"
+        )
+
+
+def _check_limits(number: int, ids: Any, limits: Limits) -> None:
+    """Refuse one row that the model can't read."""
+    if limits.positions is not None and len(ids) > limits.positions:
+        raise DataError(
+            f"row {number} has {len(ids)} tokens, but the model has positions for {limits.positions}: tokenize with "
+            "data.max_length of at most that, or take a model with more positions"
+        )
+    if limits.tokens is not None and len(ids) and not 0 <= min(map(int, ids)) <= max(map(int, ids)) < limits.tokens:
+        raise DataError(
+            f"row {number} has a token id outside 0..{limits.tokens - 1}, the model's table of embeddings: tokenize "
+            "with the model's own tokenizer, or resize the table before the private training"
+        )
+
+
+def _beyond(ids: Any, ids_of_row: np.ndarray, limits: Limits) -> np.ndarray:
+    """(rows,) whether `_check_limits` refuses a row."""
+    beyond = np.zeros(len(ids_of_row), dtype=bool)
+    if limits.positions is not None:
+        beyond |= ids_of_row > limits.positions
+    if limits.tokens is not None:
+        flat = ids.flatten().to_numpy(zero_copy_only=False)
+        bad = np.concatenate(([0], np.cumsum((flat < 0) | (flat >= limits.tokens))))
+        ends = np.cumsum(ids_of_row)
+        beyond |= bad[ends] > bad[ends - ids_of_row]
+    return beyond
+
+
+def _shift(task: str | None) -> int:
+    """How many labels at the beginning nothing predicts: in a causal model position t predicts token t + 1."""
+    return 1 if task == "causal_lm" else 0
+
+
+def _list_columns(dataset: Any, task: str | None) -> datasets.Dataset | None:
+    """The columns to look at, as Arrow lists; None where rows are made as they are read, or aren't lists."""
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+        return None
+    wanted = ("input_ids", "labels") if _is_text(task) else ("input_ids",)
+    columns = dataset.select_columns([name for name in wanted if name in dataset.column_names]).with_format("arrow")
+    kinds = [field.type for field in columns.features.arrow_schema]
+    lists = [kind for kind in kinds if pa.types.is_list(kind) or pa.types.is_large_list(kind)]
+    all_lists = len(lists) == len(kinds) and not any(pa.types.is_nested(kind.value_type) for kind in lists)
+    return columns if "input_ids" in columns.column_names and all_lists else None
+
+
+def _counts(lists: Any) -> np.ndarray:
+    """(rows,) entries of each list; 0 where there is none."""
+    return pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _suspect(ids_of_row: np.ndarray, labels: Any, task: str | None) -> np.ndarray:
+    """(rows,) whether `_check` refuses a row."""
+    suspect = ids_of_row == 0
+    if labels is None:
+        return suspect
+    labels_of_row = _counts(labels)
+    has_labels = labels.is_valid().to_numpy(zero_copy_only=False)
+    ends = np.cumsum(labels_of_row)
+    is_target = labels.flatten().to_numpy(zero_copy_only=False) != IGNORE
+    if _shift(task):
+        is_target[(ends - labels_of_row)[labels_of_row > 0]] = False
+        suspect |= has_labels & (labels_of_row != ids_of_row)
+    targets_before = np.concatenate(([0], np.cumsum(is_target)))
+    return suspect | has_labels & (targets_before[ends] == targets_before[ends - labels_of_row])

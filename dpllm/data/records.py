@@ -1,0 +1,510 @@
+"""Records from where they lie: a Hub data set, local files, or a corpus of a pip package.
+
+Place in the flow: first of the data stages; local files are read by `dpllm.data.readers`. A *record* is what the
+sequence level protects, so nothing here filters, deduplicates or reorders: the number of records is the N of the
+guarantee. What is wrong with a record is said here, before any training, by its number (counted from 0) and never with
+its text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from dpllm.config import ConfigError, DataConfig, PrivacyConfig, nearest
+from dpllm.data.corpora import BUILTIN
+from dpllm.data.readers import (
+    READERS,
+    content_hash,
+    files_of_folder,
+    read_tables,
+    refuse_equal_files,
+    refuse_mixed_kinds,
+)
+from dpllm.data.readers import DataError as DataError
+from dpllm.data.scratch import store
+from dpllm.data.units import UnitIndex
+
+PARQUET_BRANCH = "refs/convert/parquet"
+"""Where the Hub keeps the records of data sets that can't be read as they are."""
+
+HELD_OUT_SEED = 20240229
+"""Public constant that fixes which record numbers `eval_fraction` holds out."""
+
+MANY_COPIES = 0.01
+"""From this share of records that are exact copies of others on, the report has an open point."""
+
+_EMPTY = "empty data set: there is no record to train on; check path, split and limit"
+_SAME_RECORDS = 0.5  # of the held-out records: from this share on that is in the training data they are refused
+_LONG_ENOUGH = 20  # characters of a record that two people hardly write alike
+_NUMBER = re.compile("0|[1-9][0-9]{0,17}")
+_ROWS = 4096  # looked at together
+
+
+def required_columns(config: DataConfig) -> list[str]:
+    """Return the columns that a record must have for `config.format`.
+
+    >>> required_columns(DataConfig(path="x", max_length=8, format="classification", text_column="sentence"))
+    ['sentence', 'label']
+    """
+    return {
+        "text": [config.text_column],
+        "prompt_completion": [config.prompt_column, config.completion_column],
+        "chat": [config.messages_column],
+        "classification": [config.text_column, config.label_column],
+    }[config.format]
+
+
+def load_records(config: DataConfig) -> datasets.Dataset:
+    """Return the training records, one row each, unchanged and in their order.
+
+    Cells of CSV and TSV files are text; only the labels of a classification become whole numbers, strictly. Local files
+    are copied into a private folder of this process (`dpllm.data.scratch`), which goes with it.
+
+    Args:
+        config: where they are. `limit` keeps that many, from the first on.
+
+    Raises:
+        ConfigError: the path, split or builtin corpus doesn't exist or can't be reached.
+        DataError: no record, a missing column, a null, a column of the wrong kind, a file that can't be decoded, or two
+            equal files.
+    """
+    return _finish(_load(config.path, config, config.split), config, config.path, config.limit)
+
+
+def load_train_and_eval(
+    config: DataConfig, privacy: PrivacyConfig | None = None
+) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Return the training records and the held-out ones (None when the recipe names none).
+
+    Held-out records come from `eval_path`, from `eval_split`, or are a share `eval_fraction` of the training records,
+    chosen by record number with a public constant, before N is fixed: N counts the records that remain. At user level
+    whole users are held out, so that no held-out record is of a user that is trained on.
+
+    Args:
+        config: where the records are.
+        privacy: what a unit is. None: a record.
+
+    Raises:
+        ConfigError: as `load_records`; also `eval_split` of a local path without `eval_path`, or a held-out file or
+            split that is part of the training data.
+        DataError: as `load_records`; also a share that leaves no record on one side, or held-out records most of which
+            are training records.
+    """
+    if config.eval_path is not None:
+        _refuse_shared_files(config)
+    if config.eval_split is not None and config.eval_split == config.split:
+        raise ConfigError(
+            f"eval_split={config.eval_split!r} is the split that is trained on: name another split, or set "
+            "eval_fraction"
+        )
+    records = load_records(config)
+    _note_copies(records, config)
+    if config.eval_path is not None:
+        held_out = _finish(_load(config.eval_path, config, config.eval_split or "train"), config, config.eval_path)
+        _refuse_shared_records(records, held_out, config, config.eval_path)
+        return records, held_out
+    if config.eval_split is not None:
+        if config.path.startswith("builtin:") or _local_files(config.path):
+            raise ConfigError(
+                f"eval_split={config.eval_split!r} names a split of a Hub data set, but {config.path} is not one: "
+                "give the file with the held-out records as eval_path, or set eval_fraction"
+            )
+        source = f"{config.path} ({config.eval_split})"
+        held_out = _finish(_load(config.path, config, config.eval_split), config, source)
+        _refuse_shared_records(records, held_out, config, source)
+        return records, held_out
+    if config.eval_fraction == 0:
+        return records, None
+    units = _units_to_hold_out(records, config, privacy)
+    num_units = int(units.max()) + 1
+    num_held_out = max(1, round(config.eval_fraction * num_units))
+    if num_held_out >= num_units:
+        raise DataError(
+            f"eval_fraction={config.eval_fraction} of {num_units} {'users' if num_units < len(records) else 'records'} "
+            "leaves none to train on: lower it, or give eval_path"
+        )
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(num_units)
+    held_out = np.zeros(num_units, dtype=bool)
+    held_out[order[:num_held_out]] = True
+    return records.select(np.flatnonzero(~held_out[units])), records.select(np.flatnonzero(held_out[units]))
+
+
+def _units_to_hold_out(
+    records: datasets.Dataset, config: DataConfig, privacy: PrivacyConfig | None
+) -> NDArray[np.int64]:
+    """(num_records,): the unit of each record that is held out as a whole: its user, or the record itself."""
+    if privacy is None or privacy.unit != "user":
+        return np.arange(len(records))
+    column = str(privacy.unit_column)
+    check_column(records.column_names, column, config.path)
+    index = UnitIndex.from_ids(records[column], normalize=privacy.normalize_ids)
+    units = np.empty(len(records), dtype=np.int64)
+    rows, units_of_rows = index.rows_of(np.arange(index.num_units))
+    units[rows] = units_of_rows
+    return units
+
+
+def check_records(records: datasets.Dataset, config: DataConfig, source: str) -> None:
+    """Raise unless every record has what `config.format` needs.
+
+    Raises:
+        DataError: no record; a missing column (names those present and the nearest); a null (number of the first
+            record with one); a text column that doesn't hold text; a chat that is no list of messages.
+    """
+    if len(records) == 0:
+        raise DataError(f"{source}: {_EMPTY}")
+    for name in required_columns(config):
+        check_column(records.column_names, name, source)
+        column = records.with_format("arrow")[:][name]
+        if column.null_count:
+            first = pc.index(pc.is_null(column), True).as_py()
+            raise DataError(
+                f"{source}: column '{name}' has {column.null_count} nulls, the first in record {first}: fill them, or "
+                "remove these records from the data before this run"
+            )
+        if name == config.messages_column and config.format == "chat":
+            _check_chats(column, name, source)
+        elif not _is_text(column.type) and (config.format != "classification" or name != config.label_column):
+            raise DataError(f"{source}: column '{name}' holds {column.type}, but text is needed: store it as text")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _check_chats(column: pa.ChunkedArray, name: str, source: str) -> None:
+    kind = column.type
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not lists or not (pa.types.is_struct(kind.value_type) or pa.types.is_null(kind.value_type)):
+        raise DataError(
+            f"{source}: column '{name}' holds {kind}, but a chat is a list of {{role, content}}: store it so, or set "
+            "data.messages_column"
+        )
+    for start in range(0, len(column), _ROWS):
+        for number, chat in enumerate(column.slice(start, _ROWS).to_pylist(), start=start):
+            check_chat(chat, number)
+
+
+def check_chat(chat: Sequence[Mapping[str, Any] | None], number: int) -> None:
+    """Raise unless a chat is a list of messages, each with a role and a content that are text.
+
+    Raises:
+        DataError: gives the number of the record and of the message.
+    """
+    if not chat:
+        raise DataError(f"record {number}: the chat has no message: {_REMEDY}")
+    for position, message in enumerate(chat):
+        for key in ("role", "content"):
+            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
+                raise DataError(
+                    f"record {number}: message {position} has no '{key}' that is text; a chat is a list of "
+                    f"{{role, content}}: {_REMEDY}"
+                )
+
+
+def check_column(present: list[str], name: str, source: str) -> None:
+    """Raise `DataError` unless the column `name` is among those `present`."""
+    if name not in present:
+        raise DataError(
+            f"{source}: no column '{name}'{nearest(name, present) or '.'} It has the columns {', '.join(present)}"
+        )
+
+
+def sources_of(records: datasets.Dataset) -> dict[str, int]:
+    """Return the local files that records, or rows made of them, were read from: name -> number of records in it.
+
+    Empty for a data set that wasn't read from local files.
+    """
+    return dict(_notes(records).get("files", {}))
+
+
+def has_many_copies(records: datasets.Dataset) -> bool:
+    """Return whether more than `MANY_COPIES` of the records that were loaded are exact copies of others."""
+    return bool(_notes(records).get("copies", False))
+
+
+def keep_notes(records: datasets.Dataset, rows: datasets.Dataset, **more: Any) -> None:
+    """Give to `rows`, made of `records`, what was noted when these were loaded, and more."""
+    rows.info.description = json.dumps({**_notes(records), **more})
+
+
+def _notes(records: Any) -> dict[str, Any]:
+    """Return what this library has noted in the description of a data set."""
+    if isinstance(records, datasets.Dataset):
+        with contextlib.suppress(TypeError, ValueError):
+            found = json.loads(records.info.description)
+            return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _finish(records: datasets.Dataset, config: DataConfig, source: str, limit: int | None = None) -> datasets.Dataset:
+    if limit is not None:
+        records = records.select(range(min(limit, len(records))))
+    if config.format == "classification" and config.label_column in records.column_names:
+        records = _with_classes(records, config, source)
+    check_records(records, config, source)
+    return records
+
+
+def _with_classes(records: datasets.Dataset, config: DataConfig, source: str) -> datasets.Dataset:
+    """Turn labels that are text into class numbers: by the names in the recipe, or the decimal digits that they are.
+
+    Raises:
+        DataError: a label is neither; gives the number of the first such record.
+    """
+    name = config.label_column
+    feature, labels = records.features[name], records.with_format("arrow")[:][name]
+    names = config.class_names
+    if names is not None and isinstance(feature, datasets.ClassLabel) and feature.names != names:
+        raise DataError(
+            f"{source}: column '{name}' has the classes of its own file in another order or under other names than "
+            "data.class_names: give them as the file does"
+        )
+    if not _is_text(labels.type) or len(records) == 0:
+        return records
+    known = None if names is None else {text: number for number, text in enumerate(names)}
+    classes: list[int | None] = []
+    for number, label in enumerate(labels.to_pylist()):
+        if label is None:
+            classes.append(None)
+        elif known is not None and label in known:
+            classes.append(known[label])
+        elif known is None and _NUMBER.fullmatch(label):
+            classes.append(int(label))
+        else:
+            need = "is none of data.class_names" if known else "is text and no class number"
+            raise DataError(
+                f"{source}: the label of record {number} (column '{name}') {need}: write the classes as 0, 1, 2, ..., "
+                "or name them all, in order, as data.class_names"
+            )
+    notes, order = records.info.description, records.column_names
+    numbered = records.remove_columns(name).add_column(name, pa.array(classes, pa.int64()).to_pylist())
+    numbered = numbered.select_columns(order)
+    numbered.info.description = notes
+    return numbered
+
+
+def _note_copies(records: datasets.Dataset, config: DataConfig) -> None:
+    """Note whether many records say exactly what another says."""
+    prints = _fingerprints(records, config)
+    copies = len(prints) - len(np.unique(prints))
+    if copies > MANY_COPIES * len(records):
+        keep_notes(records, records, copies=True)
+
+
+def _fingerprints(records: datasets.Dataset, config: DataConfig) -> np.ndarray:
+    """Return one number for each record that says enough for two people not to have written it alike."""
+    names = required_columns(config)
+    found: list[int] = []
+    for table in records.select_columns(names).with_format("arrow").iter(batch_size=_ROWS):
+        columns = [table[name].to_pylist() for name in names]
+        for cells in zip(*columns, strict=True):
+            text = cells[0] if len(cells) == 1 and isinstance(cells[0], str) else json.dumps(cells)
+            if len(text) >= _LONG_ENOUGH:
+                found.append(hash(text))
+    return np.array(found, dtype=np.int64)
+
+
+def _refuse_shared_records(
+    records: datasets.Dataset, held_out: datasets.Dataset, config: DataConfig, source: str
+) -> None:
+    """Raise when most of the held-out records are training records, whatever file they come from."""
+    others = np.unique(_fingerprints(held_out, config))
+    shared = int(np.isin(others, _fingerprints(records, config)).sum())
+    if len(others) and shared >= _SAME_RECORDS * len(others):
+        raise DataError(
+            f"{source}: {shared} of {len(others)} different held-out records are training records, so nothing is held "
+            "out: give records that are not in data.path, or set eval_fraction"
+        )
+
+
+def _refuse_shared_files(config: DataConfig) -> None:
+    """Raise when a held-out file is a training file, or a copy of one.
+
+    Raises:
+        ConfigError: names both.
+    """
+    trained, held_out = (
+        [] if path.startswith("builtin:") else [Path(file) for file in _local_files(path)]
+        for path in (config.path, str(config.eval_path))
+    )
+    by_size = {file.stat().st_size for file in trained}
+    hashes: dict[bytes, Path] = {}
+    for file in held_out:
+        same = next((other for other in trained if os.path.samefile(file, other)), None)
+        if same is None and file.stat().st_size in by_size:
+            hashes = hashes or {content_hash(other): other for other in trained}
+            same = hashes.get(content_hash(file))
+        if same is not None:
+            raise ConfigError(
+                f"eval_path={config.eval_path}: {file} is part of data.path={config.path} (as {same}), so it would be "
+                "trained on: move it out of that folder, or name the training files alone by a pattern"
+            )
+
+
+def _load(path: str, config: DataConfig, split: str) -> datasets.Dataset:
+    if path.startswith("builtin:"):
+        corpus = path.removeprefix("builtin:")
+        if corpus not in BUILTIN:
+            raise ConfigError(f"unknown corpus {path!r}{nearest(corpus, BUILTIN) or '.'} Known: {', '.join(BUILTIN)}")
+        return datasets.Dataset.from_list(BUILTIN[corpus]())
+    files = _local_files(path)
+    if files:
+        return _load_local(path, files, split, config.encoding)
+    return _load_hub(path, config.name, split)
+
+
+def _local_files(path: str) -> list[str]:
+    """Return the files that a local path means; none when it is a Hub name."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        if (place / "state.json").is_file() and (place / "dataset_info.json").is_file():
+            raise ConfigError(
+                f"{path}: a data set that save_to_disk wrote. Write its records as one file: "
+                "datasets.load_from_disk(path).to_parquet('records.parquet')"
+            )
+        found = [str(file) for file in files_of_folder(place, READERS)]
+        if not found:
+            raise ConfigError(f"{path}: the folder has no file that ends in {', '.join(READERS)}")
+        return found
+    if place.is_file():
+        return [str(place)]
+    if glob.has_magic(path):
+        found = sorted(file for file in glob.glob(str(place), recursive=True) if os.path.isfile(file))
+        if not found:
+            raise ConfigError(f"{path}: no file matches this pattern")
+        return found
+    if place.suffix in READERS or path.startswith((".", "/", "~")):
+        raise ConfigError(f"{path}: no such file or folder (seen from {os.getcwd()})")
+    return []
+
+
+def _load_local(path: str, files: list[str], split: str, encoding: str) -> datasets.Dataset:
+    endings = sorted({Path(file).suffix for file in files})
+    if len(endings) > 1:
+        raise ConfigError(
+            f"{path}: files of different kinds ({', '.join(endings)}): name one kind, such as {path}/*.csv"
+        )
+    if endings[0] not in READERS:
+        raise ConfigError(f"{path}: can't read files that end in '{endings[0]}'; known: {', '.join(READERS)}")
+    places = [Path(file) for file in files]
+    refuse_equal_files(places, path)
+    counts: dict[str, int] = {}
+    try:
+        records = store(_tables(places, encoding, counts))
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise DataError(
+            f"{path}: its files hold different kinds of values in one column: {_one_line(error)}: write the column in "
+            "one form in all files"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path}: can't be read or copied to the private folder: {_one_line(error)}") from error
+    if records is None:
+        raise DataError(f"{path}: {_EMPTY}")
+    keep_notes(records, records, files=counts)
+    # A local path has one split; it takes the name the recipe asks for, so that a path can take a Hub name's place.
+    name = re.split(r"[\[+]", split)[0].strip() or "train"
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(records)})
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"data.split={split!r} is no part of {path}: {_one_line(error)}") from error
+    refuse_overlap(split, {name: len(records)})
+    whole = len(parts) == 1 and (parts[0].from_ or 0, parts[0].to) in ((0, None), (0, len(records)))
+    if whole:
+        return records
+    return records.select([row for part in parts for row in range(part.from_ or 0, _end(part.to, len(records)))])
+
+
+def _end(to: int | None, size: int) -> int:
+    return size if to is None else to
+
+
+def refuse_overlap(split: str, sizes: Mapping[str, int]) -> None:
+    """Make sure that the parts of a split have no record in common, which would count as two and be protected less.
+
+    Args:
+        split: as in a recipe, such as ``train[:10%]+train[90%:]``.
+        sizes: number of records by the name of the split; a part of another one is taken to be the whole of it.
+
+    Raises:
+        ConfigError: two parts overlap.
+
+    >>> refuse_overlap("train[:10%]+train[90%:]+test", {"train": 50, "test": 9})
+    """
+    sizes = {**{part.partition("[")[0].strip(): 1 for part in split.split("+")}, **sizes}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(dict(sizes))
+    spans = sorted((part.splitname, part.from_ or 0, _end(part.to, sizes[part.splitname])) for part in parts)
+    for (name, _, end), (other, begin, last) in itertools.pairwise(spans):
+        if name == other and begin < end and begin < last:
+            raise ConfigError(
+                f"data.split={split!r} takes record {begin} of {name!r} twice: it would count as two records, each "
+                "protected by itself, and be protected half as well. Write parts that do not overlap"
+            )
+
+
+def _tables(files: list[Path], encoding: str, counts: dict[str, int]) -> Iterator[pa.Table]:
+    """Yield the tables of all files, and count the records of each under its path within their common folder."""
+    kinds: dict[str, dict[str, Path]] = {}
+    common = os.path.commonpath([file.parent for file in files])
+    for file in files:
+        name = os.path.relpath(file, common)
+        counts[name] = 0
+        for table in read_tables(file, encoding):
+            for field in table.schema:
+                refuse_mixed_kinds(field.name, kinds.setdefault(field.name, {}), file, field.type)
+            counts[name] += table.num_rows
+            yield table
+
+
+def _load_hub(path: str, name: str | None, split: str) -> datasets.Dataset:
+    mask = os.umask(0o077)  # the copies that `datasets` leaves in its cache are for their owner only
+    try:
+        try:
+            return _without_overlap(datasets.load_dataset(path, name, split=split), split)
+        except RuntimeError as error:
+            if "scripts are no longer supported" not in str(error):
+                raise
+            # An old data set that is a program: the Hub keeps its records as Parquet files on a branch of their own.
+            found = datasets.load_dataset(path, data_dir=name, split=split, revision=PARQUET_BRANCH)
+            return _without_overlap(found, split)
+    except ConfigError:
+        raise
+    except (datasets.exceptions.DatasetsError, RuntimeError, ValueError, OSError) as error:
+        offline = " (HF_HUB_OFFLINE is set: only data sets already in the cache are found)"
+        raise ConfigError(
+            f"data set {path!r} (name={name!r}, split={split!r}) can't be loaded from the Hub"
+            f"{offline if datasets.config.HF_HUB_OFFLINE else ''}: {_one_line(error)}. "
+            "Check the name, or give a local file or folder as data.path"
+        ) from error
+    finally:
+        os.umask(mask)
+
+
+def _without_overlap(records: datasets.Dataset, split: str) -> datasets.Dataset:
+    """Return a Hub's data set, whose parts were made sure to have no record in common."""
+    sizes = {str(name): info.num_examples for name, info in (records.info.splits or {}).items() if info.num_examples}
+    if "+" in split:
+        refuse_overlap(split, sizes)
+    return records
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".")
+
+
+_REMEDY = "fill it in, or remove it from the data before this run"

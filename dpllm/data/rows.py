@@ -1,0 +1,235 @@
+"""What the training loop needs of the data: which rows are a unit, and rows as padded tensors.
+
+Place in the flow: the door of the data stages. `dpllm.data.records` loads, `dpllm.data.tokenization` makes rows, and
+this module ties rows to units and to tensors; the names a user needs of all three can be imported from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from dpllm.config import DataConfig, PrivacyConfig
+from dpllm.data.labels import IGNORE
+from dpllm.data.records import DataError as DataError
+from dpllm.data.records import check_column
+from dpllm.data.records import load_records as load_records
+from dpllm.data.records import load_train_and_eval as load_train_and_eval
+from dpllm.data.records import sources_of as sources_of
+from dpllm.data.tokenization import RECORD
+from dpllm.data.tokenization import tokenization_info as tokenization_info
+from dpllm.data.tokenization import tokenize_records as tokenize_records
+from dpllm.data.tokenization import train_tokenizer as train_tokenizer
+from dpllm.data.units import UnitIndex
+
+# Columns that a tokenizer leaves when it cuts a text into several rows.
+_PIECES = ("overflow_to_sample_mapping", "overflowing_tokens", "num_truncated_tokens")
+
+
+def unit_index_of(dataset: Any, privacy: PrivacyConfig, rng: np.random.Generator | None = None) -> UnitIndex:
+    """Return which rows belong to which unit; the number of units is the same for records and for their rows.
+
+    Sequence level: rows with the same `record` are a unit; where that column is absent a row is a unit. User level:
+    rows with the same id in `privacy.unit_column`, `max_rows_per_unit` of each at most.
+
+    Args:
+        dataset: records, or tokenized rows, as a `datasets.Dataset` or a sequence of dictionaries.
+        privacy: what a unit is.
+        rng: where the rows that a user keeps are drawn, with ``rows_kept="random"``:
+            `dpllm.mechanism.sampling.secret_rng`, the same on every process. None: the first ones are taken, which
+            gives the same numbers of rows and users.
+
+    Raises:
+        DataError: empty data set, no column `unit_column`, or rows that are pieces of longer texts and do not say
+            of which record.
+        ValueError: an id is missing (names the row).
+
+    >>> rows = [{"input_ids": [1, 2], "record": 0}, {"input_ids": [3], "record": 0}, {"input_ids": [4], "record": 1}]
+    >>> unit_index_of(rows, PrivacyConfig(clip_norm=1, expected_batch_size=1, noise_multiplier=1)).num_units
+    2
+    """
+    if len(dataset) == 0:
+        raise DataError("empty data set: there is no record to train on; check path, split and limit")
+    present = list(dataset.column_names if isinstance(dataset, datasets.Dataset) else dataset[0])
+    if privacy.unit == "user":
+        column = str(privacy.unit_column)  # PrivacyConfig requires it for users
+        check_column(present, column, "privacy.unit_column")
+        draw = rng if privacy.rows_kept == "random" else None
+        ids = _column(dataset, column)
+        return UnitIndex.from_ids(ids, privacy.max_rows_per_unit, draw, privacy.normalize_ids, column)
+    _refuse_pieces(dataset, present)
+    if "input_ids" in present and RECORD in present:  # in raw records a column of that name is the user's own
+        return UnitIndex.from_ids(_column(dataset, RECORD), column=RECORD)
+    return UnitIndex.one_row_per_unit(len(dataset))
+
+
+def _refuse_pieces(dataset: Any, present: Sequence[str]) -> None:
+    """Refuse rows of which several may be pieces of one record, where no column says which."""
+    marks = [name for name in _PIECES if name in present]
+    if marks and RECORD not in present:
+        raise DataError(
+            f"The column '{marks[0]}' says that a tokenizer cut long texts into several rows, and no column '{RECORD}' "
+            "says which rows belong together: each piece would count as a unit, and a record would be protected less "
+            f"than stated. Add a column '{RECORD}' with the number of each row's text, or tokenize with "
+            "dpllm.data.rows.tokenize_records"
+        )
+    if isinstance(dataset, datasets.Dataset):
+        return
+    lacking = [number for number in range(len(dataset)) if (RECORD in dataset[number]) != (RECORD in present)]
+    if lacking and "input_ids" in dataset[lacking[0]]:
+        raise DataError(
+            f"Some rows have a column '{RECORD}' and others do not; the first that differs from row 0 is row "
+            f"{lacking[0]}. Give it to all of them: rows of one record are one unit"
+        )
+
+
+def num_labels_of(records: datasets.Dataset, config: DataConfig) -> int | None:
+    """Return the number of classes that the recipe names, or a Hub data set's schema; None where neither does.
+
+    The classes are never counted in the labels themselves: that number would depend on the private records. The schema
+    in a local file doesn't count either: whoever wrote it may have collected the names from the labels.
+    """
+    if config.class_names is not None:
+        return len(config.class_names)
+    feature = records.features.get(config.label_column)
+    if not isinstance(feature, datasets.ClassLabel) or sources_of(records):
+        return None
+    return feature.num_classes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCollator:
+    """Pads rows to the longest of them.
+
+    Called with a list of B rows, it returns `input_ids` (B, T), `attention_mask` (B, T) and `labels`: (B, T), padded
+    with -100, or (B,) for a classifier. For "seq2seq_lm" the labels have a length of their own. A row without `labels`
+    is its own target ("causal_lm"). Columns other than these and `token_type_ids` are left out.
+
+    >>> rows = [{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}]
+    >>> batch = RowCollator(pad_token_id=0)(rows)
+    >>> batch["input_ids"].tolist(), batch["labels"].tolist()
+    ([[5, 6], [7, 0]], [[-100, 6], [7, -100]])
+    """
+
+    pad_token_id: int
+    """Token that fills the end of short rows; neither attention nor loss sees it."""
+    task: str = "causal_lm"
+    """"causal_lm", "sequence_classification" or "seq2seq_lm"."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Collate B rows.
+
+        Raises:
+            DataError: no row, a row without `input_ids`, or labels of a length other than the input's.
+        """
+        if not rows:
+            raise DataError("no row to collate: a batch needs at least one row (a padding row where nothing was drawn)")
+        ids = [_list(row, "input_ids") for row in rows]
+        masks = [
+            _list(row, "attention_mask") if "attention_mask" in row else [1] * len(own)
+            for row, own in zip(rows, ids, strict=True)
+        ]
+        batch = {"input_ids": _pad(ids, self.pad_token_id), "attention_mask": _pad(masks, 0)}
+        if "token_type_ids" in rows[0]:
+            batch["token_type_ids"] = _pad([_list(row, "token_type_ids") for row in rows], 0)
+        if self.task == "sequence_classification":
+            name = "label" if "label" in rows[0] else "labels"
+            batch["labels"] = torch.tensor([_class(row, name) for row in rows])
+        else:
+            triples = zip(rows, ids, masks, strict=True)
+            batch["labels"] = _pad([self._labels(n, *triple) for n, triple in enumerate(triples)], IGNORE)
+        return batch
+
+    def _labels(self, number: int, row: Mapping[str, Any], ids: list[int], mask: list[int]) -> list[int]:
+        if "labels" not in row and self.task == "causal_lm":
+            return [token if seen else IGNORE for token, seen in zip(ids, mask, strict=True)]
+        labels = _list(row, "labels")
+        if self.task == "causal_lm" and len(labels) != len(ids):
+            raise DataError(
+                f"row {number} of the batch has {len(labels)} labels for {len(ids)} input tokens: give one label per "
+                "token, -100 where no loss is wanted"
+            )
+        return labels
+
+
+@dataclass(frozen=True)
+class PackedCollator:
+    """Lays rows end to end, without padding; for causal language models.
+
+    Called with a list of B rows of N tokens together, it returns `input_ids` (1, N), `position_ids` (1, N), which begin
+    anew with each row, `labels` (1, N), with each row's first masked, and what the attention is told of the rows
+    (transformers' ``FlashAttentionKwargs``): `cu_seq_lens_q` and `cu_seq_lens_k` (B + 1,), where each row begins and
+    the last one ends, and the longest row, `max_length_q` and `max_length_k`. The loss per row is then
+    `dpllm.packed_sequence_loss`. A row without `labels` is its own target.
+
+    >>> batch = PackedCollator()([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
+    >>> batch["input_ids"].tolist(), batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist()
+    ([[5, 6, 7, 8, 9]], [[0, 1, 0, 1, 2]], [0, 2, 5])
+    """
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Collate B rows.
+
+        Raises:
+            DataError: no row, a row without tokens, with masked tokens or token types, or with labels of a length other
+                than the input's.
+        """
+        padded = RowCollator(pad_token_id=0)(rows)
+        seen_BT = padded["attention_mask"].bool()
+        lengths = [len(_list(row, "input_ids")) for row in rows]
+        if min(lengths) == 0 or seen_BT.sum(1).tolist() != lengths or "token_type_ids" in padded:
+            raise DataError(
+                "a row has no token, masked tokens or token types, and rows can't be packed with them: leave padding "
+                "and token types out of the rows, or set pack_rows to false"
+            )
+        labels_BT = padded["labels"]
+        labels_BT[:, 0] = IGNORE
+        boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        positions_BT = torch.arange(max(lengths)).expand(len(rows), -1)
+        return {
+            "input_ids": padded["input_ids"][seen_BT][None],
+            "position_ids": positions_BT[seen_BT][None],
+            "labels": labels_BT[seen_BT][None],
+            "cu_seq_lens_q": boundaries,
+            "cu_seq_lens_k": boundaries,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+        }
+
+
+def _column(dataset: Any, name: str) -> Sequence[Any]:
+    """A column, without a Python object per row where it is of whole numbers and none is missing."""
+    if not isinstance(dataset, datasets.Dataset):
+        values = [dataset[number].get(name) for number in range(len(dataset))]
+        return [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]
+    column = dataset.select_columns([name]).with_format("arrow")[:][name]
+    if pa.types.is_integer(column.type) and column.null_count == 0:
+        return column.to_numpy()
+    return list(column.to_pylist())
+
+
+def _list(row: Mapping[str, Any], name: str) -> list[int]:
+    if name not in row:
+        raise DataError(f"a row has no '{name}'; it has {', '.join(row) or 'no column'}: tokenize the records first")
+    value = row[name]
+    return value.tolist() if hasattr(value, "tolist") else list(value)
+
+
+def _class(row: Mapping[str, Any], name: str) -> int:
+    if name not in row:
+        raise DataError(f"a row has no '{name}'; it has {', '.join(row)}: a classifier needs the class of each row")
+    return int(row[name])
+
+
+def _pad(rows: list[list[int]], value: int) -> Tensor:
+    padded = torch.full((len(rows), max(map(len, rows))), value, dtype=torch.long)
+    for position, row in enumerate(rows):
+        padded[position, : len(row)] = torch.tensor(row, dtype=torch.long)
+    return padded

@@ -1,0 +1,319 @@
+"""Records become rows of token ids and labels.
+
+Place in the flow: after the records are loaded, before units are sampled. A record becomes one row, or several
+(`long_records: split`), and never none, so N is the same before and after. Every row carries the number of its record.
+What would leave a record without any target is an error here, before training, that names the record.
+
+Labels follow the convention of transformers: the input ids themselves, -100 where no loss is wanted, not shifted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from datasets.utils import tqdm
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from dpllm.config import ConfigError, DataConfig
+from dpllm.data.chat import encode_chats
+from dpllm.data.labels import IGNORE
+from dpllm.data.records import DataError, check_column, check_records, keep_notes
+from dpllm.data.scratch import store
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BYTES = 1 << 20  # of text that is encoded together: as lists its tokens take some ten times as much
+_PIECE_ROWS = 256
+
+RECORD = "record"
+"""Column of a tokenized data set: the number of the record that a row was made from."""
+
+TASKS_OF_FORMAT = {
+    "text": ("causal_lm",),
+    "prompt_completion": ("causal_lm", "seq2seq_lm"),
+    "chat": ("causal_lm",),
+    "classification": ("sequence_classification",),
+}
+
+Example = tuple[list[int], Any]
+"""Input ids of a whole record, and its labels: a list, or the class of a classifier."""
+
+
+def tokenize_records(
+    records: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    keep: Sequence[str] = (),
+    task: str = "causal_lm",
+    num_labels: int | None = None,
+) -> datasets.Dataset:
+    """Return the rows of all records, in the order of the records.
+
+    How a record is read: *text*, with the end-of-sequence token after it (and a beginning one where the tokenizer
+    puts one), loss on every token; *prompt_completion*, the two joined without anything between them, loss on the
+    completion and the end-of-sequence token; *chat*, through the chat template, loss on the assistant's turns
+    (`dpllm.data.chat`); *classification*, the text as the tokenizer encodes it.
+
+    A record longer than `max_length` is truncated: its end goes first, but what precedes the first target (a prompt)
+    gives way down to half of the row, from its beginning, so that targets always remain. With `long_records: split` it
+    becomes consecutive rows instead; each starts with the last token of the one before, so every target is predicted
+    once. Rows of a split record without a target (a long prompt) are left out: they have no loss.
+
+    Args:
+        records: one record per row.
+        tokenizer: as loaded by `dpllm.models.load.load_tokenizer`.
+        config: format, columns, `max_length`, `long_records`.
+        keep: columns of `records` that every row takes along, such as the user's id.
+        task: "causal_lm", "sequence_classification" or "seq2seq_lm" (labels are then the completion by itself).
+        num_labels: number of classes; labels outside 0..num_labels-1 are refused. None: only negative ones are.
+
+    Returns:
+        Columns `input_ids`, `labels`, `record`, and those kept. `tokenization_info` says how many were cut.
+
+    Raises:
+        ConfigError: format, task and `long_records` don't go together, or `max_length` exceeds the tokenizer's.
+        DataError: what `check_records` refuses; a record without a target; a label that is no class.
+    """
+    _check_request(tokenizer, config, task)
+    check_records(records, config, "records")
+    for name in keep:
+        check_column(records.column_names, name, "records")
+        if name in ("input_ids", "labels", RECORD):
+            raise ConfigError(f"column '{name}' can't be kept: a tokenized row has a column of that name; rename it")
+    maker = _RowMaker(tokenizer, config, task, num_labels)
+
+    def rows_of(batch: dict[str, list[Any]], record_numbers: list[int]) -> dict[str, list[Any]]:
+        out: dict[str, list[Any]] = {name: [] for name in ("input_ids", "labels", RECORD, *keep)}
+        examples = maker.encode(batch, record_numbers)
+        for position, (number, example) in enumerate(zip(record_numbers, examples, strict=True)):
+            for ids, labels in maker.rows(example, number):
+                out["input_ids"].append(ids)
+                out["labels"].append(labels)
+                out[RECORD].append(number)
+                for name in keep:
+                    out[name].append(batch[name][position])
+        return out
+
+    schema = _features(records, keep, task).arrow_schema
+    tables = (
+        pa.Table.from_pydict(rows_of(piece.to_pydict(), numbers), schema=schema) for piece, numbers in _pieces(records)
+    )
+    rows = store(tables)
+    assert rows is not None, "a record has at least one row"
+    info = {
+        "records": len(records),
+        "rows": len(rows),
+        "records_truncated": maker.counts["truncated"],
+        "records_split": maker.counts["split"],
+        "max_length": config.max_length,
+    }
+    keep_notes(records, rows, tokenization=info)
+    logger.info("tokenized %s", info)
+    return rows
+
+
+def _pieces(records: datasets.Dataset) -> Iterator[tuple[pa.Table, list[int]]]:
+    """Yield the records and their numbers, at most `_PIECE_BYTES` together: token lists take many times their text."""
+    start = 0
+    columns = records.with_format("arrow")
+    for table in tqdm(columns.iter(batch_size=_PIECE_ROWS), "tokenizing", -(-len(records) // _PIECE_ROWS)):
+        begin = 0
+        while begin < len(table):
+            count = len(table) - begin
+            while count > 1 and table.slice(begin, count).nbytes > _PIECE_BYTES:
+                count //= 2
+            yield table.slice(begin, count), list(range(start, start + count))
+            begin, start = begin + count, start + count
+
+
+def _features(records: datasets.Dataset, keep: Sequence[str], task: str) -> datasets.Features:
+    integer = datasets.Value("int32")
+    return datasets.Features(
+        {
+            "input_ids": datasets.List(integer),
+            "labels": integer if task == "sequence_classification" else datasets.List(integer),
+            RECORD: datasets.Value("int64"),
+            **{name: records.features[name] for name in keep},
+        }
+    )
+
+
+def tokenization_info(rows: datasets.Dataset) -> dict[str, int]:
+    """Return what `tokenize_records` did: records, rows, records_truncated, records_split, max_length.
+
+    The counts are properties of the private text; ε doesn't cover them when they are written out.
+
+    Raises:
+        DataError: the data set wasn't made by `tokenize_records`.
+    """
+    try:
+        return dict(json.loads(rows.info.description)["tokenization"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError("this data set was not made by tokenize_records, so nothing is known of its making") from error
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer on *public* text; it can write any text.
+
+    It puts ``<s>`` before a text; ``</s>`` ends one, ``<pad>`` fills up.
+
+    Guarantee: none. A vocabulary reveals the words of its text, so private text must not come in here.
+
+    Args:
+        texts: the public text.
+        vocab_size: entries at most (fewer when the text is too small for more).
+        max_length: tokens of a row at most, for `model_max_length`.
+
+    References:
+        Sennrich, Haddow, Birch: Neural Machine Translation of Rare Words with Subword Units (ACL 2016).
+
+    >>> tokenizer = train_tokenizer(["a rose is a rose is a rose"], vocab_size=270, max_length=32)
+    >>> tokenizer.decode(tokenizer("a rose €").input_ids)
+    '<s>a rose €'
+    """
+    special = ["<pad>", "<s>", "</s>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", special.index("<s>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=max_length,
+    )
+
+
+def _check_request(tokenizer: PreTrainedTokenizerBase, config: DataConfig, task: str) -> None:
+    if task not in TASKS_OF_FORMAT[config.format]:
+        raise ConfigError(
+            f"data.format={config.format!r} doesn't go with model.task={task!r}; it goes with "
+            f"{' and '.join(TASKS_OF_FORMAT[config.format])}"
+        )
+    if config.long_records == "split" and task != "causal_lm":
+        raise ConfigError(f"long_records='split' is for causal_lm; a {task} takes long_records='truncate'")
+    if config.max_length > tokenizer.model_max_length:
+        raise ConfigError(
+            f"data.max_length={config.max_length} exceeds the {tokenizer.model_max_length} tokens that the model's "
+            "tokenizer allows: lower it"
+        )
+
+
+class _RowMaker:
+    """Encodes records and cuts them into rows; counts what it cut."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, task: str, num_labels: int | None
+    ) -> None:
+        self.tokenizer, self.config, self.task, self.num_labels = tokenizer, config, task, num_labels
+        self.counts: Counter[str] = Counter()
+        # What the tokenizer puts around every text by itself, seen on a text that is no special token.
+        around = self._ids(["a"])[0]
+        special = set(tokenizer.all_special_ids)
+        self.head = around[:1] if around[0] in special else []
+        self.tail = around[-1:] if around[-1] in special and len(around) > 1 else []
+        self.eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def _ids(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        encoding = self.tokenizer(
+            texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
+        )
+        return encoding["input_ids"]
+
+    def encode(self, batch: dict[str, list[Any]], record_numbers: list[int]) -> list[Example]:
+        """Return one whole example per record."""
+        config = self.config
+        if config.format == "chat":
+            return encode_chats(batch[config.messages_column], self.tokenizer, record_numbers)
+        if config.format == "classification":
+            labels = zip(batch[config.label_column], record_numbers, strict=True)
+            classes = [self._class(label, number) for label, number in labels]
+            return list(zip(self._ids(batch[config.text_column]), classes, strict=True))
+        if config.format == "text":
+            ending = [] if self.tail else self.eos
+            texts = [ids + ending for ids in self._ids(batch[config.text_column])]
+            return [(ids, ids) for ids in texts]
+        prompts = self._ids(batch[config.prompt_column])
+        if self.task == "seq2seq_lm":
+            return list(zip(prompts, self._ids(batch[config.completion_column]), strict=True))
+        prompts = [ids[: len(ids) - len(self.tail)] for ids in prompts]
+        completions = [ids + self.eos for ids in self._ids(batch[config.completion_column], add_special_tokens=False)]
+        return [(p + c, [IGNORE] * len(p) + c) for p, c in zip(prompts, completions, strict=True)]
+
+    def rows(self, example: Example, number: int) -> Iterator[Example]:
+        """Yield the rows of a record: at least one, none without a target."""
+        ids, labels = example
+        limit = self.config.max_length
+        if self.task != "causal_lm":
+            if len(ids) > limit or (self.task == "seq2seq_lm" and len(labels) > limit):
+                self.counts["truncated"] += 1
+                ids, labels = self._cut(ids), self._cut(labels) if self.task == "seq2seq_lm" else labels
+            if not ids or labels == []:
+                raise DataError(f"record {number} is empty, so there is nothing to learn from it: {_REMEDY}")
+            yield ids, labels
+            return
+        if not _has_target(labels):
+            raise DataError(
+                f"record {number}: all labels are masked or there is nothing to predict (it has {len(ids)} tokens). A "
+                f"text needs two tokens, a chat an answer by the assistant: {_REMEDY}"
+            )
+        if len(ids) <= limit:
+            yield ids, labels
+        elif self.config.long_records == "split":
+            self.counts["split"] += 1
+            for start in range(0, len(ids) - 1, limit - 1):
+                row = labels[start : start + limit]
+                if _has_target(row):
+                    yield ids[start : start + limit], ([IGNORE] if start else row[:1]) + row[1:]
+        else:
+            self.counts["truncated"] += 1
+            yield self._truncate(ids, labels)
+
+    def _truncate(self, ids: list[int], labels: list[int]) -> Example:
+        limit = self.config.max_length
+        first = next(position for position, label in enumerate(labels) if label != IGNORE)
+        kept = min(first, max(limit - (len(ids) - first), limit // 2))
+        head = self.head if kept < first and kept > len(self.head) and ids[:1] == self.head else []
+        start = first - kept + len(head)
+        return (head + ids[start:])[:limit], ([IGNORE] * len(head) + labels[start:])[:limit]
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        """Cut to `max_length`, the closing token of the tokenizer kept."""
+        limit = self.config.max_length
+        return ids if len(ids) <= limit else ids[: limit - len(self.tail)] + self.tail
+
+    def _class(self, label: Any, number: int) -> int:
+        if isinstance(label, bool) or not isinstance(label, int):
+            raise DataError(
+                f"record {number}: the label is {type(label).__name__}, but a class is a whole number: write the "
+                "classes of the data as 0, 1, 2, ..."
+            )
+        if label < 0 or (self.num_labels is not None and label >= self.num_labels):
+            bound = "at least 0" if self.num_labels is None else f"one of 0..{self.num_labels - 1} (model.num_labels)"
+            raise DataError(f"record {number}: the label must be {bound}; correct the label or model.num_labels")
+        return int(label)
+
+
+_REMEDY = "fill it in, or remove it from the data before this run"
+
+
+def _has_target(labels: list[int]) -> bool:
+    """Whether a token is predicted; the first of a row never is, nothing stands before it."""
+    return any(label != IGNORE for label in labels[1:])

@@ -1,0 +1,130 @@
+"""Checksums of the bits of tensors: whether two processes, or two moments, hold the same weights.
+
+Place in the flow: below `dpllm.engines.replicas`, which compares processes, and `dpllm.training.checks.watch`, which
+compares steps. The bits of all entries, as integers of at most 32 bits, are multiplied by fixed random odd integers of
+64 bits and added up modulo 2^64. A difference in one integer is always seen; others escape with a chance of 2^-32 at
+most, and nothing needs a tolerance. Integers of 64 bits would not do: half of all multiples of a flipped highest bit,
+which is the sign of a float64, are 0 modulo 2^64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_BLOCK = {"cpu": 1 << 15}  # integers multiplied at a time, so that a core's cache holds the products
+_LARGE_BLOCK = 1 << 22  # elsewhere, where launches cost: 32 MiB of products, and as much for the random integers
+_STEP = 0x5851F42D4C957F2D  # an odd number: a block's place in the sequence counts
+_MODULUS = 2**64
+_WORD = 4  # bytes
+_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+class Checksum:
+    """Of tensors as they are now; computed on their devices, read later, so that nothing waits for a GPU.
+
+    Args:
+        tensors: of which this process holds a replica; of a sharded one its own shard.
+    """
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        """Queue the computation on each device."""
+        self._sums: dict[torch.device, Tensor] = {}
+        self._count = 0
+        pending: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for block in _blocks(tensors):
+            waiting = pending.setdefault((block.device, block.dtype), [])
+            if sum(len(one) for one in waiting) + len(block) > _size(block.device):
+                self._take(waiting)
+                waiting.clear()
+            waiting.append(block)
+        for waiting in pending.values():
+            self._take(waiting)
+
+    def _take(self, blocks: list[Tensor]) -> None:
+        if not blocks:
+            return
+        bits = (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).to(torch.int64, copy=True)
+        self._count += len(bits)
+        added = bits.mul_(_odd_integers(bits.device)[: len(bits)]).sum()
+        before = self._sums.get(bits.device)
+        self._sums[bits.device] = added if before is None else before * _STEP + added
+
+    def value(self) -> int:
+        """The checksum, 0 <= value < 2^64; waits for the devices."""
+        return values([self])[0]
+
+
+def values(checksums: Sequence[Checksum]) -> list[int]:
+    """The value of each; reads every device once.
+
+    >>> first, second, third = torch.zeros(9), torch.zeros(9), torch.zeros(9).index_fill_(0, torch.tensor(4), 1e-30)
+    >>> one, same, other = values([Checksum([tensor]) for tensor in (first, second, third)])
+    >>> one == same, one == other
+    (True, False)
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for checksum in checksums:
+        for device, total in checksum._sums.items():
+            by_device.setdefault(device, []).append(total)
+    read = {device: iter(torch.stack(totals).tolist()) for device, totals in by_device.items()}
+    found = []
+    for checksum in checksums:
+        value = checksum._count
+        for device in checksum._sums:
+            value = (value * _STEP + next(read[device])) % _MODULUS
+        found.append(value)
+    return found
+
+
+def pieces(tensor: Any) -> Iterator[Tensor]:
+    """The plain tensors of this process that hold a tensor's values.
+
+    Args:
+        tensor: it may be sharded, quantized, not loaded, or None.
+    """
+    if tensor is None or tensor.is_meta:
+        return
+    shard = getattr(tensor, "ds_tensor", None)  # ZeRO-3 gathers the parameter from it, and empties it again
+    if shard is not None:
+        if shard.numel() and not shard.is_meta:
+            yield shard
+    elif isinstance(tensor, DTensor):
+        yield from pieces(tensor.to_local())
+    elif hasattr(tensor, "__tensor_flatten__"):  # made of several tensors
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from pieces(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _blocks(tensors: Iterable[Any]) -> Iterator[Tensor]:
+    """The entries of this process as flat integers, in blocks."""
+    for tensor in tensors:
+        for piece in pieces(tensor):
+            piece = piece.detach()
+            flat = (torch.view_as_real(piece) if piece.is_complex() else piece).flatten()
+            integers = flat.view(_AS_INTEGER[flat.element_size()])
+            width = integers.element_size()
+            if width < _WORD and len(integers) * width % _WORD == 0:  # as words: fewer to multiply
+                if integers.storage_offset() * width % _WORD:
+                    integers = integers.clone()
+                integers = integers.view(torch.int32)
+            yield from integers.split(_size(integers.device))
+
+
+def _size(device: torch.device) -> int:
+    return _BLOCK.get(device.type, _LARGE_BLOCK)
+
+
+@functools.cache
+def _odd_integers(device: torch.device) -> Tensor:
+    """(block,) int64: random, odd, public, the same on every process."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-(2**62), 2**62, (_size(device),), generator=generator, dtype=torch.int64)
+    return (numbers * 2 + 1).to(device)

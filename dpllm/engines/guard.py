@@ -1,0 +1,201 @@
+"""A guard at run time: what reaches the optimizer in the first step is the private sum, and nothing else.
+
+An engine may change under a release of somebody else's library: hooks that no longer fire, a rescaling by default, a
+mean where a sum was. Such a run trains as well as ever and its ε is untrue. The guard therefore looks at the gradients
+that the innermost optimizer is about to use (a public hook of ``torch.optim.Optimizer``) and compares them with what
+the private step handed in:
+
+* their sum of all entries, which every correct way of adding and sharding preserves, must be that of the clipped sums
+  and the noise that the processes handed in, up to rounding;
+* their norm must lie between those that U clipped units and the noise allow: within C·U of σC·sqrt(P);
+* their norm must be the one that the engine left for the optimizer, which nothing may have touched since.
+
+An engine that doesn't form the total itself (DeepSpeed) is asked for what it holds, parameter by parameter, and
+compared by `Projections`. Nothing of all this is written out unless it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpllm.engines.optimizers import innermost
+from dpllm.engines.processes import Processes
+
+# Rounding of sums in float32, over microbatches and processes; gradients in bfloat16 are allowed their own.
+_TOLERANCE = 1e-4
+_TAIL = 8.0  # P(| ||z|| - sqrt(P) | > 8) < 1e-13 for standard normal z
+_SAME = 1e-6  # two ways of adding up the squares of the same numbers in float64
+
+
+class UpdateError(RuntimeError):
+    """What reached the optimizer is not the private sum. Nothing of this run may be released."""
+
+
+def _refusal(what: str, seen: float, expected: str) -> UpdateError:
+    return UpdateError(
+        f"What reaches the optimizer is not the private sum: its {what} is {seen:.6g}, expected {expected}. Something "
+        "between private_step() and the optimizer added to it, rescaled it, or left it out (gradient clipping, a loss "
+        "scaler, hooks of the engine that no longer fire, a second backward pass). Nothing of this run may be "
+        "released; remove what does it, or use another engine (accelerate_configs/)"
+    )
+
+
+class UpdateGuard:
+    """Checks the first update of a run.
+
+    Args:
+        optimizer: the optimizer as the engine knows it; wrappers are looked through.
+        processes: the processes of the run.
+        replicas: how many processes hold the same gradient entries (1: every entry has one owner).
+        at_once: the optimizer makes the whole update in one call, so it can be stopped before it. Otherwise the
+            engine calls `verify` right after the update.
+    """
+
+    def __init__(self, optimizer: Any, processes: Processes, replicas: int, at_once: bool = True) -> None:
+        """Attach to the innermost optimizer."""
+        self._processes, self._replicas, self._at_once = processes, replicas, at_once
+        self._handed_in = self._expected = 0.0
+        self._left: float | None = None
+        self._seen = [0.0, 0.0]  # sum of entries, sum of squares
+        self._seen_eps = 0.0
+        self._limits: tuple[float, float] | None = None
+        self._scale = 1.0
+        self.done = False
+        self._handle = innermost(optimizer).register_step_pre_hook(self._before_update)
+
+    @contextlib.contextmanager
+    def handing_in(self, total: Tensor) -> Iterator[None]:
+        """Note what the block adds to a sum that is handed to the engine."""
+        if self.done:
+            yield
+            return
+        before = float(total.sum(dtype=torch.float64))
+        yield
+        self._handed_in += float(total.sum(dtype=torch.float64)) - before
+
+    def leave(self, grad: Tensor) -> None:
+        """Note a finished gradient that the engine leaves for the optimizer; this process's part of it."""
+        if not self.done:
+            self._left = (self._left or 0.0) + float(grad.detach().double().square().sum())
+
+    def expect(self, num_units: float, num_entries: int, clip_norm: float, noise_stddev: float, scale: float) -> None:
+        """Say what a private update looks like.
+
+        Args:
+            num_units: U, of all processes, in this step.
+            num_entries: P, trainable entries of the model.
+            clip_norm: C.
+            noise_stddev: σC.
+            scale: what the engine multiplies the noisy sum by.
+        """
+        if self.done:
+            return
+        noise, signal = math.sqrt(num_entries), clip_norm * num_units
+        lowest = noise_stddev * max(noise - _TAIL, 0.0) - signal
+        highest = noise_stddev * (noise + _TAIL) + signal
+        self._limits, self._scale = (lowest, highest), scale
+        (self._expected,) = self._processes.sum([self._handed_in])
+
+    def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if self.done:  # the hook stays: PyTorch goes through its hooks at this moment, and others may follow
+            return
+        if self._at_once:
+            self._seen = [0.0, 0.0]
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._see(parameter.grad)
+        if self._at_once:
+            self.verify()
+
+    def _see(self, grad: Any) -> None:
+        local = grad.to_local() if hasattr(grad, "to_local") else grad
+        wide = local.detach().double()
+        self._seen = [self._seen[0] + float(wide.sum()), self._seen[1] + float(wide.square().sum())]
+        self._seen_eps = max(self._seen_eps, torch.finfo(local.dtype).eps)
+
+    def verify(self) -> None:
+        """Compare what the optimizer saw with what was handed in; if they match, the guard disables itself.
+
+        Raises:
+            UpdateError: they differ, on every process; and again at every further attempt.
+        """
+        if self.done:
+            return
+        if self._limits is None:
+            raise UpdateError(
+                "The optimizer was stepped before private_step() had handed anything to it. Call private_step() first, "
+                "and optimizer.step() after it."
+            )
+        seen_sum, seen_square, left = self._processes.sum([*self._seen, self._left or 0.0])
+        total = seen_sum / (self._scale * self._replicas)
+        norm = math.sqrt(seen_square / self._replicas) / self._scale
+        tolerance = max(_TOLERANCE, 2.5 * max(self._processes.gather(self._seen_eps)))
+        lowest, highest = self._limits
+        margin = tolerance * (norm + highest)
+        if not lowest - margin <= norm <= highest + margin:
+            raise _refusal("norm", norm, f"between {max(lowest, 0.0):.6g} and {highest:.6g}")
+        if not abs(total - self._expected) <= tolerance * max(norm, abs(lowest), 1e-30):
+            raise _refusal("sum of all entries", total, f"{self._expected:.6g}")
+        if self._left is not None and not abs(seen_square - left) <= _SAME * left:
+            raise _refusal("norm", norm, f"{math.sqrt(left / self._replicas) / self._scale:.9g}")
+        self.done = True
+
+    def remove(self) -> None:
+        """Take the hook off the optimizer."""
+        self._handle.remove()
+
+
+class Projections:
+    """Compares gradients that an engine added up out of sight with what was handed in, parameter by parameter.
+
+    Each is projected on a vector of random signs, the same on every process; a projection is linear, so those of what
+    was handed in add up to that of the total. A deviation of norm d shows as a number of size d, whatever its
+    direction.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        """Start with nothing handed in."""
+        self._processes = processes
+        self._handed_in: dict[int, float] = {}
+
+    def hand_in(self, number: int, total: Tensor) -> None:
+        """Add this process's share of the sum of one parameter, known by its number."""
+        self._handed_in[number] = self._handed_in.get(number, 0.0) + _project(number, total)
+
+    def verify(self, wholes: Iterator[tuple[int, Tensor]]) -> float:
+        """Compare with the totals that the engine holds.
+
+        Args:
+            wholes: every parameter's number and whole total, the same on all processes, undone of any scaling.
+
+        Returns:
+            The sum of their squares.
+
+        Raises:
+            UpdateError: one differs by more than rounding.
+        """
+        names = sorted(self._handed_in)
+        expected = dict(zip(names, self._processes.sum([self._handed_in[n] for n in names]), strict=True))
+        square, found = 0.0, {}
+        for number, whole in wholes:
+            found[number] = _project(number, whole)
+            square += float(whole.detach().double().square().sum())
+        for number, value in expected.items():
+            seen = found.get(number, 0.0)
+            if not abs(seen - value) <= _TOLERANCE * max(math.sqrt(square), abs(value)):
+                raise _refusal(f"projection of parameter {number}", seen, f"{value:.6g}")
+        return square
+
+
+def _project(number: int, tensor: Tensor) -> float:
+    generator = torch.Generator(tensor.device).manual_seed(number)
+    signs = torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device, dtype=torch.int8)
+    return float(((2 * signs - 1) * tensor.detach()).sum(dtype=torch.float64))

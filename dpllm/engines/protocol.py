@@ -1,0 +1,53 @@
+"""How a model is spread over processes, as far as a step has to know: the protocol of all engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from dpllm.engines.guard import UpdateGuard
+from dpllm.engines.processes import Processes
+
+
+class Engine(Protocol):
+    """How a model is spread over processes, as far as a step has to know.
+
+    Attributes:
+        processes: all processes of the run.
+        guard: checks what reaches the optimizer in the first step.
+        unfinished: a step was begun and hasn't ended; set by `private_step`.
+        lockstep: forward passes, or `collect` before the last microbatch, communicate, so that every process has to
+            run the same number of microbatches.
+    """
+
+    processes: Processes
+    guard: UpdateGuard
+    unfinished: bool
+    lockstep: bool
+
+    def collect(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        add_to: Callable[[nn.Parameter, Tensor], None],
+        *,
+        last: bool,
+        scale: float,
+    ) -> None:
+        """Take one microbatch's sums from every process.
+
+        Args:
+            parameters: the trainable parameters by name, in the same order on every process.
+            add_to: adds this process's share of one parameter's sum to a tensor of the parameter's full shape, in the
+                accumulation dtype; called once per parameter.
+            last: whether this is the last microbatch of the step. After it, each owner holds the total over
+                microbatches and processes times ``scale``, exactly added up: no mean, no clipping, no rounding before
+                the sum is complete.
+            scale: a public constant.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Update the parameters where the engine does that by itself; the caller's ``optimizer.step()`` otherwise."""
+        ...

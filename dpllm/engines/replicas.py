@@ -1,0 +1,148 @@
+"""The weights that several processes hold are compared, so that replicas are seen to be one.
+
+Place in the flow: below the engines, used by `dpllm.training.step` in every step and by `dpllm.training.run` when a
+model is attached. The bound on a step rests on all processes computing the same function: otherwise the sum depends on
+which process a unit was dealt to. Weights drift apart without any error, for instance by another learning rate on one
+process, an edit on one process, or an optimizer with randomness of its own. Replicas are therefore compared by the bits
+of all entries (`dpllm.engines.checksums`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dpllm.engines.checksums import Checksum
+from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
+
+
+class Replicas:
+    """The trainable weights of all processes before a step.
+
+    Args:
+        parameters: the trainable parameters by name.
+        processes: all processes of the run.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], processes: Processes) -> None:
+        """Queue the checksum; in a single process there is nothing to compare."""
+        self._several = processes.size > 1
+        self._place = _place(parameters.values(), processes) if self._several else 0
+        self._checksum = Checksum(_replicated(parameters.values()) if self._several else ())
+
+    def numbers(self) -> list[float]:
+        """What `check` needs from every process: which shards it holds, and their checksum; each exact in float64."""
+        value = self._checksum.value()
+        return [float(self._place), float(value >> 32), float(value & 0xFFFFFFFF)]
+
+    @staticmethod
+    def check(everywhere: Sequence[Sequence[float]], step: int) -> None:
+        """Make sure that processes which hold the same shards hold the same bits.
+
+        Args:
+            everywhere: the numbers of every process, in the order of the ranks.
+            step: which step this is, counted from 1.
+
+        Raises:
+            DisagreementError: they differ; the same error on every process.
+        """
+        if differing(everywhere):
+            raise DisagreementError(
+                f"The trainable weights differ between processes before step {step} "
+                f"({told_by_rank([_shown(one) for one in everywhere])}), so a unit's gradient would depend on the "
+                f"process it was dealt to, and the bound on the sum with it. Step {step} is charged, and nothing of it "
+                "reaches the weights. Give every process the same optimizer, learning rate and scheduler, change "
+                "weights on all of them alike, and use no optimizer with randomness of its own on each process; then "
+                "resume from a checkpoint"
+            )
+
+
+def check_before_saving(
+    parameters: Mapping[str, nn.Parameter], processes: Processes, error: Exception | None = None
+) -> None:
+    """Make sure that the weights which are to be saved are those of every replica; all processes call this together.
+
+    The last update of a run has no step after it that would find a difference.
+
+    Args:
+        parameters: the trainable parameters by name.
+        processes: all processes of the run.
+        error: what this process found before, which all processes then raise.
+
+    Raises:
+        DisagreementError: replicas differ; the same error on every process.
+        Exception: an ``error`` of the first process that has one.
+    """
+    here = Replicas(parameters, processes)
+    everywhere = processes.gather_numbers([*here.numbers(), float(error is not None)])
+    processes.raise_found(error, [one[-1] for one in everywhere])
+    if differing([one[:-1] for one in everywhere]):
+        raise DisagreementError(
+            "The trainable weights differ between processes after the last update "
+            f"({told_by_rank([_shown(one) for one in everywhere])}), so the model that one of them saves is not the "
+            "model that was trained. Nothing is saved. Give every process the same optimizer, learning rate and "
+            "scheduler, and change weights on all of them alike; then resume from a checkpoint"
+        )
+
+
+def differing(everywhere: Sequence[Sequence[float]]) -> bool:
+    """Whether two processes with the same first number differ in the others."""
+    first_of: dict[float, Sequence[float]] = {}
+    return any(list(first_of.setdefault(one[0], one)) != list(one) for one in everywhere)
+
+
+def _shown(numbers: Sequence[float]) -> str:
+    return f"{int(numbers[1]):08x}{int(numbers[2]):08x}"
+
+
+def check_model(model: nn.Module, processes: Processes) -> None:
+    """Make sure that all processes hold one model: parameters, also frozen ones, and buffers.
+
+    Raises:
+        DisagreementError: replicas differ; on every process.
+    """
+    if processes.size == 1:
+        return
+    parameters = list(model.parameters())
+    mine = [float(_place(parameters, processes))]
+    for tensors in (_replicated(parameters), [buffer for buffer in model.buffers() if not isinstance(buffer, DTensor)]):
+        value = Checksum(tensors).value()
+        mine += [float(value >> 32), float(value & 0xFFFFFFFF)]
+    everywhere = processes.gather_numbers(mine)
+    for what, at in (("parameters", 1), ("buffers", 3)):
+        chosen = [[one[0] if at == 1 else 0.0, *one[at : at + 2]] for one in everywhere]
+        if differing(chosen):
+            raise DisagreementError(
+                f"The processes hold different {what} ({told_by_rank([_shown(one) for one in chosen])}), frozen ones "
+                "included, so a unit's gradient would depend on the process it was dealt to. Load the same weights on "
+                "every process, and change them before accelerator.prepare()"
+            )
+
+
+def _replicated(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Parameters that several processes may hold.
+
+    The partitions of ZeRO-3 have one owner each; its small parameters, which it keeps whole everywhere, have several.
+    """
+    # Detached, they are plain tensors: their values count, not the partitions that ZeRO-3 keeps beside them.
+    return [p.detach() for p in parameters if not hasattr(p, "ds_id") or _is_kept_whole(p)]
+
+
+def _is_kept_whole(parameter: Any) -> bool:
+    return bool(getattr(parameter, "ds_persist", False)) and parameter.numel() == parameter.ds_numel
+
+
+def _place(parameters: Iterable[Tensor], processes: Processes) -> int:
+    """A number that processes have in common which hold the same shard of every parameter; 0 without shards."""
+    coordinates = []
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            here = parameter.device_mesh.get_coordinate() or [processes.rank]
+            coordinates.append([at for at, p in zip(here, parameter.placements, strict=False) if p.is_shard()])
+    if not any(coordinates):
+        return 0
+    return int.from_bytes(hashlib.sha256(repr(coordinates).encode()).digest()[:6], "little")

@@ -1,0 +1,106 @@
+"""Weights that are not finite are neither trained, saved nor released.
+
+Place in the flow: `DPTrainer` looks before training, at every save and at the end, and at each step's count of units
+without a finite gradient. A unit whose gradient is not finite contributes zero (`dpllm.mechanism.clipping`), so a model
+that yields nothing else would be trained on noise only, and the loss would be logged as 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dpllm.engines.processes import Processes
+
+
+class NonfiniteError(ValueError):
+    """Weights, or all gradients of a step, are NaN or infinite."""
+
+
+def require_finite(model: nn.Module, processes: Processes, when: str) -> None:
+    """Make sure that every parameter is finite; called by all processes together.
+
+    Costs one pass over the weights that this process holds, and one read from each device.
+
+    Args:
+        model: any module, also a sharded one: each process looks at its own shards.
+        processes: all of them; where one finds a value that is not finite, all raise.
+        when: the beginning of the sentence, such as "the model to train has".
+
+    Raises:
+        NonfiniteError: with the first parameter's name.
+    """
+    found = _first_nonfinite(model)
+    if not processes.any(found is not None):
+        return
+    name = next(name for name in processes.gather(found) if name is not None)
+    raise NonfiniteError(
+        f"{when} weights that are NaN or infinite ({name}). Such a model learns nothing but noise and cannot be "
+        "released. Check the weights it starts from and the learning rate; use bf16 or float32 in place of float16. To "
+        "go on, resume from an earlier checkpoint with a lower train.learning_rate"
+    )
+
+
+def _first_nonfinite(model: nn.Module) -> str | None:
+    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        values = _local(parameter)
+        if values.is_floating_point() and values.numel() and values.device.type != "meta":
+            # A sum is as wide as its terms, so a float16 model could overflow it; the extremes cannot.
+            low, high = torch.aminmax(values.detach().reshape(-1))
+            finite = torch.isfinite(low) & torch.isfinite(high)
+            by_device.setdefault(values.device, []).append((name, finite))
+    for entries in by_device.values():
+        flags = torch.stack([finite for _, finite in entries]).tolist()
+        for (name, _), finite in zip(entries, flags, strict=True):
+            if not finite:
+                return name
+    return None
+
+
+def _local(parameter: Any) -> Tensor:
+    """Return the entries of a parameter that this process holds."""
+    shard = getattr(parameter, "ds_tensor", None)  # DeepSpeed's ZeRO-3
+    if shard is not None:
+        return shard
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class NonfiniteSteps:
+    """Ends a run whose units yield nothing but gradients that are not finite.
+
+    Args:
+        expected: units that a step is expected to draw.
+    """
+
+    def __init__(self, expected: int) -> None:
+        """No unit was seen."""
+        self._enough = max(2, expected // 2)
+        self._in_a_row = 0
+
+    def look(self, num_units: int, num_nonfinite: int, step: int) -> None:
+        """Look at one step's counts, over all processes.
+
+        A single unit may be at fault itself, so as many units in a row as half a batch are needed, in one step or more.
+
+        Args:
+            num_units: units that took part.
+            num_nonfinite: those without a finite gradient.
+            step: its number, for the message.
+
+        Raises:
+            NonfiniteError: no unit has had a finite gradient for that long.
+        """
+        if num_nonfinite < num_units:
+            self._in_a_row = 0
+            return
+        self._in_a_row += num_units
+        if self._in_a_row >= self._enough:
+            raise NonfiniteError(
+                f"All {self._in_a_row} units up to step {step} have a gradient that is NaN or infinite, so this run "
+                "trains on noise only. Check the weights it starts from, compute_loss_func and the learning rate; use "
+                "bf16 or float32 in place of float16; then start in a new train.output_dir. The steps stay charged"
+            )

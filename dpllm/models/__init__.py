@@ -1,0 +1,1 @@
+"""Reading a pretrained model, refusing one that is not sound, and a loss per row."""

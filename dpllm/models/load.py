@@ -1,0 +1,315 @@
+"""The model and the tokenizer that a recipe names, ready to be trained.
+
+Place in the flow: beside the data. A model comes from the Hub, from a folder, or fresh from a configuration; then the
+recipe says what of it is trained: everything, LoRA factors, or everything but some frozen parameters. Whether each
+trainable part can be clipped exactly is checked later, where the hooks are attached.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from dpllm.config import ConfigError, ModelConfig, nearest
+from dpllm.data.tokenization import train_tokenizer
+from dpllm.models.loading import check_adapter_names, load_pretrained, not_loaded, one_line
+from dpllm.models.padding import align_padding
+from dpllm.models.starting_point import DATA_DRIVEN_INIT
+
+AUTO_MODEL = {
+    "causal_lm": AutoModelForCausalLM,
+    "sequence_classification": AutoModelForSequenceClassification,
+    "seq2seq_lm": AutoModelForSeq2SeqLM,
+}
+_CLASSES: dict[str, Any] = {
+    "causal_lm": MODEL_FOR_CAUSAL_LM_MAPPING,
+    "sequence_classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "seq2seq_lm": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+}
+PEFT_TASK = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "seq2seq_lm": "SEQ_2_SEQ_LM"}
+DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
+
+# What transformers raises for a configuration from which no model can be built.
+_UNBUILDABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, StrictDataclassError)
+
+
+def load_tokenizer(model: ModelConfig, public_texts: Iterable[str] | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a recipe; a missing padding token becomes the end-of-sequence token.
+
+    Args:
+        model: `tokenizer_vocab_size` trains one on `public_texts`; otherwise `tokenizer`, or the model's own, is
+            loaded.
+        public_texts: public text, never private: a vocabulary reveals the words of its text.
+
+    Raises:
+        ConfigError: it can't be loaded, none is named, or there is no public text to train one on.
+    """
+    if model.tokenizer_vocab_size is not None:
+        if public_texts is None:
+            raise ConfigError(
+                "model.tokenizer_vocab_size trains a tokenizer on public text, but the recipe has no public_pretrain "
+                "section: add one, or name a tokenizer with model.tokenizer"
+            )
+        return train_tokenizer(public_texts, model.tokenizer_vocab_size, _max_positions(model))
+    name = model.tokenizer or model.name
+    if name is None:
+        raise ConfigError(
+            "a model made from model.config has no tokenizer of its own: give model.tokenizer (load one) or "
+            "model.tokenizer_vocab_size (train one on the public text)"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except MemoryError:
+        raise
+    except Exception as error:  # any: tokenizers raises Exception itself for a file that it cannot read; all refuse
+        raise not_loaded("tokenizer", name, error) from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ConfigError(
+                f"the tokenizer {name!r} has neither a padding nor an end-of-sequence token: set one in it"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, num_labels: int | None = None
+) -> PreTrainedModel | PeftModel:
+    """Return the model of a recipe, with its adapters and frozen parameters: `prepare_model` of `load_base_model`.
+
+    Args:
+        model: the recipe's section.
+        tokenizer: as loaded by `load_tokenizer`.
+        num_labels: number of classes where `model.num_labels` is not given, such as `dpllm.data.rows.num_labels_of`.
+
+    Raises:
+        ConfigError: as the two functions.
+    """
+    return prepare_model(load_base_model(model, tokenizer, num_labels), model)
+
+
+def load_base_model(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, num_labels: int | None = None
+) -> PreTrainedModel:
+    """Return the model without adapters, every parameter trainable.
+
+    Raises:
+        ConfigError: it can't be loaded; an unknown key or a bad value in `model.config`; a classifier whose number of
+            classes is nowhere said; a vocabulary smaller than the tokenizer's; tied weights that can't be (un)tied.
+    """
+    labels: dict[str, int] = {}
+    if model.task == "sequence_classification":
+        known = model.num_labels or num_labels
+        if known is None:
+            raise ConfigError(
+                "the number of classes is not known: set model.num_labels, or name the classes as data.class_names. "
+                "They are public facts; neither the private labels nor the schema of a private file is counted"
+            )
+        labels = {"num_labels": known}
+    if model.config is not None:
+        base = _from_config(model, tokenizer, labels)
+    else:
+        new_head = model.task == "sequence_classification"
+        base = load_pretrained(AUTO_MODEL[model.task], str(model.name), new_head, dtype=DTYPES[model.dtype], **labels)
+        _set_tying(base, model)
+    table: Any = base.get_input_embeddings().weight
+    rows = int(getattr(table, "ds_shape", table.shape)[0])  # ZeRO-3 keeps a partitioned table's shape there
+    if rows < len(tokenizer):
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding only {rows}: use the model's own "
+            "tokenizer"
+        )
+    align_padding(base, tokenizer)
+    return base
+
+
+def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedModel | PeftModel:
+    """Return the model of a recipe without weights, on the meta device, with its adapters and frozen parameters.
+
+    Only its configuration is read: ``model.config``, or the config.json of ``model.name``.
+
+    Args:
+        model: the recipe's section.
+        num_labels: number of classes where `model.num_labels` is not given; None: two, to build it at all.
+
+    Raises:
+        ConfigError: no model can be built from the configuration, or the adapters or patterns do not fit it.
+    """
+    labels = {"num_labels": model.num_labels or num_labels or 2} if model.task == "sequence_classification" else {}
+    dtype = torch.float32 if model.dtype == "auto" else DTYPES[model.dtype]
+    where = "model.config" if model.config is not None else f"the config.json of the model {model.name!r}"
+    try:
+        with torch.device("meta"):
+            if model.config is not None:
+                kind, arguments = config_arguments(model)
+                if model.tokenizer_vocab_size is not None:
+                    arguments.setdefault("vocab_size", model.tokenizer_vocab_size)
+                config = AutoConfig.for_model(kind, **{**arguments, **labels})
+            else:
+                config = AutoConfig.from_pretrained(str(model.name), **labels)
+            base = _without_weights(model.task, config, dtype)
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise not_loaded("model", str(model.name), error) from error
+    except _UNBUILDABLE as error:
+        raise ConfigError(
+            f"no model for model.task={model.task} can be built from {where} ({type(error).__name__}: "
+            f"{one_line(error)}). Mend its sizes, or restore the file that belongs to the weights"
+        ) from error
+    with torch.device("meta"):
+        return prepare_model(base, model)
+
+
+def _without_weights(task: str, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model of a configuration on the meta device, also where DeepSpeed's ZeRO-3 is set up.
+
+    transformers would spread its weights over the processes then, and on the meta device there are none.
+    """
+    kind = _CLASSES[task].get(type(config), None) if is_deepspeed_zero3_enabled() else None
+    if kind is None:
+        return AUTO_MODEL[task].from_config(config, dtype=dtype)
+    return (kind[0] if isinstance(kind, tuple) else kind)(config).to(dtype)
+
+
+def config_arguments(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Return the model_type of ``model.config``, and a copy of its other keys, each of which the type knows.
+
+    Raises:
+        ConfigError: an unknown model_type or key, with the nearest known one.
+
+    >>> config_arguments(ModelConfig(config={"model_type": "gpt2", "n_embd": 16}))
+    ('gpt2', {'n_embd': 16})
+    """
+    arguments = copy.deepcopy(dict(model.config or {}))
+    kind = arguments.pop("model_type")
+    try:
+        default = AutoConfig.for_model(kind)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"model.config: transformers knows no model_type {kind!r}") from error
+    known = {*default.to_dict(), *default.attribute_map, "num_labels"}
+    if default.is_encoder_decoder:
+        known.add("decoder_start_token_id")
+    for key in arguments:
+        if key not in known:
+            raise ConfigError(f"model.config: a {kind} configuration has no '{key}'{nearest(str(key), known)}")
+    return kind, arguments
+
+
+def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel | PeftModel:
+    """Add the recipe's adapters and freeze what it freezes.
+
+    Raises:
+        ConfigError: an unknown LoRA argument, or one whose value would come from the private data; no module to adapt;
+            a freeze pattern without a match; nothing left to train.
+    """
+    prepared: PreTrainedModel | PeftModel = base
+    if model.peft is not None:
+        config = _lora_config(model)
+        check_adapter_names(base, config)
+        try:
+            prepared = get_peft_model(base, config)
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+            raise ConfigError(f"model.peft doesn't fit this model: {one_line(error)}") from error
+    names = [name for name, _ in prepared.named_parameters()]
+    for pattern in model.freeze:
+        matched = set(fnmatch.filter(names, pattern))
+        if not matched:
+            raise ConfigError(
+                f"model.freeze: no parameter is named like '{pattern}'{nearest(pattern, names) or '.'} "
+                f"Names look like {', '.join(names[:3])}"
+            )
+        for name, parameter in prepared.named_parameters():
+            if name in matched:
+                parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in prepared.parameters()):
+        raise ConfigError(
+            "the model has no trainable parameter: take patterns out of model.freeze, or check model.peft"
+        )
+    return prepared
+
+
+def _lora_config(model: ModelConfig) -> LoraConfig:
+    arguments = copy.deepcopy(dict(model.peft or {}))
+    known = [field.name for field in dataclasses.fields(LoraConfig)]
+    for key in arguments:
+        if key not in known:
+            raise ConfigError(f"model.peft: LoraConfig has no argument '{key}'{nearest(str(key), known)}")
+    kind = arguments.get("init_lora_weights")
+    if isinstance(kind, str) and kind.lower() in DATA_DRIVEN_INIT:  # a recipe has no data to compute it from
+        raise ConfigError(
+            f"model.peft: init_lora_weights={kind!r} starts from statistics of the private data, which ε would not "
+            "cover: use true, 'gaussian', 'pissa' or 'olora'"
+        )
+    arguments.setdefault("task_type", PEFT_TASK[model.task])
+    try:
+        return LoraConfig(**arguments)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"model.peft: {one_line(error)}") from error
+
+
+def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels: Mapping[str, int]) -> PreTrainedModel:
+    if model.dtype == "auto":
+        raise ConfigError("model.dtype='auto' takes the type of saved weights, but model.config has none: use float32")
+    kind, arguments = config_arguments(model)
+    if AutoConfig.for_model(kind).is_encoder_decoder:
+        arguments.setdefault("decoder_start_token_id", tokenizer.pad_token_id)
+    arguments.setdefault("vocab_size", len(tokenizer))
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        arguments.setdefault(token, getattr(tokenizer, token))
+    if model.tie_word_embeddings is not None:
+        arguments["tie_word_embeddings"] = model.tie_word_embeddings
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(kind, **{**arguments, **labels})
+        return AUTO_MODEL[model.task].from_config(config, dtype=DTYPES[model.dtype])
+    except _UNBUILDABLE as error:
+        raise ConfigError(f"model.config: {one_line(error)}") from error
+
+
+def _set_tying(base: PreTrainedModel, model: ModelConfig) -> None:
+    """Make head and input embedding one tensor or two, as the recipe says; the function stays what it was."""
+    wanted = model.tie_word_embeddings
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    if wanted is None or wanted == tied:
+        return
+    if wanted:
+        raise ConfigError(
+            "model.tie_word_embeddings=true would throw away the head of this pretrained model, which is not tied: "
+            "leave it out"
+        )
+    if model.task != "causal_lm":
+        raise ConfigError(f"model.tie_word_embeddings=false is for causal_lm; leave it out for {model.task}")
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    base.config.tie_word_embeddings = False
+    base.all_tied_weights_keys = {}
+
+
+def _max_positions(model: ModelConfig) -> int:
+    config = model.config or {}
+    for key in ("max_position_embeddings", "n_positions"):
+        if key in config:
+            return int(config[key])
+    raise ConfigError("model.config needs max_position_embeddings: the longest row the trained tokenizer may make")

@@ -1,0 +1,126 @@
+"""Reading a pretrained model from a folder or the Hub, and refusing one that is not what its configuration says.
+
+Place in the flow: below `dpllm.models.load`. transformers fills parts that a file of weights lacks with random numbers,
+and drops parts that the configuration lacks; both with a line in a log. Here they are errors, except for the new head
+of a classifier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from peft import LoraConfig
+from torch import nn
+
+from dpllm.config.values import ConfigError, nearest
+
+_SHOWN = 3
+
+
+def load_pretrained(auto: Any, name: str, new_head: bool, **options: Any) -> Any:
+    """Return ``auto.from_pretrained(name, **options)``, whole.
+
+    Args:
+        auto: a class of transformers, such as ``AutoModelForCausalLM``.
+        name: a folder, or a name on the Hub.
+        new_head: whether the task's head may be new (a classifier on a language model).
+        options: of ``from_pretrained``.
+
+    Raises:
+        ConfigError: it cannot be read, or its weights do not fit its configuration.
+    """
+    try:
+        model, info = auto.from_pretrained(name, output_loading_info=True, **options)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # any: damage is a SafetensorError, UnpicklingError, BadZipFile, ...; all refuse
+        raise not_loaded("model", name, error) from error
+    refuse_mismatch(model, info, name, new_head)
+    return model
+
+
+def refuse_mismatch(model: nn.Module, info: Mapping[str, Any], name: str, new_head: bool) -> None:
+    """Refuse weights that are missing from a folder, or that its configuration has no place for.
+
+    Args:
+        model: as loaded.
+        info: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys`` of transformers.
+        name: of the folder, for the message.
+        new_head: whether parts outside the base model may be new or left over.
+
+    Raises:
+        ConfigError: parts would be random, or are not used.
+    """
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    base = getattr(model, prefix, None) if prefix else None
+    inside = {prefix, *(child for child, _ in base.named_children())} if isinstance(base, nn.Module) else set()
+
+    def counts(keys: Iterable[Any]) -> list[str]:
+        names = sorted(str(key[0]) if isinstance(key, tuple | list) else str(key) for key in keys)
+        if not new_head:
+            return names
+        return [key for key in names if key.split(".")[0] in inside and ".pooler." not in f".{key}"]
+
+    missing, unexpected = counts(info.get("missing_keys", ())), counts(info.get("unexpected_keys", ()))
+    # A head of another task that is left over is harmless; a layer that is left over is not.
+    unexpected = [key for key in unexpected if key.split(".")[0] in inside and ".pooler." not in f".{key}"]
+    mismatched = counts(info.get("mismatched_keys", ()))
+    found = [
+        f"{len(keys)} {words} ({', '.join(keys[:_SHOWN])}{', …' if len(keys) > _SHOWN else ''})"
+        for keys, words in (
+            (missing, "parameters are not in the files and would be random"),
+            (unexpected, "parameters in the files have no place in the model"),
+            (mismatched, "parameters have another shape in the files"),
+        )
+        if keys
+    ]
+    if found:
+        raise ConfigError(
+            f"the model {name!r} is not what its config.json says ({type(model).__name__}): {'; '.join(found)}. Give a "
+            "folder whose config.json belongs to its weights, or the task that it was saved for (model.task)"
+        )
+
+
+def not_loaded(what: str, name: str, error: Exception) -> ConfigError:
+    """Return the error for a model or tokenizer that cannot be read, with the reason in one line."""
+    local = Path(name).is_dir()
+    offline = " (HF_HUB_OFFLINE is set: only what is already in the cache is found)" if HF_HUB_OFFLINE else ""
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    if local:
+        return ConfigError(
+            f"the {what} {name!r} can't be loaded: {kind}{one_line(error)}. Its files are damaged or do not belong "
+            "together (config.json, weights, tokenizer files): copy the folder again"
+        )
+    return ConfigError(
+        f"the {what} {name!r} can't be loaded{offline}: {kind}{one_line(error)}. Give a local folder, or a Hub name "
+        "that can be reached"
+    )
+
+
+def check_adapter_names(base: nn.Module, config: LoraConfig) -> None:
+    """Make sure that every module that LoRA names is in the model; peft passes over the others in silence.
+
+    Raises:
+        ConfigError: a name that no module ends in.
+    """
+    names = [name for name, _ in base.named_modules() if name]
+    for key in ("target_modules", "modules_to_save", "exclude_modules"):
+        wanted = getattr(config, key)
+        if wanted is None or isinstance(wanted, str):
+            continue  # one text is "all-linear" or a pattern, which peft itself refuses when nothing fits
+        for module in wanted:
+            if not any(name == module or name.endswith(f".{module}") for name in names):
+                last = {name.rsplit(".", 1)[-1] for name in names}
+                raise ConfigError(
+                    f"model.peft: {key} names '{module}', and the model has no such module"
+                    f"{nearest(str(module), last) or '.'} Its modules end in {', '.join(sorted(last)[:12])}"
+                )
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of an error on one line, at most 300 characters."""
+    return " ".join(str(error).split())[:300].rstrip(".")

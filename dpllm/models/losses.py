@@ -1,0 +1,184 @@
+"""One loss per row, normalised within the row alone.
+
+A loss divided by the number of tokens in the *batch* makes each row's gradient depend on the lengths of the others:
+clipping then no longer bounds what one unit changes. Every loss here returns (B,).
+
+Shape suffixes: B rows, T tokens, V vocabulary, K classes, M places (rows x tokens), N places with a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dpllm.config import ConfigError
+from dpllm.data.labels import IGNORE
+
+_CHUNK_ENTRIES = 1 << 24  # of float32 logits that exist at a time: 64 MiB
+
+
+def take_labels(inputs: dict[str, Any]) -> Tensor:
+    """Take the labels out of what a collator returned; the rest are the model's inputs.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not isinstance(inputs.get("labels"), Tensor):
+        raise ConfigError(
+            f"The collator returned {', '.join(inputs) or 'nothing'} and no labels, from which each row's loss is "
+            'computed. Return a tensor "labels", rows first (for a causal language model the input_ids, with '
+            f"{IGNORE} where there is no target), or leave data_collator out"
+        )
+    labels: Tensor = inputs.pop("labels")
+    return labels
+
+
+def _token_mean(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
+    """(B,): cross-entropy averaged over each row's own targets; 0 for a row without any."""
+    is_target_BT = target_BT != IGNORE
+    (place_N,) = torch.nonzero(is_target_BT.flatten(), as_tuple=True)
+    loss_N = _CrossEntropy.apply(logits_BTV.flatten(0, 1), target_BT.flatten()[place_N], place_N)
+    tokens_BT = loss_N.new_zeros(target_BT.numel()).index_put((place_N,), loss_N).view(target_BT.shape)
+    return tokens_BT.sum(1) / is_target_BT.sum(1).clamp_min(1)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """-log softmax(logits[place])[target], (N,), a few places at a time.
+
+    Logits in float32, their softmax and its gradient each take twice what a bfloat16 model's logits do, for the whole
+    vocabulary. Here they exist for `_CHUNK_ENTRIES` entries at a time; masked places cost nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_MV: Tensor, target_N: Tensor, place_N: Tensor) -> Tensor:
+        parts = [_float(logits_MV.new_zeros(0))]
+        scales = [parts[0]]
+        for here in _chunks(place_N, logits_MV.shape[1]):
+            logits = _float(logits_MV[place_N[here]])
+            scales.append(logits.logsumexp(1))
+            parts.append(scales[-1] - logits.gather(1, target_N[here, None]).squeeze(1))
+        ctx.save_for_backward(logits_MV, target_N, place_N, torch.cat(scales))
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
+        logits_MV, target_N, place_N, scale_N = ctx.saved_tensors
+        grad_MV = torch.zeros_like(logits_MV)
+        for here in _chunks(place_N, logits_MV.shape[1]):
+            softmax = _float(logits_MV[place_N[here]]).sub_(scale_N[here, None]).exp_()
+            softmax.scatter_add_(1, target_N[here, None], softmax.new_full((softmax.shape[0], 1), -1.0))
+            grad_MV[place_N[here]] = softmax.mul_(grad_N[here, None]).to(grad_MV.dtype)
+        return grad_MV, None, None
+
+
+def _chunks(place_N: Tensor, vocabulary: int) -> Iterator[slice]:
+    size = max(1, _CHUNK_ENTRIES // vocabulary)
+    for start in range(0, place_N.numel(), size):
+        yield slice(start, start + size)
+
+
+def _float(logits: Tensor) -> Tensor:
+    """At least float32: a softmax over a vocabulary in bfloat16 would lose the loss."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def per_sequence_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Next-token cross-entropy of each row, averaged over its own unmasked targets.
+
+    Args:
+        logits: (B, T, V); position t predicts token t + 1.
+        labels: (B, T) token ids, the input itself with -100 where no loss is wanted; they are shifted here.
+
+    Returns:
+        (B,) float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: shapes that don't fit.
+
+    >>> per_sequence_loss(torch.zeros(2, 4, 10), torch.tensor([[1, 2, 3, 4], [1, 2, -100, -100]]))
+    tensor([2.3026, 2.3026])
+    """
+    _check(logits, labels)
+    # The labels are shifted, not the logits: a slice of those would be copied, and its gradient scattered back.
+    return _token_mean(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORE))
+
+
+def packed_sequence_loss(logits: Tensor, labels: Tensor, cu_seq_lens: Tensor) -> Tensor:
+    """`per_sequence_loss` of rows that were laid end to end.
+
+    Args:
+        logits: (1, N, V) for the N tokens of all rows.
+        labels: (1, N) token ids with -100 where no loss is wanted. They are shifted here, within each row: its last
+            token predicts nothing.
+        cu_seq_lens: (B + 1,) where each row begins, and at last N.
+
+    Returns:
+        (B,) float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: shapes that don't fit.
+
+    >>> labels, boundaries = torch.tensor([[1, 2, 3, 4, 1, 2]]), torch.tensor([0, 4, 6])
+    >>> packed_sequence_loss(torch.zeros(1, 6, 10), labels, boundaries)
+    tensor([2.3026, 2.3026])
+    """
+    _check(logits, labels)
+    if len(labels) != 1 or cu_seq_lens.ndim != 1 or int(cu_seq_lens[-1]) != labels.shape[1]:
+        raise ValueError(
+            f"One row of all tokens and the places where rows begin are needed; labels are {tuple(labels.shape)}, and "
+            f"the last of the boundaries, {tuple(cu_seq_lens.shape)}, is {cu_seq_lens.flatten()[-1:].tolist()}."
+        )
+    boundaries = cu_seq_lens.long()
+    target_N = F.pad(labels[0, 1:], (0, 1), value=IGNORE).index_fill(0, boundaries[1:] - 1, IGNORE)
+    loss_N = _token_mean(logits[0, :, None], target_N[:, None])  # of one token each
+    rows = torch.arange(len(boundaries) - 1, device=labels.device)
+    row_N = torch.repeat_interleave(rows, boundaries.diff(), output_size=len(loss_N))
+    total_B = loss_N.new_zeros(len(rows)).index_add(0, row_N, loss_N)
+    count_B = torch.zeros_like(total_B).index_add(0, row_N, (target_N != IGNORE).to(total_B.dtype))
+    return total_B / count_B.clamp_min(1)
+
+
+def seq2seq_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each row of an encoder-decoder, whose labels are aligned with the logits (not shifted).
+
+    Args:
+        logits: (B, T, V).
+        labels: (B, T) with -100 where no loss is wanted.
+
+    Returns:
+        (B,).
+    """
+    _check(logits, labels)
+    return _token_mean(logits, labels)
+
+
+def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each row's class.
+
+    Args:
+        logits: (B, K).
+        labels: (B,) classes.
+
+    Returns:
+        (B,).
+    """
+    if logits.ndim != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"logits (B, K) and labels (B,) are needed; they are {tuple(logits.shape)} and {tuple(labels.shape)}."
+        )
+    return F.cross_entropy(_float(logits), labels, reduction="none")
+
+
+def _check(logits: Tensor, labels: Tensor) -> None:
+    if logits.ndim != 3 or labels.shape != logits.shape[:2]:
+        raise ValueError(
+            f"logits (B, T, V) and labels (B, T) are needed; they are {tuple(logits.shape)} and "
+            f"{tuple(labels.shape)}. Labels are as long as "
+            "the input and as the logits."
+        )

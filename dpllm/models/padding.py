@@ -1,0 +1,72 @@
+"""One padding token for model and collator.
+
+Place in the flow: beside the data. A classifier finds the end of a row by ``config.pad_token_id``; where the collator
+pads with another token, it reads the padding instead, whose length other rows decide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpllm.config import ConfigError
+from dpllm.data.rows import RowCollator
+
+
+def default_collator(tokenizer: Any, model: Any, task: str | None) -> RowCollator:
+    """Pad to the longest row with the tokenizer's padding token, the model's, or the end-of-text token.
+
+    Args:
+        tokenizer: or None.
+        model: a transformers model, PEFT-wrapped or not, or any module.
+        task: as in `dpllm.config.ModelConfig`; None is treated as "causal_lm".
+    """
+    pad, end = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    known = next((token for token in (pad, model_pad_id(model), end) if token is not None), 0)
+    return RowCollator(pad_token_id=known, task=task or "causal_lm")
+
+
+def model_pad_id(model: Any) -> int | None:
+    """The padding token that a model's configuration names, None for none.
+
+    >>> model_pad_id(object()) is None
+    True
+    """
+    config = _text_config(model)
+    pad = getattr(config, "pad_token_id", None)
+    return pad if isinstance(pad, int) else None
+
+
+def refuse_other_padding(model: Any, tokenizer: Any, collator: Any) -> None:
+    """Make sure that the collator pads with the token that the model takes for padding.
+
+    A tokenizer that is given to the ``Trainer`` decides the model's token when training begins.
+
+    Raises:
+        ConfigError: both are known, and differ.
+    """
+    if tokenizer is not None and getattr(tokenizer, "pad_token_id", None) is not None:
+        expected, where = tokenizer.pad_token_id, "processing_class.pad_token_id"
+    else:
+        expected, where = model_pad_id(model), "model.config.pad_token_id"
+    used = getattr(collator, "pad_token_id", None)
+    if used is None:
+        used = getattr(getattr(collator, "tokenizer", None), "pad_token_id", None)
+    if isinstance(used, int) and isinstance(expected, int) and used != expected:
+        raise ConfigError(
+            f"data_collator pads with the token {used}, and {where} is {expected}: the model would take padding for "
+            "text, and a row's loss would depend on how long the other rows are. Make the collator with "
+            f"pad_token_id={expected}, or set model.config.pad_token_id={used}"
+            + (" and the tokenizer's" if where.startswith("processing") else "")
+        )
+
+
+def align_padding(model: Any, tokenizer: Any) -> None:
+    """Set the model's padding token to the tokenizer's, with which a recipe pads its rows."""
+    if tokenizer.pad_token_id is not None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+        _text_config(model).pad_token_id = tokenizer.pad_token_id
+
+
+def _text_config(model: Any) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -1,0 +1,386 @@
+"""What may depend on the private rows without any noise: the start of a run, and what steers it.
+
+Place in the flow: before the run. ε covers the noisy gradients. It does not cover an adapter that was initialised from
+activations of the private rows, starting weights of an earlier private run on the same data, a schedule that follows
+exact losses of private rows, or public text that holds the private records. Each is refused here, unless people declare
+that it has nothing to do with the private data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import re
+import unicodedata
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+
+from dpllm.config import RECIPE_FILE, ConfigError, DataConfig
+from dpllm.data.records import DataError, required_columns
+from dpllm.engines.checksums import Checksum, values
+from dpllm.engines.optimizers import innermost
+from dpllm.models.ended import earlier_run
+from dpllm.privacy.identity import RunName, run_in
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.report.model_card import CARD_FILE
+
+DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
+"""LoRA initialisations computed from training data. PiSSA, OLoRA and LoftQ compute theirs from the weights only."""
+
+_NOTHING = {"LORA": {"lora_B": 0, "lora_embedding_A": 0}, "ADALORA": {"lora_E": 0}, "IA3": {"ia3_l": 1}}
+"""Parts of PEFT's layers, and the value that all their entries have in a new adapter, which changes nothing."""
+_FOLLOWING = ("reduce_lr_on_plateau", "greedy")  # schedules by name that are given evaluation results
+_SHORTEST_LINE = 40  # characters of a line within a private text that counts by itself; any text has shorter ones
+_GUARANTEE = re.compile(r"^\W*differential_privacy\b", re.MULTILINE)  # the key of a card's guarantee
+_TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, set[RunName]] = weakref.WeakKeyDictionary()
+"""Modules that a private run of this process trained, with the runs."""
+_BEGUN: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+"""Of these modules, a checksum of the parameters with which the first of the runs began; not where it was resumed."""
+_FROZEN: weakref.WeakKeyDictionary[torch.nn.Module, tuple[RunName, int]] = weakref.WeakKeyDictionary()
+"""Modules that one did not train, with the first such run and a checksum of their parameters then."""
+_DECLARE = (
+    "If the weights hold nothing of these records (public data, or a private run on data without any of these units), "
+    "declare start_is_independent=True (in a recipe model.start_is_independent: true); the report says so"
+)
+
+
+def refuse_steering(
+    args: TrainingArguments, callbacks: Iterable[TrainerCallback], scheduler: Any, eval_is_public: bool
+) -> None:
+    """Make sure that no schedule and no choice of a checkpoint follows evaluation on private rows.
+
+    Args:
+        args: of the training.
+        callbacks: all that the Trainer calls.
+        scheduler: of the learning rate, where it was given as an object.
+        eval_is_public: whether the evaluation rows are declared public; then nothing is refused.
+
+    Raises:
+        ConfigError: an option or a callback that reads evaluation results, by name.
+    """
+    if eval_is_public:
+        return
+    found = []
+    if _word(args.lr_scheduler_type) in _FOLLOWING:
+        found.append(f"train.lr_scheduler_type={_word(args.lr_scheduler_type)}")
+    if _word(args.save_strategy) == "best":
+        found.append("train.save_strategy=best")
+    if args.metric_for_best_model is not None:
+        found.append(f"train.metric_for_best_model={args.metric_for_best_model}")
+    if _takes_metrics(scheduler):
+        found.append(f"a {type(scheduler).__name__} scheduler")
+    found += [type(callback).__name__ for callback in callbacks if isinstance(callback, EarlyStoppingCallback)]
+    if found:
+        raise ConfigError(
+            f"{found[0]} follows exact evaluation results: on private rows, epsilon would not cover what it decides. "
+            "Leave it out, or evaluate on public rows and declare eval_is_public=True (in a recipe "
+            "data.eval_is_public: true)"
+        )
+
+
+def check_start(
+    model: Any,
+    own_folder: str | Path | None,
+    start_is_independent: bool,
+    optimizer: Any = None,
+    changed: Sequence[str] = (),
+) -> list[str]:
+    """Make sure that the weights a run begins at owe nothing to the private rows, as far as can be seen.
+
+    Args:
+        model: with its adapters.
+        own_folder: of the run itself: its ledger counts all that came before.
+        start_is_independent: the declaration that they owe nothing to these rows.
+        optimizer: of a run that has taken no step, which brings nothing along; None: not looked at.
+        changed: parameters that changed after the run had let go of the model, which it now takes up again.
+
+    Returns:
+        Open points for the report, one line each: what was declared, and, where the optimizer is looked at, adapters
+        that were trained before.
+
+    Raises:
+        ConfigError: an adapter initialised from data, weights from a folder with the ledger of a private run, or an
+            optimizer that has moments already, and nothing was declared.
+    """
+    found = [*_data_driven_adapters(model), *_earlier_runs(model, own_folder), *_moments(optimizer)]
+    if changed:
+        more = f" and {len(changed) - 1} other parameter(s)" if len(changed) > 1 else ""
+        found.append(f"{changed[0]}{more} changed between detach() and attach(), outside of any private step")
+    if found and not start_is_independent:
+        raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}. {_DECLARE}")
+    points = [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
+    return points if optimizer is None else points + _trained_adapters(model)
+
+
+def note_trained(model: torch.nn.Module, run: RunName, begins: bool = False) -> None:
+    """Remember that a private run trains a model, so that another run in this process does not begin at its weights.
+
+    Args:
+        model: with its adapters.
+        run: which trains it.
+        begins: whether the weights are still those that the run began with: another run may begin at them, too.
+    """
+    trained = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+    first = [module for module in trained if begins and module not in _TRAINED and _is_whole(module)]
+    _BEGUN.update(zip(first, _checksums_of(first), strict=True))
+    for module in trained:
+        _TRAINED.setdefault(module, set()).add(run)
+    frozen = [module for module in model.modules() if module not in _FROZEN and _is_frozen_whole(module)]
+    for module, checksum in zip(frozen, _checksums_of(frozen), strict=True):
+        _FROZEN[module] = run, checksum
+
+
+def refuse_shared_records(
+    private: Any, private_data: DataConfig, public: Any, public_data: DataConfig, allowed: int = 0
+) -> int:
+    """Make sure that public text does not hold the private records; compared by content.
+
+    A private record is shared when its text, however short, or a line of at least 40 characters of it, is a text or a
+    line of the public data. Case, spaces and the form of accents do not count. Each of them would be learnt without
+    noise, so ε does not cover it; people may declare a bound on their number, which is a public constant.
+
+    Args:
+        private: the private records.
+        private_data: how they are read.
+        public: the public records.
+        public_data: how they are read.
+        allowed: how many may be shared, as declared (`shared_records_point`).
+
+    Returns:
+        How many private records are shared.
+
+    Raises:
+        DataError: more than ``allowed`` are; the message says how many, and never their text.
+    """
+    known = {key for texts in _texts(public, public_data) for key in _keys(texts, shortest_line=1)}
+    shared = sum(any(key in known for key in _keys(texts, _SHORTEST_LINE)) for texts in _texts(private, private_data))
+    if shared > allowed:
+        raise DataError(
+            f"public_pretrain.data.path={public_data.path} shares {shared} of {len(private)} records with "
+            f"data.path={private_data.path}: training on them without noise would reveal them, and {allowed} are "
+            "declared (public_pretrain.max_shared_records). Take the private records out of the public text, or, if "
+            f"these texts are public (greetings), declare public_pretrain.max_shared_records={shared}; the "
+            "report then says that epsilon does not cover them"
+        )
+    return shared
+
+
+def shared_records_point(allowed: int, public_data: DataConfig) -> list[str]:
+    """Return the open point of a declared overlap of public text and private records; none without one.
+
+    It names the declared bound, which is public, and not the number that was found, which depends on the private data.
+    """
+    if allowed == 0:
+        return []
+    return [
+        f"Up to {allowed} of the private records may occur in the public text {public_data.path} "
+        "(public_pretrain.max_shared_records), from which they are learnt without noise: epsilon does not cover these "
+        "records. Confirm that their texts are public (greetings, boilerplate), or take them out of the public text."
+    ]
+
+
+def _takes_metrics(scheduler: Any) -> bool:
+    """Whether each step of a scheduler is given a result: ReduceLROnPlateau, GreedyLR, and others like them."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # below accelerate's wrapper
+    try:
+        return "metrics" in inspect.signature(scheduler.step).parameters
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _data_driven_adapters(model: Any) -> list[str]:
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict):
+        return []
+    found = []
+    for name, config in configs.items():
+        kind = getattr(config, "init_lora_weights", None)
+        if isinstance(kind, str) and kind.lower() in DATA_DRIVEN_INIT:
+            found.append(f"The adapter {name!r} has init_lora_weights={kind!r}: it starts from statistics of data")
+        if getattr(config, "cpt_token_ids", None):
+            found.append(f"The adapter {name!r} (CPT) starts from the tokens of examples")
+    return found
+
+
+def _earlier_runs(model: Any, own_folder: str | Path | None) -> list[str]:
+    run = None if own_folder is None else run_in(own_folder)
+    own, found = None if run is None else run.folder, []
+    for folder in dict.fromkeys(_folders_of(model)):
+        path = folder.resolve()
+        if path == own or (own is not None and own in path.parents and _of_one_run(path, own)):
+            continue
+        if not (path / LEDGER_FILE).is_file():
+            found += _signs_of_private_records(folder)
+            continue
+        try:
+            steps = f"{read_ledger(path / LEDGER_FILE).num_steps} steps"
+        except LedgerError:
+            steps = "a ledger that cannot be read"
+        found.append(f"The weights come from {folder}, a private run ({steps} in its {LEDGER_FILE})")
+    return found + _trained_before(model, run)
+
+
+def _of_one_run(folder: Path, own: Path) -> bool:
+    """Whether the ledger in a folder below that of a run is of this run, as a checkpoint's is, and of no other."""
+    with contextlib.suppress(LedgerError):
+        return read_ledger(folder / LEDGER_FILE).runs[0]["run"] == read_ledger(own / LEDGER_FILE).runs[0]["run"]
+    return False
+
+
+def _trained_before(model: Any, own: RunName | None) -> list[str]:
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    begun = [module for module in modules if module in _BEGUN and _is_whole(module)]
+    as_begun = {m for m, now in zip(begun, _checksums_of(begun), strict=True) if _BEGUN[m] == now}
+    other = [module for module in modules if module not in as_begun]
+    folders = sorted({run.folder for module in other for run in _TRAINED.get(module, ()) if run != own})
+    found = [f"The weights were trained before, in this process, by the private run of {folder}" for folder in folders]
+    known = [m for m in modules if m in _FROZEN and _FROZEN[m][0] != own and _is_whole(m)]
+    changed = [_FROZEN[m][0].folder for m, now in zip(known, _checksums_of(known), strict=True) if _FROZEN[m][1] != now]
+    if not folders and (left := earlier_run(model, own)) is not None:
+        found.append(f"The weights are a copy of those that the private run of {left} trained in this process")
+    return found + [
+        f"The weights were changed, in this process, after the private run of {folder} had trained others on top of "
+        "them (an adapter that was merged into them, for instance)"
+        for folder in dict.fromkeys(changed)
+        if folder not in folders
+    ]
+
+
+def _trained_adapters(model: Any) -> list[str]:
+    """Open points for adapters that do not begin at nothing; where they were loaded from, PEFT does not note.
+
+    A new LoRA, AdaLoRA or IA3 adapter leaves the model as it is. One that does not has been trained: on public data, or
+    by an earlier private run. Initialisations that change the model at once (PiSSA, OLoRA, LoftQ) are passed over.
+    """
+    configs = getattr(model, "peft_config", None)
+    points = []
+    for name, config in configs.items() if isinstance(configs, dict) else ():
+        by_default = getattr(config, "init_lora_weights", True) in (True, "gaussian")
+        if not by_default or not getattr(config, "init_ia3_weights", True):
+            continue
+        for kind, empty in _NOTHING.get(_word(getattr(config, "peft_type", "")), {}).items():
+            held = (getattr(module, kind, None) for module in model.modules())
+            parts = [adapters[name] for adapters in held if adapters is not None and name in adapters]
+            if any(bool((_own_part(p) != empty).any()) for part in parts for p in _parameters(part)):
+                points.append(
+                    f"The adapter {name!r} was trained before this run: its {kind} is not that of a new one. If it was "
+                    "trained on these records, or by a private run on them, epsilon does not cover that: confirm that "
+                    "it was not, or start with a new adapter."
+                )
+    return points
+
+
+def _parameters(part: Any) -> list[torch.Tensor]:
+    return list(part.parameters()) if isinstance(part, torch.nn.Module) else [part]
+
+
+def _own_part(parameter: Any) -> torch.Tensor:
+    """The values of a parameter that this process holds."""
+    held = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3 keeps its part there
+    return (held.to_local() if isinstance(held, DTensor) else held).detach()
+
+
+def _moments(optimizer: Any) -> list[str]:
+    """Whether an optimizer has taken steps before: what it remembers of them moves the weights in the first steps.
+
+    A tensor of one number throughout is no memory: Adagrad begins at such sums.
+    """
+    state = getattr(innermost(optimizer), "state", None)
+    if not isinstance(state, Mapping):
+        return []
+    tensors = (value for kept in state.values() if isinstance(kept, Mapping) for value in kept.values())
+    if any(isinstance(t, torch.Tensor) and t.numel() > 1 and bool((t != t.reshape(-1)[0]).any()) for t in tensors):
+        return ["The optimizer holds moments of updates that it made before this run"]
+    return []
+
+
+def _is_whole(module: torch.nn.Module) -> bool:
+    """Whether a module holds parameters of its own, and all of them entirely."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and not any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in own)
+
+
+def _is_frozen_whole(module: torch.nn.Module) -> bool:
+    return _is_whole(module) and not any(p.requires_grad for p in module.parameters(recurse=False))
+
+
+def _checksums_of(modules: Sequence[torch.nn.Module]) -> list[int]:
+    with torch.no_grad():
+        return values([Checksum(module.parameters(recurse=False)) for module in modules])
+
+
+def _signs_of_private_records(folder: Path) -> list[str]:
+    """What a folder without a ledger says about private records in its weights: a copied model, or a plain training."""
+    if (folder / RECIPE_FILE).is_file():
+        return [
+            f"The weights come from {folder}, which the recipe in its {RECIPE_FILE} fine-tuned, and no ledger is there"
+        ]
+    card = folder / CARD_FILE
+    # Looked for in the text, so that a card whose metadata are damaged tells it too.
+    if card.is_file() and _GUARANTEE.search(card.read_text(encoding="utf-8", errors="replace")):
+        return [f"The weights come from {folder}, a private run by its {CARD_FILE}, whose ledger is not there"]
+    return []
+
+
+def _folders_of(model: Any) -> Iterator[Path]:
+    """Local folders that model and adapters name as their origin."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = [getattr(getattr(inner, "config", None), "_name_or_path", None)]
+    configs = getattr(model, "peft_config", None)
+    if isinstance(configs, dict):
+        names += [getattr(config, "base_model_name_or_path", None) for config in configs.values()]
+    for name in names:
+        if isinstance(name, str) and name and Path(name).expanduser().is_dir():
+            yield Path(name).expanduser()
+
+
+def _remedy(what: str) -> str:
+    if what.startswith("The optimizer"):
+        return "Make a new optimizer for this run"
+    if "between detach() and attach()" in what:
+        return "Attach the run to the weights that it left"
+    if what.startswith("The weights"):
+        return "Start from the weights that the earlier run started from"
+    return "Initialise the adapter from weights only (True, 'gaussian', 'pissa', 'olora')"
+
+
+def _texts(records: Any, config: DataConfig) -> Iterator[list[str]]:
+    """The texts of each record."""
+    columns = [name for name in required_columns(config) if name != config.label_column]
+    for record in records.select_columns(columns):
+        yield [text for name in columns for text in _strings(record[name])]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _strings(value.get("content"))
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _keys(texts: Iterable[str], shortest_line: int) -> Iterator[bytes]:
+    """Hashes of whole texts and of their lines of at least this many characters."""
+    for text in texts:
+        lines = [_plain(line) for line in text.splitlines()]
+        whole = _plain(text)
+        for part in {whole, *(line for line in lines if len(line) >= shortest_line)}:
+            if part:
+                yield hashlib.blake2b(part.encode("utf-8", errors="replace"), digest_size=16).digest()
+
+
+def _plain(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())

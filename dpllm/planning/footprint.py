@@ -1,0 +1,570 @@
+"""Memory and communication of a private run, per GPU, on paper: formulas, before anything is started.
+
+Place in the flow: beside the plan, after `dpllm.planning.model_shape`. Nothing here is measured.
+
+Symbols: P parameters, P_t trainable ones, N GPUs, S GPUs of a shard group (N without replicas), B rows and T tokens of
+a microbatch, M microbatches of a step, L blocks, d hidden size, V vocabulary, c bytes of the compute dtype, s bytes of
+the residual stream's dtype.
+
+Assumptions, all of them:
+
+* AdamW, fused (no temporaries). Its moments have the dtype of what it updates: the parameters, or under DeepSpeed
+  float32 master weights. Frozen parameters have neither sum nor optimizer state.
+* ``train.bf16``: one process and DDP compute under autocast and keep parameters as ``model.dtype`` says; FSDP2 keeps
+  trainable parameters in float32 and gathers bfloat16; DeepSpeed keeps all in bfloat16 beside float32 master weights.
+  PEFT keeps adapters in float32.
+* Every row is T tokens long and nothing is padded, all tokens are targets, attention runs in a fused kernel that saves
+  no (T, T) matrix, dropout is 0, and blocks are alike.
+* Sums are float32. FSDP2 and ZeRO-3 form them one parameter at a time and keep a shard; ZeRO-2 reduces buckets of 5e8
+  entries; ZeRO-1 hands in the whole once per step, and DeepSpeed's optimizer for bfloat16 holds a second whole.
+* A collective over n GPUs sends (n - 1)/n of the tensor per GPU for an all-gather or a reduce-scatter, twice that for
+  an all-reduce (ring algorithms). FSDP2 and ZeRO-3 gather all weights for forward and for backward of each
+  microbatch; ZeRO-3 gathers each trainable one once more to hand over its sum, ZeRO-1 and -2 what was updated. Padding
+  of shards isn't counted.
+* CUDA context, fragmentation of the allocator, and buffers of NCCL aren't counted: leave 5 to 10 %.
+
+Sources: `dpllm.engines`, `dpllm.ghost`; ZeRO, arXiv:1910.02054, section 5 and 7; accelerate/utils/fsdp_utils.py
+(fsdp2_prepare_model); deepspeed/runtime/zero/{stage3,stage_1_and_2,config}.py and runtime/bf16_optimizer.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import TrainingArguments
+
+from dpllm.config import ConfigError, Recipe, nearest
+from dpllm.planning.model_shape import Linear, ModelShape, shape_of_model
+from dpllm.privacy.plan import PrivacyPlan
+
+ENGINES = ("single", "ddp", "fsdp2", "fsdp2-hybrid", "zero1", "zero2", "zero3", "zero3_offload")
+GPUS_OF_A_NODE = 8
+NATURE = "computed by dpllm.planning.footprint, not measured"
+
+_FLOAT32, _BFLOAT16 = 4, 2
+_INDEX = 8  # bytes of a token id
+_LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered entries that it keeps before it frees any
+_CHUNK = 2**26  # of float32 logits (dpllm.models.losses)
+_NOISE = 2**24  # drawn at a time (dpllm.mechanism.noise)
+_BUCKET = 5 * 10**8  # DeepSpeed's reduce_bucket_size, in entries
+_SUB_GROUP = 10**9  # DeepSpeed's sub_group_size: entries of a shard that ZeRO-3 updates at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How a model is trained, as far as memory and communication depend on it.
+
+    Raises:
+        ConfigError: an unknown engine, or numbers that don't fit it.
+    """
+
+    engine: str
+    """One of `ENGINES`."""
+    num_gpus: int
+    """N."""
+    rows: int
+    """B: rows of a microbatch."""
+    tokens: int
+    """T: tokens of a row."""
+    num_microbatches: int
+    """M: microbatches of a step on each GPU."""
+    checkpointing: bool
+    """Whether a block keeps its input alone and is recomputed in the backward pass."""
+    bf16: bool
+    """``train.bf16``."""
+    unit_rows: int = 1
+    """Rows of a unit at most; those of a unit with more than B go through the model in several passes."""
+    shard_size: int = GPUS_OF_A_NODE
+    """S of "fsdp2-hybrid": GPUs that share one copy of the model. Other engines shard over all GPUs or none."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.engine not in ENGINES:
+            raise ConfigError(
+                f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}{nearest(self.engine, ENGINES)}"
+            )
+        for name in ("num_gpus", "rows", "tokens", "num_microbatches", "unit_rows", "shard_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.engine == "single" and self.num_gpus != 1:
+            raise ConfigError(f"the engine single uses 1 GPU, not {self.num_gpus}; take ddp, fsdp2 or a zero engine")
+        if self.engine == "fsdp2-hybrid" and self.num_gpus % self.shard_size:
+            raise ConfigError(
+                f"fsdp2-hybrid needs a number of GPUs that shard_size={self.shard_size} divides, got {self.num_gpus}"
+            )
+
+    @property
+    def group(self) -> int:
+        """S: GPUs that share one copy of what the engine shards."""
+        return self.shard_size if self.engine == "fsdp2-hybrid" else self.num_gpus
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether PyTorch shards."""
+        return self.engine.startswith("fsdp2")
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed shards."""
+        return self.engine.startswith("zero")
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether parameters are sharded, and their sums formed one at a time."""
+        return self.is_fsdp or self.engine.startswith("zero3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes per GPU, and bytes that each GPU sends per step. Computed, not measured."""
+
+    run: Run
+    shape: ModelShape
+    weights: int
+    """Parameters, or this GPU's shard of them."""
+    clipped_sum: int
+    """Float32 sum of clipped gradients, from the first microbatch of a step to its update."""
+    optimizer: int
+    """AdamW's moments, and float32 master weights where the engine keeps them."""
+    gathered: int
+    """Whole weights of the blocks at work: two blocks and the head (FSDP2 fetches one ahead), or 1e9 entries and a
+    block (ZeRO-3)."""
+    activations: int
+    """Kept from forward to backward: what autograd and the taps save; with checkpointing, the inputs of the blocks."""
+    recomputed: int
+    """What one block saves, recomputed in the backward pass; 0 without checkpointing."""
+    logits: int
+    """Logits and their gradient, in the model's dtype, at the worst moment, the start of the backward pass; and a
+    float32 chunk of `dpllm.models.losses`."""
+    book: int
+    """What private training holds at the end of the backward pass, until the norms are known: input and output
+    gradient of every trainable layer, or the per-row gradient where that is smaller. Ordinary training frees these
+    layer by layer, as weight gradients take their place."""
+    forming: int
+    """While the sum is formed: one parameter's whole float32 sum where the engine shards, its noise, and float32 copies
+    of the layer's input and output gradient; ZeRO-2: a bucket and its flat copy."""
+    update: int
+    """Gradients that the optimizer is handed beside the sum."""
+    cpu: int
+    """Memory of the CPU per GPU: master weights, moments, sum and gradient (zero3_offload)."""
+    weights_sent: int
+    """Bytes sent per step to gather weights."""
+    sums_sent: int
+    """Bytes sent per step to reduce clipped sums."""
+
+    @property
+    def persistent(self) -> int:
+        """What stands from step to step and microbatch to microbatch."""
+        return self.weights + self.clipped_sum + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """The persistent part and the largest of four moments.
+
+        The start of the backward pass (all activations, logits), its end (the book, one block's activations), the sum
+        (the book, one parameter), the update.
+        """
+        moments = (
+            self.activations + self.logits + self.gathered,
+            max(self.activations, self.book) + self.recomputed + self.gathered,
+            self.book + self.forming,
+            self.update,
+        )
+        return self.persistent + max(moments)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this GPU sends per step."""
+        return self.weights_sent + self.sums_sent
+
+    def seconds(self, bandwidth: float) -> float:
+        """Seconds of communication per step at a bandwidth in bytes per second, if nothing overlaps."""
+        return self.sent / bandwidth
+
+    def to_dict(self) -> dict[str, int | str]:
+        """Every number by name, in bytes."""
+        numbers = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("run", "shape")
+        }
+        run = {"engine": self.run.engine, "num_gpus": self.run.num_gpus, "num_microbatches": self.run.num_microbatches}
+        return {**run, **numbers, "persistent": self.persistent, "total": self.total, "sent": self.sent}
+
+
+@dataclass(frozen=True)
+class _Dtypes:
+    """Bytes per entry."""
+
+    trainable: int
+    frozen: int
+    compute: int
+    stream: int
+    gather: int
+    autocast: bool  # whether float32 activations are cast for every matrix product
+    casts_weights: bool  # whether weights are
+
+    @classmethod
+    def of(cls, shape: ModelShape, run: Run) -> _Dtypes:
+        """Which dtype stands where; see the assumptions at the head of this file."""
+        stored = shape.dtype_bytes
+        adapted = _FLOAT32 if shape.has_adapters else stored
+        compute = _BFLOAT16 if run.bf16 else stored
+        if run.is_deepspeed and run.bf16:
+            return cls(_BFLOAT16, _BFLOAT16, compute, compute, _BFLOAT16, True, False)
+        if run.is_fsdp and run.bf16:
+            return cls(_FLOAT32, stored, compute, compute, _BFLOAT16, True, False)
+        casts = run.bf16 and stored == _FLOAT32
+        return cls(adapted, stored, compute, stored, stored, run.bf16, casts)
+
+
+def footprint(shape: ModelShape, run: Run) -> Footprint:
+    """Apply the formulas.
+
+    Args:
+        shape: of the model, `dpllm.planning.model_shape.shape_of_model`.
+        run: how it is trained.
+    """
+    dtypes = _Dtypes.of(shape, run)
+    tokens = run.rows * run.tokens
+    whole = shape.frozen * dtypes.frozen + shape.trainable * dtypes.trainable
+    block = tokens * _block_activations(shape, dtypes)
+    block_casts = _BFLOAT16 * shape.block_matrices if dtypes.casts_weights else 0
+    kept = tokens * shape.hidden * dtypes.stream if run.checkpointing else block + block_casts
+    outer = tokens * shape.hidden * (_FLOAT32 + dtypes.stream + dtypes.compute)
+    outer += _BFLOAT16 * shape.head if dtypes.casts_weights else 0
+    optimizer, cpu = _optimizer(shape, run, dtypes)
+    weights_sent, sums_sent = _communication(shape, run, dtypes)
+    return Footprint(
+        run=run,
+        shape=shape,
+        weights=_share(whole, run.group) if run.shards_weights else whole,
+        clipped_sum=_sum(shape, run),
+        optimizer=optimizer,
+        gathered=_gathered(shape, run, dtypes),
+        activations=shape.num_layers * kept + outer,
+        recomputed=block + block_casts if run.checkpointing else 0,
+        logits=2 * dtypes.compute * tokens * shape.vocabulary + min(_CHUNK, _FLOAT32 * tokens * shape.vocabulary),
+        book=_book(shape, run, dtypes),
+        forming=_forming(shape, run),
+        update=_update(shape, run, dtypes),
+        cpu=cpu,
+        weights_sent=weights_sent,
+        sums_sent=sums_sent,
+    )
+
+
+def _share(size: int, group: int) -> int:
+    """One GPU's part, rounded up."""
+    return -(-size // group)
+
+
+def _sum(shape: ModelShape, run: Run) -> int:
+    full = _FLOAT32 * shape.trainable
+    if run.engine == "zero3_offload":
+        return 0
+    if run.shards_weights or run.engine == "zero2":
+        return _share(full, run.group)
+    return 2 * full if run.engine == "zero1" and run.bf16 else full
+
+
+def _optimizer(shape: ModelShape, run: Run, dtypes: _Dtypes) -> tuple[int, int]:
+    """Bytes on the GPU and in the memory of the CPU."""
+    if not run.is_deepspeed:
+        moments = 2 * dtypes.trainable * shape.trainable
+        return (_share(moments, run.group) if run.is_fsdp else moments), 0
+    shard = _share(shape.trainable, run.num_gpus)
+    if run.engine == "zero3_offload":
+        return 0, 5 * _FLOAT32 * shard  # master weights, two moments, sum, gradient
+    return 3 * _FLOAT32 * shard, 0
+
+
+def _update(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
+    if run.is_deepspeed:
+        shard = _share(shape.trainable, run.num_gpus)
+        return 0 if run.engine == "zero3_offload" else _FLOAT32 * min(shard, _SUB_GROUP)
+    if dtypes.trainable == _FLOAT32:
+        return 0  # the sum itself becomes the gradient
+    gradient = dtypes.trainable * shape.trainable
+    return _share(gradient, run.group) if run.is_fsdp else gradient
+
+
+def _gathered(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
+    if run.is_fsdp:
+        return dtypes.gather * (2 * shape.block + max(shape.head, shape.embedding if shape.tied else 0))
+    if run.engine.startswith("zero3"):
+        return dtypes.gather * min(shape.total, _LIVE + max(shape.block, shape.head))
+    return 0
+
+
+def _per_token_inputs(linears: tuple[Linear, ...], compute: int, shared: bool) -> int:
+    """Bytes per token of the inputs of trainable layers; those of one role read the same one unless each has a copy."""
+    total, seen = 0, set()
+    for linear in linears:
+        if linear.trainable and not (shared and linear.role in seen):
+            total += compute * linear.inputs
+            seen.add(linear.role)
+    return total
+
+
+def _block_activations(shape: ModelShape, dtypes: _Dtypes) -> int:
+    """Bytes per token that one block saves for backward.
+
+    Norms in float32, queries, keys, values and the attention's output, the MLP's inner tensors; for trainable layers
+    their input, which the output layers of attention and a gated MLP share with what is saved anyway.
+    """
+    compute, linears = dtypes.compute, shape.linears
+    norms = sum(
+        (_FLOAT32 if norm.widens else dtypes.stream) * norm.width
+        + (dtypes.stream * norm.width if norm.trainable and norm.widens and dtypes.stream != _FLOAT32 else 0)
+        for norm in shape.norms
+    )
+    attention = compute * (shape.width("qkv", "outputs") + shape.width("attention_out", "inputs"))
+    inner = shape.width("mlp_in", "outputs")
+    mlp = compute * (inner + (inner // 2 if shape.gated else 0))
+    if shape.composed_activation:  # x, x/2, tanh and 1 + tanh instead of x; the power is in float32 under autocast
+        mlp += (4 * (_FLOAT32 if dtypes.autocast else compute) - compute) * inner
+    shared = not (dtypes.autocast and dtypes.stream == _FLOAT32)
+    inputs = _per_token_inputs(tuple(x for x in linears if x.role != "attention_out"), compute, shared)
+    adapters = 0
+    for linear in linears:
+        if linear.rank:
+            own_copy = dtypes.autocast or compute != _FLOAT32
+            width = compute if dtypes.autocast else _FLOAT32
+            adapters += width * (linear.rank + (linear.inputs if own_copy else 0))
+    if shape.has_adapters and not dtypes.autocast and compute == _FLOAT32:
+        adapted = tuple(dataclasses.replace(x, trainable=x.rank > 0) for x in linears if x.role != "attention_out")
+        inputs += _per_token_inputs(adapted, compute, shared=True)
+    return norms + attention + mlp + inputs + adapters
+
+
+def _book(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
+    """What the book holds of all trainable layers; `dpllm.ghost.contributions` decides between factors and instance."""
+    compute, rows, tokens = dtypes.compute, run.rows, run.tokens
+    shared = not (dtypes.autocast and dtypes.stream == _FLOAT32)
+    factored = tuple(
+        x for x in shape.linears if x.trainable and not _prefers_instance(x.inputs, x.outputs, run, compute)
+    )
+    block = tokens * _per_token_inputs(factored, compute, shared)
+    block += sum(tokens * compute * linear.outputs for linear in factored)
+    for linear in shape.linears:
+        if linear.trainable and linear not in factored:
+            block += _FLOAT32 * linear.inputs * linear.outputs
+        if linear.bias:
+            block += _FLOAT32 * linear.outputs
+        if linear.rank:
+            width = compute if dtypes.autocast else _FLOAT32
+            for inputs, outputs in ((linear.inputs, linear.rank), (linear.rank, linear.outputs)):
+                block += (
+                    _FLOAT32 * inputs * outputs
+                    if _prefers_instance(inputs, outputs, run, width)
+                    else tokens * width * (inputs + outputs)
+                )
+    block += sum(_FLOAT32 * norm.width for norm in shape.norms if norm.trainable)
+    outer = sum(tokens * (dtypes.stream * shape.hidden + _INDEX) for _ in range(shape.trainable_tables))
+    if shape.head_trainable:
+        outer += tokens * compute * (shape.hidden + shape.vocabulary)
+    per_row = shape.num_layers * block + outer
+    if run.unit_rows <= rows:
+        return rows * per_row
+    held = min((run.unit_rows - rows) * per_row, _FLOAT32 * shape.trainable)  # never more than the unit's gradient
+    return rows * per_row + held
+
+
+def _prefers_instance(inputs: int, outputs: int, run: Run, width: int) -> bool:
+    """The rule of `dpllm.ghost.Forms.holds_instance`, for units of one row."""
+    return inputs * outputs * _FLOAT32 <= run.tokens * width * (inputs + outputs)
+
+
+def _forming(shape: ModelShape, run: Run) -> int:
+    """Whole sums, noise, and float32 copies of a layer's factors."""
+    tokens = run.rows * run.tokens
+    copies = 0
+    layers = [(x.inputs, x.outputs) for x in shape.linears if x.trainable]
+    if shape.head_trainable:
+        layers.append((shape.hidden, shape.vocabulary))
+    for inputs, outputs in layers:
+        copies = max(copies, _FLOAT32 * tokens * (inputs + outputs + min(inputs, outputs)))
+    largest = _FLOAT32 * shape.largest_trainable
+    noise = min(_NOISE, _share(largest, run.num_gpus))
+    if run.is_deepspeed and run.engine != "zero1":
+        flat = 2 if run.engine == "zero2" else 1
+        bucket = _FLOAT32 * min(shape.trainable, _BUCKET) if run.engine == "zero2" else largest
+        return largest + noise + copies + flat * bucket
+    return copies + noise + (largest if run.shards_weights else 0)
+
+
+def _communication(shape: ModelShape, run: Run, dtypes: _Dtypes) -> tuple[int, int]:
+    """Bytes that one GPU sends per step for weights and for sums."""
+
+    def around(size: int, gpus: int) -> int:
+        return size * (gpus - 1) // gpus
+
+    microbatches, group = run.num_microbatches, run.group
+    sums = _FLOAT32 * shape.trainable
+    updated = dtypes.trainable * shape.trainable
+    if run.engine == "single":
+        return 0, 0
+    if run.engine == "ddp":
+        return 0, 2 * around(sums, group)
+    if run.engine in ("zero1", "zero2"):
+        times = microbatches if run.engine == "zero2" else 2 if run.bf16 else 1
+        return around(updated, group), times * around(sums, group)
+    gathers = 2 * dtypes.gather * shape.total
+    if run.engine.startswith("zero3"):
+        gathers += updated  # once more, to hand over the sum
+    replicas = run.num_gpus // group
+    across = 2 * around(_share(sums, group), replicas)
+    return microbatches * around(gathers, group), microbatches * around(sums, group) + across
+
+
+def footprint_of_recipe(
+    recipe: Recipe,
+    arguments: TrainingArguments,
+    plan_or_batch: PrivacyPlan | int,
+    engine: str,
+    num_gpus: int,
+    shard_size: int = GPUS_OF_A_NODE,
+) -> Footprint:
+    """Memory and communication of a recipe; no private data is read, and no weights.
+
+    Args:
+        recipe: what is trained. ``data.max_length`` is T, and B what ``microbatch_tokens`` holds of such rows
+            ("auto" or left out: ``per_device_train_batch_size``). Users with several rows are taken to have
+            ``max_rows_per_unit`` each.
+        arguments: its ``train`` section.
+        plan_or_batch: the plan, or the expected batch size b in units.
+        engine: one of `ENGINES`.
+        num_gpus: N.
+        shard_size: GPUs that share one copy of the model under "fsdp2-hybrid".
+
+    Raises:
+        ConfigError: a model whose configuration can't be read or whose blocks have an unknown form, an optimizer other
+            than AdamW, an engine that doesn't exist or fit.
+    """
+    if num_gpus < 1:
+        raise ConfigError(f"num_gpus must be at least 1, got {num_gpus}")
+    optimizer = str(getattr(arguments.optim, "value", arguments.optim))
+    if optimizer not in ("adamw_torch", "adamw_torch_fused"):
+        raise ConfigError(
+            f"train.optim={optimizer}: how much memory it takes is known for adamw_torch and adamw_torch_fused alone"
+        )
+    batch = plan_or_batch if isinstance(plan_or_batch, int) else plan_or_batch.expected_batch_size
+    by_example = recipe.privacy.sampling == "example"
+    per_unit = 1 if by_example else recipe.privacy.max_rows_per_unit or 1
+    rows = arguments.per_device_train_batch_size
+    if isinstance(recipe.microbatch_tokens, int):
+        rows = max(1, recipe.microbatch_tokens // recipe.data.max_length)
+    run = Run(
+        engine=engine,
+        num_gpus=num_gpus,
+        rows=rows,
+        tokens=recipe.data.max_length,
+        num_microbatches=_share(batch * per_unit, num_gpus * rows),
+        checkpointing=bool(arguments.gradient_checkpointing),
+        bf16=bool(arguments.bf16),
+        unit_rows=per_unit,
+        shard_size=shard_size,
+    )
+    return footprint(shape_of_model(recipe.model), run)
+
+
+def engines_for(num_gpus: int) -> tuple[str, ...]:
+    """The engines that are worth comparing on so many GPUs.
+
+    >>> engines_for(1)
+    ('single', 'zero3_offload')
+    >>> "fsdp2-hybrid" in engines_for(8), "fsdp2-hybrid" in engines_for(16)
+    (False, True)
+    """
+    if num_gpus == 1:
+        return ("single", "zero3_offload")
+    several_nodes = num_gpus > GPUS_OF_A_NODE and num_gpus % GPUS_OF_A_NODE == 0
+    return tuple(name for name in ENGINES if name != "single" and (name != "fsdp2-hybrid" or several_nodes))
+
+
+def footprint_rows(result: Footprint) -> list[tuple[str, str]]:
+    """The footprint as (name, value) rows for people; every size is per GPU."""
+    run = result.run
+    spread = f"{run.engine} on {run.num_gpus} GPU{'s' if run.num_gpus > 1 else ''}"
+    if run.engine == "fsdp2-hybrid":
+        spread += f", {run.num_gpus // run.shard_size} copies of the model"
+    return [
+        ("engine", spread),
+        *_setting(result),
+        *((name, format_bytes(size)) for name, size in _parts(result) if size or name not in _MAY_BE_NONE),
+        ("nature of these numbers", NATURE),
+    ]
+
+
+def comparison_rows(results: Sequence[Footprint]) -> tuple[str, list[tuple[str, ...]]]:
+    """Several engines side by side.
+
+    Args:
+        results: of one recipe and number of GPUs.
+
+    Returns:
+        The unit of all numbers; and rows of a name and one number per footprint, the first row with the engines' names.
+    """
+    parts = [_parts(result) for result in results]
+    unit, size_of_unit = _unit_of(max(size for part in parts for name, size in part if name not in _SENT))
+    rows: list[tuple[str, ...]] = [("", *(result.run.engine for result in results))]
+    for cells in zip(*parts, strict=True):
+        name, sizes = cells[0][0], [size for _, size in cells]
+        if any(sizes) or name not in _MAY_BE_NONE:
+            rows.append((name, *(f"{size / size_of_unit:,.1f}" if size else "0" for size in sizes)))
+    return unit, rows
+
+
+def setting_of(result: Footprint) -> str:
+    """What is trained and how it is divided, on one line; the same for every engine that shards over all GPUs."""
+    return "; ".join(f"{name}: {value}" for name, value in _setting(result))
+
+
+_MAY_BE_NONE = ("memory of the CPU",)
+_SENT = ("sent per step", "of it for weights")
+
+
+def _setting(result: Footprint) -> list[tuple[str, str]]:
+    run, shape = result.run, result.shape
+    return [
+        ("parameters, trainable", f"{shape.total:,}, {shape.trainable:,}"),
+        ("microbatch", f"{run.rows} rows of {run.tokens:,} tokens, {run.num_microbatches:,} per GPU and step"),
+    ]
+
+
+def _parts(result: Footprint) -> list[tuple[str, int]]:
+    return [
+        ("weights", result.weights),
+        ("clipped sum", result.clipped_sum),
+        ("optimizer state", result.optimizer),
+        ("gathered weights", result.gathered),
+        ("activations", result.activations + result.recomputed),
+        ("logits and loss", result.logits),
+        ("the book", result.book),
+        ("forming the sum", result.forming),
+        ("total, at most", result.total),
+        ("memory of the CPU", result.cpu),
+        ("sent per step", result.sent),
+        ("of it for weights", result.weights_sent),
+    ]
+
+
+def format_bytes(size: int) -> str:
+    """Bytes for people, in powers of 1000 as GPUs and networks are sold.
+
+    >>> format_bytes(80 * 2**30), format_bytes(1500), format_bytes(0)
+    ('85.9 GB', '1.5 kB', '0 B')
+    """
+    unit, size_of_unit = _unit_of(size)
+    return f"{size / size_of_unit:,.0f} B" if unit == "B" else f"{size / size_of_unit:,.1f} {unit}"
+
+
+def _unit_of(size: int) -> tuple[str, int]:
+    """The largest unit that a size reaches, and its bytes."""
+    for unit, size_of_unit in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= size_of_unit:
+            return unit, size_of_unit
+    return "B", 1

@@ -1,0 +1,256 @@
+"""The shape of a model: how many parameters where, read off a model on the meta device. No weight is allocated.
+
+Place in the flow: what `dpllm.planning.footprint` computes from. Adapters and frozen parameters are those that the
+functions make which prepare the model for training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from dpllm.config import ConfigError, ModelConfig
+from dpllm.ghost.linear import is_linear, is_transposed
+from dpllm.models.load import AUTO_MODEL, DTYPES, config_arguments, load_tokenizer, prepare_model
+
+_COMPOSED = ("NewGELUActivation", "FastGELUActivation")
+ROLES = ("qkv", "attention_out", "mlp_in", "mlp_out")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One matrix of a block.
+
+    Attributes:
+        role: one of `ROLES`; layers of one of the roles "qkv" and "mlp_in" read the same input.
+        inputs: width of its input.
+        outputs: width of its output.
+        trainable: whether its weight is trained.
+        bias: whether its bias is trained.
+        rank: r of the adapter on it, 0 without one.
+    """
+
+    role: str
+    inputs: int
+    outputs: int
+    trainable: bool = True
+    bias: bool = False
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Norm:
+    """One norm of a block.
+
+    Attributes:
+        width: features it works on.
+        widens: whether it computes on a float32 copy, as transformers' RMS norms do.
+        trainable: whether its scale is trained.
+    """
+
+    width: int
+    widens: bool
+    trainable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Counts of entries, and widths. Each shared parameter counts once."""
+
+    total: int
+    """P."""
+    trainable: int
+    """P_t."""
+    largest_trainable: int
+    """Entries of the largest trainable parameter."""
+    num_layers: int
+    """L."""
+    hidden: int
+    """d."""
+    vocabulary: int
+    """Width of the logits: V, or the number of classes."""
+    block: int
+    """Entries of the largest block, adapters included."""
+    embedding: int
+    """Entries of the input embedding."""
+    head: int
+    """Entries of the output layer, also when it is the embedding."""
+    tied: bool
+    """Whether the output layer is the embedding."""
+    head_trainable: bool
+    """Whether the output layer is trained."""
+    trainable_tables: int
+    """Trainable embeddings (of tokens, positions)."""
+    dtype_bytes: int
+    """Bytes per parameter as the recipe's ``model.dtype`` says, adapters aside."""
+    linears: tuple[Linear, ...]
+    """The matrices of one block."""
+    norms: tuple[Norm, ...]
+    """The norms of one block."""
+    composed_activation: bool
+    """Whether the MLP's activation function is written out in elementary operations (GPT-2's GELU) that each save."""
+
+    @property
+    def frozen(self) -> int:
+        """P - P_t."""
+        return self.total - self.trainable
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA factors are trained."""
+        return any(linear.rank for linear in self.linears)
+
+    @property
+    def block_matrices(self) -> int:
+        """Entries of a block's matrices."""
+        return sum(linear.inputs * linear.outputs for linear in self.linears)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies two projections."""
+        return self.width("mlp_in", "outputs") == 2 * self.width("mlp_out", "inputs")
+
+    def width(self, role: str, side: str) -> int:
+        """Summed ``inputs`` or ``outputs`` of the matrices of a role."""
+        return sum(getattr(linear, side) for linear in self.linears if linear.role == role)
+
+
+def shape_of_model(model: ModelConfig) -> ModelShape:
+    """Return the shape of a recipe's model, adapters and frozen parameters included.
+
+    Raises:
+        ConfigError: its configuration can't be read (a name on the Hub that can't be reached: give a folder that holds
+            config.json), or its blocks have a form that isn't known.
+
+    >>> llama = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    ...          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    >>> shape_of_model(ModelConfig(config=llama, dtype="bfloat16")).total
+    8030261248
+    """
+    config = _config_of(model)
+    dtype = DTYPES[model.dtype]
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.float32
+    try:
+        with torch.device("meta"):
+            base = AUTO_MODEL[model.task].from_config(config, dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"no model can be built from this configuration: {error}") from error
+    with torch.device("meta"):
+        prepared = prepare_model(base, model)
+    return _shape_of(prepared, base, dtype.itemsize)
+
+
+def _config_of(model: ModelConfig) -> PreTrainedConfig:
+    if model.config is None:
+        try:
+            config = AutoConfig.from_pretrained(str(model.name))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"the configuration of the model {model.name!r} can't be read ({str(error).splitlines()[0][:200]}). "
+                "Give model.name a local folder that holds its config.json; nothing else is needed for this"
+            ) from error
+    else:
+        config = _fresh(model)
+    if config.is_encoder_decoder:
+        raise ConfigError("memory and communication are known for models of one stack, not for encoder-decoders")
+    if model.tie_word_embeddings is not None:
+        config.tie_word_embeddings = model.tie_word_embeddings
+    if model.task == "sequence_classification" and model.num_labels:
+        config.num_labels = model.num_labels
+    return config
+
+
+def _fresh(model: ModelConfig) -> PreTrainedConfig:
+    kind, arguments = config_arguments(model)
+    if "vocab_size" not in arguments:
+        arguments["vocab_size"] = model.tokenizer_vocab_size or len(load_tokenizer(model))
+    try:
+        return AutoConfig.for_model(kind, **arguments)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"model.config: {' '.join(str(error).split())[:300]}") from error
+
+
+def _shape_of(model: nn.Module, base: Any, dtype_bytes: int) -> ModelShape:
+    config = base.config
+    blocks = _blocks(model, int(config.num_hidden_layers))
+    linears = _linears(blocks[0], int(config.hidden_size))
+    parameters = list(model.parameters())
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    head_weight = head.weight if head is not None else None
+    inside = {id(p) for p in blocks.parameters()}
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad}
+    return ModelShape(
+        total=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        largest_trainable=max(p.numel() for p in parameters if p.requires_grad),
+        num_layers=len(blocks),
+        hidden=int(config.hidden_size),
+        vocabulary=int(head_weight.shape[0]) if head_weight is not None else int(config.num_labels),
+        block=max(sum(p.numel() for p in block.parameters()) for block in blocks),
+        embedding=embedding.weight.numel(),
+        head=head_weight.numel() if head_weight is not None else 0,
+        tied=head_weight is not None and head_weight is embedding.weight,
+        head_trainable=head_weight is not None and head_weight.requires_grad,
+        trainable_tables=len(tables - inside),
+        dtype_bytes=dtype_bytes,
+        linears=linears,
+        norms=_norms(blocks[0]),
+        composed_activation=any(type(m).__name__ in _COMPOSED for m in blocks[0].modules()),
+    )
+
+
+def _blocks(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The stack of blocks: the one list of so many modules of one class."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers and len({type(m) for m in module}) == 1:
+            return module
+    raise ConfigError(
+        f"{type(model).__name__} has no list of {num_layers} equal blocks, so its memory and communication aren't known"
+    )
+
+
+def _linears(block: nn.Module, hidden: int) -> tuple[Linear, ...]:
+    """The matrices of a block by role, told by order and width: (queries, keys, values), output, MLP in, MLP out."""
+    found: list[tuple[int, int, bool, bool, int]] = []
+    for path, module in block.named_modules():
+        if not is_linear(module) or ".lora_" in path:
+            continue
+        weight = module.get_parameter("weight")
+        outputs, inputs = weight.shape[::-1] if is_transposed(module) else weight.shape
+        bias = getattr(module, "bias", None)
+        around = block.get_submodule(path.rpartition(".")[0]) if path.endswith(".base_layer") else None
+        found.append(
+            (inputs, outputs, weight.requires_grad, bias is not None and bias.requires_grad, _trained_rank(around))
+        )
+    inner = found[-1][0] if found else 0
+    last = len(found) - 1
+    first = last
+    while first > 0 and found[first - 1][0] == hidden and found[first - 1][1] in (inner, 2 * inner):
+        first -= 1
+    if first == last or first < 2 or found[last][1] != hidden or found[first - 1][1] != hidden:
+        raise ConfigError(
+            f"{type(block).__name__} isn't a block of attention and MLP in that order, so its memory isn't known"
+        )
+    roles = ["qkv"] * (first - 1) + ["attention_out"] + ["mlp_in"] * (last - first) + ["mlp_out"]
+    return tuple(Linear(role, *numbers) for role, numbers in zip(roles, found, strict=True))
+
+
+def _trained_rank(adapted: nn.Module | None) -> int:
+    factors = getattr(adapted, "lora_A", None)
+    return sum(f.weight.shape[0] for f in factors.values() if f.weight.requires_grad) if factors else 0
+
+
+def _norms(block: nn.Module) -> tuple[Norm, ...]:
+    """Modules whose own parameters are a scale (and a shift)."""
+    found = []
+    for module in block.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.ndim == 1 and not is_linear(module):
+            found.append(Norm(weight.numel(), not isinstance(module, nn.LayerNorm), weight.requires_grad))
+    return tuple(found)

@@ -1,0 +1,533 @@
+"""Which batch size and how many steps: one privacy budget spent in many ways, before any of them is paid for.
+
+Place in the flow: beside the plan, before a run. `dpllm.planning.sweep_noise` asks accounting for σ at every point of a
+grid; here one is recommended. Nothing is trained, no private data are seen. `dpllm.planning.sweep_text` puts the result
+into words, `dpllm.planning.sweep_figure` draws it.
+
+Notions. b units are expected in a step, T steps are taken, σ keeps the run within the budget (ε, δ), C is the clip
+norm.
+
+* *Noise-to-batch ratio* σ/b: standard deviation of the noise in every entry of the averaged gradient, over C. How well
+  a model trains privately depends on it and on T, hardly on b and σ apart ("Scaling Laws for Differentially Private
+  Language Models", arXiv:2501.18914, with which VaultGemma, arXiv:2510.15001, was set up).
+* *Cumulative signal-to-noise ratio* √T b/σ: T averaged gradients added up hold T times the signal of one and √T times
+  its noise. In units of (signal per step)/C, which by assumption is the same at all points.
+* *Full batch* N μ: what b = N reaches whatever T is, since σ is √T/μ there, μ being the distance of two unit normals
+  that are (ε, δ) apart (analytic Gaussian mechanism, arXiv:1805.06530). Under replace-one adjacency, where a unit moves
+  the sum twice as far, it is N μ/2.
+
+Derived. On a line of equal compute K = b T the ratio is √(K b)/σ. In the limit of many steps at a small sampling rate
+q = b/N the run is as private as normals μ = q √T √(exp(1/σ²) - 1) apart (arXiv:1911.11607, zero-out). Without T:
+
+    (√T b/σ) / (N μ) = 1 / √(σ² (exp(1/σ²) - 1)),      d log(√T b/σ) / d log b = (1 - σ² (1 - exp(-1/σ²))) / 2.
+
+So the share of the full batch's ratio depends on σ alone. Where σ is small, twice the batch and half the steps hardly
+ask for more noise and the ratio grows like √b; where σ is large, σ itself grows like √b and nothing is gained. 90 % are
+reached at σ = 1.57. `limit_share` is the first formula. The numbers of a sweep come from the accountant, not from it:
+the limit is no bound, and far off where few steps see a unit.
+
+The rule. Of the points of one compute, those are nearly the best whose √(T / ((σ/b)² + r²)) is within 10 % of the best;
+of these the one with the smallest batch is recommended, which takes the most steps. r is the root mean square of the
+entries of the averaged clipped gradient over C: what the noise in an entry is to be compared with. With r = 0, noise
+drowns the signal of every step, and the rule is about √T b/σ. With r > 0, T / (1 + (σ/b)²/r²) is what T noisy steps are
+worth in steps without noise: the gain of the best step along a gradient with noise is that of the noiseless one over
+1 + (noise power)/(signal power) when all directions curve alike (arXiv:1812.06162, section 2.2); the bound of SGD on
+convex losses, proportional to √((signal power + noise power)/T), orders points in the same way. That larger batches
+against more steps pay at a given compute is what the two papers on private training report; how far to go is this rule,
+under the assumptions that `Sweep.assumptions` lists. It is no fitted law.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scipy import optimize, special
+
+from dpllm.planning.sweep_noise import Budget, Noise, calibrate_grid, least_noise, refined
+from dpllm.privacy.accounting import require_target
+
+NEARLY_BEST = 0.9
+"""Share of a compute line's best cumulative signal-to-noise ratio that counts as nearly the best."""
+
+_SAME_COMPUTE = 0.05
+_ADJACENCIES = {"zero-out": 1.0, "replace-one": 2.0}  # how far one unit moves the sum, in clip norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a unit costs to compute. Everything may be left out; what can't be said of a point is then None.
+
+    Raises:
+        ValueError: a number is not positive, or the numbers don't belong together.
+    """
+
+    tokens_per_unit: float | None = None
+    """Tokens of a unit, padding included: on average, or at most."""
+    tokens_per_second: float | None = None
+    """Measured, of all GPUs together."""
+    flops_per_token: float | None = None
+    """For an estimate where nothing was measured; 6 per parameter for forward and backward of a full fine-tuning."""
+    peak_flops: float | None = None
+    """Floating-point operations per second of one GPU at most."""
+    utilization: float | None = None
+    """Share of `peak_flops` that training reaches, above 0 and at most 1."""
+    gpus: int = 1
+
+    def __post_init__(self) -> None:
+        """Check ranges and what belongs together."""
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, got {value}")
+        if self.utilization is not None and self.utilization > 1:
+            raise ValueError(f"utilization is a share of peak_flops and at most 1, got {self.utilization}")
+        estimate = (self.flops_per_token, self.peak_flops, self.utilization)
+        if any(value is not None for value in estimate):
+            if any(value is None for value in estimate):
+                raise ValueError(
+                    "an estimate of time needs flops_per_token, peak_flops and utilization: give all three"
+                )
+            if self.tokens_per_second is not None:
+                raise ValueError("tokens_per_second was measured and flops_per_token estimates it: give one of the two")
+        if self.tokens_per_unit is None and (self.tokens_per_second or self.flops_per_token):
+            raise ValueError("the time of a run needs tokens_per_unit: give the tokens of a unit")
+
+    def tokens(self, examples: float) -> float | None:
+        """Return the tokens of so many units."""
+        return None if self.tokens_per_unit is None else examples * self.tokens_per_unit
+
+    def seconds(self, examples: float) -> float | None:
+        """Return the time that so many units take.
+
+        >>> Cost(tokens_per_unit=1000, flops_per_token=6e9, peak_flops=1e15, utilization=0.6, gpus=8).seconds(1e6)
+        1250.0
+        """
+        tokens, rate = self.tokens(examples), self.tokens_per_second
+        if self.flops_per_token is not None and self.peak_flops is not None and self.utilization is not None:
+            rate = self.gpus * self.peak_flops * self.utilization / self.flops_per_token
+        return None if tokens is None or rate is None else tokens / rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPoint:
+    """One way to spend the budget. What follows from σ is None where no σ reaches the target."""
+
+    expected_batch_size: int
+    """b."""
+    num_steps: int
+    """T."""
+    sampling_rate: float
+    """q = b/N."""
+    noise_multiplier: float | None
+    """σ, the least found whose ε is within the target."""
+    noise_to_batch_ratio: float | None
+    """σ/b, in units of the clip norm."""
+    signal_to_noise: float | None
+    """√T b/σ, in units of (mean clipped gradient)/(clip norm)."""
+    share_of_full_batch: float | None
+    """`signal_to_noise` over that of full batches."""
+    effective_steps: float | None
+    """T / (1 + (σ/b)²/r²), steps without noise that the T are worth; None too where r isn't known."""
+    epsilon: float | None
+    """ε with this σ, an upper bound; at most the target."""
+    examples: int
+    """b T, units expected in all steps together."""
+    epochs: float
+    """b T/N."""
+    tokens: float | None
+    seconds: float | None
+    on_line: bool = False
+    """Whether it is of the compute that the recommendation is for."""
+    recommended: bool = False
+    reason: str | None = None
+    """Why there is no σ; None where there is one."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What a change of the recommended point would do to the noise of a step."""
+
+    change: str
+    noise_to_batch_ratio: float | None
+    """None where the change is impossible."""
+    factor: float | None
+    """The ratio after over the ratio before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A grid of points of one privacy budget, and which of them to take. Made by `sweep`."""
+
+    target_epsilon: float
+    delta: float
+    num_units: int
+    adjacency: str
+    compute: int
+    """K, the expected units (b T) that the recommendation may use."""
+    compute_name: str
+    """Where K comes from."""
+    gradient_rms: float
+    """r; 0 when unknown."""
+    full_batch_signal_to_noise: float
+    """N μ, or N μ/2 under replace-one."""
+    points: tuple[SweepPoint, ...]
+    """By batch size and steps: the grid, and what of the line of compute K lies beside it."""
+    reason: str
+    """Why the recommended point, in words."""
+    assumptions: tuple[str, ...]
+    what_if: tuple[WhatIf, ...]
+
+    @property
+    def recommended(self) -> SweepPoint:
+        """The point to take."""
+        return next(point for point in self.points if point.recommended)
+
+    @property
+    def line(self) -> tuple[SweepPoint, ...]:
+        """The points that the recommended one was chosen from, by batch size."""
+        return tuple(point for point in self.points if point.on_line)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values that JSON can hold."""
+        values = dataclasses.asdict(self)
+        for name in ("points", "what_if", "assumptions"):
+            values[name] = list(values[name])
+        return {**values, "recommended": dataclasses.asdict(self.recommended)}
+
+
+def default_grid(expected_batch_size: int, num_steps: int, num_units: int) -> tuple[list[int], list[int]]:
+    """Return batch sizes and steps around a recipe's: a quarter, half, one, two and four times each, b at most N.
+
+    Raises:
+        ValueError: a number is not a positive integer, or b exceeds N.
+
+    >>> default_grid(2048, 36, num_units=5000)
+    ([512, 1024, 2048, 4096], [9, 18, 36, 72, 144])
+    """
+    _check_counts(num_units, "expected_batch_size", [expected_batch_size])
+    _check_counts(None, "num_steps", [num_steps])
+    batches = {*(max(1, expected_batch_size // part) for part in (4, 2)), *(expected_batch_size * n for n in (1, 2, 4))}
+    steps = {*(max(1, num_steps // part) for part in (4, 2)), *(num_steps * n for n in (1, 2, 4))}
+    return sorted(b for b in batches if b <= num_units), sorted(steps)
+
+
+def sweep(
+    *,
+    target_epsilon: float,
+    delta: float,
+    num_units: int,
+    expected_batch_sizes: Sequence[int],
+    step_counts: Sequence[int],
+    adjacency: str = "zero-out",
+    rows_per_unit: int = 1,
+    compute: str | int = "centre",
+    min_steps: int = 1,
+    gradient_rms: float = 0.0,
+    cost: Cost | None = None,
+) -> Sweep:
+    """Calibrate σ over a grid of batch sizes and steps, and recommend a point.
+
+    Guarantee: `accounting.epsilon` of every point with its σ, without truncation, is at most the target. At most 1 % of
+    the target is left, at the recommended point less than 0.1 %.
+
+    Args:
+        target_epsilon: the ε that a run may cost.
+        delta: δ, below 1/N.
+        num_units: N, public.
+        expected_batch_sizes: values of b, at most N each.
+        step_counts: values of T.
+        adjacency: "zero-out" or "replace-one".
+        rows_per_unit: 1; units are drawn as wholes.
+        compute: K = b T of the recommendation: "centre" of the grid, "max" for the grid's largest, or a number of
+            examples. For each batch size the line has T = K/b, taken from the grid where that has one within 5 %.
+        min_steps: the fewest steps that the optimizer can do with; points of fewer are not recommended.
+        gradient_rms: r, ‖mean clipped gradient‖ / (C √parameters), measured on public data; 0 when unknown.
+        cost: what a unit costs, for tokens and time.
+
+    Raises:
+        ValueError: a number is out of range, a grid is empty, or no point can be recommended.
+
+    >>> result = sweep(target_epsilon=8.0, delta=1e-6, num_units=42_000, expected_batch_sizes=[512, 1024, 2048],
+    ...                step_counts=[100, 200, 400])
+    >>> result.recommended.expected_batch_size, result.recommended.num_steps
+    (2048, 100)
+    """
+    batches, steps = sorted(set(expected_batch_sizes)), sorted(set(step_counts))
+    _check_budget(target_epsilon, delta, num_units, adjacency, rows_per_unit)
+    _check_counts(num_units, "expected_batch_size", batches)
+    _check_counts(None, "num_steps", steps)
+    _check_rule(min_steps, gradient_rms)
+    cost = cost or Cost()
+    examples, compute_name = _compute(compute, batches, steps)
+    line = _line(examples, batches, steps)
+    full_batch = num_units * gaussian_distance(target_epsilon, delta) / _ADJACENCIES[adjacency]
+    budget = Budget(target_epsilon, delta, num_units, adjacency)
+    sizes = sorted({(b, t) for b in batches for t in steps} | set(line))
+    found = calibrate_grid(budget, sizes, near=line[len(line) // 2])
+
+    def point(b: int, t: int) -> SweepPoint:
+        noise = found[b, t]
+        return _point(budget, b, t, noise, full_batch, gradient_rms, cost, (b, t) in line)
+
+    points = {size: point(*size) for size in sizes}
+    _check_reachable(list(points.values()))
+    chosen = recommend([points[at] for at in line], min_steps, gradient_rms)
+    size = (chosen.expected_batch_size, chosen.num_steps)
+    what_if = _what_if(budget, *size, found[size])
+    found[size] = refined(budget, *size, found[size])
+    points[size] = dataclasses.replace(point(*size), recommended=True)
+    reason = _reason([points[at] for at in line], points[size], gradient_rms, (examples, compute_name, min_steps))
+    return Sweep(
+        target_epsilon=target_epsilon,
+        delta=delta,
+        num_units=num_units,
+        adjacency=adjacency,
+        compute=examples,
+        compute_name=compute_name,
+        gradient_rms=gradient_rms,
+        full_batch_signal_to_noise=full_batch,
+        points=tuple(points.values()),
+        reason=reason,
+        assumptions=_assumptions(points[size], gradient_rms, cost),
+        what_if=what_if,
+    )
+
+
+def recommend(line: Iterable[SweepPoint], min_steps: int = 1, gradient_rms: float = 0.0) -> SweepPoint:
+    """Return the point of the smallest batch that is within 10 % of the best of the line; see the module's rule.
+
+    Args:
+        line: points of one compute.
+        min_steps: points of fewer steps are left out.
+        gradient_rms: r.
+
+    Raises:
+        ValueError: no point has a σ and enough steps.
+    """
+    usable = _usable(line, min_steps)
+    if not usable:
+        raise ValueError(
+            f"no point of this compute both reaches the target and takes at least min_steps={min_steps} steps. "
+            "Take smaller batches into the grid, more compute, or fewer steps at least"
+        )
+    enough = NEARLY_BEST * max(_score(point, gradient_rms) for point in usable)
+    nearly_best = (point for point in usable if _score(point, gradient_rms) >= enough)
+    return min(nearly_best, key=lambda point: point.expected_batch_size)
+
+
+def _usable(line: Iterable[SweepPoint], min_steps: int) -> list[SweepPoint]:
+    return [point for point in line if point.noise_multiplier is not None and point.num_steps >= min_steps]
+
+
+def _score(point: SweepPoint, gradient_rms: float) -> float:
+    """Return √(T / ((σ/b)² + r²))."""
+    return math.sqrt(point.num_steps) / math.hypot(point.noise_to_batch_ratio or math.inf, gradient_rms)
+
+
+def equal_compute(points: Iterable[SweepPoint]) -> list[tuple[SweepPoint, ...]]:
+    """Return the points that have a σ in groups of equal b T (within 5 %), by compute, each group by batch size."""
+    groups: list[list[SweepPoint]] = []
+    for point in sorted(points, key=lambda item: item.examples):
+        if point.noise_multiplier is None:
+            continue
+        if groups and point.examples <= (1 + _SAME_COMPUTE) * groups[-1][0].examples:
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    return [tuple(sorted(group, key=lambda item: item.expected_batch_size)) for group in groups]
+
+
+def gaussian_distance(epsilon: float, delta: float) -> float:
+    """Return μ, the largest distance of two unit normals that are (ε, δ)-indistinguishable.
+
+    References: Balle, Wang, arXiv:1805.06530, theorem 5: δ = Φ(μ/2 - ε/μ) - exp(ε) Φ(-μ/2 - ε/μ).
+
+    >>> round(gaussian_distance(1.0, 1e-5), 3)
+    0.268
+    """
+
+    def excess(log_distance: float) -> float:
+        distance = math.exp(log_distance)
+        upper = float(special.log_ndtr(distance / 2 - epsilon / distance))
+        lower = epsilon + float(special.log_ndtr(-distance / 2 - epsilon / distance))
+        return upper + math.log(-math.expm1(min(lower - upper, -1e-300))) - math.log(delta)
+
+    return math.exp(float(optimize.brentq(excess, math.log(1e-12), math.log(1e6), xtol=1e-12)))
+
+
+def limit_share(noise_multiplier: float) -> float:
+    """Return the share of the full batch's ratio at σ, in the limit of many steps at a small sampling rate, zero-out.
+
+    >>> round(limit_share(1.57), 2), round(limit_share(0.614), 2)
+    (0.9, 0.45)
+    """
+    inverse = noise_multiplier**-2
+    return math.sqrt(inverse / math.expm1(inverse)) if inverse < 700 else math.sqrt(inverse) * math.exp(-inverse / 2)
+
+
+def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency: str, rows_per_unit: int) -> None:
+    _check_counts(None, "num_units", [num_units])
+    require_target(target_epsilon)
+    if not 0 < delta * num_units < 1:
+        raise ValueError(
+            f"delta must be above 0 and below 1/N = {1 / num_units:.3g} for N={num_units} units, got {delta:g}. "
+            f"Take 1/(10 N) = {1 / (10 * num_units):.3g}"
+        )
+    if adjacency not in _ADJACENCIES:
+        raise ValueError(f"adjacency must be one of {', '.join(_ADJACENCIES)}, got {adjacency!r}")
+    if rows_per_unit != 1:
+        raise ValueError(
+            f"a sweep is over runs that draw whole units; got rows_per_unit={rows_per_unit}. For runs that draw single "
+            "rows make a plan for each batch size"
+        )
+
+
+def _check_reachable(points: Sequence[SweepPoint]) -> None:
+    if all(point.noise_multiplier is None for point in points):
+        raise ValueError(f"no point of the grid reaches the target: {points[0].reason}")
+
+
+def _check_rule(min_steps: int, gradient_rms: float) -> None:
+    _check_counts(None, "min_steps", [min_steps])
+    if not 0 <= gradient_rms < math.inf:
+        raise ValueError(f"gradient_rms must be at least 0 and finite, got {gradient_rms}")
+
+
+def _check_counts(num_units: int | None, name: str, values: Sequence[int]) -> None:
+    if not values:
+        raise ValueError(f"the grid holds no {name}: give at least one")
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if num_units is not None and value > num_units:
+            raise ValueError(
+                f"{name}={value} exceeds the number of units, {num_units}: a unit enters a step at most once. "
+                f"Take {num_units} or fewer"
+            )
+
+
+def _compute(compute: str | int, batches: Sequence[int], steps: Sequence[int]) -> tuple[int, str]:
+    if compute == "centre":
+        return batches[(len(batches) - 1) // 2] * steps[(len(steps) - 1) // 2], "that of the grid's centre"
+    if compute == "max":
+        return batches[-1] * steps[-1], "the largest of the grid"
+    if not isinstance(compute, int) or isinstance(compute, bool) or compute < 1:
+        raise ValueError(f'compute must be "centre", "max" or a positive number of examples, got {compute!r}')
+    return compute, "the one asked for"
+
+
+def _line(examples: int, batches: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (b, T) of the given compute, T from the grid where it nearly fits."""
+    line = []
+    for b in batches:
+        nearest = min(steps, key=lambda t: abs(math.log(b * t / examples)))
+        t = nearest if abs(b * nearest / examples - 1) <= _SAME_COMPUTE else examples // b
+        if t >= 1:
+            line.append((b, t))
+    if not line:
+        raise ValueError(f"{examples} examples aren't one step of the smallest batch, {batches[0]}. Raise compute")
+    return line
+
+
+def _point(
+    budget: Budget, b: int, t: int, noise: Noise, full_batch: float, gradient_rms: float, cost: Cost, on_line: bool
+) -> SweepPoint:
+    ratio = None if noise.sigma is None else noise.sigma / b
+    signal = None if ratio is None else math.sqrt(t) / ratio
+    return SweepPoint(
+        expected_batch_size=b,
+        num_steps=t,
+        sampling_rate=b / budget.num_units,
+        noise_multiplier=noise.sigma,
+        noise_to_batch_ratio=ratio,
+        signal_to_noise=signal,
+        share_of_full_batch=None if signal is None else signal / full_batch,
+        effective_steps=t / (1 + (ratio / gradient_rms) ** 2) if ratio is not None and gradient_rms > 0 else None,
+        epsilon=noise.epsilon,
+        examples=b * t,
+        epochs=b * t / budget.num_units,
+        tokens=cost.tokens(b * t),
+        seconds=cost.seconds(b * t),
+        on_line=on_line,
+        reason=noise.reason,
+    )
+
+
+def _what_if(budget: Budget, b: int, t: int, now: Noise) -> tuple[WhatIf, ...]:
+    """Return what twice the batch, twice the budget and twice the data would do to the noise of a step."""
+    assert now.sigma is not None
+    changes = (
+        ("twice the batch, as many steps (twice the compute)", budget, 2 * b),
+        ("twice the budget ε", dataclasses.replace(budget, target=2 * budget.target), b),
+        (
+            "twice the units N, the batch and δ as they are",
+            dataclasses.replace(budget, num_units=2 * budget.num_units),
+            b,
+        ),
+    )
+    results = []
+    for name, changed, batch in changes:
+        sigma = least_noise(changed, batch, t, now, now.coarse).sigma if batch <= changed.num_units else None
+        factor = None if sigma is None else sigma / batch / (now.sigma / b)
+        results.append(WhatIf(name, None if sigma is None else sigma / batch, factor))
+    return tuple(results)
+
+
+def _reason(line: Sequence[SweepPoint], chosen: SweepPoint, gradient_rms: float, asked: tuple[int, str, int]) -> str:
+    examples, compute_name, min_steps = asked
+    usable = _usable(line, min_steps)
+    best = max(usable, key=lambda point: _score(point, gradient_rms))
+    share = _score(chosen, gradient_rms) / _score(best, gradient_rms)
+    measure = "√(effective steps)" if gradient_rms else "cumulative signal-to-noise ratio"
+    least = f"; at least {min_steps:,} steps" if min_steps > 1 else ""
+    words = [f"The compute is {compute_name}: {examples:,} examples, split in {len(usable)} ways{least}."]
+    if len(usable) == 1:
+        words.append("No other is within the budget and what was asked for.")
+        return " ".join(words)
+    if chosen is best:
+        words.append(f"This one has the highest {measure}, and no smaller batch comes within 10 % of it.")
+    else:
+        words.append(
+            f"This one has {share:.0%} of the highest {measure} (that of batches of {best.expected_batch_size:,}) and "
+            f"takes {chosen.num_steps / best.num_steps:.3g} times as many steps."
+        )
+    if chosen.expected_batch_size == usable[-1].expected_batch_size:
+        words.append(
+            "It has the largest batch of them, so larger ones may do better, as long as the model can be trained in "
+            f"fewer than {chosen.num_steps:,} steps."
+        )
+    elif chosen is usable[0]:
+        words.append("It has the smallest batch of them: smaller ones may do as well.")
+    return " ".join(words)
+
+
+def _assumptions(chosen: SweepPoint, gradient_rms: float, cost: Cost) -> tuple[str, ...]:
+    signal = (
+        f"The entries of the averaged clipped gradient have a root mean square of {gradient_rms:.3g} clip norms at all "
+        "points, and all directions curve alike."
+        if gradient_rms
+        else "Noise outweighs signal in every step, so that steps add up and the optimizer can do with few of them. "
+        "Very large batches break this first: the fewest steps that do (min_steps), or the size of the gradient "
+        "(gradient_rms), can be found on public data and given."
+    )
+    texts = [
+        "Every step brings the same signal, whatever b and T: the learning rate is tuned anew for each point.",
+        signal,
+        "The noise added for privacy outweighs the sampling noise of the gradient (arXiv:2501.18914 assumes this too).",
+        f"Data seen again teach as much as new data: the recommended point takes {chosen.epochs:.3g} epochs.",
+        "σ is for plain Poisson sampling. The plan of a run bounds the batch (B_max) where that costs less than 1e-3 "
+        "in ε, and calibrates σ with it.",
+        "At the points that aren't recommended up to 1 % of ε is left, so that σ may be a little larger than needed.",
+        "The budget is spent on one run. Tuning on the private data costs more.",
+    ]
+    if cost.tokens_per_second is not None:
+        texts.append("Time is tokens over the measured rate, which doesn't depend on b.")
+    elif cost.flops_per_token is not None:
+        texts.append(
+            f"Time is estimated from {cost.flops_per_token:.3g} FLOPs per token on {cost.gpus} GPUs of "
+            f"{cost.peak_flops:.3g} FLOP/s at {cost.utilization:.0%} utilization; nothing was measured."
+        )
+    return tuple(texts)

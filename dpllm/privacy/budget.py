@@ -1,0 +1,541 @@
+"""The budget of one data set over all runs on it, in a file.
+
+Place in the flow: beside the plan. A run charges the file with all its planned steps before it trains, and settles
+with the steps that its ledger charged when it has ended; in between, and after a crash, the reservation stands. All
+entries are composed as one history, at the δ and under the adjacency of the file, so that the ε of the data set is
+known at any time and a run that would exceed it does not start.
+
+    create_budget("chats.budget.json", dataset="chats", epsilon=8.0, delta=1e-6, unit="user", num_units=50_000, ...)
+    entry = charge("chats.budget.json", plan, dataset="chats")     # before training, or BudgetError
+    check_entry("chats.budget.json", entry, plan)                  # before the run is resumed, or BudgetError
+    settle("chats.budget.json", entry, num_steps=ledger.num_steps) # after it has ended
+
+The file is changed under a lock (``<name>.lock`` beside it, kept for good) and replaced in one go, durably. It carries
+a hash of its contents, which guards against accidents and careless edits; it is no signature. An older copy of it is
+refused where its lock file remembers a later one (`dpllm.privacy.budget_lock`).
+
+Two things no file can know. A run that never charged it: the guarantee is about the runs whose recipe names it. And why
+a plan was chosen: composition is proved for plans (σ, q, T) that do not depend on what earlier runs released; a search
+in which each run's noise or length follows from the last one's results needs a privacy filter instead (Rogers, Roth,
+Ullman, Vadhan, arXiv:1605.08294).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dpllm.config import ADJACENCIES, MAX_TARGET_EPSILON, UNITS
+from dpllm.config.values import between, choice, integer
+from dpllm.privacy import accounting
+from dpllm.privacy.accounting import History, Step
+from dpllm.privacy.budget_lock import BudgetError as BudgetError
+from dpllm.privacy.budget_lock import locked
+from dpllm.privacy.identity import require_prefix
+from dpllm.privacy.ledger import LedgerError, sync_folder
+from dpllm.privacy.ledger_reader import LedgerHead
+from dpllm.privacy.plan import PrivacyPlan, format_epsilon
+
+_FORMAT = 1
+_HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", "delta", "shared_people")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What one run was charged."""
+
+    id: str
+    """Random, in hexadecimal; the run's ledger names it."""
+    plan_hash: str
+    step: Step
+    steps_reserved: int
+    """T of the plan."""
+    steps_charged: int | None
+    """Steps that the run's ledger charges, once it has ended. None: the reservation counts."""
+    steps_before: int
+    """Steps known to have run, which no later settling may go below."""
+    charged_at: str
+    """Time of the first charge, UTC."""
+    head: dict[str, Any] | None = None
+    """The place in the run's ledger (`LedgerHead`) at the last start, resumption, save or end. None: not begun."""
+
+    def __post_init__(self) -> None:
+        """Check the counts, and that the head is one."""
+        counts = {"steps_reserved": self.steps_reserved, "steps_before": self.steps_before}
+        for name, count in {**counts, "steps_charged": self.steps_charged or 0}.items():
+            integer(name, count, 0)
+        if self.head is not None:
+            LedgerHead.of(self.head)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that count against the budget."""
+        return self.steps_reserved if self.steps_charged is None else self.steps_charged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """A budget file as it was read."""
+
+    path: Path
+    dataset: str
+    """Public name of the data set."""
+    unit: str
+    """"sequence" or "user"."""
+    unit_column: str | None
+    """The column of the user's id; None at sequence level."""
+    num_units: int
+    """N."""
+    adjacency: str
+    """"zero-out" or "replace-one"."""
+    epsilon: float
+    """What all runs together may cost, at `delta`."""
+    delta: float
+    """δ of the composition of all runs."""
+    shared_people: bool = False
+    """Whether runs may have another N: the data set grows, and its people are in several runs."""
+    entries: tuple[Entry, ...] = ()
+    written: int = field(default=0, compare=False)
+    """How often the file was written; 0 for one that an earlier version wrote."""
+    sha256: str = field(default="", compare=False)
+    """Of its contents."""
+
+    @property
+    def history(self) -> list[tuple[Step, int]]:
+        """The steps of all entries, reservations included."""
+        return [(entry.step, entry.num_steps) for entry in self.entries]
+
+    @cached_property
+    def spent(self) -> float:
+        """ε of all entries composed."""
+        return self.cost(self.history)
+
+    def cost(self, history: History, discretization: float = accounting.DISCRETIZATION) -> float:
+        """Return ε of a history at the file's δ and adjacency."""
+        return accounting.epsilon(history, self.delta, self.adjacency, discretization)
+
+    @property
+    def remaining_words(self) -> str:
+        """What is left, in words."""
+        if self.spent >= self.epsilon:
+            return "nothing: the budget is exhausted"
+        return (
+            f"ε = {_down(self.epsilon - self.spent)} by subtraction; what a run may take is computed by composing it "
+            "with the others, and is usually more"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the budget, its entries and what is spent as plain values."""
+        head = {name: getattr(self, name) for name in _HEAD}
+        entries = [dataclasses.asdict(entry) for entry in self.entries]
+        return {"file": self.path.name, **head, "spent": self.spent, "entries": entries}
+
+
+def create_budget(
+    path: str | Path,
+    *,
+    dataset: str,
+    epsilon: float,
+    delta: float,
+    unit: str,
+    num_units: int,
+    unit_column: str | None = None,
+    adjacency: str = "zero-out",
+    shared_people: bool = False,
+) -> Budget:
+    """Write the budget file of a data set.
+
+    Args:
+        path: the file, which must not exist. It belongs where every machine that trains on the data can lock it.
+        dataset: public name of the data set.
+        epsilon: what all runs together may cost.
+        delta: δ at which they are composed, below 1/N.
+        unit: "sequence" or "user".
+        num_units: N, public: the units of the data set as the runs see it.
+        unit_column: the column of the user's id; exactly at user level.
+        adjacency: "zero-out" or "replace-one".
+        shared_people: allow runs with another N, such as on the data set after it has grown. Each step is accounted
+            with the N of its own run; δ stays below 1/N of every run.
+
+    Raises:
+        BudgetError: the file exists, or a value is out of range.
+    """
+    checks = {
+        "a dataset name": isinstance(dataset, str) and bool(dataset.strip()),
+        f"0 < epsilon <= {MAX_TARGET_EPSILON:g}": 0 < epsilon <= MAX_TARGET_EPSILON,
+        "num_units >= 1": num_units >= 1,
+        f"0 < delta < 1/num_units = {1 / max(num_units, 1):.3g}": delta > 0 and delta * num_units < 1,
+        f"unit in {UNITS}": unit in UNITS,
+        'unit_column with unit="user", and only then': (unit_column is not None) == (unit == "user"),
+        f"adjacency in {ADJACENCIES}": adjacency in ADJACENCIES,
+    }
+    broken = [rule for rule, holds in checks.items() if not holds]
+    if broken:
+        given = {"epsilon": epsilon, "delta": delta, "unit": unit, "num_units": num_units, "unit_column": unit_column}
+        words = ", ".join(f"{name}={value!r}" for name, value in {**given, "adjacency": adjacency}.items())
+        raise BudgetError(f"a budget needs {'; '.join(broken)}; got {words}")
+    real = _real(path)
+    budget = Budget(
+        path=real,
+        dataset=dataset,
+        unit=unit,
+        unit_column=unit_column,
+        num_units=int(num_units),
+        adjacency=adjacency,
+        epsilon=float(epsilon),
+        delta=float(delta),
+        shared_people=bool(shared_people),
+    )
+    with locked(real) as lock:
+        if real.exists():
+            raise BudgetError(f"{path} exists: what runs have spent stands in it. Charge it, or choose another name")
+        lock.note(*_write(budget))
+    return budget
+
+
+def charge(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
+    """Reserve all planned steps of a run, before it trains.
+
+    Guarantee: when the call returns, the entry is on the disk, and all entries composed cost at most the budget. Two
+    runs that charge at the same time are charged one after the other.
+
+    Args:
+        path: the budget file.
+        plan: the plan of the run.
+        dataset: public name of the data set that the run trains on.
+
+    Returns:
+        The id of the entry.
+
+    Raises:
+        BudgetError: the run would exceed the budget, is not private, or is about other data than the file.
+    """
+    _check_private(plan)
+    with _changing(path) as (budget, put):
+        _check_data(budget, plan, dataset)
+        _check_fits(budget, budget.entries, plan.step, plan.num_steps)
+        entry = Entry(
+            id=secrets.token_hex(8),
+            plan_hash=plan.hash,
+            step=plan.step,
+            steps_reserved=plan.num_steps,
+            steps_charged=None,
+            steps_before=0,
+            charged_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        put((*budget.entries, entry))
+    return entry.id
+
+
+def require_room(path: str | Path, plan: PrivacyPlan, dataset: str) -> None:
+    """Raise as `charge` would at this moment, and charge nothing: for a run that has other work to do first."""
+    _check_private(plan)
+    budget = read_budget(path)
+    _check_data(budget, plan, dataset)
+    _check_fits(budget, budget.entries, plan.step, plan.num_steps)
+
+
+def mark(path: str | Path, entry_id: str, head: LedgerHead) -> None:
+    """Write down how far the run of an entry has come, so that a copy of its folder that did not come along is refused.
+
+    Args:
+        path: the budget file.
+        entry_id: what `charge` returned.
+        head: where the run's ledger is now.
+
+    Raises:
+        BudgetError: the entry is not in the file.
+    """
+    with _changing(path) as (budget, put):
+        put(_with(budget, replace(entry_of(budget, entry_id), head=head.to_dict())))
+
+
+def settle(
+    path: str | Path, entry_id: str, num_steps: int, head: LedgerHead | None = None, keep_reserved: bool = False
+) -> None:
+    """Replace the reservation of a run that has ended by the steps that its ledger charges.
+
+    May be called again, with as many steps or more. What ran is written down even when another run has since taken what
+    this one left; the budget then shows more spent than allowed.
+
+    Args:
+        path: the budget file.
+        entry_id: what `charge` returned.
+        num_steps: the steps in the run's ledger, those of all its resumptions together.
+        head: where the run's ledger ends.
+        keep_reserved: whether the planned steps stay charged, because the run was stopped early and its stop may depend
+            on the data or on what it released.
+
+    Raises:
+        BudgetError: the entry is not in the file, or the number lies below an earlier one or above the reservation.
+    """
+    integer("num_steps", num_steps, -(2**63))
+    with _changing(path) as (budget, put):
+        entry = entry_of(budget, entry_id)
+        if not entry.steps_before <= num_steps <= entry.steps_reserved:
+            raise BudgetError(
+                f"entry {entry_id} of {path} reserved {entry.steps_reserved} steps, of which {entry.steps_before} were "
+                f"already charged; it can't be settled with {num_steps}. Settle it with the number of steps in the "
+                "run's ledger"
+            )
+        charged = None if keep_reserved else int(num_steps)
+        there = entry.head if head is None else head.to_dict()
+        put(_with(budget, replace(entry, steps_charged=charged, steps_before=int(num_steps), head=there)))
+
+
+def check_entry(
+    path: str | Path,
+    entry_id: str,
+    plan: PrivacyPlan,
+    ledger: str | Path | None = None,
+    go_on: Callable[[], LedgerHead] | None = None,
+) -> None:
+    """Reserve all planned steps of a run once more, before it is resumed.
+
+    Guarantee: of several copies of a run's folder at most one goes on. The entry holds the head of the ledger at the
+    last start, save or end; a ledger without it is refused, and the one that goes on replaces it, under the lock.
+
+    Args:
+        path: the budget file.
+        entry_id: what `charge` returned.
+        plan: of the run.
+        ledger: of the folder that is to be resumed.
+        go_on: opens the ledger for the resumed run and returns where it then is.
+
+    Raises:
+        BudgetError: the entry is not in the file or is another plan's, what the run left when it was settled has been
+            taken by other runs, or the run went on in another copy of the folder.
+    """
+    with _changing(path) as (budget, put):
+        entry = entry_of(budget, entry_id)
+        if entry.plan_hash != plan.hash:
+            raise BudgetError(
+                f"entry {entry_id} of {path} was charged for the plan {entry.plan_hash[:12]}, and this one is "
+                f"{plan.hash[:12]}. Resume with the configuration of the first start"
+            )
+        if ledger is not None:
+            require_own_ledger(path, entry, ledger)
+        others = tuple(other for other in budget.entries if other.id != entry_id)
+        _check_fits(budget, others, entry.step, entry.steps_reserved)
+        head = entry.head if go_on is None else go_on().to_dict()
+        put(_with(budget, replace(entry, steps_charged=None, head=head)))
+
+
+def require_own_ledger(path: str | Path, entry: Entry, ledger: str | Path) -> None:
+    """Refuse a ledger that did not come along when the run of an entry went on.
+
+    Raises:
+        BudgetError: the run went on in another copy of the folder.
+    """
+    if entry.head is None:
+        return
+    try:
+        require_prefix(ledger, LedgerHead.of(entry.head), f"Entry {entry.id} of {path}")
+    except LedgerError as error:
+        raise BudgetError(
+            f"{error}. The budget counts the steps of the folder that went on: resume there, or start a new run, which "
+            "is charged by itself"
+        ) from error
+
+
+def read_budget(path: str | Path) -> Budget:
+    """Read and check a budget file.
+
+    Raises:
+        BudgetError: the file is missing, of another format, or was edited.
+    """
+    real = _real(path)
+    try:
+        raw = json.loads(real.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BudgetError(
+            f"{path} can't be read ({error.strerror}). Give the budget file that was made for this data set"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise _edited(path, f"not JSON ({error})") from error
+    if not isinstance(raw, dict) or raw.get("format") != _FORMAT:
+        raise BudgetError(f"{path} is not a budget file of format {_FORMAT}. Give the file that create_budget made")
+    digest = raw.pop("sha256", None)
+    if digest != _digest(raw):
+        raise _edited(path, "edited: its contents don't match its hash")
+    try:
+        entries = tuple(Entry(**{**entry, "step": Step(**entry["step"])}) for entry in raw["entries"])
+        between("epsilon", raw["epsilon"], 0, above=True)
+        between("delta", raw["delta"], 0, 1, above=True, below=True)
+        integer("num_units", raw["num_units"], 1)
+        choice("adjacency", raw["adjacency"], ADJACENCIES)
+        written = integer("written", raw.get("written", 0), 0)
+        head = {name: raw[name] for name in _HEAD if name in raw}
+        return Budget(path=real, entries=entries, written=written, sha256=str(digest), **head)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _edited(path, f"not a whole budget ({error})") from error
+
+
+def budget_rows(budget: Budget) -> list[tuple[str, str]]:
+    """Return the budget as (name, value) rows for people."""
+    unit = budget.unit if budget.unit_column is None else f"{budget.unit} (column {budget.unit_column})"
+    rows = [
+        ("data set", budget.dataset),
+        ("unit of privacy", unit),
+        ("units N", f"{budget.num_units:,}"),
+        ("adjacency", budget.adjacency),
+        ("budget", f"ε = {_down(budget.epsilon)} at δ = {budget.delta:.3g}"),
+        ("spent", f"ε = {format_epsilon(budget.spent)}, all runs composed"),
+        ("left", budget.remaining_words),
+        ("runs", str(len(budget.entries))),
+    ]
+    for place, entry in enumerate(budget.entries, start=1):
+        steps = f"{entry.num_steps:,} of {entry.steps_reserved:,} steps"
+        state = "reserved" if entry.steps_charged is None else "charged"
+        alone = format_epsilon(budget.cost([(entry.step, entry.num_steps)]))
+        words = f"{steps} {state}, ε = {alone} alone, {entry.charged_at}, entry {entry.id}"
+        rows.append((f"run {place}", words))
+    return rows
+
+
+def _down(value: float) -> str:
+    """Return what may be spent for people, rounded down."""
+    return f"{math.floor(value * 1e4 + 1e-9) / 1e4:.4f}"
+
+
+def _check_private(plan: PrivacyPlan) -> None:
+    if plan.seeded:
+        raise BudgetError("a run with a fixed seed is not private, so no budget covers it. Leave privacy.seed out")
+    if plan.noise_multiplier == 0:
+        raise BudgetError("a run without noise is not private, so no budget covers it. Set a target_epsilon")
+
+
+def _check_data(budget: Budget, plan: PrivacyPlan, dataset: str) -> None:
+    """Raise unless file and run are about the same units of the same data."""
+    pairs = [("dataset", budget.dataset, dataset)]
+    if plan.dataset is not None:
+        pairs.append(("dataset of the plan", budget.dataset, plan.dataset))
+    names = ("unit", "unit_column") if budget.shared_people else ("unit", "unit_column", "num_units")
+    pairs += [(name, getattr(budget, name), getattr(plan, name)) for name in names]
+    differing = [f"{name} is {there!r} there and {here!r} here" for name, there, here in pairs if there != here]
+    if differing:
+        raise BudgetError(
+            f"{budget.path} is the budget of other data than this run's: {'; '.join(differing)}. Runs on different "
+            "data or units don't add up in one budget; give the file that was made for this data set and unit. For "
+            "a data set that grows, with people in several runs, make it with `dpllm budget create --shared-people`"
+        )
+    if budget.delta * plan.num_units >= 1:
+        raise BudgetError(
+            f"{budget.path} has delta={budget.delta:g}, which is not below 1/N = {1 / plan.num_units:.3g} of this run: "
+            "make a budget with a smaller delta"
+        )
+
+
+def _check_fits(budget: Budget, others: tuple[Entry, ...], step: Step, num_steps: int) -> None:
+    """Raise unless the others and these steps together cost at most the budget."""
+    before = [(entry.step, entry.num_steps) for entry in others]
+    total = budget.cost([*before, (step, num_steps)])
+    if total <= budget.epsilon:
+        return
+    allowed = accounting.steps_within(budget.epsilon, budget.delta, step, num_steps, budget.adjacency, before)
+    spent = budget.cost(before)
+    left = budget.cost([*before, (step, allowed)])
+    instead = (
+        f"{allowed} of its steps still fit, which would bring the total to ε = {format_epsilon(left)}: take that many, "
+        "or more noise"
+        if allowed
+        else "not one of its steps fits. Take more noise or a smaller expected_batch_size, or train on other data"
+    )
+    alone = budget.cost([(step, num_steps)])
+    raise BudgetError(
+        f"{budget.path} allows ε = {_down(budget.epsilon)} at δ = {budget.delta:.3g} ({budget.adjacency}) for all runs "
+        f"on {budget.dataset!r}. Spent or reserved by {len(before)} other runs: ε = {format_epsilon(spent)}. This run "
+        f"would cost ε = {format_epsilon(alone)} alone over {num_steps} steps, and bring the total to "
+        f"ε = {format_epsilon(total)}; {instead}"
+    )
+
+
+def entry_of(budget: Budget, entry_id: str) -> Entry:
+    """Return an entry.
+
+    Raises:
+        BudgetError: there is none of this id.
+    """
+    for entry in budget.entries:
+        if entry.id == entry_id:
+            return entry
+    raise BudgetError(
+        f"{budget.path} has no entry {entry_id}: it is another run's file, or an old copy that forgot this run. "
+        "Restore the latest one"
+    )
+
+
+def _with(budget: Budget, changed: Entry) -> tuple[Entry, ...]:
+    return tuple(changed if entry.id == changed.id else entry for entry in budget.entries)
+
+
+def _edited(path: str | Path, what: str) -> BudgetError:
+    return BudgetError(
+        f"{path} is {what}. What was spent can't be known from it: restore the latest copy, in which the entry of "
+        "every run must stand that charged it (each run's ledger names its entry)"
+    )
+
+
+def _real(path: str | Path) -> Path:
+    """Return the file itself, so that all names of it share one lock, and a link is not replaced by a file."""
+    return Path(os.path.realpath(Path(path).expanduser()))
+
+
+@contextlib.contextmanager
+def _changing(path: str | Path) -> Iterator[tuple[Budget, Callable[[tuple[Entry, ...]], None]]]:
+    """Lock the file, and yield its contents and the function that replaces its entries."""
+    real = _real(path)
+    if not real.exists():
+        read_budget(path)  # says what is wrong, and leaves no lock beside a file that isn't there
+    with locked(real) as lock:
+        budget = read_budget(real)
+        lock.require_latest(budget.written, budget.sha256)
+
+        def put(entries: tuple[Entry, ...]) -> None:
+            lock.require_held()
+            lock.note(*_write(replace(budget, entries=entries)))
+
+        yield budget, put
+
+
+def _write(budget: Budget) -> tuple[int, str]:
+    """Replace the file in one go: whatever happens, it is the old one or the new one. Returns its number and hash."""
+    body: dict[str, Any] = {"format": _FORMAT, **{name: getattr(budget, name) for name in _HEAD}}
+    body["written"] = budget.written + 1
+    if not budget.shared_people:
+        del body["shared_people"]  # as files of earlier versions
+    body["entries"] = [dataclasses.asdict(entry) for entry in budget.entries]
+    text = json.dumps({**body, "sha256": _digest(body)}, indent=2, ensure_ascii=False)
+    half = budget.path.with_name(f"{budget.path.name}.tmp")  # one name: left over by a crash, it is written anew
+    try:
+        half.unlink(missing_ok=True)  # which another user may own
+        with open(half, "x", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if budget.path.exists():  # who may read it does not depend on who trains
+            shutil.copymode(budget.path, half)
+        os.replace(half, budget.path)
+    except OSError as error:
+        raise BudgetError(
+            f"{budget.path} can't be written ({error.strerror}), and is as it was. Make room on the disk and start "
+            "again"
+        ) from error
+    sync_folder(budget.path.parent)
+    return body["written"], _digest(body)
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,158 @@
+"""The lock beside a budget file, and what it remembers of that file.
+
+Place in the flow: below `dpllm.privacy.budget`. The lock file stays for good. It holds the name of the process that
+locked it last, and the number and the hash of the last write of the budget. A budget that was restored from an older
+copy (git, a backup) has forgotten runs that were charged since: it has a lower number, and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_LOCK_PATIENCE, _LOCK_LIMIT = 2.0, 600.0  # seconds
+_MOST = 4096  # bytes of the lock file
+
+
+class BudgetError(ValueError):
+    """The budget does not allow it, is another data set's, or is not what was written."""
+
+
+@dataclass(frozen=True)
+class BudgetLock:
+    """A lock that is held."""
+
+    budget: Path
+    """The file that it locks."""
+    path: Path
+    descriptor: int
+
+    def require_latest(self, written: int, sha256: str) -> None:
+        """Make sure that the budget is the one that was written last, or a later one.
+
+        Args:
+            written: number of the write that made it.
+            sha256: hash of its contents.
+
+        Raises:
+            BudgetError: it is an older copy, or another one that was written as often.
+        """
+        noted = _noted(self.descriptor)
+        if noted is None or written > noted[0] or (written, sha256) == noted:
+            return
+        raise BudgetError(
+            f"{self.budget} is not the file that was written here last (write {written} of {noted[0]}): it was "
+            "restored from an older or another copy, and has forgotten what runs were charged since. Put the latest "
+            f"copy in its place. If it is lost, and this one has every run since, delete {self.path}"
+        )
+
+    def note(self, written: int, sha256: str) -> None:
+        """Remember a write."""
+        _put(self.descriptor, {"written": written, "sha256": sha256})
+
+    def require_held(self) -> None:
+        """Make sure, before the budget is replaced, that no other process can hold the lock too.
+
+        Raises:
+            BudgetError: the lock file was removed, so another process may have made a new one.
+        """
+        if not _is_at(self.descriptor, self.path):
+            raise BudgetError(
+                f"{self.path} was removed while it was held, so another process may be writing {self.budget}, which is "
+                "as it was. Leave that file where it is, and start again"
+            )
+
+
+@contextlib.contextmanager
+def locked(budget: Path) -> Iterator[BudgetLock]:
+    """Hold the lock of a budget file; the system lets go when the process dies.
+
+    Raises:
+        BudgetError: the folder does not allow it, or another process has held it for minutes.
+    """
+    path = budget.with_name(f"{budget.name}.lock")
+    while True:
+        descriptor = _opened(path, budget)
+        try:
+            _wait_for_lock(descriptor, budget)
+            if _is_at(descriptor, path):
+                yield BudgetLock(budget, path, descriptor)
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _opened(path: Path, budget: Path) -> int:
+    try:
+        try:
+            return os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+        except PermissionError:  # made by another user of the folder; reading suffices to lock it
+            return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise BudgetError(
+            f"{budget} can't be locked ({error.strerror}). Its folder must exist, and every run on the data must be "
+            "able to write there"
+        ) from error
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether a descriptor is of the file that has this name."""
+    own = os.fstat(descriptor)
+    with contextlib.suppress(OSError):
+        there = os.stat(path)
+        return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
+    return False
+
+
+def _wait_for_lock(descriptor: int, budget: Path) -> None:
+    """Take the lock; whoever waits for more than two seconds is told for whom, and gives up after some minutes.
+
+    Raises:
+        BudgetError: another process has held it for all that time.
+    """
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            waited = time.monotonic() - began
+            lines = os.pread(descriptor, _MOST, 0).decode("utf-8", errors="replace").split("\n")
+            holder = lines[0].strip() or "another process"
+            if waited > _LOCK_LIMIT:
+                raise BudgetError(
+                    f"{budget} is locked by {holder} since {waited:.0f} s. End that process if it hangs, and start "
+                    "again"
+                ) from None
+            if waited > _LOCK_PATIENCE and not told:
+                told = True
+                print(f"waiting for {budget}, which is locked by {holder}", file=sys.stderr, flush=True)
+            time.sleep(0.05)
+    _put(descriptor, None)
+
+
+def _noted(descriptor: int) -> tuple[int, str] | None:
+    """Return number and hash of the last write; None where no readable note of one is there."""
+    try:
+        noted = json.loads(os.pread(descriptor, _MOST, 0).decode("utf-8").split("\n")[1])
+        return int(noted["written"]), str(noted["sha256"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _put(descriptor: int, noted: dict[str, int | str] | None) -> None:
+    """Write who holds the lock, and the note; None: the one that is there. Nothing depends on the holder's name."""
+    with contextlib.suppress(OSError):
+        lines = os.pread(descriptor, _MOST, 0).decode("utf-8", errors="replace").split("\n")
+        kept = json.dumps(noted) if noted is not None else (lines[1] if len(lines) > 1 else "")
+        text = f"process {os.getpid()} on {socket.gethostname()}\n{kept}\n".encode()
+        os.pwrite(descriptor, text, 0)
+        os.ftruncate(descriptor, len(text))

@@ -1,0 +1,564 @@
+"""Checkpoints that are either whole or not there.
+
+Place in the flow: around the saving of model, optimizer and scheduler, which takes many files and often several
+processes. They write into ``output_dir/_staging/checkpoint-<step>``; once all are done, one process publishes: every
+file is flushed to the disk, its size and hash go into a manifest, and one rename gives the folder its name. Whatever
+happens in between (a kill, a full disk, a power cut), the checkpoint before stays as it was.
+
+    folder = prepare_staging(output_dir, step)                  # main process, then a barrier
+    with saving(output_dir, step) as folder: ...                # every process writes into `folder`, then a barrier
+    publish(folder, checkpoint_folder(output_dir, step))        # main process
+    rotate(output_dir, save_total_limit)                        # main process
+    checkpoint, passed_over = latest_whole(output_dir)          # on resume
+
+The staging folder holds folders named like the Trainer's own, so that its methods can write there, and begins with an
+underscore, because the Trainer leaves such names out of what it pushes to the Hub (`transformers.Trainer.push_to_hub`).
+Nothing here touches the ledger: a step whose checkpoint was lost stays charged.
+
+On file systems that the machines don't share, one process of each machine prepares and publishes, and the run can be
+resumed from a step that every machine holds whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+MANIFEST_FILE = "checkpoint_manifest.json"
+DOCUMENTS = ("README.md", "privacy_report.json", "privacy_report.md", "privacy_report.html")
+"""Files that are written again when people note something; `dpllm.report.verify` holds them to the ledger."""
+STAGING_FOLDER = "_staging"
+
+HASH_WHOLE_UP_TO = 2**30
+"""Files up to this many bytes are hashed entirely; of larger ones, `SAMPLES` blocks are."""
+SAMPLES = 64
+SAMPLE_BYTES = 2**20
+
+_FORMAT = 1
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_DEEPSPEED_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_\w+\.pt$")
+_FSDP_SHARD = re.compile(r"(?:^|/)__(\d+)_\d+\.distcp$")
+_REPLACED = re.compile(r"replaced-checkpoint-(\d+)")
+_MAX_THREADS = 8
+_LITTLE_ROOM = 2**30  # bytes free; below, a failed save may be the disk's
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is not whole, or could not be saved."""
+
+
+def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
+    """Return where a published checkpoint lies, which is where the Trainer puts it.
+
+    >>> checkpoint_folder("runs/a", 30).as_posix(), staging_folder("runs/a", 30).as_posix()
+    ('runs/a/checkpoint-30', 'runs/a/_staging/checkpoint-30')
+    """
+    return Path(output_dir) / f"checkpoint-{step}"
+
+
+def staging_folder(output_dir: str | Path, step: int) -> Path:
+    """Return the folder that the processes write a checkpoint into."""
+    return Path(output_dir) / STAGING_FOLDER / f"checkpoint-{step}"
+
+
+def prepare_staging(output_dir: str | Path, step: int) -> Path:
+    """Make an empty staging folder, after `discard_staging`; for one process, before the others write.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder can't be made.
+    """
+    folder = staging_folder(output_dir, step)
+    try:
+        discard_staging(output_dir)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise _not_saved(folder, Path(output_dir), error) from error
+    return folder
+
+
+def discard_staging(output_dir: str | Path) -> None:
+    """Remove what crashed or failed saves left behind; for one process, while no other writes.
+
+    Also call it after a save has failed on a full disk: the ledger and the report need room to be ended with. A
+    checkpoint that was being replaced when the process died is put back under its name.
+
+    Args:
+        output_dir: of the run.
+
+    Raises:
+        OSError: something can't be removed or renamed.
+    """
+    for folder in _folders(Path(output_dir) / STAGING_FOLDER):
+        replaced = _REPLACED.fullmatch(folder.name)
+        if replaced and not (final := checkpoint_folder(output_dir, int(replaced[1]))).exists():
+            _rename(folder, final)
+        elif replaced or _CHECKPOINT.fullmatch(folder.name):
+            _remove(folder)
+
+
+@contextlib.contextmanager
+def saving(output_dir: str | Path, step: int) -> Iterator[Path]:
+    """Yield the staging folder of a step; what goes wrong inside becomes an error that helps.
+
+    Every failure is translated, not those of the file system alone: on a full disk `torch.save` raises a RuntimeError
+    about stream positions, safetensors an error of its own, and torch.distributed.checkpoint one that is no Exception.
+
+    Args:
+        output_dir: of the run.
+        step: the step that is saved.
+
+    Raises:
+        CheckpointError: saving failed; it says why, at which file, how much room the disk has, and which checkpoint is
+            whole. The cause is chained.
+    """
+    folder = staging_folder(output_dir, step)
+    try:
+        yield folder
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, CheckpointError):
+        raise
+    except BaseException as error:
+        raise _not_saved(folder, Path(output_dir), error) from error
+
+
+def publish(
+    staging: str | Path,
+    final: str | Path,
+    hash_whole_up_to: int = HASH_WHOLE_UP_TO,
+    ledger: Mapping[str, Any] | None = None,
+    made_by: tuple[int, str] | None = None,
+) -> None:
+    """Make a complete staging folder the checkpoint `final`; for one process, after all have written.
+
+    Guarantee: `final` is at every moment either what it was before or whole and on the disk. Where a checkpoint of that
+    name exists it is moved aside, into the staging folder, and deleted once the new one has its name; `latest_whole`
+    finds it there should the process die in between.
+
+    Trade-off: reading everything back for its hash takes about a second per GB and processor. A file above
+    `hash_whole_up_to` is therefore represented by its size and by 64 blocks of 1 MiB spread evenly over it, first and
+    last included. That finds a file that was cut off, and a hole of more than 1/63 of its size, but a single byte
+    flipped later only with a chance of 64 MiB over its size. The plan, the ledger and the Trainer's state are always
+    small enough to be hashed entirely.
+
+    Args:
+        staging: the folder written into. It is gone afterwards: renamed or, after a failure, deleted to make room.
+        final: ``output_dir/checkpoint-<step>``, on the same file system.
+        hash_whole_up_to: bytes.
+        ledger: the head of the run's ledger, which the manifest names (`dpllm.privacy.identity`).
+        made_by: the number of processes and the name of their engine, which the manifest names.
+
+    Raises:
+        CheckpointError: the folder is missing, empty, holds a link, or lacks the shards of a process; or the file
+            system failed, for instance for want of room. The message names the file and the checkpoint to resume from.
+    """
+    staging, final = Path(staging), Path(final)
+    names = _files_of(staging)
+    if not names:
+        raise CheckpointError(
+            f"{staging} holds no file, so there is no checkpoint to publish: save into it first, and call publish once "
+            "every process has done so"
+        )
+    size, engine = made_by or (1, "")
+    if absent := ranks_without_shards(names, size):
+        raise CheckpointError(
+            f"{staging} lacks the shards of rank(s) {_listed(absent)} of {size} ({engine}), so the checkpoint could "
+            "not be resumed: they may have written to a disk of their own machine. Set train.output_dir to a folder on "
+            "a file system that all machines share"
+        )
+    try:
+        entries = _in_parallel(lambda name: _seal(staging / name, hash_whole_up_to), names)
+        for folder in sorted({parent for name in names for parent in (staging / name).parents}, reverse=True):
+            if folder == staging or staging in folder.parents:
+                _sync(folder)
+        # Counted, since a clock can be put back; nothing but the order of publication depends on it.
+        manifest: dict[str, Any] = {
+            "format": _FORMAT,
+            "published": 1 + max(map(_published, _checkpoints(final.parent)), default=0),
+            "files": dict(zip(names, entries, strict=True)),
+        }
+        if made_by is not None:
+            manifest["made_by"] = {"processes": size, "engine": engine}
+        if ledger is not None:
+            manifest["ledger"] = dict(ledger)
+        _write(staging / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+        _sync(staging)
+        _put(staging, final)
+    except OSError as error:
+        failure = _not_saved(staging, final.parent, error, final.name)
+        with contextlib.suppress(OSError):
+            _remove(staging)
+        raise failure from error
+
+
+def verify(checkpoint: str | Path) -> None:
+    """Check a checkpoint against its manifest; files that were added later are left alone, and so are `DOCUMENTS`.
+
+    Args:
+        checkpoint: the folder.
+
+    Raises:
+        CheckpointError: there is no manifest or it can't be read, or a file is missing, of another length, or
+            different; the message names the file.
+    """
+    checkpoint = Path(checkpoint)
+    manifest = _read_manifest(checkpoint)
+    entries = {name: entry for name, entry in manifest["files"].items() if name not in DOCUMENTS}
+    found = differing(checkpoint, entries)
+    for name, what in found.items():
+        ranks = sorted({rank for other in found if (rank := rank_of_shard(other)) is not None})
+        made = manifest.get("made_by", {})
+        if ranks and made:
+            what += f"; files of rank(s) {_listed(ranks)} of {made['processes']} ({made['engine']}) are not as saved"
+        raise _not_whole(checkpoint / name, what)
+
+
+def rank_of_shard(name: str) -> int | None:
+    """Return the process that wrote a shard, by the name that DeepSpeed or FSDP2 gave it; None for other files.
+
+    >>> rank_of_shard("global_step2/zero_pp_rank_3_mp_rank_00_optim_states.pt"), rank_of_shard("model/__1_0.distcp")
+    (3, 1)
+    """
+    match = _DEEPSPEED_SHARD.search(name) or _FSDP_SHARD.search(name)
+    return None if match is None else int(match[1])
+
+
+def ranks_without_shards(names: Sequence[str], size: int) -> list[int]:
+    """Return the processes of a sharded save of which no file is there.
+
+    Of DeepSpeed's only: under FSDP2 a process that holds no entry of small weights writes no file.
+    """
+    ranks = {int(match[1]) for name in names if (match := _DEEPSPEED_SHARD.search(name))}
+    return [rank for rank in range(size) if rank not in ranks] if ranks else []
+
+
+def named_files(checkpoint: str | Path) -> dict[str, Any]:
+    """Return the entries of a checkpoint's manifest by file name.
+
+    Raises:
+        CheckpointError: there is no manifest, or it cannot be read.
+    """
+    return dict(_read_manifest(Path(checkpoint))["files"])
+
+
+def ledger_of(checkpoint: str | Path) -> Mapping[str, Any] | None:
+    """Return the head of the ledger that a checkpoint's manifest names; None where it names none.
+
+    Raises:
+        CheckpointError: there is no manifest, or it can't be read.
+    """
+    ledger: Mapping[str, Any] | None = _read_manifest(Path(checkpoint)).get("ledger")
+    return ledger
+
+
+def seal(
+    folder: str | Path, names: Sequence[str], hash_whole_up_to: int = HASH_WHOLE_UP_TO
+) -> dict[str, dict[str, Any]]:
+    """Flush files to the disk and return size and hash of each by name; large ones are sampled, as in `publish`."""
+    folder = Path(folder)
+    entries = _in_parallel(lambda name: _seal(folder / name, hash_whole_up_to), list(names))
+    return dict(zip(names, entries, strict=True))
+
+
+def differing(folder: str | Path, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the files that are not as `seal` or a manifest describes them, each with the difference.
+
+    Sizes are compared first; files are only read where all of them agree.
+
+    Args:
+        folder: where the files are.
+        entries: name to {"size", "hashed", "sha256"}.
+    """
+    folder = Path(folder)
+    found = {}
+    for name, entry in entries.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            found[name] = f"is missing ({error.strerror})"
+            continue
+        if size != entry["size"]:
+            found[name] = f"has {size} bytes instead of {entry['size']}"
+    if found:
+        return found
+    names = list(entries)
+    digests = _in_parallel(lambda name: _digest_of(folder / name, entries[name]["hashed"] == "whole"), names)
+    for name, digest in zip(names, digests, strict=True):
+        if digest != entries[name]["sha256"]:
+            found[name] = "is not what was saved: its hash differs"
+    return found
+
+
+def latest_whole(output_dir: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Find the checkpoint to resume from. Nothing is changed, so any process may ask.
+
+    Args:
+        output_dir: of the run.
+
+    Returns:
+        The checkpoint of the latest step that verifies, or None; and what was passed over, with the reason: unfinished
+        saves first, then later checkpoints that are not whole, from the latest on. A checkpoint whose replacement was
+        interrupted is found where it was moved to, inside the staging folder.
+    """
+    output_dir = Path(output_dir)
+    passed_over, candidates = [], []
+    for folder in _folders(output_dir / STAGING_FOLDER):
+        if match := _REPLACED.fullmatch(folder.name):
+            candidates.append((int(match[1]), 0, folder))
+        elif _CHECKPOINT.fullmatch(folder.name):
+            passed_over.append((folder, "unfinished: the process that wrote it ended before it was published"))
+    for folder in _folders(output_dir):
+        if match := _CHECKPOINT.fullmatch(folder.name):
+            candidates.append((int(match[1]), 1, folder))
+    for _, _, folder in sorted(candidates, reverse=True):
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            passed_over.append((folder, str(error)))
+        else:
+            return folder, passed_over
+    return None, passed_over
+
+
+def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) -> None:
+    """Delete all but the checkpoints published last; for one process, after `publish`.
+
+    The Trainer's own rotation goes by step where times are close together, and so keeps a later checkpoint that is torn
+    and deletes the whole one that was just made after resuming from before it. Here the order of publication counts,
+    by a number in each manifest, whatever the clock says.
+
+    Args:
+        output_dir: of the run.
+        limit: how many to leave; at least 1.
+        keep: checkpoints that stay whatever their age, such as the best one; they count towards the limit.
+
+    Raises:
+        ValueError: the limit is below 1.
+        CheckpointError: the file system failed.
+    """
+    if limit < 1:
+        raise ValueError(f"limit={limit} would delete every checkpoint: leave at least 1")
+    kept = {Path(path).resolve() for path in keep}
+    folders = _checkpoints(output_dir)
+    newest_first = sorted(folders, key=lambda folder: (folder.resolve() in kept, _order(folder)), reverse=True)
+    latest = max(folders, key=_order, default=None)
+    for folder in newest_first[limit:]:
+        if folder == latest or folder.resolve() in kept:
+            continue
+        # Out of sight first, so that a kill while deleting leaves no torn checkpoint under its name.
+        doomed = staging_folder(output_dir, int(folder.name.removeprefix("checkpoint-")))
+        try:
+            doomed.parent.mkdir(exist_ok=True)
+            _rename(folder, doomed)
+            _remove(doomed)
+        except OSError as error:
+            raise CheckpointError(f"{folder} could not be deleted to keep to limit={limit}: {error}") from error
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ", ".join(map(str, ranks[:8])) + more
+
+
+def _checkpoints(output_dir: str | Path) -> list[Path]:
+    return [folder for folder in _folders(Path(output_dir)) if _CHECKPOINT.fullmatch(folder.name)]
+
+
+def _order(folder: Path) -> tuple[int, int]:
+    """Return what checkpoints are sorted by: the number of their publication, and the time where they have none."""
+    manifest = folder / MANIFEST_FILE
+    return _published(folder), manifest.stat().st_mtime_ns if manifest.is_file() else 0
+
+
+def _published(folder: Path) -> int:
+    """Return the number in a checkpoint's manifest; 0 for one that has no readable manifest, or an older one."""
+    try:
+        number = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["published"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return number if isinstance(number, int) else 0
+
+
+def _put(staging: Path, final: Path) -> None:
+    """Rename a sealed folder to its name, by way of a second name where that is taken."""
+    if not final.exists():
+        _rename(staging, final)
+        return
+    aside = final.parent / STAGING_FOLDER / f"replaced-{final.name}"
+    if aside.exists():
+        _remove(aside)
+    aside.parent.mkdir(exist_ok=True)
+    _rename(final, aside)
+    try:
+        _rename(staging, final)
+    except OSError:
+        _rename(aside, final)
+        raise
+    # The new one stands; a remainder of the old one is removed before the next save.
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _rename(source: Path, target: Path) -> None:
+    os.rename(source, target)
+    _sync(target.parent)
+    _sync(source.parent)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    for path in folder.rglob("*"):
+        # A writer that failed may still hold its file open; a deleted file then keeps its room, an empty one doesn't.
+        if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
+            os.truncate(path, 0)
+    shutil.rmtree(folder)
+
+
+def _folders(parent: Path) -> list[Path]:
+    return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+
+
+def _files_of(staging: Path) -> list[str]:
+    """Return the files below a folder as relative names with forward slashes, sorted, without the manifest."""
+    if not staging.is_dir():
+        raise CheckpointError(f"{staging} is no folder, so there is nothing to publish: save into it first")
+    names = []
+    for path in sorted(staging.rglob("*")):
+        name = path.relative_to(staging).as_posix()
+        if path.is_symlink() or not (path.is_dir() or path.is_file()):
+            raise CheckpointError(
+                f"{path} is neither a file nor a folder: a checkpoint holds its own copy of everything. Save the file "
+                "itself"
+            )
+        if path.is_file() and name != MANIFEST_FILE:
+            names.append(name)
+    return names
+
+
+def _in_parallel(function: Any, names: list[str]) -> list[Any]:
+    # Hashing and flushing release the interpreter's lock, so threads help where there are several large files.
+    with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(function, names))
+
+
+def _seal(path: Path, hash_whole_up_to: int) -> dict[str, Any]:
+    """Flush a file to the disk, and return its entry in the manifest."""
+    with _naming(path), path.open("rb") as file:
+        os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
+        whole = size <= max(hash_whole_up_to, SAMPLE_BYTES)
+        return {"size": size, "hashed": "whole" if whole else "samples", "sha256": _digest(file, size, whole)}
+
+
+def _digest_of(path: Path, whole: bool) -> str:
+    try:
+        with path.open("rb") as file:
+            return _digest(file, os.fstat(file.fileno()).st_size, whole)
+    except OSError as error:
+        raise _not_whole(path, f"can't be read ({error.strerror})") from error
+
+
+def _digest(file: BufferedReader, size: int, whole: bool) -> str:
+    if whole:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    for number in range(SAMPLES):
+        file.seek(number * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+        digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    with _naming(path), path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    with _naming(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Write the path into an error of the operating system, which knows a descriptor at most."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / MANIFEST_FILE
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _not_whole(path, f"is missing ({error.strerror}): it is written last") from error
+    except ValueError as error:
+        raise _not_whole(path, f"is damaged ({error})") from error
+    files = manifest.get("files") if isinstance(manifest, dict) and manifest.get("format") == _FORMAT else None
+    if not isinstance(files, dict) or not files or not all(_is_entry(*item) for item in files.items()):
+        raise _not_whole(path, f"is no manifest of format {_FORMAT}")
+    return dict(manifest)
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        return False
+    if (
+        not isinstance(entry, dict)
+        or entry.keys() != {"size", "hashed", "sha256"}
+        or not isinstance(entry["size"], int)
+    ):
+        return False
+    return entry["hashed"] == "whole" or (entry["hashed"] == "samples" and entry["size"] > SAMPLE_BYTES)
+
+
+def _not_whole(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path} {what}. This checkpoint is not whole; resume from another one")
+
+
+def _not_saved(staging: Path, output_dir: Path, error: BaseException, name: str | None = None) -> CheckpointError:
+    """Return the error that says what failed, where, and what there is to go on from."""
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
+    last = None if getattr(error, "filename", None) else _last_written(staging)
+    where = f"; the last file written is {last}" if last else ""
+    free = shutil.disk_usage(output_dir).free if output_dir.is_dir() else 0
+    # Writing libraries raise errors of their own on a full disk; a disk with room is none of the causes.
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < _LITTLE_ROOM
+    room = f"{free / 1e6:,.1f} MB are free on this disk. Make room, or mend" if full else "Mend"
+    whole, _ = latest_whole(output_dir)
+    remedy = f"resume from {whole}, which is whole" if whole else "there is no whole checkpoint before it"
+    return CheckpointError(
+        f"{name or staging.name} could not be saved ({reason}{where}). {room} what the error names; {remedy}. Steps "
+        f"taken since then stay charged"
+    )
+
+
+def _last_written(folder: Path) -> Path | None:
+    """Return the file that was written last: the culprit, or the one before it, where the error names none."""
+    newest: tuple[int, Path | None] = (-1, None)
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent) / name for name in names):
+            with contextlib.suppress(OSError):  # another process may be removing it
+                newest = max(newest, (path.stat().st_mtime_ns, path), key=lambda pair: pair[0])
+    return newest[1]

@@ -1,0 +1,265 @@
+"""ε of several runs on the same data together.
+
+Place in the flow: above plan and ledger, called by ``dpllm compose run1 run2 …``. Whoever sees the models of several
+runs on one data set sees the result of all their steps, so the steps of all ledgers are composed as one history. A
+budget file (`dpllm.privacy.budget`) does the same beforehand, for runs to come; here it is done for runs that were
+made.
+
+What is composed is decided from public facts alone: plan, ledger, and the name of the data set. Whether two data sets
+share people cannot be known from them: somebody who knows has to say so (``dataset=`` for runs without a name,
+``shared_people=True`` for data sets of different names or sizes, such as one that has grown between two runs). That
+composition is valid: each step is accounted with the N of its own run, and a person who is in one of the data sets
+only has less to lose.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpllm.config import ADJACENCIES
+from dpllm.privacy import accounting
+from dpllm.privacy.accounting import Step
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, format_epsilon
+from dpllm.privacy.stated import stated_history
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposedRun:
+    """One run of a composition."""
+
+    folder: Path
+    plan_hash: str
+    runs: tuple[str, ...]
+    """Ids in its ledger: of the first start and of each resumption."""
+    history: tuple[tuple[Step, int], ...]
+    """The steps its ledger charges."""
+    num_steps: int
+    num_steps_planned: int
+    ended: bool
+    """Whether its ledger says that it ended. Otherwise it crashed, or still runs and may yet cost more."""
+    epsilon: float
+    """ε of this run alone, at the δ of the composition."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """Several runs on one data set, composed."""
+
+    dataset: str
+    unit: str
+    unit_column: str | None
+    num_units: int
+    """N; the largest one where the data sets differ in size."""
+    adjacency: str
+    delta: float
+    epsilon: float
+    """ε of all steps of all runs, at `delta`; inf when one of them had no noise."""
+    basic_epsilon: float
+    """The same by basic composition: the sum of each run's ε at δ over the number of runs. It also holds at `delta`."""
+    runs: tuple[ComposedRun, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values, an infinite ε as the text "infinite"."""
+        runs = [
+            {
+                "folder": str(run.folder),
+                "plan_hash": run.plan_hash,
+                "runs": list(run.runs),
+                "num_steps": run.num_steps,
+                "num_steps_planned": run.num_steps_planned,
+                "ended": run.ended,
+                "epsilon": _json_number(run.epsilon),
+            }
+            for run in self.runs
+        ]
+        return {
+            "dataset": self.dataset,
+            "unit": self.unit,
+            "unit_column": self.unit_column,
+            "num_units": self.num_units,
+            "adjacency": self.adjacency,
+            "delta": self.delta,
+            "epsilon": _json_number(self.epsilon),
+            "basic_epsilon": _json_number(self.basic_epsilon),
+            "runs": runs,
+        }
+
+
+def compose(
+    folders: Sequence[str | Path],
+    delta: float | None = None,
+    adjacency: str | None = None,
+    dataset: str | None = None,
+    shared_people: bool = False,
+) -> Composition:
+    """Return the guarantee that several runs on one data set have together.
+
+    Guarantee: to whoever sees everything that all these runs released, each unit of the data set is (ε, δ)-private with
+    the result's `epsilon`, by one privacy loss distribution over the steps of all ledgers.
+
+    Args:
+        folders: output folders of the runs, each with its plan and its ledger.
+        delta: δ of the composition, below 1/N. None: the one that all plans share.
+        adjacency: "zero-out" or "replace-one". None: the one that all plans share.
+        dataset: name of the data set, vouched for by the caller, for runs whose plan has none.
+        shared_people: the data sets may differ in name and size, and have people in common.
+
+    Raises:
+        ValueError: a folder is given twice, as a copy, or is a checkpoint; a ledger is of another plan; the runs are
+            about different data, or about data without a name; δ or adjacency differ and are not given; a run is not
+            private.
+        LedgerError: a ledger is missing or was edited.
+    """
+    if not folders:
+        raise ValueError("there is no run to compose. Give the output folders of the runs on one data set")
+    paths = [Path(folder) for folder in folders]
+    plans = [PrivacyPlan.load(path / PLAN_FILE) for path in paths]
+    ledgers = [read_ledger(path / LEDGER_FILE) for path in paths]
+    for path, plan, ledger in zip(paths, plans, ledgers, strict=True):
+        _check_run(path, plan, ledger)
+    _check_distinct(paths, ledgers)
+    name = _common_data(paths, plans, dataset, shared_people)
+    adjacency = adjacency or _common("adjacency", paths, [plan.adjacency for plan in plans])
+    if adjacency not in ADJACENCIES:
+        raise ValueError(f"adjacency must be one of {', '.join(map(repr, ADJACENCIES))}, got {adjacency!r}")
+    delta = delta if delta is not None else _common("delta", paths, [plan.delta for plan in plans])
+    num_units = max(plan.num_units for plan in plans)
+    if not (delta > 0 and delta * num_units < 1):
+        raise ValueError(
+            f"delta={delta:g} is not between 0 and 1/N = {1 / num_units:.3g} for N={num_units} units: publishing one "
+            f"unit outright would satisfy it. Take 1/(10 N) = {1 / (10 * num_units):.3g}"
+        )
+    runs = tuple(
+        ComposedRun(
+            folder=path,
+            plan_hash=plan.hash,
+            runs=tuple(run["run"] for run in ledger.runs),
+            history=stated_history(plan, ledger),
+            num_steps=ledger.num_steps,
+            num_steps_planned=plan.num_steps,
+            ended=ledger.end is not None,
+            epsilon=accounting.epsilon(stated_history(plan, ledger), delta, adjacency),
+        )
+        for path, plan, ledger in zip(paths, plans, ledgers, strict=True)
+    )
+    return Composition(
+        dataset=name,
+        unit=plans[0].unit,
+        unit_column=plans[0].unit_column,
+        num_units=num_units,
+        adjacency=adjacency,
+        delta=delta,
+        epsilon=accounting.epsilon([pair for run in runs for pair in run.history], delta, adjacency),
+        basic_epsilon=sum(accounting.epsilon(run.history, delta / len(runs), adjacency) for run in runs),
+        runs=runs,
+    )
+
+
+def composition_rows(composition: Composition) -> list[tuple[str, str]]:
+    """Return the composition as (name, value) rows for people."""
+    unit = composition.unit
+    if composition.unit_column is not None:
+        unit = f"{unit} (column {composition.unit_column})"
+    rows = [
+        ("data set", composition.dataset),
+        ("unit of privacy", f"one {unit} of {composition.num_units:,}"),
+        ("adjacency", composition.adjacency),
+        ("δ", f"{composition.delta:.3g}"),
+    ]
+    for run in composition.runs:
+        state = "" if run.ended else ", not ended: it may yet cost more"
+        steps = f"{run.num_steps:,} of {run.num_steps_planned:,} steps{state}"
+        rows.append((f"ε of {run.folder} alone", f"{format_epsilon(run.epsilon)} ({steps})"))
+    rows += [
+        ("ε of all together", format_epsilon(composition.epsilon)),
+        ("the same by basic composition", format_epsilon(composition.basic_epsilon)),
+    ]
+    return rows
+
+
+def _json_number(value: float) -> float | str:
+    return "infinite" if value == float("inf") else value
+
+
+def _check_run(path: Path, plan: PrivacyPlan, ledger: LedgerContents) -> None:
+    """Raise unless the ledger is of the plan, is the run's own, and the run was private."""
+    for run in ledger.runs:
+        if run["plan_hash"] != plan.hash:
+            raise ValueError(
+                f"the ledger in {path} was written under the plan {run['plan_hash'][:12]}, and the plan beside it is "
+                f"{plan.hash[:12]}. Restore the plan of that run"
+            )
+    above = Path(os.path.realpath(path)).parent
+    if (above / LEDGER_FILE).exists() and read_ledger(above / LEDGER_FILE).runs[0]["run"] == ledger.runs[0]["run"]:
+        raise ValueError(
+            f"{path} is a checkpoint of the run in {above}: its copy of the ledger ends with it, and later steps would "
+            "not be counted. Give the output folder of the run"
+        )
+    if plan.seeded or ledger.seeded:
+        raise ValueError(
+            f"{path} drew from a fixed seed, so nothing in it is private and no composition with it is. Leave it out "
+            "only if nothing of it was released"
+        )
+
+
+def _check_distinct(paths: list[Path], ledgers: list[LedgerContents]) -> None:
+    """Raise when a run would be counted twice: which of two copies has all its steps can't be told from here."""
+    folders: dict[str, int] = {}
+    owners: dict[str, int] = {}
+    for number, (path, ledger) in enumerate(zip(paths, ledgers, strict=True)):
+        first = folders.setdefault(os.path.realpath(path), number)
+        if first != number:
+            raise ValueError(f"{path} and {paths[first]} are the same folder. Give each run once")
+        for run in ledger.runs:
+            first = owners.setdefault(run["run"], number)
+            if first != number:
+                raise ValueError(
+                    f"the ledgers in {path} and {paths[first]} hold the same run ({run['run']}): one is a copy of the "
+                    "other, as in a checkpoint, or both continue it. Give the output folder of each run, once"
+                )
+
+
+def _common_data(paths: list[Path], plans: list[PrivacyPlan], dataset: str | None, shared_people: bool) -> str:
+    """Return the name of the data set, or the names of the data sets, that all runs are about."""
+    if shared_people:
+        units = {(plan.unit, plan.unit_column) for plan in plans}
+        if len(units) > 1:
+            raise ValueError(
+                f"these runs protect different units ({', '.join(sorted(map(str, units)))}): ε of a record says "
+                "nothing of a user with several, so no common ε is known. Train again with the unit of the others"
+            )
+        return " and ".join(sorted({str(plan.dataset or dataset) for plan in plans} - {"None"})) or "without a name"
+    nameless = [str(path) for path, plan in zip(paths, plans, strict=True) if plan.dataset is None]
+    if nameless and dataset is None:
+        raise ValueError(
+            f"the plans in {', '.join(nameless)} name no data set, so nothing says that these runs are about the same "
+            "one. Set privacy.dataset for runs to come; for these, vouch for it with --dataset NAME"
+        )
+    facts = [(plan.dataset or dataset, plan.unit, plan.unit_column, plan.num_units) for plan in plans]
+    names = {fact[0] for fact in facts} | ({dataset} if dataset is not None else set())
+    if len(set(facts)) > 1 or len(names) > 1:
+        listed = "; ".join(
+            f"{path}: dataset {name!r}, unit {unit!r}, unit_column {column!r}, num_units {number}"
+            for path, (name, unit, column, number) in zip(paths, facts, strict=True)
+        )
+        vouched = f" (vouched for: {dataset!r})" if dataset is not None else ""
+        raise ValueError(
+            f"these runs are about different data or units{vouched}, and one ε for them would mean nothing: {listed}. "
+            "If the data sets share people, as one that has grown between the runs does, compose them with "
+            "--shared-people; an ε of each run by itself is not what such a person has"
+        )
+    (name,) = names
+    assert name is not None
+    return name
+
+
+def _common(what: str, paths: list[Path], values: list[Any]) -> Any:
+    if len(set(values)) > 1:
+        listed = "; ".join(f"{path}: {value}" for path, value in zip(paths, values, strict=True))
+        raise ValueError(f"the plans differ in {what} ({listed}). Give the one for the composition with --{what}")
+    return values[0]

@@ -1,0 +1,61 @@
+"""A run that crashed, and the budget that it was charged to: `dpllm budget settle`.
+
+Place in the flow: after the run, by people. A run that ends by itself settles by itself
+(`dpllm.training.shared_ledger`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dpllm.privacy.budget import BudgetError, entry_of, read_budget, require_own_ledger, settle
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, is_being_written, read_ledger, require_own_file
+from dpllm.privacy.writer import known_writer
+
+
+def settle_crashed(path: str | Path, folder: str | Path, independent: bool = False) -> int:
+    """Settle a run that crashed, so that the budget counts the steps whose ε the run's report states.
+
+    A run whose ledger charges no step gives back all that it had reserved. One with steps keeps its planned steps
+    reserved: its stop may depend on the data or on what it released, and its report states the ε of the plan
+    (`dpllm.privacy.stated.stated_history`). Where people declare that it does not, the ledger says so, the report
+    states the steps taken, and the budget gets back the others. A run that is resumed later reserves again what it
+    needs.
+
+    Args:
+        path: the budget file.
+        folder: output folder of the run.
+        independent: declares that the crash depended neither on the private data nor on what the run released (a power
+            failure, a time limit that was fixed before).
+
+    Returns:
+        The steps that its ledger charges.
+
+    Raises:
+        BudgetError: the run is still running, or is charged to another file or to none.
+        LedgerError: the ledger is missing, was edited, or is a copy of the file that the run wrote.
+    """
+    ledger = Path(folder) / LEDGER_FILE
+    contents = read_ledger(ledger)
+    if is_being_written(ledger):
+        raise BudgetError(
+            f"{ledger} is being written: the run goes on{known_writer(folder)}, and needs what it reserved. Wait for "
+            "its end"
+        )
+    named = contents.runs[0].get("budget")
+    if not named or named["file"] != Path(path).name:
+        raise BudgetError(
+            f"{ledger} is charged to {named['file'] if named else 'no budget file'}, not to {path}. Give the file that "
+            "the run was charged to"
+        )
+    entry = entry_of(read_budget(path), named["entry"])
+    require_own_ledger(path, entry, ledger)
+    require_own_file(contents)  # a copy that was made before the crash holds fewer steps than were taken
+    early = 0 < contents.num_steps < entry.steps_reserved
+    if early and independent and not contents.notes.stopped_independently:
+        with Ledger.annotate(ledger) as opened:
+            opened.append_end("crashed; declared independent of the data and of the releases", independent=True)
+        contents = read_ledger(ledger)
+    keep = early and not contents.notes.stopped_independently
+    settle(path, named["entry"], contents.num_steps, contents.head, keep_reserved=keep)
+    return contents.num_steps

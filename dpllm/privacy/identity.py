@@ -1,0 +1,408 @@
+"""The identity of a run: whether a checkpoint, a budget entry and released files belong to the ledger beside them.
+
+Place in the flow: above ledger and checkpoints, which know nothing of each other. A checkpoint's manifest and a budget
+entry carry the head of their run's ledger (`dpllm.privacy.ledger_reader.LedgerHead`). A head that the ledger of the
+folder does not hold means: another run's checkpoint, a ledger that was cut or restored from an older copy, or a copy of
+the folder that went on by itself. In each case the ledger charges fewer steps than the weights have taken, so nothing
+is resumed from there. The files of a saved model are lines of the ledger, so other weights beside it are found.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dpllm.config import PRETRAINED_FOLDER
+from dpllm.privacy import checkpoints
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, is_being_written, read_ledger, require_own_file
+from dpllm.privacy.ledger_reader import LedgerContents, LedgerHead, steps_at
+from dpllm.privacy.writer import known_writer
+
+STATE_FILE = "trainer_state.json"
+"""Where the Trainer writes how many steps its weights have taken."""
+ADOPTED = (
+    "The ledger's file was copied, or restored from a copy, and adopted by hand. Steps that another copy took are "
+    "charged there and not here: make sure that no other copy was resumed, or add up the ε of all."
+)
+_READABLE = (
+    *(".md", ".txt", ".json", ".jsonl", ".yaml", ".yml", ".html", ".png", ".svg", ".jpg", ".jpeg", ".pdf", ".csv"),
+    *(".log", ".lock", ".py", ".sh", ".toml", ".ini", ".cfg", ".ipynb", ".jinja", ".tmpl"),
+)  # files that people read; any other file may hold weights, whatever its name says
+_CONFIGURATIONS = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
+_UNPUBLISHED = ("training_args.bin",)
+"""Written beside a model, and never uploaded (`dpllm.report.publishing`). A downloaded model lacks it."""
+_NO_WEIGHTS = ("LICENSE", "NOTICE", "COPYING", ".gitattributes", ".gitignore")
+_LOG_OF_A_TRACKER = "events.out.tfevents."
+_NOTES_OF_A_DOWNLOAD = re.compile(r"\.cache/huggingface/(?:CACHEDIR\.TAG|(?:.*/)?[^/]+\.metadata)")
+_LONGEST_NOTE = 4096  # bytes; three lines are usual
+_OF_A_DESKTOP = {".DS_Store": b"\0\0\0\1Bud1", "Thumbs.db": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"}  # and how they begin
+
+
+class RunName(NamedTuple):
+    """Which run it is: a folder that was emptied and used again holds another one."""
+
+    folder: Path
+    """Of the run."""
+    run: str | None
+    """Its id, from the first line of its ledger; None: no ledger can be read there."""
+
+
+def run_in(folder: str | Path) -> RunName:
+    """Return which run the ledger of a folder is of."""
+    folder = Path(folder).resolve()
+    try:
+        return RunName(folder, read_ledger(folder / LEDGER_FILE).runs[0]["run"])
+    except LedgerError:
+        return RunName(folder, None)
+
+
+def require_prefix(ledger: str | Path, head: LedgerHead, owner: str) -> None:
+    """Make sure that a ledger went on from a head.
+
+    Args:
+        ledger: the file.
+        head: what was noted elsewhere.
+        owner: who noted it, for the error: "The checkpoint runs/a/checkpoint-5".
+
+    Raises:
+        LedgerError: it did not.
+    """
+    if steps_at(ledger, head.chain) == head.num_steps:
+        return
+    charged = read_ledger(ledger).num_steps
+    if head.num_steps > charged:
+        raise LedgerError(
+            f"{owner} holds {head.num_steps} steps, {ledger} charges {charged}: it is not the ledger of that run, or "
+            "it was cut or restored from an older copy. Put the run's own latest ledger in its place"
+        )
+    raise LedgerError(
+        f"{owner} belongs to another ledger than {ledger}: it is of another run, or of a copy of this folder that went "
+        "on by itself, and its steps are not charged here. Resume from a checkpoint that this folder's run has made, "
+        "or in the folder that made this one"
+    )
+
+
+def head_of(checkpoint: str | Path) -> LedgerHead:
+    """Return the head of the ledger under which a checkpoint was made.
+
+    Raises:
+        LedgerError: the checkpoint names none, and holds no copy of the ledger.
+        CheckpointError: it has no manifest.
+    """
+    noted = checkpoints.ledger_of(checkpoint)
+    if noted is not None:
+        return LedgerHead.of(noted)
+    copy = Path(checkpoint) / LEDGER_FILE  # of a checkpoint made before manifests named the ledger
+    if not copy.is_file():
+        raise LedgerError(
+            f"{checkpoint} names no ledger, so its steps cannot be found in one. Resume from a checkpoint that a "
+            "private run has made"
+        )
+    return read_ledger(copy).head
+
+
+def steps_of_weights(folder: str | Path) -> int | None:
+    """Return the steps that the weights in a folder have taken; None where the Trainer's state is not there.
+
+    Raises:
+        LedgerError: the state cannot be read.
+    """
+    path = Path(folder) / STATE_FILE
+    if not path.is_file():
+        return None
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LedgerError(f"{path} cannot be read ({error}): restore it, or use another checkpoint") from error
+
+
+def check_checkpoint(ledger: str | Path, checkpoint: str | Path) -> None:
+    """Make sure that a checkpoint is of this ledger's run and holds no step that the ledger does not charge.
+
+    Raises:
+        LedgerError: it is of another run, of a fork, or the ledger was cut, rewound or restored from an older copy.
+    """
+    head = head_of(checkpoint)
+    require_prefix(ledger, head, f"The checkpoint {checkpoint}")
+    taken = steps_of_weights(checkpoint)
+    if taken is not None and taken > head.num_steps:
+        raise LedgerError(
+            f"The weights of {checkpoint} have taken {taken} steps, and its ledger charged {head.num_steps}: it was "
+            "edited. Resume from another checkpoint"
+        )
+
+
+def adopt(folder: str | Path) -> int:
+    """Declare that the copy of a ledger in this folder is the one that goes on (`require_own_file`).
+
+    The ledger then has an open point that says so; `dpllm.report.model_card.adopt_run` writes report and card again. A
+    budget entry still refuses a copy whose original went on.
+
+    Args:
+        folder: of a run.
+
+    Returns:
+        The steps that it charges.
+
+    Raises:
+        LedgerError: there is no ledger, it was edited, or a run is writing it; or the folder is a checkpoint, whose
+            manifest names its copy of the ledger.
+    """
+    folder = Path(folder)
+    if (folder / checkpoints.MANIFEST_FILE).is_file():
+        raise LedgerError(
+            f"{folder} is a checkpoint: it is resumed under the ledger of its run's folder, and its own copy stays as "
+            f"it was saved. Run `dpllm adopt {folder.parent}`, the folder that the run goes on in"
+        )
+    path = folder / LEDGER_FILE
+    if is_being_written(path):
+        raise LedgerError(f"{path} is being written by a run at this moment{known_writer(folder)}: wait for its end")
+    with Ledger.annotate(path) as ledger:
+        ledger.append_adopted()
+        ledger.append_open_point(ADOPTED)
+        return ledger.num_steps
+
+
+def is_finished(folder: str | Path) -> bool:
+    """Return whether the run of a folder has ended as planned and has saved its model, so that nothing is left to do.
+
+    Raises:
+        LedgerError: the ledger is damaged.
+    """
+    path = Path(folder) / LEDGER_FILE
+    if not path.is_file():
+        return False
+    contents = read_ledger(path)
+    own = [release for release in contents.notes.released if release["folder"] == _name(folder)]
+    return ended_as_planned(contents) and bool(own) and not checkpoints.differing(folder, own[-1]["files"])
+
+
+def ended_as_planned(contents: LedgerContents) -> bool:
+    """Return whether the last run of a ledger ended with all planned steps charged."""
+    return contents.end is not None and contents.end.startswith((COMPLETED, STOPPED_AT_BUDGET))
+
+
+COMPLETED = "completed"
+"""How the reason of an end begins when all planned steps were charged."""
+STOPPED_AT_BUDGET = "stopped at the budget"
+"""How it begins when the plan has fewer steps than were asked for, since ε allows no more, and all are charged."""
+STOPPED_EARLY = "stopped early"
+"""The reason of an end with fewer steps than planned."""
+
+
+def snapshot(folder: str | Path) -> dict[str, tuple[int, int, int]]:
+    """Return the files of a folder that may belong to a model, each with what changes when it is written again."""
+    folder = Path(folder)
+    found = {}
+    for name in _files(folder):
+        status = (folder / name).stat()
+        found[name] = (status.st_ino, status.st_mtime_ns, status.st_size)
+    return found
+
+
+def written_since(folder: str | Path, before: Mapping[str, tuple[int, int, int]]) -> dict[str, dict[str, Any]]:
+    """Return size and hash of every file of a folder that was written since a `snapshot`."""
+    names = [name for name, state in snapshot(folder).items() if before.get(name) != state]
+    names = [name for name in names if name not in checkpoints.DOCUMENTS]  # PEFT writes a card that dpllm's replaces
+    return checkpoints.seal(folder, names)
+
+
+def note_release(ledger: Any, folder: str | Path, before: Mapping[str, tuple[int, int, int]]) -> None:
+    """Append the files that were written since a `snapshot` to a ledger (`Ledger` or `SharedLedger`)."""
+    files = written_since(folder, before)
+    if files:
+        ledger.append_released(_name(folder), files)
+
+
+def note_public_start(ledger: Ledger) -> None:
+    """Append the files of the public training in a new run's folder to its ledger, where there are any."""
+    folder = ledger.path.parent / PRETRAINED_FOLDER
+    names = _own_files(folder)
+    if names:
+        ledger.append_public_start(checkpoints.seal(folder, names))
+
+
+def public_start_differences(contents: LedgerContents, folder: str | Path) -> list[str] | None:
+    """Compare the files of the public training with those that the run began with.
+
+    An adapter is trained on these weights: beside others it is another model.
+
+    Args:
+        contents: what the ledger says.
+        folder: of the run.
+
+    Returns:
+        The files that differ and those that may hold other weights, each with the difference; None where the ledger
+        names none, or the whole folder is not there.
+    """
+    start, named = Path(folder) / PRETRAINED_FOLDER, contents.notes.public_start
+    if named is None or not start.is_dir():
+        return None
+    found = [f"{PRETRAINED_FOLDER}/{name} {what}" for name, what in checkpoints.differing(start, named).items()]
+    added = [name for name in _own_files(start) if name not in named and _may_hold_weights(start / name)]
+    return found + [f"{PRETRAINED_FOLDER}/{name} may hold weights, and the ledger does not name it" for name in added]
+
+
+def require_public_start(ledger: str | Path) -> None:
+    """Make sure, before a run is resumed, that the weights of the public training are those that it began with.
+
+    Raises:
+        LedgerError: they are not.
+    """
+    ledger = Path(ledger)
+    wrong = public_start_differences(read_ledger(ledger), ledger.parent)
+    if wrong:
+        raise LedgerError(
+            f"The run in {ledger.parent} began with other public weights: {'; '.join(wrong)}. Restore "
+            f"{PRETRAINED_FOLDER}/ as the first start wrote it, from a copy, or start a new run in another folder"
+        )
+
+
+def _own_files(folder: Path) -> list[str]:
+    """Names of the files directly in a folder: what `from_pretrained` reads."""
+    return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+
+
+def refuse_other_run(folder: str | Path, ledger: Any) -> None:
+    """Make sure, before a model is saved, that the folder does not hold the ledger of another run.
+
+    The plan and a copy of the ledger are written beside a model. A copy of another ledger may be replaced: its run has
+    the original.
+
+    Args:
+        folder: that the model will be saved in.
+        ledger: of the run (`Ledger` or `SharedLedger`); None: it has none.
+
+    Raises:
+        LedgerError: it does.
+    """
+    path = Path(folder) / LEDGER_FILE
+    if ledger is None or not path.is_file():
+        return
+    there = read_ledger(path)
+    if there.notes.file is None or there.runs[0]["run"] == read_ledger(ledger.path).runs[0]["run"]:
+        return
+    try:
+        require_own_file(there)
+    except LedgerError:  # a copy
+        return
+    raise LedgerError(
+        f"{folder} is the folder of another private run ({there.num_steps} steps): saving this model there would "
+        "replace that run's model and its ledger, which is the only record of its steps. Save it in another folder"
+    )
+
+
+def note_own_release(ledger: Any, folder: str | Path, before: Mapping[str, tuple[int, int, int]]) -> None:
+    """As `note_release`, for a model that a loop of one's own saved: weights and the configurations beside them.
+
+    Other files of such a folder may be written again later, such as a log.
+    """
+    written = [name for name, state in snapshot(folder).items() if before.get(name) != state]
+    weights = [name for name in written if _may_hold_weights(Path(folder) / name)]
+    beside = {str(Path(name).with_name(other)) for name in weights for other in _CONFIGURATIONS}
+    if weights:
+        ledger.append_released(
+            _name(folder), checkpoints.seal(folder, [*weights, *sorted(beside.intersection(written))])
+        )
+
+
+def released_files(contents: LedgerContents, folder: str | Path) -> dict[str, dict[str, Any]] | None:
+    """Return the files that a ledger names for the model in a folder, by size and hash; None where it names none.
+
+    A model that was saved several times has several lines; the last one that fits the folder counts, or the last one.
+    A file that a save writes and that nobody publishes is left out where it is not there.
+    """
+    saved = [_without_unpublished(folder, release["files"]) for release in contents.notes.released]
+    for files in reversed(saved):
+        if not checkpoints.differing(folder, files):
+            return files
+    return saved[-1] if saved else None
+
+
+def _without_unpublished(folder: str | Path, files: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    here = Path(folder)
+    return {name: entry for name, entry in files.items() if name not in _UNPUBLISHED or (here / name).exists()}
+
+
+def unnamed_weights(folder: str | Path, named: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the files that nothing names: those that may hold weights, and the others.
+
+    Any file that is not of a kind that people read may hold weights, and so may a link, wherever it leads. The links of
+    a folder that the Hub's client downloaded into its cache count as the files that they lead to there. The notes of a
+    download and of a desktop beside the files hold none.
+    """
+    folder = Path(folder)
+    others = [name for name in _files(folder, every=True) if name not in named]
+    others = [name for name in others if not _is_note_of_others(folder, name)]
+    weights = [name for name in others if _may_hold_weights(folder / name, _leads_to_blob(folder, name))]
+    return weights, [name for name in others if name not in weights]
+
+
+def _leads_to_blob(folder: Path, name: str) -> bool:
+    """Whether a link is one of the Hub's cache: models--…/snapshots/<commit>/<file> leads to models--…/blobs/<hash>."""
+    snapshot = folder.resolve()
+    if snapshot.parent.name != "snapshots":
+        return False
+    target = (folder / name).resolve()
+    return target.is_file() and target.parent == snapshot.parent.parent / "blobs"
+
+
+def _is_note_of_others(folder: Path, name: str) -> bool:
+    """Whether a file is one that a download of the Hub's client or a desktop leaves behind, by name and contents."""
+    path = folder / name
+    if path.is_symlink() or not path.is_file():
+        return False
+    if _NOTES_OF_A_DOWNLOAD.fullmatch(name):
+        return path.stat().st_size <= _LONGEST_NOTE
+    begins = _OF_A_DESKTOP.get(path.name)
+    if begins is None:
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(begins)) == begins
+
+
+def _may_hold_weights(path: Path, link_is_file: bool = False) -> bool:
+    if path.is_symlink() and not link_is_file:
+        return True
+    if path.name == "adapter_config.json" or path.name.endswith(".index.json"):
+        return True  # they decide which files, or which model, `from_pretrained` loads
+    known = path.name in _NO_WEIGHTS or path.name.startswith(_LOG_OF_A_TRACKER)
+    return not known and not path.name.lower().endswith(_READABLE)
+
+
+def unnamed_in_checkpoint(checkpoint: str | Path) -> list[str]:
+    """Return the files of a checkpoint that may hold weights and are not in its manifest."""
+    named = {checkpoints.MANIFEST_FILE: None, **checkpoints.named_files(checkpoint)}
+    return unnamed_weights(checkpoint, named)[0]
+
+
+def checkpoints_in(folder: str | Path) -> Iterator[Path]:
+    """Yield the published checkpoints in a run's folder."""
+    for path in sorted(Path(folder).glob("checkpoint-*")):
+        if path.is_dir() and (path / checkpoints.MANIFEST_FILE).is_file():
+            yield path
+
+
+def _name(folder: str | Path) -> str:
+    return Path(folder).resolve().name
+
+
+def _files(folder: Path, every: bool = False) -> list[str]:
+    """Files below a folder by name, without whole checkpoints, logs and public weights; links too with ``every``."""
+    if not folder.is_dir():
+        return []
+    whole = {path.name for path in checkpoints_in(folder)}
+    left_out = {checkpoints.STAGING_FOLDER, PRETRAINED_FOLDER, ".git", *(whole if every else ())}
+    names = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        top = name.parts[0]
+        inside = len(name.parts) > 1
+        if inside and (top in left_out or (not every and (top == "runs" or top.startswith("checkpoint-")))):
+            continue
+        if (path.is_file() and not path.is_symlink()) or (every and path.is_symlink()):
+            names.append(name.as_posix())
+    return names

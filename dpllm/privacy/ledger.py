@@ -1,0 +1,476 @@
+"""What ran, written down durably before anything of it is released.
+
+Place in the flow: `private_step` charges each step here before the optimizer sees the noisy gradient; the report
+computes ε from this file and from nothing else. One JSON object per line, appended and flushed to the disk (fsync)
+before the call returns, so that no crash can lose a charged step. Each line carries a hash of itself and of all lines
+before it: an edited, lost or reordered line is found, unless lines are cut off at the very end. The hash is no
+signature: it guards against accidents, and against edits by someone who does not redo the hashes.
+
+Kinds of lines: "run" (a process started or resumed), "step", "disclosure" (something that depends on the private data
+was written out, and ε does not cover it), "diagnostic", "fact" (a fact of the run for the report), "open point" (a
+reason not to release before people have settled it), "public start" (the files of the public training that the run
+began with, by hash), "released" (the files of a saved model, by hash), "audit" (the verdict of an audit), "adopted"
+(people took this copy of the file for the ledger), "recovered" (the line before was torn by a crash), "end".
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import dpllm
+from dpllm.privacy.accounting import Step
+from dpllm.privacy.ledger_reader import (
+    CHAIN_START,
+    STEP_FIELDS,
+    LedgerHead,
+    LedgerNotes,
+    LedgerReader,
+    file_hash,
+    next_chain,
+)
+from dpllm.privacy.ledger_reader import ENTROPY_SEEDED as ENTROPY_SEEDED
+from dpllm.privacy.ledger_reader import ENTROPY_SYSTEM as ENTROPY_SYSTEM
+from dpllm.privacy.ledger_reader import LedgerContents as LedgerContents
+from dpllm.privacy.ledger_reader import LedgerError as LedgerError
+from dpllm.privacy.ledger_reader import read_ledger as read_ledger
+from dpllm.privacy.writer import known_writer
+
+LEDGER_FILE = "privacy_ledger.jsonl"
+
+_GET_GENERATION = 0x80087601  # FS_IOC_GETVERSION of Linux: changes when an inode is used for another file
+
+
+class _Plan(Protocol):
+    @property
+    def hash(self) -> str: ...
+    @property
+    def step(self) -> Step: ...
+    @property
+    def seeded(self) -> bool: ...
+
+
+class Ledger:
+    """A ledger open for appending; made by `create` or `open`.
+
+    Guarantee: when an ``append_*`` call returns, its line is on the disk.
+    """
+
+    def __init__(self, path: Path, descriptor: int, reader: LedgerReader | None = None) -> None:
+        """Take over an open file, and what it holds already; use `create` or `open`."""
+        self.path = path
+        self._descriptor: int | None = descriptor
+        self._chain = CHAIN_START if reader is None else reader.chain
+        self._num_steps = 0 if reader is None else reader.contents.num_steps
+        self._size = 0 if reader is None else reader.num_bytes  # bytes that the file must have
+        # As the file holds them, so that none is written twice.
+        self._notes = LedgerNotes() if reader is None else reader.contents.notes
+        self._running = False
+        self._torn = False
+
+    @classmethod
+    def create(
+        cls, path: str | Path, plan: _Plan, public: Sequence[str] = (), budget: Mapping[str, str] | None = None
+    ) -> Ledger:
+        """Start the ledger of a new run.
+
+        Args:
+            path: the file, which must not exist.
+            plan: the privacy plan of the run.
+            public: what the run learnt from public data before, one line each.
+            budget: the budget file's name ("file") and the run's entry in it ("entry").
+
+        Raises:
+            LedgerError: the file exists.
+        """
+        path = Path(path)
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND, 0o644)
+        except FileExistsError as error:
+            raise LedgerError(
+                f"{path} is the ledger of an earlier run, and its steps stay charged. Resume that run, or choose an "
+                "empty output folder"
+            ) from error
+        _lock(path, descriptor)
+        sync_folder(path.parent)
+        ledger = cls(path, descriptor)
+        ledger._append_run(plan, public, budget)
+        return ledger
+
+    @classmethod
+    def open(cls, path: str | Path, plan: _Plan, public: Sequence[str] = ()) -> Ledger:
+        """Continue the ledger of a run that is resumed; everything in it stays charged.
+
+        Args:
+            path: the file.
+            plan: the privacy plan, which must be the one the ledger was started with.
+            public: what was learnt from public data since, one line each.
+
+        Raises:
+            LedgerError: the file is missing, edited or incomplete other than by a crash, of another plan, or not the
+                file that the run wrote but a copy of it (`require_own_file`).
+        """
+        path = Path(path)
+        contents = read_ledger(path)
+        for run in contents.runs:
+            if run["plan_hash"] != plan.hash:
+                raise LedgerError(
+                    f"{path} was written under the plan {run['plan_hash'][:12]}, and this one is {plan.hash[:12]}: "
+                    "data, batch size, noise or steps differ. Resume with the configuration of the first run"
+                )
+        require_own_file(contents)
+        ledger = cls._continued(path)
+        ledger._append_run(plan, public, contents.runs[0].get("budget"))
+        return ledger
+
+    @classmethod
+    def annotate(cls, path: str | Path) -> Ledger:
+        """Open a ledger for lines that charge nothing, such as the verdict of an audit after the run.
+
+        Raises:
+            LedgerError: the file is missing or edited, or a run is writing it.
+        """
+        return cls._continued(Path(path))
+
+    @classmethod
+    def _continued(cls, path: Path) -> Ledger:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
+        except OSError as error:
+            raise LedgerError(f"{path} cannot be opened for writing ({error.strerror})") from error
+        _lock(path, descriptor)
+        reader = LedgerReader(path)  # after the lock: from here on nobody else appends
+        ledger = cls(path, descriptor, reader)
+        if not reader.ends_with_newline:
+            ledger._write(b"\n")
+        if reader.torn_tail is not None:
+            ledger._append({"kind": "recovered", "line": reader.torn_tail[0], "charged": reader.torn_tail[1]})
+        return ledger
+
+    @property
+    def num_steps(self) -> int:
+        """Steps charged so far, those of earlier runs included."""
+        return self._num_steps
+
+    @property
+    def head(self) -> LedgerHead:
+        """Where the ledger ends at this moment."""
+        return LedgerHead(self._chain, self._num_steps)
+
+    def append_step(self, step_number: int, step: Step) -> None:
+        """Charge a step. Call it before anything of the step is used.
+
+        Args:
+            step_number: counted from 0 over all runs of this ledger; equals `num_steps`.
+            step: what ran.
+
+        Raises:
+            LedgerError: the number is not the next one, or the run has ended.
+        """
+        if step_number != self._num_steps:
+            raise LedgerError(f"step {step_number} can't be charged: the next one of {self.path} is {self._num_steps}")
+        if not self._running:
+            raise LedgerError(f"step {step_number} can't be charged: the run in {self.path} has ended")
+        self._append({"kind": "step", "step": step_number, **_fields_of(step)})
+        self._num_steps += 1
+
+    def append_disclosure(self, what: str, count: int = 1) -> None:
+        """Note that something that depends on the private data was written out, which ε does not cover."""
+        self._append_count("disclosure", what, count)
+
+    def append_diagnostic(self, what: str, count: int = 1) -> None:
+        """Count something worth knowing, such as units whose gradient was not finite."""
+        self._append_count("diagnostic", what, count)
+
+    def append_fact(self, name: str, value: str | int | float) -> None:
+        """Note a fact of the run, which the report shows. A value that the ledger already holds isn't written again.
+
+        Args:
+            name: of the fact, in words, such as "largest difference of a row's loss alone and in a batch".
+            value: a text of one line, or a finite number. It must not depend on the private data beyond what ε covers.
+
+        Raises:
+            ValueError: the name is empty, or the value is no text and no finite number.
+        """
+        name, value = _one_line("fact's name", name), _fact_value(name, value)
+        if self._notes.add_fact(name, value):
+            self._append({"kind": "fact", "name": name, "value": value})
+
+    def append_open_point(self, text: str) -> None:
+        """Note a reason not to release before people have settled it. A text that is already there isn't written again.
+
+        Args:
+            text: one line: the finding, the value and the remedy.
+
+        Raises:
+            ValueError: the text is empty.
+        """
+        text = _one_line("open point", text)
+        if self._notes.add_open_point(text):
+            self._append({"kind": "open point", "text": text})
+
+    def append_released(self, folder: str, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Note the files of a model that was saved, by size and hash, so that `dpllm verify` knows them.
+
+        Args:
+            folder: its name, without the path to it.
+            files: name in the folder to {"size", "hashed", "sha256"} (`dpllm.privacy.checkpoints.seal`).
+        """
+        self._append({"kind": "released", "folder": folder, "files": {name: dict(files[name]) for name in files}})
+
+    def append_public_start(self, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Note the files of the public training that the run begins with, as `append_released` does."""
+        self._append({"kind": "public start", "files": {name: dict(files[name]) for name in files}})
+
+    def append_audit(self, file: str, sha256: str, summary: str) -> None:
+        """Note the verdict of an audit of the run's model, which the report then shows.
+
+        Args:
+            file: name of the audit's results.
+            sha256: of that file.
+            summary: the verdict in words, as the report shows it.
+        """
+        self._append(
+            {"kind": "audit", "file": file, "sha256": sha256, "summary": _one_line("audit's summary", summary)}
+        )
+
+    def append_adopted(self) -> None:
+        """Note that people took this copy of the file for the run's ledger; see `require_own_file`."""
+        run = secrets.token_hex(8)
+        self._append({"kind": "adopted", "run": run, "file": file_hash(run, self._identity())})
+
+    def append_end(self, reason: str, independent: bool = False) -> None:
+        """Note why the run ended; afterwards no step can be charged until the ledger is opened again.
+
+        Args:
+            reason: why.
+            independent: whether the run was stopped there for a reason that depends neither on the private data nor on
+                what the run released. Only then ε is that of the steps taken where they are fewer than planned.
+        """
+        self._append({"kind": "end", "reason": reason, **({"independent": True} if independent else {})})
+        self._running = False
+        assert self._descriptor is not None
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Close the file; nothing can be appended afterwards."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> Ledger:
+        """Return the ledger itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+    def require_intact(self) -> None:
+        """Make sure that the file under the ledger's name is the one that this run writes, with every line of it.
+
+        Raises:
+            LedgerError: it was replaced, removed, cut, or written by another process. Where it was replaced, the lines
+                of this run are saved beside it.
+        """
+        if self._descriptor is None:
+            raise LedgerError(f"{self.path} is closed")
+        own = os.fstat(self._descriptor)
+        try:
+            there = os.stat(self.path)
+        except FileNotFoundError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
+            what = "removed" if there is None else "replaced by another file"
+            raise LedgerError(
+                f"{self.path} was {what} while the run went on, so what this run charges would not be found there. Its "
+                f"{self._num_steps} charged steps are saved in {self._rescue()}: put that file back as "
+                f"{self.path.name}, and resume"
+            )
+        if own.st_size != self._size:
+            last = known_writer(self.path.parent)
+            raise LedgerError(
+                f"{self.path} has {own.st_size} bytes, and this run wrote or read {self._size}: another process wrote "
+                f"or cut it{f'; the run that started last is the one{last}' if last else ''}. Make sure that one run "
+                "writes in the folder, restore the file from a copy, and resume"
+            )
+
+    def _rescue(self) -> Path:
+        """Save the lines of a file that has lost its name."""
+        assert self._descriptor is not None
+        path = self.path.with_name(f"{self.path.name}.{self._chain}")
+        path.write_bytes(os.pread(self._descriptor, self._size, 0))
+        return path
+
+    def _identity(self) -> str:
+        assert self._descriptor is not None
+        return _identities(self._descriptor)[-1]
+
+    def _append_run(self, plan: _Plan, public: Sequence[str], budget: Mapping[str, str] | None) -> None:
+        run = secrets.token_hex(8)
+        self._append(
+            {
+                "kind": "run",
+                "run": run,
+                "plan_hash": plan.hash,
+                "version": dpllm.__version__,
+                "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "entropy": ENTROPY_SEEDED if plan.seeded else ENTROPY_SYSTEM,
+                "public": list(public),
+                "planned_step": _fields_of(plan.step),
+                "budget": dict(budget) if budget else None,
+                "file": file_hash(run, self._identity()),
+            }
+        )
+        self._running = True
+
+    def _append_count(self, kind: str, what: str, count: int) -> None:
+        if count < 1:
+            raise ValueError(f"a {kind} counts at least 1, got {count}")
+        self._append({"kind": kind, "what": what, "count": int(count)})
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        body = json.dumps(entry, allow_nan=False)
+        chain = next_chain(self._chain, body)
+        self._write(f'{body[:-1]}, "chain": "{chain}"}}\n'.encode("ascii"))
+        self._chain = chain
+
+    def _write(self, data: bytes) -> None:
+        if self._descriptor is None:
+            raise LedgerError(f"{self.path} is closed")
+        if self._torn:
+            raise LedgerError(
+                f"{self.path} could not be written before, and may end in half a line. Nothing more is charged to it: "
+                "make room on the disk and resume the run, which mends it"
+            )
+        self.require_intact()
+        self._torn = True  # until it is known to be on the disk
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+        os.fsync(self._descriptor)
+        self._size += len(data)
+        self._torn = False
+
+
+def require_own_file(contents: LedgerContents) -> None:
+    """Refuse to continue a ledger that is not the file its last run wrote, but a copy of it.
+
+    A folder that was copied can be resumed twice, and a folder restored from an older copy has forgotten the steps
+    since: each copy would state the ε of its own steps, and the person in the data would bear those of all. No file can
+    tell the copy that is meant to go on from the other. So people say it: `dpllm adopt FOLDER`, which leaves an open
+    point in the report. A file keeps its inode when its folder is renamed; it gets another one by cp, rsync, tar or a
+    restored backup. Where the file system has one, the inode's generation tells apart files that had one inode after
+    each other: ext4 gives the inode of a deleted file to the next one. File systems that number files differently at
+    each mount (some FUSE ones) ask for `dpllm adopt` as well. A file that was overwritten in place is found by its
+    checkpoints and by its budget (`dpllm.privacy.identity`).
+
+    Raises:
+        LedgerError: it is a copy.
+    """
+    if contents.notes.file is None:  # written before files were noted
+        return
+    run, noted = contents.notes.file
+    with open(contents.path, "rb") as file:
+        possible = {file_hash(run, identity) for identity in _identities(file.fileno())}
+    if noted not in possible:
+        raise LedgerError(
+            f"{contents.path} is a copy of the file that the run wrote, or was restored from one. If two copies go on, "
+            "each states the ε of its own steps only. Resume in the original folder; if that one is gone and no other "
+            f"copy was resumed, run `dpllm adopt {contents.path.parent}` first, which the report will say"
+        )
+
+
+def _identities(descriptor: int) -> list[str]:
+    """Return what a file is known by, the most precise last: its inode, and with the generation where there is one."""
+    inode = str(os.fstat(descriptor).st_ino)
+    generation = bytearray(8)
+    try:
+        fcntl.ioctl(descriptor, _GET_GENERATION, generation)
+    except OSError:  # tmpfs, which uses no inode twice, and network file systems
+        return [inode]
+    return [inode, f"{inode}.{int.from_bytes(generation[:4], sys.byteorder)}"]
+
+
+def is_being_written(path: str | Path) -> bool:
+    """Return whether a run has this ledger open at the moment.
+
+    Raises:
+        LedgerError: the file can't be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    except OSError as error:
+        raise LedgerError(f"{path} can't be read ({error.strerror})") from error
+    return False
+
+
+def _lock(path: Path, descriptor: int) -> None:
+    """Keep other processes from appending until the run ends; the system lets go when the process dies.
+
+    Raises:
+        LedgerError: another process is writing it, or its file system has no locks. The descriptor is closed.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise LedgerError(
+            f"{path} is being written by another run at this moment{known_writer(path.parent)}, whose steps and these "
+            "would be charged over each other. Wait for it to end, or stop it"
+        ) from error
+    except OSError as error:  # ENOSYS, ENOLCK, EOPNOTSUPP of network file systems
+        os.close(descriptor)
+        if path.stat().st_size == 0:  # made by this call
+            path.unlink()
+        raise LedgerError(
+            f"{path} cannot be locked ({error.strerror}), so another run could write it at the same time. Set "
+            "train.output_dir to a file system with locks that hold on all machines (Lustre: mount it with -o flock; "
+            "NFS: version 4)"
+        ) from error
+
+
+def _one_line(what: str, text: str) -> str:
+    words = " ".join(str(text).split())
+    if not words:
+        raise ValueError(f"the {what} is empty; write one line")
+    return words
+
+
+def _fact_value(name: str, value: str | int | float) -> str | int | float:
+    if isinstance(value, str):
+        return _one_line(f"value of the fact {name!r}", value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return value
+    raise ValueError(f"the fact {name!r} is {value!r}; give a text or a finite number")
+
+
+def _fields_of(step: Step) -> dict[str, Any]:
+    return {name: getattr(step, name) for name in STEP_FIELDS}
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a new file's name durable, where the system lets folders be opened."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,333 @@
+"""What a ledger says: reading it, and checking the chain of hashes that ties its lines together.
+
+Place in the flow: below `dpllm.privacy.ledger`, which writes; report, budget and `dpllm verify` read. A line that was
+edited, lost or moved is an error. Where a crash may have lost half a line, that line counts as a charged step unless it
+certainly was something else: charging one too many is safe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpllm.privacy.accounting import Step
+
+ENTROPY_SYSTEM = "operating system"
+ENTROPY_SEEDED = "fixed seed (NOT PRIVATE)"
+
+CHAIN_START = hashlib.sha256(b"dpllm privacy ledger, format 1").hexdigest()[:16]
+_CHAIN_LENGTH = 16
+_SUFFIX_LENGTH = len(', "chain": ""}') + _CHAIN_LENGTH
+_STEP_START = '{"kind": "step", "step": '
+_OTHER_KINDS = (
+    "run",
+    "disclosure",
+    "diagnostic",
+    "fact",
+    "open point",
+    "public start",
+    "released",
+    "audit",
+    "adopted",
+    "recovered",
+    "end",
+)
+_OTHER_STARTS = tuple(f'{{"kind": "{kind}"' for kind in _OTHER_KINDS)
+_OF_A_RUN = {"run": str, "plan_hash": str, "entropy": str, "public": list, "planned_step": dict}
+STEP_FIELDS = tuple(item.name for item in dataclasses.fields(Step))
+
+
+class LedgerError(ValueError):
+    """The ledger is not what the run left behind, or does not belong to this plan."""
+
+
+@dataclass(frozen=True)
+class LedgerHead:
+    """A place in one ledger: the hash over all lines up to there, and the steps that they charge.
+
+    A checkpoint and a budget entry carry the head of their run. It is in the ledger of that run and in no other, and
+    not in one that was cut before it or that went on differently from an older copy.
+    """
+
+    chain: str
+    num_steps: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the head as plain values."""
+        return {"chain": self.chain, "num_steps": self.num_steps}
+
+    @classmethod
+    def of(cls, values: Any) -> LedgerHead:
+        """Return the head that `to_dict` gave as plain values.
+
+        Raises:
+            LedgerError: they are no head.
+        """
+        if isinstance(values, Mapping):
+            chain, num_steps = values.get("chain"), values.get("num_steps")
+            if isinstance(chain, str) and len(chain) == _CHAIN_LENGTH and isinstance(num_steps, int) and num_steps >= 0:
+                return cls(chain, num_steps)
+        raise LedgerError(f"{values!r} names no place in a ledger. Restore the file that it was read from")
+
+
+@dataclass
+class LedgerNotes:
+    """Lines of a ledger that charge nothing."""
+
+    facts: dict[str, list[str | int | float]] = field(default_factory=dict)
+    """Facts of the run by name, each with its distinct values in the order in which they were written."""
+    open_points: list[str] = field(default_factory=list)
+    """Reasons not to release before people have settled them, each once."""
+    released: list[dict[str, Any]] = field(default_factory=list)
+    """What was saved for release: {"folder": name, "files": {name: {"size", "hashed", "sha256"}}} each."""
+    public_start: dict[str, dict[str, Any]] | None = None
+    """Files of the public training that the run began with, as in ``released``; None where it names none."""
+    audits: list[dict[str, Any]] = field(default_factory=list)
+    """Audits of the run's model: {"file", "sha256", "summary"} each, in their order."""
+    stopped_independently: bool = False
+    """Whether the last end was declared independent of the data and of all that the run released."""
+    file: tuple[str, str] | None = None
+    """A run's id, and the keyed hash of the inode of the file that it wrote (`file_hash`). None: an older ledger."""
+
+    def add_fact(self, name: str, value: str | int | float) -> bool:
+        """Add a value of a fact; return whether it is new."""
+        values = self.facts.setdefault(name, [])
+        if any(type(value) is type(known) and value == known for known in values):
+            return False
+        values.append(value)
+        return True
+
+    def add_open_point(self, text: str) -> bool:
+        """Add an open point; return whether it is new."""
+        if text in self.open_points:
+            return False
+        self.open_points.append(text)
+        return True
+
+
+@dataclass
+class LedgerContents:
+    """What a ledger says."""
+
+    path: Path
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """One entry per start or resumption: run, plan_hash, version, started_at, entropy, public, planned_step, budget."""
+    history: list[tuple[Step, int]] = field(default_factory=list)
+    """The steps charged, in order, equal neighbours counted together."""
+    disclosures: dict[str, int] = field(default_factory=dict)
+    """What was written out that ε does not cover, and how often."""
+    diagnostics: dict[str, int] = field(default_factory=dict)
+    """What else was counted."""
+    notes: LedgerNotes = field(default_factory=LedgerNotes)
+    """Facts and open points for the report."""
+    torn_lines: list[int] = field(default_factory=list)
+    """Numbers of lines (the first is 1) that a crash left incomplete."""
+    torn_steps: int = 0
+    """How many of those were, or may have been, steps. They are charged."""
+    end: str | None = None
+    """Why the last run ended. None: it has not ended, or crashed."""
+    sha256: str = ""
+    """Hash of the whole file."""
+    chain: str = ""
+    """Hash over all lines, which the next line continues."""
+
+    @property
+    def head(self) -> LedgerHead:
+        """Where the ledger ends."""
+        return LedgerHead(self.chain, self.num_steps)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps charged."""
+        return sum(count for _, count in self.history)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether any run drew from a fixed seed; then nothing in it is private."""
+        return any(run["entropy"] != ENTROPY_SYSTEM for run in self.runs)
+
+    @property
+    def public(self) -> list[str]:
+        """What was declared public, over all runs, each once."""
+        return list(dict.fromkeys(line for run in self.runs for line in run["public"]))
+
+    def _charge(self, step: Step) -> None:
+        if self.history and self.history[-1][0] == step:
+            self.history[-1] = (step, self.history[-1][1] + 1)
+        else:
+            self.history.append((step, 1))
+
+
+def file_hash(run: str, identity: str) -> str:
+    """Return a keyed hash of a file's inode: it tells whether a ledger is still the file that the run wrote."""
+    return hashlib.sha256(f"{run}:{identity}".encode()).hexdigest()[:_CHAIN_LENGTH]
+
+
+def steps_at(path: str | Path, chain: str) -> int | None:
+    """Return how many steps a ledger charges up to the line of this hash; None where no line of it has the hash.
+
+    Raises:
+        LedgerError: as `read_ledger`.
+    """
+    return LedgerReader(Path(path), wanted=chain).steps_at_wanted
+
+
+def read_ledger(path: str | Path) -> LedgerContents:
+    """Read and check a ledger.
+
+    A last line that a crash left incomplete is not an error: it is listed in `torn_lines`, and when it was, or may have
+    been, a step, that step is charged.
+
+    Raises:
+        LedgerError: the file is missing, or a line was edited, lost, moved or added; the message gives its number.
+    """
+    return LedgerReader(Path(path)).contents
+
+
+class LedgerReader:
+    """One pass over a ledger file."""
+
+    def __init__(self, path: Path, wanted: str | None = None) -> None:
+        """Read the file; ``wanted``: the hash of a line to look for.
+
+        Raises:
+            LedgerError: as `read_ledger`.
+        """
+        self.steps_at_wanted: int | None = None
+        self._wanted = wanted
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise LedgerError(f"{path} can't be read ({error.strerror}); without a ledger there is no ε") from error
+        self.contents = LedgerContents(path=path, sha256=hashlib.sha256(data).hexdigest())
+        self.chain = CHAIN_START
+        self.ends_with_newline = data.endswith(b"\n")
+        self.torn_tail: tuple[int, bool] | None = None
+        self._running = False
+        self._steps_by_text: dict[str, Step] = {}
+        # A byte outside ASCII can only come from damage; it becomes a text that fits no hash.
+        lines = data.decode("ascii", errors="replace").split("\n")
+        if lines[-1] == "":
+            lines.pop()
+        self.num_lines = len(lines)
+        self.num_bytes = len(data)
+        try:
+            self._read(lines)
+        except LedgerError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+            raise LedgerError(
+                f"{path} lacks a field that this version of dpllm needs, or holds another kind of value "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:200]}). Read it with the version that wrote "
+                "it, or restore the file from a copy"
+            ) from error
+        self.contents.chain = self.chain
+        if not self.contents.runs:
+            raise LedgerError(f"{path} names no run, so nothing was charged: start in an empty output folder")
+
+    def _read(self, lines: list[str]) -> None:
+        # The step number is kept here: counting the history anew for each line would take quadratic time.
+        self._num_steps = 0
+        for number, line in enumerate(lines, start=1):
+            body = line[:-_SUFFIX_LENGTH] + "}"
+            chain = next_chain(self.chain, body)
+            if line[-_SUFFIX_LENGTH:] != f', "chain": "{chain}"}}':
+                self._take_damaged(number, line, lines)
+                continue
+            self.chain = chain
+            if body.startswith(_STEP_START):
+                self._take_step(number, body)
+            else:
+                self._take(number, json.loads(body))
+            if chain == self._wanted:
+                self.steps_at_wanted = self._num_steps
+
+    def _fail(self, number: int, what: str) -> LedgerError:
+        return LedgerError(
+            f"{self.contents.path} line {number}: {what}. The ledger is not what the run left behind, so ε can't be "
+            "stated; restore the file from a copy"
+        )
+
+    def _take_damaged(self, number: int, line: str, lines: list[str]) -> None:
+        """Accept a line torn by a crash: the last one without its newline, or one that was recovered right after."""
+        is_last = number == len(lines) and not self.ends_with_newline
+        next_line = lines[number] if number < len(lines) else ""
+        recovered = next_line.startswith(f'{{"kind": "recovered", "line": {number}, ')
+        if not is_last and not recovered:
+            raise self._fail(number, "edited, or lines before it are missing")
+        # A fragment that is not certainly another kind counts as a step, NUL bytes of a lost block included.
+        # The line after it, which the chain covers, says what was charged then: the fragment itself can be edited.
+        charged = not line.startswith(_OTHER_STARTS) or (recovered and '"charged": true' in next_line)
+        self.contents.torn_lines.append(number)
+        if charged:
+            if not self.contents.runs:
+                raise self._fail(number, "torn before the run was named")
+            self.contents._charge(Step(**self.contents.runs[-1]["planned_step"]))
+            self.contents.torn_steps += 1
+            self._num_steps += 1
+        if is_last:
+            self.torn_tail = (number, charged)
+
+    def _check_run(self, number: int, entry: Mapping[str, Any]) -> None:
+        """Refuse a run's line that lacks what the guarantee is stated from."""
+        for name, kind in _OF_A_RUN.items():
+            if not isinstance(entry.get(name), kind):
+                raise self._fail(
+                    number, f"the run's field {name!r} is missing, or of another kind than {kind.__name__}"
+                )
+        budget = entry.get("budget")
+        if budget is not None and not (isinstance(budget, dict) and {"file", "entry"} <= set(budget)):
+            raise self._fail(number, "the run's field 'budget' names no entry of a budget file")
+
+    def _take_step(self, number: int, body: str) -> None:
+        step_number, _, fields = body[len(_STEP_START) :].partition(", ")
+        if step_number != str(self._num_steps):
+            raise self._fail(number, f"step {step_number} where step {self._num_steps} was due")
+        if not self._running:
+            raise self._fail(number, "a step outside a run")
+        step = self._steps_by_text.get(fields)
+        if step is None:
+            step = self._steps_by_text[fields] = Step(**json.loads("{" + fields))
+        self.contents._charge(step)
+        self._num_steps += 1
+
+    def _take(self, number: int, entry: dict[str, Any]) -> None:
+        contents, kind = self.contents, entry.pop("kind", None)
+        if kind == "run":
+            self._check_run(number, entry)
+            contents.runs.append(entry)
+            contents.end, contents.notes.stopped_independently = None, False
+            contents.notes.file = (entry["run"], entry["file"]) if entry.get("file") else None
+            self._running = True
+        elif kind == "disclosure":
+            contents.disclosures[entry["what"]] = contents.disclosures.get(entry["what"], 0) + entry["count"]
+        elif kind == "diagnostic":
+            contents.diagnostics[entry["what"]] = contents.diagnostics.get(entry["what"], 0) + entry["count"]
+        elif kind == "fact":
+            contents.notes.add_fact(entry["name"], entry["value"])
+        elif kind == "open point":
+            contents.notes.add_open_point(entry["text"])
+        elif kind == "public start":
+            contents.notes.public_start = entry["files"]
+        elif kind == "released":
+            contents.notes.released.append(entry)
+        elif kind == "audit":
+            contents.notes.audits.append(entry)
+        elif kind == "adopted":
+            contents.notes.file = (entry["run"], entry["file"])
+        elif kind == "end":
+            contents.end = entry["reason"]
+            contents.notes.stopped_independently = entry.get("independent") is True
+            self._running = False
+        elif kind != "recovered":
+            raise self._fail(number, f"unknown kind {kind!r}")
+
+
+def next_chain(chain: str, body: str) -> str:
+    """Return the hash of a line and of all before it: ``chain`` is that of the line before."""
+    return hashlib.sha256(f"{chain}{body}".encode("utf-8", errors="replace")).hexdigest()[:_CHAIN_LENGTH]

@@ -1,0 +1,368 @@
+"""The plan: every number the guarantee rests on, fixed before the run.
+
+Place in the flow: made from the privacy configuration, the public number of units and the number of steps. The
+sampler, the noise and the privacy event all come from it and from nothing else, so they can't drift apart. Microbatch
+size, number of machines, engine and precision are not in it: they can't change ε.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dpllm.config import ADJACENCIES, SAMPLINGS, UNITS, PrivacyConfig
+from dpllm.mechanism.sampling import TruncatedPoissonSampler
+from dpllm.privacy.accounting import Step, calibrate_noise_multiplier, choose_max_batch_size, epsilon, steps_within
+
+PLAN_FILE = "privacy_plan.json"
+_FORMAT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan:
+    """The constants of a private run. All of them are public.
+
+    Made by `make_plan`; `load` reads one back.
+
+    Raises:
+        ValueError: the numbers contradict each other.
+    """
+
+    unit: str
+    """"sequence" or "user"."""
+    adjacency: str
+    """Adjacency of the headline ε, "zero-out" or "replace-one"."""
+    num_units: int
+    """N."""
+    sampling_rate: float
+    """q = b / N, or b over `num_examples` where rows are drawn."""
+    expected_batch_size: int
+    """b, which the noisy sum is divided by."""
+    max_batch_size: int
+    """B_max. Where rows are drawn, their number: nothing is cut off."""
+    num_steps: int
+    """T."""
+    noise_multiplier: float
+    """σ, without unit."""
+    clip_norm: float
+    """C, in units of the gradient."""
+    delta: float
+    """δ."""
+    target_epsilon: float | None = None
+    """The ε that σ was calibrated to; None when σ was given."""
+    max_rows_per_unit: int | None = None
+    """k, the rows of one user that may be used; None at sequence level."""
+    unit_column: str | None = None
+    """The column of the user's id; None at sequence level."""
+    rows_kept: str | None = None
+    """Which k rows of a user with more: "first" or "random"; None at sequence level."""
+    sampling: str = "unit"
+    """"unit": units are drawn, and clipped as wholes. "example": rows are, each by itself."""
+    num_examples: int | None = None
+    """Rows there are to draw, no user having more than k; None where units are drawn."""
+    num_steps_wanted: int | None = None
+    """The steps asked for, where the budget allows fewer; None otherwise."""
+    dataset: str | None = None
+    """Public name of the data set."""
+    seeded: bool = False
+    """Whether sampling and noise come from a fixed seed; then nothing is private."""
+
+    @classmethod
+    def untruncated(
+        cls, num_units: int, batch: int, num_steps: int, noise_multiplier: float, clip_norm: float, delta: float
+    ) -> PrivacyPlan:
+        """Return a plan of plain Poisson sampling of single sequences, for audits and benchmarks.
+
+        Args:
+            num_units: N.
+            batch: b, which is expected; as many as there are may be drawn.
+            num_steps: T.
+            noise_multiplier: σ.
+            clip_norm: C.
+            delta: δ.
+        """
+        return cls(
+            unit="sequence",
+            adjacency="zero-out",
+            num_units=num_units,
+            sampling_rate=batch / num_units,
+            expected_batch_size=batch,
+            max_batch_size=num_units,
+            num_steps=num_steps,
+            noise_multiplier=noise_multiplier,
+            clip_norm=clip_norm,
+            delta=delta,
+        )
+
+    def __post_init__(self) -> None:
+        """Check that the numbers fit together."""
+        checks = {
+            "num_units >= 1": self.num_units >= 1,
+            "num_steps >= 1": self.num_steps >= 1,
+            "1 <= expected_batch_size <= what there is to draw": 1 <= self.expected_batch_size <= self.population,
+            "expected_batch_size <= max_batch_size <= what there is to draw": (
+                self.expected_batch_size <= self.max_batch_size <= self.population
+            ),
+            "sampling_rate = expected_batch_size / what there is to draw": (
+                self.population >= 1 and self.sampling_rate == self.expected_batch_size / self.population
+            ),
+            "num_examples and max_rows_per_unit where rows are drawn, of users": self._examples_fit(),
+            "num_steps_wanted > num_steps": self.num_steps_wanted is None or self.num_steps_wanted > self.num_steps,
+            "0 <= noise_multiplier < inf": 0 <= self.noise_multiplier < math.inf,
+            "0 < clip_norm < inf": 0 < self.clip_norm < math.inf,
+            "0 < delta < 1/num_units": self.num_units >= 1 and self.delta > 0 and self.delta * self.num_units < 1,
+            f"unit in {UNITS}": self.unit in UNITS,
+            f"sampling in {SAMPLINGS}": self.sampling in SAMPLINGS,
+            f"adjacency in {ADJACENCIES}": self.adjacency in ADJACENCIES,
+        }
+        broken = [rule for rule, holds in checks.items() if not holds]
+        if broken:
+            raise ValueError(f"a privacy plan needs {'; '.join(broken)}. Make the plan with make_plan")
+
+    def _examples_fit(self) -> bool:
+        if self.sampling != "example":
+            return self.num_examples is None
+        k, rows = self.max_rows_per_unit, self.num_examples
+        if k is None or rows is None or self.unit != "user":
+            return False
+        return self.num_units <= rows <= k * self.num_units and self.max_batch_size == rows
+
+    @property
+    def population(self) -> int:
+        """What is drawn from in every step: N units, or `num_examples` rows."""
+        return self.num_units if self.num_examples is None else self.num_examples
+
+    @property
+    def noise_stddev(self) -> float:
+        """σC: standard deviation of the noise in every entry of the summed gradient."""
+        return self.noise_multiplier * self.clip_norm
+
+    @property
+    def sampler(self) -> TruncatedPoissonSampler:
+        """The sampler that every step of the run must use."""
+        return TruncatedPoissonSampler(self.population, self.sampling_rate, self.max_batch_size)
+
+    @property
+    def step(self) -> Step:
+        """What is charged for one step."""
+        if self.sampling == "example":
+            k = self.max_rows_per_unit
+            assert k is not None
+            return Step(self.num_units, self.sampling_rate, None, self.noise_multiplier, self.clip_norm, k)
+        return Step(self.num_units, self.sampling_rate, self.max_batch_size, self.noise_multiplier, self.clip_norm)
+
+    @cached_property
+    def epsilon(self) -> float:
+        """ε of all planned steps under the plan's adjacency; inf without noise."""
+        return self.epsilon_under(self.adjacency)
+
+    def epsilon_under(self, adjacency: str) -> float:
+        """Return ε of all planned steps under "zero-out" or "replace-one"."""
+        return epsilon([(self.step, self.num_steps)], self.delta, adjacency)
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the plan's fields, in hexadecimal; equal exactly for equal plans."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return {"format": _FORMAT, **dataclasses.asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan and its hash as JSON."""
+        text = json.dumps({**self.to_dict(), "hash": self.hash}, indent=2, ensure_ascii=False)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> PrivacyPlan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            ValueError: the file is missing, is no plan, or was edited.
+        """
+        try:
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"{path} can't be read ({error.strerror})") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not JSON ({error})") from error
+        names = {item.name for item in dataclasses.fields(cls)}
+        if not isinstance(raw, dict) or set(raw) != names | {"format", "hash"} or raw["format"] != _FORMAT:
+            raise ValueError(f"{path} is not a privacy plan of format {_FORMAT}")
+        try:
+            plan = cls(**{name: raw[name] for name in names})
+        except TypeError as error:
+            raise ValueError(f"{path} holds a value of another kind ({error}): restore it from a copy") from error
+        if plan.hash != raw["hash"]:
+            raise ValueError(f"{path} was edited: its numbers don't match its hash. Restore it, or make a new plan")
+        return plan
+
+
+def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int, num_examples: int | None = None) -> PrivacyPlan:
+    """Fix the numbers of a run: q, δ, B_max, and σ, calibrated when a target ε is given.
+
+    Args:
+        privacy: the configuration.
+        num_units: N, the units of the training data. Public from here on.
+        num_steps: T, the steps to take. Where the configuration fixes both σ and a target ε, only as many of them are
+            planned as keep to it (``on_budget="stop"``).
+        num_examples: rows of all units together, at most k of each; needed where rows are drawn
+            (``sampling="example"``), and public from here on.
+
+    Returns:
+        The plan. With a target, ``plan.epsilon <= privacy.target_epsilon``.
+
+    Raises:
+        ValueError: the data set is empty or smaller than a batch, δ is too large, there is no step to take, the target
+            can't be reached, or (``on_budget="error"``) the steps would cost more than it.
+
+    >>> privacy = PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=20)
+    >>> make_plan(privacy, num_units=1000, num_steps=50).delta
+    0.0001
+    """
+    if num_units < 1:
+        raise ValueError("the training data is an empty data set: there is no unit to train on")
+    if num_steps < 1:
+        raise ValueError(
+            f"num_steps must be at least 1, got {num_steps}; set train.max_steps or train.num_train_epochs"
+        )
+    size = privacy.expected_batch_size
+    by_example = privacy.sampling == "example"
+    if by_example and num_examples is None:
+        raise ValueError('sampling="example" draws rows: pass num_examples, the number of rows within the bound')
+    population = num_examples if by_example and num_examples is not None else num_units
+    if size > population:
+        raise ValueError(
+            f"expected_batch_size={size} exceeds the number of {'rows' if by_example else 'units'}, {population}: each "
+            f"enters a step at most once. Take {population} or fewer"
+        )
+    delta = privacy.delta if privacy.delta is not None else 1 / (10 * num_units)
+    if delta * num_units >= 1:
+        raise ValueError(
+            f"delta={delta:g} is not below 1/N = {1 / num_units:.3g} for N={num_units} units: publishing one unit "
+            f"outright would satisfy it. Take 1/(10 N) = {1 / (10 * num_units):.3g}, or leave delta out"
+        )
+    rate = size / population
+    noise_multiplier, max_batch_size = _noise_and_bound(privacy, rate, num_units, num_steps, delta)
+    plan = PrivacyPlan(
+        unit=privacy.unit,
+        adjacency=privacy.adjacency,
+        num_units=num_units,
+        sampling_rate=rate,
+        expected_batch_size=size,
+        max_batch_size=population if max_batch_size is None else max_batch_size,
+        num_steps=num_steps,
+        noise_multiplier=noise_multiplier,
+        clip_norm=privacy.clip_norm,
+        delta=delta,
+        target_epsilon=privacy.target_epsilon,
+        max_rows_per_unit=privacy.max_rows_per_unit,
+        unit_column=privacy.unit_column,
+        rows_kept=privacy.rows_kept if privacy.unit == "user" else None,
+        sampling=privacy.sampling,
+        num_examples=num_examples if by_example else None,
+        dataset=privacy.dataset,
+        seeded=privacy.seed is not None,
+    )
+    return _within_budget(plan, privacy)
+
+
+def _within_budget(plan: PrivacyPlan, privacy: PrivacyConfig) -> PrivacyPlan:
+    """Return the plan with as many steps as its target allows; σ calibrated to the target allows all of them."""
+    if privacy.target_epsilon is None or privacy.noise_multiplier is None:
+        return plan
+    allowed = steps_within(privacy.target_epsilon, plan.delta, plan.step, plan.num_steps, plan.adjacency)
+    if allowed == plan.num_steps:
+        return plan
+    if allowed == 0 or privacy.on_budget == "error":
+        raise ValueError(
+            f"{plan.num_steps} steps at noise_multiplier={plan.noise_multiplier:g} cost ε = "
+            f"{format_epsilon(plan.epsilon)}, and target_epsilon is {privacy.target_epsilon:g}: {allowed} of them "
+            f"would keep to it. Leave noise_multiplier out, to have it calibrated to all {plan.num_steps} steps"
+            + (f', or set on_budget="stop" to end after {allowed}' if allowed else ", or take a larger one")
+        )
+    return dataclasses.replace(plan, num_steps=allowed, num_steps_wanted=plan.num_steps)
+
+
+def _noise_and_bound(
+    privacy: PrivacyConfig, rate: float, num_units: int, num_steps: int, delta: float
+) -> tuple[float, int | None]:
+    """Return σ and B_max. When neither is given, B_max is chosen at the σ that would do without truncation.
+
+    Where rows are drawn, there is no B_max.
+    """
+    noise_multiplier = privacy.noise_multiplier
+    if privacy.sampling == "example":
+        assert privacy.max_rows_per_unit is not None  # the configuration requires it for users
+        if noise_multiplier is None:
+            assert privacy.target_epsilon is not None  # it holds at least one of the two
+            noise_multiplier = calibrate_noise_multiplier(
+                *(privacy.target_epsilon, delta, rate, num_steps),
+                adjacency=privacy.adjacency,
+                rows_per_unit=privacy.max_rows_per_unit,
+            )
+        return noise_multiplier, None
+    max_batch_size = privacy.max_batch_size
+    if max_batch_size is not None:
+        max_batch_size = min(max_batch_size, num_units)
+    else:
+        tentative = noise_multiplier
+        if tentative is None:
+            assert privacy.target_epsilon is not None
+            tentative = calibrate_noise_multiplier(
+                privacy.target_epsilon, delta, rate, num_steps, adjacency=privacy.adjacency
+            )
+        max_batch_size = choose_max_batch_size(
+            privacy.expected_batch_size, num_units, num_steps, tentative, delta, privacy.adjacency
+        )
+    if noise_multiplier is None:
+        assert privacy.target_epsilon is not None
+        noise_multiplier = calibrate_noise_multiplier(
+            privacy.target_epsilon, delta, rate, num_steps, num_units, max_batch_size, privacy.adjacency
+        )
+    return noise_multiplier, max_batch_size
+
+
+def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
+    """Return the plan as (name, value) rows for people."""
+    by_example = plan.sampling == "example"
+    drawn = "rows" if by_example else "units"
+    rows = [
+        ("unit of privacy", plan.unit if plan.unit == "sequence" else f"user (column {plan.unit_column})"),
+        ("units N", f"{plan.num_units:,}"),
+        ("sampling rate q", f"{plan.sampling_rate:.6g}"),
+        (f"{drawn} per step: expected b, at most", f"{plan.expected_batch_size:,}, {plan.max_batch_size:,}"),
+        ("steps T", f"{plan.num_steps:,}"),
+        ("noise multiplier σ", f"{plan.noise_multiplier:.6g}"),
+        ("clip norm C", f"{plan.clip_norm:g}"),
+        ("noise standard deviation σC", f"{plan.noise_stddev:.6g}"),
+        ("δ", f"{plan.delta:.3g}"),
+        ("ε, zero-out", format_epsilon(plan.epsilon_under("zero-out"))),
+        ("ε, replace-one", format_epsilon(plan.epsilon_under("replace-one"))),
+        ("adjacency of the headline", plan.adjacency),
+    ]
+    if plan.max_rows_per_unit is not None:
+        rows.insert(1, ("rows of one user at most", f"{plan.max_rows_per_unit} ({plan.rows_kept})"))
+    if by_example:
+        rows.insert(3, ("rows, each drawn and clipped by itself", f"{plan.num_examples:,}"))
+    if plan.num_steps_wanted is not None:
+        rows.insert(-7, ("steps asked for, more than the budget allows", f"{plan.num_steps_wanted:,}"))
+    if plan.seeded:
+        rows.insert(0, ("NOT PRIVATE", "a fixed seed makes sampling and noise predictable"))
+    return rows
+
+
+def format_epsilon(value: float) -> str:
+    """Return ε for people, rounded up so that what is printed holds; without noise it says so.
+
+    >>> format_epsilon(7.99991), format_epsilon(math.inf)
+    ('8.0000', 'infinite: no privacy')
+    """
+    return f"{math.ceil(value * 1e4 - 1e-9) / 1e4:.4f}" if math.isfinite(value) else "infinite: no privacy"

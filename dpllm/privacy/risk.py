@@ -1,0 +1,247 @@
+"""What (ε, δ) means for an attacker.
+
+Place in the flow: from the ledger's history to the report. The attacker of differential privacy knows everything except
+whether one unit took part: all other units, every setting, every released checkpoint. Four figures bound what that
+attacker can achieve; a real one has less to go on. All come from the privacy loss distribution of the whole run, which
+says far more than one (ε, δ) pair, and all are upper bounds.
+
+With D(e) the δ that belongs to e (over both directions of the adjacency), and a test that accuses a share `fpr` of the
+units that did not take part and a share `tpr` of those that did:
+
+* ``tpr <= exp(e) fpr + D(e)`` and ``1 - fpr <= exp(e) (1 - tpr) + D(e)`` for every e >= 0 (Kairouz, Oh, Viswanath,
+  arXiv:1311.0776, theorem 2.1);
+* the advantage ``tpr - fpr`` is at most D(0), the total variation distance;
+* with prior probability p that the unit took part, the best guess is right with probability at most
+  ``max over tests of p tpr + (1 - p)(1 - fpr)``, which the same inequalities bound;
+* when the unit itself is unknown, drawn from a prior under which the best guess without the release is right with
+  probability at most k, a guess made with the release is right with probability at most the largest ``tpr`` at
+  ``fpr = k`` (reconstruction: Balle, Cherubin, Hayes, arXiv:2201.04845; Hayes, Mahloujifar, Balle, arXiv:2302.07225,
+  theorem 2).
+
+The condition of the last one: for each value z of the unit, the pair is (release with z, release without it), in this
+direction, and the second must be the same for all z. Under zero-out it is the release in which the unit contributes
+nothing; under replace-one any fixed other unit stands in its place. The attacker knows all other units, and the prior
+doesn't depend on them. Proof: let f be the largest ``tpr`` as a function of ``fpr``, which is concave and rising. A
+guess is right for z with probability at most f(r(z)), where r(z) is the probability of guessing z when the unit is
+absent. The mean over the prior is at most f(mean of r(z)), and the mean of r(z) is at most k. The bounds here take the
+larger D of both directions, which covers the one that is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize
+
+from dpllm.privacy.accounting import DISCRETIZATION, History, delta_function
+
+FALSE_POSITIVE_RATES = (1e-4, 1e-3, 1e-2, 1e-1)
+PRIORS = (0.5, 0.01)
+RECONSTRUCTION_PRIORS = (1e-3, 1e-6)
+
+_CURVE_GRID = (*np.linspace(0.0, 12.0, 241).tolist(), *np.geomspace(12.3, 100.0, 30).tolist())
+_CURVE_RATES = (*np.logspace(-8, 0, 65).tolist(),)
+_GRID = (0.0, *np.geomspace(1e-3, 700.0, 30).tolist())
+
+
+@dataclass(frozen=True)
+class AttackRisk:
+    """Bounds on what an attacker learns about one unit."""
+
+    adjacency: str
+    """The two worlds the attacker tells apart."""
+    advantage: float
+    """Largest tpr - fpr of any attack; 0 is blind guessing, 1 is certainty."""
+    bayes_success: dict[float, float]
+    """Prior probability of taking part -> largest probability of guessing right."""
+    true_positive_rate: dict[float, float]
+    """False positive rate -> largest true positive rate. Blind guessing has them equal."""
+    reconstruction: dict[float, float]
+    """Chance of guessing the unit's contents without the release -> largest chance with it."""
+
+
+def attack_risk(
+    history: History,
+    adjacency: str = "zero-out",
+    false_positive_rates: Sequence[float] = FALSE_POSITIVE_RATES,
+    priors: Sequence[float] = PRIORS,
+    discretization: float = DISCRETIZATION,
+    reconstruction_priors: Sequence[float] = RECONSTRUCTION_PRIORS,
+) -> AttackRisk:
+    """Return the bounds for a history.
+
+    Guarantee: upper bounds, never below what blind guessing achieves (the false positive rate itself, the more likely
+    of the two answers, and the chance of a guess without the release).
+
+    Args:
+        history: (step, count) pairs.
+        adjacency: "zero-out" (did the unit take part?) or "replace-one" (was it this unit or that one?).
+        false_positive_rates: where to state the true positive rate, each between 0 and 1.
+        priors: where to state the success of the best guess, each between 0 and 1.
+        discretization: width of the grid of privacy losses.
+        reconstruction_priors: where to state the success of reconstruction, each between 0 and 1: the chance that the
+            best guess of the unit's contents is right without the release.
+
+    Raises:
+        ValueError: a rate or a prior is not between 0 and 1, or a reconstruction prior is 0.
+
+    >>> from dpllm.privacy.accounting import Step
+    >>> risk = attack_risk([(Step(None, 0.02, None, 1.0), 1500)], discretization=1e-3)
+    >>> round(risk.advantage, 2)
+    0.38
+    """
+    _check_probabilities(*false_positive_rates, *priors, *reconstruction_priors)
+    if 0 in reconstruction_priors:
+        raise ValueError("a reconstruction prior of 0 means that nothing could be guessed: give the chance of a guess")
+    delta_at = _delta_function(history, adjacency, discretization)
+    rates = {fpr: _true_positive_rate(fpr, delta_at) for fpr in false_positive_rates}
+    success = {prior: _bayes_success(prior, delta_at) for prior in priors}
+    reconstruction = {prior: _true_positive_rate(prior, delta_at) for prior in reconstruction_priors}
+    return AttackRisk(adjacency, delta_at(0.0), success, rates, reconstruction)
+
+
+def tradeoff_curve(
+    history: History,
+    adjacency: str = "zero-out",
+    false_positive_rates: Sequence[float] = _CURVE_RATES,
+    discretization: float = DISCRETIZATION,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the trade-off curve of the best attack.
+
+    Guarantee: each true positive rate is an upper bound, at least the false positive rate, and hardly
+    above that of `attack_risk`, which searches more finely.
+
+    Args:
+        history: (step, count) pairs.
+        adjacency: "zero-out" or "replace-one".
+        false_positive_rates: (n,) where to state the bound, each between 0 and 1.
+        discretization: width of the grid of privacy losses.
+
+    Returns:
+        False positive rates (n,) and the largest true positive rates (n,).
+
+    Raises:
+        ValueError: a rate is not between 0 and 1.
+
+    >>> from dpllm.privacy.accounting import Step
+    >>> _, found = tradeoff_curve([(Step(None, 0.02, None, 1.0), 1500)], "zero-out", [0.01, 0.1], 1e-3)
+    >>> found.round(2).tolist()
+    [0.1, 0.39]
+    """
+    _check_probabilities(*false_positive_rates)
+    delta_at = _delta_function(history, adjacency, discretization)
+    losses = np.asarray(_CURVE_GRID)
+    deltas = np.array([delta_at(loss) for loss in _CURVE_GRID])
+    rates = np.asarray(false_positive_rates, dtype=np.float64)
+    direct = (np.exp(losses) * rates[:, None] + deltas).min(axis=1)
+    reverse = (1 + (rates[:, None] + deltas - 1) * np.exp(-losses)).min(axis=1)
+    return rates, np.maximum(rates, np.minimum(1.0, np.minimum(direct, reverse)))
+
+
+def _check_probabilities(*values: float) -> None:
+    for value in values:
+        if not 0 <= value <= 1:
+            raise ValueError(f"rates and priors lie between 0 and 1, got {value}")
+
+
+def _delta_function(history: History, adjacency: str, discretization: float) -> Callable[[float], float]:
+    """Return D, each value of which is computed once."""
+    return cache(delta_function(history, adjacency, discretization, tilted=False))
+
+
+def _true_positive_rate(fpr: float, delta_at: Callable[[float], float]) -> float:
+    direct = _minimum(lambda e: math.exp(e) * fpr + delta_at(e))
+    reverse = _minimum(lambda e: 1 + (fpr + delta_at(e) - 1) * math.exp(-e))
+    return max(fpr, min(1.0, direct, reverse))
+
+
+def _minimum(bound: Callable[[float], float]) -> float:
+    """Return a small value of a function whose every value is a valid bound.
+
+    D is convex in exp(e), so both bounds have one valley; where a search misses its floor, the result is only looser.
+    """
+    values = [bound(e) for e in _GRID]
+    best = int(np.argmin(values))
+    low, high = _GRID[max(0, best - 1)], _GRID[min(len(_GRID) - 1, best + 1)]
+    found = optimize.minimize_scalar(bound, bounds=(low, high), method="bounded", options={"xatol": 1e-5 * high})
+    return min(values[best], float(found.fun))
+
+
+def _bayes_success(prior: float, delta_at: Callable[[float], float]) -> float:
+    """Return the largest p tpr + (1-p)(1-fpr).
+
+    With p >= 1/2, put e = log(p / (1-p)): p tpr + (1-p)(1-fpr) = p + (1-p)((1-fpr) - exp(e)(1-tpr)) <= p + (1-p) D(e).
+    With p < 1/2 the roles of the two worlds are exchanged.
+    """
+    more, less = max(prior, 1 - prior), min(prior, 1 - prior)
+    return min(1.0, more + less * delta_at(math.log(more / less))) if less > 0 else 1.0
+
+
+def in_plain_words(risk: AttackRisk, unit: str = "unit") -> list[str]:
+    """Return sentences about the bounds for people who don't read formulas.
+
+    >>> in_plain_words(AttackRisk("zero-out", 0.0, {}, {0.01: 0.014}, {}))[0].split("; ")[1]
+    'blind guessing finds 1%.'
+    """
+    question = (
+        f"whether one {unit} was in the training data"
+        if risk.adjacency == "zero-out"
+        else f"which of two {unit}s was in the training data"
+    )
+    lines = []
+    for prior, success in risk.bayes_success.items():
+        guess = max(prior, 1 - prior)
+        if prior == 0.5:
+            lines.append(
+                f"Even someone who knows all other data and every setting, and must say {question}, is right at most "
+                f"{_percent(success, 1)}% of the time when both answers are equally likely beforehand; 50.0% is blind "
+                "guessing."
+            )
+        else:
+            lines.append(
+                f"When the chance beforehand is {prior * 100:g}%, such a person is right at most "
+                f"{_percent(success, 2)}% of the time; always giving the likelier answer is right {guess * 100:g}% of "
+                "the time."
+            )
+    for fpr, tpr in risk.true_positive_rate.items():
+        lines.append(
+            f"Accusing {fpr * 100:g}% of the {unit}s that were not in the data, such a person finds at most "
+            f"{_percent(tpr, 2)}% of those that were; blind guessing finds {fpr * 100:g}%."
+        )
+    for prior, success in risk.reconstruction.items():
+        lines.append(
+            f"Someone who knows all other data and must pick the right {unit} out of {_number_of(prior)} equally "
+            f"likely ones is right in at most {_cases(success, prior)} of {_number_of(prior)} such cases; blind "
+            "picking is right in 1."
+        )
+    return lines
+
+
+def _number_of(prior: float) -> str:
+    """Print how many equally likely possibilities a chance stands for.
+
+    >>> _number_of(1e-3), _number_of(1e-6), _number_of(0.2)
+    ('a thousand', 'a million', '5')
+    """
+    return {1e-3: "a thousand", 1e-6: "a million"}.get(prior, f"{1 / prior:,.4g}")
+
+
+def _cases(success: float, prior: float) -> str:
+    """Print the share of successes in 1/prior cases, rounded up.
+
+    >>> _cases(3.41e-6, 1e-6), _cases(0.0191, 1e-3), _cases(0.5, 1e-6)
+    ('3.5', '20', '500,000')
+    """
+    cases = success / prior
+    return f"{math.ceil(cases * 10 - 1e-7) / 10:g}" if cases < 10 else f"{math.ceil(cases - 1e-7):,}"
+
+
+def _percent(value: float, digits: int) -> str:
+    """Round up, so that what is printed stays an upper bound."""
+    scale = 10**digits
+    return f"{min(100.0, math.ceil(value * 100 * scale - 1e-7) / scale):.{digits}f}"

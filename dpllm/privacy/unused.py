@@ -1,0 +1,60 @@
+"""A run that failed before its first step leaves nothing that counts: its folder may be used again.
+
+Place in the flow: beside the ledger. A refused model, a full disk or an option that only an engine knows can end a run
+between the opening of its ledger and the first charge. Nothing private was released then by a step, so a new run may
+begin over such a ledger; the budget gets back what was reserved. A ledger with a step, one that cannot be read, or a
+copy of a ledger (whose original may have steps by now) is never touched.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dpllm.privacy.budget import entry_of, read_budget, require_own_ledger, settle
+from dpllm.privacy.ledger import LedgerContents, LedgerError, is_being_written, read_ledger, require_own_file
+
+
+def is_used(path: str | Path) -> bool:
+    """Return whether a ledger file is there that a new run must not replace.
+
+    Args:
+        path: the ledger of a run's folder; it need not exist.
+    """
+    return Path(path).exists() and _unused(Path(path)) is None
+
+
+def make_way(path: str | Path, budget_file: str | None) -> dict[str, int]:
+    """Remove the ledger of a run that took no step, and settle what it had reserved. On rank 0.
+
+    Args:
+        path: of the ledger; nothing happens where there is none, or where it is used.
+        budget_file: of the new run. Another file that the unused ledger names is left as it is.
+
+    Returns:
+        What the run had noted as written out, and how often; the new ledger has to note it again.
+
+    Raises:
+        BudgetError: the budget file cannot be read or written, or counts steps that the ledger has lost.
+    """
+    path = Path(path)
+    contents = _unused(path) if path.exists() else None
+    if contents is None:
+        return {}
+    named = contents.runs[0].get("budget") if contents.runs else None
+    if named and budget_file is not None and named["file"] == Path(budget_file).name:
+        require_own_ledger(budget_file, entry_of(read_budget(budget_file), named["entry"]), path)
+        settle(budget_file, named["entry"], 0)
+    path.unlink()
+    return dict(contents.disclosures)
+
+
+def _unused(path: Path) -> LedgerContents | None:
+    """Return the contents of a ledger that charges nothing, None for any other."""
+    try:
+        if is_being_written(path):
+            return None
+        contents = read_ledger(path)
+        require_own_file(contents)
+    except LedgerError:
+        return None
+    return contents if contents.num_steps == 0 and not contents.torn_lines else None

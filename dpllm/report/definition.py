@@ -1,0 +1,231 @@
+"""The definition of differential privacy as one run instantiates it, in words.
+
+Place in the flow: below report, which adds the numbers. What must be said follows Ponomareva et al., "How to DP-fy ML"
+(JAIR 77, 2023), section 5.3: the unit, the neighbouring data sets, what is public, which uses of the data are covered,
+what may be released, what is not covered, and what the guarantee assumes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dpllm.data.units import ONE_ROW
+from dpllm.privacy.ledger import LedgerContents
+
+if TYPE_CHECKING:
+    from dpllm.privacy.plan import PrivacyPlan
+
+UNITS_MADE_OF = "a unit is made of"
+"""The ledger's fact of that name: `dpllm.data.units.UnitIndex.made_of`."""
+ROWS_LEFT_OUT = "rows left out by the bound on rows per user"
+"""The ledger's diagnostic of that name."""
+
+_OTHERS = (
+    "Other people whom a unit's text names are not that unit: what several units say of one person is protected less"
+)
+
+ADJACENCY_WORDS = {
+    "zero-out": "two data sets of the same public size, equal but that one unit contributes nothing in one of them",
+    "replace-one": "two data sets of the same public size, equal but that one unit is another in one of them",
+}
+
+_NEVER_COVERED = (
+    ("hyper-parameter tuning (other runs on the same data)", "each run has its own ε; add them up"),
+    (
+        "choosing a run's noise, length or batch by what earlier private runs released",
+        "plan runs independently of each other's results; composition is proved for those",
+    ),
+    ("choosing the model, a checkpoint or a stopping point by its results on private data", "choose on public data"),
+    ("evaluation on private data", "keep the results to yourself, or evaluate on public data"),
+    ("a tokenizer, vocabulary or normalisation fitted to the private text", "fit them on public text"),
+    ("private records that the pretrained model had seen already", "check the source of the pretrained weights"),
+    (
+        "training loss, gradient norms before the noise, and realised batch sizes",
+        "treat logs and plots of them like the data itself",
+    ),
+    ("running time and memory use, as seen by someone on the same machine", "train on a machine you control"),
+    ("the exactness of floating-point noise", "the noise is a float32 Gaussian, as in all common DP libraries"),
+)
+
+
+def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) -> dict[str, Any]:
+    """Return the definition of a run: plain values that JSON can hold.
+
+    Args:
+        plan: the plan of the run.
+        contents: what its ledger says.
+        other_uses: other uses of the same data, as people noted them; None: unknown.
+    """
+    public = ["the number of units N, and all settings in this report"]
+    if plan.sampling == "example":
+        public[0] = (
+            "the number of users N, the exact number of rows to draw from (the sampling rate is computed from it, so "
+            "this number is published and must be public), and all settings in this report"
+        )
+    return {
+        "dataset": plan.dataset,
+        "unit": _unit(plan, contents),
+        "adjacency": ADJACENCY_WORDS[plan.adjacency],
+        "mechanism": mechanism(plan),
+        "public": [*public, *contents.public],
+        "data_accesses_covered": [
+            f"the {contents.num_steps} training steps in the ledger, of {len(contents.runs)} run(s)"
+        ],
+        "other_uses_of_the_data": other_uses,
+        "released_under_the_guarantee": [
+            "the final weights",
+            "every checkpoint",
+            "the sequence of noisy gradients, and the optimizer's state, which is computed from them "
+            "(`noisy_grad_norm` in the logs is the norm of a noisy gradient)",
+        ],
+        "written_out_and_not_covered": [
+            {"what": what, "count": count} for what, count in sorted(_written_out(contents).items())
+        ],
+        "never_covered": [{"what": what, "advice": advice} for what, advice in _NEVER_COVERED],
+        "facts": [{"name": name, "values": list(values)} for name, values in sorted(contents.notes.facts.items())],
+    }
+
+
+def _written_out(contents: LedgerContents) -> dict[str, int]:
+    """Return what was written out that ε does not cover, and how often."""
+    written = dict(contents.disclosures)
+    if ROWS_LEFT_OUT in contents.diagnostics:  # in ledgers of earlier versions, whose number depends on the rows
+        written[f"{ROWS_LEFT_OUT}: their number, in the ledger"] = 1
+    return written
+
+
+def _unit(plan: PrivacyPlan, contents: LedgerContents) -> str:
+    made_of = contents.notes.facts.get(UNITS_MADE_OF, [None])[-1]
+    if plan.unit == "sequence" and made_of == ONE_ROW:
+        return (
+            "one row of the training data, as it was given to the run. Nothing says which record a row is from: if a "
+            "record was cut into several rows, each of them is a unit by itself, and the record is protected less. A "
+            f"text that is in several rows is that many units. {_OTHERS}"
+        )
+    if plan.unit == "sequence":
+        return (
+            "one record of the training data. A record longer than the model's context that was cut into several rows "
+            f"is still one unit. A text that is in several records is that many units, and is protected less. {_OTHERS}"
+        )
+    which = {
+        "first": ", the first ones in the order of the data,",
+        "random": ", chosen by a secret draw before the run,",
+        None: "",
+    }[plan.rows_kept]
+    return (
+        f"one user: all records with the same id in column '{plan.unit_column}', of which at most "
+        f"{plan.max_rows_per_unit} rows{which} were used. A person with several ids is several units. Ids are "
+        f"compared as they are written, unless privacy.normalize_ids was set. {_OTHERS}"
+    )
+
+
+def mechanism(plan: PrivacyPlan) -> str:
+    """Return one step of the run in words, with all its parameters."""
+    noise = (
+        f"Gaussian noise of standard deviation σC = {plan.noise_stddev:.6g} (σ = {plan.noise_multiplier:.6g}) is added "
+        f"to the sum, and the result is divided by {plan.expected_batch_size}"
+    )
+    if plan.sampling == "example":
+        return (
+            f"example-level sampling (ELS): in each step every one of {plan.num_examples} rows is drawn independently "
+            f"with probability q = {plan.sampling_rate:.6g}, whoever wrote it; the gradient of each row is clipped by "
+            f"itself to norm C = {plan.clip_norm:g}; a user has at most {plan.max_rows_per_unit} rows, each of which "
+            f"may be drawn or not; {noise}"
+        )
+    drawn, name = ("record", "") if plan.unit == "sequence" else ("user", "user-level sampling (ULS): ")
+    whole = "over all its rows" if plan.unit == "sequence" else "over all rows of that user"
+    return (
+        f"{name}in each step every one of {plan.num_units} {drawn}s is drawn independently with probability "
+        f"q = {plan.sampling_rate:.6g}, and of more than {plan.max_batch_size} drawn a uniform {plan.max_batch_size} "
+        f"stay (truncated Poisson sampling); the gradient of each {drawn}, summed {whole}, is clipped once to norm "
+        f"C = {plan.clip_norm:g}; {noise}"
+    )
+
+
+def event(plan: PrivacyPlan) -> str:
+    """Return which privacy event a step is accounted as, with its source."""
+    if plan.sampling == "example":
+        return (
+            f"a mixture of Gaussians: of a user's k = {plan.max_rows_per_unit} rows Binomial(k, q) are drawn, and the "
+            "sum moves by as many C (Charles et al., arXiv:2407.07737). Under replace-one, by group privacy: ε is "
+            "twice a zero-out ε at a smaller δ"
+        )
+    return "a Gaussian sum over a truncated Poisson sample (arXiv:2508.15089)"
+
+
+def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> list[dict[str, str]]:
+    """Return what the numbers rest on, and for each how the run ensured it."""
+    entropy = ", ".join(dict.fromkeys(run["entropy"] for run in contents.runs))
+    torn = f"; {contents.torn_steps} step(s) torn by a crash are charged" if contents.torn_steps else ""
+    pairs = (
+        *(_rows_drawn(plan) if plan.sampling == "example" else _units_drawn(plan)),
+        ("There is one draw per step", "what a step draws is drawn once and only then divided into microbatches"),
+        (
+            "A unit's gradient depends on that unit alone",
+            "losses are normalised within a row; modules that mix rows, such as batch norm, are refused",
+        ),
+        (
+            "Noise is independent in every step and parameter entry",
+            f"Gaussian noise of standard deviation {plan.noise_stddev:.6g} is drawn once per step, on the complete "
+            "sum; of a model that is spread over processes each entry's noise is drawn by exactly one of them",
+        ),
+        (
+            "The noisy sum is scaled by a public constant",
+            f"it is divided by the expected batch size {plan.expected_batch_size}, never by the realised one; a step "
+            "without units is taken all the same",
+        ),
+        ("Sampling and noise can't be predicted", f"entropy: {entropy}"),
+        (
+            "Every step is counted",
+            "each step is on the disk before its gradient is used; the lines of the ledger are chained by hashes"
+            + torn,
+        ),
+    )
+    return [{"assumption": assumption, "how_ensured": how} for assumption, how in pairs]
+
+
+def _units_drawn(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
+    bound = (
+        (
+            (
+                "A user's rows are bounded before the sampling rate is fixed",
+                f"at most {plan.max_rows_per_unit} rows of each are kept when the data are read, before the plan is "
+                "made; no later filter drops any",
+            ),
+        )
+        if plan.unit == "user"
+        else ()
+    )
+    return (
+        *bound,
+        (
+            "Units are drawn by Poisson sampling and cut to the maximal batch (not shuffled)",
+            f"the sampler is made from the plan: q = {plan.sampling_rate:.6g}, at most {plan.max_batch_size} of "
+            f"{plan.num_units} units; each step in the ledger carries these numbers",
+        ),
+        (
+            "No unit contributes more than the clip norm",
+            "the exact gradient norm of each unit over all trained parameters is bounded before the sum; a unit whose "
+            "gradient is not finite contributes zero; a parameter without a norm rule is refused",
+        ),
+    )
+
+
+def _rows_drawn(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
+    return (
+        (
+            "No user has more rows than the bound",
+            f"at most {plan.max_rows_per_unit} rows of each are kept when the data are read, before the sampling rate "
+            "is fixed; the ledger carries the bound with each step",
+        ),
+        (
+            "Rows are drawn by Poisson sampling, independently of each other (not shuffled)",
+            f"the sampler is made from the plan: q = {plan.sampling_rate:.6g} of {plan.num_examples} rows; nothing is "
+            "cut off; each step in the ledger carries these numbers",
+        ),
+        (
+            "No row contributes more than the clip norm",
+            "the exact gradient norm of each row over all trained parameters is bounded before the sum; a row whose "
+            "gradient is not finite contributes zero; a parameter without a norm rule is refused",
+        ),
+    )

@@ -1,0 +1,152 @@
+"""Which logged figures depend on private rows, in the words of the report.
+
+Place in the flow: `DPTrainer.log` asks for every dictionary that it is given. The list of harmless names is closed: a
+name that is not in it counts as a figure that ε does not cover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TRAINING_LOSS = "training loss (mean of a logging interval)"
+FINAL_LOSS = "training loss (mean of the run)"
+EVALUATION_DURING = "evaluation during training"
+EVALUATION_OUTSIDE = "evaluation on private rows, before or after training"
+PREDICTION = "predictions on private rows"
+RESOURCES = "running time, throughput or memory use of the training"
+OTHER = "other figures that the program logged"
+LOG_FILE = "not_for_release/training_log.jsonl"
+"""Where a run keeps its losses and metrics, relative to its folder."""
+LOGGED = f"losses and metrics in {LOG_FILE} (not for release)"
+
+DESTINATIONS = "logged figures went to"
+"""Name of the fact in a ledger that lists where logged figures went."""
+_SCREEN, _STATE = "the screen", "the Trainer's state"
+
+GRADIENT_NORM = "noisy_grad_norm"
+"""Name in the logs of the norm of the private gradient: after clipping and noise. It is covered by ε, as everything
+that is computed from the private gradient is, and says little about the norms that the clip norm is compared with."""
+
+# Figures that only `Trainer.log` writes, and that no file holds that `dpllm.report.publishing` uploads. Evaluations and
+# predictions are not among them: people note such figures in the report, which is published.
+_KEPT = frozenset({TRAINING_LOSS, FINAL_LOSS, RESOURCES, LOGGED})
+_COVERED = frozenset({GRADIENT_NORM, "grad_norm", "learning_rate", "epoch", "step", "epsilon", "total_flos"})
+_AROUND_TRAINING = ("on_init_end", "on_train_begin", "on_train_end", "on_push_begin")
+_PRINTERS = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
+_RESOURCES = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_per_second", "_model_preparation_time")
+
+
+@dataclass(frozen=True)
+class Evaluating:
+    """The evaluation in progress."""
+
+    prefix: str
+    """Of its names in the logs."""
+    public: bool
+    """Whether its rows were declared public."""
+
+
+def not_covered(logs: Mapping[str, Any], evaluating: Evaluating | None, training: bool) -> dict[str, int]:
+    """Return what of these figures ε does not cover: the report's words for it, and how often it was written.
+
+    An evaluation counts once, whatever the number of its figures. Figures on rows that were declared public are
+    covered, since the model that they are computed with is.
+
+    Args:
+        logs: names and values.
+        evaluating: the evaluation that logs them; None for any other.
+        training: whether `train` is running.
+
+    >>> not_covered({"loss": 2.5, "noisy_grad_norm": 0.3, "learning_rate": 1e-3, "epsilon": 0.7}, None, True)
+    {'training loss (mean of a logging interval)': 1}
+    >>> not_covered({"test_loss": 2.5, "test_runtime": 3.0}, Evaluating("test", public=True), False)
+    {}
+    """
+    counts: dict[str, int] = {}
+    for name in logs:
+        what = _kind(name, evaluating, training)
+        if what is not None:
+            counts[what] = counts.get(what, 0) + 1
+    return {what: count if what == OTHER else 1 for what, count in counts.items()}
+
+
+def _kind(name: str, evaluating: Evaluating | None, training: bool) -> str | None:
+    if name in _COVERED:
+        return None
+    if evaluating is not None and name.startswith(f"{evaluating.prefix}_"):
+        if evaluating.public:
+            return None
+        return EVALUATION_DURING if training else EVALUATION_OUTSIDE
+    if name == "loss":
+        return TRAINING_LOSS
+    if name == "train_loss":
+        return FINAL_LOSS
+    if name.endswith(_RESOURCES) or "_mem_" in name:
+        return RESOURCES
+    return OTHER
+
+
+def receivers(callbacks: Iterable[Any]) -> str:
+    """Return where logged figures go: the screen, the Trainer's state, and each callback that takes them.
+
+    Transformers adds integrations by itself where ``report_to`` is "all"; they are named here whoever added them.
+
+    Args:
+        callbacks: of the Trainer.
+
+    >>> receivers([])
+    "the Trainer's state"
+    """
+    places = [_STATE]
+    for callback in callbacks:
+        kind = type(callback)
+        if any("on_log" in vars(base) for base in kind.__mro__ if base.__name__ != "TrainerCallback"):
+            places.append(_SCREEN if kind.__name__ in _PRINTERS else kind.__name__.removesuffix("Callback"))
+    return ", ".join(sorted(set(places)))
+
+
+def not_kept(written: Iterable[str], destinations: Iterable[str]) -> list[str]:
+    """Return which of these results may be outside the run's machine, or would go there with the published model.
+
+    Training losses stay with the run where nothing but the screen, the Trainer's state and `LOG_FILE` received them:
+    none of these is uploaded (`dpllm.report.publishing`). An integration, such as TensorBoard or a tracker, may show
+    them to others. Where nobody noted the destinations, as in a training loop of one's own, nothing is known to stay.
+
+    Args:
+        written: results that ε does not cover, in the report's words.
+        destinations: the values of the fact `DESTINATIONS`, as `receivers` gives them.
+
+    >>> not_kept([TRAINING_LOSS, PREDICTION], ["the Trainer's state, the screen"])
+    ['predictions on private rows']
+    >>> not_kept([TRAINING_LOSS], ["TensorBoard, the Trainer's state"])
+    ['training loss (mean of a logging interval)']
+    >>> not_kept([TRAINING_LOSS], [])
+    ['training loss (mean of a logging interval)']
+    """
+    places = {place for value in destinations for place in value.split(", ")}
+    local = bool(places) and places <= {_SCREEN, _STATE}
+    return [what for what in written if not (local and what in _KEPT)]
+
+
+def own_callbacks(callbacks: Iterable[Any]) -> list[str]:
+    """Return the names of callbacks that neither transformers nor dpllm defines, and that run within training.
+
+    What they do is not known here. One that runs only before the first step or after the last has no loss to follow.
+
+    Args:
+        callbacks: of the Trainer.
+
+    >>> early = type("A", (), {"__module__": "mine", "on_train_begin": None})
+    >>> each = type("B", (), {"__module__": "mine", "on_log": None})
+    >>> own_callbacks([early(), each()])
+    ['B']
+    """
+    kinds = (type(callback) for callback in callbacks)
+    return sorted({kind.__qualname__ for kind in kinds if any(map(_runs_within, kind.__mro__))})
+
+
+def _runs_within(kind: type) -> bool:
+    known = kind.__module__.partition(".")[0] in ("transformers", "dpllm")
+    return not known and any(name.startswith("on_") and name not in _AROUND_TRAINING for name in vars(kind))

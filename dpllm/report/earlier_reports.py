@@ -1,0 +1,70 @@
+"""Reports that earlier versions wrote, in the form of today's: for `dpllm verify`.
+
+Place in the flow: before the comparisons of `dpllm.report.verify`. A report of format 2 lacks keys that were added
+since, and some of its sentences had other words. It is held to its own schema. Then its numbers, names and hashes are
+compared with those that are computed today; a sentence may have other words, and must have the same numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.resources
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+EARLIER_FORMATS = (2,)
+"""Formats of reports that are verified beside today's."""
+
+_DROPPED_LINES = ("Rows left out by the bound on rows per user",)
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
+
+
+def schema_of(report_format: int) -> dict[str, Any]:
+    """Return the schema that an earlier version published for its reports."""
+    name = f"report/schemas/privacy_report.format{report_format}.schema.json"
+    schema: dict[str, Any] = json.loads(importlib.resources.files("dpllm").joinpath(name).read_text(encoding="utf-8"))
+    return schema
+
+
+def in_todays_form(recorded: Mapping[str, Any], due: Mapping[str, Any], keep_words: bool) -> dict[str, Any]:
+    """Return an earlier report with the keys of today's.
+
+    Args:
+        recorded: of an earlier format.
+        due: as it is computed today.
+        keep_words: keep sentences with the same numbers in the words of the record, and its checklist, as its pages
+            show them. Otherwise they have today's words, so that what differs is no matter of words.
+
+    Returns:
+        What was recorded; keys that only today's form has as they are due; none that only the earlier form had.
+    """
+    form = _merged(recorded, due, keep_words)
+    form["format"] = due["format"]
+    if not keep_words and isinstance(recorded.get("checklist"), list):
+        answers = {entry["question"]: entry for entry in recorded["checklist"] if isinstance(entry, dict)}
+        form["checklist"] = [_merged(answers.get(entry["question"], entry), entry, False) for entry in due["checklist"]]
+    return dict(form)
+
+
+def in_todays_lines(page: str) -> str:
+    """Return a page of an earlier report without the lines that today's have no more."""
+    return "".join(line for line in page.splitlines(keepends=True) if not any(old in line for old in _DROPPED_LINES))
+
+
+def _merged(found: Any, due: Any, keep_words: bool) -> Any:
+    if isinstance(found, dict) and isinstance(due, dict):
+        return {
+            key: _merged(found[key], due[key], keep_words) if key in found else copy.deepcopy(due[key]) for key in due
+        }
+    if isinstance(found, list) and isinstance(due, list) and len(found) == len(due):
+        return [_merged(one, other, keep_words) for one, other in zip(found, due, strict=True)]
+    if isinstance(found, str) and isinstance(due, str) and not keep_words and _same_numbers(found, due):
+        return due
+    return found
+
+
+def _same_numbers(found: str, due: str) -> bool:
+    """Whether both are sentences with the same numbers; names and hashes are no sentences."""
+    return " " in found and " " in due and _NUMBER.findall(found) == _NUMBER.findall(due)

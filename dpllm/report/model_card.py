@@ -1,0 +1,525 @@
+"""The model card: the README.md beside a released model, in the Hub's format.
+
+Place in the flow: after the privacy report, from which it takes every sentence and number of the guarantee. The card
+is for whoever meets the model first; the report beside it has the rest.
+
+What the Hub makes of the metadata: it checks the values of the keys it knows and leaves others alone
+(huggingface_hub's ``ModelCardData`` passes additional keys through; the specification, ``modelcard.md`` in
+huggingface/hub-docs, says which are verified). The guarantee is therefore a block of its own, ``differential_privacy``.
+``model-index`` is for metrics of benchmarks. A ``base_model`` that is no Hub id makes the Hub refuse the whole upload
+(transformers, issue 33922), and a path tells strangers about the machine, so a local model is not named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from dpllm.config import TASKS, nearest
+from dpllm.privacy.checkpoints import MANIFEST_FILE
+from dpllm.privacy.crashed import settle_crashed
+from dpllm.privacy.identity import adopt
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, format_epsilon
+from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
+
+CARD_FILE = "README.md"
+TAGS = ("differential-privacy", "dp-sgd", "dpllm")
+"""Tags of a private model; one that is not private has the last alone."""
+
+# The Hub counts encoder-decoders as text generation too: it gave up text2text-generation (huggingface.js, pull 1590).
+_PIPELINE_TAG = {
+    "causal_lm": "text-generation",
+    "seq2seq_lm": "text-generation",
+    "sequence_classification": "text-classification",
+}
+_AUTO_CLASS = {
+    "causal_lm": "AutoModelForCausalLM",
+    "seq2seq_lm": "AutoModelForSeq2SeqLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+}
+_MECHANISM = {
+    "unit": "DP-SGD: Gaussian noise on clipped sums over truncated Poisson samples",
+    "example": "DP-SGD: Gaussian noise on sums of singly clipped rows over Poisson samples of rows",
+}
+_NOT_KEPT = ("differential_privacy", "model-index", "metrics", "base_model", "base_model_relation", "library_name")
+_BASE_TAG = re.compile(r"base_model:(?:[a-z]+:)?(.+)")
+_PRIVACY_HEADING = "## Privacy"
+_FILES = {
+    MARKDOWN_FILE: "the whole privacy report: accounting, assumptions, parameters",
+    HTML_FILE: "the same as a page with pictures",
+    JSON_FILE: "the same for programs",
+    PLAN_FILE: "every number that the guarantee rests on, fixed before the run",
+    LEDGER_FILE: "every step that ran, which ε is computed from",
+}
+
+
+def write_model_card(
+    folder: str | Path,
+    report: Mapping[str, Any],
+    *,
+    base_model: str | None,
+    task: str | None,
+    adapter: bool,
+    num_labels: int | None = None,
+    language: str | Sequence[str] | None = None,
+    license: str | None = None,
+    tags: Sequence[str] = (),
+    datasets: Sequence[str] = (),
+) -> Path:
+    """Write the card of a model or a checkpoint into its folder, in place of one that PEFT or the Trainer wrote.
+
+    Of an earlier card the metadata are kept: its tags, and every key that isn't set here, such as a license, with four
+    exceptions. ``model-index`` and ``metrics`` may come from evaluation on private records, which ε doesn't cover;
+    ``differential_privacy`` is written anew; a base model and data sets that are no Hub ids are dropped. Its text is
+    replaced. The report's utility figures and diagnostics are not repeated, for the first reason.
+
+    Args:
+        folder: holds the model, and already the report, the plan and the ledger.
+        report: as `dpllm.report.statement.privacy_report` returns it.
+        base_model: Hub id or folder of the model that was fine-tuned; None: from the earlier card, or unnamed.
+        task: of `dpllm.config.TASKS`; None: another, whose class the configuration names.
+        adapter: whether the folder holds a PEFT adapter rather than a model.
+        num_labels: number of classes; needed for an adapter of a classifier, whose base model has no such head.
+        language: ISO codes; None: unknown, and left out.
+        license: the Hub's identifier; None: unknown, and left out.
+        tags: for the metadata, beside those of dpllm and those of the earlier card.
+        datasets: public data sets for the metadata; a name that is no Hub id is left out.
+
+    Returns:
+        The path of the card.
+
+    Raises:
+        ValueError: an unknown task, a missing number of classes, a missing report, plan or ledger file, or an earlier
+            card whose metadata can't be read.
+    """
+    folder = Path(folder)
+    if task is not None and task not in TASKS:
+        raise ValueError(f"task={task!r} is none of {', '.join(TASKS)}{nearest(task, TASKS)}; None stands for another")
+    if adapter and task == "sequence_classification" and num_labels is None:
+        raise ValueError("the card of a classifier's adapter says how to load it, which takes num_labels: pass it")
+    missing = [name for name in _FILES if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder} holds no {', '.join(missing)}, which the model card points to: write the report, the plan and "
+            "the ledger there first"
+        )
+    path = folder / CARD_FILE
+    earlier = metadata_in(path)
+    base = _hub_id(base_model) or (_hub_id(earlier.get("base_model")) if base_model is None else None)
+    if tags:
+        kept = earlier.get("tags") or []
+        earlier["tags"] = [*tags, *([kept] if isinstance(kept, str) else kept)]
+    if datasets:
+        earlier["datasets"] = list(datasets)
+    data = _metadata(earlier, report, base, task, adapter, language, license)
+    blocks = [
+        *_what_it_is(report, base, adapter),
+        *guarantee_section(report),
+        *_not_covered(report),
+        *_loading(folder, base, task, adapter, num_labels),
+        *_files(report),
+    ]
+    card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(blocks) + "\n")
+    temporary = path.with_name(path.name + ".tmp")
+    card.save(temporary)
+    os.replace(temporary, path)
+    return path
+
+
+def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in what people, or an audit, know about a run: its report is written anew, and the card's open points.
+
+    Args:
+        folder: of a run or of a checkpoint.
+        noted: fields of `dpllm.report.statement.ReleaseNotes`; the others stay as they are.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: the folder holds no plan or no ledger, or they don't belong together.
+    """
+    folder = Path(folder)
+    for name in (PLAN_FILE, LEDGER_FILE):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} holds no {name}, so it is not the folder of a private run")
+    plan, contents, notes = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE), notes_in(folder)
+    before = privacy_report(plan, contents, notes)
+    if not noted:
+        return before
+    after = write_report(folder, plan, contents, dataclasses.replace(notes, **noted))
+    renew_open_points(folder, before, after)
+    return after
+
+
+def add_audit(folder: str | Path, file: str, summary: str) -> None:
+    """Write an audit's verdict into the ledger of a run's folder, and its report and card again.
+
+    Nothing is written into a checkpoint, whose manifest names its copy of the ledger: the verdict stays in the audit's
+    own file there.
+
+    Args:
+        folder: of the run.
+        file: name of the audit's results in it.
+        summary: the verdict, as the report shows it.
+
+    Raises:
+        ValueError: the folder holds no plan or no ledger, or a run is writing it.
+    """
+    folder = Path(folder)
+    if (folder / MANIFEST_FILE).is_file():
+        return
+    digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+    with _rewritten(folder), Ledger.annotate(folder / LEDGER_FILE) as ledger:
+        ledger.append_audit(file, digest, summary)
+
+
+def adopt_run(folder: str | Path) -> int:
+    """Adopt the copy of a run's folder (see `identity.adopt`), and write its report and card again if it has them.
+
+    Returns:
+        The steps that its ledger charges.
+
+    Raises:
+        ValueError: as `dpllm.privacy.identity.adopt`; or the folder has a report and no plan, or its report is damaged.
+            Nothing is adopted then.
+    """
+    folder = Path(folder)
+    with _rewritten(folder) if _has_report(folder) else contextlib.nullcontext():
+        return adopt(folder)
+
+
+def settle_run(path: str | Path, folder: str | Path, independent: bool = False) -> int:
+    """Settle a run that crashed (see `settle_crashed`), and write its report and card again if it has them.
+
+    Guarantee: where the stop is declared independent, budget, ledger, report and card speak of the same steps.
+
+    Args:
+        path: the budget file.
+        folder: output folder of the run.
+        independent: declares that the crash depended neither on the private data nor on what the run released.
+
+    Returns:
+        The steps that its ledger charges.
+
+    Raises:
+        ValueError: as `settle_crashed`; or the folder has a report and no plan, or its report is damaged. Nothing is
+            settled then.
+    """
+    folder = Path(folder)
+    with _rewritten(folder) if independent and _has_report(folder) else contextlib.nullcontext():
+        return settle_crashed(path, folder, independent)
+
+
+def _has_report(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE))
+
+
+@contextlib.contextmanager
+def _rewritten(folder: Path) -> Iterator[None]:
+    """Write report and card again after the block has added lines to the ledger."""
+    before = add_notes(folder, {})
+    yield
+    plan, contents = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
+    after = write_report(folder, plan, contents, notes_in(folder))
+    renew_open_points(folder, before, after)
+    card = folder / CARD_FILE
+    if card.is_file():
+        temporary = card.with_name(card.name + ".tmp")
+        temporary.write_text(_renewed(card.read_text(encoding="utf-8"), before, after), encoding="utf-8")
+        os.replace(temporary, card)
+
+
+def _renewed(card: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the text of a card with the guarantee of another report, and the ledger's hash there; the rest stays."""
+    blocks = ([*guarantee_section(report), *_files(report)] for report in (before, after))
+    for old, new in zip(*blocks, strict=True):
+        card = card.replace(old, new, 1)
+    card = card.replace(before["checkable"]["ledger_sha256"], after["checkable"]["ledger_sha256"])
+    metadata = privacy_metadata(after)
+    if metadata == privacy_metadata(before):
+        return card
+    parsed = ModelCard(card, ignore_metadata_errors=True)
+    parsed.data["differential_privacy"] = metadata
+    return str(parsed)
+
+
+def renew_open_points(folder: str | Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Put the open points of a report that people added to into the card, if there is a card.
+
+    Args:
+        folder: of a run or of a checkpoint.
+        before: the report whose open points the card has.
+        after: the report as it is now.
+    """
+    path = Path(folder) / CARD_FILE
+    if not path.is_file():
+        return
+    old, new = ("\n\n".join(_open_points(report["open_points"])) for report in (before, after))
+    text = path.read_text(encoding="utf-8")
+    if old != new:
+        where = f"{old}\n\n" if old else f"{_PRIVACY_HEADING}\n\n"  # which follows them
+        kept = "" if old else where
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(text.replace(where, (f"{new}\n\n" if new else "") + kept, 1), encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def keep_own_card(folder: str | Path) -> Path | None:
+    """Move a README.md that a person wrote out of the way of the model card; for one process, before a model is saved.
+
+    A card that dpllm wrote is left in place: the next one replaces it.
+
+    Args:
+        folder: that a model is going to be saved into.
+
+    Returns:
+        The new path, ``README.own.md`` or with the first free number; None where there was nothing to keep.
+    """
+    path = Path(folder) / CARD_FILE
+    if not path.is_file():
+        return None
+    try:
+        metadata = metadata_in(path)
+    except ValueError:  # not readable as a card, so not ours
+        metadata = {}
+    if "differential_privacy" in metadata:
+        return None
+    names = ("README.own.md", *(f"README.own.{number}.md" for number in range(2, 10_000)))
+    kept = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    # A copy, so that the metadata of a prepared card (a license, a language) still find their way into the model's.
+    shutil.copyfile(path, kept)
+    return kept
+
+
+def metadata_in(path: Path) -> dict[str, Any]:
+    """Return the metadata of an earlier card; nothing where there is none."""
+    if not path.is_file():
+        return {}
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.lstrip().startswith("---"):
+        return {}
+    try:
+        metadata = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"the metadata of {path} can't be read ({reason}): mend or delete that file") from error
+    return metadata
+
+
+def _hub_id(name: Any) -> str | None:
+    """Return a name if it is one that the Hub could know, None for a folder and for anything else."""
+    if not isinstance(name, str) or not name or Path(name).exists():
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+def _metadata(
+    earlier: Mapping[str, Any],
+    report: Mapping[str, Any],
+    base: str | None,
+    task: str | None,
+    adapter: bool,
+    language: str | Sequence[str] | None,
+    license: str | None,
+) -> ModelCardData:
+    kept = {key: value for key, value in earlier.items() if key not in _NOT_KEPT}
+    kept["tags"] = _tags(kept.get("tags"), report["statement"]["private"])
+    data_sets = kept.pop("datasets", None) or []
+    data_sets = [name for name in ([data_sets] if isinstance(data_sets, str) else data_sets) if _hub_id(name)]
+    own = {
+        "base_model": base,
+        "base_model_relation": None if base is None else "adapter" if adapter else "finetune",
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": _PIPELINE_TAG[task] if task else None,
+        "language": [language] if isinstance(language, str) else list(language) if language else None,
+        "license": license,
+        "datasets": data_sets or None,
+    }
+    known = {key: value for key, value in own.items() if value is not None}
+    return ModelCardData(**{**known, **kept, **known, "differential_privacy": privacy_metadata(report)})
+
+
+def _tags(earlier: Any, private: bool) -> list[str]:
+    """Return ours and the earlier ones, without those that name a base model by a folder.
+
+    A model that is not private doesn't turn up where people look for private ones.
+    """
+    tags = [earlier] if isinstance(earlier, str) else list(earlier or ())
+    named = {tag: _BASE_TAG.fullmatch(tag) for tag in tags if isinstance(tag, str) and tag not in TAGS}
+    own = TAGS if private else TAGS[-1:]
+    return [*own, *(tag for tag, base in named.items() if base is None or _hub_id(base[1]))]
+
+
+def privacy_metadata(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the guarantee for programs; a run that is not private has an infinite ε, whatever would hold otherwise."""
+    statement, accounting = report["statement"], report["accounting"]
+    parameters = accounting["parameters"]
+    private = statement["private"]
+
+    def number(value: float | str) -> float | str:
+        return float(format_epsilon(value)) if private and not isinstance(value, str) else "infinite"
+
+    return {
+        "private": private,
+        "epsilon": number(statement["epsilon"]),
+        "delta": statement["delta"],
+        "unit": "record" if statement["unit"] == "sequence" else "user",
+        "adjacency": statement["adjacency"],
+        "epsilon_by_adjacency": {name: number(value) for name, value in accounting["epsilon"].items()},
+        "mechanism": _MECHANISM[parameters["sampling"]],
+        "accountant": f"PLD, {accounting['tool']} {accounting['tool_version']}",
+        "noise_multiplier": parameters["noise_multiplier"],
+        "sampling_rate": parameters["sampling_rate"],
+        "num_steps": accounting["steps"]["stated"],
+        "num_units": parameters["num_units"],
+    }
+
+
+def _what_it_is(report: Mapping[str, Any], base: str | None, adapter: bool) -> list[str]:
+    private = report["statement"]["private"]
+    kind = "adapter" if adapter else "model"
+    of = f"[`{base}`](https://huggingface.co/{base})" if base else "a model that has no name on the Hub"
+    how = "with differential privacy" if private else "WITHOUT a privacy guarantee"
+    title = f"A language {kind} fine-tuned with differential privacy" if private else f"NOT PRIVATE: a language {kind}"
+    return [
+        f"# {title}",
+        f"This {kind} was made from {of} by fine-tuning on private text {how}, with dpllm "
+        f"{report['checkable']['versions']['dpllm']}.",
+        *([] if private else [f"> **{report['statement']['words']}**"]),
+        *_open_points(report["open_points"]),
+    ]
+
+
+def _open_points(points: Sequence[str]) -> list[str]:
+    return (
+        ["The privacy report has open points, and each is a reason not to release yet:", _list(points)]
+        if points
+        else []
+    )
+
+
+def guarantee_section(report: Mapping[str, Any]) -> list[str]:
+    """Return the blocks of Markdown that state the guarantee."""
+    statement, strength, definition = report["statement"], report["strength"], report["definition"]
+    if not statement["private"]:
+        return [_PRIVACY_HEADING, strength["words"]]
+    rows = [f"| {name} | {format_epsilon(float(value))} |" for name, value in report["accounting"]["epsilon"].items()]
+    return [
+        _PRIVACY_HEADING,
+        statement["words"],
+        "\n".join(["| adjacency | ε |", "| --- | --- |", *rows]),
+        _list(
+            (
+                f"Unit of privacy: {definition['unit']}.",
+                f"Neighbouring data sets: {definition['adjacency']}.",
+                f"Taken as public: {'; '.join(definition['public'])}.",
+                f"Strength: {strength['tier']}. {strength['words']}",
+            )
+        ),
+        "What an attacker can achieve at most, who knows everything but one unit:",
+        _list(strength["in_plain_words"]),
+    ]
+
+
+def own_lines(report: Mapping[str, Any], base: Any = None) -> set[str]:
+    """Return every line that dpllm writes into the card of a report, whatever the model's kind.
+
+    Args:
+        report: as `dpllm.report.statement.privacy_report` returns it.
+        base: Hub id of the base model, as the card names it.
+    """
+    bases, kinds = (None, _hub_id(base)), (False, True)
+    blocks = [*guarantee_section(report), *_not_covered(report), *_files(report)]
+    blocks += [block for name in bases for adapter in kinds for block in _what_it_is(report, name, adapter)]
+    return {line.strip() for block in blocks for line in block.split("\n")}
+
+
+def _not_covered(report: Mapping[str, Any]) -> list[str]:
+    definition = report["definition"]
+    written = [
+        f"{item['what']}: written out {item['count']} times" for item in definition["written_out_and_not_covered"]
+    ]
+    never = [f"{item['what']}: {item['advice']}" for item in definition["never_covered"]]
+    return ["## What the guarantee does not cover", _list([*written, *never])]
+
+
+def _loading(folder: Path, base: str | None, task: str | None, adapter: bool, num_labels: int | None) -> list[str]:
+    if adapter:
+        imports, load = _adapter_lines(base, task, num_labels)
+    elif task is None:
+        imports = ["import transformers"]
+        load = [
+            'config = transformers.AutoConfig.from_pretrained(".")',
+            'model = getattr(transformers, config.architectures[0]).from_pretrained(".")',
+        ]
+    else:
+        imports = [f"from transformers import {_AUTO_CLASS[task]}"]
+        load = [f'model = {_AUTO_CLASS[task]}.from_pretrained(".")']
+    if (folder / "tokenizer_config.json").is_file():
+        imports.append("from transformers import AutoTokenizer")
+        load.append('tokenizer = AutoTokenizer.from_pretrained(".")')
+    code = "\n".join([*imports, "", *load])
+    explained = "In this folder; elsewhere, write its path or the model's name on the Hub in place of the dot."
+    if adapter and base is None and task is not None:
+        explained += " The adapter fits only the base model it was trained on, which has no name on the Hub."
+    return ["## How to load it", explained, f"```python\n{code}\n```"]
+
+
+def _adapter_lines(base: str | None, task: str | None, num_labels: int | None) -> tuple[list[str], list[str]]:
+    if task is None:
+        return ["from peft import AutoPeftModel"], ['model = AutoPeftModel.from_pretrained(".")']
+    name = base or "path/to/the/base/model"
+    labels = f", num_labels={num_labels}" if task == "sequence_classification" else ""
+    return [
+        "from peft import PeftModel",
+        f"from transformers import {_AUTO_CLASS[task]}",
+    ], [
+        f'base = {_AUTO_CLASS[task]}.from_pretrained("{name}"{labels})',
+        'model = PeftModel.from_pretrained(base, ".")',
+    ]
+
+
+def _files(report: Mapping[str, Any]) -> list[str]:
+    checkable = report["checkable"]
+    digest = {
+        PLAN_FILE: f"; hash of the numbers `{checkable['plan_hash']}`",
+        LEDGER_FILE: f"; SHA-256 of the file `{checkable['ledger_sha256']}`",
+    }
+    return [
+        "## Check it yourself",
+        _list(f"[`{name}`]({name}): {what}{digest.get(name, '')}" for name, what in _FILES.items()),
+        *_commands(checkable, report["statement"]["private"]),
+    ]
+
+
+def _commands(checkable: Mapping[str, Any], private: bool) -> list[str]:
+    verify, numbers = checkable["verify"], checkable["recompute_from_the_numbers"]
+    if not private:  # the numbers alone don't tell that the randomness was no secret
+        return ["This checks ledger, plan, report and card against each other:", f"```bash\n{verify}\n```"]
+    return [
+        "The first command checks ledger, plan, report and card against each other, the second computes ε from the "
+        "numbers alone:",
+        f"```bash\n{verify}\n{numbers}\n```",
+    ]
+
+
+def _list(lines: Any) -> str:
+    return "\n".join(f"- {line}" for line in lines)

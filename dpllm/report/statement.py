@@ -1,0 +1,486 @@
+"""The privacy statement of a run: what ran, what it guarantees, and what it doesn't, as plain values.
+
+Place in the flow: last. ε is computed from the ledger, so from what ran; the plan only names the numbers. The same
+values are written three times: as JSON for programs (``dpllm/schemas/privacy_report.schema.json`` describes each key),
+and as Markdown and HTML for people. What a statement must say follows Ponomareva et al., "How to DP-fy ML" (JAIR 77,
+2023). A point that only people can fill in is listed as open, and an open point is a reason not to release yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dpllm
+from dpllm.privacy import accounting, comparison
+from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
+from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
+from dpllm.privacy.risk import attack_risk, in_plain_words
+from dpllm.privacy.stated import stated_history
+from dpllm.report.checklist import REFUTED, checklist, open_points
+from dpllm.report.curves import curves
+from dpllm.report.definition import ROWS_LEFT_OUT, assumptions, define, event
+from dpllm.report.html import draw_figures, render_html
+from dpllm.report.markdown import render_markdown as render_markdown
+
+if TYPE_CHECKING:
+    from dpllm.privacy.plan import PrivacyPlan
+
+MARKDOWN_FILE = "privacy_report.md"
+JSON_FILE = "privacy_report.json"
+HTML_FILE = "privacy_report.html"
+
+FORMAT = 3
+"""Format of the report's JSON. Format 2 had no facts of the run and no open points of the ledger."""
+_CURVE_FACTORS = (1.0, 0.1, 0.01)
+_PACKAGES = (
+    "dp_accounting",
+    "prv_accountant",
+    "numpy",
+    "scipy",
+    "matplotlib",
+    "torch",
+    "transformers",
+    "peft",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseNotes:
+    """What only people know about a release; None stays an open point of the report."""
+
+    data_holder: str | None = None
+    """Who holds the raw data."""
+    audience: str | None = None
+    """Who will see the released model."""
+    other_uses: str | None = None
+    """Other uses of the same data: tuning runs, earlier models, model selection."""
+    audit: str | None = None
+    """What an empirical audit of the model found; asked for where ε is above 10."""
+    utility: Mapping[str, Any] = field(default_factory=dict)
+    """Held-out metric, the same without privacy, hardware, cost: name to value."""
+
+
+def privacy_report(
+    plan: PrivacyPlan, ledger_contents: LedgerContents, notes: ReleaseNotes | None = None
+) -> dict[str, Any]:
+    """Return the privacy statement of what ran so far, as plain values that JSON can hold (an infinite ε is "inf").
+
+    Args:
+        plan: the plan of the run.
+        ledger_contents: what the ledger says.
+        notes: what only people know. None: those points stay open.
+
+    Raises:
+        ValueError: the ledger belongs to another plan, or charges steps that are not the plan's.
+    """
+    _check_belongs(plan, ledger_contents)
+    notes = notes or ReleaseNotes()
+    seeded = plan.seeded or ledger_contents.seeded
+    history = stated_history(plan, ledger_contents)
+    epsilons = {name: accounting.epsilon(history, plan.delta, name) for name in ("zero-out", "replace-one")}
+    headline = epsilons[plan.adjacency]
+    report = {
+        "format": FORMAT,
+        "statement": _statement(plan, ledger_contents, epsilons, seeded),
+        "setting": {
+            "model": "central differential privacy: the trainer sees the data and is trusted; the release is protected",
+            "data_holder": notes.data_holder,
+            "audience": notes.audience,
+        },
+        "definition": define(plan, ledger_contents, notes.other_uses),
+        "accounting": _accounting(plan, ledger_contents, epsilons),
+        "strength": _strength(plan, ledger_contents, headline, seeded, notes.audit),
+        "curves": curves(history, plan.delta, plan.adjacency, headline, plan.target_epsilon),
+        "checkable": _checkable(plan, ledger_contents),
+        "noted_open_points": list(ledger_contents.notes.open_points),
+        "utility": dict(notes.utility) or None,
+    }
+    report["checklist"] = checklist(report)
+    report["open_points"] = open_points(report)
+    return report
+
+
+def write_report(
+    output_dir: str | Path,
+    plan: PrivacyPlan,
+    ledger: Ledger | LedgerContents,
+    notes: ReleaseNotes | None = None,
+) -> dict[str, Any]:
+    """Write ``privacy_report.json``, ``.md`` and ``.html`` into a folder, and return the report.
+
+    Args:
+        output_dir: an existing folder.
+        plan: the plan of the run.
+        ledger: the ledger, open or read.
+        notes: what only people know.
+
+    Raises:
+        ValueError: the ledger is damaged, or of another plan.
+    """
+    contents = read_ledger(ledger.path) if isinstance(ledger, Ledger) else ledger
+    report = privacy_report(plan, contents, notes)
+    report = json.loads(json_text(report))  # what people noted may hold values that JSON writes otherwise
+    _replace(Path(output_dir) / JSON_FILE, json_text(report))
+    _replace(Path(output_dir) / MARKDOWN_FILE, render_markdown(report))
+    _replace(Path(output_dir) / HTML_FILE, render_html(report, draw_figures(report)))
+    return report
+
+
+def json_text(report: Mapping[str, Any]) -> str:
+    """Return the text of the JSON file."""
+    return json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def notes_in(folder: str | Path) -> ReleaseNotes:
+    """Return what people noted in the report that lies in a folder; nothing where there is none.
+
+    Args:
+        folder: of a run or of a checkpoint.
+
+    Raises:
+        ValueError: the file is damaged or of another kind.
+    """
+    path = Path(folder) / JSON_FILE
+    if not path.is_file():
+        return ReleaseNotes()
+    try:
+        return notes_of(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not a whole privacy report ({type(error).__name__}: {error}), so the notes in it cannot be "
+            "read: restore it from a copy, or delete it and note again with `dpllm report`"
+        ) from error
+
+
+def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
+    """Return what people noted in a report; nothing where it has another format than today's.
+
+    Args:
+        report: as the JSON file holds it.
+    """
+    if report.get("format") not in (2, FORMAT):
+        return ReleaseNotes()
+    return ReleaseNotes(
+        data_holder=report["setting"]["data_holder"],
+        audience=report["setting"]["audience"],
+        other_uses=report["definition"]["other_uses_of_the_data"],
+        audit=report["strength"].get("audit_noted", report["strength"]["audit"] if report["format"] == 2 else None),
+        utility=report["utility"] or {},
+    )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a whole file or nothing of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _check_belongs(plan: PrivacyPlan, contents: LedgerContents) -> None:
+    if any(run["plan_hash"] != plan.hash for run in contents.runs):
+        raise ValueError(f"{contents.path} was written under another plan; report with the plan that lies beside it")
+    if any(step != plan.step for step, _ in contents.history):
+        raise ValueError(f"{contents.path} charges steps that are not those of its plan; restore both from a copy")
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else "inf"
+
+
+def _statement(
+    plan: PrivacyPlan, contents: LedgerContents, epsilons: Mapping[str, float], seeded: bool
+) -> dict[str, Any]:
+    epsilon = epsilons[plan.adjacency]
+    unit = "record" if plan.unit == "sequence" else "user"
+    if seeded:
+        words = (
+            "NOT PRIVATE. Sampling and noise came from a fixed seed, which is for tests. Who knows the seed can remove "
+            "the noise; the figures below would hold only with secret randomness."
+        )
+    elif math.isinf(epsilon):
+        words = (
+            "NOT PRIVATE. ε is infinite: no noise was added, so nothing limits what the model reveals about any one "
+            f"{unit}."
+        )
+    elif contents.num_steps == 0:
+        words = "No step has been charged: nothing has been learnt from the private data so far."
+    else:
+        words = _guarantee(plan, epsilons, unit) + _about_the_stop(plan, contents)
+    return {
+        "private": not seeded and math.isfinite(epsilon),
+        "words": words,
+        "epsilon": _json_number(epsilon),
+        "delta": plan.delta,
+        "adjacency": plan.adjacency,
+        "epsilon_by_adjacency": {name: _json_number(value) for name, value in epsilons.items()},
+        "unit": plan.unit,
+    }
+
+
+def _guarantee(plan: PrivacyPlan, epsilons: Mapping[str, float], unit: str) -> str:
+    changes = {"zero-out": "contributed nothing", "replace-one": f"been another {unit}"}
+    epsilon = epsilons[plan.adjacency]
+    other = "replace-one" if plan.adjacency == "zero-out" else "zero-out"
+    value = f"ε = {_up(epsilons[other])}" if math.isfinite(epsilons[other]) else "ε is infinite"
+    return (
+        f"The training satisfies (ε, δ)-differential privacy with ε = {_up(epsilon)} and δ = {plan.delta:.3g} for "
+        f"every single {unit}. Whatever is released of the model would have come out almost as likely had any one "
+        f"{unit} {changes[plan.adjacency]}: the chance of any outcome changes at most by the factor "
+        f"exp(ε) = {_factor(epsilon)}, plus {plan.delta:.3g}. Had any one {unit} {changes[other]} "
+        f"({other} adjacency), {value} at the same δ."
+    )
+
+
+def _about_the_stop(plan: PrivacyPlan, contents: LedgerContents) -> str:
+    if contents.num_steps >= plan.num_steps:
+        return ""
+    taken = f" {contents.num_steps} of {plan.num_steps} planned steps were taken."
+    if contents.notes.stopped_independently:
+        return f"{taken} The figures are theirs: the stop was declared independent of the data and of the releases."
+    return (
+        f"{taken} The figures are those of all {plan.num_steps}: the stop, or the choice of this checkpoint, may "
+        "depend on the data or on what the run released, and they hold in spite of that."
+    )
+
+
+def _up(value: float, digits: int = 4) -> str:
+    """Round up for print, so that the printed bound holds."""
+    return f"{math.ceil(value * 10**digits - 1e-9) / 10**digits:.{digits}f}"
+
+
+def _factor(epsilon: float) -> str:
+    """Print exp(ε), rounded up to three digits."""
+    if epsilon > 30:
+        return f"more than {10 ** int(epsilon / math.log(10)):.0e}" if epsilon < 700 else "more than 1e300"
+    value = math.exp(epsilon)
+    digits = 2 - math.floor(math.log10(value))
+    return f"{math.ceil(value * 10**digits) / 10**digits:,g}" if value < 1e5 else f"{math.ceil(value):,}"
+
+
+def _accounting(plan: PrivacyPlan, contents: LedgerContents, epsilons: Mapping[str, float]) -> dict[str, Any]:
+    history = stated_history(plan, contents)
+    budgets = (run.get("budget") for run in contents.runs)
+    return {
+        "kind": "privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT; "
+        f"computed by dpllm.privacy.pld and {accounting.TOOL}, to whose results tests hold it",
+        "event": event(plan),
+        "tool": accounting.TOOL,
+        "tool_version": accounting.tool_version(),
+        "discretization": accounting.discretization_used(history, plan.adjacency),
+        "composition": "all steps of all runs in the ledger, those lost in a crash included",
+        "budget": [dict(entry) for entry in {str(entry): entry for entry in budgets if entry}.values()],
+        "cross_checks": _cross_checks(history, plan.delta),
+        "zcdp_rho": _json_number(comparison.zcdp_rho(history)),
+        "epsilon": {name: _json_number(value) for name, value in epsilons.items()},
+        "curve": _curve(history, plan.delta),
+        "steps": _steps(plan, contents),
+        "parameters": _parameters(plan, contents),
+        "assumptions": assumptions(plan, contents),
+    }
+
+
+def _curve(history: tuple[tuple[accounting.Step, int], ...], delta: float) -> list[dict[str, Any]]:
+    """Return ε at a few δ; one too small for so many steps is left out, unless it is that of the run."""
+    rows: list[dict[str, Any]] = []
+    for factor in _CURVE_FACTORS:
+        try:
+            row = {name: accounting.epsilon(history, delta * factor, name) for name in ("zero-out", "replace-one")}
+        except ValueError:
+            if factor == 1:
+                raise
+            continue
+        rows.append({"delta": delta * factor, **{name: _json_number(value) for name, value in row.items()}})
+    return rows
+
+
+def _reason(plan: PrivacyPlan, contents: LedgerContents) -> str | None:
+    """Return why the run ended; one with fewer steps than planned was not completed, whatever was written down."""
+    early = contents.num_steps < plan.num_steps
+    if contents.end is not None and early and contents.end.startswith(COMPLETED):
+        return STOPPED_EARLY
+    return contents.end
+
+
+def _steps(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
+    wanted, taken = plan.num_steps_wanted or plan.num_steps, contents.num_steps
+    budget = (
+        f"{wanted} steps were asked for, and the target ε = {plan.target_epsilon:g} allows {plan.num_steps}; "
+        if plan.num_steps_wanted is not None and plan.target_epsilon is not None
+        else ""
+    )
+    ended = (
+        f"the run ended: {_reason(plan, contents)}" if contents.end is not None else "the run has not ended, or crashed"
+    )
+    early = 0 < taken < plan.num_steps
+    how = "taken: the stop was declared independent" if contents.notes.stopped_independently else "planned"
+    stated = f"; ε is stated for all steps {how}" if early else ""
+    return {
+        "wanted": wanted,
+        "planned": plan.num_steps,
+        "charged": taken,
+        "stated": sum(count for _, count in stated_history(plan, contents)),
+        "torn_by_a_crash": contents.torn_steps,
+        "words": f"{budget}{taken} of {plan.num_steps} planned steps were taken; {ended}{stated}",
+    }
+
+
+@lru_cache(maxsize=8)
+def _cross_checks_of(history: tuple[tuple[accounting.Step, int], ...], delta: float) -> tuple[dict[str, Any], ...]:
+    """Return ε under zero-out by other ways.
+
+    The PRV accountant knows no truncation, so it is held against the PLD of the same steps without truncation.
+    """
+    plain = [(dataclasses.replace(step, max_batch_size=None), count) for step, count in history]
+    library = comparison.library_epsilon(history, delta)
+    prv = comparison.prv_epsilon(history, delta)
+    renyi = comparison.renyi_epsilon(history, delta)
+    no_rows = "does not apply: it has no event for the rows of a user drawn each by itself"
+    return (
+        {
+            "name": "PRV",
+            "epsilon": _json_number(prv.estimate) if prv else None,
+            "bounds": [_json_number(prv.lower), _json_number(prv.upper)] if prv else None,
+            "pld_of_the_same_steps": _json_number(accounting.epsilon(plain, delta)) if prv else None,
+            "note": "an estimate with bounds, under zero-out, without the effect of truncation (arXiv:2106.02848); "
+            "held against the PLD of the same steps without truncation"
+            if prv
+            else "does not apply to these steps",
+        },
+        {
+            "name": "PLD of dp_accounting",
+            "epsilon": _json_number(library),
+            "bounds": None,
+            "pld_of_the_same_steps": _json_number(accounting.epsilon(history, delta)),
+            "note": "an upper bound by that library's own accountant, under zero-out, on the coarser grid 0.001",
+        },
+        {
+            "name": "Rényi",
+            "epsilon": None if renyi is None else _json_number(renyi),
+            "bounds": None,
+            "pld_of_the_same_steps": None if renyi is None else _json_number(accounting.epsilon(plain, delta)),
+            "note": no_rows
+            if renyi is None
+            else "an upper bound, looser by nature, under zero-out, without the effect of truncation",
+        },
+    )
+
+
+def _cross_checks(history: tuple[tuple[accounting.Step, int], ...], delta: float) -> list[dict[str, Any]]:
+    return [dict(check) for check in _cross_checks_of(history, delta)]
+
+
+def _parameters(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
+    share = plan.delta * plan.num_units
+    return {
+        "sampling": plan.sampling,
+        "num_units": plan.num_units,
+        "num_examples": plan.num_examples,
+        "sampling_rate": plan.sampling_rate,
+        "expected_batch_size": plan.expected_batch_size,
+        "max_batch_size": plan.max_batch_size,
+        "num_steps_planned": plan.num_steps,
+        "num_steps_charged": contents.num_steps,
+        "noise_multiplier": plan.noise_multiplier,
+        "clip_norm": plan.clip_norm,
+        "noise_stddev": plan.noise_stddev,
+        "target_epsilon": plan.target_epsilon,
+        "delta": plan.delta,
+        "why_this_delta": (
+            f"δ = {share:.3g}/N. At 1/N, publishing one unit outright would pass; the usual choice is at most 0.1/N"
+        ),
+        "max_rows_per_unit": plan.max_rows_per_unit,
+        "rows_kept": plan.rows_kept,
+    }
+
+
+def _strength(
+    plan: PrivacyPlan, contents: LedgerContents, epsilon: float, seeded: bool, audit: str | None
+) -> dict[str, Any]:
+    risk = attack_risk(stated_history(plan, contents), plan.adjacency)
+    tier, words = _tier(epsilon, seeded)
+    sentences = in_plain_words(risk, "record" if plan.unit == "sequence" else "user")
+    if seeded:
+        sentences = ["Not with the fixed seed of this run, but with secret randomness: " + line for line in sentences]
+    figures = dataclasses.asdict(risk)
+    return {
+        "tier": tier,
+        "words": words,
+        "advantage": figures["advantage"],
+        "bayes_success": {f"{prior:g}": value for prior, value in figures["bayes_success"].items()},
+        "true_positive_rate": {f"{rate:g}": value for rate, value in figures["true_positive_rate"].items()},
+        "reconstruction": {f"{prior:g}": value for prior, value in figures["reconstruction"].items()},
+        "in_plain_words": sentences,
+        "audit": _audits(contents, audit),
+        "audit_noted": audit,
+    }
+
+
+def _audits(contents: LedgerContents, noted: str | None) -> str | None:
+    """Return the verdicts of all audits in the ledger and the one that people noted; those that refute come first."""
+    lines = [*(audit["summary"] for audit in contents.notes.audits), *([noted] if noted else [])]
+    return "; ".join(sorted(dict.fromkeys(lines), key=lambda line: not line.startswith(REFUTED))) or None
+
+
+def _tier(epsilon: float, seeded: bool) -> tuple[str, str]:
+    if seeded or math.isinf(epsilon):
+        return "none", "There is no guarantee."
+    if epsilon <= 1:
+        return "strong", "ε of at most 1 is a strong formal guarantee."
+    if epsilon <= 10:
+        return (
+            "reasonable",
+            "ε between 1 and 10 is a reasonable guarantee; the bounds below say what it allows.",
+        )
+    return (
+        "weak",
+        "ε above 10 is a weak guarantee: the number alone is no evidence of anonymity, and an empirical audit of the "
+        "model belongs with it.",
+    )
+
+
+def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
+    sample = f"--num-units {plan.num_units} --max-batch-size {plan.max_batch_size}"
+    if plan.sampling == "example":
+        sample = f"--rows-per-unit {plan.max_rows_per_unit}"
+    steps = sum(count for _, count in stated_history(plan, contents))
+    command = (
+        f"dpllm epsilon --noise-multiplier {plan.noise_multiplier!r} --sampling-rate {plan.sampling_rate!r} "
+        f"--steps {steps} --delta {plan.delta!r} {sample} --adjacency {plan.adjacency}"
+    )
+    return {
+        "verify": "dpllm verify OUTPUT_DIR",
+        "recompute_from_the_ledger": "dpllm report OUTPUT_DIR",
+        "recompute_from_the_numbers": command,
+        "plan": plan.to_dict(),
+        "plan_hash": plan.hash,
+        "ledger_sha256": contents.sha256,
+        "runs": [{**run, "budget": run.get("budget"), "file": run.get("file")} for run in contents.runs],
+        "ended": _reason(plan, contents),
+        "torn_lines": contents.torn_lines,
+        "diagnostics_not_covered": {
+            name: value for name, value in contents.diagnostics.items() if name != ROWS_LEFT_OUT
+        },
+        "machine": platform.machine(),
+        "versions": {
+            "dpllm": dpllm.__version__,
+            "python": platform.python_version(),
+            **{package: _version(package) for package in _PACKAGES},
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

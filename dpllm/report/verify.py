@@ -1,0 +1,452 @@
+"""Whether what lies in the folder of a run is what the run left behind: `dpllm verify`.
+
+Place in the flow: after everything else, by anyone who holds the folder. Everything is computed anew from the plan and
+the ledger and compared with the three forms of the report and with the model card. The hashes of plan and ledger are no
+signatures: whoever edits a ledger and redoes its hashes, the report and the page consistently is not found out. What
+people noted (who holds the data, utility, ...) and the recorded versions of the software are taken as they stand in
+the JSON, and the other forms are held to them.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import importlib.resources
+import json
+import math
+import platform
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+import dpllm
+from dpllm.privacy import accounting
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.report.checklist import checklist, open_points
+from dpllm.report.earlier_reports import EARLIER_FORMATS, in_todays_form, in_todays_lines, schema_of
+from dpllm.report.html import draw_figures, render_html
+from dpllm.report.markdown import render_markdown
+from dpllm.report.model_card import CARD_FILE, guarantee_section, metadata_in, own_lines, privacy_metadata
+from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
+from dpllm.report.verify_release import foreign_claims, missing_points, release_checks
+
+TOLERANCE = 1e-6
+"""How far numbers may differ, relatively, when other versions of the numeric packages computed them."""
+
+_SAME = 1e-9  # otherwise: the last digits depend on the order of additions, and so on the number of threads
+
+_NUMERIC = ("dp_accounting", "prv_accountant", "numpy", "scipy", "python")
+_MOST_LISTED = 12
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at."""
+
+    what: str
+    """What must hold."""
+    ok: bool
+    """Whether it does."""
+    detail: str
+    """What was found; if it doesn't hold, where."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`."""
+
+    folder: Path
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything holds."""
+        return all(check.ok for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain values."""
+        return {
+            "ok": self.ok,
+            "folder": str(self.folder),
+            "checks": [{"what": check.what, "ok": check.ok, "detail": check.detail} for check in self.checks],
+        }
+
+
+def verification_rows(verification: Verification) -> list[tuple[str, str]]:
+    """Return the result as (what, result) rows for people."""
+    return [(check.what, f"{'ok' if check.ok else 'FAILED'}: {check.detail}") for check in verification.checks]
+
+
+def report_schema() -> dict[str, Any]:
+    """Return the published JSON Schema (draft 2020-12) of the report."""
+    file = importlib.resources.files("dpllm").joinpath("report/schemas/privacy_report.schema.json")
+    schema: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return schema
+
+
+def verify(folder: str | Path) -> Verification:
+    """Recompute everything from the plan and the ledger, and compare it with what the folder says.
+
+    A file that is missing, or can't be read, is a failed check. Checked are: the plan against its hash; the ledger's
+    chain of hashes; that the ledger is of that plan, each step the plan's, and no more of them than planned; that the
+    report speaks of as many steps as the ledger (lines cut off at the ledger's end break no hash); the JSON against its
+    schema, and key by key against what is recomputed; the Markdown and the HTML against the same, exactly; and, where
+    there is one, the numbers, the guarantee and the open points of the model card, which may make no other claim. The
+    files of the model, the checkpoints and the audits are held to the lines of the ledger that name them
+    (`dpllm.report.verify_release`).
+
+    Args:
+        folder: of a run or of a checkpoint.
+
+    Returns:
+        All checks, also those that passed. Numbers in the JSON must agree to 1e-9, or to 1e-6 when the recorded
+        versions of the numeric packages are not the ones installed.
+    """
+    folder = Path(folder)
+    checks: list[Check] = []
+    plan = _tried(checks, "the plan is there and fits its hash", lambda: PrivacyPlan.load(folder / PLAN_FILE), _of_plan)
+    contents = _tried(
+        checks, "the ledger is there and its lines are chained", lambda: read_ledger(folder / LEDGER_FILE), _of_ledger
+    )
+    recorded = _tried(checks, f"{JSON_FILE} can be read", lambda: _read_json(folder / JSON_FILE), _of_report)
+    if plan is not None and contents is not None:
+        checks += _ledger_checks(plan, contents)
+    if contents is not None and recorded is not None:
+        checks.append(_step_count(contents, recorded))
+    if contents is not None:
+        checks += [Check(*result) for result in release_checks(folder, contents)]
+    if recorded is not None:
+        checks.append(_schema_check(recorded))
+        if contents is not None and recorded.get("format") in EARLIER_FORMATS:
+            checks.append(_age_check(contents))
+    due = _recomputed(checks, plan, contents, recorded)
+    earlier = recorded is not None and recorded.get("format") in EARLIER_FORMATS
+    if due is not None and recorded is not None:
+        found = in_todays_form(recorded, due, keep_words=False) if earlier else recorded
+        checks.append(_json_check(found, due, recorded))
+        if checks[-1].ok:
+            due = (
+                in_todays_form(recorded, due, keep_words=True) if earlier else recorded
+            )  # so that rounding of numbers that other versions computed can't matter
+    for name, compare in ((MARKDOWN_FILE, _markdown_check), (HTML_FILE, _html_check)):
+        checks.append(_file_check(folder / name, due, compare, earlier))
+    if (folder / CARD_FILE).is_file():
+        checks.append(_file_check(folder / CARD_FILE, due, _card_check))
+    return Verification(folder, tuple(checks))
+
+
+def _tried(checks: list[Check], what: str, load: Callable[[], Any], found: Callable[[Any], str]) -> Any:
+    """Return what was loaded, or None, and note which."""
+    try:
+        value = load()
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        checks.append(Check(what, False, _in_words(error)))
+        return None
+    checks.append(Check(what, True, found(value)))
+    return value
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__} at {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+
+
+def _of_plan(plan: PrivacyPlan) -> str:
+    return f"SHA-256 {plan.hash[:12]}"
+
+
+def _of_ledger(contents: LedgerContents) -> str:
+    return f"{contents.num_steps} steps of {len(contents.runs)} run(s), SHA-256 {contents.sha256[:12]}"
+
+
+def _of_report(report: Mapping[str, Any]) -> str:
+    return f"format {report.get('format')}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{path} holds {constant}, which is no JSON")
+
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no report")
+    return value
+
+
+def _ledger_checks(plan: PrivacyPlan, contents: LedgerContents) -> list[Check]:
+    others = [run["plan_hash"][:12] for run in contents.runs if run["plan_hash"] != plan.hash]
+    foreign = sum(count for step, count in contents.history if step != plan.step)
+    taken = contents.num_steps
+    return [
+        Check(
+            "the ledger is of this plan",
+            not others,
+            f"it was written under {', '.join(others)}, and the plan is {plan.hash[:12]}"
+            if others
+            else "each run in it names the plan's hash",
+        ),
+        Check(
+            "each step in the ledger is the plan's",
+            not foreign,
+            f"{foreign} steps have other numbers than the plan" if foreign else "same q, B_max, σ and C",
+        ),
+        Check(
+            "no more steps than planned",
+            taken <= plan.num_steps,
+            f"{taken} of {plan.num_steps} planned steps" + ("" if taken <= plan.num_steps else ": too many"),
+        ),
+    ]
+
+
+def _step_count(contents: LedgerContents, recorded: Mapping[str, Any]) -> Check:
+    what = "the ledger holds the steps that the report counts"
+    try:
+        counted = recorded["accounting"]["parameters"]["num_steps_charged"]
+    except (KeyError, TypeError):
+        return Check(what, False, "the report counts no steps")
+    if counted == contents.num_steps:
+        return Check(what, True, f"{counted} steps")
+    missing = isinstance(counted, int) and counted > contents.num_steps
+    cause = "lines were cut off its end, or the report is of another time" if missing else "the run went on after it"
+    return Check(what, False, f"the report counts {counted} steps, the ledger {contents.num_steps}: {cause}")
+
+
+def _schema_check(recorded: Mapping[str, Any]) -> Check:
+    what = f"{JSON_FILE} fits the published schema"
+    known = "every key known, none missing"
+    schema = report_schema()
+    if (earlier := recorded.get("format")) in EARLIER_FORMATS:
+        schema = schema_of(int(earlier))
+        known += f" in format {earlier}, of an earlier version: its sentences are compared by their numbers"
+    errors = jsonschema.Draft202012Validator(schema).iter_errors(recorded)
+    lines = [f"{error.json_path}: {' '.join(error.message.split())[:160]}" for error in errors]
+    return Check(what, not lines, _listed(lines) if lines else known)
+
+
+def _age_check(contents: LedgerContents) -> Check:
+    """Whether an earlier version can have written the report: of its sentences only the numbers are compared."""
+    older = all(run.get("file") is None for run in contents.runs)
+    return Check(
+        f"{JSON_FILE} is as old as the ledger",
+        older,
+        "both are of an earlier version"
+        if older
+        else "it has the format of an earlier version, and the ledger is of a later one: `dpllm report FOLDER` makes "
+        "the report again",
+    )
+
+
+def _listed(lines: list[str]) -> str:
+    more = f"; and {len(lines) - _MOST_LISTED} more" if len(lines) > _MOST_LISTED else ""
+    return "; ".join(lines[:_MOST_LISTED]) + more
+
+
+def _recomputed(
+    checks: list[Check], plan: PrivacyPlan | None, contents: LedgerContents | None, recorded: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return the report as it should be: what people noted and the versions are taken from what was recorded."""
+    if plan is None or contents is None:
+        return None
+    what = "the report can be computed anew"
+    try:
+        report = privacy_report(plan, contents, _notes(recorded))
+    except ValueError as error:
+        checks.append(Check(what, False, _in_words(error)))
+        return None
+    report = json.loads(json.dumps(report))
+    if recorded is not None:
+        _take_over(report, recorded)
+    epsilon = report["statement"]["epsilon"]
+    checks.append(Check(what, True, f"ε = {epsilon if isinstance(epsilon, str) else f'{epsilon:.6g}'}"))
+    return report
+
+
+def _notes(recorded: Mapping[str, Any] | None) -> ReleaseNotes:
+    try:
+        return notes_of(recorded or {})
+    except (KeyError, TypeError, AttributeError):
+        return ReleaseNotes()  # what is missing is found when the keys are compared
+
+
+def _take_over(report: dict[str, Any], recorded: Mapping[str, Any]) -> None:
+    """Put in which software the record names, and answer the checklist again with it."""
+    for section, name in (("checkable", "versions"), ("checkable", "machine"), ("accounting", "tool_version")):
+        part = recorded.get(section)
+        value = part.get(name) if isinstance(part, dict) else None
+        if _same_shape(value, report[section][name]):
+            report[section][name] = copy.deepcopy(value)
+    report["checklist"] = checklist(report)
+    report["open_points"] = open_points(report)
+
+
+def _same_shape(value: Any, due: Any) -> bool:
+    """Whether a value names versions the way a report does: a text, or a text or nothing for each name."""
+    if not isinstance(due, dict):
+        return isinstance(value, str)
+    named = isinstance(value, dict) and set(value) == set(due) and value["dpllm"] is not None
+    return named and all(version is None or isinstance(version, str) for version in value.values())
+
+
+def _json_check(found: Mapping[str, Any], due: Mapping[str, Any], recorded: Mapping[str, Any]) -> Check:
+    what = f"{JSON_FILE} says what plan and ledger say"
+    changed = _other_versions(recorded)
+    tolerance = TOLERANCE if changed else _SAME
+    lines = [_difference(path, one, right) for path, one, right in _differences(found, due, "", tolerance)]
+    if lines:
+        return Check(what, False, f"{_listed(lines)}{_other_dpllm(recorded)}")
+    why = f", since other versions computed it ({', '.join(changed)})" if changed else ""
+    return Check(what, True, f"every key agrees, numbers to {tolerance:g}{why}")
+
+
+def _other_versions(recorded: Mapping[str, Any]) -> list[str]:
+    """Return the recorded versions of numeric software that are not the installed ones."""
+    checkable = recorded.get("checkable")
+    versions = checkable.get("versions") if isinstance(checkable, dict) else None
+    if not isinstance(checkable, dict) or not isinstance(versions, dict):
+        return []
+    now = {name: _installed(name) for name in _NUMERIC}
+    changed = [f"{name} {versions.get(name)}" for name in _NUMERIC if versions.get(name) != now[name]]
+    if checkable.get("machine") != platform.machine():
+        changed.append(f"a {checkable.get('machine')} processor")
+    return changed
+
+
+def _installed(name: str) -> str | None:
+    if name == "python":
+        return platform.python_version()
+    if name == accounting.TOOL:
+        return accounting.tool_version()
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _other_dpllm(recorded: Mapping[str, Any]) -> str:
+    if recorded.get("format") in EARLIER_FORMATS:
+        return (
+            ". An earlier version wrote it, which stated the ε of the steps taken where a run had stopped early: "
+            "`dpllm report FOLDER` makes the report again"
+        )
+    try:
+        version = recorded["checkable"]["versions"]["dpllm"]
+    except (KeyError, TypeError):
+        return ""
+    if version == dpllm.__version__:
+        return ""
+    return f". It was written by dpllm {version} and this is {dpllm.__version__}: verify it with that version"
+
+
+_ABSENT = object()
+
+
+def _differences(found: Any, due: Any, path: str, tolerance: float) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, what stands there, what should) for every leaf that differs."""
+    if isinstance(found, dict) and isinstance(due, dict):
+        for key in [*due, *(key for key in found if key not in due)]:
+            below = f"{path}.{key}" if path else str(key)
+            yield from _differences(found.get(key, _ABSENT), due.get(key, _ABSENT), below, tolerance)
+    elif isinstance(found, list) and isinstance(due, list) and len(found) == len(due):
+        for number, (one, other) in enumerate(zip(found, due, strict=True)):
+            yield from _differences(one, other, f"{path}[{number}]", tolerance)
+    elif not _equal(found, due, tolerance):
+        yield path, found, due
+
+
+def _equal(found: Any, due: Any, tolerance: float) -> bool:
+    if isinstance(found, bool) or isinstance(due, bool):
+        return found is due
+    if isinstance(found, float) and isinstance(due, float):
+        return math.isclose(found, due, rel_tol=tolerance, abs_tol=1e-15)
+    return type(found) is type(due) and bool(found == due)
+
+
+def _difference(path: str, found: Any, due: Any) -> str:
+    if found is _ABSENT:
+        return f"{path} is missing"
+    if due is _ABSENT:
+        return f"{path} does not belong there"
+    return f"{path} is {_short(found)} and should be {_short(due)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _file_check(
+    path: Path,
+    due: Mapping[str, Any] | None,
+    compare: Callable[[Path, str, Mapping[str, Any]], tuple[bool, str]],
+    earlier: bool = False,
+) -> Check:
+    what = f"{path.name} says the same"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        return Check(what, False, f"{path} can't be read ({error.strerror})")
+    except UnicodeDecodeError:
+        return Check(what, False, f"{path} is no UTF-8 text")
+    if due is None:
+        return Check(what, False, "there is nothing to hold it against, since plan or ledger can't be used")
+    try:
+        return Check(what, *compare(path, in_todays_lines(text) if earlier else text, due))
+    except ValueError as error:
+        return Check(what, False, _in_words(error))
+
+
+def _markdown_check(_path: Path, text: str, due: Mapping[str, Any]) -> tuple[bool, str]:
+    return _same_text(text, render_markdown(due), "exactly")
+
+
+def _html_check(_path: Path, text: str, due: Mapping[str, Any]) -> tuple[bool, str]:
+    """Compare the pictures too, where the program that drew them is the one installed."""
+    drawn, here = due["checkable"]["versions"].get("matplotlib"), importlib.metadata.version("matplotlib")
+    page = render_html(due, draw_figures(due))
+    if drawn == here:
+        return _same_text(text, page, "exactly, with its pictures")
+    without = re.compile(r"<svg.*?</svg>", flags=re.DOTALL)
+    how = f"without its pictures, which matplotlib {drawn} drew and {here} may draw otherwise"
+    return _same_text(without.sub("", text), without.sub("", page), how)
+
+
+def _same_text(found: str, due: str, how: str) -> tuple[bool, str]:
+    if found == due:
+        return True, how
+    pairs = zip([*found.split("\n"), "nothing"], [*due.split("\n"), "nothing"], strict=False)
+    number, (one, other) = next((at, pair) for at, pair in enumerate(pairs, start=1) if pair[0] != pair[1])
+    return False, f"line {number} is {_short(one)} and should be {_short(other)}"
+
+
+def _card_check(path: Path, text: str, due: Mapping[str, Any]) -> tuple[bool, str]:
+    found = metadata_in(path).get("differential_privacy", _ABSENT)
+    blocks = [block for block in guarantee_section(due) if block not in text]
+    if found is _ABSENT:
+        claims, words = foreign_claims(text, ())
+        if claims:
+            return False, f"its block differential_privacy is missing, and it claims: {_listed([*map(_short, claims)])}"
+        return True, f"it claims no ε{_not_checked(words)}"
+    right = json.loads(json.dumps(privacy_metadata(due)))
+    lines = [_difference(*found_) for found_ in _differences(found, right, "differential_privacy", 0.0)]
+    lines += [f"its text lacks {_short(block)}" for block in blocks]
+    lines += [f"its open points lack {_short(point)}" for point in missing_points(text, due["open_points"])]
+    foreign, words = foreign_claims(text, own_lines(due, metadata_in(path).get("base_model")))
+    lines += [f"another claim: {_short(line)}" for line in foreign]
+    if lines:
+        return False, _listed(lines)
+    return True, f"its numbers, its guarantee and its open points are the report's{_not_checked(words)}"
+
+
+def _not_checked(words: list[str]) -> str:
+    return f"; not checked, since people wrote it: {_listed([_short(line) for line in words])}" if words else ""

@@ -1,0 +1,217 @@
+"""Training arguments: strict reading of a recipe's ``train`` section, and refusal of what can't be kept private."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.optimization import get_scheduler
+
+from dpllm.config import ConfigError, PrivacyConfig, nearest
+from dpllm.config.train_values import check_arguments, check_train
+from dpllm.data.units import UnitIndex
+from dpllm.engines import private_config
+from dpllm.privacy.plan import PrivacyPlan, make_plan
+from dpllm.report.publishing import refuse_uploads
+from dpllm.training.launch_environment import refuse_environment
+
+# Options of TrainingArguments that would change what reaches the optimizer, with the reason.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "fp16": (False, "its loss scaler skips steps by what the data does; use bf16"),
+    "gradient_accumulation_steps": (
+        1,
+        "the logical batch is privacy.expected_batch_size; per_device_train_batch_size is the microbatch",
+    ),
+    "auto_find_batch_size": (False, "it repeats steps; set per_device_train_batch_size, or microbatch_tokens: auto"),
+    "label_smoothing_factor": (
+        0.0,
+        "its loss averages over the batch; pass a compute_loss_func that returns one loss per row",
+    ),
+    "neftune_noise_alpha": (
+        None,
+        "NEFTune scales its noise by the padded length, which other rows decide; leave it out",
+    ),
+    "use_liger_kernel": (False, "its fused head hides the head's weight gradient from the norms"),
+    "torch_compile": (False, "a compiled graph may fuse layers away from under the hooks that compute the norms"),
+    "load_best_model_at_end": (
+        False,
+        "the best of several checkpoints is chosen by evaluation rows, which no ε covers; keep the last",
+    ),
+    "train_sampling_strategy": (
+        "random",
+        "units are drawn by Poisson sampling, on which ε rests, and no order of batches is; microbatches are sorted by "
+        "length already",
+    ),
+    "save_on_each_node": (
+        False,
+        "a checkpoint is one folder that all machines share; node-local copies lack the other nodes' shards",
+    ),
+    "dataloader_drop_last": (False, "a step's batch is what was drawn; nothing of it may be dropped"),
+    "debug": ([], "it prints what a model computes from private rows, which no ε covers; leave it out"),
+    "full_determinism": (False, "it fixes random seeds for the whole process, and with them what should be secret"),
+}
+# What the classes of arguments, optimizers and schedules raise for values that they cannot use. Anything else, such as
+# a lack of memory, is no mistake in a recipe.
+_UNUSABLE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, AssertionError, ImportError, OSError)
+# Optimizers that update inside backward() or scale by the loss, before clipping and noise have taken place.
+_REFUSED_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
+
+
+def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
+    """Make `TrainingArguments` of a recipe's ``train`` section.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest known one, or a value that TrainingArguments refuses.
+
+    >>> training_arguments({"output_dir": "out", "max_step": 3})
+    Traceback (most recent call last):
+    dpllm.config.values.ConfigError: train.max_step is unknown; did you mean 'max_steps'?
+    """
+    known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    for name in section:
+        if name not in known:
+            raise ConfigError(f"train.{name} is unknown{nearest(str(name), known)}")
+    if "output_dir" not in section:
+        raise ConfigError("train.output_dir is missing: the folder for model, ledger and report.")
+    check_train("train", section)
+    given = {name: value for name, value in section.items() if value is not None}  # null: the default
+    try:
+        return TrainingArguments(**{**_processes_on_cpu(), **given})
+    except (*_UNUSABLE, NotImplementedError) as error:
+        raise ConfigError(f"train: {' '.join(str(error).split())}") from error
+
+
+def check_optimizer(args: TrainingArguments) -> None:
+    """Build the optimizer and the schedule of the arguments once, over a single number, and drop them.
+
+    Their options are checked by the classes themselves; without this they would be found after the model was loaded and
+    the run had begun.
+
+    Raises:
+        ConfigError: one of them cannot be built; the message has its name and options.
+    """
+    name = str(getattr(args.optim, "value", args.optim))
+    if args.optim_target_modules is not None or args.deepspeed_plugin is not None:
+        return  # needs the model, or is built by DeepSpeed
+    num_steps = max(args.max_steps, 2)
+    options: dict[str, Any] = {"train.optim": name, "train.optim_args": args.optim_args}
+    schedule: Any = args.lr_scheduler_kwargs
+    try:
+        kind, values = Trainer.get_optimizer_cls_and_kwargs(args)
+        optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **values)
+        options = {
+            "train.lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+            "train.lr_scheduler_kwargs": schedule,
+        }
+        get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=args.get_warmup_steps(num_steps),
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=dict(schedule or {}),
+        )
+    except torch.OutOfMemoryError:  # a RuntimeError
+        raise
+    except (*_UNUSABLE, RuntimeError) as error:
+        shown = ", ".join(f"{key}={value}" for key, value in options.items() if value is not None)
+        raise ConfigError(
+            f"{shown} cannot be used: {' '.join(str(error).split())[:300]}. Change it, or leave it out for the default"
+        ) from error
+
+
+def _processes_on_cpu() -> dict[str, Any]:
+    """What several processes need on a machine without an accelerator: gloo."""
+    if "WORLD_SIZE" not in os.environ or torch.accelerator.is_available():
+        return {}
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    return {"ddp_backend": "gloo"} if deepspeed else {"use_cpu": True}
+
+
+def private_arguments(args: TrainingArguments) -> TrainingArguments:
+    """A copy of the arguments for private training, or an error naming the option that can't be kept private.
+
+    ``max_grad_norm`` is set to 0: the Trainer's own clipping would rescale the noisy gradient. Batches aren't
+    replayed after a resume (``ignore_data_skip``): they are drawn afresh. A DeepSpeed configuration gets what private
+    training needs (`dpllm.engines.private_config`).
+
+    Raises:
+        ConfigError: a value out of range, or an option in conflict with the guarantee.
+        EngineError: one in the DeepSpeed configuration.
+    """
+    refuse_options(args)
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"{args.n_gpu} GPUs are visible to one process, which would use nn.DataParallel. Start one process per GPU "
+            "(accelerate launch --config_file accelerate_configs/ddp.yaml), or set CUDA_VISIBLE_DEVICES=0."
+        )
+    private = copy.copy(args)
+    private.max_grad_norm = 0.0
+    private.ignore_data_skip = True
+    if args.deepspeed_plugin is not None:
+        private_config(args.deepspeed_plugin.deepspeed_config)
+    return private
+
+
+def checked_arguments(args: TrainingArguments, own_optimizer: bool) -> TrainingArguments:
+    """As `private_arguments`, once the optimizer was built, too, unless the caller brings one (``own_optimizer``)."""
+    private = private_arguments(args)
+    if not own_optimizer:
+        check_optimizer(args)
+    return private
+
+
+def refuse_options(args: TrainingArguments) -> None:
+    """Refuse the options that cannot be kept private, on whatever machine the run will be.
+
+    Raises:
+        ConfigError: a value out of range, or an option in conflict with the guarantee.
+    """
+    check_arguments(args)
+    for name, (allowed, reason) in _REFUSED.items():
+        value = getattr(args, name)
+        if value != allowed and not (allowed is None and not value):
+            raise ConfigError(f"train.{name}={value!r} can't be used in private training: {reason}.")
+    refuse_environment()
+    for kind in ("tp_size", "cp_size", "sp_size"):
+        if (getattr(args.parallelism_config, kind, None) or 1) > 1:
+            raise ConfigError(
+                f"parallelism_config sets {kind} above 1: tensor, context and sequence parallelism split a unit's "
+                "layers or rows over processes, and its norm with them. Use dp_shard_size and dp_replicate_size alone."
+            )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if any(part in optimizer for part in _REFUSED_OPTIMIZERS):
+        raise ConfigError(
+            f"train.optim={optimizer} updates parameters during backward, before clipping and noise. Use adamw_torch."
+        )
+    if "schedule_free" in optimizer:
+        raise ConfigError(
+            f"train.optim={optimizer} keeps two sets of weights, and puts one in the place of the other outside of its "
+            "step, where weights may not change. Use adamw_torch with lr_scheduler_type=constant."
+        )
+    refuse_uploads(args)
+
+
+def plan_for(args: TrainingArguments, privacy: PrivacyConfig, units: UnitIndex) -> PrivacyPlan:
+    """Fix the numbers of a run on these data; see `dpllm.privacy.plan.make_plan`.
+
+    Args:
+        args: of the private training.
+        privacy: what to guarantee.
+        units: which rows each unit has, within the bound on rows per user.
+    """
+    population = units.num_rows if privacy.sampling == "example" else units.num_units
+    num_steps = num_private_steps(args, privacy, population)
+    return make_plan(privacy, units.num_units, num_steps, units.num_rows)
+
+
+def num_private_steps(args: TrainingArguments, privacy: PrivacyConfig, population: int) -> int:
+    """T: ``max_steps``, or as many steps as ``num_train_epochs`` expected passes over what is drawn take."""
+    if args.max_steps > 0:
+        return args.max_steps
+    return math.ceil(args.num_train_epochs * population / privacy.expected_batch_size)

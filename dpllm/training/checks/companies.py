@@ -1,0 +1,198 @@
+"""Rows of a check of independence: which of them go through the model together.
+
+Place in the flow: `dpllm.training.checks.independence` draws a sample for each check and runs its companies.
+A sample is chosen by the operating system's randomness from all rows, within what a microbatch may hold. It has the
+shortest row that has a target, because padding shows there first, and one of the longest.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpllm.training.checks.repeatable import same_randomness, seed_between
+
+if TYPE_CHECKING:
+    from dpllm.training.run import TrainingRows
+
+SHORTEST = 8
+"""Rows looked at for the shortest one with a target, and for random numbers in how rows are read."""
+_MOST_CANDIDATES = 1 << 20  # rows that those of a check are chosen from
+_IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Company:
+    """Rows that go through the model together.
+
+    Attributes:
+        numbers: their row numbers.
+        words: how the rows stand to those of the pass before.
+    """
+
+    numbers: tuple[int, ...]
+    words: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The rows of a check.
+
+    Attributes:
+        rows: by number, as they were fetched.
+        refetched: whether rows are fetched again for each pass, so that one shows which changes them by the others; a
+            fetch that draws random numbers is not repeated.
+        together: numbers; the shortest row comes first. Of three rows or more it is the last one, too: two equal
+            records are ordinary, and a loss may count them.
+        replaced: numbers of other rows, among them a long one, and rows of ``together`` in another order.
+        crowd: numbers of as many rows as a microbatch has, those of ``together`` that fit first; empty where these are
+            as many.
+        equals: the shortest row twice, for a pass of the first check where ``together`` has no room for it.
+    """
+
+    rows: Mapping[int, Any]
+    together: tuple[int, ...]
+    replaced: tuple[int, ...]
+    crowd: tuple[int, ...] = ()
+    equals: tuple[int, ...] = ()
+    refetched: bool = False
+
+    def fetched(self, numbers: Sequence[int], fetch: Callable[[np.ndarray], Sequence[Any]]) -> list[Any]:
+        """The rows of a pass; collators may take them apart."""
+        distinct = list(dict.fromkeys(numbers))
+        found = dict(zip(distinct, fetch(np.array(distinct)), strict=True)) if self.refetched else self.rows
+        return [copy.deepcopy(found[number]) for number in numbers]
+
+    @classmethod
+    def draw(cls, rows: TrainingRows, max_tokens: int | None, wanted: int, first: bool, crowd: int = 0) -> Sample:
+        """Choose rows by the operating system's randomness, within what a microbatch may hold.
+
+        Args:
+            rows: of the run.
+            max_tokens: of a microbatch; None: ``rows.max_rows`` bounds it.
+            wanted: rows of a pass at most.
+            first: take the longest row that fits; later a long one.
+            crowd: rows that a process takes in a step, for one pass that is as large as a microbatch; 0: no such pass.
+        """
+        rng = np.random.default_rng(secrets.randbits(128))
+        numbers = _some(rows.units.rows, rng)
+        lengths = np.maximum(1, rows.lengths[numbers])
+        order = numbers[_smallest(lengths, SHORTEST)]
+        fetched = dict(zip(order.tolist(), rows.fetch(order), strict=True))
+        short = next((n for n in fetched if _has_target(rows.collate([copy.deepcopy(fetched[n])]))), int(order[0]))
+        shortest = max(1, int(rows.lengths[short]))
+        most = min(wanted, len(numbers) if rows.max_rows is None else rows.max_rows)
+
+        def others(size: int, without: Sequence[int]) -> list[int]:
+            """Rows that fit into a pass of ``size`` rows with those it has already, in random order."""
+            count = size - len(without)
+            cap = math.inf if max_tokens is None else max_tokens // max(1, size)
+            if count < 1 or cap < shortest:
+                return []
+            fitting = numbers[lengths <= cap] if cap < lengths.max() else numbers
+            drawn = rng.choice(fitting, min(len(fitting), 2 * count + len(without) + 2), replace=False)
+            return [n for n in dict.fromkeys(drawn.tolist()) if n not in without][:count]
+
+        while most > 1 and max_tokens is not None and max_tokens // most < shortest:
+            most -= 1
+        together = [short, *others(most, [short])]
+        size = min(crowd, len(numbers) if rows.max_rows is None else rows.max_rows)
+        while size > most and max_tokens is not None and max_tokens // size < shortest:
+            size -= 1
+        # Which rows are drawn must not decide whether there is a pass: other processes draw others, and wait for it.
+        room = math.inf if max_tokens is None else max_tokens // max(1, size)
+        fit = [n for n in together if rows.lengths[n] <= room]
+        crowded = [*fit, *others(size, fit)]
+        crowded = crowded if len(crowded) > most else []
+        equals = (short, short) if first and most > 1 and len(together) < 3 else ()
+        if len(together) > 2:
+            together[-1] = short
+        few = min(most, 3 if wanted > 2 else 2)
+        cap = math.inf if max_tokens is None else max_tokens // max(1, few)
+        fitting = numbers[(lengths <= cap) & ~np.isin(numbers, together)] if few > 1 else numbers[:0]
+        long: list[int] = []
+        if len(fitting):
+            drawn = fitting if first else rng.choice(fitting, min(4, len(fitting)), replace=False)
+            long = [int(drawn[rows.lengths[drawn].argmax()])]
+        kept = [n for n in together[1:2] if few > 2 or not long]
+        kept = [n for n in kept if rows.lengths[n] <= cap]
+        replaced = [*long, *kept, short]
+        missing = np.array([n for n in {*together, *replaced, *crowded} if n not in fetched], dtype=numbers.dtype)
+        if len(missing):
+            fetched.update(zip(missing.tolist(), rows.fetch(missing), strict=True))
+        again = []  # the longest rows: random numbers show there, if anywhere; each by itself, or rows could mix
+        for seed in (seed_between(0, 0.5), seed_between(0.5, 1)):
+            with same_randomness(seed):
+                picked = sorted(fetched, key=lambda n: -rows.lengths[n])[:SHORTEST]
+                again.append([copy.deepcopy(rows.fetch(np.array([n], dtype=numbers.dtype))[0]) for n in picked])
+        return cls(fetched, tuple(together), tuple(replaced), tuple(crowded), equals, _same(*again))
+
+    @property
+    def probed(self) -> tuple[int, ...]:
+        """The first rows that go through the model together in the first check, which `probe` measures before."""
+        return self.together if len(self.together) > 1 else self.equals
+
+    def companies(self, first: bool) -> list[Company]:
+        """The passes of a check, the shortest row alone before the others."""
+        short = self.together[0]
+        passes = [Company((short,), "alone")]
+        if len(self.together) > 1:
+            equal = ", one of them its equal" if short in self.together[1:] else ""
+            passes.append(Company(self.together, f"beside {len(self.together) - 1} other row(s){equal}"))
+        if len(self.replaced) > 1:
+            words = f"beside {len(self.replaced) - 1} other row(s), replaced, longer and in another order"
+            passes.append(Company(self.replaced, words))
+        if self.crowd:
+            passes.append(Company(self.crowd, f"beside {len(self.crowd) - 1} other row(s), as in a whole microbatch"))
+        if self.equals:
+            passes.append(Company(self.equals, "beside its equal"))
+        if len(self.together) > 2 or first:
+            passes += [Company((n,), "alone") for n in self.together[1:2]]
+        if len(passes) < 3:  # no company ever: what remains is state that is carried from pass to pass
+            passes.append(Company((short,), "alone, after another pass"))
+        return passes
+
+
+def _some(rows: Any, rng: np.random.Generator) -> np.ndarray:
+    """All row numbers, or a million of them drawn at random where there are more."""
+    if len(rows) <= _MOST_CANDIDATES:
+        return np.asarray(rows)
+    places = np.unique(rng.integers(0, len(rows), _MOST_CANDIDATES))
+    return rows.start + rows.step * places if isinstance(rows, range) else rows[places]
+
+
+def _smallest(lengths: np.ndarray, count: int) -> np.ndarray:
+    """The places of the smallest few, in rising order."""
+    if len(lengths) <= count:
+        return np.argsort(lengths, kind="stable")
+    few = np.argpartition(lengths, count)[:count]
+    return few[np.argsort(lengths[few], kind="stable")]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two rows hold the same values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+def _has_target(inputs: Mapping[str, Any]) -> bool:
+    """Whether a row's loss can be other than 0, as far as labels tell."""
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim < 2:
+        return True
+    return bool((labels[..., 1:] != _IGNORE).any())

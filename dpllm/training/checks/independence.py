@@ -1,0 +1,460 @@
+"""Independence of rows, by value: a row's loss and gradient are the same alone and in company.
+
+Place in the flow: before a private step, on the same engine; `dpllm.training.run` asks at steps 1, 2, 4, 8, … of a
+process and at the last of the plan.
+Clipping bounds a unit's contribution, which bounds the change of the sum only while no row changes what the others
+contribute. A gradient shows some couplings (`dpllm.ghost.checks`), a comparison of values shows the rest: padding that
+the model reads, losses divided by counts of the batch, detached statistics, collators that mix or reorder rows, scales
+chosen over all rows, and state that is carried from one microbatch to the next. What happens at random in some
+microbatches only is looked for with several random states.
+
+A microbatch of very unequal lengths is made for it. The shortest row is run alone, then beside other rows, then
+beside replaced, longer rows in another order, once beside its equal; each row is a unit of its own, and dropout is off
+(`dpllm.training.checks.repeatable.Repeatable`). The passes are not part of the mechanism: nothing of them is kept.
+
+Shape suffixes: B rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpllm.ghost import GhostClipper, GhostError
+from dpllm.training.checks.companies import SHORTEST, Company, Sample
+from dpllm.training.checks.drawn import Alone, part_of, unmeasured
+from dpllm.training.checks.repeatable import Repeatable, same_randomness, seed_between
+from dpllm.training.microbatches import Microbatch, RowsTaken
+from dpllm.training.out_of_memory import MicrobatchTooLargeError, free_memory
+
+if TYPE_CHECKING:
+    from dpllm.engines.protocol import Engine
+    from dpllm.training.run import TrainingRows
+
+FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)
+"""Rows run together in the first check of a process and in later ones: at least, as a share of those of a step, and at
+most. A run of 100 steps has eight checks (benchmarks/results.md has their cost)."""
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""How far a row's loss and norm may differ, by the coarsest dtype of the pass; `FINE` for float32 and float64.
+
+Relative to the larger of the loss and 1. Sound models differ by at most 4e-6 in float32, most coupled ones by at least
+1.5e-4 (benchmarks/independence.py).
+"""
+FINE = 2e-5
+_LOOSEST = 500  # times the tolerance: how far norms of units that are clipped may differ where the loss is nearly 0
+_GATES = 8  # random states of the first check: a mixture of one microbatch in eight or more is met for certain
+_Result = TypeVar("_Result")
+
+
+class IndependenceError(GhostError):
+    """A row's loss or gradient depends on other rows, so that a unit cannot be bounded."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one pass gave for one row.
+
+    Attributes:
+        row: its number.
+        place: in the microbatch.
+        loss: of the row.
+        norm: of its gradient over all trainable parameters.
+        company: of the pass.
+    """
+
+    row: int
+    place: int
+    loss: float
+    norm: float
+    company: Company
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The largest differences of a check, relative as `TOLERANCE` says.
+
+    Attributes:
+        loss: of a row's loss alone and in company.
+        norm: of its gradient norm.
+        tolerance: up to which either is rounding.
+    """
+
+    loss: float
+    norm: float
+    tolerance: float
+
+
+class IndependenceCheck:
+    """Compares rows alone and in company before steps 1, 2, 4, 8, … of a process, and before the last step.
+
+    Guarantee: a check that passes leaves no gradient, no sum, no charge and no random state behind. All processes
+    run the same number of passes and reach the same verdict.
+
+    Args:
+        clipper: attached to the model; it may not hold rows of a unit.
+        model: the module that losses are computed with.
+        rows: of the run.
+        engine: of the run.
+        expected_batch_size: units of a step, over all processes.
+
+    Attributes:
+        last: what the last check measured; None before the first.
+        num_passes: what went through the model for checks: (rows, tokens with padding).
+    """
+
+    def __init__(
+        self, clipper: GhostClipper, model: nn.Module, rows: TrainingRows, engine: Engine, expected_batch_size: float
+    ) -> None:
+        """Begin before the first step of this process."""
+        self._clipper, self._model, self._rows, self._engine = clipper, model, rows, engine
+        units = rows.units
+        self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
+        self._steps = self._seed = 0
+        self._has_failed = self._is_drawn = False
+        self.last: Differences | None = None
+        self.num_passes = (0, 0)
+
+    def before_step(self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, is_last: bool = False) -> None:
+        """Check, if a check is due before this step. Called by all processes together.
+
+        Where one has failed, every step has a check as whole as the first, until one passes.
+
+        Args:
+            loss_of: a microbatch's inputs to one loss per row (B,).
+            max_tokens: tokens of a microbatch at most, padding included; None: as many as ``rows.max_rows`` have.
+            is_last: the step is the last one of the plan: a loss that changed since the last check is seen.
+
+        Raises:
+            IndependenceError: rows aren't independent; the same message on every process.
+            GhostError: the losses or the model are refused by the clipper.
+        """
+        self._steps += 1
+        if self._steps & (self._steps - 1) and not is_last and not self._has_failed:
+            return
+        first, self._has_failed = self._steps == 1 or self._has_failed, True
+        self._seed = seed_between(0, 1)  # unlike that of the last check
+        before = {name: parameter.grad for name, parameter in self._clipper.parameters.items()}
+        try:
+            self._check(loss_of, max_tokens, first)
+            self._has_failed = False
+        finally:
+            for name, parameter in self._clipper.parameters.items():
+                if before[name] is None:
+                    parameter.grad = None
+
+    def _check(self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, first: bool) -> None:
+        (passes, worst), everywhere = self._agreed(
+            lambda: self._measured(loss_of, max_tokens, first), lambda measured: measured[1] is not None
+        )
+        if not any(everywhere):
+            return
+        # From here all processes run the same passes, whichever of them found something.
+        if any(self._agreed(passes.is_random, bool)[1]):
+            with _evaluating(self._model):  # randomness that could not be switched off: fused attention, custom kernels
+                worst, everywhere = self._agreed(lambda: self._worst(passes, first=False), bool)
+        carried, _ = self._agreed(passes.is_carried, bool)
+        message = None if worst is None else _message(worst, passes.seen, passes.tolerance(), carried)
+        for found in self._engine.processes.gather(message):
+            if found is not None:
+                raise IndependenceError(found)
+
+    def _measured(
+        self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, first: bool
+    ) -> tuple[_Passes, tuple[Seen, Seen] | None]:
+        """Passes over rows drawn for them, fewer where memory runs out, and `_worst` of them."""
+        wanted = _rows_wanted(self._per_step, first)
+        crowd = min(FIRST[2], math.ceil(self._per_step)) if first else 0
+        while True:
+            with same_randomness(self._seed):  # collators and fetches may draw random numbers
+                sample = Sample.draw(self._rows, max_tokens, wanted, first, crowd)
+                passes = _Passes(self, loss_of, sample, self._is_drawn)
+                self._is_drawn = passes.is_drawn
+            try:
+                return passes, self._worst(passes, first)
+            except torch.OutOfMemoryError as error:
+                message = str(error)
+            free_memory()
+            if self._engine.lockstep or max(wanted, crowd) <= 1:
+                raise MicrobatchTooLargeError(
+                    f"Memory ran out on {max(wanted, crowd)} row(s), while it was measured that rows are independent. "
+                    "Give a smaller microbatch_tokens (in the Trainer max_tokens_per_microbatch) or "
+                    f"per_device_train_batch_size, or shorten the rows (data.max_length). The device said: {message}"
+                )
+            if crowd > wanted:
+                crowd = 0
+            else:
+                wanted //= 2
+
+    def _worst(self, passes: _Passes, first: bool) -> tuple[Seen, Seen] | None:
+        """The two values of one row that differ most, None if none differ by more than rounding."""
+        if first and len(passes.sample.probed) > 1:
+            passes.probe()
+        passes.seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
+        self.last, worst = _compare(passes.seen, self._clipper.clipping.clip_norm, passes.tolerance())
+        for part in range(_GATES if first and len(passes.sample.together) > 1 else 0):
+            seen = passes.with_seed(seed_between(part / _GATES, (part + 1) / _GATES))
+            found = _compare(seen, self._clipper.clipping.clip_norm, passes.tolerance())[1]
+            if found is not None and worst is None:  # the others are run all the same: as many on every process
+                passes.seen, worst = seen, found
+        return worst
+
+    def _agreed(
+        self, function: Callable[[], _Result], is_true: Callable[[_Result], bool]
+    ) -> tuple[_Result, list[bool]]:
+        """A function's result here, and whether ``is_true`` of it on each process.
+
+        Raises:
+            Exception: what the function raised on this process, or on another.
+        """
+        result = self._engine.processes.together(function)
+        return result, self._engine.processes.gather(is_true(result))
+
+    def count(self, numbers: Sequence[int]) -> None:
+        """Count rows that go through the model."""
+        lengths = self._rows.lengths[list(numbers)]
+        tokens = lengths.sum() if self._rows.packed else len(lengths) * lengths.max()
+        self.num_passes = (self.num_passes[0] + len(lengths), self.num_passes[1] + int(tokens))
+
+
+def _rows_wanted(per_step: float, first: bool) -> int:
+    """Rows that are run together: few, unless a step has many more."""
+    least, share, most = FIRST if first else LATER
+    return min(most, max(least, int(per_step * share)))
+
+
+class _Passes:
+    """Runs the passes of one check."""
+
+    def __init__(
+        self, check: IndependenceCheck, loss_of: Callable[[Mapping], Tensor], sample: Sample, is_drawn: bool
+    ) -> None:
+        self._check, self._loss_of, self.sample = check, loss_of, sample
+        self.seen: list[Seen] = []
+        self._dtype = torch.float64
+        self._on_gpu = self._has_probed = False
+        rows, short = check._rows, sample.together[0]
+        some = list(dict.fromkeys([short, *sample.replaced, *sample.together]))[:SHORTEST]
+        self._alone = Alone.of(rows.collate, [] if rows.packed else [sample.rows[number] for number in some])
+        self.is_drawn = is_drawn or self._alone.differ()
+        self._collated: dict[int, Microbatch] = {}  # by seed, of all rows of the sample
+        if self.is_drawn and rows.max_rows != 1:
+            self._refuse_unmeasured(short)
+
+    def _refuse_unmeasured(self, short: int) -> None:
+        """Make sure that a collator which draws numbers mixes no rows, and that its batch tells padding from tokens."""
+        rows = self._check._rows
+        message = unmeasured(rows.collate, rows.fetch, short, np.asarray(rows.units.rows), rows.lengths)
+        part = self._drawn(Company((short,), ""), self._check._seed)
+        if message is None and part is not None:
+            message = self._alone.untold(part.inputs, 0)
+        if message is not None:
+            raise IndependenceError(message)
+
+    def run(self, company: Company, seed: int | None = None, start: int | None = None) -> list[Seen]:
+        """Loss and norm of each row of one pass.
+
+        Args:
+            company: the rows.
+            seed: of the global generators; None: that of the check.
+            start: of the numbers that `Repeatable` gives; None: ``seed``.
+        """
+        seed = self._check._seed if seed is None else seed
+        taken = self._drawn(company, seed if start is None else self._check._seed)
+        with self._repeatable(seed, start):
+            taken = taken or self._taken(company)
+            try:
+                loss_B = self._losses(company, taken.inputs)
+            except (GhostError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                if self._has_probed and len(company.numbers) == 1:
+                    raise IndependenceError(self._too_short(company.numbers[0], error)) from error
+                raise
+            norm_B = self._check._clipper.clip(loss_B, taken.unit_index).norms
+            self._on_gpu |= loss_B.is_cuda
+            values = torch.stack([loss_B.detach().double(), norm_B.double()], 1).tolist()
+        return [
+            Seen(row, place, loss, norm, company)
+            for place, (row, (loss, norm)) in enumerate(zip(company.numbers, values, strict=True))
+        ]
+
+    def with_seed(self, seed: int) -> list[Seen]:
+        """Loss and norm of the shortest row alone and beside another, with other random numbers."""
+        pair = self.sample.together[:2]
+        companies = (Company(pair[:1], "alone"), Company(pair, "beside another row, with other random numbers"))
+        return [one for company in companies for one in self.run(company, seed)]
+
+    def probe(self) -> None:
+        """Measure that losses have no gradient in other rows; see `dpllm.ghost.GhostClipper.check_rows`."""
+        company = Company(self.sample.probed, "")
+        drawn = self._drawn(company, self._check._seed)
+        with self._repeatable(self._check._seed):
+            taken = drawn or self._taken(company)
+            self._check._clipper.check_rows(lambda: self._losses(company, taken.inputs), taken.unit_index)
+        self._has_probed = True
+
+    def is_random(self) -> bool:
+        """Whether the shortest row alone comes out differently with other random numbers."""
+        alone, start = Company(self.sample.together[:1], "alone"), self._check._seed
+        seen = [one for part in (0.0, 0.5) for one in self.run(alone, seed_between(part, part + 0.5), start)]
+        return _compare(seen, self._check._clipper.clipping.clip_norm, self.tolerance())[1] is not None
+
+    def is_carried(self) -> bool:
+        """Whether the shortest row alone comes out differently than in the first pass."""
+        again = [self.seen[0], *self.run(replace(self.seen[0].company, words="alone, again"))]
+        return _compare(again, self._check._clipper.clipping.clip_norm, self.tolerance())[1] is not None
+
+    def tolerance(self) -> float:
+        """By the coarsest dtype of the passes so far."""
+        if self._on_gpu and self._dtype == torch.float32 and _rounds_products():
+            return TOLERANCE[torch.float16]
+        return TOLERANCE.get(self._dtype, FINE)
+
+    def _too_short(self, row: int, error: Exception) -> str:
+        """What to say of a row that the model takes beside longer rows, and not alone."""
+        return (
+            f"A row of {int(self._check._rows.lengths[row])} tokens goes through the model beside longer rows and not "
+            f"alone ({type(error).__name__}: {error}), so what the model makes of it depends on how far it is padded. "
+            "A unit cannot be bounded then, and ε would not hold. Leave out rows this short, or pad all rows to one "
+            "length in the collator"
+        )
+
+    def _losses(self, company: Company, inputs: Mapping[str, Any]) -> Tensor:
+        self._check.count(company.numbers)
+        return self._loss_of(inputs)
+
+    def _taken(self, company: Company) -> Any:
+        rows = self._check._rows
+        own = self.sample.fetched(company.numbers, rows.fetch)
+        taken = RowsTaken(own, rows.lengths[list(company.numbers)], rows.collate)
+        return taken.microbatch(np.arange(len(own)), len(own))
+
+    def _drawn(self, company: Company, seed: int) -> Microbatch | None:
+        """Rows out of the batch of all, where the collator draws random numbers; None where it does not."""
+        if not self.is_drawn:
+            return None
+        every = tuple(dict.fromkeys([*self.sample.together, *self.sample.replaced, *self.sample.crowd]))
+        if seed not in self._collated:
+            with same_randomness(seed):
+                self._collated = {seed: self._taken(Company(every, "all rows"))}
+        places = [every.index(number) for number in company.numbers]
+        inputs = part_of(self._collated[seed].inputs, places, self._alone.labels_apart())
+        return Microbatch(inputs, torch.arange(len(company.numbers)), len(company.numbers))
+
+    @contextlib.contextmanager
+    def _repeatable(self, seed: int, start: int | None = None) -> Iterator[None]:
+        with same_randomness(seed), Repeatable(self._check._rows.packed, seed if start is None else start) as mode:
+            try:
+                yield
+            finally:
+                self._check._clipper.forget()  # also what broke off
+        self._dtype = max(self._dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _rounds_products() -> bool:
+    """Whether float32 products are formed from rounded factors (TF32)."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # both of torch's interfaces were used
+        return True
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode while the block lasts."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _compare(seen: Sequence[Seen], clip_norm: float, tolerance: float) -> tuple[Differences, tuple[Seen, Seen] | None]:
+    """The largest differences between what passes gave for the same row, and where they exceed rounding.
+
+    Losses are compared relative to the larger of their size and 1, which is the rounding of logits. A gradient norm
+    near a loss of 0 is the small difference of numbers near 1, so its tolerance grows as 1/loss, up to a bound where
+    the unit is clipped.
+    """
+    alone: dict[int, Seen] = {}
+    for one in sorted(seen, key=lambda one: len(one.company.numbers)):
+        alone.setdefault(one.row, one)
+    largest, worst, excess = [0.0, 0.0], None, (False, 1.0)  # a row that was seen alone is told before others
+    for one in seen:
+        first = alone[one.row]
+        loss = _difference(first.loss, one.loss, 1.0)
+        norm = _difference(first.norm, one.norm, 1e-30)
+        if math.isfinite(first.loss):
+            room = max(1.0, 1 / max(abs(first.loss), 1e-30))
+            norm /= min(room, _LOOSEST) if first.norm > clip_norm else room
+        largest = [max(largest[0], loss), max(largest[1], norm)]
+        found = (len(first.company.numbers) == 1, max(loss, norm) / tolerance)
+        if found[1] > 1 and found > excess:
+            worst, excess = (first, one), found
+    return Differences(largest[0], largest[1], tolerance), worst
+
+
+def _difference(one: float, other: float, floor: float) -> float:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return 0.0 if math.isfinite(one) == math.isfinite(other) else math.inf
+    return abs(one - other) / max(abs(one), abs(other), floor)
+
+
+def _message(worst: tuple[Seen, Seen], seen: Sequence[Seen], tolerance: float, carried: bool) -> str:
+    """One line: which row relation failed, by how much, why it may be, and what to do."""
+    first, other = worst
+    by_loss = _difference(first.loss, other.loss, 1.0) > tolerance
+    name = "loss" if by_loss else "gradient norm"
+    values = (first.loss, other.loss) if by_loss else (first.norm, other.norm)
+    cause, remedy = _cause(first, other, seen, tolerance, carried)
+    return (
+        f"The {name} of a row depends on other rows: {first.company.words} it is {values[0]:.6g}, "
+        f"{other.company.words} {values[1]:.6g} (dropout off; rounding explains {tolerance:.0e}). "
+        f"A unit cannot be bounded then, and ε would not hold. {cause}. {remedy}"
+    )
+
+
+def _is_moved(company: Company, seen: Sequence[Seen], tolerance: float) -> bool:
+    """Whether the losses of a pass are those of its rows alone, at other places; each place counts for one row."""
+    alone = {one.row: one.loss for one in seen if len(one.company.numbers) == 1}
+    losses = [one.loss for one in seen if one.company is company]
+    for row in company.numbers:
+        if row in alone:
+            place = next((n for n, loss in enumerate(losses) if _difference(loss, alone[row], 1.0) <= tolerance), None)
+            if place is None:
+                return False
+            del losses[place]
+    return True
+
+
+def _cause(first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, carried: bool) -> tuple[str, str]:
+    if carried:
+        return (
+            "The same row alone gives another value later: the loss, the model or the collator carries state from one "
+            "microbatch to the next, or counts its calls",
+            "Compute each row's loss from that row and the weights only",
+        )
+    if _is_moved(other.company, seen, tolerance):
+        return (
+            "Its loss came out at another row's place: the collator or the loss reorders rows, and units would be "
+            "charged with the gradients of others",
+            "Return rows in the order they were given; dpllm sorts microbatches by length itself",
+        )
+    return (
+        "Likely causes: the collator pads with another id than config.pad_token_id; the model pools at, or counts "
+        "positions from, padding (left padding under absolute positions); the loss divides by the batch's number of "
+        "targets, counts equal rows or uses batch statistics; the collator mixes rows; int8 or fp8 scales over all "
+        "rows; random numbers from a seed that is set within the step",
+        "Set both pad ids alike, pad on the right, and compute each row's loss from its own row "
+        "(dpllm.RowCollator, dpllm.per_sequence_loss); a model that reads padding can be trained with one row per "
+        "microbatch (per_device_train_batch_size: 1)",
+    )

@@ -1,0 +1,137 @@
+"""The one draw that a step may be taken over, and only once.
+
+Place in the flow: between the sampler and `dpllm.training.step`. ε is that of units which the plan's sampler drew.
+Steps over other units (a shuffled epoch, a unit twice, a chosen batch) have another ε, and so have steps over draws
+that somebody looked at and kept or dropped. So a draw is charged when it is made, and a step takes the draw that was
+made last and was not yet used, entire and unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dpllm.privacy.accounting import Step
+from dpllm.privacy.plan import PrivacyPlan
+
+LEFT_OUT = (
+    "Units were left out of draws by hand (present_N). The guarantee covers that only where it does not depend on the "
+    "records, their losses or anything else that was computed from them: confirm it."
+)
+"""The open point of a run some of whose draws lack units."""
+
+
+class DrawError(ValueError):
+    """A step over other units than those of the outstanding draw."""
+
+
+class Charges(Protocol):
+    """Where steps are charged: `Ledger`, or `SharedLedger` for several processes."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps charged so far."""
+        ...
+
+    def append_step(self, step_number: int, step: Step) -> None:
+        """Charge a step durably."""
+        ...
+
+
+@dataclass
+class Charged:
+    """The charge of one draw, as `private_step` wants it: already on the disk, and good for one step."""
+
+    num_steps: int
+    """Number of the step, which is how many were charged before it."""
+    step: Step
+    """The step that was charged."""
+    used: bool = False
+
+    def append_step(self, step_number: int, step: Step) -> None:
+        """Confirm that the step is the one that was charged when its units were drawn.
+
+        Raises:
+            DrawError: it was taken before, or is another one.
+        """
+        if step != self.step:
+            raise DrawError(
+                f"The draw was charged with {self.step}, and the step to take is {step}: the plan was changed after "
+                "the run began. Make a new run with the other plan"
+            )
+        if self.used or step_number != self.num_steps:
+            raise DrawError(f"Step {step_number} was not charged with this draw, or was taken before. Draw its units")
+        self.used = True
+
+
+class Outstanding:
+    """Charges each draw when it is made, and hands it to one step.
+
+    Args:
+        plan: whose steps are charged.
+        ledger: where.
+    """
+
+    def __init__(self, plan: PrivacyPlan, ledger: Charges) -> None:
+        """Begin without a draw."""
+        self._plan, self._ledger = plan, ledger
+        self._unit_ids: NDArray[np.int64] | None = None
+        self._charged: Charged | None = None
+
+    def require_steps(self) -> None:
+        """Make sure that the plan has a step left.
+
+        Raises:
+            ValueError: all are charged.
+        """
+        if self._ledger.num_steps >= self._plan.num_steps:
+            raise ValueError(
+                f"All {self._plan.num_steps} steps of the plan are taken and charged; another one would exceed its "
+                "epsilon. Make a plan with more steps."
+            )
+
+    def made(self, unit_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Charge a draw and remember it; the one before it, if it was not used, is lost and stays charged.
+
+        Args:
+            unit_ids: (U,) the units, no two alike.
+
+        Returns:
+            A copy; `take` compares it with what was charged.
+
+        Raises:
+            ValueError: the plan has no step left.
+            LedgerError: it cannot be charged.
+        """
+        self.require_steps()
+        self._unit_ids, number = None, self._ledger.num_steps
+        self._ledger.append_step(number, self._plan.step)
+        self._unit_ids, self._charged = np.array(unit_ids, dtype=np.int64), Charged(number, self._plan.step)
+        return self._unit_ids.copy()
+
+    def take(self, unit_ids: ArrayLike) -> tuple[NDArray[np.int64], Charged]:
+        """Return the outstanding draw and its charge, and leave none.
+
+        Args:
+            unit_ids: (U,) what the caller wants to step over.
+
+        Raises:
+            DrawError: there is no outstanding draw, or these are other units; nothing is used up.
+        """
+        if self._unit_ids is None or self._charged is None:
+            raise DrawError(
+                "There is no draw to step over: each draw of `draws` is for one step, and this one was used, or none "
+                "was made. Take each step's units from `for unit_ids in run.draws(num_steps)`, and step once over them"
+            )
+        given = np.asarray(unit_ids)
+        if given.shape != self._unit_ids.shape or not np.array_equal(given, self._unit_ids):
+            raise DrawError(
+                f"These {given.size} units are not the outstanding draw: ε holds for the units that the plan's sampler "
+                "drew, and for no others (no shuffled epochs, no unit twice, no chosen batch). Pass the last draw of "
+                "`draws`, unchanged"
+            )
+        drawn, charged, self._unit_ids, self._charged = self._unit_ids, self._charged, None, None
+        return drawn, charged

@@ -1,0 +1,270 @@
+"""The global random generators of a private run: dropout, stochastic rounding, and whatever else draws from them.
+
+Place in the flow: around each private step. A public seed (``set_seed``) would fix the dropout masks of all steps:
+removing a row shifts the masks of the rows after it, so that their contributions change too, and ε is not true. The
+state of a generator also tells how many numbers were drawn, and so how long the rows were. Therefore:
+
+* at the start of a step, each process seeds Python's, NumPy's and PyTorch's global generators from a secret stream of
+  its own: rows on different processes get independent masks;
+* when the private gradient is formed, all processes seed them from one secret stream that they share: replicas then
+  make the same update, also with stochastic rounding. The state that a checkpoint could hold from then on is a function
+  of this stream and of the number of the step, and not of the rows.
+
+Both streams are SHAKE-256 of 256 bits of the operating system and the step's number. They are never stored, and nothing
+is read from the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import random
+import secrets
+import time
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from dpllm.config import ConfigError
+from dpllm.engines.processes import Processes
+
+_ENTROPY_BYTES = 32
+_MT_WORDS = 624  # of the state of a Mersenne Twister
+_WORDS_PER_SECOND = 2_000_000_000  # more than any processor draws from one generator
+_MOST_WORDS = 2**31  # that a process draws from one generator in a step
+_BLOCK = 2**20  # words that are drawn again at once
+_MT_OFFSET = 24  # bytes before these words in the state of PyTorch's CPU generator, each word in 8 bytes
+_DEEPEST = 2  # of attributes that are looked through for generators
+_LIBRARIES = {"builtins", "numpy", "torch", "transformers", "datasets", "tokenizers", "peft", "dpllm"}
+_State = tuple[bytes, int]  # words of a Mersenne Twister, and how many of them are used up
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+class SecretStreams:
+    """Seeds the global generators of this process from secret entropy.
+
+    Guarantee: what a process draws in a step is independent of all other steps and processes. After `share`, the
+    generators of all processes are in the same state, which depends on secret entropy and the step's number only.
+
+    Args:
+        processes: the processes of the run; all of them make this object together.
+        seed: None takes 256 bits from the operating system. A number is for tests, and then nothing is private.
+    """
+
+    def __init__(self, processes: Processes, seed: int | None = None) -> None:
+        """Draw the entropy; rank 0's is shared."""
+        if seed is None:
+            self._own = secrets.token_bytes(_ENTROPY_BYTES)
+            self._shared = processes.from_main(lambda: secrets.token_bytes(_ENTROPY_BYTES))
+        else:
+            self._own = hashlib.sha256(f"own {seed} {processes.rank}".encode()).digest()
+            self._shared = hashlib.sha256(f"shared {seed}".encode()).digest()
+        self._seeded_with: int | None = None
+        self._began: tuple[float, dict[str, _State]] = (0.0, {})  # when, and with which states
+        self._step = 0
+
+    def separate(self) -> None:
+        """Seed from this process's own stream; at the start of a private step."""
+        self._step += 1
+        self._seeded_with = _seed_all(_stream(self._own, self._step))
+        self._began = time.perf_counter(), _twisters()
+
+    def share(self) -> None:
+        """Seed from the stream that all processes share; when the private gradient is formed."""
+        self._seeded_with = None
+        _seed_all(_stream(self._shared, self._step))
+
+    def check(self) -> None:
+        """Make sure that nothing seeded the global generators since `separate`.
+
+        PyTorch keeps the seed. NumPy's and Python's generators are at a place in the stream of numbers that the step
+        began with, unless something seeded them: the stream is drawn again until that place.
+
+        Raises:
+            ConfigError: something did: model, loss or collator called ``manual_seed``, ``set_seed`` or ``seed``.
+        """
+        if self._seeded_with is None:
+            return
+        if torch.initial_seed() != self._seeded_with:
+            raise ConfigError(
+                f"PyTorch's generator was seeded with {torch.initial_seed()} during a private step, by the model, the "
+                "loss or the collator (torch.manual_seed, set_seed). Its random numbers are then public and shift when "
+                "a row is removed, so epsilon would not be true. Take the call out, or put it into "
+                "torch.random.fork_rng()"
+            )
+        began, before = self._began
+        limit = int(min(_MOST_WORDS, _MT_WORDS + (time.perf_counter() - began) * _WORDS_PER_SECOND))
+        for name, now in _twisters().items():
+            if now != before[name] and not _leads_to(before[name], now, limit):
+                raise ConfigError(
+                    f"{name} was seeded during a private step, by the model, the loss or the collator (seed, set_seed, "
+                    "set_state). Its random numbers are then public and shift when a row is removed, so epsilon would "
+                    "not be true. Take the call out, or put the generator back into the state of before"
+                )
+
+
+def refuse_own_generators(
+    model: nn.Module, others: Iterable[tuple[str, Any]] = (), sources: Iterable[tuple[str, Any]] = ()
+) -> None:
+    """Make sure that no module and no other object keeps a random generator of its own.
+
+    Such a generator is not seeded with the global ones: its seed is public as a rule, and the numbers of one row shift
+    when another row is removed.
+
+    Args:
+        model: looked through with all its modules.
+        others: names and objects, such as the collator.
+        sources: names and functions that rows are read with. A seed is allowed there, since a row may be changed by a
+            seed and its own number.
+
+    Raises:
+        ConfigError: one has a generator, by its path; or a collator has a fixed seed.
+    """
+    named = [(f"The module {path or type(module).__name__}", module) for path, module in model.named_modules()]
+    others = [(name, inside) for name, other in others for inside in _objects_of(other)]
+    read = [(name, inside) for name, source in sources for inside in _enclosed(source)]
+    enclosed = [(name, inside) for name, other in others for inside in _enclosed(other)]
+    for name, holder in [*named, *others, *read, *enclosed]:
+        if isinstance(holder, _GENERATORS):
+            raise _own_generator(name, type(holder).__name__)
+        for attribute, value in list(getattr(holder, "__dict__", {}).items()):
+            if isinstance(value, _GENERATORS):
+                raise _own_generator(name, f"{attribute}: {type(value).__name__}")
+    for name, holder in others:
+        seed = getattr(holder, "seed", None)
+        if isinstance(seed, int) and not isinstance(seed, bool):
+            raise ConfigError(
+                f"{name} has seed={seed}: what it draws for one row is public and shifts when another row is removed. "
+                "Leave the seed out; the global generators are seeded from the operating system in every step"
+            )
+
+
+def _own_generator(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{name} keeps a random generator of its own ({what}), whose numbers are not secret and shift when a row is "
+        "removed. Draw from the global generators (torch.rand without generator), which are seeded from the operating "
+        "system in every step"
+    )
+
+
+def _enclosed(function: Any) -> list[Any]:
+    """A callable, the objects that it is bound to, and those that its closures hold; generators that its code names.
+
+    Of an object of one's own also what its attributes hold, to a depth of 2, and what the code of its class names.
+    """
+    found = _objects_of(function)
+    for one in list(found):
+        for cell in getattr(one, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # empty
+                found.append(cell.cell_contents)
+    inside = [one for one in found if _is_own(type(one))]
+    for _ in range(_DEEPEST):
+        held = [value for one in inside for value in list(getattr(one, "__dict__", {}).values())]
+        held += [item for value in held if isinstance(value, list | tuple) for item in value]
+        inside = [value for value in held if _is_own(type(value))]
+        found += inside
+    codes = [one for one in found if inspect.isfunction(one)]
+    kinds = [kind for one in found for kind in type(one).__mro__ if _is_own(kind)]
+    codes += [value for kind in kinds for value in vars(kind).values() if inspect.isfunction(value)]
+    named = [code.__globals__.get(name) for code in codes for name in _names_in(code.__code__)]
+    return found + [value for value in named if isinstance(value, _GENERATORS)]
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """Global names and attributes that code uses, also within its comprehensions and inner functions."""
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return [*code.co_names, *(name for one in inner for name in _names_in(one))]
+
+
+def _is_own(kind: type) -> bool:
+    """Whether a class is neither Python's nor of a library whose objects keep no generator unseen."""
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _objects_of(function: Any) -> list[Any]:
+    """A callable and the objects that it is bound to."""
+    found = [function]
+    while isinstance(found[-1], functools.partial) or hasattr(found[-1], "__self__"):
+        last = found[-1]
+        found.append(last.func if isinstance(last, functools.partial) else last.__self__)
+    return found
+
+
+def _twisters() -> dict[str, _State]:
+    """The states of the two global generators that do not tell their seed; both are Mersenne Twisters."""
+    numpy_state = np.random.get_state(legacy=False)["state"]
+    *words, position = random.getstate()[1]
+    return {
+        "NumPy's global generator (np.random)": (numpy_state["key"].tobytes(), int(numpy_state["pos"])),
+        "Python's global generator (random)": (np.array(words, dtype=np.uint32).tobytes(), position),
+    }
+
+
+def _leads_to(before: _State, now: _State, limit: int) -> bool:
+    """Whether a generator comes from one state to another by giving about ``limit`` words at most: draws them again."""
+    start, here = np.random.RandomState(0), np.random.RandomState(0)
+    for generator, (key, position) in ((start, before), (here, now)):
+        generator.set_state(("MT19937", np.frombuffer(key, dtype=np.uint32), position, 0, 0.0))
+    ahead = here.randint(0, 2**32, 8, dtype=np.uint32)  # 256 bits, which tell a place in the stream
+    stream, drawn = np.empty(0, dtype=np.uint32), 0
+    while drawn <= limit:
+        count = min(_BLOCK, max(_MT_WORDS, drawn))
+        stream = np.concatenate([stream[1 - len(ahead) :], start.randint(0, 2**32, count, dtype=np.uint32)])
+        drawn += count
+        for place in np.flatnonzero(stream[: 1 - len(ahead)] == ahead[0]):
+            if np.array_equal(stream[place : place + len(ahead)], ahead):
+                return True
+    return False
+
+
+def _stream(entropy: bytes, step: int) -> bytes:
+    """Bytes enough to seed all generators, from which neither the entropy nor other steps can be computed."""
+    return hashlib.shake_256(entropy + step.to_bytes(8, "little")).digest(8 + 16 + 32 + 4 * _MT_WORDS)
+
+
+def _seed_all(stream: bytes) -> int:
+    """Seed Python's, NumPy's and PyTorch's generators, on the CPU and on accelerators; returns PyTorch's seed."""
+    seed = int.from_bytes(stream[:8], "little")
+    torch.manual_seed(seed)  # the CPU and every accelerator, also one that is not in use yet
+    words = np.frombuffer(stream[56:], dtype="<u4")
+    _fill_cpu_state(words)
+    key, offset = (int.from_bytes(stream[at : at + 8], "little") for at in (8, 16))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for generator in torch.cuda.default_generators:
+            _fill_philox_state(generator, key, offset)
+    random.seed(stream[24:56])
+    np.random.seed(np.frombuffer(stream[24:56], dtype="<u4"))
+    return torch.initial_seed()
+
+
+def _fill_cpu_state(words: np.ndarray) -> None:
+    """Replace all words of the CPU generator's state: ``manual_seed`` keeps only 32 bits of a seed.
+
+    The words are followed by what says that they are used up or not; right after ``manual_seed``, the next draw mixes
+    all of them first.
+
+    Raises:
+        ConfigError: the state has another layout than in PyTorch 2.
+    """
+    state = torch.get_rng_state()
+    held = state.numpy()[_MT_OFFSET : _MT_OFFSET + 8 * _MT_WORDS].view("<u8")
+    if int(held[0]) != torch.initial_seed() & 0xFFFFFFFF:
+        raise ConfigError(
+            f"PyTorch {torch.__version__} keeps the state of its CPU generator in an unknown layout, so that only 32 "
+            "secret bits could be put into it. Use the versions of PyTorch that dpllm names (pyproject.toml)"
+        )
+    held[:] = words
+    torch.set_rng_state(state)
+
+
+def _fill_philox_state(generator: torch.Generator, key: int, offset: int) -> None:
+    """A random offset besides the random key: 126 bits. ``manual_seed`` sets the key only."""
+    signed = int(np.uint64(key).astype(np.int64))
+    position = (offset & (2**62 - 1)) & ~3  # a signed 64-bit number, in multiples of four
+    generator.set_state(torch.tensor([signed, position], dtype=torch.int64).view(torch.uint8))

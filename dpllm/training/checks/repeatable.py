@@ -1,0 +1,255 @@
+"""Passes that can be compared: the same rows give the same numbers, whatever stands beside them.
+
+Dropout and other random numbers are drawn for a whole microbatch, so that a row's own share of them depends on its
+place and on the shape of its company. Within `Repeatable` nothing is dropped, and every other random number depends
+on its position within its row only. The model stays in training mode: what is only computed there is computed.
+
+Place in the flow: below `dpllm.training.checks.independence`, which compares rows alone and in company.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import random
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+_DROPPING: tuple[Any, ...] = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    F.rrelu,
+    F.multi_head_attention_forward,
+)
+"""Functions in Python with an argument ``training``."""
+_DROPPING_BUILT_IN: dict[Any, tuple[str, int]] = {
+    torch.dropout: ("train", 2),
+    torch.dropout_: ("train", 2),
+    torch.alpha_dropout: ("train", 2),
+    torch.alpha_dropout_: ("train", 2),
+    torch.feature_dropout: ("train", 2),
+    torch.feature_dropout_: ("train", 2),
+    torch.feature_alpha_dropout: ("train", 2),
+    torch.native_dropout: ("train", 2),
+    torch.rrelu: ("training", 3),
+    torch.rrelu_: ("training", 3),
+    F.scaled_dot_product_attention: ("dropout_p", 4),
+}
+"""Built-in functions: the argument that drops when it is not 0, by name and place."""
+_BACKWARD: tuple[Any, ...] = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
+_IRRATIONAL = [math.sqrt(p) % 1 for p in (2, 3, 5, 7, 11, 13, 17)]
+_COARSE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Repeatable(TorchFunctionMode):
+    """Switches dropout off, and makes random numbers depend on the position within a row only.
+
+    A random tensor (B, ...) is filled with a fixed irregular sequence over its dimensions after the first (after the
+    first two of packed rows, whose second counts the tokens of all rows). Each number has the wanted distribution
+    over these dimensions, and rows get the same ones. So noise whose *scale* depends on the company still shows.
+    Numbers from a generator that was seeded within the pass are left as they are.
+
+    Attributes:
+        dtype: the coarsest floating dtype that a function returned, down to 16 bits; its rounding limits how closely
+            two passes can agree.
+    """
+
+    def __init__(self, packed: bool, seed: int = 0) -> None:
+        """Start with nothing seen.
+
+        Args:
+            packed: whether rows are laid end to end.
+            seed: decides where the sequence begins, and so every single number: `seed_between`.
+        """
+        super().__init__()
+        self._packed, self._start = packed, _first(seed)
+        self._drawn_from = torch.initial_seed()
+        self.dtype = torch.float64
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _BACKWARD:  # PyTorch takes a mode off while it handles a function
+            with self._in_modules():
+                return func(*args, **kwargs)
+        if (func in _DROPPING or func in _DROPPING_BUILT_IN or func in _DRAWS) and (
+            torch.initial_seed() != self._drawn_from
+        ):  # seeded within the pass: such numbers are public, and where they depend on a row's place, they have to show
+            result = func(*args, **kwargs)
+        elif func in _DROPPING:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            result = func(**{**bound.arguments, "training": False})
+        elif func in _DROPPING_BUILT_IN:
+            result = func(*_without(args, kwargs, *_DROPPING_BUILT_IN[func]), **kwargs)
+        else:
+            draw = _DRAWS.get(func)
+            result = func(*args, **kwargs) if draw is None else draw(self, func, args, kwargs)
+        if isinstance(result, Tensor) and result.dtype in _COARSE:
+            self.dtype = min(self.dtype, result.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
+        return result
+
+    @contextlib.contextmanager
+    def _in_modules(self) -> Iterator[None]:
+        """Put the mode on again in the calls of modules: activation checkpointing repeats them in a backward pass."""
+        here = threading.local()  # a GPU's backward pass has a thread of its own
+
+        def begin(module: Any, args: Any) -> None:
+            here.depth = getattr(here, "depth", 0) + 1
+            if here.depth == 1:
+                self.__enter__()
+
+        def end(module: Any, args: Any, output: Any) -> None:
+            here.depth -= 1
+            if here.depth == 0:
+                self.__exit__(None, None, None)
+
+        handles = [
+            register_module_forward_pre_hook(begin),
+            register_module_forward_hook(end, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """Numbers in (0, 1) of this shape, device and dtype; equal in all rows."""
+        rows = min(like.ndim, 2 if self._packed else 1)
+        total = torch.full((), self._start, dtype=torch.float64, device=like.device)
+        for dimension in range(rows, like.ndim):
+            steps = torch.arange(like.shape[dimension], dtype=torch.float64, device=like.device)
+            steps = steps * _IRRATIONAL[(dimension - rows) % len(_IRRATIONAL)]
+            total = total + steps.view(-1, *[1] * (like.ndim - dimension - 1))
+        wide = (total % 1).clamp(1e-6, 1 - 1e-6).expand(like.shape)
+        return wide.to(like.dtype if like.is_floating_point() else torch.float64)
+
+
+def _without(args: tuple, kwargs: dict, name: str, place: int) -> tuple:
+    """The arguments with one of them zero; a keyword is changed in place."""
+    off: Any = 0.0 if name == "dropout_p" else False
+    if name in kwargs or len(args) <= place:
+        if name in kwargs:
+            kwargs[name] = off
+        return args
+    return (*args[:place], off, *args[place + 1 :])
+
+
+_Draw = Callable[[Repeatable, Any, tuple, dict], Any]
+
+
+def _like(shape_from: Callable[[Repeatable, Tensor], Tensor]) -> _Draw:
+    """A function that makes a new tensor: its shape, dtype and device are those of an ordinary call."""
+
+    def draw(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
+        result = func(*args, **kwargs)
+        return result if kwargs.get("generator") is not None else result.copy_(shape_from(mode, result.detach()))
+
+    return draw
+
+
+def _normal(mode: Repeatable, like: Tensor) -> Tensor:
+    return math.sqrt(2) * torch.erfinv(2 * mode.uniform(like) - 1)
+
+
+def _uniform_(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
+    low, high = _pair(args, kwargs, ("from", 0.0), ("to", 1.0))
+    return args[0].copy_(low + (high - low) * mode.uniform(args[0]))
+
+
+def _normal_(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
+    mean, std = _pair(args, kwargs, ("mean", 0.0), ("std", 1.0))
+    return args[0].copy_(mean + std * _normal(mode, args[0]))
+
+
+def _exponential_(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
+    (rate,) = _pair(args, kwargs, ("lambd", 1.0))
+    return args[0].copy_(-torch.log(mode.uniform(args[0])) / rate)
+
+
+def _bernoulli_(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
+    (rate,) = _pair(args, kwargs, ("p", 0.5))
+    return args[0].copy_(mode.uniform(args[0]) < rate)
+
+
+def _bernoulli(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
+    own: Tensor = args[0] if args else kwargs["input"]
+    (rate,) = _pair((own, *args[1:]), kwargs, ("p", None))
+    return (mode.uniform(own) < (own if rate is None else rate)).to(own.dtype)
+
+
+def _pair(args: tuple, kwargs: dict, *wanted: tuple[str, Any]) -> list[Any]:
+    """Arguments behind the tensor, by place or by name."""
+    return [args[n] if len(args) > n else kwargs.get(name, default) for n, (name, default) in enumerate(wanted, 1)]
+
+
+_DRAWS: dict[Any, _Draw] = {
+    torch.rand: _like(Repeatable.uniform),
+    torch.rand_like: _like(Repeatable.uniform),
+    torch.randn: _like(_normal),
+    torch.randn_like: _like(_normal),
+    torch.bernoulli: _bernoulli,
+    Tensor.bernoulli: _bernoulli,
+    Tensor.bernoulli_: _bernoulli_,
+    Tensor.uniform_: _uniform_,
+    Tensor.normal_: _normal_,
+    Tensor.exponential_: _exponential_,
+}
+
+
+def seed_between(least: float, most: float) -> int:
+    """A secret seed with which the first uniform number of each generator is in an interval.
+
+    For Python's and numpy's generators after `same_randomness`, and for single numbers of torch within `Repeatable`.
+    What is done at random in a share of all microbatches is done with some of the seeds of intervals of that size.
+
+    Args:
+        least: 0 or more.
+        most: 1 or less; the interval is tried for, so it may not be tiny.
+
+    >>> 0.25 <= random.Random(seed_between(0.25, 0.5)).random() < 0.5
+    True
+    """
+    while True:
+        seed = secrets.randbits(32)
+        if least <= _first(seed) < most and least <= np.random.RandomState(seed).random_sample() < most:
+            return seed
+
+
+def _first(seed: int) -> float:
+    return random.Random(seed).random()
+
+
+@contextlib.contextmanager
+def same_randomness(seed: int) -> Iterator[None]:
+    """Begin the block with random states that ``seed`` fixes; those of before are back after it.
+
+    Covers torch on every device, numpy's and Python's global generators. The seed decides nothing that is released.
+
+    Args:
+        seed: a whole number of at most 32 bits.
+    """
+    before = np.random.get_state(), random.getstate()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(before[0])
+            random.setstate(before[1])

@@ -1,0 +1,111 @@
+"""Roll calls: before a draw and before a step every process says what it is about to do, and rank 0 draws for all.
+
+Place in the flow: under `dpllm.training.run`. A process that is one call ahead of the others, or that takes a step over
+other units than the rest, would add sums of different draws, and a unit could be in two shares of one step. All calls
+therefore begin with one small collective of the same shape, so that processes which are out of step meet in it and
+stop, before anything is charged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
+
+_DRAW, _STEP = 1.0, 2.0
+_NAMES = {_DRAW: "draws the units of step {}", _STEP: "takes step {}"}
+
+
+class Turns:
+    """The order of draws and steps, the same on every process.
+
+    Args:
+        processes: all processes of the run.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        """Nothing has been drawn."""
+        self._processes = processes
+
+    def draw(self, draw_on_main: Callable[[], np.ndarray], step: int) -> np.ndarray:
+        """The units of a step, drawn by rank 0 only and sent to the others. Called by all processes together.
+
+        Args:
+            draw_on_main: makes the draw; called on rank 0.
+            step: the number of steps charged so far.
+
+        Raises:
+            DisagreementError: the processes are not at the same place of the run; on every process.
+        """
+        drawn = draw_on_main() if self._processes.is_main else np.empty(0, dtype=np.int64)
+        everywhere = self._meet(_DRAW, step, [float(len(drawn))])
+        count = int(everywhere[0][2])
+        return self._processes.int64s_from_main(drawn, count)
+
+    def step(self, unit_ids: np.ndarray, step: int, mode: str, error: Exception | None = None) -> None:
+        """Make sure that all processes take one step, over the same units and in one mode, before it is computed.
+
+        Args:
+            unit_ids: (U,) the units of the step.
+            step: the number of steps before this one.
+            mode: settings that decide what is computed and may change from step to step.
+            error: why this process cannot take the step.
+
+        Raises:
+            DisagreementError: they differ; on every process.
+            Exception: the error of the first process that has one; on every process.
+        """
+        if self._processes.size == 1:
+            self._processes.raise_found(error, [float(error is not None)])
+            return
+        units, settings = np.ascontiguousarray(unit_ids, dtype=np.int64).tobytes(), mode.encode()
+        mine = [float(len(unit_ids)), *_words(units), *_words(settings), float(error is not None)]
+        everywhere = self._meet(_STEP, step, mine)
+        self._processes.raise_found(error, [one[7] for one in everywhere])
+        for what, part in (("the units of this step", slice(2, 5)), ("autocast or training mode", slice(5, 7))):
+            if any(one[part] != everywhere[0][part] for one in everywhere):
+                modes = self._processes.gather(mode) if part.start == 5 else []
+                shown = told_by_rank(modes or [_digest(one[3:5]) for one in everywhere])
+                raise DisagreementError(
+                    f"The processes differ in {what} ({shown}), so their sums would not be those of one draw. No "
+                    "further step is charged. Pass every draw of PrivateRun.draws to PrivateRun.step as it is, in "
+                    "the same order and with the same settings on every process"
+                )
+
+    def _meet(self, kind: float, step: int, rest: list[float]) -> list[list[float]]:
+        """Everybody's numbers, once all are at the same place."""
+        everywhere = self._processes.gather_numbers([kind, float(step), *(rest + [0.0] * 6)[:6]])
+        if any(one[:2] != everywhere[0][:2] for one in everywhere):
+            shown = told_by_rank([_NAMES[one[0]].format(int(one[1]) + 1) for one in everywhere])
+            raise DisagreementError(
+                f"The processes are at different places of the run ({shown}): one of them took an extra draw or left a "
+                "step out. No further step is charged. Call next() on PrivateRun.draws and PrivateRun.step equally "
+                "often, and in the same order, on every process"
+            )
+        return everywhere
+
+
+def dealing_key(processes: Processes, secret: Callable[[], int]) -> int:
+    """128 bits that all processes share, for `dpllm.training.microbatches.deal`."""
+    return processes.from_main(secret) & (2**128 - 1)
+
+
+def mode_now(training: bool) -> str:
+    """Settings that decide what a forward pass computes and that a context manager may change."""
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    cast = [f"{kind} autocast {torch.get_autocast_dtype(kind)}" for kind in kinds if torch.is_autocast_enabled(kind)]
+    return ", ".join([*cast, "training" if training else "evaluation mode"])
+
+
+def _words(data: bytes) -> list[float]:
+    """96 bits of a hash as two numbers that float64 holds exactly."""
+    digest = hashlib.sha256(data).digest()
+    return [float(int.from_bytes(digest[at : at + 6], "little")) for at in (0, 6)]
+
+
+def _digest(numbers: list[float]) -> str:
+    return "".join(f"{int(number):012x}" for number in numbers)[:12]

@@ -1,0 +1,119 @@
+"""Rows of the private data set as they are read in a step, and what of a ``Trainer`` a private step does not use.
+
+Place in the flow: between the data set and `dpllm.training.microbatches`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from dpllm.config import ConfigError
+
+_COLLATED = ("label", "label_ids", "labels", "special_tokens_mask", "offset_mapping")  # by transformers' collators
+
+
+def fetch_rows(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
+    """Read rows by number.
+
+    Guarantee: a row is computed from its own record. ``set_transform`` and ``with_transform`` of a `datasets.Dataset`
+    call their function with all rows that are read together; here they are called with one row at a time.
+
+    Args:
+        dataset: a `datasets.Dataset`, or anything with ``__getitem__``.
+        numbers: (R,) row numbers.
+
+    Returns:
+        R rows, in the order of ``numbers``.
+    """
+    if not hasattr(dataset, "column_names"):
+        return [dataset[int(number)] for number in numbers]
+    if (getattr(dataset, "format", None) or {}).get("type") == "custom":
+        return [row for number in numbers for row in _rows_of(dataset[[int(number)]])]
+    return _rows_of(dataset[numbers.tolist()])
+
+
+def _rows_of(columns: Any) -> list[dict[str, Any]]:
+    names = list(columns)
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.ndarray], list[dict[str, Any]]]:
+    """Return `fetch_rows` of a data set, for the collator that it is made for.
+
+    A collator of transformers makes a tensor of every column and fails on text, such as the user's id. As in its
+    ``Trainer`` it is given the columns that the model takes, unless ``remove_unused_columns`` is false. Any other
+    collator is given all of them.
+
+    Args:
+        dataset: of the run.
+        model: that is trained.
+        collate: what rows are collated with.
+        args: of the training.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    taken = {*inspect.signature(inner.forward).parameters, *_COLLATED, *(args.label_names or ())}
+    module = getattr(collate, "__module__", None) or type(collate).__module__
+    if not args.remove_unused_columns or module.partition(".")[0] != "transformers" or "input_ids" not in taken:
+        return lambda numbers: fetch_rows(dataset, numbers)
+    return lambda numbers: [
+        {name: value for name, value in row.items() if name in taken} for row in fetch_rows(dataset, numbers)
+    ]
+
+
+def refuse_unreadable(dataset: Any) -> None:
+    """Make sure that rows can be read by their numbers, and that they are dictionaries.
+
+    Raises:
+        ConfigError: the data set is a stream or missing, or its rows are of another kind.
+    """
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError(
+            f"train_dataset is of type {type(dataset).__name__}, whose rows cannot be read by number. A private step "
+            "draws its rows from all of them: load the data without streaming, or write them down first "
+            "(datasets.Dataset.from_generator)"
+        )
+    if isinstance(dataset, Mapping):
+        raise ConfigError(
+            f"train_dataset is of type {type(dataset).__name__}, with the keys {', '.join(map(str, dataset))}, and no "
+            "list of rows: take one of its splits (data['train']), or make rows of its columns "
+            "(datasets.Dataset.from_dict)"
+        )
+    row = dataset[0] if not hasattr(dataset, "column_names") and len(dataset) else {}
+    if not isinstance(row, Mapping) and not hasattr(row, "keys"):
+        raise ConfigError(
+            f"Row 0 of train_dataset is of type {type(row).__name__}. Rows are dictionaries with input_ids, and "
+            "labels where these are not the input itself"
+        )
+
+
+def refuse_ignored(trainer: Trainer) -> None:
+    """Make sure that a subclass overrides no method that private steps do not call.
+
+    Raises:
+        ConfigError: it overrides ``compute_loss``, which would be ignored.
+    """
+    if type(trainer).compute_loss is not Trainer.compute_loss:
+        raise ConfigError(
+            f"{type(trainer).__name__} overrides compute_loss, which returns one loss of the whole batch, and private "
+            "steps need one loss per row: the override would be ignored. Pass compute_loss_func=(outputs, labels) -> "
+            "(B,), each row's loss from that row only"
+        )
+
+
+def refuse_replaced(now: Any, given: Any) -> None:
+    """Make sure that a trainer has the data set with which its plan was made.
+
+    Raises:
+        ConfigError: ``train_dataset`` was set to another object.
+    """
+    if now is not given:
+        raise ConfigError(
+            "train_dataset was replaced after the DPTrainer was made: its units, its lengths and the number of units "
+            f"in the plan are those of the first one ({len(given)} rows). Make a new DPTrainer for the other data set"
+        )

@@ -1,0 +1,328 @@
+"""A logical batch divided over processes and cut into microbatches that fit in memory.
+
+Clipping is per unit, so neither changes anything but speed. Drawn units are put in a secret random order and dealt to
+the processes in turn (`deal`): equally many to each, and no unit's process depends on the length or the content of
+another unit. Within a process they are sorted by length, and the cuts between microbatches are those that leave the
+least padding (`best_cuts`). A unit stays in one microbatch, unless it has more rows than fit: then it has several to
+itself, all but the last marked as to be continued. Every process gets the same number of microbatches: one with
+nothing left, like a step without any unit, runs a single padding row, whose loss has weight 0.
+
+Shape suffixes: B rows, U units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpllm.data.units import UnitIndex
+
+_WORD = 2**64 - 1
+_BOUNDARIES = "cu_seq_lens_q"  # the input that says where packed rows begin
+PADDING_UNIT = -1  # the unit of a row that belongs to none; its loss has weight 0
+TOKENS_PER_MICROBATCH = 1024
+"""What one more microbatch may save in padding before it is worth having.
+
+Each one reads the weights for forward and backward and adds a gradient to a float32 sum, about 16 bytes per parameter,
+where a token costs 6 operations per parameter: at the 100 operations that a large GPU does per byte that is some 270
+tokens. Beside it stands Python's time for the launches, some thousand tokens for a model of 10^9 parameters. Too large
+a value leaves padding, too small a one makes microbatches that the device doesn't fill.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class RowsTaken:
+    """The rows of a microbatch as they were before they were collated, so that smaller ones can be made of them.
+
+    Attributes:
+        rows: B of them, unit after unit.
+        lengths_B: (B,) tokens of each.
+        collate: rows to the model's inputs.
+    """
+
+    rows: Sequence[Any]
+    lengths_B: np.ndarray
+    collate: Callable[[list[Any]], Mapping[str, Any]]
+
+    def __getitem__(self, part: slice) -> RowsTaken:
+        """Some of the rows."""
+        return RowsTaken(self.rows[part], self.lengths_B[part], self.collate)
+
+    def microbatch(self, unit_index: np.ndarray, num_units: int, continues: bool = False) -> Microbatch:
+        """The microbatch of these rows; see `Microbatch`."""
+        return Microbatch(*_collated(self.rows, self.collate, unit_index), num_units, continues, self)
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Rows that go through the model together.
+
+    Attributes:
+        inputs: what the collator made of the rows; every tensor has the rows first, or the rows are laid end to end
+            and `cu_seq_lens_q` (B + 1,) says where they begin.
+        unit_index: (B,) int64, each row's unit within this microbatch, 0..num_units-1; -1 for a padding row.
+        num_units: units that end in this microbatch.
+        continues: whether all rows belong to one unit, of which the next microbatch has more.
+        taken: what it was made of; None where it can't be divided further.
+    """
+
+    inputs: Mapping[str, Any]
+    unit_index: Tensor
+    num_units: int
+    continues: bool = False
+    taken: RowsTaken | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, padding included: rows times the longest, of packed rows their own; 0 where it isn't known."""
+        if self.taken is None:
+            return 0
+        lengths_B = self.taken.lengths_B
+        return int(lengths_B.sum()) if _BOUNDARIES in self.inputs else len(lengths_B) * int(lengths_B.max())
+
+    def halves(self) -> tuple[Microbatch, Microbatch] | None:
+        """Two microbatches with the same rows, collated anew: cut between units, or within the only one.
+
+        Guarantee: every row is in one of them, the units are the same, and each ends in one of them; that of a
+        microbatch which continues goes on after the second.
+
+        Returns:
+            None: a single row, or rows that this can't be done with.
+        """
+        if self.taken is None or len(self.unit_index) < 2:
+            return None
+        unit_B = self.unit_index.numpy()
+        middle, begins = len(unit_B) / 2, 1 + np.flatnonzero(np.diff(unit_B))
+        if not len(begins):
+            cut = -(-len(unit_B) // 2)
+            first = self.taken[:cut].microbatch(unit_B[:cut], 0, continues=True)
+            return first, self.taken[cut:].microbatch(unit_B[cut:], self.num_units, self.continues)
+        cut = int(begins[np.abs(begins - middle).argmin()])
+        before = int(unit_B[cut])
+        first = self.taken[:cut].microbatch(unit_B[:cut], before)
+        return first, self.taken[cut:].microbatch(unit_B[cut:] - before, self.num_units - before)
+
+
+def microbatches(
+    fetch: Callable[[np.ndarray], Sequence[Any]],
+    collate: Callable[[list[Any]], Mapping[str, Any]],
+    units: UnitIndex,
+    lengths: np.ndarray,
+    unit_ids: np.ndarray,
+    max_rows: int | None,
+    rank: int = 0,
+    size: int = 1,
+    max_tokens: int | None = None,
+    packed: bool = False,
+    key: int = 0,
+) -> Iterator[Microbatch]:
+    """Cut the units drawn for one step into the microbatches of one process.
+
+    Args:
+        fetch: row numbers to rows.
+        collate: rows to the model's inputs.
+        units: which rows each unit has.
+        lengths: (num_rows,) tokens of every row of the data set.
+        unit_ids: all units of this step, the same on every process; may be empty.
+        max_rows: rows of a microbatch at most; None: as many as `max_tokens` allows.
+        rank: this process, 0 <= rank < size.
+        size: how many processes the units are divided over. Every process gets the same number of microbatches.
+        max_tokens: tokens of a microbatch at most, padding included: rows times the longest. A longer row is a
+            microbatch by itself.
+        packed: whether the collator lays rows end to end, without padding: ``max_tokens`` are then the rows' own.
+        key: of the order in which units are dealt to the processes; the same on all of them, and secret.
+
+    Raises:
+        ValueError: the collator returned another number of rows than it was given.
+    """
+    for name, bound in (("max_rows", max_rows), ("max_tokens", max_tokens)):
+        if bound is not None and bound < 1:
+            raise ValueError(f"{name} is {bound}; at least 1 is needed.")
+    if max_rows is None and max_tokens is None:
+        raise ValueError("max_rows and max_tokens are both None: a microbatch needs a bound.")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
+    rows, position = units.rows_of(unit_ids)
+    longest = np.zeros(len(unit_ids), dtype=np.int64)
+    np.maximum.at(longest, position, lengths[rows])
+    rank_of = np.empty(len(unit_ids), dtype=np.int64)  # longest first: memory peaks at once or never
+    rank_of[np.argsort(-longest, kind="stable")] = np.arange(len(unit_ids))
+    order = np.lexsort((-lengths[rows], rank_of[position]))
+    rows, unit = rows[order], rank_of[position][order]
+    rows_of_unit = np.bincount(unit, minlength=len(unit_ids))
+    owner = deal(unit_ids, size, key)[np.argsort(rank_of)]
+    pieces = []
+    for process in range(size):
+        its = lengths[rows[owner[unit] == process]]
+        room = _room(its, max_rows, max_tokens, packed)
+        pieces.append(list(_pieces(rows_of_unit[owner == process], its, room, padded=not packed)))
+    mine = owner[unit] == rank
+    rows, unit = rows[mine], np.cumsum(owner == rank)[unit[mine]] - 1
+    for start, stop, continues in pieces[rank]:
+        here = unit[start:stop]
+        num_units = 0 if continues else int(here[-1] - here[0]) + 1
+        taken = RowsTaken(fetch(rows[start:stop]), lengths[rows[start:stop]], collate)
+        yield taken.microbatch(here - here[0], num_units, continues)
+    for _ in range(max(1, *map(len, pieces)) - len(pieces[rank])):
+        yield Microbatch(*_collated(fetch(np.asarray(units.rows[:1])), collate, np.array([PADDING_UNIT])), num_units=0)
+
+
+def deal(unit_ids: np.ndarray, size: int, key: int) -> np.ndarray:
+    """Which process gets which unit: in the order of a keyed hash of their ids, each process in turn.
+
+    Guarantee: the result depends on nothing but the ids that were drawn, the key and the number of processes. Units
+    whose lengths or contents differ are dealt alike, so that a row of one unit cannot move another unit to a process
+    that computes differently.
+
+    Args:
+        unit_ids: (U,) the units of this step, each once.
+        size: processes.
+        key: 128 bits, the same on every process.
+
+    Returns:
+        (U,) the rank of each unit's process; the numbers of units of two processes differ by 1 at most.
+
+    >>> sorted(deal(np.arange(5), 2, key=3).tolist())
+    [0, 0, 0, 1, 1]
+    """
+    owner = np.empty(len(unit_ids), dtype=np.int64)
+    hashed = _scrambled(_scrambled(unit_ids.astype(np.uint64) ^ np.uint64(key & _WORD)) ^ np.uint64(key >> 64 & _WORD))
+    owner[np.lexsort((unit_ids, hashed))] = np.arange(len(unit_ids)) % size
+    return owner
+
+
+def _scrambled(words: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return words ^ words >> np.uint64(31)
+
+
+def _room(lengths: np.ndarray, max_rows: int | None, max_tokens: int | None, packed: bool) -> np.ndarray:
+    """(num_rows,): how many rows fit into a microbatch that begins with each of these, which stand longest first."""
+    room = np.full(len(lengths), len(lengths) if max_rows is None else max_rows)
+    if max_tokens is None:
+        return room
+    if packed:
+        until = np.cumsum(lengths)
+        fitting = np.searchsorted(until, until - lengths + max_tokens, side="right") - np.arange(len(lengths))
+    else:
+        fitting = max_tokens // np.maximum(1, lengths)
+    return np.minimum(room, np.maximum(1, fitting))
+
+
+def best_cuts(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
+    """Cut units sorted by length so that padded tokens plus `TOKENS_PER_MICROBATCH` per microbatch are fewest.
+
+    A microbatch costs its rows times its longest. Dynamic programming from the end: the best cost of what begins with
+    unit u is the least, over where the first microbatch ends, of that microbatch and the best of the rest. A cut
+    between two units that are alike need be tried only where the microbatch after it is full: otherwise the unit before
+    the cut can move over, and the sum doesn't rise.
+
+    Args:
+        rows_U: (U,) rows of each unit.
+        longest_U: (U,) tokens of the longest of them, falling.
+        room_U: (U,) rows of a microbatch that begins with this unit, not falling.
+
+    Returns:
+        First and last unit + 1 of each microbatch. A unit with more rows than fit stands alone.
+
+    >>> best_cuts(np.array([1, 1, 1, 1]), np.array([900, 20, 10, 10]), np.array([4, 4, 4, 4]))
+    [(0, 1), (1, 4)]
+    """
+    num_units = len(rows_U)
+    numbers = np.arange(num_units)
+    ends = np.concatenate(([0], np.cumsum(rows_U)))
+    latest = np.maximum(numbers + 1, np.searchsorted(ends, ends[:-1] + room_U, side="right") - 1)
+    if_full = np.clip(np.searchsorted(ends, ends[:-1] + room_U - rows_U, side="right"), numbers + 1, latest)
+    alike = np.zeros(num_units, dtype=bool)
+    alike[1:] = (rows_U[1:] == rows_U[:-1]) & (longest_U[1:] == longest_U[:-1])
+    earliest = np.where(alike, if_full, numbers + 1)
+    best = np.zeros(num_units + 1)
+    end_of = np.empty(num_units, dtype=np.int64)
+    for first, low, high, tokens in zip(
+        range(num_units - 1, -1, -1),
+        earliest[::-1].tolist(),
+        latest[::-1].tolist(),
+        longest_U[::-1].tolist(),
+        strict=True,
+    ):
+        costs = best[low : high + 1] + (ends[low : high + 1] - ends[first]) * tokens
+        place = int(costs[::-1].argmin())  # of several the latest: the longest fill their microbatch
+        end_of[first] = high - place
+        best[first] = costs[-1 - place] + TOKENS_PER_MICROBATCH
+    cuts, first = [], 0
+    while first < num_units:
+        cuts.append((first, int(end_of[first])))
+        first = cuts[-1][1]
+    return cuts
+
+
+def full_cuts(rows_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
+    """As `best_cuts` for rows that leave no padding: each microbatch takes what fits."""
+    ends = np.concatenate(([0], np.cumsum(rows_U)))
+    latest = np.maximum(np.arange(len(rows_U)) + 1, np.searchsorted(ends, ends[:-1] + room_U, side="right") - 1)
+    cuts, first = [], 0
+    while first < len(rows_U):
+        cuts.append((first, int(latest[first])))
+        first = cuts[-1][1]
+    return cuts
+
+
+def _pieces(
+    rows_of_unit: np.ndarray, lengths: np.ndarray, room: np.ndarray, padded: bool
+) -> Iterator[tuple[int, int, bool]]:
+    """Cut rows that stand unit after unit: where each microbatch begins and ends, and whether its unit goes on.
+
+    Args:
+        rows_of_unit: (U,) how many rows each unit has.
+        lengths: (num_rows,) tokens of each row; the longest of a unit comes first.
+        room: (num_rows,) how many rows fit into a microbatch that begins with this row, the longest of it.
+        padded: whether rows are padded to the longest of their microbatch.
+    """
+    ends = np.concatenate(([0], np.cumsum(rows_of_unit)))
+    here = ends[:-1]
+    cuts = best_cuts(rows_of_unit, lengths[here], room[here]) if padded else full_cuts(rows_of_unit, room[here])
+    for first, last in cuts:
+        begin, end = int(ends[first]), int(ends[last])
+        while end - begin > room[begin]:
+            stop = begin + int(room[begin])
+            yield begin, stop, True
+            begin = stop
+        yield begin, end, False
+
+
+def _collated(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray) -> tuple[Mapping[str, Any], Tensor]:
+    inputs = collate(list(rows))
+    boundaries = inputs.get(_BOUNDARIES)
+    if boundaries is not None:
+        _check_packed(inputs, boundaries, len(rows))
+    for name, value in inputs.items():
+        if boundaries is None and isinstance(value, Tensor) and (value.ndim == 0 or value.shape[0] != len(rows)):
+            raise ValueError(
+                f"The collator turned {len(rows)} rows into '{name}' of shape {tuple(value.shape)}. Every row has to "
+                f"stay a row of its own, first dimension first: packing rows together would mix the gradients of "
+                "different units, unless 'cu_seq_lens_q' says where each begins (dpllm.data.rows.PackedCollator)."
+            )
+    return inputs, torch.from_numpy(unit_index.astype(np.int64))
+
+
+def _check_packed(inputs: Mapping[str, Any], boundaries: Tensor, num_rows: int) -> None:
+    """Make sure that rows laid end to end are as many as were given, and all inputs as long as they are together."""
+    if boundaries.shape != (num_rows + 1,) or int(boundaries[0]) != 0 or int(boundaries.diff().min()) < 1:
+        raise ValueError(
+            f"The collator turned {num_rows} rows into packed ones that begin at {boundaries.tolist()}: these are the "
+            "gradients of other units. Give one boundary for each row and the end of the last."
+        )
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and not name.startswith("cu_seq_lens") and value.shape[:2] != (1, boundaries[-1]):
+            raise ValueError(
+                f"The collator packed {int(boundaries[-1])} tokens, and '{name}' has shape {tuple(value.shape)}; one "
+                "row of all tokens is needed."
+            )

@@ -1,0 +1,91 @@
+"""What the ledger of a run says of its units and its data.
+
+Place in the flow: beside run; after the data are read and before the first step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dpllm.config import PrivacyConfig
+from dpllm.data.records import MANY_COPIES, has_many_copies, sources_of
+from dpllm.data.tokenization import RECORD
+from dpllm.data.units import ONE_ROW, UnitIndex
+from dpllm.privacy.ledger import Ledger
+from dpllm.report.definition import UNITS_MADE_OF
+from dpllm.training.shared_ledger import SharedLedger
+
+_BLOCKS, _FEWEST_BLOCKS = 0.95, 20  # this share of at least this many rows, all of the largest length
+_MOST_NAMES = 20  # of files, in the report
+
+
+def note_users(ledger: Ledger | SharedLedger, units: UnitIndex, column: str | None) -> None:
+    """Note in the ledger the reasons for doubt that an id is a person's.
+
+    Args:
+        ledger: of the run that begins.
+        units: users, or the rows of users that are drawn singly.
+        column: that the ids are from.
+    """
+    each = units.num_units == units.num_rows > 1 and units.rows_dropped == 0 and units.rows_per_owner == 1
+    if each:
+        ledger.append_open_point(
+            f"Every id in column '{column}' is in one row only. If it names a row or a message and not a "
+            "person, a person is spread over several units and is protected less than one: confirm that each person "
+            "has one row, or name the column that holds the person's id."
+        )
+    if units.differ_in_case:
+        ledger.append_open_point(
+            f"Some ids in column '{column}' differ only in upper and lower case, and count as different "
+            "users. Confirm that they are different people, or set privacy.normalize_ids: true."
+        )
+
+
+def note_units(ledger: Ledger | SharedLedger, units: UnitIndex, lengths: np.ndarray | None = None) -> None:
+    """Note in the ledger how the units were made, and a doubt where rows look like blocks cut from joined documents.
+
+    Args:
+        ledger: of the run that begins.
+        units: of the rows.
+        lengths: (num_rows,) tokens of every row; None: not looked at.
+    """
+    if units.made_of is not None:
+        ledger.append_fact(UNITS_MADE_OF, units.made_of)
+    if lengths is None or units.made_of != ONE_ROW or len(lengths) < _FEWEST_BLOCKS:
+        return
+    longest = int(lengths.max())
+    if longest > 1 and float((lengths == longest).mean()) >= _BLOCKS:
+        ledger.append_open_point(
+            f"Nearly all rows have the same {longest} tokens, and no column '{RECORD}' says which record they are "
+            "from. If documents were joined and cut into blocks, a document is spread over several units and is "
+            f"protected less than one: give each row the number of its record in a column '{RECORD}' "
+            "(dpllm.data.rows.tokenize_records does it), or confirm that each row is a whole record."
+        )
+
+
+def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, privacy: PrivacyConfig) -> None:
+    """Note in the ledger which files the rows came from, and the reasons for people to look at them before a release.
+
+    Args:
+        ledger: of the run that begins.
+        dataset: the rows, which carry what was noted when their records were loaded.
+        units: of the rows.
+        privacy: what a unit is. At user level the numbers of records are left out: there only N is public.
+    """
+    files = sources_of(dataset)
+    counted = privacy.unit == "sequence"
+    if len(files) > _MOST_NAMES:
+        ledger.append_fact("files of training records", f"{len(files)} files")
+    else:
+        for name, count in files.items():
+            ledger.append_fact("files of training records", f"{name} ({count} records)" if counted else name)
+    if counted and has_many_copies(dataset):
+        ledger.append_open_point(
+            f"More than {MANY_COPIES:.0%} of the records that were read are exact copies of other records. Each is a "
+            "unit of its own here, so a text that is in k records is protected k times less. Remove the copies, or "
+            "confirm that they are of different people."
+        )
+    if privacy.unit == "user":
+        note_users(ledger, units, privacy.unit_column)

@@ -1,0 +1,365 @@
+"""Everything that leaves a private run by way of the Trainer: logged figures, the model card, uploads to the Hub.
+
+Place in the flow: between transformers' ``Trainer`` and `dpllm.DPTrainer`. Each of the Trainer's own outlets is
+overridden here: a figure that ε does not cover is counted in the ledger, the card keeps the guarantee, and an upload
+takes files from an allow-list (`dpllm.report.publishing`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from peft import PeftModel
+from transformers import Trainer
+from transformers.utils import logging
+
+from dpllm.config import ConfigError
+from dpllm.engines.processes import Processes
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.report.disclosures import (
+    DESTINATIONS,
+    GRADIENT_NORM,
+    PREDICTION,
+    Evaluating,
+    not_covered,
+    own_callbacks,
+    receivers,
+)
+from dpllm.report.model_card import CARD_FILE, keep_own_card, write_model_card
+from dpllm.report.publishing import PublishError, files_to_publish, require_publishable, upload
+from dpllm.report.statement import ReleaseNotes, notes_in, write_report
+from dpllm.training.shared_ledger import SharedLedger
+
+logger = logging.get_logger(__name__)
+
+LOST_NOTES = (
+    "An earlier report in this folder could not be read, so this one lacks the notes in it (an audit, other uses of "
+    "the data). Note them again with `dpllm report`, or confirm that there were none."
+)
+
+
+class Outlets(Trainer):
+    """The Trainer's outlets, with the guarantee; `dpllm.DPTrainer` is the class to use."""
+
+    ledger: SharedLedger | None
+    plan: PrivacyPlan
+    privacy: Any
+    notes: ReleaseNotes
+    processes: Processes
+    hub_model_id: Any
+    declared_points: Sequence[str] = ()
+    """Open points of the report that follow from declarations outside of the Trainer; set them before ``train()``."""
+    _task: str | None
+    _base_name: str | None
+    _evaluating: Evaluating | None = None
+
+    # ------------------------------------------------------------------ figures
+
+    @property
+    def epsilon(self) -> float:
+        """ε spent so far at the plan's δ."""
+        raise NotImplementedError
+
+    def disclose(self, what: str, count: int = 1) -> None:
+        """Note in the ledger that something was written out that the guarantee doesn't cover; the report lists it.
+
+        Args:
+            what: for instance "evaluation on private rows".
+            count: how often.
+        """
+        if self.ledger is None:
+            raise ValueError("There is no ledger yet; train() opens it.")
+        self.ledger.append_disclosure(what, count)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the ε spent so far beside the loss, and count every figure that ε does not cover.
+
+        The Trainer's ``grad_norm`` is logged as ``noisy_grad_norm``: it is the norm of the private gradient, clipped
+        and with noise, which ε covers.
+        """
+        if "grad_norm" in logs:
+            logs[GRADIENT_NORM] = logs.pop("grad_norm")
+        if "loss" in logs:
+            logs["epsilon"] = round(self.epsilon, 4)
+        for what, count in not_covered(logs, self._evaluating, self.is_in_train).items():
+            self._note(what, count)
+        super().log(logs, start_time)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate as ``Trainer`` does; the ledger counts it, unless the rows were declared public.
+
+        Args:
+            eval_dataset: rows; None or the name of one of several: the ``eval_dataset`` of the constructor, for which
+                alone ``eval_is_public`` speaks.
+            ignore_keys: as for ``Trainer``.
+            metric_key_prefix: as for ``Trainer``.
+        """
+        own = eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset
+        outer = self._evaluating
+        if outer is not None:  # one of several data sets: the Trainer calls this method for each
+            own = own or outer.public
+        self._evaluating = Evaluating(metric_key_prefix, own and self._eval_is_public)
+        try:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        finally:
+            self._evaluating = outer
+            if outer is None:
+                self._renew_report()
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """Predict as ``Trainer`` does; the ledger counts it, unless the rows were declared public."""
+        if not (test_dataset is self.eval_dataset and self._eval_is_public):
+            self._note(PREDICTION, 1)
+        try:
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        finally:
+            self._renew_report()
+
+    @property
+    def _eval_is_public(self) -> bool:
+        return bool(getattr(self, "eval_is_public", False))
+
+    def _note(self, what: str, count: int) -> None:
+        """Count a disclosure, also one from before there was a ledger."""
+        if self.ledger is None:
+            self._noted_before[what] += count
+        else:
+            self.disclose(what, count)
+
+    @property
+    def _noted_before(self) -> Counter[str]:
+        return self.__dict__.setdefault("_noted_before_the_ledger", Counter())
+
+    def _note_outlets(self) -> None:
+        """Write into the ledger, now open, where figures go, what was declared, and what was written out before."""
+        assert self.ledger is not None
+        self.ledger.append_fact(DESTINATIONS, receivers(self.callback_handler.callbacks))
+        for point in self.declared_points:
+            self.ledger.append_open_point(point)
+        for name in own_callbacks(self.callback_handler.callbacks):
+            self.ledger.append_open_point(
+                f"The callback {name} runs within training, where it can read losses of private rows: make sure that "
+                "neither learning rate, nor weights, nor the end of training follow them."
+            )
+        for what, count in self._noted_before.items():
+            self.disclose(what, count)
+        self._noted_before.clear()
+
+    def _renew_report(self) -> None:
+        """Write report and card of a finished run again: something was counted after they were made."""
+        if self.ledger is None or self.is_in_train or not self.processes.is_main:
+            return
+        folder = self.ledger.path.parent
+        contents = read_ledger(self.ledger.path)
+        if contents.end is not None:
+            self._write_guarantee(folder, with_card=(folder / CARD_FILE).is_file())
+
+    # --------------------------------------------------------- report and card
+
+    def _write_guarantee(self, folder: Path, with_card: bool = True, **metadata: Any) -> None:
+        """Write plan, ledger so far, report and card beside the model; for one process.
+
+        What people or an audit added to the folder's report stays, where `notes` says nothing of it.
+        """
+        assert self.ledger is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder.resolve() != self.ledger.path.parent.resolve():
+            self.plan.save(folder / PLAN_FILE)
+            (folder / LEDGER_FILE).write_bytes(self.ledger.path.read_bytes())
+        notes = self._notes_for(folder)  # first: what it finds is an open point of this report
+        report = write_report(folder, self.plan, read_ledger(self.ledger.path), notes)
+        if not with_card:
+            return
+        config = getattr(self.model, "config", None)
+        write_model_card(
+            folder,
+            report,
+            base_model=metadata.pop("base_model", None) or self._base_name or None,
+            task=self._task,
+            adapter=self._is_adapter,
+            num_labels=getattr(config, "num_labels", None) if self._task == "sequence_classification" else None,
+            **metadata,
+        )
+
+    def _notes_for(self, folder: Path) -> ReleaseNotes:
+        assert self.ledger is not None
+        if folder.resolve() != self.ledger.path.parent.resolve():  # another run may have been saved there
+            return self.notes
+        try:
+            earlier = notes_in(folder)
+        except (ValueError, OSError):  # the report is written all the same, and says what it lacks
+            self.ledger.append_open_point(LOST_NOTES)
+            return self.notes
+        fields = (item.name for item in dataclasses.fields(ReleaseNotes))
+        return dataclasses.replace(
+            self.notes, **{name: getattr(earlier, name) for name in fields if not getattr(self.notes, name)}
+        )
+
+    @property
+    def _is_adapter(self) -> bool:
+        return isinstance(self.model, PeftModel)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Write the model card with the guarantee (`dpllm.report.model_card`) into the folder, from the ledger so far.
+
+        The Trainer's own card lists training and evaluation losses, which ε does not cover, and no guarantee.
+
+        Args:
+            language: ISO code.
+            license: the Hub's identifier.
+            tags: beside those of dpllm.
+            model_name: not used; the card speaks of "this model".
+            finetuned_from: the base model's Hub id; None: the name that it was loaded by.
+            tasks: refused, as all that goes into ``model-index``.
+            dataset_tags: public data sets' Hub ids, for the metadata.
+            dataset: the same.
+            dataset_args: refused.
+
+        Raises:
+            ValueError: before `train`, or one of the refused arguments.
+        """
+        del model_name
+        refused = [name for name, value in (("tasks", tasks), ("dataset_args", dataset_args)) if value]
+        if refused:
+            raise ConfigError(
+                f"create_model_card({refused[0]}=...) is for a card's evaluation results, which ε does not cover. "
+                "Leave it out; figures for the report go into DPTrainer.notes"
+            )
+        if self.ledger is None:
+            raise ValueError("There is no guarantee to write a card of before train().")
+        if not self.processes.is_main:
+            return
+        keep_own_card(Path(str(self.args.output_dir)))
+        self._write_guarantee(
+            Path(str(self.args.output_dir)),
+            base_model=finetuned_from,
+            language=language,
+            license=license,
+            tags=_listed(tags),
+            datasets=[*_listed(dataset_tags), *_listed(dataset)],
+        )
+
+    # ------------------------------------------------------------------ uploads
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository of ``hub_model_id`` where it does not exist."""
+        if not self.is_world_process_zero():
+            return
+        url = HfApi().create_repo(
+            self.args.hub_model_id or Path(str(self.args.output_dir)).absolute().name,
+            token=token if token is not None else self.args.hub_token,
+            private=private if private is not None else self.args.hub_private_repo,
+            exist_ok=True,
+        )
+        self.hub_model_id, self.push_in_progress = url.repo_id, None
+
+    def push_to_hub(  # type: ignore[override]  # the Trainer swallows any keyword
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        *,
+        force_open_points: bool = False,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+    ) -> Any:
+        """Save the model with its guarantee, and upload it: weights, tokenizer, card, report, plan and ledger only.
+
+        Nothing else of the folder is uploaded (`dpllm.report.publishing.files_to_publish`). Called by all processes
+        together.
+
+        Args:
+            commit_message: of the commit.
+            blocking: whether to wait for the upload.
+            token: of the Hub; None: ``hub_token``.
+            revision: the branch; None: ``hub_revision``.
+            private: whether a new repository is visible to its owner only.
+            force_open_points: upload although points of the report are open; the card lists them.
+            language: as for `create_model_card`.
+            license: as for `create_model_card`.
+            tags: as for `create_model_card`.
+            model_name: as for `create_model_card`.
+            finetuned_from: as for `create_model_card`.
+            dataset_tags: as for `create_model_card`.
+            dataset: as for `create_model_card`.
+
+        Returns:
+            The commit, or its future where not ``blocking``; None on other processes than the first.
+
+        Raises:
+            PublishError: an open point, a run that is not private, a failed audit, files that contradict each other.
+        """
+        if self.ledger is None:
+            raise PublishError("There is nothing to publish before train(): a model goes out with its guarantee")
+        folder = Path(str(self.args.output_dir))
+        self._save_whole(folder)
+        self.create_model_card(
+            language=language,
+            license=license,
+            tags=tags,
+            model_name=model_name,
+            finetuned_from=finetuned_from,
+            dataset_tags=dataset_tags,
+            dataset=dataset,
+        )
+
+        def checked() -> list[str]:
+            require_publishable(folder, force_open_points=force_open_points)
+            vocabulary = getattr(self.processing_class, "vocab_files_names", None) or {}
+            return files_to_publish(folder, adapter=self._is_adapter, vocabulary=vocabulary.values())
+
+        names = self.processes.from_main(checked)
+        if not self.is_world_process_zero():
+            return None
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        assert self.hub_model_id is not None
+        logger.warning("uploading to %s: %s", self.hub_model_id, ", ".join(names))
+        return upload(
+            folder,
+            names,
+            self.hub_model_id,
+            message=commit_message or "End of training",
+            token=token if token is not None else self.args.hub_token,
+            revision=revision if revision is not None else self.args.hub_revision,
+            blocking=blocking,
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Upload nothing during training: the report is not complete, and checkpoints hold more than ε covers."""
+        del checkpoint_folder
+
+    def _save_whole(self, folder: Path) -> None:
+        """Save the whole model with its guarantee; on all processes."""
+        raise NotImplementedError
+
+
+def _listed(value: str | Sequence[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())

@@ -1,0 +1,117 @@
+"""Everything about a recipe that can be checked without its data, before anything is read, trained or written.
+
+Place in the flow: first, in `recipes/finetune.py`, `recipes/compare.py` and `dpllm plan` alike. The values of a recipe
+were checked by kind and range when it was read (`dpllm.config`); here they meet the libraries, the machine and the
+model: the options of both trainings, optimizer and schedule, the output folder, the budget file, the tokenizer, and the
+model, built without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import TrainingArguments
+from transformers.integrations import integration_utils
+
+from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, nearest
+from dpllm.config.output_folder import REPORTS, check_output_folder
+from dpllm.models.load import load_tokenizer, skeleton
+from dpllm.models.positions import num_positions
+from dpllm.privacy.budget import read_budget
+from dpllm.training.arguments import check_optimizer, refuse_options, training_arguments
+
+PLAIN = {"save_strategy": "no", "report_to": "none"}
+"""Options of a recipe's trainings where it does not say otherwise."""
+
+
+def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
+    """Check all of a recipe that does not need its records.
+
+    Args:
+        recipe: as read.
+        to_train: whether this machine is to train: a model on the Hub is then looked at as well, and loggers must be
+            installed. Otherwise (`dpllm plan`) nothing is downloaded.
+
+    Returns:
+        What was not checked, one line each.
+
+    Raises:
+        ConfigError: something that training would end at, with the remedy.
+        BudgetError: the budget file cannot be read.
+    """
+    public = recipe.public_pretrain
+    if public is not None:
+        folder = Path(str(recipe.train.get("output_dir", ""))) / PRETRAINED_FOLDER
+        _check_train("public_pretrain.train", {"output_dir": str(folder), **public.train}, to_train, private=False)
+    args = _check_train("train", recipe.train, to_train, private=True)
+    if recipe.privacy.budget_file is not None:
+        read_budget(recipe.privacy.budget_file)
+    if recipe.model.name is not None and not Path(recipe.model.name).is_dir() and not to_train:
+        check_output_folder("train.output_dir", str(args.output_dir))
+        return [f"the model {recipe.model.name} is not a folder here, so its parts and its tokenizer are not checked"]
+    model = skeleton(recipe.model)
+    unchecked = []
+    if recipe.model.tokenizer_vocab_size is not None:
+        if public is None:
+            raise ConfigError(
+                "model.tokenizer_vocab_size trains a tokenizer on public text, but the recipe has no public_pretrain "
+                "section: add one, or name a tokenizer with model.tokenizer"
+            )
+    elif to_train or Path(recipe.model.tokenizer or recipe.model.name or "/dev/null").is_dir():
+        load_tokenizer(recipe.model)
+    else:
+        unchecked.append("the tokenizer is not checked: model.tokenizer names no folder here")
+    _check_positions(recipe, model)
+    check_output_folder("train.output_dir", str(args.output_dir), REPORTS + _saved_bytes(model, recipe))
+    return unchecked
+
+
+def require_positions(model: nn.Module, longest: int, what: str) -> None:
+    """Raise when rows may be longer than the model has positions.
+
+    Args:
+        model: with or without weights.
+        longest: tokens of the longest row.
+        what: says what has this length, and the remedy follows it.
+
+    Raises:
+        ConfigError: they may.
+    """
+    most = num_positions(model)
+    if most is not None and longest > most:
+        raise ConfigError(
+            f"{what} {longest} tokens, and the model has {most} positions: set data.max_length={most} or less"
+        )
+
+
+def _check_train(name: str, section: Mapping[str, Any], to_train: bool, private: bool) -> TrainingArguments:
+    try:
+        args = training_arguments({**PLAIN, **section})
+        if private:
+            refuse_options(args)
+        check_optimizer(args)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("train", name, 1) if not private else str(error)) from error
+    known = integration_utils.INTEGRATION_TO_CALLBACK
+    for logger in args.report_to or []:
+        if logger not in known:
+            raise ConfigError(f"{name}.report_to={logger} is unknown{nearest(str(logger), known)}")
+        if to_train and logger not in integration_utils.get_available_reporting_integrations():
+            raise ConfigError(f"{name}.report_to={logger}: it is not installed. Install it, or leave report_to out")
+    return args
+
+
+def _check_positions(recipe: Recipe, model: nn.Module) -> None:
+    require_positions(model, recipe.data.max_length, "data.max_length allows rows of")
+    if recipe.public_pretrain is not None:
+        longest = recipe.public_pretrain.data.max_length
+        require_positions(model, longest, "public_pretrain.data.max_length allows rows of")
+
+
+def _saved_bytes(model: nn.Module, recipe: Recipe) -> int:
+    """Bytes of the weights that the run saves at its end: of the adapter, or of the whole model."""
+    parameters = [p for p in model.parameters() if recipe.model.peft is None or p.requires_grad]
+    return sum(p.numel() * p.element_size() for p in parameters)

@@ -1,0 +1,120 @@
+"""One command for the first start and for every restart: `train.resume_from_checkpoint: auto`.
+
+Place in the flow: below `dpllm.training.trainer`. A scheduler starts a job again with the command it was submitted
+with. This module looks at the output folder and says what that command has to do there; nothing is changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpllm.config import ConfigError
+from dpllm.engines.processes import Processes
+from dpllm.privacy.checkpoints import CheckpointError, differing, latest_whole
+from dpllm.privacy.identity import ended_as_planned, steps_of_weights
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.training.shared_folder import require_shared_folder
+
+AUTO_RESUME = "auto"
+
+
+class RunCompletedError(ConfigError):
+    """The run in this folder has ended as planned, so a restart has nothing to do."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What a start has to do in its output folder.
+
+    Attributes:
+        checkpoint: a checkpoint, True for the latest that is whole, False for none.
+        continues: whether the folder's ledger is continued.
+    """
+
+    checkpoint: str | bool
+    continues: bool
+
+
+def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
+    """Decide between a start and a restart.
+
+    Args:
+        folder: the output folder.
+        wanted: ``train.resume_from_checkpoint``: a checkpoint, True, nothing, or "auto": without a ledger the run
+            starts; with one and a whole checkpoint it resumes; with one that charges no step it starts again.
+
+    Raises:
+        RunCompletedError: "auto", and the run in the folder has ended as planned.
+        CheckpointError: "auto", and the folder's ledger charges steps of which no whole checkpoint is left; or
+            checkpoints are there without a ledger.
+        LedgerError: the ledger was edited.
+
+    >>> restart_of("a/new/folder", "auto")
+    Restart(checkpoint=False, continues=False)
+    """
+    if isinstance(wanted, str) and wanted.strip().lower() in ("true", "false"):
+        wanted = wanted.strip().lower() == "true"
+    if wanted != AUTO_RESUME:
+        return Restart(wanted or False, bool(wanted))
+    folder = Path(folder)
+    checkpoint, passed_over = latest_whole(folder)
+    if not (folder / LEDGER_FILE).exists():
+        if checkpoint is not None:
+            raise CheckpointError(
+                f"{folder} holds {checkpoint.name} and no {LEDGER_FILE}: the steps of that run are charged nowhere. "
+                "Put the run's own ledger back, or set train.output_dir to an empty folder"
+            )
+        return Restart(False, False)
+    ledger = read_ledger(folder / LEDGER_FILE)
+    if ended_as_planned(ledger):
+        raise RunCompletedError(
+            f"The run in {folder} is completed ({ledger.num_steps} steps); there is nothing to resume. Set "
+            "train.output_dir to another folder for another run"
+        )
+    if checkpoint is not None:
+        return Restart(True, True)
+    if ledger.num_steps:
+        last = f"; {passed_over[0][0].name} is not whole ({passed_over[0][1].rstrip('.')})" if passed_over else ""
+        raise CheckpointError(
+            f"The ledger in {folder} charges {ledger.num_steps} steps, and no whole checkpoint holds them{last}: there "
+            "is nothing to resume from. The steps stay charged; set train.output_dir to another folder for a new run, "
+            "and save more often (train.save_steps)"
+        )
+    return Restart(False, False)  # nothing was charged: a new run may begin over it (`dpllm.privacy.unused`)
+
+
+def refuse_to_go_back(folder: str | Path, checkpoint: str | Path) -> None:
+    """Make sure that the finished model of a run is not replaced by older weights.
+
+    All steps of such a run are charged, so a resume takes none and would save the checkpoint's weights as the model. A
+    run whose last save failed has no finished model, and can be resumed to write one.
+
+    Args:
+        folder: of the run.
+        checkpoint: that is to be resumed.
+
+    Raises:
+        CheckpointError: the run ended as planned, its model is in the folder, and the checkpoint has taken fewer steps.
+    """
+    ledger, taken = read_ledger(Path(folder) / LEDGER_FILE), steps_of_weights(checkpoint)
+    if taken is None or taken >= ledger.num_steps or not ended_as_planned(ledger):
+        return
+    if any(not differing(folder, release["files"]) for release in reversed(ledger.notes.released)):
+        raise CheckpointError(
+            f"The run in {folder} is completed ({ledger.num_steps} steps) and its model is there; {checkpoint} has "
+            f"taken {taken}. A resume would take no step and replace the model by older weights. To use the older "
+            f"weights, load {checkpoint}, whose report states the same ε; for another run, set train.output_dir to "
+            "another folder"
+        )
+
+
+def begin_in(folder: str | Path, wanted: str | bool | None, processes: Processes) -> Restart:
+    """As `restart_of`, for all processes together: they make sure that they see one folder, and rank 0 looks at it.
+
+    Raises:
+        ConfigError: the processes do not see one folder.
+        ValueError: what `restart_of` raises; on every process.
+    """
+    require_shared_folder(folder, processes)
+    return processes.from_main(lambda: restart_of(folder, wanted))

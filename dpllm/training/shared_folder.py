@@ -1,0 +1,90 @@
+"""Whether all processes see one output folder, asked before a ledger is opened there.
+
+Where each machine has a folder of its own under one name, rank 0 writes the ledger and every machine writes its shards
+beside other ledgers' names: checkpoints look whole on each machine, and none of them can be resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from dpllm.config import ConfigError
+from dpllm.engines.processes import Processes
+
+_WAIT = 20.0  # seconds that a network file system may take to show a new file to another machine
+_PAUSE = 0.2
+
+
+def require_shared_folder(folder: str | Path, processes: Processes) -> None:
+    """Make sure that every process reads in the folder what rank 0 writes there; all processes call this together.
+
+    Rank 0 makes the folder, writes a random number into a file, and deletes the file afterwards. Nothing else changes.
+
+    Args:
+        folder: the output folder of a run.
+        processes: all processes of the run.
+
+    Raises:
+        ConfigError: some processes do not see the file; the message names them and their machines.
+        OSError: rank 0 cannot write into the folder; on every process.
+    """
+    if processes.size == 1:
+        return
+    folder = Path(folder)
+    made: list[Path] = []
+
+    def write() -> tuple[str, str, str]:
+        folder.mkdir(parents=True, exist_ok=True)
+        name, nonce = f".shared-folder-{secrets.token_hex(8)}", secrets.token_hex(16)
+        with (folder / name).open("x", encoding="ascii") as file:
+            made.append(folder / name)
+            file.write(nonce)
+            file.flush()
+            os.fsync(file.fileno())
+        return name, nonce, str(folder)
+
+    name, nonce, told = processes.from_main(write)
+    try:
+        answers = processes.gather((_reads(folder / name, nonce), socket.gethostname()))
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(answers) if not sees]
+    if blind:
+        shown = ", ".join(blind[:8]) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
+        raise ConfigError(
+            f"The output folder {told} of rank 0 (on {answers[0][1]}) is not the one that {shown} sees: nothing "
+            "that rank 0 writes there can be read. Set train.output_dir to one folder on "
+            "a file system that all machines share, the same on every process; nothing was charged"
+        )
+
+
+def _reads(path: Path, nonce: str) -> bool:
+    """Whether the file comes into sight in time with the right content."""
+    end = time.monotonic() + _WAIT
+    while True:
+        with contextlib.suppress(OSError):
+            if path.read_text(encoding="ascii") == nonce:
+                return True
+            os.listdir(path.parent)  # makes a network file system look again
+        # A folder that is not there at all is no matter of waiting for a cache.
+        if time.monotonic() >= end or not _may_appear(path.parent):
+            return False
+        time.sleep(_PAUSE)
+
+
+def _may_appear(folder: Path) -> bool:
+    """Whether the folder is on a file system whose view may be behind; a local disk shows a file at once."""
+    try:
+        kinds = {fields[1]: fields[2] for fields in map(str.split, Path("/proc/mounts").read_text().splitlines())}
+    except (OSError, IndexError):
+        return True
+    here = folder.resolve()
+    mount = next((str(parent) for parent in (here, *here.parents) if str(parent) in kinds), "/")
+    return kinds.get(mount, "") not in {"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "vfat"}

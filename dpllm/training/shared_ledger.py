@@ -1,0 +1,299 @@
+"""One ledger for all processes of a run: rank 0 writes it, and no process goes on before a step is on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dpllm.engines.processes import Processes
+from dpllm.privacy.accounting import Step
+from dpllm.privacy.budget import BudgetError, charge, check_entry, mark, settle
+from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY, note_public_start, require_prefix, require_public_start
+from dpllm.privacy.ledger import Ledger, LedgerError, read_ledger
+from dpllm.privacy.ledger_reader import LedgerHead
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.same_rows import compare_rows, remember_rows
+from dpllm.privacy.unused import make_way
+from dpllm.privacy.writer import note_writer
+
+NOT_SETTLED = (
+    "The run ended, and its budget {file} could not be settled ({error}). All its planned steps stay reserved there. "
+    "Put the file back in its place, and run `dpllm budget settle` with it and this folder."
+)
+
+
+class SharedLedger:
+    """A `dpllm.privacy.ledger.Ledger` as every process of a run sees it.
+
+    Guarantee: when `append_step` returns on any process, the step is on the disk of rank 0. When it can't be written,
+    every process raises the same error, and the step isn't taken.
+
+    Made by `create` or `open`, which all processes call together.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger | None,
+        path: Path,
+        head: LedgerHead,
+        processes: Processes,
+        budget: tuple[str, str] | None = None,
+        planned: int | None = None,
+    ) -> None:
+        """Take over what rank 0 opened; use `create` or `open`."""
+        self.path, self._ledger, self._head, self._processes = path, ledger, head, processes
+        self._budget = budget  # on rank 0: the file and the run's entry in it
+        self._planned = planned  # steps
+        self._stated: int | None = None  # steps whose ε is stated, once the run has ended
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        plan: PrivacyPlan,
+        processes: Processes,
+        public: Sequence[str] = (),
+        budget_file: str | None = None,
+    ) -> SharedLedger:
+        """Start the ledger of a new run, with the plan beside it, charged to the data set's budget where there is one.
+
+        The ledger of a run that failed before its first step is replaced (`dpllm.privacy.unused`).
+
+        Raises:
+            LedgerError: the file exists.
+            BudgetError: the run would exceed the budget, or the budget is another data set's.
+        """
+
+        def start() -> tuple[Ledger, tuple[str, str] | None]:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            written_out = make_way(path, budget_file)
+            if budget_file is None:
+                ledger, entry = Ledger.create(path, plan, public=public), None
+            else:
+                if Path(path).exists():  # before anything is charged
+                    raise LedgerError(f"{path} is the ledger of an earlier run. Choose an empty output folder")
+                entry = charge(budget_file, plan, str(plan.dataset))
+                named = {"file": Path(budget_file).name, "entry": entry}
+                with _given_back_on_failure(budget_file, entry):
+                    ledger = Ledger.create(path, plan, public=public, budget=named)
+                    mark(budget_file, entry, ledger.head)
+            plan.save(Path(path).parent / PLAN_FILE)
+            note_public_start(ledger)
+            for what, count in written_out.items():
+                ledger.append_disclosure(what, count)
+            return ledger, None if entry is None or budget_file is None else (budget_file, entry)
+
+        return cls._made(start, Path(path), processes, plan.num_steps)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        plan: PrivacyPlan,
+        processes: Processes,
+        budget_file: str | None = None,
+        contents: str | None = None,
+        public: Sequence[str] = (),
+    ) -> SharedLedger:
+        """Continue the ledger of a run that is resumed; everything in it stays charged.
+
+        Args:
+            path: the file.
+            plan: the privacy plan, which must be the one the ledger was started with.
+            processes: all processes of the run.
+            budget_file: the one that the run was charged to.
+            contents: hash of the rows, compared with those of the first start (`dpllm.privacy.same_rows`); None: not
+                compared.
+            public: what was learnt from public data, as this start says it; lines that the ledger lacks are added.
+
+        Raises:
+            LedgerError: it is missing, edited, a copy, of another plan, of other rows or other public weights; the plan
+                beside it is missing or another one; or the budget file isn't the one that it names.
+            BudgetError: what the run gave back when it ended is needed again, and was spent by others; or the run went
+                on in another copy of the folder.
+        """
+        points: list[str | None] = []
+
+        def start() -> tuple[Ledger, tuple[str, str] | None]:
+            opened, budget = start_over()
+            if points and points[0] is not None:
+                remember_rows(opened, str(contents), points[0])
+            return opened, budget
+
+        def start_over() -> tuple[Ledger, tuple[str, str] | None]:
+            named = read_ledger(path).runs[0].get("budget")
+            if (named or {}).get("file") != (None if budget_file is None else Path(budget_file).name):
+                raise LedgerError(
+                    f"{path} is charged to {named['file'] if named else 'no budget file'}, and privacy.budget_file is "
+                    f"{budget_file}: its steps would be counted twice, or not at all. Resume with the first run's file"
+                )
+            ours = all(run["plan_hash"] == plan.hash for run in read_ledger(path).runs)
+            if ours and PrivacyPlan.load(Path(path).parent / PLAN_FILE).hash != plan.hash:
+                raise LedgerError(
+                    f"{Path(path).parent / PLAN_FILE} is another plan than the one of this run. Restore the file that "
+                    "the run wrote, and resume with the configuration of the first start"
+                )
+            if ours:
+                require_public_start(path)
+            if ours and contents is not None:
+                points.append(compare_rows(path, contents))
+            if named is None or budget_file is None:
+                return Ledger.open(path, plan, public), None
+            opened: list[Ledger] = []
+
+            def go_on() -> LedgerHead:
+                opened.append(Ledger.open(path, plan, public))
+                return opened[0].head
+
+            check_entry(budget_file, named["entry"], plan, path, go_on)
+            return opened[0], (budget_file, named["entry"])
+
+        return cls._made(start, Path(path), processes, plan.num_steps)
+
+    @classmethod
+    def _made(
+        cls,
+        start: Callable[[], tuple[Ledger, tuple[str, str] | None]],
+        path: Path,
+        processes: Processes,
+        planned: int,
+    ) -> SharedLedger:
+        opened: list[tuple[Ledger, tuple[str, str] | None]] = []
+
+        def on_main() -> LedgerHead:
+            opened.append(start())
+            note_writer(path.parent)
+            return opened[0][0].head
+
+        head = processes.from_main(on_main)
+        ledger, budget = opened[0] if opened else (None, None)
+        return cls(ledger, path, head, processes, budget, planned)
+
+    def remember_rows(self, contents: str) -> None:
+        """Note the rows of a new run (`dpllm.privacy.same_rows`). Called by all processes together."""
+
+        def remember() -> None:
+            assert self._ledger is not None
+            remember_rows(self._ledger, contents)
+
+        self._processes.from_main(remember)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps charged so far, those of earlier runs included."""
+        return self._head.num_steps
+
+    @property
+    def stated_steps(self) -> int:
+        """Steps charged; after the end those whose ε the report states (`dpllm.privacy.stated.stated_history`)."""
+        return self.num_steps if self._stated is None else self._stated
+
+    @property
+    def head(self) -> LedgerHead:
+        """Where the ledger was after the last step, the same on every process; on rank 0 it may have more lines."""
+        return self._head
+
+    def require_prefix(self, head: LedgerHead, owner: str) -> None:
+        """As `dpllm.privacy.identity.require_prefix`, with one outcome everywhere. Called by all processes together."""
+        self._processes.from_main(lambda: require_prefix(self.path, head, owner))
+
+    def mark(self) -> LedgerHead:
+        """Make sure that the file is intact, write its head into the budget, and return it; on rank 0, at each save.
+
+        Raises:
+            LedgerError: the file was replaced, cut, or written by another process.
+        """
+        assert self._ledger is not None, "rank 0 holds the ledger"
+        self._ledger.require_intact()
+        if self._budget is not None:
+            mark(*self._budget, self._ledger.head)
+        return self._ledger.head
+
+    def append_step(self, step_number: int, step: Step) -> None:
+        """Charge a step, on the disk before any process goes on. Called by all processes together.
+
+        Raises:
+            LedgerError: the number is not the next one, or the run has ended.
+            OSError: it can't be written; on every process.
+        """
+
+        def charge() -> LedgerHead:
+            assert self._ledger is not None
+            self._ledger.append_step(step_number, step)
+            return self._ledger.head
+
+        self._head = self._processes.from_main(charge)
+
+    def append_disclosure(self, what: str, count: int = 1) -> None:
+        """As `Ledger.append_disclosure`, on rank 0; other ranks write nothing."""
+        if self._ledger is not None:
+            self._ledger.append_disclosure(what, count)
+
+    def append_diagnostic(self, what: str, count: int = 1) -> None:
+        """As `Ledger.append_diagnostic`, on rank 0; other ranks write nothing."""
+        if self._ledger is not None:
+            self._ledger.append_diagnostic(what, count)
+
+    def append_fact(self, name: str, value: str | int | float) -> None:
+        """As `Ledger.append_fact`, on rank 0; other ranks write nothing."""
+        if self._ledger is not None:
+            self._ledger.append_fact(name, value)
+
+    def append_open_point(self, text: str) -> None:
+        """As `Ledger.append_open_point`, on rank 0; other ranks write nothing."""
+        if self._ledger is not None:
+            self._ledger.append_open_point(text)
+
+    def append_released(self, folder: str, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """As `Ledger.append_released`, on rank 0; other ranks write nothing."""
+        if self._ledger is not None:
+            self._ledger.append_released(folder, files)
+
+    def append_end(self, reason: str, independent: bool = False) -> None:
+        """As `Ledger.append_end`, on rank 0; other ranks write nothing. The budget is charged what is stated.
+
+        A run that has taken fewer steps than planned is never "completed". Its planned steps stay charged to the
+        budget, unless its stop was declared independent or it took none.
+        """
+        taken = self.num_steps
+        early = self._planned is not None and taken < self._planned
+        self._stated = self._planned if early and taken > 0 and not independent else taken
+        if self._ledger is None:
+            return
+        if early and reason.startswith(COMPLETED):
+            reason = STOPPED_EARLY
+        self._ledger.append_end(reason, independent=early and independent)
+        if self._budget is not None:
+            keep = early and taken > 0 and not independent
+            try:
+                settle(*self._budget, taken, self._ledger.head, keep_reserved=keep)
+            except (BudgetError, OSError) as error:  # all planned steps stay reserved: no reason to lose the model
+                self._ledger.append_open_point(NOT_SETTLED.format(file=self._budget[0], error=error))
+
+    @contextlib.contextmanager
+    def ended_on_failure(self) -> Iterator[None]:
+        """End the ledger when the block raises, which gives back to the budget what no step was charged for."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError, ValueError):  # must not hide what failed first
+                self.append_end("failed")
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._ledger is not None:
+            self._ledger.close()
+
+
+@contextlib.contextmanager
+def _given_back_on_failure(budget_file: str, entry: str) -> Iterator[None]:
+    """Settle an entry without steps when the ledger that was to name it could not be made: no run will settle it."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError, ValueError):  # must not hide what failed first
+            settle(budget_file, entry, 0)
+        raise

@@ -1,0 +1,211 @@
+"""One private step: the one place where clip, sum and noise meet.
+
+This is DP-SGD's gradient (Abadi et al. 2016, arXiv:1607.00133) over a truncated Poisson batch, as a sum divided by a
+public constant. What the optimizer then does with it is post-processing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpllm.engines.processes import Processes, found_by
+from dpllm.engines.protocol import Engine
+from dpllm.engines.replicas import Replicas
+from dpllm.ghost import GhostClipper
+from dpllm.mechanism.noise import NoiseSource
+from dpllm.privacy.plan import PrivacyPlan
+from dpllm.training.checks.outstanding import Charges
+from dpllm.training.microbatches import Microbatch
+from dpllm.training.out_of_memory import OutOfMemory, Passed, Portions, attempt
+
+
+@dataclass(frozen=True)
+class StepDiagnostics:
+    """What happened in a step, over all processes. Depends on the data: nothing of it is covered by the guarantee.
+
+    Attributes:
+        mean_loss: mean of the rows' losses; NaN for an empty step.
+        num_units: units that took part.
+        num_nonfinite: units whose gradient wasn't finite and which therefore contributed zero.
+        num_clipped: units whose gradient was longer than the clip norm.
+        num_divided: how often memory ran out, and a microbatch was taken again in halves.
+        max_tokens: tokens of a microbatch at most, padding included, with which the rest of the step was run; None
+            where memory sufficed.
+    """
+
+    mean_loss: float
+    num_units: int
+    num_nonfinite: int
+    num_clipped: int
+    num_divided: int = 0
+    max_tokens: int | None = None
+
+
+def private_step(
+    clipper: GhostClipper,
+    batch: Iterable[Microbatch],
+    loss_of: Callable[[Mapping], Tensor],
+    plan: PrivacyPlan,
+    engine: Engine,
+    ledger: Charges,
+    noise: NoiseSource,
+    before_update: Callable[[], None] = lambda: None,
+) -> StepDiagnostics:
+    """Take one private step up to the optimizer, charged to the ledger.
+
+    Guarantee: with ``batch`` this process's share of what ``plan.sampler`` drew, what the optimizer receives is the
+    output of the mechanism whose event is ``plan.step``, also when the batch is empty. The ledger holds the step
+    durably before anything of it is computed, so no crash can lose it. A microbatch on which memory runs out is
+    taken again in halves, where the processes don't run in lockstep; each unit still enters the sum once.
+
+    Args:
+        clipper: attached to the model, with the plan's clip norm.
+        batch: the microbatches of this process; the same number on every process.
+        loss_of: a microbatch's inputs to one loss per row (B,).
+        plan: the constants.
+        engine: `dpllm.engines.engine_for` the prepared model. It leaves the private gradient in ``.grad`` for
+            ``optimizer.step()``, or, DeepSpeed, has updated the parameters.
+        ledger: where the step is charged.
+        noise: where this process's share of the noise comes from.
+        before_update: called when the private gradient is complete, before an engine updates the parameters. Where it
+            raises on one process, all processes raise its error.
+
+    Raises:
+        ValueError: the clipper's norm isn't the plan's, gradients stand in ``.grad`` already, the plan's steps are used
+            up, or a step on this engine failed half-way, whose sums would be released under this one's noise.
+        UpdateError: in the first step, when what reaches the optimizer isn't the private sum.
+        DisagreementError: the trainable weights of two replicas differ; nothing of the step reaches the optimizer.
+        MicrobatchTooLargeError: memory ran out on a microbatch that can't be divided.
+    """
+    _check(clipper, plan, ledger, engine)
+    number = ledger.num_steps
+    ledger.append_step(number, plan.step)
+    engine.unfinished = True
+    processes, scale = engine.processes, 1 / plan.expected_batch_size
+    replicas = Replicas(clipper.parameters, processes)  # as they are now; compared with the tally, before any use
+    tally = _Tally(plan.clip_norm)
+    num_entries = 0
+    portions = Portions(batch, divisible=not engine.lockstep)
+    for microbatch, last in portions:
+        passed = attempt(clipper, microbatch, loss_of, _has_to_check_rows(clipper, microbatch, engine))
+        if isinstance(passed, OutOfMemory):
+            portions.divide(microbatch, passed)
+            continue
+        tally.add(passed, microbatch)
+
+        def add_to(
+            parameter: nn.Parameter, total: Tensor, last: bool = last, whole: bool = not microbatch.continues
+        ) -> None:
+            nonlocal num_entries
+            with engine.guard.handing_in(total):
+                if whole:
+                    clipper.add_clipped_sum_(parameter, total)
+                if last:  # each entry's noise is drawn by one process, before the sum over processes
+                    noise.add_share_(total, plan.noise_stddev, processes.rank, processes.size)
+            num_entries += total.numel() if last else 0
+
+        engine.collect(clipper.parameters, add_to, last=last, scale=scale)
+    error = found_by(before_update)
+    done, checksums, failed = tally.over(processes, portions, replicas, error)
+    try:
+        Replicas.check(checksums, number + 1)
+        processes.raise_found(error, failed)
+    except Exception:
+        for parameter in clipper.parameters.values():
+            parameter.grad = None
+        raise
+    engine.guard.expect(done.num_units, num_entries, plan.clip_norm, plan.noise_stddev, scale)
+    engine.finish()
+    engine.unfinished = False
+    return done
+
+
+def refuse_leftovers(clipper: GhostClipper, engine: Engine) -> None:
+    """Make sure that nothing of an earlier step would be released with the next one; looks at this process only.
+
+    Raises:
+        ValueError: a step on this engine failed half-way, or a gradient is there.
+    """
+    if engine.unfinished:
+        raise ValueError(
+            "A private step on this engine failed half-way, and parts of its sum are still held: they would be "
+            "released under the noise of another step. Start again from a checkpoint."
+        )
+    stale = [name for name, p in clipper.parameters.items() if p.grad is not None]
+    if stale:
+        raise ValueError(
+            f"{stale[0]} has a gradient from before the step; it would be released with it. Call zero_grad() after "
+            "each update, with set_to_none=True, its default: a gradient of zeros is one, too."
+        )
+
+
+def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges, engine: Engine) -> None:
+    refuse_leftovers(clipper, engine)
+    if clipper.clipping.clip_norm != plan.clip_norm:
+        raise ValueError(
+            f"The clipper bounds each unit to {clipper.clipping.clip_norm}, the plan accounts for {plan.clip_norm}. "
+            f"Build the clipper with "
+            "plan.clip_norm."
+        )
+    if ledger.num_steps >= plan.num_steps:
+        raise ValueError(
+            f"All {plan.num_steps} steps of the plan are taken and charged; another one would exceed its epsilon. "
+            f"Make a plan with more steps."
+        )
+
+
+def _has_to_check_rows(clipper: GhostClipper, microbatch: Microbatch, engine: Engine) -> bool:
+    """Whether to measure that rows are independent: once, in processes in lockstep in all at the same time."""
+    if clipper.rows_checked:
+        return False
+    several = int((microbatch.unit_index >= 0).sum()) > 1
+    return engine.processes.any(several) if engine.lockstep else several
+
+
+class _Tally:
+    """Counts what happened in a step; read from the device once."""
+
+    def __init__(self, clip_norm: float) -> None:
+        self._clip_norm = clip_norm
+        self._units = 0
+        self._counts: Tensor | None = None  # sum of losses, rows, non-finite units, clipped units
+
+    def add(self, passed: Passed, microbatch: Microbatch) -> None:
+        loss_B = passed.loss_B
+        norm_U = loss_B.new_zeros(0) if passed.norm_U is None else passed.norm_U
+        real_B = microbatch.unit_index.to(loss_B.device) >= 0
+        counts = torch.stack(
+            [
+                torch.where(real_B, loss_B, 0).double().sum(),
+                real_B.sum().double(),
+                (~torch.isfinite(norm_U)).sum().double(),
+                (norm_U > self._clip_norm).sum().double(),
+            ]
+        )
+        self._counts = counts if self._counts is None else self._counts + counts
+        self._units += microbatch.num_units
+
+    def over(
+        self, processes: Processes, portions: Portions, replicas: Replicas, error: Exception | None
+    ) -> tuple[StepDiagnostics, list[list[float]], list[float]]:
+        """Over all processes; and every process's numbers for `Replicas.check`, and whether it has an error."""
+        assert self._counts is not None, "every step has a microbatch"
+        here = [*self._counts.tolist(), self._units, portions.num_divided]
+        everywhere = processes.gather_numbers([*here, *replicas.numbers(), float(error is not None)])
+        counts = torch.tensor([one[: len(here)] for one in everywhere], dtype=torch.float64).sum(dim=0)
+        loss, rows, nonfinite, clipped, units, divided = counts.tolist()
+        budgets = processes.gather(portions.max_tokens) if divided else []
+        done = StepDiagnostics(
+            loss / rows if rows else math.nan,
+            int(units),
+            int(nonfinite),
+            int(clipped),
+            int(divided),
+            min((budget for budget in budgets if budget is not None), default=None),
+        )
+        return done, [one[len(here) : -1] for one in everywhere], [one[-1] for one in everywhere]

@@ -1,0 +1,229 @@
+"""Where training losses and metrics are kept, and a Trainer state without them.
+
+Place in the flow: beside the checkpoints. A checkpoint is covered by ε, and so must be every file in it: its
+``trainer_state.json`` keeps the step, the epoch, the learning rate and ε of each log entry. Losses, gradient norms and
+metrics depend on private rows; they go to one file outside all checkpoints, which the report lists as not covered.
+
+The file is written only by appending, one JSON object per line. A run that is resumed marks the step at which it goes
+on, so that entries of steps that were lost are passed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+
+from dpllm.privacy.checkpoints import CheckpointError
+from dpllm.report.disclosures import LOG_FILE, LOGGED
+from dpllm.training.outlets import Outlets
+
+_PUBLIC_ENTRIES = ("step", "epoch", "learning_rate", "epsilon")
+# Of a TrainerState; everything else is reset, also a field that a later release adds.
+_PUBLIC_FIELDS = (
+    *("epoch", "global_step", "max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size"),
+    *("num_train_epochs", "is_local_process_zero", "is_world_process_zero"),
+)
+_STEERED = ("best_metric", "best_global_step", "best_model_checkpoint")
+_PUBLIC_CALLBACKS = ("TrainerControl",)
+_STEERING_CALLBACKS = ("EarlyStoppingCallback",)
+_RANDOM_STATES = ("rng_state*.pth", "random_states_*.pkl")
+
+
+def covered_state(state: TrainerState, eval_is_public: bool = False) -> TrainerState:
+    """Return a copy of a Trainer's state with the figures that ε covers, and without all others.
+
+    Args:
+        state: of the Trainer; it is left as it is.
+        eval_is_public: whether evaluation rows are declared public; then evaluation stays in.
+
+    >>> state = TrainerState(log_history=[{"loss": 2.5, "step": 1, "epsilon": 0.5}, {"eval_loss": 2.0, "step": 1}])
+    >>> covered_state(state).log_history
+    [{'step': 1, 'epsilon': 0.5}]
+    """
+    fields = _PUBLIC_FIELDS + (_STEERED if eval_is_public else ())
+    names = _PUBLIC_CALLBACKS + (_STEERING_CALLBACKS if eval_is_public else ())
+    known = {field.name for field in dataclasses.fields(TrainerState)}
+    history = []
+    for entry in state.log_history:
+        kept = {
+            name: value
+            for name, value in entry.items()
+            if name in _PUBLIC_ENTRIES or (eval_is_public and name.startswith("eval_"))
+        }
+        if kept.keys() - {"step", "epoch"}:
+            history.append(kept)
+    stateful: Any = state.stateful_callbacks or {}
+    callbacks: Any = {name: value for name, value in stateful.items() if name in names}
+    return TrainerState(
+        **{name: getattr(state, name) for name in fields if name in known},
+        log_history=history,
+        stateful_callbacks=callbacks,
+    )
+
+
+def refuse_random_states(folder: Path) -> None:
+    """Make sure that a checkpoint holds no file with the state of a random generator.
+
+    Raises:
+        CheckpointError: it does, by name.
+    """
+    found = sorted(path for pattern in _RANDOM_STATES for path in folder.rglob(pattern))
+    if found:
+        raise CheckpointError(
+            f"{found[0]} holds the state of random generators, which tells how many random numbers private rows took. "
+            "A checkpoint is released without it: take out the callback or hook that writes it"
+        )
+
+
+class TrainingLog:
+    """The file of one run's losses and metrics; one process writes it.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Remember where it is."""
+        self.path = Path(folder) / LOG_FILE
+
+    def begin(self, step: int) -> list[dict[str, Any]]:
+        """Mark where a run begins or goes on.
+
+        Args:
+            step: of the checkpoint that it goes on from, or 0.
+
+        Returns:
+            What was logged up to this step.
+        """
+        kept = [entry for entry in self.read() if entry.get("step", 0) <= step] if step else []
+        if self.path.exists():
+            if not self.path.read_bytes().endswith(b"\n"):  # a line that a crash cut off would swallow the next one
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write("\n")
+            self._append({"resumed_at": step})
+        return kept
+
+    def append(self, entry: dict[str, Any]) -> None:
+        """Write one entry."""
+        self._append(entry)
+
+    def read(self) -> list[dict[str, Any]]:
+        """The entries, without those of steps that were lost; a line that a crash cut off is left out."""
+        entries: list[dict[str, Any]] = []
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        for line in lines:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if "resumed_at" in entry:
+                entries = [old for old in entries if old.get("step", 0) <= entry["resumed_at"]]
+            else:
+                entries.append(entry)
+        return entries
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, default=str) + "\n")
+
+
+class LogKeeper(TrainerCallback):
+    """Gives a resumed Trainer the losses back that its checkpoint does not hold."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Take the run's folder."""
+        self.log = TrainingLog(folder)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Read the file, on the process that writes it."""
+        if state.is_world_process_zero:
+            kept = self.log.begin(state.global_step)
+            if kept:
+                state.log_history[:] = kept
+
+
+class CoveredTrainer(Outlets):
+    """A Trainer whose checkpoints hold only figures that ε covers, and no state of a random generator.
+
+    Attributes:
+        eval_is_public: whether evaluation rows are declared public.
+    """
+
+    eval_is_public: bool = False
+    _log_keeper: LogKeeper
+    _log_disclosed = False
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, and keep the entry in `LOG_FILE`, which the report lists as not covered."""
+        super().log(logs, start_time)
+        if self.ledger is not None and self.args.should_save:
+            if not self._log_disclosed:
+                self.disclose(LOGGED)
+                self._log_disclosed = True
+            self._log_keeper.log.append(self.state.log_history[-1])
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint; nothing that ε does not cover is written to it at any moment."""
+        whole, covered = self.state, covered_state(self.state, self.eval_is_public)
+        # The Trainer looks up the states of callbacks by name, so these are taken out afterwards.
+        self.state = dataclasses.replace(covered, stateful_callbacks=whole.stateful_callbacks)
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{whole.global_step}"
+        try:
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                covered_state(self.state, self.eval_is_public).save_to_json(str(folder / TRAINER_STATE_NAME))
+                refuse_random_states(folder)
+        finally:
+            self.state = whole
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load a checkpoint's weights.
+
+        Raises:
+            CheckpointError: they are of a model of another shape.
+        """
+        try:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        except RuntimeError as error:
+            if "size mismatch" not in str(error):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            raise CheckpointError(
+                f"{resume_from_checkpoint} holds weights of a model of another shape ({reason}). Resume with the model "
+                "of the first start, and in a recipe with its section model.peft"
+            ) from error
+
+    def save_state(self) -> None:
+        """Save ``trainer_state.json`` with the figures that ε covers; losses are in `LOG_FILE`."""
+        if self.args.should_save:
+            folder = Path(str(self.args.output_dir))
+            covered_state(self.state, self.eval_is_public).save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save nothing: the state of a generator tells how many random numbers private rows took."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Load nothing: each step draws from fresh entropy, whatever an old or foreign checkpoint holds."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm of the noisy gradient, measured without writing to it: the watch refuses any write."""
+        if self.is_deepspeed_enabled:
+            return super()._get_grad_norm(model, grad_norm)
+        norm: Any = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the expected logical batch, from which the Trainer computes ``train_samples_per_second``.
+
+        It counts units of privacy (rows, where they are drawn singly), expected rather than realised. The Trainer's
+        own count is of microbatches.
+        """
+        del args
+        return self.plan.expected_batch_size

@@ -1,0 +1,56 @@
+"""benchmarks/compiled.py: the compiled model runs the same step, and the private one says why it doesn't take it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+_PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "compiled.py"
+_spec = importlib.util.spec_from_file_location("benchmark_compiled", _PATH)
+benchmark = importlib.util.module_from_spec(_spec)
+sys.modules["benchmark_compiled"] = benchmark
+_spec.loader.exec_module(benchmark)
+
+TINY = ["--hidden=32", "--layers=1", "--vocab=97", "--heads=2", "--batch=2", "--tokens=8", "--rounds=1", "--warmup=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_command_line_prints_table_and_refusal(tmp_path, capsys):
+    """Three steps with their times, and the clipper's own words."""
+    path = tmp_path / "compiled.json"
+    try:
+        benchmark.main([*TINY, "--device=cpu", "--json", str(path)])
+    except RuntimeError as error:
+        if "at::vec" not in str(error):
+            raise
+        pytest.skip("PyTorch writes code that no compiler takes under this ATEN_CPU_CAPABILITY")
+    report = json.loads(path.read_text())
+    assert list(report["methods"]) == [benchmark.PLAIN, benchmark.COMPILED, benchmark.OURS]
+    assert report["methods"][benchmark.PLAIN]["time_ratio"] == 1
+    assert "was compiled with torch.compile" in report["refusal"]
+    printed = capsys.readouterr().out
+    assert report["refusal"] in printed and torch.__version__ in printed
+    assert len({line.count("|") for line in printed.splitlines() if line.startswith("|")}) == 1
+
+
+def test_a_model_that_is_taken_is_to_be_measured():
+    """If the clipper takes compiled models one day, the page must not say that it refuses them."""
+    with pytest.raises(RuntimeError, match="took the compiled model"):
+        benchmark.refusal(nn.Sequential(nn.Linear(2, 2)))
+    assert "before compilation" in benchmark.refusal(torch.compile(nn.Sequential(nn.Linear(2, 2))))
+
+
+def test_a_size_below_one_is_one_line(capsys):
+    """A wrong option ends with one clear line."""
+    with pytest.raises(SystemExit):
+        benchmark.parse_arguments(["--layers", "0"])
+    assert "--layers is 0; at least 1 is needed" in capsys.readouterr().err.splitlines()[-1]

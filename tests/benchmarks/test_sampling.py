@@ -1,0 +1,124 @@
+"""benchmarks/sampling.py: its tables say what was drawn and divided."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+_PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "sampling.py"
+_spec = importlib.util.spec_from_file_location("benchmark_sampling", _PATH)
+benchmark = importlib.util.module_from_spec(_spec)
+sys.modules["benchmark_sampling"] = benchmark
+_spec.loader.exec_module(benchmark)
+
+SMALL = ["--units", "1e5", "1e6", "--rates", "1e-5", "--rounds", "2", "--ranks", "3", "--rows", "4"]
+
+
+@pytest.mark.parametrize("clock", ["wall", "cpu"])
+def test_command_line_prints_tables_and_writes_json(clock, tmp_path, capsys):
+    """Both N are measured, on the index of all their units, the mask up to its limit; figures agree."""
+    path = tmp_path / "sampling.json"
+    limits = ["--mask-up-to", "1e5", "--clock", clock]
+    benchmark.main([*SMALL, *limits, "--json", str(path)])
+    report = json.loads(path.read_text())
+    small, large = report["steps"]
+    assert small["mask"]["peak_bytes"] >= 5 * small["units"] and large["mask"] is None
+    assert [setup["units"] for setup in report["setup"]] == [10**5, 10**6]
+    for setup in report["setup"]:
+        assert setup["lengths_bytes"] == 4 * setup["units"] and setup["index_peak_bytes"] < 10_000
+    for step in report["steps"]:
+        assert 0 < step["step_ms_range"][0] <= step["step_ms"] <= step["step_ms_range"][1]
+        assert set(step["ms"]) == set(benchmark.PARTS)
+        assert step["median_drawn"] <= step["max_batch_size"]
+    printed = capsys.readouterr().out
+    tables = printed.split("Once per run")
+    for table, start in zip(tables, ("| N | q |", "| N | index s |"), strict=True):
+        lines = [line for line in table.splitlines() if line.startswith("|")]
+        assert lines[0].startswith(start) and lines[3].startswith("| 1e+06 |")
+        assert len({line.count("|") for line in lines}) == 1
+
+
+def test_memory_does_not_grow_with_the_units():
+    """A hundred times the units at the same batch size: the peak of a step stays, as it wouldn't with a mask."""
+    settings = benchmark.Settings(rounds=1)
+    peaks = []
+    for units in (10**4, 10**6):
+        setup, made = benchmark.measure_setup(units, "wall")
+        peaks.append(benchmark.measure_step(*made, 1000 / units, settings)["peak_bytes"])
+        assert setup["facts_peak_bytes"] < 30 * 2**20
+    assert 1000 * 8 < peaks[1] < 2 * peaks[0] < 10**6
+
+
+def test_what_is_timed_is_the_whole_step():
+    """Rank by rank, the microbatches that are timed hold every drawn unit once."""
+    unit_ids = np.arange(0, 1000, 10)
+    drawn = benchmark.Drawn(benchmark.UnitIndex.one_row_per_unit(1000), benchmark.lengths_of(1000), unit_ids)
+    seen = []
+    for rank in range(3):
+        for batch in benchmark.microbatches(
+            benchmark.identity,
+            lambda rows: {"rows": torch.tensor(rows)},
+            drawn.index,
+            drawn.lengths,
+            drawn.unit_ids,
+            max_rows=4,
+            rank=rank,
+            size=3,
+        ):
+            seen += batch.inputs["rows"][batch.unit_index >= 0].tolist()
+    assert sorted(seen) == unit_ids.tolist()
+
+
+def test_nothing_drawn_is_a_step_too():
+    """An empty draw is divided like any other: each rank runs its padding row."""
+    none = np.zeros(0, dtype=np.int64)
+    drawn = benchmark.Drawn(benchmark.UnitIndex.one_row_per_unit(9), benchmark.lengths_of(9), none)
+    drawn.divide(benchmark.Settings())
+    assert len(drawn.unit_ids) == 0
+
+
+def test_rate_of_the_mask():
+    """float32 random numbers are multiples of 2^-24: a mask at q = 1e-6 draws 17 of 2^24 units, 1.3 % too many."""
+    torch.manual_seed(0)
+    values = torch.rand(10_000) * 2**24
+    assert torch.equal(values, values.round())
+    assert benchmark.mask_rate(1e-6) == 17 / 2**24
+    assert benchmark.mask_rate(0.25) == 0.25
+    assert benchmark.mask_rate(1.0) == 1.0
+
+
+def test_peak_bytes_counts_what_is_alive_at_once():
+    """Arrays of numpy count while they live, and none after the call."""
+
+    def two_in_turn():
+        first = np.zeros(10**5)
+        del first
+        np.zeros(10**5)
+
+    assert 8 * 10**5 <= benchmark.peak_bytes(two_in_turn) < 12 * 10**5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--units", "many"], "many isn't a whole number of at least 1; write it as 1000000 or 1e6"),
+        (["--units", "1.5"], "1.5 isn't a whole number"),
+        (["--rounds", "0"], "0 isn't a whole number of at least 1"),
+        (["--rates", "2"], "--rates has 2; a sampling rate is above 0 and at most 1"),
+        (["--rates", "nan"], "--rates has nan; a sampling rate is above 0"),
+        (["--units", "1000", "--rates", "1e-6"], "is no unit in most steps; raise one of the two"),
+        (["--clock", "sun"], "invalid choice"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments, message, capsys):
+    """A wrong option ends with one clear line."""
+    with pytest.raises(SystemExit):
+        benchmark.parse_arguments(arguments)
+    lines = capsys.readouterr().err.splitlines()
+    assert message in lines[-1]

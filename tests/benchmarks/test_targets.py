@@ -1,0 +1,147 @@
+"""benchmarks/targets.py: what is counted without computing products is what runs, and the depth is extended rightly."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+_PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "targets.py"
+_spec = importlib.util.spec_from_file_location("benchmark_targets", _PATH)
+benchmark = importlib.util.module_from_spec(_spec)
+sys.modules["benchmark_targets"] = benchmark
+_spec.loader.exec_module(benchmark)
+throughput = sys.modules["throughput"]
+
+PLAIN, OURS = benchmark.PLAIN, benchmark.OURS
+SMALL = {"hidden_size": 64, "intermediate_size": 160}
+
+
+@pytest.fixture(autouse=True)
+def small_models(monkeypatch):
+    """The rows of the table, on models that take no time."""
+    monkeypatch.setattr(benchmark, "WIDTHS", {name: SMALL | {"num_hidden_layers": 5} for name in ("1B", "8B")})
+
+
+def settings_of(layers, **changes):
+    row = replace(benchmark.TARGETS[0], batch=2, tokens=16, **changes)
+    return row.settings(layers, "cpu", 1, dtype="float32")
+
+
+def as_it_runs(settings):
+    """FLOPs and peak bytes with all products computed."""
+    steps, _, ids_BT = benchmark.prepare(replace(settings, warmup=1), [PLAIN, OURS])
+    figures = {}
+    for name, step in steps.items():
+        flops = sum(throughput.count_flops(lambda step=step: step.run(ids_BT)).values())
+        figures[name] = flops, throughput.peak_memory(step, ids_BT)
+        step.forget()
+    return figures
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "nonreentrant"])
+def test_counts_without_products_are_those_of_a_step(mode, checkpointing):
+    """The same operations and the same bytes, whatever is trained: values decide neither."""
+    settings = settings_of(1, mode=mode, checkpointing=checkpointing)
+    without, ran = benchmark.counted(settings), as_it_runs(settings)
+    for name in (PLAIN, OURS):
+        assert without[name][0] == ran[name][0] > 0
+        assert without[name][1] == pytest.approx(ran[name][1], rel=0.01)
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_the_extension_to_the_whole_depth(mode):
+    """From two shallow models to five layers: operations exactly, bytes about, since the peak may lie elsewhere."""
+    shallow, deeper, five = (benchmark.counted(settings_of(layers, mode=mode)) for layers in (*benchmark.DEPTHS, 5))
+    for name in (PLAIN, OURS):
+        assert benchmark.extended(shallow[name][0], deeper[name][0], 5) == five[name][0]
+        assert benchmark.extended(shallow[name][1], deeper[name][1], 5) == pytest.approx(five[name][1], rel=0.05)
+
+
+def test_products_are_skipped_and_the_rest_is_not():
+    """A product gives zeros of its shape and type, one in place leaves what it was given."""
+    with benchmark.WithoutProducts():
+        product = torch.ones(3, 4, dtype=torch.bfloat16) @ torch.ones(4, 5, dtype=torch.bfloat16)
+        total = torch.ones(3, 5)
+        total.addmm_(torch.ones(3, 4), torch.ones(4, 5))
+        out = torch.ones(3, 5)
+        torch.mm(torch.ones(3, 4), torch.ones(4, 5), out=out)
+        added = torch.ones(3) + 1
+    assert product.shape == (3, 5) and product.dtype == torch.bfloat16 and not product.any()
+    assert total.eq(1).all() and out.eq(1).all() and added.eq(2).all()
+
+
+def test_the_table_has_every_row_and_its_targets():
+    """Shapes and targets are those that were set, the widths those of models of one and eight billion parameters."""
+    names = [target.name for target in benchmark.TARGETS]
+    assert len(set(names)) == len(names) == 10
+    wanted = {target.name: (target.speed, target.memory) for target in benchmark.TARGETS if target.speed}
+    assert wanted == {
+        "Llama 1B, full, 8×512": (0.95, 1.10),
+        "Llama 1B, full, 8×1024": (0.92, 1.10),
+        "Llama 8B, full, 4×512": (0.96, 1.15),
+        "Llama 8B, LoRA r=16, 8×512": (0.985, 1.03),
+        "Llama 8B, LoRA r=16, 8×512, checkpointing": (0.985, 1.05),
+    }
+
+
+def test_command_line_prints_table_and_writes_files(tmp_path, capsys, monkeypatch):
+    """Two rows, with the machine; ratios are of the figures beside them."""
+    small = tuple(replace(target, batch=2, tokens=8) for target in benchmark.TARGETS)
+    monkeypatch.setattr(benchmark, "TARGETS", small)
+    markdown, path = tmp_path / "targets.md", tmp_path / "targets.json"
+    benchmark.main(["--rows", "1", "5", "--device", "cpu", "--markdown", str(markdown), "--json", str(path)])
+    report = json.loads(path.read_text())
+    assert report["machine"]["torch"] == torch.__version__ in markdown.read_text()
+    assert [row["name"] for row in report["rows"]] == [small[0].name, small[4].name]
+    for row in report["rows"]:
+        assert row["flop_ratio"] == row["flops"][PLAIN] / row["flops"][OURS]
+        assert row["memory_ratio"] == row["peak_bytes"][OURS] / row["peak_bytes"][PLAIN]
+        assert row["speed_ratio"] is None and row["opacus"] == row["fastdp"] == "not run"
+    printed = capsys.readouterr().out
+    assert printed == markdown.read_text()
+    assert len({line.count("|") for line in printed.splitlines() if line.startswith("|")}) == 1
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_on_a_gpu_times_and_peers_are_in_the_row(monkeypatch, installed):
+    """Whole models are measured; what refuses a model says so in its column. What Triton computes can't be counted."""
+
+    def measured(settings, methods, counting):
+        assert json.loads(settings.config)["num_hidden_layers"] == 5 and not counting
+        results = {
+            PLAIN: throughput.Measurement([9.0], {}, 100),
+            OURS: throughput.Measurement([10.0], {}, 110),
+            throughput.OPACUS: throughput.Measurement(refused="parameter tying"),
+            throughput.FASTDP: throughput.Measurement([12.0], {}, 130),
+        }
+        return {name: results[name] for name in methods}
+
+    monkeypatch.setattr(benchmark, "measure", measured)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    row = benchmark.measure_row(benchmark.TARGETS[0], "cuda", 1)
+    assert (row["speed_ratio"], row["flop_ratio"], row["memory_ratio"]) == (0.9, None, 1.1)
+    assert row["opacus"] == ("parameter tying" if installed else "not installed")
+    assert row["fastdp"] == ("0.75 / 1.30" if installed else "not installed")
+    report = {"machine": benchmark.machine(torch.device("cpu")), "rows": [row]}
+    assert "whole models" in benchmark.as_markdown(report) and "0.900" in benchmark.as_markdown(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "--rounds is 0; at least 1 is needed"),
+        (["--rows", "11"], "--rows has 11; the table has the rows 1 to 10"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments, message, capsys):
+    """A wrong option ends with one clear line."""
+    with pytest.raises(SystemExit):
+        benchmark.parse_arguments(arguments)
+    assert message in capsys.readouterr().err.splitlines()[-1]

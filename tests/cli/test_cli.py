@@ -1,0 +1,443 @@
+"""Tests of dpllm.cli. Reference numbers were computed with dp_accounting 0.6.0."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dpllm.cli import app
+from dpllm.config import PrivacyConfig, load_recipe
+from dpllm.planning.footprint import ENGINES, engines_for, footprint_of_recipe, format_bytes
+from dpllm.privacy.budget import charge
+from dpllm.privacy.ledger import Ledger, read_ledger
+from dpllm.privacy.plan import PrivacyPlan, make_plan
+from dpllm.report.statement import write_report
+from dpllm.training.arguments import training_arguments
+from tests import children
+
+EPSILON = ["epsilon", "--noise-multiplier", "1", "--sampling-rate", "0.02", "--steps", "1500", "--delta", "1e-5"]
+CALIBRATE = ["calibrate", "--epsilon", "8", "--delta", "1e-5", "--sampling-rate", "0.0244", "--steps", "410"]
+
+RECIPE = """
+model: {{config: {{model_type: gpt2}}}}
+data: {{path: {data}, max_length: 16}}
+privacy: {{target_epsilon: 8, clip_norm: 1, expected_batch_size: 10}}
+train: {{num_train_epochs: 3, output_dir: out}}
+"""
+
+
+def run(arguments: list[str]) -> str:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refuse(arguments: list[str]) -> str:
+    """Return the one line that a refused command prints."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def as_json(arguments: list[str]) -> dict[str, Any]:
+    loaded = json.loads(run([*arguments, "--json"]), parse_constant=pytest.fail)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def test_epsilon_reference() -> None:
+    """`dpllm epsilon` gives the reference ε, an integer σ included."""
+    values = as_json(EPSILON)
+    assert values["epsilon"] == values["epsilon_zero_out"] == pytest.approx(4.813654994542411, abs=1e-5)
+    assert values["epsilon_replace_one"] == pytest.approx(7.915548868450321, abs=1e-5)
+    assert values["discretization"] == 1e-4 and values["tool"] == "dp_accounting"
+    assert as_json([*EPSILON, "--adjacency", "replace-one"])["epsilon"] == values["epsilon_replace_one"]
+
+
+def test_epsilon_with_truncation() -> None:
+    """The bound on a batch is accounted for."""
+    arguments = ["epsilon", "--noise-multiplier", "0.8", "--sampling-rate", str(1024 / 42000), "--steps", "410"]
+    arguments += ["--delta", "1e-5", "--num-units", "42000", "--max-batch-size", "1184"]
+    assert as_json(arguments)["epsilon"] == pytest.approx(5.215571209662058, abs=1e-5)
+
+
+def test_tables_for_people() -> None:
+    """Without --json there is a table, with ε rounded up."""
+    table = run(EPSILON)
+    assert "4.8137" in table and "7.9156" in table and "noise multiplier" in table
+    assert "infinite: no privacy" in run([*EPSILON, "--noise-multiplier", "0"])
+    assert as_json([*EPSILON, "--noise-multiplier", "0"])["epsilon"] == "inf"
+
+
+def test_calibrate_keeps_the_target() -> None:
+    """`dpllm calibrate` gives a σ that `dpllm epsilon` confirms."""
+    values = as_json(CALIBRATE)
+    assert values["epsilon"] <= values["target_epsilon"] == 8
+    sigma = str(values["noise_multiplier"])
+    back = as_json(["epsilon", "--noise-multiplier", sigma, *CALIBRATE[3:]])
+    assert back["epsilon"] == values["epsilon"]
+    assert "target ε" in run(CALIBRATE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*EPSILON, "--delta", "2"], "delta must lie between 0 and 1"),
+        ([*EPSILON, "--noise-multiplier", "-1"], "noise_multiplier must be at least 0"),
+        ([*EPSILON, "--sampling-rate", "2"], "sampling_rate must be above 0"),
+        ([*EPSILON, "--max-batch-size", "9"], "max_batch_size needs num_units"),
+        ([*EPSILON, "--adjacency", "bounded"], "adjacency must be one of zero-out, replace-one"),
+        ([*EPSILON, "--steps", "-1"], "steps must be at least 0"),
+        ([*CALIBRATE, "--epsilon", "1e-9"], "can't be reached"),
+        (["plan", "nowhere.yaml"], "nowhere.yaml: can't be read"),
+        (["report", "nowhere"], "nowhere holds no privacy_plan.json"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], message: str) -> None:
+    """What is refused prints one line on the error stream and exits with 2."""
+    assert message in refuse(arguments)
+
+
+def test_help_has_examples() -> None:
+    """Every command's help shows a command that can be copied."""
+    for command in ("epsilon", "calibrate", "compose", "plan", "report", "verify"):
+        assert f"Example: dpllm {command}" in " ".join(run([command, "--help"]).replace("│", " ").split())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The output folder of a run of three steps."""
+    plan = make_plan(PrivacyConfig(noise_multiplier=2.0, clip_norm=1.0, expected_batch_size=10), 500, 3)
+    plan.save(tmp_path / "privacy_plan.json")
+    with Ledger.create(tmp_path / "privacy_ledger.jsonl", plan) as ledger:
+        for number in range(3):
+            ledger.append_step(number, plan.step)
+        ledger.append_end("completed")
+    return tmp_path
+
+
+def test_report_recomputes_from_the_ledger(folder: Path) -> None:
+    """`dpllm report` prints the statement; the command it names gives the same ε."""
+    values = as_json(["report", str(folder)])
+    assert values["accounting"]["parameters"]["num_steps_charged"] == 3
+    assert "# Privacy report" in run(["report", str(folder)])
+    command = values["checkable"]["recompute_from_the_numbers"].split()
+    assert command[0] == "dpllm"
+    assert as_json(command[1:])["epsilon"] == values["statement"]["epsilon"]
+
+
+def test_report_of_an_edited_ledger_is_refused(folder: Path) -> None:
+    """An edited ledger is named with its line."""
+    path = folder / "privacy_ledger.jsonl"
+    path.write_text(path.read_text().replace('"noise_multiplier": 2.0', '"noise_multiplier": 9.0', 2))
+    assert "line 1: edited" in refuse(["report", str(folder)])
+    path.unlink()
+    assert "holds no privacy_ledger.jsonl" in refuse(["report", str(folder)])
+
+
+def test_plan_knows_units_and_steps(tmp_path: Path) -> None:
+    """`dpllm plan` counts the units of the data, turns epochs into steps, and takes overrides."""
+    data = tmp_path / "records.jsonl"
+    data.write_text("".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(205)))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(data=data))
+    values = as_json(["plan", str(recipe)])
+    assert values["num_units"] == 205 and values["num_steps"] == 62 and values["delta"] == 1 / 2050
+    assert values["epsilon_zero_out"] <= 8 < values["epsilon_replace_one"]
+    given = ["plan", str(recipe), "train.max_steps=7", "privacy.target_epsilon=null", "privacy.noise_multiplier=2"]
+    values = as_json(given)
+    assert values["num_steps"] == 7 and values["target_epsilon"] is None and values["noise_multiplier"] == 2.0
+    assert "steps T" in run(given)
+    assert "did you mean 'privacy.clip_norm'" in refuse(["plan", str(recipe), "privacy.clipnorm=1"])
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe whose data isn't there, and whose precision this machine may not have."""
+    path = tmp_path / "recipe.yaml"
+    tiny = "{{config: {{model_type: gpt2, vocab_size: 100, n_embd: 32, n_head: 2, n_layer: 2}}}}"
+    text = RECIPE.replace("{{config: {{model_type: gpt2}}}}", tiny).replace("out}}", "out, bf16: true, tf32: true}}")
+    path.write_text(text.format(data="nowhere.jsonl"))
+    return path
+
+
+def test_memory_of_one_engine(recipe: Path) -> None:
+    """`dpllm plan --memory` gives what the formulas do, in bytes and for people, without data and without a GPU."""
+    arguments = ["plan", str(recipe), "--memory", "--gpus", "4", "--engine", "fsdp2"]
+    values = as_json(arguments)
+    (found,) = values["engines"]
+    loaded = load_recipe(recipe)
+    section = {**loaded.train, "use_cpu": True}
+    del section["tf32"]
+    expected = footprint_of_recipe(loaded, training_arguments(section), 10, "fsdp2", 4)
+    assert found == expected.to_dict() and expected.run.bf16
+    assert values["num_gpus"] == 4 and values["trainable_parameters"] == expected.shape.trainable
+    table = run(arguments)
+    assert "fsdp2 on 4 GPUs" in table and format_bytes(expected.total) in table and "not measured" in table
+
+
+def test_memory_of_all_engines(recipe: Path) -> None:
+    """Without an engine: all that make sense, side by side on a line of 80; one GPU without --gpus."""
+    arguments = ["plan", str(recipe), "--memory", "--gpus", "16"]
+    assert [engine["engine"] for engine in as_json(arguments)["engines"]] == list(engines_for(16))
+    table = run(arguments)
+    assert "MB per GPU" in table and "total, at most" in table and "not measured" in table
+    assert all(len(line) <= 80 for line in table.splitlines()[1:]) and "…" not in table
+    alone = as_json(["plan", str(recipe), "--memory"])
+    assert alone["num_gpus"] == 1 and [engine["engine"] for engine in alone["engines"]] == list(engines_for(1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "--engine", "fsdp3"], "got 'fsdp3'; did you mean 'fsdp2'"),
+        (["--memory", "--gpus", "0"], "num_gpus must be at least 1, got 0"),
+        (
+            ["--memory", "--gpus", "12", "--engine", "fsdp2-hybrid"],
+            "a number of GPUs that shard_size=8 divides, got 12",
+        ),
+        (["--memory", "--gpus", "2", "--engine", "single"], "the engine single uses 1 GPU, not 2"),
+        (["--memory", "train.optim=adafactor"], "train.optim=adafactor"),
+        (["--memory", "model.config.n_layers=3"], "has no 'n_layers'; did you mean 'n_layer'"),
+        (["--gpus", "8"], "add --memory, or leave them out"),
+        (["--engine", "ddp"], "add --memory, or leave them out"),
+    ],
+)
+def test_memory_errors_are_one_line(recipe: Path, arguments: list[str], message: str) -> None:
+    """Wrong engines, numbers and options are refused with one line."""
+    assert message in refuse(["plan", str(recipe), *arguments])
+
+
+def test_rows_drawn_singly_cost_more() -> None:
+    """--rows-per-unit is the k of the accounting, in both directions."""
+    one, four = (as_json([*EPSILON, "--rows-per-unit", k])["epsilon"] for k in ("1", "4"))
+    assert one == as_json(EPSILON)["epsilon"] < four
+    sigma = as_json([*CALIBRATE, "--rows-per-unit", "2"])
+    assert sigma["noise_multiplier"] > as_json(CALIBRATE)["noise_multiplier"] and 7.99 < sigma["epsilon"] <= 8
+    assert "rows of which a unit has up to 4" in run([*EPSILON, "--rows-per-unit", "4"])
+    assert "no accounting for a truncated sample of rows" in refuse(
+        [*EPSILON, "--rows-per-unit", "4", "--num-units", "1000", "--max-batch-size", "60"]
+    )
+
+
+def test_compare_prints_every_method() -> None:
+    """`dpllm epsilon --compare`: the ε of the report first, then by other accountants."""
+    values = as_json([*EPSILON, "--compare"])
+    methods = {row["name"]: row["epsilon"] for row in values["comparison"]}
+    assert methods["PLD"] == values["epsilon"] == pytest.approx(4.81365, abs=1e-4)
+    assert methods["PRV"] == pytest.approx(4.8137, abs=1e-3) and methods["Rényi"] == pytest.approx(5.2960, abs=1e-3)
+    assert methods["basic composition"] > methods["advanced composition"] > methods["zCDP"] > methods["PLD"]
+    table = run([*EPSILON, "--compare"])
+    assert all(name in table for name in ("PLD", "PRV", "Rényi", "zCDP", "4.8137", "upper bound"))
+
+
+def test_epsilon_is_checked_by_a_second_accountant() -> None:
+    """Beside ε stands that of the PRV accountant; where it doesn't apply, that is said."""
+    assert as_json(EPSILON)["prv"]["estimate"] == pytest.approx(4.8137, abs=1e-3)
+    assert "checked by PRV, zero-out" in run(EPSILON) and "between 4.79" in run(EPSILON)
+    assert as_json([*EPSILON, "--rows-per-unit", "3"])["prv"] is None
+    assert "does not apply" in run([*EPSILON, "--rows-per-unit", "3"])
+    silent = [*EPSILON[:2], "0", *EPSILON[3:]]
+    assert as_json(silent)["prv"]["estimate"] == "inf" and "infinite: no privacy" in run(silent)
+
+
+def test_tuning_is_priced() -> None:
+    """--best-of: what it costs to release the best of a random number of runs."""
+    assert as_json([*EPSILON, "--best-of", "10"])["best_of"]["epsilon"] == pytest.approx(9.26, abs=5e-3)
+    assert "ε of the best of 10 runs on average" in run([*EPSILON, "--best-of", "10"])
+    assert "rows of one unit are drawn singly" in refuse([*EPSILON, "--best-of", "10", "--rows-per-unit", "2"])
+
+
+def two_runs(tmp_path: Path, dataset: str | None = "notes") -> list[str]:
+    """The folders of two runs on one data set."""
+    folders = []
+    for number in (1, 2):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        privacy = PrivacyConfig(noise_multiplier=2.0 + number, clip_norm=1.0, expected_batch_size=10, dataset=dataset)
+        plan = make_plan(privacy, 500, 3)
+        plan.save(folder / "privacy_plan.json")
+        with Ledger.create(folder / "privacy_ledger.jsonl", plan) as ledger:
+            for step in range(3):
+                ledger.append_step(step, plan.step)
+            ledger.append_end("completed")
+        folders.append(str(folder))
+    return folders
+
+
+def test_compose_adds_runs_up(tmp_path: Path) -> None:
+    """`dpllm compose`: what two runs cost together, at least what either does and at most their sum."""
+    folders = two_runs(tmp_path)
+    values = as_json(["compose", *folders])
+    alone = [entry["epsilon"] for entry in values["runs"]]
+    assert max(alone) < values["epsilon"] < sum(alone) * 1.5 and values["dataset"] == "notes"
+    assert "ε of all together" in run(["compose", *folders])
+    assert "same" in refuse(["compose", folders[0], folders[0]]) or "twice" in refuse(
+        ["compose", folders[0], folders[0]]
+    )
+    (tmp_path / "nameless").mkdir()
+    nameless = two_runs(tmp_path / "nameless", dataset=None)
+    assert "data set" in refuse(["compose", *nameless])
+    assert as_json(["compose", *nameless, "--dataset", "notes"])["epsilon"] == values["epsilon"]
+
+
+def test_verify_passes_and_fails(folder: Path) -> None:
+    """`dpllm verify`: exit code 0 for what a run left behind, 1 with the failed check for an edited report."""
+    contents = read_ledger(folder / "privacy_ledger.jsonl")
+    write_report(folder, PrivacyPlan.load(folder / "privacy_plan.json"), contents)
+    assert as_json(["verify", str(folder)])["ok"]
+    assert "is what its ledger says" in run(["verify", str(folder)])
+    path = folder / "privacy_report.md"
+    path.write_text(path.read_text().replace("0.0002", "0.0001"))
+    result = CliRunner().invoke(app, ["verify", str(folder)])
+    assert result.exit_code == 1 and "FAILED" in result.stdout and "do not rely on the report" in result.stdout
+    result = CliRunner().invoke(app, ["verify", str(folder), "--json"])
+    assert result.exit_code == 1 and not json.loads(result.stdout)["ok"]
+    assert "is no folder" in refuse(["verify", str(folder / "nowhere")])
+
+
+def test_what_people_know_is_noted(folder: Path) -> None:
+    """A note is written into all forms of the report and takes its open point off them and off the card."""
+    values = as_json(["report", str(folder)])
+    asked = "Not filled in: Who holds the raw data?"
+    assert asked in values["open_points"] and not (folder / "privacy_report.html").exists()
+    opened = "".join(f"- {point}\n" for point in values["open_points"])
+    head = "The privacy report has open points, and each is a reason not to release yet:"
+    (folder / "README.md").write_text(f"# A model\n\n{head}\n\n{opened}\n## Privacy\n")
+    noted = as_json(["report", str(folder), "--data-holder", "the clinic", "--other-uses", "none"])
+    assert noted["setting"]["data_holder"] == "the clinic" and noted["definition"]["other_uses_of_the_data"] == "none"
+    assert asked not in noted["open_points"] and len(noted["open_points"]) == len(values["open_points"]) - 2
+    card = (folder / "README.md").read_text()
+    assert asked not in card and "Who will see the released model?" in card and card.endswith("\n\n## Privacy\n")
+    for name in ("privacy_report.md", "privacy_report.html", "privacy_report.json"):
+        assert "the clinic" in (folder / name).read_text()
+    again = as_json(["report", str(folder), "--audience", "the public"])
+    assert again["setting"]["data_holder"] == "the clinic", "earlier notes are kept"
+
+
+def test_budget_is_made_and_shown(tmp_path: Path) -> None:
+    """`dpllm budget create` makes the file that runs charge, `show` says what is spent; not twice."""
+    path = tmp_path / "notes.budget.json"
+    create = ["budget", "create", str(path), "--dataset", "notes", "--epsilon", "8", "--delta", "1e-6"]
+    created = as_json([*create, "--num-units", "42000"])
+    assert created["spent"] == 0 and created["entries"] == []
+    config = PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=1024, dataset="notes")
+    plan = make_plan(config, 42_000, 100)
+    charge(path, plan, "notes")
+    shown = as_json(["budget", "show", str(path)])
+    assert 0 < shown["spent"] < 8 and len(shown["entries"]) == 1
+    assert "run 1" in run(["budget", "show", str(path)])
+    assert "exists" in refuse([*create, "--num-units", "42000"])
+    assert "0 < delta < 1/num_units" in refuse(
+        [*create[:2], str(tmp_path / "b"), *create[3:], "--num-units", "2000000"]
+    )
+
+
+def test_a_crashed_run_is_settled(tmp_path: Path) -> None:
+    """`dpllm budget settle --independent` replaces the reservation by the steps in the ledger."""
+    path, folder = tmp_path / "notes.budget.json", tmp_path / "run"
+    run(
+        ["budget", "create", str(path), "--dataset", "notes", "--epsilon", "8", "--delta", "1e-6", "--num-units", "500"]
+    )
+    config = PrivacyConfig(noise_multiplier=2.0, clip_norm=1.0, expected_batch_size=10, dataset="notes", delta=1e-6)
+    plan = make_plan(config, 500, 9)
+    folder.mkdir()
+    named = {"file": path.name, "entry": charge(path, plan, "notes")}
+    with Ledger.create(folder / "privacy_ledger.jsonl", plan, budget=named) as ledger:
+        ledger.append_step(0, plan.step)
+    kept = as_json(["budget", "settle", str(path), str(folder)])
+    assert kept["steps"] == 1 and kept["entries"][0]["steps_charged"] is None
+    settled = as_json(["budget", "settle", str(path), str(folder), "--independent"])
+    assert settled["steps"] == 1 and settled["entries"][0]["steps_charged"] == 1
+    assert "1 of 9 steps charged" in run(["budget", "show", str(path)])
+    assert "can't be read" in refuse(["budget", "settle", str(path), str(tmp_path)])
+
+
+SWEEP = ["plan", "--sweep", "--num-units", "5000", "--epsilon", "8", "--expected-batch-size", "200", "--steps", "40"]
+
+
+def test_sweep_of_numbers(tmp_path: Path) -> None:
+    """`dpllm plan --sweep` from numbers alone: every point keeps the budget, one is recommended, and there is a PNG."""
+    picture = tmp_path / "sweep.png"
+    grid = ["--batch-sizes", "100,200,400", "--step-counts", "20,40,80", "--delta", "1e-5"]
+    values = as_json(
+        [*SWEEP, *grid, "--tokens-per-unit", "64", "--tokens-per-second", "1e5", "--picture", str(picture)]
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    points = values["points"]
+    assert len(points) == 9 and all(point["epsilon"] <= 8 for point in points)
+    assert all(point["seconds"] == pytest.approx(point["examples"] * 64 / 1e5) for point in points)
+    assert [point["recommended"] for point in points].count(True) == 1
+    assert values["recommended"]["examples"] == 8000 and values["recommended"]["num_steps"] >= 20
+    (fewer,) = (point for point in values["points"] if (point["expected_batch_size"], point["num_steps"]) == (400, 20))
+    alone = as_json([*SWEEP, "--batch-sizes", "400,800", "--step-counts", "10,20", "--min-steps", "10"])
+    assert alone["recommended"]["num_steps"] == 10 and fewer["noise_multiplier"] is not None
+    assert "Recommended:" in run([*SWEEP, *grid])
+
+
+def test_sweep_of_a_recipe(tmp_path: Path) -> None:
+    """The recipe gives units, budget, batch and steps; its model gives the work, and so the time."""
+    data = tmp_path / "records.jsonl"
+    data.write_text("".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(400)))
+    path = tmp_path / "recipe.yaml"
+    tiny = "{{config: {{model_type: gpt2, vocab_size: 100, n_embd: 32, n_head: 2, n_layer: 2}}}}"
+    path.write_text(RECIPE.replace("{{config: {{model_type: gpt2}}}}", tiny).format(data=data))
+    arguments = ["plan", str(path), "--sweep", "--batch-sizes", "10,20", "--step-counts", "60,120"]
+    values = as_json([*arguments, "--peak-tflops", "1", "--gpus", "2"])
+    assert values["num_units"] == 400 and values["delta"] == 1 / 4000 and values["points"][0]["tokens"] == 16 * 600
+    assert all(point["seconds"] > 0 for point in values["points"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan"], "give a recipe, or --sweep with the numbers"),
+        (["plan", "--sweep"], "give a recipe, or --sweep with the numbers"),
+        (["plan", "--sweep", "--num-units", "10"], "--expected-batch-size, --steps and --epsilon: give all four"),
+        (["plan", "r.yaml", "--sweep", "--memory"], "ask one at a time"),
+        (["plan", "r.yaml", "--picture", "x.png"], "the options of a sweep need --sweep"),
+        (["plan", "r.yaml", "--min-steps", "3"], "the options of a sweep need --sweep"),
+        (["plan", "r.yaml", "--compute", "max"], "the options of a sweep need --sweep"),
+        (["plan", "r.yaml", "--sweep", "--steps", "3"], "override the recipe's instead"),
+        ([*SWEEP, "--batch-sizes", "1,x"], "whole numbers separated by commas"),
+        ([*SWEEP, "--peak-tflops", "100"], "needs a recipe"),
+        ([*SWEEP, "--min-steps", "5000"], "at least min_steps=5000 steps"),
+    ],
+)
+def test_sweep_errors_are_one_line(arguments: list[str], message: str) -> None:
+    """Options that don't belong together are refused with one line."""
+    assert message in refuse(arguments)
+
+
+def test_help_names_every_engine() -> None:
+    """What --engine takes is what the formulas know."""
+    shown = " ".join(run(["plan", "--help"]).replace("│", " ").split())
+    assert all(name in shown for name in ENGINES)
+
+
+def test_accounting_commands_do_not_import_torch() -> None:
+    """The commands that only compute start without torch and transformers."""
+    code = (
+        "import sys; from dpllm.cli import app\n"
+        f"try: app({EPSILON!r})\n"
+        "except SystemExit as done: assert not done.code\n"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    children.run([sys.executable, "-c", code])
+
+
+def test_help_does_not_import_the_accounting() -> None:
+    """Help and a mistyped option are there at once: nothing is computed for them."""
+    code = (
+        "import sys; from dpllm.cli import app\n"
+        "try: app(['epsilon', '--help'])\n"
+        "except SystemExit as done: assert not done.code\n"
+        "assert not {'dp_accounting', 'scipy', 'datasets'} & set(sys.modules)"
+    )
+    children.run([sys.executable, "-c", code])

@@ -1,0 +1,57 @@
+"""A mistake is one line; a fault of the program shows its traceback."""
+
+from __future__ import annotations
+
+import errno
+import io
+import sys
+
+import pytest
+
+from dpllm.config import ConfigError
+from dpllm.config.mistakes import FAULT, MISTAKE, print_any_character, tell, words_of
+
+
+class SafetensorError(Exception):
+    """As the library's, by name."""
+
+
+@pytest.mark.parametrize(
+    ("error", "match"),
+    [
+        (ConfigError("train.max_steps must be\nat least 1"), "train.max_steps must be at least 1"),
+        (OSError(errno.ENOSPC, "No space left on device"), "no room left on the disk. Make room in train.output_dir"),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/a"), "runs/a: there is no room left"),
+        (PermissionError(errno.EACCES, "Permission denied", "runs/a"), "runs/a: Permission denied"),
+        (OSError("no such model"), "no such model"),
+        (OverflowError("math range error"), "too large or too small"),
+        (ZeroDivisionError("division by zero"), "too large or too small"),
+        (SafetensorError("header too large"), "damaged or incomplete"),
+    ],
+)
+def test_a_mistake_is_one_line(error: Exception, match: str) -> None:
+    """Exit code 2, and nothing but the line."""
+    written: list[str] = []
+    assert tell(error, written.append) == MISTAKE
+    assert len(written) == 1 and written[0].startswith("error: ") and "\n" not in written[0] and match in written[0]
+
+
+def test_a_screen_without_the_letter_epsilon_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older clusters have LANG=en_US, whose encoding is Latin-1."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    print_any_character()
+    print("ε = 8, müde", flush=True)
+    assert written.getvalue().decode("latin-1").strip() == r"\u03b5 = 8, müde"
+
+
+@pytest.mark.parametrize("error", [KeyError("rank"), TypeError("unsupported"), AssertionError("attach() comes first")])
+def test_a_fault_shows_its_traceback(error: Exception) -> None:
+    """A line says that it is no mistake of the user, and nothing is hidden."""
+    written: list[str] = []
+    try:
+        raise error
+    except Exception as caught:
+        assert words_of(caught) is None
+        assert tell(caught, written.append) == FAULT
+    assert "report it" in written[0] and "Traceback" in written[1] and "test_mistakes" in written[1]

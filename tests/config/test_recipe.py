@@ -1,0 +1,337 @@
+"""Tests of dpllm.config."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from dpllm.config import (
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    PrivacyConfig,
+    PublicPretrainConfig,
+    Recipe,
+    ReleaseConfig,
+    load_recipe,
+    recipe_to_dict,
+    save_recipe,
+)
+
+PRIVACY: dict[str, Any] = {"target_epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
+USERS: dict[str, Any] = {"unit": "user", "unit_column": "id", "max_rows_per_unit": 3}
+
+RECIPE = """
+# a comment
+model:
+  name: gpt2
+  peft: {r: 8, target_modules: [c_attn]}
+data: {path: records.jsonl, max_length: 128}
+privacy:
+  target_epsilon: 8
+  delta: 1e-6
+  clip_norm: 1
+  expected_batch_size: 64
+train:
+  learning_rate: 5e-4
+  eval_strategy: no
+  max_steps: 10
+"""
+
+
+@pytest.fixture
+def recipe_path(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_whole_numbers_become_floats() -> None:
+    """An int given for a float is converted: accounting must never see an int noise multiplier."""
+    config = PrivacyConfig(noise_multiplier=1, clip_norm=2, expected_batch_size=np.int64(8))
+    assert isinstance(config.noise_multiplier, float) and isinstance(config.clip_norm, float)
+    assert type(config.expected_batch_size) is int
+
+
+def test_privacy_config_is_frozen() -> None:
+    """A checked configuration can't be changed afterwards."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PrivacyConfig(**PRIVACY).clip_norm = 5.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"target_epsilon": None}, "give target_epsilon or noise_multiplier"),
+        ({"target_epsilon": 0}, "target_epsilon must be > 0"),
+        ({"target_epsilon": "8"}, "target_epsilon must be a finite number, got '8'"),
+        ({"target_epsilon": float("inf")}, "target_epsilon must be a finite number"),
+        ({"target_epsilon": None, "noise_multiplier": -1}, "noise_multiplier must be >= 0"),
+        ({"target_epsilon": None, "noise_multiplier": float("nan")}, "noise_multiplier must be a finite number"),
+        ({"clip_norm": 0}, "clip_norm must be > 0"),
+        ({"clip_norm": True}, "clip_norm must be a finite number"),
+        ({"expected_batch_size": 0}, "expected_batch_size must be at least 1"),
+        ({"expected_batch_size": 2.5}, "expected_batch_size must be a whole number"),
+        ({"expected_batch_size": True}, "expected_batch_size must be a whole number"),
+        ({"delta": 0}, "delta must lie between 0 and 1"),
+        ({"delta": 1}, "delta must lie between 0 and 1"),
+        ({"unit": "users"}, "did you mean 'user'"),
+        ({"unit": "user"}, "needs unit_column"),
+        ({"unit": "user", "unit_column": ""}, "unit_column must be a text"),
+        ({"unit": "user", "unit_column": "id"}, "needs max_rows_per_unit"),
+        ({"unit": "user", "unit_column": "id", "max_rows_per_unit": 0}, "max_rows_per_unit must be at least 1"),
+        ({"unit_column": "id"}, 'unit_column belongs to unit="user"'),
+        ({"max_rows_per_unit": 3}, 'max_rows_per_unit belongs to unit="user"'),
+        ({"max_batch_size": 63}, "max_batch_size=63 is below expected_batch_size=64"),
+        ({"adjacency": "add-or-remove"}, "adjacency must be one of 'zero-out', 'replace-one'"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"sampling": "shuffle"}, "not Poisson sampling, and the ε of Poisson sampling does not hold"),
+        ({"sampling": "fixed"}, "not Poisson sampling"),
+        ({"sampling": "poisson"}, "sampling must be one of 'unit', 'example'"),
+        ({"sampling": "example"}, 'belongs to unit="user"'),
+        (
+            {**USERS, "sampling": "example", "max_batch_size": 99},
+            "no accounting is known for a truncated sample of rows",
+        ),
+        ({"rows_kept": "random"}, 'rows_kept belongs to unit="user"'),
+        ({**USERS, "rows_kept": "last"}, "rows_kept must be one of 'first', 'random'"),
+        ({"on_budget": "warn"}, "on_budget must be one of 'stop', 'error'"),
+        ({"dataset": ""}, "dataset must be a text"),
+        ({"dataset": "mail", "budget_file": 3}, "budget_file must be a text"),
+        ({"budget_file": "mail.json"}, "budget_file needs dataset"),
+    ],
+)
+def test_bad_privacy_value_is_refused(change: dict[str, Any], match: str) -> None:
+    """Every unusable privacy value is an error that names the field."""
+    with pytest.raises(ConfigError, match=match):
+        PrivacyConfig(**{**PRIVACY, **change})
+
+
+def test_budget_and_noise_may_both_be_given() -> None:
+    """Together they stop the run at the budget."""
+    both = PrivacyConfig(**{**PRIVACY, "target_epsilon": 8, "noise_multiplier": 1})
+    assert (both.target_epsilon, both.noise_multiplier, both.on_budget) == (8.0, 1.0, "stop")
+
+
+def test_what_people_know_about_a_release_is_a_section(tmp_path: Path) -> None:
+    """`release` is read, written out with its defaults, and a text that is none is refused."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    assert load_recipe(path).release == ReleaseConfig()
+    recipe = load_recipe(path, ["release.data_holder=the clinic", "release.other_uses=none"])
+    assert recipe.release == ReleaseConfig(data_holder="the clinic", other_uses="none")
+    assert recipe_to_dict(recipe)["release"]["audience"] is None
+    with pytest.raises(ConfigError, match="audience must be a text"):
+        load_recipe(path, ["release.audience=3"])
+    with pytest.raises(ConfigError, match=r"unknown key 'release\.audiance'; did you mean 'release\.audience'"):
+        load_recipe(path, ["release.audiance=all"])
+
+
+def test_a_microbatch_may_be_counted_in_tokens(tmp_path: Path) -> None:
+    """`microbatch_tokens` is a whole number of at least 1, or "auto", or left out."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    assert load_recipe(path).microbatch_tokens is None
+    assert load_recipe(path, ["microbatch_tokens=4096"]).microbatch_tokens == 4096
+    assert load_recipe(path, ["microbatch_tokens=auto"]).microbatch_tokens == "auto"
+    for value in ("0", "2.5", "true", "automatic"):
+        with pytest.raises(ConfigError, match="microbatch_tokens must be"):
+            load_recipe(path, [f"microbatch_tokens={value}"])
+
+
+def test_rows_may_be_packed(tmp_path: Path) -> None:
+    """`pack_rows` is true or false, and for causal language models."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    assert load_recipe(path).pack_rows is False
+    assert load_recipe(path, ["pack_rows=true"]).pack_rows is True
+    with pytest.raises(ConfigError, match="pack_rows must be true or false, got 1"):
+        load_recipe(path, ["pack_rows=1"])
+    with pytest.raises(ConfigError, match=r'pack_rows lays rows end to end, which model\.task="seq2seq_lm"'):
+        Recipe(
+            model=ModelConfig(name="t5", task="seq2seq_lm"),
+            data=DataConfig(path="x.jsonl", max_length=8),
+            privacy=PrivacyConfig(**PRIVACY),
+            pack_rows=True,
+        )
+
+
+def test_rows_of_split_records_are_not_drawn_singly() -> None:
+    """How many rows there are would depend on the tokenizer, and with them q."""
+    singly = PrivacyConfig(**{**PRIVACY, **USERS, "sampling": "example"})
+    data = DataConfig(path="x.jsonl", max_length=8, long_records="split")
+    with pytest.raises(ConfigError, match="makes several of one record"):
+        Recipe(model=ModelConfig(name="gpt2"), data=data, privacy=singly)
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({}, "exactly one of name .* and config .*, got neither"),
+        ({"name": "gpt2", "config": {"model_type": "gpt2"}}, "got both"),
+        ({"name": ""}, "name must be a text"),
+        ({"config": {"hidden_size": 8}}, "config must be a mapping with model_type"),
+        ({"name": "gpt2", "task": "causal"}, "task must be one of"),
+        ({"name": "gpt2", "dtype": "float16"}, "dtype must be one of"),
+        ({"name": "gpt2", "tokenizer": "gpt2", "tokenizer_vocab_size": 1000}, "not both"),
+        ({"name": "gpt2", "tokenizer_vocab_size": 10}, "tokenizer_vocab_size must be at least 260"),
+        ({"name": "gpt2", "peft": [1]}, "peft must be a mapping"),
+        ({"name": "gpt2", "tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"name": "gpt2", "freeze": "wte"}, "freeze must be a list"),
+        ({"name": "gpt2", "num_labels": 1}, "num_labels must be at least 2"),
+    ],
+)
+def test_bad_model_value_is_refused(values: dict[str, Any], match: str) -> None:
+    """Every unusable model value is an error that names the field."""
+    with pytest.raises(ConfigError, match=match):
+        ModelConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"path": ""}, "path must be a text"),
+        ({"name": 3}, "name must be a text"),
+        ({"max_length": 1}, "max_length must be at least 2"),
+        ({"eval_fraction": 0.1, "eval_is_public": True}, "eval_is_public declares public rows"),
+        ({"eval_fraction": 1}, "eval_fraction must be at least 0 and below 1"),
+        ({"eval_fraction": 0.1, "eval_split": "test"}, "eval_fraction holds records out"),
+        ({"format": "txt"}, "did you mean 'text'"),
+        ({"long_records": "drop"}, "long_records must be one of"),
+        ({"limit": 0}, "limit must be at least 1"),
+        ({"encoding": "hex"}, "encoding='hex' is unknown; usual: utf-8"),
+    ],
+)
+def test_bad_data_value_is_refused(change: dict[str, Any], match: str) -> None:
+    """Every unusable data value is an error that names the field."""
+    with pytest.raises(ConfigError, match=match):
+        DataConfig(**{"path": "x.jsonl", "max_length": 8, **change})
+
+
+@pytest.mark.parametrize("section", [None, [1], {1: 2}])
+def test_train_section_must_be_a_mapping(section: Any) -> None:
+    """The train section is a mapping of names to values."""
+    data = DataConfig(path="x.jsonl", max_length=8)
+    with pytest.raises(ConfigError, match="train must be a mapping"):
+        Recipe(model=ModelConfig(name="gpt2"), data=data, privacy=PrivacyConfig(**PRIVACY), train=section)
+    with pytest.raises(ConfigError, match="train must be a mapping"):
+        PublicPretrainConfig(data=data, train=section)
+
+
+def test_recipe_reads_yaml(recipe_path: Path) -> None:
+    """A float in exponent form is a float and `no` stays a text, as YAML 1.2 has it."""
+    recipe = load_recipe(recipe_path)
+    assert recipe.privacy.delta == 1e-6
+    assert recipe.train == {"learning_rate": 5e-4, "eval_strategy": "no", "max_steps": 10}
+    assert recipe.model.peft == {"r": 8, "target_modules": ["c_attn"]}
+    assert recipe.public_pretrain is None
+
+
+def test_overrides_win_and_are_parsed_as_yaml(recipe_path: Path) -> None:
+    """Overrides reach nested keys, make missing sections, and carry YAML values."""
+    recipe = load_recipe(
+        recipe_path,
+        [
+            "privacy.target_epsilon=null",
+            "privacy.noise_multiplier=1e0",
+            "train.max_steps=20",
+            "model.peft.target_modules=[q, v]",
+            "public_pretrain.data.path=builtin:sotu",
+            "public_pretrain.data.max_length=64",
+            "train.run_name=",
+        ],
+    )
+    assert recipe.privacy.target_epsilon is None and recipe.privacy.noise_multiplier == 1.0
+    assert recipe.train["max_steps"] == 20 and recipe.train["run_name"] is None
+    assert recipe.model.peft == {"r": 8, "target_modules": ["q", "v"]}
+    assert recipe.public_pretrain is not None and recipe.public_pretrain.data.path == "builtin:sotu"
+
+
+def test_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
+    """What is written into the output folder is what ran, texts that look like numbers included."""
+    recipe = load_recipe(recipe_path, ["train.run_name='1e-6'", "train.note='yes'", "train.flag=true"])
+    save_recipe(recipe, tmp_path / "resolved.yaml")
+    assert load_recipe(tmp_path / "resolved.yaml") == recipe
+    assert yaml.safe_load((tmp_path / "resolved.yaml").read_text())["train"]["note"] == "yes"
+    assert recipe_to_dict(recipe)["train"]["run_name"] == "1e-6"
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("privacy.clipnorm=1", r"recipe.yaml: unknown key 'privacy.clipnorm'; did you mean 'privacy.clip_norm'\?"),
+        ("privcy.delta=1", r"unknown key 'privcy'; did you mean 'privacy'\?"),
+        (
+            "public_pretrain.data.pth=1",
+            r"unknown key 'public_pretrain.data.pth'; did you mean 'public_pretrain.data.path'\?",
+        ),
+        ("privacy.clip_norm=null", "missing key 'privacy.clip_norm'"),
+        ("privacy.delta=2", "section 'privacy': delta must lie"),
+        ("model=gpt2", "'model' must be a mapping"),
+        ("model.name.x=gpt2", "'model.name' is a value, not a section"),
+        ("train=[1]", "train must be a mapping"),
+        ("data=null", "missing key 'data'"),
+        ("privacy.delta", "must read key=value"),
+        ("privacy..delta=1", "must read key=value"),
+        ("privacy.delta={", "not valid YAML"),
+    ],
+)
+def test_bad_override_is_refused(recipe_path: Path, override: str, match: str) -> None:
+    """An unknown, missing or unusable key is an error that names file, dotted key and the nearest known key."""
+    with pytest.raises(ConfigError, match=match):
+        load_recipe(recipe_path, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[1, 2]", "must be a mapping with the sections model, data"),
+        ("a: {", "not valid YAML"),
+        ("model: {name: a, name: b}", "key 'name' is there twice"),
+    ],
+)
+def test_bad_file_is_refused(tmp_path: Path, text: str, match: str) -> None:
+    """A file that is no recipe is an error that names the file."""
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"broken.yaml.*{match}"):
+        load_recipe(path)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    """A recipe that is not there is an error that names the path."""
+    with pytest.raises(ConfigError, match=r"nowhere.yaml: can't be read"):
+        load_recipe(tmp_path / "nowhere.yaml")
+
+
+def test_the_table_of_recipe_keys_is_complete() -> None:
+    """`recipes/README.md` lists every key of every section with its default, and no other."""
+    sections = {
+        "model": ModelConfig,
+        "data": DataConfig,
+        "privacy": PrivacyConfig,
+        "public_pretrain": PublicPretrainConfig,
+        "release": ReleaseConfig,
+        "(top level)": Recipe,
+    }
+    text = (Path(__file__).resolve().parents[2] / "recipes" / "README.md").read_text(encoding="utf-8")
+    table = text.split("| section | key | default | meaning |")[1]
+    listed = re.findall(r"^\| ([^|]+) \| `(\w+)` \| ([^|]+) \| \S[^|]* \|$", table, flags=re.MULTILINE)
+    due = []
+    for section, kind in sections.items():
+        for item in dataclasses.fields(kind):
+            words = "required"
+            if item.default is not dataclasses.MISSING:
+                words = f"`{item.default}`" if isinstance(item.default, str) else f"`{json.dumps(item.default)}`"
+            elif item.default_factory is not dataclasses.MISSING:
+                made = item.default_factory()
+                words = "`{}`" if dataclasses.is_dataclass(made) else f"`{json.dumps(made)}`"
+            due.append((section, item.name, words))
+    assert listed == due

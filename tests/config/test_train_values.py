@@ -1,0 +1,228 @@
+"""Every value of a recipe is checked by kind and by range when the recipe is read, before anything else happens."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainingArguments
+
+from dpllm.config import ConfigError, load_recipe
+from dpllm.config.train_values import CHECKS, MAX_STEPS, PLAIN
+from dpllm.config.yaml12 import write_yaml
+from dpllm.training.arguments import check_optimizer, private_arguments, training_arguments
+
+RECIPE: dict[str, Any] = {
+    "model": {"name": "somewhere", "peft": {"r": 4, "target_modules": ["c_attn"]}},
+    "data": {"path": "records.jsonl", "max_length": 16},
+    "privacy": {"target_epsilon": 8, "clip_norm": 1, "expected_batch_size": 8, "delta": 1e-5},
+    "train": {"output_dir": "out", "max_steps": 3},
+    "public_pretrain": {"data": {"path": "public.jsonl", "max_length": 16}, "train": {"max_steps": 3}},
+}
+NOT_NUMBERS = ["abc", "1e-3", "", True, [1], {"a": 1}, math.nan, math.inf, -math.inf]
+NOT_WHOLE = ["two", "3", True, 2.5, [1], math.nan, math.inf]
+NOT_FLAGS = ["no", "yes", "true", 1, 0, 2.5, []]
+POSITIVE_NUMBERS = ("learning_rate", "adam_epsilon", "num_train_epochs")
+SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size", "save_total_limit", "ddp_timeout")
+STEPS = ("logging_steps", "save_steps", "eval_steps")
+
+BAD: list[tuple[str, Any]] = [
+    *((f"train.{key}", value) for key in POSITIVE_NUMBERS for value in (*NOT_NUMBERS, 0, -1, -1e-3, 10**400)),
+    *(("train.weight_decay", value) for value in (*NOT_NUMBERS, -0.1)),
+    *((f"train.{key}", value) for key in ("adam_beta1", "adam_beta2") for value in (*NOT_NUMBERS, -0.1, 1, 1.5)),
+    *(("train.warmup_steps", value) for value in (*NOT_NUMBERS, -1, 2.5)),
+    *(("train.max_grad_norm", value) for value in (*NOT_NUMBERS, -1)),
+    *((f"train.{key}", value) for key in SIZES for value in (*NOT_WHOLE, 0, -1)),
+    *(("train.max_steps", value) for value in (*NOT_WHOLE, 0, -5, MAX_STEPS + 1, 10**12, 10**30)),
+    *((f"train.{key}", value) for key in STEPS for value in (*NOT_NUMBERS, 0, -1, 2.5)),
+    *(("train.seed", value) for value in (*NOT_WHOLE, -1, 2**32)),
+    *((f"train.{key}", value) for key in ("bf16", "fp16", "use_cpu", "push_to_hub", "tf32") for value in NOT_FLAGS),
+    *(("train.output_dir", value) for value in (None, "", "  ", 3, ["a"], "a\0b")),
+    *(("train.lr_scheduler_type", value) for value in ("linaer", 3, True)),
+    *(("train.save_strategy", value) for value in ("never", 3, False)),
+    *(("train.report_to", value) for value in (3, [3], {"a": 1})),
+    *(("train.lr_scheduler_kwargs", value) for value in ("abc", 3, [1])),
+    *(("train.resume_from_checkpoint", value) for value in (3, [], "")),
+    *(("public_pretrain.train.learning_rate", value) for value in (*NOT_NUMBERS, 0, -1)),
+    *(("public_pretrain.train.max_steps", value) for value in (*NOT_WHOLE, 0, 10**12)),
+    *(("public_pretrain.train.bf16", value) for value in NOT_FLAGS),
+    *(("model.peft.r", value) for value in ("abc", 0, -1, 2.5, True, math.nan)),
+    *(("model.peft.lora_alpha", value) for value in ("x", 0, -1, math.nan, math.inf, True)),
+    *(("model.peft.lora_dropout", value) for value in (-1, 1, 1.5, math.nan, "0.1", True)),
+    *(("model.peft.bias", value) for value in ("some", True, 3)),
+    *(("model.peft.modules_to_save", value) for value in ("head", [], [3], {"a": 1})),
+    *(("model.peft.target_modules", value) for value in ([], [3], 3)),
+    *(("model.peft.use_dora", value) for value in ("yes", 1)),
+    *(("model.peft", value) for value in ("abc", [1], 3)),
+    *(("model.freeze", value) for value in ("abc", [1], 3)),
+    *(("model.tie_word_embeddings", value) for value in ("no", 1, 0)),
+    *(("model.num_labels", value) for value in (0, 1, "two", 2.5)),
+    *(("privacy.target_epsilon", value) for value in (*NOT_NUMBERS, 0, -1, 1001, 1e6, 1e300)),
+    *(("privacy.noise_multiplier", value) for value in (*NOT_NUMBERS, -1, 1e-4, 1e30, 1e300)),
+    *(("privacy.clip_norm", value) for value in (*NOT_NUMBERS, 0, -1, 1e-300, 1e300)),
+    *(("privacy.expected_batch_size", value) for value in (*NOT_WHOLE, 0, -1)),
+    *(("privacy.delta", value) for value in (*NOT_NUMBERS, 0, 1, -0.1)),
+    *(("privacy.seed", value) for value in (*NOT_WHOLE, -1)),
+    *(("data.max_length", value) for value in (*NOT_WHOLE, 0, 1)),
+    *(("data.limit", value) for value in (*NOT_WHOLE, 0)),
+    *(("data.eval_fraction", value) for value in (*NOT_NUMBERS, -0.1, 1)),
+    *(("data.path", value) for value in ("", " ", 3, ["a"])),
+    *(("microbatch_tokens", value) for value in ("abc", 0, 2.5, True)),
+    *(("pack_rows", value) for value in ("no", 1)),
+]
+
+
+def recipe_with(tmp_path: Path, name: str, value: Any) -> Path:
+    """Write a good recipe with one value replaced; the value is written as YAML writes it."""
+    text = write_yaml(RECIPE)
+    assert load_recipe_text(tmp_path, text) is not None
+    place: Any = (raw := {key: dict(part) for key, part in RECIPE.items()})
+    *sections, key = name.split(".")
+    for section in sections:
+        place[section] = dict(place[section])
+        place = place[section]
+    place[key] = value
+    path = tmp_path / "recipe.yaml"
+    path.write_text(str(raw) if isinstance(value, int) and abs(value) > 2**100 else write_yaml(raw))
+    return path
+
+
+def load_recipe_text(tmp_path: Path, text: str) -> Any:
+    path = tmp_path / "good.yaml"
+    path.write_text(text)
+    return load_recipe(path)
+
+
+def test_there_are_many_bad_values() -> None:
+    """The table below covers at least this many cases, each once."""
+    assert len(BAD) >= 300
+    assert len({(name, repr(value)) for name, value in BAD}) == len(BAD)
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{name}={value!r:.20}" for name, value in BAD])
+def test_a_bad_value_is_refused_when_the_recipe_is_read(tmp_path: Path, name: str, value: Any) -> None:
+    """One line that names the file and the key; no folder is made."""
+    path = recipe_with(tmp_path, name, value)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path)
+    message = str(caught.value)
+    assert "\n" not in message and str(path) in message and len(message) < 700
+    assert name.split(".")[-1] in message or "valid YAML" in message
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("text", ["1:30", "020", "1_6", "0x1F", "0b1", "0o17", "1_0.5", "12:34:56"])
+def test_a_number_that_readers_disagree_on_is_refused(tmp_path: Path, text: str) -> None:
+    """In a file and in an override; in quotes it is a text, which a number cannot be."""
+    good = write_yaml(RECIPE)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(good.replace("max_steps: 3", f"max_steps: {text}", 1))
+    with pytest.raises(ConfigError, match=f"{text} is read differently"):
+        load_recipe(path)
+    path.write_text(good)
+    with pytest.raises(ConfigError, match=f"train.max_steps={text}.*read differently"):
+        load_recipe(path, [f"train.max_steps={text}"])
+    with pytest.raises(ConfigError, match=r"train\.max_steps must be a whole number"):
+        load_recipe(path, [f"train.max_steps='{text}'"])
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("model: " + "[" * 5000, "nests lists and mappings more than 32 deep"),
+        ("a: " * 50 + "1", "not valid YAML"),
+        ("x: &x [*x]", "repeats values by aliases"),
+        (
+            "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+            + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)),
+            "repeats values by aliases",
+        ),
+        ("train: {null: 3}", "key None is neither a text nor a whole number"),
+        ("train: {max_steps: 3, max_steps: 4}", "key 'max_steps' is there twice"),
+        ("train: {1.5: 3}", "key 1.5 is neither"),
+        ("train: {[1]: 3}", r"key \[1\] is neither"),
+        ("train: {max_steps: !!int abc}", "no whole number"),
+        ("train: {max_steps: !!timestamp 2024-13-45}", "not valid YAML"),
+        ("train: {max_steps: !!python/object:os.system x}", "not valid YAML"),
+        ("a: 1\n---\nb: 2", "not valid YAML"),
+        ("#" + "x" * 1_000_001, "a recipe has at most 1,000,000"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_yaml_that_no_recipe_needs_is_refused(tmp_path: Path, text: str, match: str) -> None:
+    """Depth, aliases, repeated keys and keys of other kinds: one line, without recursion and without expansion."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=match) as caught:
+        load_recipe(path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    """Bytes that are no UTF-8 are named with their place."""
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"model: \xe9")
+    with pytest.raises(ConfigError, match=r"not UTF-8: .* at 7"):
+        load_recipe(path)
+
+
+def test_null_in_train_is_the_default(tmp_path: Path) -> None:
+    """As elsewhere in a recipe, an empty value means the default, except for the folder, which has none."""
+    path = recipe_with(tmp_path, "train.learning_rate", None)
+    recipe = load_recipe(path)
+    assert training_arguments({**recipe.train, "use_cpu": True}).learning_rate == 5e-5
+    with pytest.raises(ConfigError, match=r"train\.output_dir must be the name of a folder, got None"):
+        load_recipe(path, ["train.output_dir=null"])
+
+
+def test_every_training_argument_has_a_check() -> None:
+    """A name of the installed transformers that the table lacks would be taken unchecked."""
+    names = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    assert names - set(CHECKS) == set()
+    assert not {name for name in CHECKS if name not in names}
+
+
+def test_the_defaults_of_training_arguments_pass() -> None:
+    """The table refuses nothing that transformers itself sets."""
+    fields = [field for field in dataclasses.fields(TrainingArguments) if field.init and field.name != "output_dir"]
+    for field in fields:
+        if field.default is not dataclasses.MISSING and field.default is not None:
+            value = getattr(field.default, "value", field.default)
+            CHECKS[field.name](f"train.{field.name}", value)
+
+
+@pytest.mark.parametrize("name", sorted(set(PLAIN) & {name.split(".")[-1] for name, _ in BAD}))
+def test_the_trainers_arguments_are_checked_alike(tmp_path: Path, name: str) -> None:
+    """TrainingArguments made in Python are refused for the values that a recipe is refused for."""
+    good = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=3)
+    private_arguments(good)
+    values = [value for key, value in BAD if key == f"train.{name}"]
+    for value in values:
+        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=3)
+        setattr(args, name, value)
+        with pytest.raises(ConfigError, match=rf"train\.{name} must be"):
+            private_arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("section", "match"),
+    [
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"powr": 2}}, "powr"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "train.lr_scheduler_type=cosine_with_min_lr cannot be used"),
+        ({"optim": "adamw_torch", "optim_args": "nope"}, "train.optim=adamw_torch, train.optim_args=nope"),
+    ],
+)
+def test_optimizer_and_schedule_are_built_once_before_all_else(tmp_path: Path, section, match: str) -> None:
+    """Options that only their classes know are found on a single number instead of after the model."""
+    with pytest.raises(ConfigError, match=match):
+        check_optimizer(training_arguments({"output_dir": str(tmp_path), "use_cpu": True, **section}))
+
+
+@pytest.mark.parametrize("section", [{}, {"optim": "sgd"}, {"optim": "adafactor"}, {"lr_scheduler_type": "cosine"}])
+def test_ordinary_optimizers_pass(tmp_path: Path, section: dict[str, Any]) -> None:
+    """Nothing that works is refused."""
+    check_optimizer(training_arguments({"output_dir": str(tmp_path), "use_cpu": True, **section}))

@@ -1,0 +1,150 @@
+"""Tests of dpllm.data.lengths: a data set in Arrow and a loop over its rows say the same of every row."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import datasets
+import numpy as np
+import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dpllm.data.lengths
+from dpllm.data.lengths import Limits, row_lengths
+from dpllm.data.records import DataError
+
+TASKS = ["causal_lm", "seq2seq_lm", "sequence_classification", None]
+TOKENS = st.lists(st.integers(0, 9), min_size=0, max_size=4)
+LABELS = st.one_of(st.none(), st.lists(st.sampled_from([-100, -100, 3]), max_size=4))
+
+
+def in_arrow(rows, *, large=False):
+    kind = datasets.LargeList if large else datasets.List
+    features = datasets.Features({name: kind(datasets.Value("int64")) for name in rows[0]})
+    return datasets.Dataset.from_list(rows, features=features)
+
+
+def outcome(dataset, task):
+    """Lengths, or the message of the error."""
+    try:
+        return row_lengths(dataset, task).tolist()
+    except DataError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("block", [1, 3, 4096])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_arrow_and_rows_agree(task, block, data):
+    """Lengths, the first row that is refused, and what is said of it, wherever a block of rows begins."""
+    fit = data.draw(st.booleans())  # labels that fit reach the later checks
+    rows = []
+    for ids in data.draw(st.lists(TOKENS, min_size=1, max_size=8)):
+        labels = [data.draw(st.sampled_from([-100, 3])) for _ in ids] if fit else data.draw(LABELS)
+        rows.append({"input_ids": ids, "labels": labels})
+    expected = outcome(rows, task)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dpllm.data.lengths, "_ROWS", block)
+        for large in (False, True):
+            assert outcome(in_arrow(rows, large=large), task) == expected
+        order = list(range(len(rows)))[::-1]
+        assert outcome(in_arrow(rows).select(order), task) == outcome([rows[n] for n in order], task)
+
+
+@pytest.mark.parametrize(
+    ("row", "task", "match"),
+    [
+        ({"input_ids": [3, 4], "labels": [3, 4, 5]}, "causal_lm", "row 2 has 3 labels for 2 input tokens"),
+        ({"input_ids": [3, 4], "labels": [3, -100]}, "causal_lm", "row 2 has no target, all its labels are masked"),
+        ({"input_ids": [3, 4], "labels": [-100]}, "seq2seq_lm", "row 2 has no target"),
+        ({"input_ids": [], "labels": []}, "causal_lm", "row 2 has no input_ids: a row needs at least one token"),
+        ({"input_ids": [], "labels": [3]}, None, "row 2 has no input_ids"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_refused_with_their_number(row, task, match):
+    """As a list of rows and in Arrow, the first of several."""
+    good = {"input_ids": [3, 4], "labels": [3, 4]}
+    rows = [good, good, row, good, row]
+    for dataset in (rows, in_arrow(rows)):
+        with pytest.raises(DataError, match=match):
+            row_lengths(dataset, task)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"input_ids": [[5, 6]]}, "the input_ids of row 0 are no list of token ids, but a list of lists: tokenize"),
+        ({"text": "five six"}, "row 0 has no input_ids; it has text: tokenize the records first"),
+    ],
+)
+@pytest.mark.parametrize("arrow", [True, False])
+def test_rows_of_another_form_are_refused(row, says, arrow):
+    """What a tokenizer returns for one text with return_tensors, and text that nobody tokenized."""
+    with pytest.raises(DataError, match=says):
+        row_lengths(datasets.Dataset.from_list([row]) if arrow else [row], "causal_lm", Limits(tokens=9))
+
+
+def test_a_row_without_input_in_arrow_is_refused():
+    """A missing list is an empty one."""
+    with pytest.raises(DataError, match="row 1 has no input_ids"):
+        row_lengths(in_arrow([{"input_ids": [1]}, {"input_ids": None}]), "causal_lm")
+
+
+def test_what_a_transform_makes_is_measured():
+    """Where rows are made as they are read, their lengths are of what is read, not of what is stored."""
+    stored = in_arrow([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}])
+    doubled = stored.with_transform(lambda batch: {"input_ids": [ids * 2 for ids in batch["input_ids"]]})
+    assert row_lengths(doubled, "causal_lm").tolist() == [6, 2]
+    assert row_lengths(stored.with_format("torch"), "causal_lm").tolist() == [3, 1]
+
+
+def test_labels_of_classes_are_not_looked_at():
+    """A classifier's label is a number, and a column of it no list."""
+    rows = datasets.Dataset.from_list([{"input_ids": [1, 2], "labels": 0}, {"input_ids": [3], "labels": 1}])
+    assert row_lengths(rows, "sequence_classification").tolist() == [2, 1]
+
+
+def test_no_object_per_token_is_made():
+    """The lengths of 20 000 rows of 64 tokens take less than the tokens as Python lists would in one block."""
+    tokens = np.ones((20_000, 64), dtype=np.int64)
+    rows = in_arrow([{"input_ids": [1], "labels": [1]}]).select([])
+    rows = datasets.concatenate_datasets(
+        [rows, datasets.Dataset.from_dict({"input_ids": list(tokens), "labels": list(tokens)}, features=rows.features)]
+    )
+    tracemalloc.start()
+    try:
+        assert row_lengths(rows, "causal_lm").tolist() == [64] * 20_000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * 4096 * 64 * 8 * 2
+
+
+@pytest.mark.parametrize("arrow", [True, False])
+def test_rows_beyond_the_model_are_refused(arrow):
+    """A row that the model can't read is found before the first step, in Arrow and in a list."""
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5]}, {"input_ids": [9]}]
+    dataset = in_arrow(rows) if arrow else rows
+    with pytest.raises(DataError, match=r"row 1 has 3 tokens, but the model has positions for 2: tokenize with"):
+        row_lengths(dataset, None, Limits(positions=2))
+    with pytest.raises(DataError, match=r"row 2 has a token id outside 0\.\.8, the model's table of embeddings"):
+        row_lengths(dataset, None, Limits(tokens=9))
+    assert row_lengths(dataset, None, Limits(3, 10)).tolist() == [2, 3, 1]
+
+
+def test_the_limits_are_those_of_the_models_tables():
+    """GPT-2 has a table of positions; RoBERTa's begins after its padding token; Llama has none."""
+    sizes = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=1, n_head=2)
+    )
+    assert Limits.of(gpt2) == Limits(16, 40)
+    roberta = transformers.RobertaConfig(**sizes, intermediate_size=8, max_position_embeddings=18, pad_token_id=1)
+    assert Limits.of(transformers.RobertaForSequenceClassification(roberta)) == Limits(16, 40)
+    opt = transformers.OPTConfig(**sizes, ffn_dim=8, max_position_embeddings=16, word_embed_proj_dim=8)
+    assert Limits.of(transformers.OPTForCausalLM(opt)) == Limits(16, 40)
+    llama = transformers.LlamaConfig(**sizes, intermediate_size=8, max_position_embeddings=16)
+    assert Limits.of(transformers.LlamaForCausalLM(llama)) == Limits(None, 40)

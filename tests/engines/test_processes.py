@@ -1,0 +1,39 @@
+"""One process is a group of size one; several are in `tests.distributed.test_agreement`."""
+
+import numpy as np
+import pytest
+import torch
+
+from dpllm.engines.processes import Processes
+
+
+def test_one_process_is_rank_zero_of_one():
+    """Nothing else in the package asks whether torch.distributed runs."""
+    alone = Processes()
+    assert (alone.rank, alone.size, alone.is_main) == (0, 1, True)
+
+
+def test_collectives_of_one_process_return_what_they_are_given():
+    """Sums are floats, tensors stay as they are, and nothing waits."""
+    alone = Processes()
+    assert alone.sum([1, 2.5, 0]) == [1.0, 2.5, 0.0] and all(isinstance(value, float) for value in alone.sum([1]))
+    tensor = torch.arange(3.0)
+    alone.sum_(tensor)
+    assert tensor.tolist() == [0.0, 1.0, 2.0]
+    assert alone.any(True) and not alone.any(False)
+    assert alone.gather({"rank": 0}) == [{"rank": 0}] and alone.gather_numbers([1, 2.5]) == [[1.0, 2.5]]
+    assert alone.together(lambda: "made") == "made" and alone.int64s_from_main(np.arange(3), 3).tolist() == [0, 1, 2]
+    alone.agree({"the plan": "a", "the number of rows": 3})
+    alone.wait()
+
+
+def test_a_function_of_the_main_process_runs_once_and_its_error_is_raised_as_it_is():
+    """With one process there is nobody to tell."""
+    calls = []
+    assert Processes().from_main(lambda: calls.append(1) or "made") == "made" and calls == [1]
+
+    def fail():
+        raise OSError(28, "No space left on device", "ledger")
+
+    with pytest.raises(OSError, match="No space left on device: 'ledger'"):
+        Processes().from_main(fail)

@@ -1,0 +1,123 @@
+"""Tests of dpllm.mechanism.sampling."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpllm.mechanism.sampling import TruncatedPoissonSampler, default_max_batch_size, secret_rng, seeded_rng
+
+
+def _draws(sampler: TruncatedPoissonSampler, num_steps: int, seed: int = 0) -> np.ndarray:
+    """Return (num_steps, num_units): 1 where the unit was drawn."""
+    drawn = np.zeros((num_steps, sampler.num_units))
+    for step, units in enumerate(sampler.steps(num_steps, seeded_rng(seed))):
+        drawn[step, units] = 1
+    return drawn
+
+
+def test_inclusion_frequency() -> None:
+    """Each unit enters with probability q, by a chi-square test over units."""
+    sampler = TruncatedPoissonSampler(num_units=50, sampling_rate=0.1, max_batch_size=50)
+    counts = _draws(sampler, 20_000).sum(axis=0)
+    z = (counts - 2000) / math.sqrt(20_000 * 0.1 * 0.9)
+    assert stats.chi2.sf((z**2).sum(), 50) > 1e-4
+
+
+def test_batch_size_is_binomial() -> None:
+    """The number of units of a step is Binomial(N, q) while nothing is truncated."""
+    sizes = _draws(TruncatedPoissonSampler(30, 0.2, 30), 20_000).sum(axis=1).astype(int)
+    observed = np.bincount(np.clip(sizes, 1, 12), minlength=13)[1:]
+    pmf = stats.binom.pmf(np.arange(31), 30, 0.2)
+    expected = 20_000 * np.concatenate(([pmf[:2].sum()], pmf[2:12], [pmf[12:].sum()]))
+    assert stats.chisquare(observed, expected).pvalue > 1e-4
+
+
+def test_units_and_steps_are_independent() -> None:
+    """Presence is uncorrelated between two units of a step and between two steps of a unit."""
+    drawn = _draws(TruncatedPoissonSampler(20, 0.3, 20), 20_000)
+    between_units = np.corrcoef(drawn.T) - np.eye(20)
+    between_steps = np.corrcoef(drawn[:-1].T, drawn[1:].T)[:20, 20:]
+    # A correlation of 20 000 independent pairs has standard deviation 0.007.
+    assert np.abs(between_units).max() < 0.036 and np.abs(between_steps).max() < 0.036
+
+
+def test_truncation_keeps_a_uniform_subset() -> None:
+    """Never more than B_max units, exactly B_max when more enter, and no unit is favoured."""
+    drawn = _draws(TruncatedPoissonSampler(20, 0.5, 6), 20_000)
+    sizes = drawn.sum(axis=1)
+    assert sizes.max() == 6
+    assert abs((sizes == 6).mean() - stats.binom.sf(5, 20, 0.5)) < 0.01
+    probability = np.minimum(np.arange(21), 6) @ stats.binom.pmf(np.arange(21), 20, 0.5) / 20
+    assert np.abs(drawn.mean(axis=0) - probability).max() < 5 * math.sqrt(0.25 / 20_000)
+
+
+def test_draw_is_sorted_distinct_and_may_be_empty() -> None:
+    """A step has distinct units in rising order, and no unit at all now and then."""
+    rng = seeded_rng(1)
+    sampler = TruncatedPoissonSampler(100, 0.01, 8)
+    sizes = set()
+    for units in sampler.steps(500, rng):
+        assert units.dtype == np.int64 and np.all(np.diff(units) > 0)
+        sizes.add(len(units))
+    assert 0 in sizes and max(sizes) > 1
+
+
+def test_everybody_takes_part_at_rate_one() -> None:
+    """q = 1 is the full batch."""
+    assert TruncatedPoissonSampler(7, 1.0, 7).draw(seeded_rng(0)).tolist() == list(range(7))
+
+
+def test_large_data_set_costs_what_the_batch_costs() -> None:
+    """A draw of about 1000 among ten billion units takes well under a megabyte."""
+    sampler = TruncatedPoissonSampler(10**10, 1e-7, 1300)
+    tracemalloc.start()
+    units = sampler.draw(seeded_rng(0))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 800 < len(units) < 1300 and peak < 1_000_000
+
+
+def test_event_is_that_of_the_sampler() -> None:
+    """The privacy event carries the sampler's own numbers, and σ as a float even when given as an int."""
+    event: Any = TruncatedPoissonSampler(1000, 0.01, 40).event(1)
+    assert isinstance(event, dp_accounting.TruncatedSubsampledGaussianDpEvent)
+    assert (event.dataset_size, event.sampling_probability, event.truncated_batch_size) == (1000, 0.01, 40)
+    assert isinstance(event.noise_multiplier, float)
+    assert isinstance(TruncatedPoissonSampler(10, 0.1, 5).event(0), dp_accounting.NonPrivateDpEvent)
+
+
+def test_entropy_is_fresh_and_seeds_repeat() -> None:
+    """Two secret generators differ, two with one seed agree, and seeds far apart in size are different."""
+    assert secret_rng().integers(0, 2**63, 4).tolist() != secret_rng().integers(0, 2**63, 4).tolist()
+    assert seeded_rng(5).integers(0, 2**63, 4).tolist() == seeded_rng(5).integers(0, 2**63, 4).tolist()
+    assert seeded_rng(5).integers(0, 2**63) != seeded_rng(5 + 2**200).integers(0, 2**63)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ((0, 0.1, 1), "num_units must be at least 1"),
+        ((10, 0.0, 1), "sampling_rate must be above 0"),
+        ((10, 1.1, 1), "sampling_rate must be above 0 and at most 1"),
+        ((10, float("nan"), 1), "sampling_rate must be above 0"),
+        ((10, 0.1, 0), "max_batch_size must be at least 1"),
+    ],
+)
+def test_bad_sampler_is_refused(fields: tuple[int, float, int], match: str) -> None:
+    """A sampler that can't be is an error."""
+    with pytest.raises(ValueError, match=match):
+        TruncatedPoissonSampler(*fields)
+
+
+def test_default_max_batch_size() -> None:
+    """The rule is ceil(b + 7 sqrt(b)), never above the number of units."""
+    assert default_max_batch_size(1024) == 1248
+    assert default_max_batch_size(10) == 33
+    assert default_max_batch_size(1024, num_units=1100) == 1100

@@ -1,0 +1,252 @@
+"""What a run left is known again: when it is saved later, and when another run of the process begins at it."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, TrainerCallback
+
+from dpllm import PrivateRun, per_sequence_loss
+from dpllm.config import ConfigError
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from tests.conftest import tiny_llama_config
+from tests.training.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of
+from tests.training.test_trainer import arguments, trainer
+
+
+def open_points(run):
+    return run.privacy_report()["open_points"]
+
+
+def require_open_point_of_a_change(run):
+    """A save as the run left the weights has no such point, and a save of other weights has one."""
+    run.save_model()
+    assert not any("changed after the end" in point for point in open_points(run))
+    with torch.no_grad():
+        run.model.lm_head.weight[3] += 1
+    run.save_model()
+    assert any("lm_head.weight changed after the end of the private training" in point for point in open_points(run))
+
+
+def test_weights_that_changed_after_the_training_are_an_open_point(tmp_path):
+    """Between the end and the save anything may have been done to them, another training too."""
+    run = trainer(tmp_path)
+    run.train()
+    require_open_point_of_a_change(run)
+    assert "lm_head.weight changed" in (tmp_path / "README.md").read_text()
+
+
+def test_another_model_in_the_place_of_the_trained_one_is_an_open_point(tmp_path):
+    """Its parameters have the same names."""
+    run = trainer(tmp_path)
+    run.train()
+    run.model = LlamaForCausalLM(tiny_llama_config())
+    run.save_model()
+    assert any("other parameter(s) changed after the end" in point for point in open_points(run))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "state_dict", "one tensor"])
+def test_a_copy_of_trained_weights_is_refused_or_declared(how, tmp_path):
+    """They hold the first run's steps, which the second run's ledger does not charge."""
+    start = LlamaForCausalLM(tiny_llama_config())
+    run = trainer(tmp_path / "a", copy.deepcopy(start))
+    run.train()
+    model = copy.deepcopy(run.model if how == "deepcopy" else start)
+    if how == "state_dict":
+        model.load_state_dict(run.model.state_dict())
+    elif how == "one tensor":
+        model.model.layers[1].mlp.up_proj.weight.data = run.model.model.layers[1].mlp.up_proj.weight.data.clone()
+    with pytest.raises(ConfigError, match=rf"a copy of those that the private run of {tmp_path / 'a'} trained"):
+        trainer(tmp_path / "b", model).train()
+    declared = trainer(tmp_path / "c", model, start_is_independent=True)
+    declared.train()
+    assert any("a copy of those" in point for point in open_points(declared))
+    again = trainer(tmp_path / "d", start)  # what the first run started from is nobody's
+    again.train()
+    assert not any("a copy of those" in point for point in open_points(again))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_weights_of_a_run_that_did_not_end_are_known_again(error, steps, tmp_path):
+    """It failed in its first step, or in a later one: copies of weights that took a step are an earlier run's."""
+    start = LlamaForCausalLM(tiny_llama_config())
+
+    def loss(outputs, labels):
+        if run.state.global_step == steps:
+            raise error("stopped")
+        return per_sequence_loss(outputs.logits, labels)
+
+    run = trainer(tmp_path / "a", copy.deepcopy(start), compute_loss_func=loss)
+    with pytest.raises(error, match="stopped"):
+        run.train()
+    assert read_ledger(tmp_path / "a" / LEDGER_FILE).num_steps == steps + 1
+    again = trainer(tmp_path / "b", copy.deepcopy(start))  # what the first run started from is nobody's
+    again.train()
+    copied = copy.deepcopy(run.model)
+    if steps == 0:
+        trainer(tmp_path / "c", copied).train()
+        return
+    with pytest.raises(ConfigError, match=rf"a copy of those that the private run of {tmp_path / 'a'} trained"):
+        trainer(tmp_path / "c", copied).train()
+
+
+def test_weights_that_changed_after_a_failure_are_an_open_point(tmp_path):
+    """The report of a run that failed is about the weights that it left, as that of any other."""
+
+    def loss(outputs, labels):
+        if run.state.global_step == 2:
+            raise RuntimeError("stopped")
+        return per_sequence_loss(outputs.logits, labels)
+
+    run = trainer(tmp_path, compute_loss_func=loss)
+    with pytest.raises(RuntimeError, match="stopped"):
+        run.train()
+    require_open_point_of_a_change(run)
+
+
+def test_weights_of_a_loop_that_was_left_are_known_again(tmp_path):
+    """Nothing says that it ended: no finish(), no detach()."""
+    plan, rows = plan_of(), rows_of()
+
+    def attached(folder, model):
+        run = PrivateRun.start(folder, plan, rows)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.attach(model, optimizer)
+        return run, optimizer
+
+    model = network()
+    run, optimizer = attached(tmp_path / "a", model)
+    for number, unit_ids in enumerate(run.draws(3)):
+        if number == 2:
+            break
+        run.step(unit_ids, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(ConfigError, match=rf"a copy of those that the private run of {tmp_path / 'a'} trained"):
+        attached(tmp_path / "b", copy.deepcopy(model))
+    attached(tmp_path / "c", network())[0].detach()
+    run.detach()
+
+
+def test_an_optimizer_with_moments_is_refused_or_declared(tmp_path):
+    """Moments of private gradients without noise would move the weights in the first steps."""
+    model = LlamaForCausalLM(tiny_llama_config())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.randint(3, 61, (2, 8))
+    model(input_ids=ids, labels=ids).loss.backward()
+    weights = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    optimizer.zero_grad()
+    model.load_state_dict(weights)
+    run = trainer(tmp_path / "a", model, optimizers=(optimizer, None))
+    with pytest.raises(ConfigError, match=r"moments of updates that it made before.*Make a new optimizer for this run"):
+        run.train()
+    assert read_ledger(tmp_path / "a" / LEDGER_FILE).num_steps == 0
+    declared = trainer(tmp_path / "b", model, optimizers=(optimizer, None), start_is_independent=True)
+    declared.train()
+    assert any("moments of updates" in point for point in open_points(declared))
+
+
+def test_an_optimizer_that_begins_at_a_constant_is_none_with_moments(tmp_path):
+    model = LlamaForCausalLM(tiny_llama_config())
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-3, initial_accumulator_value=0.1)
+    run = trainer(tmp_path, model, optimizers=(optimizer, None))
+    run.train()
+    assert not any("moments" in point for point in open_points(run))
+
+
+def begun(folder, model, num_steps=2, **more):
+    """A loop of one's own, not finished."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = PrivateRun.start(folder, plan_of(), rows_of())
+    run.attach(model, optimizer, **more)
+    for unit_ids in run.draws(num_steps):
+        run.step(unit_ids, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    return run, optimizer
+
+
+@pytest.mark.parametrize("how", ["the same model", "a copy"])
+def test_a_folder_that_was_emptied_holds_another_run(how, tmp_path):
+    """The second run's ledger does not charge the first one's steps, whatever the folder's name is."""
+    model = network()
+    run, _ = begun(tmp_path / "a", model)
+    run.finish()
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(ConfigError, match=rf"by the private run of {tmp_path / 'a'}|that the private run of"):
+        begun(tmp_path / "a", copy.deepcopy(model) if how == "a copy" else model)
+    shutil.rmtree(tmp_path / "a")
+    begun(tmp_path / "a", network())
+
+
+def test_a_trainer_in_an_emptied_folder_is_another_run(tmp_path):
+    """A cell of a notebook that is run again."""
+    run = trainer(tmp_path / "a")
+    run.train()
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(ConfigError, match="trained before, in this process"):
+        trainer(tmp_path / "a", run.model)
+
+
+def test_weights_that_changed_while_a_run_had_let_go_of_them_are_refused_or_declared(tmp_path):
+    """Another training may have taken place between `detach` and `attach`; the run's ledger does not know of it."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = PrivateRun(plan_of(), rows_of(), ledger_of(tmp_path, plan_of()))
+    run.attach(model, optimizer)
+    for unit_ids in run.draws(1):
+        run.step(unit_ids, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    for _ in range(2):
+        run.detach()
+        run.attach(model, optimizer)  # as they were
+    run.detach()
+    loss_of(model, {"rows": torch.ones(3, FEATURES + 1)}).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match=r"0\.bias and 3 other parameter\(s\) changed between detach\(\) and attach"):
+        run.attach(model, optimizer)
+    run.attach(model, optimizer, start_is_independent=True)
+    points = run.finish()["open_points"]
+    assert any("changed between detach() and attach()" in point for point in points)
+
+
+def test_weights_that_are_saved_in_mid_run_are_those_of_the_run_or_an_open_point(tmp_path):
+    """Others may be put in their place for a while, and back; what is saved meanwhile is looked at."""
+
+    class Swapping(TrainerCallback):
+        def __init__(self, saves):
+            self.saves = saves
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2:
+                kept = copy.deepcopy(model.state_dict())
+                for parameter in model.parameters():
+                    parameter.data.mul_(0.9)
+                if self.saves:
+                    run.save_model(str(tmp_path / "average"))
+                model.load_state_dict(kept)
+
+    for saves in (False, True):
+        run = trainer(tmp_path / str(saves), callbacks=[Swapping(saves)])
+        run.train()
+        assert any("saved in the middle of the training" in point for point in open_points(run)) == saves
+
+
+def test_weights_that_were_put_back_to_the_start_begin_another_run(tmp_path):
+    """As in a sweep in one process; each part that was not put back is another run's release."""
+    model = LlamaForCausalLM(tiny_llama_config())
+    start = copy.deepcopy(model.state_dict())
+    trainer(tmp_path / "a", model, args=arguments(tmp_path / "a", max_steps=1)).train()
+    trained = copy.deepcopy(model.state_dict())
+    model.load_state_dict({**start, "model.norm.weight": trained["model.norm.weight"]})
+    with pytest.raises(ConfigError, match="trained before, in this process"):
+        trainer(tmp_path / "b", model, args=arguments(tmp_path / "b", max_steps=1))
+    model.load_state_dict(start)
+    trainer(tmp_path / "c", model, args=arguments(tmp_path / "c", max_steps=1)).train()
+    with pytest.raises(ConfigError, match="trained before, in this process"):
+        trainer(tmp_path / "d", model, args=arguments(tmp_path / "d", max_steps=1))

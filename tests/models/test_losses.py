@@ -1,0 +1,145 @@
+"""One loss per row, from that row alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpllm.models.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
+
+
+def test_each_row_is_averaged_over_its_own_targets():
+    """Not over the batch's tokens: a row's loss must not depend on the lengths of others."""
+    logits, labels = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
+    labels[1, 3:] = -100
+    labels[2, :4] = -100
+    losses = per_sequence_loss(logits, labels)
+    for row in range(3):
+        expected = F.cross_entropy(logits[row, :-1], labels[row, 1:], ignore_index=-100)
+        torch.testing.assert_close(losses[row], expected)
+
+
+def test_a_row_alone_has_the_loss_it_has_in_the_batch():
+    """Padding and company change nothing."""
+    logits, labels = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
+    labels[0, 3:] = -100
+    alone = per_sequence_loss(logits[:1, :3], labels[:1, :3])
+    torch.testing.assert_close(per_sequence_loss(logits, labels)[:1], alone)
+
+
+def test_a_row_without_targets_has_loss_zero_and_no_gradient():
+    """A padding row must not turn into NaN."""
+    logits = torch.randn(2, 4, 7, requires_grad=True)
+    labels = torch.randint(0, 7, (2, 4))
+    labels[1] = -100
+    losses = per_sequence_loss(logits, labels)
+    losses.sum().backward()
+    assert float(losses[1].detach()) == 0 and not logits.grad[1].any()
+
+
+def test_packed_rows_have_the_losses_of_padded_ones():
+    """The last token of a row predicts nothing, whatever its neighbour's first label is."""
+    lengths = [4, 1, 3, 5]
+    logits, labels = torch.randn(1, 13, 7, dtype=torch.float64, requires_grad=True), torch.randint(0, 7, (1, 13))
+    labels[0, 5:8] = -100
+    losses = packed_sequence_loss(logits, labels, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
+    pieces = zip(logits.split(lengths, 1), labels.split(lengths, 1), strict=True)
+    torch.testing.assert_close(losses, torch.cat([per_sequence_loss(*piece) for piece in pieces]))
+    losses.sum().backward()
+    assert not logits.grad[0, [3, 4, 5, 6, 7, 12]].any() and logits.grad[0, [0, 1, 2, 8]].any(1).all()
+
+
+@pytest.mark.parametrize(
+    ("labels", "boundaries"),
+    [(torch.zeros(1, 4), [0, 3]), (torch.zeros(2, 2), [0, 2]), (torch.zeros(1, 4), [[0, 4]])],
+    ids=["end", "two rows", "shape"],
+)
+def test_boundaries_that_are_not_those_of_the_labels_are_refused(labels, boundaries):
+    """A loss would be counted to another row."""
+    with pytest.raises(ValueError, match="the places where rows begin are needed"):
+        packed_sequence_loss(torch.zeros(*labels.shape, 3), labels.long(), torch.tensor(boundaries))
+
+
+def test_seq2seq_labels_are_not_shifted():
+    """An encoder-decoder's labels are aligned with its logits."""
+    logits, labels = torch.randn(2, 4, 7), torch.randint(0, 7, (2, 4))
+    expected = torch.stack([F.cross_entropy(logits[b], labels[b]) for b in range(2)])
+    torch.testing.assert_close(seq2seq_loss(logits, labels), expected)
+
+
+def test_classification():
+    """Cross-entropy per row."""
+    logits, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    torch.testing.assert_close(classification_loss(logits, labels), F.cross_entropy(logits, labels, reduction="none"))
+
+
+def test_bfloat16_logits_give_float32_losses():
+    """A softmax over a vocabulary in bfloat16 would lose the loss."""
+    assert (
+        per_sequence_loss(torch.randn(2, 4, 7).bfloat16(), torch.zeros(2, 4, dtype=torch.int64)).dtype == torch.float32
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "logits", "labels"),
+    [
+        (per_sequence_loss, (2, 4, 7), (2, 5)),
+        (per_sequence_loss, (2, 7), (2,)),
+        (seq2seq_loss, (2, 4, 7), (2,)),
+        (classification_loss, (2, 7), (2, 1)),
+        (classification_loss, (2, 4, 7), (2,)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(loss, logits, labels):
+    """Broadcasting would mix rows."""
+    with pytest.raises(ValueError, match="are needed; they are"):
+        loss(torch.zeros(logits), torch.zeros(labels, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("chunk", [1, 20, 1 << 24])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_cross_entropy_in_chunks_is_pytorchs(monkeypatch, dtype, chunk):
+    """Loss and gradient are those of the whole float32 logits, however few places exist at a time."""
+    monkeypatch.setattr("dpllm.models.losses._CHUNK_ENTRIES", chunk)
+    labels = torch.randint(0, 7, (3, 6))
+    labels[0, 2:4] = labels[2, 1:] = -100
+    logits = (3 * torch.randn(3, 6, 7)).to(dtype).requires_grad_()
+    factor = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    losses = per_sequence_loss(logits, labels)
+    (grad,) = torch.autograd.grad(losses, logits, factor.to(losses.dtype))
+
+    exact = logits.detach().double().requires_grad_()
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    loss_BT = F.cross_entropy(exact.mT, shifted, reduction="none", ignore_index=-100)
+    expected = loss_BT.sum(1) / (shifted != -100).sum(1).clamp_min(1)
+    (expected_grad,) = torch.autograd.grad(expected, exact, factor)
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    assert grad.dtype == dtype
+    rounding = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=rounding, atol=rounding)
+
+
+def test_logits_never_stand_whole_in_float32(monkeypatch):
+    """Nor their softmax: the largest float32 tensor of forward and backward is a chunk, for bfloat16 logits."""
+
+    class Largest(TorchDispatchMode):
+        entries = 0
+
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            result = operation(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+                self.entries = max(self.entries, result.numel())
+            return result
+
+    monkeypatch.setattr("dpllm.models.losses._CHUNK_ENTRIES", 4 * 50)
+    logits = torch.randn(2, 30, 50).bfloat16().requires_grad_()
+    with Largest() as largest:
+        per_sequence_loss(logits, torch.randint(0, 50, (2, 30))).sum().backward()
+    assert 0 < largest.entries <= 4 * 50 < logits.numel()
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def test_a_target_outside_the_vocabulary_is_an_error():
+    """As in PyTorch: it doesn't pass for another token."""
+    with pytest.raises((IndexError, RuntimeError), match="index 7 is out of bounds"):
+        per_sequence_loss(torch.zeros(1, 3, 7), torch.tensor([[1, 7, 2]]))

@@ -1,0 +1,203 @@
+"""The attention of packed rows, and the models that can't have it."""
+
+import pytest
+import torch
+from peft import PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BloomConfig,
+    BloomForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from dpllm import per_sequence_loss
+from dpllm.config import ConfigError
+from dpllm.data.rows import RowCollator
+from dpllm.models.packing import ATTENTION, attention_by_row, packed_attention, refuse_unpackable
+from tests.reference.zoo import Case, build_model, make_batch
+
+BOUNDARIES = torch.tensor([0, 5, 6, 9])
+
+
+def states(tokens, heads=2, rows=1):
+    return torch.randn(rows, heads, tokens, 4, dtype=torch.float64)
+
+
+class Layer(nn.Module):
+    """What the attention looks at of the layer that calls it."""
+
+    is_causal = True
+
+
+@pytest.mark.parametrize("window", [None, 2, 7])
+@pytest.mark.parametrize("longest", [5, None])
+def test_each_row_has_the_attention_it_has_alone(window, longest):
+    """Causal, scaled, within a window or without; the longest row may be given or not."""
+    q, k, v = states(9), states(9), states(9)
+    packed, _ = packed_attention(
+        Layer(), q, k, v, None, scaling=0.7, sliding_window=window, cu_seq_lens_q=BOUNDARIES, max_length_q=longest
+    )
+    for start, stop in ((0, 5), (5, 6), (6, 9)):
+        here = slice(start, stop)
+        score = 0.7 * q[:, :, here] @ k[:, :, here].mT
+        at = torch.arange(stop - start)
+        hidden = (at[None] > at[:, None]) | (at[None] <= at[:, None] - (window or 99))
+        alone = score.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, :, here]
+        torch.testing.assert_close(packed[:, here], alone.transpose(1, 2))
+
+
+def test_neither_values_nor_gradients_pass_from_row_to_row():
+    """Also where they aren't finite."""
+    q, k, v = (states(9).requires_grad_() for _ in range(3))
+    with torch.no_grad():
+        for x in (q, k, v):
+            x[:, :, 5] = torch.nan
+    packed, _ = packed_attention(Layer(), q, k, v, None, cu_seq_lens_q=BOUNDARIES, max_length_q=5)
+    assert packed[0, 5].isnan().all() and packed[0, :5].isfinite().all() and packed[0, 6:].isfinite().all()
+    packed.sum().backward()
+    for x in (q, k, v):
+        assert x.grad[:, :, :5].isfinite().all() and x.grad[:, :, 6:].isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2-without-dropout"])
+def test_padded_rows_and_generation_are_as_before(family):
+    """Evaluation during training runs the same model on padded rows, and with a cache, token by token."""
+    model, batch = build_model(Case(family, tied=True)).eval(), make_batch(Case(family).spec)
+    prompt = batch.inputs["input_ids"][:2, :6]
+    with torch.no_grad():
+        before = model(**batch.inputs).logits
+        words = model.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=True)
+        with attention_by_row(model):
+            after = model(**batch.inputs).logits
+            same = model.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=True)
+    real = batch.inputs["attention_mask"].bool()
+    torch.testing.assert_close(after[real], before[real])
+    assert torch.equal(words, same)
+
+
+def test_left_padding_is_hidden():
+    """The first tokens see nothing but themselves, and those that follow don't see them."""
+    model = build_model(Case("llama")).eval()
+    ids = torch.tensor([[0, 0, 7, 8, 9]])
+    mask, positions = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[0, 0, 0, 1, 2]])
+    with torch.no_grad(), attention_by_row(model):
+        padded = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, 2:]
+        torch.testing.assert_close(padded, model(input_ids=ids[:, 2:]).logits)
+
+
+def test_a_mask_that_the_model_made_itself_is_taken_as_it_is():
+    """Of rows that aren't packed: what is visible to whom."""
+    q, k, v = states(4, rows=2), states(4, rows=2), states(4, rows=2)
+    visible = torch.eye(4, dtype=torch.bool).expand(2, 1, -1, -1)
+    output, _ = packed_attention(Layer(), q, k, v, visible)
+    torch.testing.assert_close(output, v.transpose(1, 2))
+
+
+def test_the_model_has_its_own_attention_afterwards():
+    """Also after an error, and nothing of it is saved with the model."""
+    model = build_model(Case("llama", "lora-all-linear"))
+    inner = model.get_base_model()
+    before = inner.config._attn_implementation
+    with pytest.raises(KeyError), attention_by_row(model):
+        assert inner.config._attn_implementation == ATTENTION
+        assert ATTENTION not in str(inner.config.to_dict())
+        raise KeyError
+    assert inner.config._attn_implementation == before != ATTENTION
+
+
+@pytest.mark.parametrize("needed", ["softcap", "s_aux", "position_bias"])
+def test_an_attention_of_another_form_is_refused(needed):
+    """What it can't compute, it doesn't leave out."""
+    q = states(9)
+    with pytest.raises(ValueError, match=rf"Layer needs \['{needed}'\].*flash_attention_2"):
+        packed_attention(Layer(), q, q, q, None, cu_seq_lens_q=BOUNDARIES, **{needed: torch.tensor(1.0)})
+
+
+def test_attention_in_both_directions_is_refused():
+    """By the layer's own word, or by the caller's."""
+    q, layer = states(9), Layer()
+    with pytest.raises(ValueError, match="both directions"):
+        packed_attention(layer, q, q, q, None, is_causal=False, cu_seq_lens_q=BOUNDARIES)
+    layer.is_causal = False
+    with pytest.raises(ValueError, match="both directions"):
+        packed_attention(layer, q, q, q, None, cu_seq_lens_q=BOUNDARIES)
+
+
+def small(config, **more):
+    return config(
+        vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, **more
+    )
+
+
+REFUSED = {
+    "encoder-decoder": (
+        lambda: T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=1)),
+        "seq2seq_lm",
+        "T5ForConditionalGeneration is no causal language model",
+    ),
+    "classifier": (
+        lambda: BertForSequenceClassification(small(BertConfig)),
+        "sequence_classification",
+        "BertForSequenceClassification is no causal language model",
+    ),
+    "no positions": (
+        lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)),
+        "causal_lm",
+        "BloomForCausalLM can't be told where rows begin: its forward takes no position_ids",
+    ),
+    "state space": (
+        lambda: MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4)),
+        "causal_lm",
+        "MambaForCausalLM can't be told where rows begin",
+    ),
+    "no transformers model": (nn.Identity, None, "Identity is no causal language model"),
+}
+
+
+@pytest.mark.parametrize(("make", "task", "match"), REFUSED.values(), ids=REFUSED.keys())
+def test_models_that_can_not_be_packed_are_refused_by_name(make, task, match):
+    """Before any training, with the remedy."""
+    with pytest.raises(ConfigError, match=rf"Rows can't be packed: {match}.*set pack_rows to false"):
+        refuse_unpackable(make(), task)
+
+
+def test_an_attention_of_its_own_is_refused():
+    """A model that transformers can't run with flash_attention_2 has no place for another attention."""
+    model = build_model(Case("llama"))
+    model._supports_flash_attn = False
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has an attention of its own"):
+        refuse_unpackable(model, "causal_lm")
+
+
+def test_what_was_made_for_padded_rows_is_refused():
+    """A collator or a loss of one's own doesn't know where packed rows begin."""
+    model = build_model(Case("llama"))
+    refuse_unpackable(model, "causal_lm", RowCollator(pad_token_id=0))
+    with pytest.raises(ConfigError, match="data_collator was made for padded rows"):
+        refuse_unpackable(model, "causal_lm", list)
+    with pytest.raises(ConfigError, match="compute_loss_func was made for padded rows"):
+        refuse_unpackable(model, "causal_lm", None, per_sequence_loss)
+
+
+def test_an_attention_that_can_not_be_exchanged_is_refused(monkeypatch):
+    """Rather than run with the one it has."""
+    model = build_model(Case("llama"))
+    monkeypatch.setattr(model, "set_attn_implementation", lambda name: None)
+    with pytest.raises(ConfigError, match="the attention of LlamaForCausalLM stays sdpa"), attention_by_row(model):
+        pass
+
+
+def test_a_prompt_in_front_of_the_packed_rows_is_refused():
+    """Prompt tuning puts its tokens before the first row alone; boundaries of fewer tokens than there are, as well."""
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = get_peft_model(build_model(Case("llama", dtype="float32")), prompt)
+    with pytest.raises(ConfigError, match="a learned prompt would stand before the first row alone"):
+        refuse_unpackable(model, "causal_lm")
+    q = states(11)
+    with pytest.raises(IndexError, match=r"out of (range|bounds)"):
+        packed_attention(Layer(), q, q, q, None, cu_seq_lens_q=BOUNDARIES, max_length_q=5)

@@ -1,0 +1,526 @@
+"""Footprint: counts against instantiated models, bytes against live tensors, formulas, and the README's table.
+
+`python -m tests.planning.test_footprint` prints the table of launch/README.md.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dpllm import GhostClipper, per_sequence_loss
+from dpllm.config import ConfigError, ModelConfig, load_recipe
+from dpllm.models.load import DTYPES, prepare_model
+from dpllm.planning.footprint import (
+    ENGINES,
+    Run,
+    comparison_rows,
+    engines_for,
+    footprint,
+    footprint_of_recipe,
+    footprint_rows,
+    format_bytes,
+    setting_of,
+)
+from dpllm.planning.model_shape import shape_of_model
+from dpllm.training.arguments import training_arguments
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+}
+NEOX = {
+    **{key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
+    "model_type": "gpt_neox",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+BERT = {**{key: LLAMA[key] for key in LLAMA if key != "num_key_value_heads"}, "model_type": "bert"}
+LORA = {"r": 4, "target_modules": "all-linear"}
+
+# Llama 3: Grattafiori et al., The Llama 3 Herd of Models, arXiv:2407.21783, table 3.
+LLAMA3 = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+}
+
+
+def llama3(size, **changes):
+    config = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    return ModelConfig(config={**config, **LLAMA3[size]}, dtype="bfloat16", **changes)
+
+
+def instantiated(model):
+    settings = dict(model.config)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    if model.tie_word_embeddings is not None:
+        config.tie_word_embeddings = model.tie_word_embeddings
+    return prepare_model(AutoModelForCausalLM.from_config(config, dtype=DTYPES[model.dtype]), model)
+
+
+def run_of(engine="single", num_gpus=1, **changes):
+    settings = {"rows": 2, "tokens": 96, "num_microbatches": 3, "checkpointing": False, "bf16": False}
+    return Run(engine=engine, num_gpus=num_gpus, **{**settings, **changes})
+
+
+# ------------------------------------------------------------------ the shape
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2, NEOX], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("kind", ["full", "lora", "freeze"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_counts_are_those_of_the_model(config, kind, tied):
+    """P, P_t and the largest trainable parameter equal the sums over an instantiated model, tied or not."""
+    transposed = {"fan_in_fan_out": True} if config is GPT2 else {}
+    frozen = ["*attention*"] if config is NEOX else ["*attn*"]
+    changes = {"full": {}, "lora": {"peft": {**LORA, **transposed}}, "freeze": {"freeze": frozen}}[kind]
+    model = ModelConfig(config=config, tie_word_embeddings=tied, **changes)
+    shape, real = shape_of_model(model), list(instantiated(model).parameters())
+    trainable = [p.numel() for p in real if p.requires_grad]
+    assert shape.total == sum(p.numel() for p in real)
+    assert shape.trainable == sum(trainable)
+    assert shape.frozen == shape.total - shape.trainable
+    assert shape.largest_trainable == max(trainable)
+    assert (shape.num_layers, shape.hidden, shape.vocabulary, shape.tied) == (3, 64, 500, tied)
+    assert shape.has_adapters == ("peft" in changes)
+
+
+@pytest.mark.parametrize(("size", "total"), [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)])
+def test_llama3(size, total):
+    """Known sizes of Llama 3, without a weight in memory."""
+    shape = shape_of_model(llama3(size))
+    assert shape.total == shape.trainable == total
+    outside = shape.embedding + shape.head + shape.hidden
+    assert shape.num_layers * shape.block + outside == total
+
+
+def test_roles():
+    """The matrices of a block are told apart, also fused ones and those with adapters."""
+    roles = {"qkv": 3, "attention_out": 1, "mlp_in": 2, "mlp_out": 1}
+    for changes in ({}, {"peft": LORA}):
+        linears = shape_of_model(ModelConfig(config=LLAMA, **changes)).linears
+        assert {role: sum(x.role == role for x in linears) for role in roles} == roles
+        assert {x.rank for x in linears} == ({4} if changes else {0})
+        assert {x.trainable for x in linears} == ({False} if changes else {True})
+    gpt2 = shape_of_model(ModelConfig(config=GPT2))
+    assert [(x.role, x.inputs, x.outputs) for x in gpt2.linears] == [
+        ("qkv", 64, 192),
+        ("attention_out", 64, 64),
+        ("mlp_in", 64, 256),
+        ("mlp_out", 256, 64),
+    ]
+    assert not gpt2.gated and gpt2.trainable_tables == 2  # tokens and positions
+    classifier = ModelConfig(config=BERT, task="sequence_classification", num_labels=3)
+    assert (shape_of_model(classifier).head, shape_of_model(classifier).vocabulary) == (0, 3)
+
+
+def test_vocabulary_of_a_trained_tokenizer():
+    """A configuration without vocab_size takes that of the tokenizer to be trained."""
+    config = {key: value for key, value in LLAMA.items() if key != "vocab_size"}
+    assert shape_of_model(ModelConfig(config=config, tokenizer_vocab_size=4096)).vocabulary == 4096
+
+
+def test_local_folder(tmp_path):
+    """A model by name needs nothing but config.json; dtype auto is the one in it."""
+    settings = dict(LLAMA)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    named = shape_of_model(ModelConfig(name=str(tmp_path), dtype="auto"))
+    assert named == shape_of_model(ModelConfig(config=LLAMA, dtype="bfloat16"))
+    assert named.dtype_bytes == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"name": "nobody/no-such-model"}, "local folder that holds its config.json"),
+        ({"config": {"model_type": "llamma"}}, "no model_type 'llamma'"),
+        ({"config": {**LLAMA, "hidden_sizes": 3}}, "has no 'hidden_sizes'; did you mean 'hidden_size'"),
+        ({"config": {"model_type": "t5", "vocab_size": 100}, "task": "seq2seq_lm"}, "not for encoder-decoders"),
+        (
+            {"config": {"model_type": "mamba", "vocab_size": 99, "hidden_size": 32}},
+            "MambaBlock isn't a block of attention and MLP",
+        ),
+    ],
+)
+def test_shape_refuses(model, message):
+    """What can't be read or isn't known is said, with the remedy."""
+    with pytest.raises(ConfigError, match=message):
+        shape_of_model(ModelConfig(**model))
+
+
+# ----------------------------------------------------- against what is alive
+
+
+def live_bytes():
+    """The counter of live tensors that the benchmarks use."""
+    spec = importlib.util.spec_from_file_location("throughput", ROOT / "benchmarks" / "throughput.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["throughput"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module.LiveBytes()
+
+
+def storages(tensors):
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def measured(model, run):
+    """Bytes of one microbatch: saved for backward, in the book, and at the peak beside weights and sums."""
+    net = instantiated(model)
+    if run.checkpointing:
+        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    net.train()
+    weights = {p.untyped_storage()._cdata for p in net.parameters()}
+    clipper = GhostClipper(net, 1.0)
+    sums = {p: torch.zeros(p.shape) for p in clipper.parameters.values()}
+    ids = torch.randint(0, 500, (run.rows, run.tokens))
+    autocast = torch.autocast("cpu", torch.bfloat16) if run.bf16 else contextlib.nullcontext()
+
+    def step(saved=None):
+        keep = saved.append if saved is not None else lambda _: None
+        with autocast, torch.autograd.graph.saved_tensors_hooks(lambda t: (keep(t.detach()), t)[1], lambda t: t):
+            logits = net(input_ids=ids, use_cache=False).logits
+            model_saved = None if saved is None else [t for t in saved if t.untyped_storage()._cdata not in weights]
+            losses = per_sequence_loss(logits, ids)
+        del logits
+        clipper.clip(losses)
+        return model_saved
+
+    def form_sums():
+        for parameter, total in sums.items():
+            clipper.add_clipped_sum_(parameter, total)
+
+    step()  # the checks of the first batch
+    form_sums()
+    saved = step([])
+    held = clipper._book._contributions.values()
+    book = storages(t for uses in held for use in uses for t in vars(use).values() if isinstance(t, torch.Tensor))
+    activations = storages(saved)
+    form_sums()
+    del saved, held
+    live = live_bytes()
+    for tensor in (ids, *net.parameters(), *net.buffers(), *sums.values()):
+        live.watch(tensor)
+    before = live.current
+    with live:
+        step()
+        form_sums()
+    return activations, book, live.peak - before
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "bf16", "peft", "checkpointing"),
+    [
+        (LLAMA, "float32", False, None, False),
+        (LLAMA, "float32", False, LORA, True),
+        (LLAMA, "float32", True, None, True),
+        (LLAMA, "bfloat16", True, None, False),
+        (LLAMA, "bfloat16", True, LORA, False),
+        (GPT2, "float32", False, None, False),
+        (NEOX, "float32", True, LORA, False),
+    ],
+)
+def test_bytes_against_a_real_microbatch(config, dtype, bf16, peft, checkpointing):
+    """Activations, book and peak of one process are within 25 % of the tensors that are alive in a real microbatch."""
+    model = ModelConfig(config=config, dtype=dtype, peft=peft, tie_word_embeddings=False)
+    run = run_of(bf16=bf16, checkpointing=checkpointing)
+    result = footprint(shape_of_model(model), run)
+    try:
+        activations, book, peak = measured(model, run)
+    except RuntimeError as error:
+        if "pack_vnni2" not in str(error):
+            raise
+        pytest.skip(f"PyTorch's fused attention in bfloat16 cannot run under this ATEN_CPU_CAPABILITY: {error}")
+    if not checkpointing:  # with it, saved tensors are those of the recomputation as well
+        assert result.activations == pytest.approx(activations, rel=0.25)
+    assert result.book == pytest.approx(book, rel=0.25)
+    assert result.total - result.persistent == pytest.approx(peak, rel=0.25)
+
+
+def test_weights_of_one_process():
+    """Weights are the parameters' own bytes: float32 adapters on a bfloat16 model."""
+    model = ModelConfig(config=LLAMA, dtype="bfloat16", peft=LORA)
+    result = footprint(shape_of_model(model), run_of(bf16=True))
+    assert result.weights == sum(p.nbytes for p in instantiated(model).parameters())
+
+
+# ---------------------------------------------------------------- the formulas
+
+
+@pytest.fixture(scope="module")
+def shape():
+    return shape_of_model(ModelConfig(config={**LLAMA, "tie_word_embeddings": False}))
+
+
+def test_persistent_bytes(shape):
+    """Weights, sum and optimizer state of every engine in float32 and under train.bf16, from P and N alone."""
+    total, gpus = shape.total, 4
+    expected = {  # bytes per parameter on the GPU: weights, clipped sum, optimizer
+        "ddp": ((4, 4, 8), (4, 4, 8)),
+        "fsdp2": ((4 / 4, 4 / 4, 8 / 4), (4 / 4, 4 / 4, 8 / 4)),
+        "fsdp2-hybrid": ((4 / 2, 4 / 2, 8 / 2), (4 / 2, 4 / 2, 8 / 2)),
+        "zero1": ((4, 4, 12 / 4), (2, 8, 12 / 4)),
+        "zero2": ((4, 4 / 4, 12 / 4), (2, 4 / 4, 12 / 4)),
+        "zero3": ((4 / 4, 4 / 4, 12 / 4), (2 / 4, 4 / 4, 12 / 4)),
+        "zero3_offload": ((4 / 4, 0, 0), (2 / 4, 0, 0)),
+    }
+    for engine, both in expected.items():
+        for bf16, factors in zip((False, True), both, strict=True):
+            result = footprint(shape, run_of(engine, gpus, bf16=bf16, shard_size=2))
+            parts = (result.weights, result.clipped_sum, result.optimizer)
+            assert parts == pytest.approx([factor * total for factor in factors], abs=16), (engine, bf16)
+            assert result.cpu == (pytest.approx(20 * total / gpus, abs=32) if engine == "zero3_offload" else 0)
+
+
+def test_communication(shape):
+    """Volumes of every engine from P, N and M: rings send (n - 1)/n of a tensor per collective."""
+    total, gpus, microbatches = shape.total, 4, 3
+    ring = (gpus - 1) / gpus
+    expected = {  # weights, sums; in bytes per parameter, before the ring's factor
+        "ddp": (0, 2 * 4),
+        "fsdp2": (microbatches * 2 * 2, microbatches * 4),
+        "zero1": (2, 2 * 4),
+        "zero2": (2, microbatches * 4),
+        "zero3": (microbatches * 3 * 2, microbatches * 4),
+        "zero3_offload": (microbatches * 3 * 2, microbatches * 4),
+    }
+    for engine, (weights, sums) in expected.items():
+        result = footprint(shape, run_of(engine, gpus, bf16=True))
+        assert result.weights_sent == pytest.approx(ring * weights * total, rel=1e-6), engine
+        assert result.sums_sent == pytest.approx(ring * sums * total, rel=1e-6), engine
+    assert footprint(shape, run_of()).sent == 0
+    hybrid = footprint(shape, run_of("fsdp2-hybrid", gpus, bf16=True, shard_size=2))
+    assert hybrid.weights_sent == pytest.approx(microbatches * 4 * total / 2, rel=1e-6)
+    # Reduced within the group for each microbatch, across its two copies once per step.
+    assert hybrid.sums_sent == pytest.approx(microbatches * 4 * total / 2 + 2 * 4 * (total / 2) / 2, rel=1e-6)
+    assert hybrid.seconds(1e9) == hybrid.sent / 1e9
+
+
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "single"])
+def test_frozen_parameters_are_neither_summed_nor_optimized(engine):
+    """With LoRA, sums and optimizer state scale with the adapters, weights with the model."""
+    adapted = shape_of_model(ModelConfig(config=LLAMA, peft=LORA))
+    result = footprint(adapted, run_of(engine, 8))
+    assert result.clipped_sum <= 4 * adapted.trainable and result.optimizer <= 12 * adapted.trainable
+    assert result.sums_sent <= 3 * 8 * adapted.trainable
+    assert result.weights >= 4 * adapted.total // 8
+
+
+def test_more_rows_cost_memory_and_save_communication(shape):
+    """The parts that depend on the microbatch scale with its rows; the gathered weights with the number of them."""
+    one, two = (footprint(shape, run_of("fsdp2", 4, rows=rows, num_microbatches=4 // rows)) for rows in (1, 2))
+    for part in ("activations", "logits", "book"):
+        assert getattr(two, part) == 2 * getattr(one, part), part
+    assert two.weights_sent == one.weights_sent // 2
+
+
+def test_checkpointing_trades_activations(shape):
+    """With checkpointing blocks keep their input alone, and one block is recomputed; the book stays what it was."""
+    without, kept = (footprint(shape, run_of(checkpointing=on)) for on in (False, True))
+    assert kept.activations < without.activations and without.recomputed == 0 < kept.recomputed
+    assert kept.book == without.book
+
+
+def test_total_holds_every_moment(shape):
+    """The total is the persistent part and the largest moment, so no moment exceeds it."""
+    for engine in ENGINES:
+        result = footprint(shape, run_of(engine, 1 if engine == "single" else 8, checkpointing=True))
+        for moment in (result.activations + result.logits, result.book + result.forming, result.update):
+            assert result.persistent + moment <= result.total
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": "fsdp"}, "engine must be one of .* did you mean 'fsdp2'"),
+        ({"engine": "single", "num_gpus": 2}, "single uses 1 GPU"),
+        ({"engine": "fsdp2-hybrid", "num_gpus": 12}, "shard_size=8 divides, got 12"),
+        ({"engine": "ddp", "num_gpus": 0}, "num_gpus must be at least 1"),
+        ({"engine": "ddp", "tokens": 0}, "tokens must be at least 1"),
+    ],
+)
+def test_run_refuses(changes, message):
+    """Numbers that don't fit the engine are named."""
+    with pytest.raises(ConfigError, match=message):
+        run_of(**changes)
+
+
+# ------------------------------------------------------------------- a recipe
+
+
+def recipe_of(*overrides):
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", overrides)
+    return recipe, training_arguments({**recipe.train, "report_to": "none"})
+
+
+def test_recipe():
+    """The quickstart: rows, tokens and microbatches are the recipe's; nothing is loaded."""
+    recipe, arguments = recipe_of()
+    result = footprint_of_recipe(recipe, arguments, recipe.privacy.expected_batch_size, "ddp", 2)
+    assert (result.run.rows, result.run.tokens, result.run.num_microbatches) == (32, 48, 32)
+    assert (result.run.bf16, result.run.checkpointing, result.shape.vocabulary) == (False, False, 4096)
+    rows = dict(footprint_rows(result))
+    assert rows["total, at most"] == format_bytes(result.total)
+    assert rows["nature of these numbers"] == "computed by dpllm.planning.footprint, not measured"
+    assert result.to_dict()["total"] == result.total and result.to_dict()["engine"] == "ddp"
+    offloaded = dict(footprint_rows(footprint_of_recipe(recipe, arguments, 2048, "zero3_offload", 2)))
+    assert "memory of the CPU" in offloaded and "memory of the CPU" not in rows
+
+
+def test_engines_side_by_side():
+    """Every engine that makes sense has a column, in one unit, with the numbers that it has alone."""
+    recipe, arguments = recipe_of()
+    assert engines_for(1) == ("single", "zero3_offload")
+    assert set(engines_for(16)) == set(ENGINES) - {"single"} == {*engines_for(8), "fsdp2-hybrid"}
+    assert "fsdp2-hybrid" not in engines_for(12)
+    results = [footprint_of_recipe(recipe, arguments, 2048, engine, 16) for engine in engines_for(16)]
+    unit, (head, *rows) = comparison_rows(results)
+    assert unit == "MB" and head == ("", *engines_for(16))
+    numbers = {name: values for name, *values in rows}
+    assert numbers["total, at most"] == [f"{result.total / 1e6:,.1f}" for result in results]
+    assert numbers["memory of the CPU"][:-1] == ["0"] * 6 and numbers["memory of the CPU"][-1] != "0"
+    assert "memory of the CPU" not in {row[0] for row in comparison_rows(results[:-1])[1]}
+    assert setting_of(results[0]) == setting_of(results[1])
+
+
+def test_a_number_of_gpus_below_one():
+    """Refused before anything is divided by it."""
+    recipe, arguments = recipe_of()
+    with pytest.raises(ConfigError, match="num_gpus must be at least 1, got 0"):
+        footprint_of_recipe(recipe, arguments, 100, "ddp", 0)
+
+
+def test_a_value_that_a_configuration_refuses():
+    """One error of ours, whatever transformers raises."""
+    with pytest.raises(ConfigError, match=r"config\.hidden_size must be a whole number, got 'wide'"):
+        shape_of_model(ModelConfig(config={**LLAMA, "hidden_size": "wide"}))
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+def test_recipe_of_a_model_by_name(tmp_path):
+    """Llama 3 8B with LoRA from a folder with config.json alone: precision and checkpointing are the recipe's."""
+    settings = dict(llama3("8B").config)
+    AutoConfig.for_model(settings.pop("model_type"), **settings).save_pretrained(tmp_path)
+    recipe = load_recipe(ROOT / "recipes/llama3_8b_chat_lora.yaml", [f"model.name={tmp_path}"])
+    arguments = training_arguments({**recipe.train, "report_to": "none", "use_cpu": True})
+    result = footprint_of_recipe(recipe, arguments, recipe.privacy.expected_batch_size, "fsdp2", 8)
+    assert (result.run.rows, result.run.tokens, result.run.num_microbatches) == (8, 1024, 16)
+    assert result.run.bf16 and result.run.checkpointing
+    assert result.shape.frozen == 8_030_261_248 and result.shape.dtype_bytes == 2
+    assert result.weights == -(-(2 * result.shape.frozen + 4 * result.shape.trainable) // 8)
+
+
+def test_recipe_with_microbatches_by_tokens():
+    """B is what the budget holds of the longest rows; where it is found on the GPU, the rows stand in for it."""
+    for budget, expected in (("40", 1), ("4096", 4096 // 48), ("auto", 32)):
+        recipe, arguments = recipe_of(f"microbatch_tokens={budget}")
+        assert footprint_of_recipe(recipe, arguments, 100, "single", 1).run.rows == expected
+
+
+def test_recipe_of_users():
+    """A user's rows go through the model in several passes; what is held in between is at most one gradient."""
+    user = ("privacy.unit=user", "privacy.unit_column=author", "privacy.max_rows_per_unit=50")
+    recipe, arguments = recipe_of(*user)
+    result = footprint_of_recipe(recipe, arguments, 100, "fsdp2", 8)
+    rows = arguments.per_device_train_batch_size
+    assert (result.run.rows, result.run.unit_rows) == (rows, 50)
+    assert result.run.num_microbatches == -(-100 * 50 // (8 * rows))
+    alone = dataclasses.replace(result.run, unit_rows=1)
+    held = result.book - footprint(result.shape, alone).book
+    assert 0 < held <= 4 * result.shape.trainable
+    singly, _ = recipe_of(*user, "privacy.sampling=example")
+    assert footprint_of_recipe(singly, arguments, 100, "fsdp2", 8).run.unit_rows == 1
+
+
+def test_recipe_refuses_an_unknown_optimizer():
+    """Memory of an optimizer that isn't AdamW would be a guess."""
+    recipe, arguments = recipe_of("train.optim=adafactor")
+    with pytest.raises(ConfigError, match=r"train\.optim=adafactor"):
+        footprint_of_recipe(recipe, arguments, 100, "ddp", 8)
+
+
+def test_recipe_of_a_model_that_is_not_here():
+    """Without the Hub the remedy is a folder with config.json."""
+    recipe, arguments = recipe_of("model.config=null", "model.tokenizer_vocab_size=null", "model.name=nobody/nothing")
+    with pytest.raises(
+        ConfigError, match=r"'nobody/nothing' can't be read .* local folder that holds its config\.json"
+    ):
+        footprint_of_recipe(recipe, arguments, 100, "ddp", 8)
+
+
+# ------------------------------------------------------------ launch/README.md
+
+SCALE = [
+    ("8B", "full", 8, ("fsdp2", "zero3", "zero3_offload")),
+    ("70B", "LoRA", 8, ("fsdp2", "zero3")),
+    ("70B", "full", 64, ("fsdp2", "zero3", "zero3_offload")),
+    ("405B", "LoRA", 64, ("fsdp2", "zero3")),
+]
+BATCH, TOKENS, BANDWIDTH, USABLE = 1024, 2048, 50e9, 0.9
+
+
+def scale_table():
+    """The table "Scale on paper", in Markdown."""
+    names = ["model", "GPUs", "engine", "weights", "sum", "optimizer", "gathered", "activations", "logits", "book"]
+    names += ["forming", "**total**", "CPU", "80 GiB", "141 GB", "sent: microbatch", "step", "at 50 GB/s"]
+    lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
+    for size, mode, gpus, engines in SCALE:
+        shape = shape_of_model(llama3(size, peft={"r": 16, "target_modules": "all-linear"} if mode == "LoRA" else None))
+        for engine in engines:
+            run = Run(
+                engine=engine,
+                num_gpus=gpus,
+                rows=1,
+                tokens=TOKENS,
+                num_microbatches=BATCH // gpus,
+                checkpointing=True,
+                bf16=True,
+            )
+            result = footprint(shape, run)
+            once = footprint(shape, dataclasses.replace(run, num_microbatches=1))
+            cells = [f"{size} {mode}", str(gpus), engine]
+            parts = ("weights", "clipped_sum", "optimizer", "gathered", "activations", "logits", "book", "forming")
+            cells += [f"{getattr(result, part) / 1e9:.1f}" for part in parts]
+            cells += [f"**{result.total / 1e9:.1f}**", f"{result.cpu / 1e9:.1f}" if result.cpu else ""]
+            cells += ["yes" if result.total <= USABLE * room else "no" for room in (80 * 2**30, 141e9)]
+            cells += [f"{once.sent / 1e9:.1f} GB", f"{result.sent / 1e12:.2f} TB", f"{result.seconds(BANDWIDTH):.0f} s"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+def test_table_of_the_readme():
+    """The table in launch/README.md is what the formulas give."""
+    assert scale_table() in (ROOT / "launch/README.md").read_text(encoding="utf-8"), (
+        "run python -m tests.planning.test_footprint and put what it prints into launch/README.md"
+    )
+
+
+if __name__ == "__main__":
+    print(scale_table())

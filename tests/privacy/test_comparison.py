@@ -1,0 +1,290 @@
+"""Tests of dpllm.privacy.comparison. References: dp_accounting 0.6.0, prv-accountant 0.2.0."""
+
+from __future__ import annotations
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import dp_event, rdp
+from dp_accounting.pld import PLDAccountant
+from scipy import stats
+
+from dpllm.privacy import accounting
+from dpllm.privacy.accounting import DISCRETIZATION, Step
+from dpllm.privacy.comparison import (
+    ESTIMATE,
+    UPPER_BOUND,
+    Interval,
+    advanced_epsilon,
+    basic_epsilon,
+    best_of_epsilon,
+    compare,
+    library_epsilon,
+    prv_epsilon,
+    renyi_epsilon,
+    zcdp_epsilon,
+    zcdp_rho,
+)
+
+NAMES = ["PLD", "PLD, dp_accounting", "PRV", "Rényi", "zCDP", "advanced composition", "basic composition"]
+
+
+def plain(sigma: float, rate: float) -> Step:
+    return Step(num_units=None, sampling_rate=rate, max_batch_size=None, noise_multiplier=sigma)
+
+
+# σ, q, T, δ, PLD ε at discretization 1e-3, Rényi ε (dp_accounting 0.6.0), PRV estimate (prv-accountant 0.2.0)
+VECTORS = [
+    (1.0, 0.02, 1500, 1e-5, 4.814195329150747, 5.295951708161915, 4.8137),
+    (0.8, 1024 / 42000, 410, 1e-5, 5.213871985354965, 5.975607178566768, 5.2138),
+    (0.6, 1e-4, 100_000, 1e-6, 0.9906773208025731, 2.2674398814198513, 0.9634),
+    (4.0, 0.01, 10_000, 1e-5, 0.9600452104972911, 1.0354900660362436, 0.9470),
+]
+
+
+@pytest.mark.parametrize(("sigma", "rate", "steps", "at", "coarse", "renyi", "prv"), VECTORS)
+def test_reference_vectors(
+    sigma: float, rate: float, steps: int, at: float, coarse: float, renyi: float, prv: float
+) -> None:
+    """Each library's number is met, and the reported ε lies within the bounds of the independent one."""
+    history = [(plain(sigma, rate), steps)]
+    reported = accounting.epsilon(history, at)
+    assert library_epsilon(history, at) == pytest.approx(coarse, abs=1e-9)
+    assert renyi_epsilon(history, at) == pytest.approx(renyi, abs=1e-8)
+    found = prv_epsilon(history, at)
+    assert found is not None
+    assert found.estimate == pytest.approx(prv, abs=3e-4)
+    assert found.estimate == pytest.approx(reported, abs=1e-3)
+    assert found.lower < reported < found.upper < found.lower + 0.12
+
+
+def test_histories_of_several_kinds_of_steps() -> None:
+    """The PRV accountant composes different steps, and full batches, as the reported ε does."""
+    for history in (
+        [(plain(1.0, 0.02), 1000), (plain(1.0, 0.01), 500), (plain(1.2, 0.01), 500)],
+        [(plain(20.0, 1.0), 50), (plain(30.0, 1.0), 50)],
+        [(plain(20.0, 1.0), 50), (plain(1.5, 0.05), 100)],
+    ):
+        found = prv_epsilon(history, 1e-5)
+        assert found is not None
+        assert found.estimate == pytest.approx(accounting.epsilon(history, 1e-5), abs=1e-3)
+    truncated = Step(42_000, 0.02, 950, 1.0)
+    other = Step(42_000, 0.02, 960, 1.0)
+    assert prv_epsilon([(truncated, 100), (other, 50)], 1e-5) == prv_epsilon([(plain(1.0, 0.02), 150)], 1e-5)
+
+
+def test_prv_bounds_are_narrow_and_cut_at_zero() -> None:
+    """The interval is 0.02 either way for runs of ordinary length, and never reaches below 0."""
+    found = prv_epsilon([(plain(1.0, 0.02), 100)], 1e-5)
+    assert found is not None and found.upper - found.lower < 0.05
+    found = prv_epsilon([(plain(100.0, 1e-4), 1)], 1e-2)
+    assert found is not None and found.lower == 0.0 and found.estimate == DISCRETIZATION
+
+
+def test_prv_number_with_a_wrong_mean_is_not_given() -> None:
+    """Where the package misses part of the mean loss without noticing, there is no number and a reason."""
+    history = [(plain(0.7, 0.1), 2000)]
+    assert prv_epsilon(history, 1e-6) is None
+    row = compare(history, 1e-6)[NAMES.index("PRV")]
+    assert row.epsilon is None and "the mean privacy loss of all steps is off by 0.3" in row.note
+
+
+def test_prv_applies_where_the_package_does() -> None:
+    """Rows of a unit drawn singly, and too many kinds of steps, give None and a reason; no noise is infinite."""
+    single = Step(100, 0.1, None, 1.0, rows_per_unit=2)
+    assert prv_epsilon([(single, 10)], 1e-5) is None
+    assert prv_epsilon([(plain(1.0 + 0.01 * number, 0.1), 1) for number in range(33)], 1e-5) is None
+    assert prv_epsilon([(plain(0.0, 0.1), 1)], 1e-5) == Interval(math.inf, math.inf, math.inf)
+    assert prv_epsilon([], 1e-5) == Interval(0.0, 0.0, 0.0)
+    assert prv_epsilon([(plain(0.3, 0.5), 1000)], 1e-5) is None  # the package finds its own mean wrong
+
+
+def test_library_accountant_takes_truncation_and_rows_drawn_singly() -> None:
+    """The library's event of a step is the truncated one, or the mixture of Gaussians, where the step says so."""
+    truncated = [(Step(42_000, 1024 / 42_000, 1184, 0.8), 410)]
+    assert library_epsilon(truncated, 1e-5) == pytest.approx(5.2156934, abs=1e-6)
+    rate, k = 1024 / 42_000, 2
+    chances = [float(chance) for chance in stats.binom.pmf(range(k + 1), k, rate)]
+    event = dp_event.MixtureOfGaussiansDpEvent(1.0, [0, 1, 2], chances)
+    relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+    expected = PLDAccountant(relation, 1e-3).compose(event, 410).get_epsilon(1e-5)
+    found = library_epsilon([(Step(21_000, rate, None, 1.0, rows_per_unit=k), 410)], 1e-5)
+    assert found == expected == pytest.approx(6.890263231394683, abs=1e-6)  # dp_accounting 0.6.0
+    assert library_epsilon([(plain(100.0, 1e-4), 1)], 1e-2) == 1e-3
+    assert library_epsilon([], 1e-5) == 0.0
+    assert library_epsilon([(plain(0.0, 0.1), 1)], 1e-5) == math.inf
+
+
+def test_zcdp_is_the_least_over_all_orders() -> None:
+    """ε is that of the best order, by brute force, and below what the library finds among its own orders."""
+    for sigma, steps, at in ((1.0, 1, 1e-5), (20.0, 100, 1e-5), (0.3, 1000, 1e-6), (500.0, 3, 1e-9), (3.0, 7, 0.4)):
+        rho = steps / (2 * sigma**2)
+        excess = np.exp(np.linspace(-12, 25, 400_001))
+        orders = 1 + excess
+        every = orders * rho + np.log1p(-1 / orders) - np.log(orders * at) / excess
+        found = zcdp_epsilon([(plain(sigma, 0.01), steps)], at)
+        assert found == pytest.approx(max(every.min(), DISCRETIZATION), rel=1e-6)
+        accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+        theirs = accountant.compose(dp_accounting.ZCDpEvent(rho=rho)).get_epsilon(at)
+        assert found <= max(theirs, DISCRETIZATION) + 1e-9
+        assert found <= rho + 2 * math.sqrt(rho * math.log(1 / at))  # Bun, Steinke, proposition 1.3
+
+
+def test_zcdp_bounds_the_gaussian_mechanism() -> None:
+    """Without sampling the exact δ at the ε of zCDP is at most the δ asked for, also for k rows clipped singly."""
+    for step, steps in ((plain(20.0, 1.0), 100), (Step(9, 1.0, None, 8.0, rows_per_unit=3), 4)):
+        assert zcdp_rho([(step, steps)]) == steps * step.rows_per_unit**2 / (2 * step.noise_multiplier**2)
+        shift = step.rows_per_unit * math.sqrt(steps) / step.noise_multiplier
+        at = zcdp_epsilon([(step, steps)], 1e-5)
+        exact = stats.norm.cdf(shift / 2 - at / shift) - math.exp(at) * stats.norm.cdf(-shift / 2 - at / shift)
+        assert 1e-7 < exact <= 1e-5
+
+
+def _optimal_composition(single: float, count: int, at: float) -> float:
+    """Return the least ε of `count` steps that are each exactly ε₀-private: Kairouz, Oh, Viswanath, theorem 3.3."""
+    best = count * single
+    for i in range(count // 2 + 1):
+        excess = sum(
+            math.comb(count, number)
+            * (math.exp((count - number) * single) - math.exp((count - 2 * i + number) * single))
+            for number in range(i)
+        )
+        if excess / (1 + math.exp(single)) ** count <= at:
+            best = min(best, (count - 2 * i) * single)
+    return best
+
+
+@pytest.mark.parametrize(("sigma", "rate", "steps"), [(4.0, 0.01, 100), (2.0, 0.05, 30), (1.0, 0.001, 300)])
+def test_advanced_composition_is_valid_and_no_looser_than_its_forerunners(
+    sigma: float, rate: float, steps: int
+) -> None:
+    """It lies above the optimal composition of the same steps, and below the plain sum and the bound of 2010."""
+    history, at = [(plain(sigma, rate), steps)], 1e-5
+    single = accounting.epsilon([(plain(sigma, rate), 1)], at / (2 * steps))
+    found = advanced_epsilon(history, at)
+    mean = single * (math.exp(single) - 1) / (math.exp(single) + 1)
+    formula = steps * mean + single * math.sqrt(2 * steps * math.log(1 / (at / 2)))
+    assert found == pytest.approx(min(formula, steps * single), rel=1e-12)
+    of_2010 = math.sqrt(2 * steps * math.log(2 / at)) * single + steps * single * math.expm1(single)
+    assert _optimal_composition(single, steps, at / 2) <= found <= min(steps * single, of_2010)
+    assert accounting.epsilon(history, at) <= found
+
+
+def test_basic_and_advanced_composition_of_several_kinds_of_steps() -> None:
+    """Both add up over kinds of steps, at a δ shared out over all of them."""
+    one, two = plain(2.0, 0.02), plain(3.0, 0.05)
+    history = [(one, 30), (two, 10), (one, 20)]
+    singles = [accounting.epsilon([(step, 1)], 1e-5 / 60) for step in (one, two)]
+    assert basic_epsilon(history, 1e-5) == pytest.approx(50 * singles[0] + 10 * singles[1], rel=1e-12)
+    halves = [accounting.epsilon([(step, 1)], 1e-5 / 120) for step in (one, two)]
+    tail = math.sqrt(2 * math.log(2e5) * (50 * halves[0] ** 2 + 10 * halves[1] ** 2))
+    mean = 50 * halves[0] * math.tanh(halves[0] / 2) + 10 * halves[1] * math.tanh(halves[1] / 2)
+    assert advanced_epsilon(history, 1e-5) == pytest.approx(mean + tail, rel=1e-12)
+    assert basic_epsilon([], 1e-5) == 0.0 == advanced_epsilon([], 1e-5) == zcdp_epsilon([], 1e-5)
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [(plain(1.0, 0.02), 300)],
+        [(plain(4.0, 1.0), 10)],
+        [(Step(1000, 0.02, 30, 1.0), 100)],
+        [(Step(1000, 0.02, 45, 1.5), 50), (plain(2.0, 0.01), 50)],
+    ],
+)
+@pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
+def test_the_reported_number_is_the_least_of_the_bounds(history: accounting.History, adjacency: str) -> None:
+    """The table has every method; its first row is what is reported, and no upper bound is below it."""
+    rows = compare(history, 1e-5, adjacency)
+    assert [row.name for row in rows] == NAMES
+    assert rows[0].epsilon == accounting.epsilon(history, 1e-5, adjacency) and rows[0].kind == UPPER_BOUND
+    bounds = [row.epsilon for row in rows if row.kind == UPPER_BOUND and row.epsilon is not None]
+    assert len(bounds) >= 4 and min(bounds) >= rows[0].epsilon - 1e-3
+    assert all(row.note and "\n" not in row.note for row in rows)
+
+
+def test_methods_that_leave_something_out_say_so() -> None:
+    """With truncation, Rényi and PRV are estimates that name it; under replace-one they and zCDP give no number."""
+    by_name = {row.name: row for row in compare([(Step(1000, 0.02, 30, 1.0), 100)], 1e-5)}
+    for name in ("Rényi", "PRV"):
+        assert by_name[name].kind == ESTIMATE and "without the effect of truncation" in by_name[name].note
+    assert by_name["zCDP"].kind == UPPER_BOUND and "no gain from sampling" in by_name["zCDP"].note
+    for row in compare([(plain(1.0, 0.02), 100)], 1e-5, "replace-one"):
+        assert (row.epsilon is None) == (row.name in ("PRV", "Rényi", "zCDP"))
+        assert row.epsilon is not None or "zero-out" in row.note or "replace-one" in row.note
+
+
+def test_rows_drawn_singly_are_compared_by_what_knows_them() -> None:
+    """Where the rows of a unit are drawn singly, the methods without such an event say so."""
+    assert renyi_epsilon([(Step(100, 0.1, None, 1.0, rows_per_unit=2), 10)], 1e-5) is None
+    rows = {row.name: row for row in compare([(Step(5000, 0.01, None, 1.0, rows_per_unit=2), 50)], 1e-5)}
+    assert "drawn singly" in rows["Rényi"].note and "drawn singly" in rows["PRV"].note
+    assert rows["PLD, dp_accounting"].epsilon is not None and rows["zCDP"].epsilon is not None
+    other = compare([(Step(5000, 0.01, None, 1.0, rows_per_unit=2), 50)], 1e-5, "replace-one")
+    assert other[1].epsilon is None and "has no replace-one event" in other[1].note
+
+
+def test_no_noise_is_infinite_everywhere() -> None:
+    """A step without noise makes every method's ε infinite or absent, and no step makes it 0."""
+    history = [(plain(1.0, 0.02), 10), (plain(0.0, 0.02), 1)]
+    assert renyi_epsilon(history, 1e-5) == math.inf == zcdp_epsilon(history, 1e-5) == zcdp_rho(history)
+    assert advanced_epsilon(history, 1e-5) == math.inf == basic_epsilon(history, 1e-5)
+    assert {row.epsilon for row in compare(history, 1e-5)} <= {math.inf, None}
+    assert {row.epsilon for row in compare([], 1e-5)} == {0.0}
+
+
+def test_bad_arguments_are_refused() -> None:
+    """δ outside (0, 1), unknown adjacencies and events that the library lacks are errors."""
+    history = [(plain(1.0, 0.1), 1)]
+    for method in (prv_epsilon, zcdp_epsilon, basic_epsilon, advanced_epsilon):
+        with pytest.raises(ValueError, match="delta must lie between 0 and 1, got 0"):
+            method(history, 0.0)
+    with pytest.raises(ValueError, match="adjacency must be one of 'zero-out', 'replace-one', got 'bounded'"):
+        library_epsilon(history, 1e-5, "bounded")
+    with pytest.raises(ValueError, match="no replace-one event for units whose rows are drawn singly"):
+        library_epsilon([(Step(100, 0.1, None, 1.0, rows_per_unit=2), 10)], 1e-5, "replace-one")
+
+
+# dp_accounting 0.6.0, RepeatAndSelectDpEvent by RDP; setting A
+@pytest.mark.parametrize(
+    ("mean", "shape", "expected"), [(10, 0.0, 8.16), (10, 1.0, 9.26), (10, math.inf, 10.95), (50, 1.0, 11.05)]
+)
+def test_tuning_with_a_random_number_of_runs(mean: float, shape: float, expected: float) -> None:
+    """The best of a random number of runs costs what the library's event says: more than one, less than all."""
+    history = [(plain(1.0, 0.02), 1500)]
+    found = best_of_epsilon(history, 1e-5, mean, shape)
+    assert found == pytest.approx(expected, abs=5e-3)
+    single = renyi_epsilon(history, 1e-5)
+    assert single is not None and single < found < mean * single
+
+
+def test_tuning_refuses_and_passes_on() -> None:
+    """Numbers out of range are errors; no noise is infinite, and rows drawn singly have no such event."""
+    step = plain(1.0, 0.02)
+    for values, match in (((0.5, 1.0), "mean_runs must be at least 1"), ((10, -1.0), "shape must be at least 0")):
+        with pytest.raises(ValueError, match=match):
+            best_of_epsilon([(step, 10)], 1e-5, *values)
+    with pytest.raises(ValueError, match="delta"):
+        best_of_epsilon([(step, 10)], 0.0, 10)
+    assert best_of_epsilon([], 1e-5, 10) == 0.0
+    assert best_of_epsilon([(plain(0.0, 0.02), 1)], 1e-5, 10) == math.inf
+    assert best_of_epsilon([(Step(100, 0.1, None, 1.0, rows_per_unit=2), 10)], 1e-5, 10) is None
+
+
+def test_best_of_never_hides_the_truncation() -> None:
+    """Where truncation costs privacy the Rényi figure would be too small: it is refused, and never below one run's."""
+    truncated = [(Step(1000, 0.1, 100, 1.0), 100)]
+    with pytest.raises(ValueError, match=r"truncation costs here: one run has ε = .* Raise --max-batch-size"):
+        best_of_epsilon(truncated, 1e-5, 2)
+    history = [(Step(1000, 0.1, 200, 1.0), 100)]
+    for mean in (1, 2, 10):
+        assert best_of_epsilon(history, 1e-5, mean) >= accounting.epsilon(history, 1e-5)
+
+
+def test_a_grid_that_would_not_fit_into_memory_is_a_note():
+    """An accountant that would need more memory than a machine has is left out, and the comparison goes on."""
+    steps = [(Step(None, 0.3, None, 0.05), 100_000)]
+    with pytest.raises(ValueError, match="would need too much memory"):
+        library_epsilon(steps, 1e-5)

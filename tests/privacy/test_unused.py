@@ -1,0 +1,134 @@
+"""A run that failed before its first step leaves nothing that counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, TrainerCallback
+
+from dpllm.config import PrivacyConfig
+from dpllm.engines.processes import Processes
+from dpllm.privacy.budget import create_budget, read_budget
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.privacy.plan import PrivacyPlan, make_plan
+from dpllm.privacy.unused import is_used
+from dpllm.training.shared_ledger import SharedLedger
+from tests.conftest import tiny_llama_config
+from tests.training.test_trainer import arguments, privacy, trainer
+
+
+def plan() -> PrivacyPlan:
+    privacy = PrivacyConfig(noise_multiplier=2, clip_norm=1, expected_batch_size=10, delta=1e-5, dataset="mail")
+    return make_plan(privacy, num_units=1000, num_steps=5)
+
+
+def budget_of(tmp_path: Path) -> str:
+    path = tmp_path / "mail.budget.json"
+    create_budget(path, dataset="mail", epsilon=8, delta=1e-5, unit="sequence", num_units=1000)
+    return str(path)
+
+
+def test_a_failure_before_the_first_step_gives_back_what_was_reserved(tmp_path: Path) -> None:
+    """The budget counts no step, and the folder can be used again."""
+    budget = budget_of(tmp_path)
+    path = tmp_path / "run" / LEDGER_FILE
+    ledger = SharedLedger.create(path, plan(), Processes(), budget_file=budget)
+    assert read_budget(budget).entries[0].num_steps == 5
+    with pytest.raises(ValueError, match="refused"), ledger.ended_on_failure():
+        raise ValueError("this model is refused")
+    assert read_budget(budget).entries[0].num_steps == 0
+    assert not is_used(path)
+    again = SharedLedger.create(path, plan(), Processes(), budget_file=budget)
+    again.append_step(0, plan().step)
+    assert [entry.num_steps for entry in read_budget(budget).entries] == [0, 5]
+    assert is_used(path)
+
+
+def test_a_crash_before_the_first_step_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
+    """The process died, so nothing was settled: the new run settles it, and notes again what was written out."""
+    budget = budget_of(tmp_path)
+    path = tmp_path / "run" / LEDGER_FILE
+    ledger = SharedLedger.create(path, plan(), Processes(), budget_file=budget)
+    ledger.append_disclosure("evaluation during training", 2)
+    ledger.close()  # the system releases the lock of a process that died
+    assert not is_used(path)
+    SharedLedger.create(path, plan(), Processes(), budget_file=budget).close()
+    assert [entry.num_steps for entry in read_budget(budget).entries] == [0, 5]
+    assert read_ledger(path).disclosures == {"evaluation during training": 2}
+
+
+def test_a_ledger_that_is_being_written_has_a_step_or_cannot_be_read_is_kept(tmp_path: Path) -> None:
+    """Only a ledger that is known to charge nothing makes way."""
+    path = tmp_path / LEDGER_FILE
+    ledger = SharedLedger.create(path, plan(), Processes())
+    assert is_used(path)  # its run is going on
+    with pytest.raises(LedgerError, match="ledger of an earlier run"):
+        SharedLedger.create(path, plan(), Processes())
+    ledger.append_step(0, plan().step)
+    ledger.append_end("failed")
+    ledger.close()
+    assert is_used(path)
+    kept = path.read_bytes()
+    with pytest.raises(LedgerError, match="ledger of an earlier run"):
+        SharedLedger.create(path, plan(), Processes())
+    path.write_bytes(kept[:-30])
+    assert is_used(path)
+    path.write_bytes(b"")
+    assert is_used(path)
+    assert not is_used(tmp_path / "nothing" / LEDGER_FILE)
+
+
+def test_a_ledger_with_half_a_note_is_kept(tmp_path: Path) -> None:
+    """The line counted something that was written out, which a new ledger would not list."""
+    path = tmp_path / LEDGER_FILE
+    ledger = SharedLedger.create(path, plan(), Processes())
+    ledger.append_disclosure("evaluation during training", 2)
+    ledger.close()
+    path.write_bytes(path.read_bytes()[:-30])
+    assert read_ledger(path).num_steps == 0 and not read_ledger(path).disclosures
+    assert is_used(path)
+
+
+class StopsAtTheBeginning(TrainerCallback):
+    """Fails after the model was spread, and before a step is drawn."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        raise RuntimeError("an engine refuses")
+
+
+@pytest.mark.parametrize("fails", ["the model", "the beginning", "an option"])
+def test_training_that_fails_before_its_first_step_can_be_started_again(tmp_path: Path, fails: str) -> None:
+    """In the same folder and on the same budget, which counts only the run that took steps."""
+    budget = tmp_path / "mail.budget.json"
+    create_budget(budget, dataset="mail", epsilon=900, delta=1e-3, unit="sequence", num_units=64)
+    config = privacy(dataset="mail", budget_file=str(budget))
+    folder = tmp_path / "run"
+    args = arguments(folder, max_steps=2)
+    more: dict[str, Any] = {}
+    kind: type[Exception] = RuntimeError
+    if fails == "the beginning":
+        more["callbacks"] = [StopsAtTheBeginning()]
+    elif fails == "the model":
+        model = LlamaForCausalLM(tiny_llama_config())
+        model.model.norm = nn.Sequential(nn.BatchNorm1d(16))
+        more["model"], kind = model, ValueError
+    else:
+        args.adam_epsilon, kind = -1.0, ValueError
+    with pytest.raises(kind):
+        trainer(folder, config=config, args=args, **more).train()
+    assert sum(entry.num_steps for entry in read_budget(budget).entries) == 0
+    again = trainer(folder, config=config, args=arguments(folder, max_steps=2))
+    again.train()
+    assert sum(entry.num_steps for entry in read_budget(budget).entries) == 2
+    assert read_ledger(folder / LEDGER_FILE).num_steps == 2
+
+
+def test_a_row_longer_than_the_models_positions_is_refused_before_the_run(tmp_path: Path) -> None:
+    """It would end in an index error within a step that was charged."""
+    config = GPT2Config(vocab_size=64, n_positions=6, n_embd=16, n_head=2, n_layer=1)
+    with pytest.raises(ValueError, match="has 8 tokens, but the model has positions for 6"):
+        trainer(tmp_path / "run", model=GPT2LMHeadModel(config))
+    assert not (tmp_path / "run" / LEDGER_FILE).exists()

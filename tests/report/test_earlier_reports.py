@@ -1,0 +1,89 @@
+"""A folder that an earlier version wrote verifies as it is, and edits of it are found."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dpllm.report.earlier_reports import EARLIER_FORMATS, in_todays_form, schema_of
+from dpllm.report.html import draw_figures
+from dpllm.report.verify import verify
+
+WRITTEN = Path(__file__).with_name("earlier_reports")
+"""As the versions wrote them, but for the pictures of the page: their names are in their places."""
+PICTURES = {"tradeoff": "tradeoff", "delta": "epsilon_over_delta", "steps": "epsilon_over_steps"}
+
+
+def failed(folder):
+    return {check.what: check.detail for check in verify(folder).checks if not check.ok}
+
+
+def whole(number, folder):
+    """Copy what a version wrote, and draw the pictures of its page."""
+    shutil.copytree(WRITTEN / f"format{number}", folder)
+    figures = draw_figures(json.loads((folder / "privacy_report.json").read_text()))
+    page = folder / "privacy_report.html"
+    text, count = re.subn(r"<svg>(\w+)</svg>", lambda found: figures[PICTURES[found[1]]].rstrip(), page.read_text())
+    assert count == len(PICTURES)
+    page.write_text(text)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return whole(2, tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", EARLIER_FORMATS)
+def test_an_untouched_folder_verifies(number, tmp_path):
+    """Its JSON by its own schema, its pages exactly; the release's files are not named in it, which is said."""
+    result = verify(whole(number, tmp_path / "run"))
+    assert result.ok, failed(tmp_path / "run")
+    details = {check.what: check.detail for check in result.checks}
+    assert f"in format {number}, of an earlier version" in details["privacy_report.json fits the published schema"]
+    assert "the ledger names no files (an older run" in details["the model's files are those that were saved"]
+    assert json.loads((WRITTEN / f"format{number}" / "privacy_report.json").read_text())["format"] == number
+    assert schema_of(number)["properties"]["format"] == {**schema_of(number)["properties"]["format"], "const": number}
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "by"),
+    [
+        ("privacy_report.json", r'"epsilon": 0\.(\d+)', r'"epsilon": 0.0\1'),
+        ("privacy_report.json", r"with ε = 0\.", "with ε = 0.0"),
+        ("privacy_report.json", r'"num_units": 1000', '"num_units": 1001'),
+        ("privacy_report.json", r'"ledger_sha256": "..', '"ledger_sha256": "00'),
+        ("privacy_report.md", r"one user", "one record"),
+        ("privacy_report.html", r"ε = 0\.", "ε = 0.0"),
+        ("README.md", r"epsilon: 0\.", "epsilon: 0.0"),
+        ("README.md", r"\Z", "\nIt satisfies ε = 0.01.\n"),
+    ],
+)
+def test_an_edit_is_found(name, pattern, by, folder):
+    """Of a number, of a number in a sentence, of a page, of the card."""
+    path = folder / name
+    text, count = re.subn(pattern, by, path.read_text(encoding="utf-8"), count=1)
+    assert count == 1
+    path.write_text(text, encoding="utf-8")
+    assert any(what.startswith(name) for what in failed(folder))
+
+
+def test_the_remedy_is_named(folder):
+    """Earlier versions stated the ε of the steps taken where a run had stopped early."""
+    path = folder / "privacy_report.json"
+    path.write_text(path.read_text().replace('"num_steps_charged": 6', '"num_steps_charged": 5'), encoding="utf-8")
+    assert (
+        "`dpllm report FOLDER` makes the report again"
+        in failed(folder)["privacy_report.json says what plan and ledger say"]
+    )
+
+
+def test_sentences_may_have_other_words_and_not_other_numbers():
+    """Names and hashes have to be the same."""
+    due = {"format": 3, "a": "holds 5 rows", "b": "one", "new": 1, "checklist": []}
+    found = {"format": 2, "a": "has 5 rows", "b": "two", "old": 2, "checklist": []}
+    assert in_todays_form(found, due, keep_words=False) == {**due, "b": "two"}
+    assert in_todays_form(found, due, keep_words=True) == {**due, "a": "has 5 rows", "b": "two"}
+    assert in_todays_form({**found, "a": "has 6 rows"}, due, keep_words=False)["a"] == "has 6 rows"

@@ -1,0 +1,172 @@
+"""Tests of dpllm.report.html."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+
+from dpllm.config import PrivacyConfig
+from dpllm.privacy.ledger import Ledger, read_ledger
+from dpllm.privacy.plan import make_plan
+from dpllm.report.html import FIGURES, draw_figures, render_html
+from dpllm.report.markdown import print_epsilon
+from dpllm.report.statement import HTML_FILE, ReleaseNotes, privacy_report, write_report
+
+NOTES = ReleaseNotes(
+    data_holder="the clinic",
+    audience="<script>alert('staff')</script>",
+    other_uses='![x](https://example.org/a.png) & "none"',
+    utility={"<b>perplexity</b>": 12.5},
+)
+
+
+def report_of(folder: Path, notes: ReleaseNotes | None = NOTES, **change: Any) -> dict[str, Any]:
+    config = {"noise_multiplier": 2.0, "clip_norm": 0.5, "expected_batch_size": 20, **change}
+    plan = make_plan(PrivacyConfig(**config), num_units=1000, num_steps=6)
+    with Ledger.create(folder / "privacy_ledger.jsonl", plan) as ledger:
+        for number in range(6):
+            ledger.append_step(number, plan.step)
+        ledger.append_disclosure("training loss", 3)
+        ledger.append_diagnostic("units with a non-finite gradient", 4)
+        ledger.append_end("completed")
+    return privacy_report(plan, read_ledger(ledger.path), notes)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return report_of(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def page(report: dict[str, Any]) -> str:
+    return render_html(report, draw_figures(report))
+
+
+class Page(HTMLParser):
+    """What a browser would find: tags with their attributes, and the words."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        self.words += " " if tag in ("td", "dd", "p", "li", "h1", "title", "pre") else ""
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.words += data
+
+
+def test_page_stands_by_itself(page: str) -> None:
+    """Well-formed, without a script, and without anything that would be loaded from elsewhere."""
+    found = Page(page)
+    assert found.open == []
+    assert not {"script", "link", "img", "iframe", "object", "base"} & {tag for tag, _ in found.tags}
+    for tag, attributes in found.tags:
+        for name in ("src", "href", "xlink:href", "data", "action"):
+            value = attributes.get(name)
+            assert value is None or value.startswith("#"), (tag, value)
+        assert not [name for name in attributes if name.startswith("on")]
+    assert "url(" not in re.sub(r"url\(#[\w.-]+\)", "", page) and "@import" not in page
+    assert "prefers-color-scheme: dark" in page and "@media print" in page
+
+
+def test_statement_and_tier_come_first(page: str, report: dict[str, Any]) -> None:
+    """Before everything else: the title, the statement, and how strong it is."""
+    words = " ".join(Page(page).words.split())
+    assert words.startswith(f"Privacy report Privacy report {report['statement']['words']} Strength: strong")
+
+
+def test_everything_of_the_report_is_on_the_page(page: str, report: dict[str, Any]) -> None:
+    """Every sentence, assumption, parameter, checklist line and hash, and ε rounded up."""
+    words = " ".join(Page(page).words.split())
+    lines = [*report["strength"]["in_plain_words"], *report["open_points"], report["definition"]["mechanism"]]
+    lines += [item["how_ensured"] for item in report["accounting"]["assumptions"]]
+    lines += [line["question"] for line in report["checklist"]]
+    lines += [line["answer"] for line in report["checklist"] if line["filled"]]
+    lines += [item["what"] for item in report["definition"]["never_covered"]]
+    lines += [report["checkable"]["plan_hash"], report["checkable"]["ledger_sha256"]]
+    lines += [report["checkable"]["verify"], report["checkable"]["recompute_from_the_numbers"]]
+    lines += [print_epsilon(value) for value in report["accounting"]["epsilon"].values()]
+    lines += [check["note"] for check in report["accounting"]["cross_checks"]]
+    lines += ["training loss 3", "units with a non-finite gradient 4"]
+    for line in lines:
+        assert " ".join(line.split()) in words, line
+    for name, value in report["accounting"]["parameters"].items():
+        assert f"{name} {'–' if value is None else value}" in words
+    assert page.count('class="missing">not filled in') == 2 * sum(not line["filled"] for line in report["checklist"])
+
+
+def test_what_people_noted_is_escaped(page: str) -> None:
+    """A note is text, whatever it holds: no tag, no script, no picture."""
+    found = Page(page)
+    assert "<script>alert('staff')</script>" in found.words and "<b>perplexity</b>" in found.words
+    assert '![x](https://example.org/a.png) & "none"' in found.words
+    assert not {"script", "b"} & {tag for tag, _ in found.tags}
+
+
+def test_three_pictures_with_captions_and_words(page: str, report: dict[str, Any]) -> None:
+    """Each picture has a caption, and says in words what it shows."""
+    found = Page(page)
+    pictures = [attributes for tag, attributes in found.tags if attributes.get("role") == "img"]
+    assert len(pictures) == 3 == page.count("<figcaption>") == page.count("<svg ")
+    alternatives = " ".join(str(attributes["aria-label"]) for attributes in pictures)
+    assert "false positive rate" in alternatives and "over δ" in alternatives
+    assert f"rising to {print_epsilon(report['statement']['epsilon'])} after 6 steps" in alternatives
+
+
+def test_page_can_be_made_again_from_the_json(page: str, report: dict[str, Any], tmp_path: Path) -> None:
+    """The JSON alone gives the same page, to the letter."""
+    stored = json.loads(json.dumps(report))
+    assert render_html(stored, draw_figures(stored)) == page
+    again = report_of(tmp_path)
+    assert draw_figures(again) == draw_figures(report)
+
+
+def test_write_report_writes_the_page(tmp_path: Path) -> None:
+    """The page lies beside the other two forms."""
+    plan = make_plan(PrivacyConfig(noise_multiplier=2.0, clip_norm=1.0, expected_batch_size=20), 1000, 2)
+    with Ledger.create(tmp_path / "privacy_ledger.jsonl", plan) as ledger:
+        ledger.append_step(0, plan.step)
+        report = write_report(tmp_path, plan, ledger)
+    assert (tmp_path / HTML_FILE).read_text(encoding="utf-8") == render_html(report, draw_figures(report))
+
+
+@pytest.mark.parametrize("change", [{"noise_multiplier": 0}, {"seed": 1}])
+def test_not_private_is_said_first_thing(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Without noise or with a seed: the title says so; without noise there is nothing to draw."""
+    report = report_of(tmp_path, **change)
+    text = render_html(report, draw_figures(report))
+    found = Page(text)
+    assert "<title>NOT PRIVATE" in text and "<h1>NOT PRIVATE" in text and '<header class="none">' in text
+    drawn = "seed" in change
+    assert text.count("<svg ") == 3 * drawn and found.words.count("there is no finite ε to draw") == 3 * (not drawn)
+    assert ("would hold only with noise from secret randomness" in found.words) == drawn
+
+
+def test_missing_picture_or_key_is_refused(report: dict[str, Any]) -> None:
+    """A page with a hole is not made."""
+    with pytest.raises(ValueError, match=r"the page has the pictures tradeoff, .*got none"):
+        render_html(report, {})
+    without = {name: value for name, value in report.items() if name != "definition"}
+    with pytest.raises(jinja2.UndefinedError):
+        render_html(without, dict.fromkeys(FIGURES, ""))

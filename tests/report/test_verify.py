@@ -1,0 +1,684 @@
+"""Tests of dpllm.report.verify."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dpllm.cli import app
+from dpllm.config import PRETRAINED_FOLDER, PrivacyConfig
+from dpllm.privacy.checkpoints import checkpoint_folder, latest_whole, prepare_staging, publish
+from dpllm.privacy.identity import ADOPTED, adopt, note_release, snapshot
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
+from dpllm.report import verify as verify_module
+from dpllm.report.model_card import CARD_FILE, add_audit, adopt_run, renew_open_points, write_model_card
+from dpllm.report.statement import (
+    HTML_FILE,
+    JSON_FILE,
+    MARKDOWN_FILE,
+    ReleaseNotes,
+    json_text,
+    privacy_report,
+    write_report,
+)
+from dpllm.report.verify import Verification, verification_rows, verify
+
+NUM_STEPS = 6
+NOTES = ReleaseNotes(data_holder="the clinic", utility={"perplexity": 12.5})
+
+
+def charge(folder: Path, plan: PrivacyPlan, steps: int, of: PrivacyPlan | None = None) -> Ledger:
+    """Write the ledger of a run of so many steps."""
+    with Ledger.create(folder / LEDGER_FILE, plan) as ledger:
+        for number in range(steps):
+            ledger.append_step(number, (of or plan).step)
+        ledger.append_disclosure("training loss", 2)
+        ledger.append_end("completed")
+    return ledger
+
+
+def plan_of(**change: Any) -> PrivacyPlan:
+    config = {"noise_multiplier": 2.0, "clip_norm": 0.5, "expected_batch_size": 20, **change}
+    return make_plan(PrivacyConfig(**config), num_units=1000, num_steps=NUM_STEPS)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    plan = plan_of()
+    plan.save(folder / PLAN_FILE)
+    report = write_report(folder, plan, charge(folder, plan, NUM_STEPS), NOTES)
+    write_model_card(folder, report, base_model="org/base", task="causal_lm", adapter=False)
+    return folder
+
+
+@pytest.fixture
+def run(good: Path, tmp_path: Path) -> Path:
+    """A copy of a good run, to be spoilt."""
+    return Path(shutil.copytree(good, tmp_path / "run"))
+
+
+def edit(path: Path, pattern: str, by: str) -> None:
+    """Replace the first match, which must be there."""
+    text, count = re.subn(pattern, by, path.read_text(encoding="utf-8"), count=1)
+    assert count == 1
+    path.write_text(text, encoding="utf-8")
+
+
+def failed(verification: Verification) -> dict[str, str]:
+    assert verification.ok == all(check.ok for check in verification.checks)
+    return {check.what: check.detail for check in verification.checks if not check.ok}
+
+
+def test_good_run(good: Path) -> None:
+    """Nothing was touched, so everything holds, the model card included; the result prints and is plain values."""
+    result = verify(good)
+    assert result.ok and failed(result) == {}
+    assert len(result.checks) == 15
+    assert any(check.what == "README.md says the same" for check in result.checks)
+    assert all(text.startswith("ok: ") for _, text in verification_rows(result))
+    assert json.loads(json.dumps(result.to_dict()))["ok"] is True
+
+
+def test_checking_changes_nothing(good: Path) -> None:
+    """Verifying writes no file."""
+    before = {path.name: path.read_bytes() for path in good.iterdir()}
+    verify(good)
+    assert {path.name: path.read_bytes() for path in good.iterdir()} == before
+
+
+def test_edited_ledger_line(run: Path) -> None:
+    """A changed number in the ledger breaks its chain, and without a ledger nothing is confirmed."""
+    edit(run / LEDGER_FILE, '"noise_multiplier": 2.0', '"noise_multiplier": 3.0')
+    found = failed(verify(run))
+    assert "edited, or lines before it are missing" in found["the ledger is there and its lines are chained"]
+    assert "nothing to hold it against" in found[f"{MARKDOWN_FILE} says the same"]
+    assert "nothing to hold it against" in found[f"{HTML_FILE} says the same"]
+
+
+def test_step_missing_in_the_middle(run: Path) -> None:
+    """A line taken out of the ledger breaks its chain."""
+    lines = (run / LEDGER_FILE).read_text().splitlines(keepends=True)
+    (run / LEDGER_FILE).write_text("".join(lines[:3] + lines[4:]))
+    assert "line 4: edited, or lines before it" in failed(verify(run))["the ledger is there and its lines are chained"]
+
+
+def test_steps_cut_off_at_the_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole lines cut off at the end break no hash; the report still counts the steps."""
+    lines = (run / LEDGER_FILE).read_text().splitlines(keepends=True)
+    (run / LEDGER_FILE).write_text("".join(lines[:-4]))
+    monkeypatch.setattr("dpllm.report.verify._MOST_LISTED", 10_000)
+    found = failed(verify(run))
+    assert "the ledger is there and its lines are chained" not in found
+    counted = found["the ledger holds the steps that the report counts"]
+    assert f"the report counts {NUM_STEPS} steps, the ledger 4: lines were cut off its end" in counted
+    differing = found[f"{JSON_FILE} says what plan and ledger say"]
+    assert "accounting.parameters.num_steps_charged is 6 and should be 4" in differing
+    assert f"{MARKDOWN_FILE} says the same" in found and f"{HTML_FILE} says the same" in found
+
+
+def test_ledger_that_went_on(run: Path) -> None:
+    """A ledger with more steps than the report counts, and than were planned, is said to be that."""
+    plan = PrivacyPlan.load(run / PLAN_FILE)
+    adopt(run)  # the folder is a copy
+    with Ledger.open(run / LEDGER_FILE, plan) as ledger:
+        ledger.append_step(NUM_STEPS, plan.step)
+    found = failed(verify(run))
+    assert "the run went on after it" in found["the ledger holds the steps that the report counts"]
+    assert found["no more steps than planned"] == "7 of 6 planned steps: too many"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by", "where"),
+    [
+        (r'"epsilon": 0\.\d+', '"epsilon": 0.01', "statement.epsilon is 0.01 and should be 0."),
+        (r'"noise_stddev": 1\.0', '"noise_stddev": 1', "accounting.parameters.noise_stddev is 1 and should be 1.0"),
+        (r'"tier": "strong"', '"tier": "weak"', 'strength.tier is "weak" and should be "strong"'),
+        (r'"advantage": 0\.', '"advantage": 0.0', "strength.advantage is 0.0"),
+        (r'"torn_lines": \[\]', '"torn_lines": [3]', "checkable.torn_lines is [3] and should be []"),
+        (r'"filled": false', '"filled": true', ".filled is true and should be false"),
+        (r'"format": 3,', '"format": 3, "note": "x",', "note does not belong there"),
+        (r'"adjacency": "zero-out",\s*"epsilon_by', '"epsilon_by', "statement.adjacency is missing"),
+    ],
+)
+def test_edited_json(run: Path, pattern: str, by: str, where: str) -> None:
+    """Each key that was changed, added or removed is named; the other forms of the report are still right."""
+    edit(run / JSON_FILE, pattern, by)
+    found = failed(verify(run))
+    assert where in found[f"{JSON_FILE} says what plan and ledger say"]
+    assert f"{MARKDOWN_FILE} says the same" not in found and f"{HTML_FILE} says the same" not in found
+
+
+def test_schema_is_checked(run: Path) -> None:
+    """An unknown key, and a missing one, fail the schema with their place."""
+    edit(run / JSON_FILE, r'"private": true,', '"privat": true,')
+    found = failed(verify(run))[f"{JSON_FILE} fits the published schema"]
+    assert "$.statement: " in found and "'privat'" in found and "'private' is a required property" in found
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '{"epsilon": NaN}', "{}", '{"format": 2, "checkable": 3, "accounting": []}']
+)
+def test_json_that_is_no_report(run: Path, text: str) -> None:
+    """Whatever lies there instead of a report is a failed check and no crash."""
+    (run / JSON_FILE).write_text(text)
+    found = failed(verify(run))
+    assert any(JSON_FILE in what for what in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        (MARKDOWN_FILE, r"\| zero-out \| 0\.\d"),
+        (HTML_FILE, r"<dd>0\.\d"),
+        (HTML_FILE, r'd="M \d'),
+    ],
+)
+def test_edited_page(run: Path, name: str, pattern: str) -> None:
+    """One digit changed in the Markdown, in the HTML or in one of its pictures is found, with its line."""
+    text = (run / name).read_text(encoding="utf-8")
+    place = re.search(pattern, text)
+    assert place is not None
+    digit = "7" if text[place.end() - 1] != "7" else "8"
+    (run / name).write_text(text[: place.end() - 1] + digit + text[place.end() :], encoding="utf-8")
+    found = failed(verify(run))
+    assert list(found) == [f"{name} says the same"]
+    line = text[: place.start()].count("\n") + 1
+    assert f"line {line} is " in found[f"{name} says the same"]
+
+
+def test_page_cut_short(run: Path) -> None:
+    """A page whose end is missing differs where it ends."""
+    text = (run / MARKDOWN_FILE).read_text(encoding="utf-8")
+    (run / MARKDOWN_FILE).write_text("\n".join(text.split("\n")[:10]), encoding="utf-8")
+    assert "line 11 is " in failed(verify(run))[f"{MARKDOWN_FILE} says the same"]
+
+
+def test_another_plan(run: Path) -> None:
+    """A plan that is whole, but not that of the ledger, is found: its hash and its steps differ."""
+    plan_of(noise_multiplier=9.0).save(run / PLAN_FILE)
+    found = failed(verify(run))
+    assert "it was written under" in found["the ledger is of this plan"]
+    assert found["each step in the ledger is the plan's"] == "6 steps have other numbers than the plan"
+    assert "written under another plan" in found["the report can be computed anew"]
+
+
+def test_steps_of_another_plan(run: Path) -> None:
+    """Steps with other numbers under the right plan's name are found."""
+    (run / LEDGER_FILE).unlink()
+    plan = PrivacyPlan.load(run / PLAN_FILE)
+    charge(run, plan, NUM_STEPS, of=plan_of(noise_multiplier=9.0))
+    found = failed(verify(run))
+    assert "the ledger is of this plan" not in found
+    assert found["each step in the ledger is the plan's"] == "6 steps have other numbers than the plan"
+
+
+def test_edited_plan(run: Path) -> None:
+    """A number changed in the plan doesn't fit its hash."""
+    edit(run / PLAN_FILE, '"noise_multiplier": 2.0', '"noise_multiplier": 3.0')
+    assert "was edited" in failed(verify(run))["the plan is there and fits its hash"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by", "where"),
+    [
+        (r"  epsilon: 0\.\d+", "  epsilon: 0.0001", "differential_privacy.epsilon is 0.0001 and should be"),
+        (r"num_steps: 6", "num_steps: 5", "differential_privacy.num_steps is 5 and should be 6"),
+        (r"with ε = 0\.\d+", "with ε = 0.0001", "its text lacks"),
+        (r"differential_privacy:", "something_else:", "its block differential_privacy is missing"),
+    ],
+)
+def test_edited_card(run: Path, pattern: str, by: str, where: str) -> None:
+    """A number changed in the model card's metadata or in its text is found."""
+    edit(run / "README.md", pattern, by)
+    found = failed(verify(run))
+    assert list(found) == ["README.md says the same"] and where in found["README.md says the same"]
+
+
+@pytest.mark.parametrize("how", ["all", "one", "hidden", "weaker"])
+def test_a_card_that_does_not_list_the_open_points(run: Path, how: str) -> None:
+    """Whoever meets the model reads the card only; each missing point is named, also one in a comment."""
+    points = json.loads((run / JSON_FILE).read_text(encoding="utf-8"))["open_points"]
+    card = run / CARD_FILE
+    text = card.read_text(encoding="utf-8")
+    listed = "\n".join(f"- {point}" for point in points)
+    assert len(points) > 1 and listed in text
+    by = {
+        "all": "",
+        "one": "\n".join(f"- {point}" for point in points[1:]),
+        "hidden": f"<!--\n{listed}\n-->",
+        "weaker": listed.replace(points[0], f"~~{points[0]}~~ settled"),
+    }[how]
+    card.write_text(text.replace(listed, by), encoding="utf-8")
+    found = failed(verify(run))
+    missing = points if how in ("all", "hidden") else points[:1]
+    assert list(found) == [f"{CARD_FILE} says the same"]
+    assert found[f"{CARD_FILE} says the same"].count("its open points lack") == len(missing)
+    assert all(json.dumps(point, ensure_ascii=False)[:60] in found[f"{CARD_FILE} says the same"] for point in missing)
+
+
+def test_card_of_somebody_else(run: Path) -> None:
+    """No card, or one that claims nothing, is nothing to check; one that can't be read is a failed check."""
+    (run / "README.md").write_text("# A model\n")
+    assert verify(run).ok
+    (run / "README.md").unlink()
+    assert verify(run).ok
+    (run / "README.md").write_text("---\ntags: [a\n---\nε\n")
+    assert "can't be read" in failed(verify(run))["README.md says the same"]
+
+
+@pytest.mark.parametrize("name", [PLAN_FILE, LEDGER_FILE, JSON_FILE, MARKDOWN_FILE, HTML_FILE])
+def test_missing_file(run: Path, name: str) -> None:
+    """A file that isn't there is a failed check, and so is one that is no text."""
+    (run / name).unlink()
+    assert any(name in detail and "can't be read" in detail for detail in failed(verify(run)).values())
+    if name != LEDGER_FILE:
+        (run / name).write_bytes(b"\xff\xfe\x00")
+        assert not verify(run).ok
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    """A folder without a run fails all over, and says why."""
+    result = verify(tmp_path)
+    assert not result.ok and not any(check.ok for check in result.checks)
+    assert all(text.startswith("FAILED: ") for _, text in verification_rows(result))
+
+
+def rewrite(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the JSON and make the pages of it."""
+    report = json.loads((run / JSON_FILE).read_text(encoding="utf-8"))
+    change(report)
+    report["checklist"] = verify_module.checklist(report)
+    report["open_points"] = verify_module.open_points(report)
+    (run / JSON_FILE).write_text(json_text(report), encoding="utf-8")
+    (run / MARKDOWN_FILE).write_text(verify_module.render_markdown(report), encoding="utf-8")
+    page = verify_module.render_html(report, verify_module.draw_figures(report))
+    (run / HTML_FILE).write_text(page, encoding="utf-8")
+    (run / "README.md").unlink()
+
+
+def test_other_versions_may_differ_in_the_last_digits(run: Path) -> None:
+    """Numbers that another version of the accounting computed agree to a millionth; text still agrees to the letter."""
+
+    def other_version(report: dict[str, Any]) -> None:
+        report["checkable"]["versions"]["dp_accounting"] = report["accounting"]["tool_version"] = "0.5.9"
+        report["strength"]["advantage"] *= 1 + 1e-9
+
+    rewrite(run, other_version)
+    result = verify(run)
+    assert result.ok
+    [check] = [check for check in result.checks if check.what == f"{JSON_FILE} says what plan and ledger say"]
+    assert "to 1e-06, since other versions computed it (dp_accounting 0.5.9)" in check.detail
+    edit(run / JSON_FILE, r'"advantage": 0\.0', '"advantage": 0.1')
+    assert "strength.advantage is 0.1" in failed(verify(run))[f"{JSON_FILE} says what plan and ledger say"]
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1 + 1e-8, False), (1 + 1e-12, True)])
+def test_the_same_versions_agree_but_for_the_order_of_additions(run: Path, factor: float, passes: bool) -> None:
+    """With the installed versions the eighth digit counts; the last ones depend on the number of threads."""
+
+    def nudge(report: dict[str, Any]) -> None:
+        report["strength"]["advantage"] *= factor
+
+    rewrite(run, nudge)
+    result = verify(run)
+    assert result.ok is passes
+    if not passes:
+        assert "strength.advantage is" in failed(result)[f"{JSON_FILE} says what plan and ledger say"]
+
+
+def test_pictures_of_another_matplotlib_are_left_out(run: Path) -> None:
+    """Another version may draw otherwise: the rest of the page is compared, and the result says so."""
+
+    def other_version(report: dict[str, Any]) -> None:
+        report["checkable"]["versions"]["matplotlib"] = "3.8.0"
+
+    rewrite(run, other_version)
+    edit(run / HTML_FILE, r'd="M \d', 'd="M 9')
+    result = verify(run)
+    [check] = [check for check in result.checks if check.what == f"{HTML_FILE} says the same"]
+    assert result.ok and check.detail.startswith("without its pictures, which matplotlib 3.8.0 drew")
+    edit(run / HTML_FILE, r"<dd>0\.", "<dd>1.")
+    assert list(failed(verify(run))) == [f"{HTML_FILE} says the same"]
+
+
+def test_another_dpllm_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When another version of this package words things otherwise, the result says which one to verify with."""
+    monkeypatch.setattr("dpllm.__version__", "9.9.9")
+    edit(run / JSON_FILE, '"tier": "strong"', '"tier": "mighty"')
+    found = failed(verify(run))[f"{JSON_FILE} says what plan and ledger say"]
+    assert re.search(r"It was written by dpllm 0\.\d+\.\d+ and this is 9\.9\.9: verify it with that version", found)
+
+
+def test_notes_are_taken_from_the_json(run: Path) -> None:
+    """What people noted afterwards is no edit of numbers, but the pages must say the same."""
+    plan = PrivacyPlan.load(run / PLAN_FILE)
+    contents = verify_module.read_ledger(run / LEDGER_FILE)
+    report = privacy_report(plan, contents, dataclasses.replace(NOTES, audience="the staff"))
+    (run / JSON_FILE).write_text(json_text(report), encoding="utf-8")
+    found = failed(verify(run))
+    assert f"{JSON_FILE} says what plan and ledger say" not in found
+    assert f"{MARKDOWN_FILE} says the same" in found and f"{HTML_FILE} says the same" in found
+
+
+def test_listing_is_cut_short(run: Path) -> None:
+    """A report that differs everywhere names a dozen keys and the number of the rest."""
+    (run / JSON_FILE).write_text("{}")
+    assert re.search(r"; and \d+ more", failed(verify(run))[f"{JSON_FILE} fits the published schema"]) is None
+    edit(run / JSON_FILE, r"\{\}", json.dumps({f"key {number}": 1 for number in range(40)}))
+    assert re.search(r"; and \d+ more", failed(verify(run))[f"{JSON_FILE} says what plan and ledger say"])
+
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def released(tmp_path: Path) -> Path:
+    """The folder of a run that saved a model, was audited, and has a checkpoint."""
+    folder, plan = tmp_path / "released", plan_of()
+    folder.mkdir()
+    plan.save(folder / PLAN_FILE)
+    with Ledger.create(folder / LEDGER_FILE, plan) as ledger:
+        for number in range(NUM_STEPS):
+            ledger.append_step(number, plan.step)
+            if number == 3:
+                staging = prepare_staging(folder, 4)
+                state = '{"global_step": 4}'
+                for name, text in ((WEIGHTS, "four"), ("trainer_state.json", state), (CARD_FILE, "a card")):
+                    (staging / name).write_text(text)
+                (staging / LEDGER_FILE).write_bytes(ledger.path.read_bytes())
+                publish(staging, checkpoint_folder(folder, 4), ledger=ledger.head.to_dict())
+        ledger.append_end("completed")
+        before = snapshot(folder)
+        (folder / WEIGHTS).write_text("weights")
+        (folder / "config.json").write_text("{}")
+        (folder / CARD_FILE).write_text("the card that PEFT writes, before dpllm's takes its place")
+        note_release(ledger, folder, before)
+    report = write_report(folder, plan, read_ledger(folder / LEDGER_FILE), NOTES)
+    write_model_card(folder, report, base_model="org/base", task="causal_lm", adapter=False)
+    (folder / "audit.json").write_text('{"verdict": "FAIL"}')
+    add_audit(folder, "audit.json", "FAIL: ε is at least 9 (95 %)")
+    return folder
+
+
+def test_a_released_folder_is_what_its_ledger_says(released: Path) -> None:
+    """Model, checkpoint, audit, report and card name each other; a file beside them is listed."""
+    (released / "training.png").write_text("x")
+    result = verify(released)
+    assert result.ok, failed(result)
+    details = {check.what: check.detail for check in result.checks}
+    assert "not named by the ledger" in details["the model's files are those that were saved"]
+    report = json.loads((released / JSON_FILE).read_text())
+    assert any("An audit of this model refutes the claim" in point for point in report["open_points"])
+
+
+def test_other_weights_in_the_folder(released: Path) -> None:
+    """Edited, missing and added weights are named."""
+    what = "the model's files are those that were saved"
+    (released / WEIGHTS).write_text("WEIGHTS")
+    assert f"{WEIGHTS} is not what was saved" in failed(verify(released))[what]
+    (released / WEIGHTS).unlink()
+    assert f"{WEIGHTS} is missing" in failed(verify(released))[what]
+    (released / WEIGHTS).write_text("weights")
+    (released / "pytorch_model.bin").write_text("more")
+    assert "pytorch_model.bin may hold weights" in failed(verify(released))[what]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model.SAFETENSORS", "model.safetensors.bak", "weights.tar.gz", "model.pt2", "rust_model.ot", "weights"),
+        *("runs/model.safetensors", "checkpoint-9/model.safetensors", "checkpoint-best/model.safetensors"),
+        *("adapter_config.json", "model.safetensors.index.json"),  # which lead to other weights
+    ],
+)
+def test_weights_under_any_name_are_found(released: Path, name: str) -> None:
+    """A file that is not of a kind that people read may hold weights: no list of endings is complete."""
+    path = released / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("other")
+    what = "the model's files are those that were saved"
+    assert f"{name} may hold weights, and the ledger does not name it" in failed(verify(released))[what]
+
+
+def test_links_are_found(released: Path) -> None:
+    """A link may lead to weights, whatever it is called."""
+    (released / "notes.txt").symlink_to(released / WEIGHTS)
+    what = "the model's files are those that were saved"
+    assert "notes.txt may hold weights" in failed(verify(released))[what]
+
+
+def test_a_model_in_the_cache_of_the_hub_is_verified(released: Path, tmp_path: Path) -> None:
+    """There every file is a link to a blob. Weights that were added there are found all the same."""
+    snapshot, blobs = tmp_path / "models--org--notes" / "snapshots" / "a1b2", tmp_path / "models--org--notes" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (released / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+    for number, path in enumerate(sorted(path for path in released.iterdir() if path.is_file())):
+        shutil.copy(path, blobs / f"{number}")
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", f"{number}"))
+    assert failed(verify(snapshot)) == {}
+    (blobs / "more").write_text("other weights")
+    (snapshot / "pytorch_model.bin").symlink_to(Path("..", "..", "blobs", "more"))
+    (snapshot / "notes.txt").symlink_to(released / WEIGHTS)
+    found = failed(verify(snapshot))["the model's files are those that were saved"]
+    assert "pytorch_model.bin may hold weights" in found and "notes.txt may hold weights" in found
+
+
+def test_notes_that_a_download_or_a_desktop_leaves_are_no_weights(released: Path) -> None:
+    """`hf download --local-dir` keeps a commit and a time for each file; Finder keeps the places of icons."""
+    notes = released / ".cache" / "huggingface" / "download"
+    notes.mkdir(parents=True)
+    for name in (f"{WEIGHTS}.metadata", "additional_chat_templates/tool.jinja.metadata"):
+        (notes / name).parent.mkdir(exist_ok=True)
+        (notes / name).write_text("3f2a\n9c1e\n1732250000.0\n")
+        (notes / name).with_suffix(".lock").write_text("")
+    (notes.parent / ".gitignore").write_text("*")
+    (notes.parent / "CACHEDIR.TAG").write_text("Signature: 8a477f597d28d172789f06886806bc55\n")
+    (released / ".DS_Store").write_bytes(b"\0\0\0\1Bud1" + bytes(6140))
+    assert failed(verify(released)) == {}
+    (notes / "other.metadata").write_bytes(bytes(5000))
+    (released / "checkpoint-4" / ".DS_Store").write_bytes(b"weights")
+    found = failed(verify(released))
+    assert "other.metadata may hold weights" in found["the model's files are those that were saved"]
+    assert ".DS_Store may hold weights" in found["the checkpoints in the folder are of this ledger"]
+
+
+def test_files_that_people_add_are_no_weights(released: Path) -> None:
+    """A license, a picture, notes, the log of a tracker: a release has such files."""
+    for name in ("LICENSE", "notes.md", "samples.JSON", "runs/now/events.out.tfevents.1", ".gitattributes"):
+        (released / name).parent.mkdir(parents=True, exist_ok=True)
+        (released / name).write_text("text")
+    assert failed(verify(released)) == {}
+
+
+def test_a_checkpoint_stays_whole_when_people_note_something(released: Path) -> None:
+    """`dpllm report` writes report and card again: the checkpoint can be resumed all the same."""
+    checkpoint = next(released.glob("checkpoint-*"))
+    (checkpoint / CARD_FILE).write_text("a card with what people noted")
+    assert failed(verify(released)) == {}
+    assert latest_whole(released) == (checkpoint, [])
+
+
+def test_a_folder_that_is_adopted_agrees_with_its_ledger(released: Path) -> None:
+    """Report and card are written again and have the open point, also a card that had none."""
+    for notes in (NOTES, dataclasses.replace(NOTES, audience="all", other_uses="none", audit="none")):
+        plan, contents = PrivacyPlan.load(released / PLAN_FILE), read_ledger(released / LEDGER_FILE)
+        write_model_card(
+            released, write_report(released, plan, contents, notes), base_model="org/base", task=None, adapter=False
+        )
+        assert CliRunner().invoke(app, ["adopt", str(released)]).exit_code == 0
+        assert failed(verify(released)) == {}
+        for name in (MARKDOWN_FILE, CARD_FILE):
+            assert ADOPTED in (released / name).read_text(encoding="utf-8")
+
+
+def test_open_points_come_and_go_in_a_card(tmp_path: Path) -> None:
+    """They are before the guarantee, whether or not the card had any."""
+    card = tmp_path / CARD_FILE
+    card.write_text("# A model\n\n## Privacy\n\nWords.\n")
+
+    def renew(before: list[str], after: list[str]) -> str:
+        renew_open_points(tmp_path, {"open_points": before}, {"open_points": after})
+        return card.read_text(encoding="utf-8")
+
+    assert "# A model" in renew([], ["one", "two"]) and "- one\n- two\n\n## Privacy\n" in card.read_text()
+    assert "- one\n\n## Privacy\n" in renew(["one", "two"], ["one"])
+    assert renew(["one"], []) == "# A model\n\n## Privacy\n\nWords.\n"
+
+
+def test_a_folder_without_a_report_gets_none_when_it_is_adopted(run: Path) -> None:
+    """A run that crashed before it wrote one is only adopted."""
+    for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE, CARD_FILE):
+        (run / name).unlink()
+    assert adopt_run(run) == NUM_STEPS
+    assert sorted(path.name for path in run.iterdir()) == sorted([LEDGER_FILE, PLAN_FILE])
+
+
+def test_a_checkpoint_stays_whole_when_it_is_adopted_or_audited(released: Path) -> None:
+    """Its copy of the ledger is in its manifest: adopting names the run's folder, and a verdict stays in its file."""
+    checkpoint = next(released.glob("checkpoint-*"))
+    result = CliRunner().invoke(app, ["adopt", str(checkpoint)])
+    assert result.exit_code == 2 and "is a checkpoint" in result.stderr
+    assert f"dpllm adopt {released}" in " ".join(result.stderr.split())
+    (checkpoint / "audit.json").write_text("{}")
+    add_audit(checkpoint, "audit.json", "consistent")
+    assert latest_whole(released) == (checkpoint, [])
+
+
+def test_a_checkpoint_that_was_changed_is_found_from_its_run(released: Path) -> None:
+    """Its files are compared with its manifest, and none may be added."""
+    what = "the checkpoints in the folder are of this ledger"
+    checkpoint = next(released.glob("checkpoint-*"))
+    (checkpoint / "extra.bin").write_text("more")
+    assert "extra.bin may hold weights" in failed(verify(released))[what]
+    assert "extra.bin may hold weights" in str(failed(verify(checkpoint)))
+    (checkpoint / "extra.bin").unlink()
+    (checkpoint / WEIGHTS).write_text("FOUR")
+    assert "is not what was saved" in failed(verify(released))[what]
+
+
+def test_the_weights_of_the_public_training_are_no_weights_of_the_release(released: Path) -> None:
+    """A recipe keeps them beside the model; no private step has touched them."""
+    (released / PRETRAINED_FOLDER).mkdir()
+    (released / PRETRAINED_FOLDER / WEIGHTS).write_text("public")
+    assert failed(verify(released)) == {}
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        "\nIt satisfies ε = 0.01.\n",
+        "\n| epsilon: | 0.01 |\n",
+        "\nThis model is (0.5, 1e-6)-DP.\n",
+        "\nDelta is ≤ 1e-9\n",
+        "\nThe epsilon is less than one.\n",
+        "\n| epsilon | delta |\n| --- | --- |\n| 0.1 | 1e-6 |\n",
+        "\n$\\varepsilon$ is 0.1\n",
+        "\nIt is 0.1-differentially private.\n",
+        "\n\U0001d700 \u2264 \u00bd\n",
+        "\nDas Epsilon beträgt 0,1.\n",
+        "\n差分隐私预算为 0.1\n",
+        "\nIts privacy loss\nis 0.1 bits.\n",
+        "\nzCDP with ρ = 0.01\n",
+        "\ne<b></b>psilon = 0.5\n",
+        "\ne\u200bpsilon = 0.5\n",
+    ],
+)
+def test_another_claim_in_the_card(released: Path, claim: str) -> None:
+    """A card has one claim, the report's, in its text and in its metadata."""
+    card = released / CARD_FILE
+    whole = card.read_text()
+    card.write_text(whole + claim)
+    assert "another claim" in failed(verify(released))[f"{CARD_FILE} says the same"]
+    card.write_text(whole.replace("---\n", "---\nepsilon: 0.01\n", 1))
+    assert "epsilon: 0.01 in its metadata" in failed(verify(released))[f"{CARD_FILE} says the same"]
+    for line in (
+        "dp_eps: 0.01",
+        "- type: epsilon",
+        "privacy: strong",
+        "delta: 1.0e-9",
+        "dp_budget: half of 1",
+        "- 1-DP",
+    ):
+        card.write_text(whole.replace("---\n", f"---\nmodel-index:\n  {line}\n", 1))
+        assert f"{line} in its metadata" in failed(verify(released))[f"{CARD_FILE} says the same"]
+
+
+@pytest.mark.parametrize("claim", ["This model is DP with eps = 0.5.", "A (0.1, 1e-9)-DP model.", "zCDP: 0.01"])
+def test_a_card_whose_block_is_missing_claims_nothing_else(released: Path, claim: str) -> None:
+    """Without the report's numbers a card may say nothing of a guarantee; a card of other things is no mistake."""
+    card = released / CARD_FILE
+    card.write_text(f"# My model\n\n{claim}\n")
+    assert claim in failed(verify(released))[f"{CARD_FILE} says the same"]
+    card.write_text("# My model\n\n2,000 letters of 2023.\n")
+    assert failed(verify(released)) == {}
+
+
+def test_weights_beside_a_ledger_that_names_none(released: Path) -> None:
+    """Lines cut off the end of a ledger break no hash; without them nothing says that these are the run's weights."""
+    lines = (released / LEDGER_FILE).read_bytes().splitlines(keepends=True)
+    end = next(number for number, line in enumerate(lines) if line.startswith(b'{"kind": "end"'))
+    (released / LEDGER_FILE).write_bytes(b"".join(lines[:end]))
+    shutil.rmtree(released / "checkpoint-4")
+    plan = PrivacyPlan.load(released / PLAN_FILE)
+    write_report(released, plan, read_ledger(released / LEDGER_FILE), NOTES)
+    (released / CARD_FILE).unlink()
+    what = "the model's files are those that were saved"
+    assert f"{WEIGHTS} may hold weights, and the ledger does not name it" in failed(verify(released))[what]
+    (released / WEIGHTS).unlink()
+    assert what not in failed(verify(released))
+
+
+def test_a_report_of_today_that_calls_itself_an_old_one(released: Path) -> None:
+    """Of an old report only the numbers of its sentences are compared, so a ledger of today has none."""
+    path = released / JSON_FILE
+    report = json.loads(path.read_text())
+    assert f"{JSON_FILE} is as old as the ledger" not in failed(verify(released))
+    path.write_text(json.dumps({**report, "format": 2}))
+    assert f"{JSON_FILE} is as old as the ledger" in failed(verify(released))
+
+
+def test_other_words_in_the_card(released: Path) -> None:
+    """People may write about their model; a sentence about privacy that nobody can check is named as theirs."""
+    card = released / CARD_FILE
+    card.write_text(card.read_text() + "\n## Data\n\n2,000 letters of 2023.\n\nPerfectly anonymous.\n")
+    assert failed(verify(released)) == {}
+    (detail,) = [check.detail for check in verify(released).checks if check.what == f"{CARD_FILE} says the same"]
+    assert 'not checked, since people wrote it: "Perfectly anonymous."' in detail
+    assert "letters" not in detail
+
+
+def test_a_verdict_that_was_turned_round(released: Path) -> None:
+    """Also when the report is made again from it: the ledger holds the verdict."""
+    (released / "audit.json").write_text('{"verdict": "consistent"}')
+    what = "the results of the audit are those that the ledger names"
+    assert "audit.json was edited; the ledger says: FAIL" in failed(verify(released))[what]
+    notes = dataclasses.replace(NOTES, audit="consistent, not proof")
+    plan = PrivacyPlan.load(released / PLAN_FILE)
+    report = write_report(released, plan, read_ledger(released / LEDGER_FILE), notes)
+    assert report["strength"]["audit"].startswith("FAIL")
+    assert any("refutes the claim" in point for point in report["open_points"])
+    edit(released / JSON_FILE, r'"audit": "FAIL', '"audit": "consistent')
+    assert "strength.audit" in failed(verify(released))[f"{JSON_FILE} says what plan and ledger say"]
+
+
+def test_a_checkpoint_whose_ledger_was_cut(released: Path) -> None:
+    """Its weights have taken more steps than the ledger charges; neither it nor its run's folder passes."""
+    checkpoint = released / "checkpoint-4"
+    for folder in (checkpoint, released):
+        lines = (folder / LEDGER_FILE).read_bytes().splitlines(keepends=True)
+        (folder / LEDGER_FILE).write_bytes(b"".join(lines[:3]))
+    found = failed(verify(checkpoint))
+    assert "4 taken, 2 charged" in found["the weights have taken no step that the ledger does not charge"]
+    assert "has" in found["the model's files are those that were saved"]
+    assert "holds 4 steps" in failed(verify(released))["the checkpoints in the folder are of this ledger"]

@@ -1,0 +1,847 @@
+"""Rows are independent by value: what couples them is refused, in the first step and later; sound runs pass.
+
+Through the public API: `DPTrainer`, and `PrivateRun` with a loop of one's own.
+"""
+
+import copy
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    CanineConfig,
+    CanineForSequenceClassification,
+    ConvBertConfig,
+    ConvBertForSequenceClassification,
+    DataCollatorWithPadding,
+    FNetConfig,
+    FNetForSequenceClassification,
+    FunnelConfig,
+    FunnelForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    XLNetConfig,
+    XLNetForSequenceClassification,
+    YosoConfig,
+    YosoForSequenceClassification,
+)
+
+from dpllm import (
+    DPTrainer,
+    GhostClipper,
+    PrivacyConfig,
+    PrivateRun,
+    TrainingRows,
+    make_plan,
+    packed_sequence_loss,
+    per_sequence_loss,
+)
+from dpllm.config import ConfigError
+from dpllm.data.rows import PackedCollator, RowCollator
+from dpllm.data.units import UnitIndex
+from dpllm.engines.processes import Processes
+from dpllm.ghost.errors import GhostError
+from dpllm.models.load import align_padding
+from dpllm.models.losses import classification_loss, seq2seq_loss
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.training.checks.companies import Sample
+from dpllm.training.checks.independence import IndependenceError
+from dpllm.training.checks.repeatable import Repeatable, same_randomness
+from dpllm.training.shared_ledger import SharedLedger
+from tests.conftest import tiny_llama_config
+from tests.training.test_run import plan_of
+from tests.training.test_trainer import arguments, privacy
+
+DEPENDS = r"of a row depends on other rows: alone.* it is .*, .*beside .* \(dropout off"
+GPT2 = {"vocab_size": 61, "n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 64, "bos_token_id": 1}
+SMALL = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def unequal(count=40, classes=False, shortest=3, longest=20, **more):
+    """Rows of 3 to 20 tokens."""
+    rng = np.random.default_rng(2)
+    ids = [rng.integers(4, 61, int(n)).tolist() for n in rng.integers(shortest, longest + 1, count)]
+    labels = [int(n) for n in rng.integers(0, 2, count)] if classes else ids
+    return Dataset.from_dict({"input_ids": ids, "labels": labels, **more})
+
+
+def trainer(folder, model, dataset=None, steps=1, batch=8, config=None, **more):
+    classes = "SequenceClassification" in type(model).__name__
+    return DPTrainer(
+        model=model,
+        args=arguments(folder, max_steps=steps, per_device_train_batch_size=batch, logging_strategy="no"),
+        privacy=config or privacy(expected_batch_size=8),
+        train_dataset=dataset if dataset is not None else unequal(classes=classes),
+        **more,
+    )
+
+
+def llama(**changes):
+    return LlamaForCausalLM(tiny_llama_config(**changes))
+
+
+def padded_with(token, task="sequence_classification"):
+    """A collator whose padding token nobody can ask for."""
+    collator = RowCollator(pad_token_id=token, task=task)
+    return lambda rows: collator(rows)
+
+
+def left_padded(rows):
+    batch = RowCollator(pad_token_id=0)(rows)
+    for number, row in enumerate(rows):
+        shift = batch["input_ids"].shape[1] - len(row["input_ids"])
+        for value in batch.values():
+            value[number] = value[number].roll(shift)
+    return batch
+
+
+def sorted_by_length(rows):
+    return RowCollator(pad_token_id=0)(sorted(rows, key=lambda row: -len(row["input_ids"])))
+
+
+def mixed(rows):
+    """The first token of each row is the next row's."""
+    first = [row["input_ids"][0] for row in rows]
+    changed = [{**row, "input_ids": [first[(n + 1) % len(rows)], *row["input_ids"][1:]]} for n, row in enumerate(rows)]
+    return RowCollator(pad_token_id=0)(changed)
+
+
+def head_only(model):
+    for parameter in model.base_model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def over_all_targets(outputs, labels):
+    count_B = (labels != -100).sum(1)
+    return per_sequence_loss(outputs.logits, labels) * count_B / count_B.sum()
+
+
+def over_detached_mean(outputs, labels):
+    loss_B = per_sequence_loss(outputs.logits, labels)
+    return loss_B * (loss_B / loss_B.mean()).detach()
+
+
+COUPLED_CLASSIFIERS = {
+    "llama, padded with another token": lambda: LlamaForSequenceClassification(tiny_llama_config(pad_token_id=2)),
+    "gpt2, padded with another token": lambda: GPT2ForSequenceClassification(GPT2Config(**GPT2, pad_token_id=2)),
+    "xlnet": lambda: head_only(
+        XLNetForSequenceClassification(XLNetConfig(vocab_size=61, d_model=16, n_layer=1, n_head=2, d_inner=32))
+    ),
+    "fnet": lambda: FNetForSequenceClassification(FNetConfig(**_without_heads(), num_hidden_layers=1)),
+    "funnel": lambda: head_only(
+        FunnelForSequenceClassification(
+            FunnelConfig(
+                vocab_size=61, block_sizes=[2, 2], initializer_std=0.3, d_model=16, n_head=2, d_head=8, d_inner=32
+            )
+        )
+    ),
+    "yoso": lambda: YosoForSequenceClassification(
+        YosoConfig(**SMALL, num_hidden_layers=1, use_expectation=True, max_position_embeddings=64)
+    ),
+    "canine": lambda: head_only(
+        CanineForSequenceClassification(
+            CanineConfig(
+                **{**SMALL, "vocab_size": 99},
+                num_hidden_layers=1,
+                num_hash_buckets=64,
+                downsampling_rate=2,
+                initializer_range=0.1,
+            )
+        )
+    ),
+    "convbert": lambda: ConvBertForSequenceClassification(
+        ConvBertConfig(
+            **{**SMALL, "num_attention_heads": 4},
+            num_hidden_layers=1,
+            embedding_size=16,
+            head_ratio=2,
+            initializer_range=0.2,
+        )
+    ),
+}
+
+
+def _without_heads():
+    return {name: value for name, value in SMALL.items() if name != "num_attention_heads"}
+
+
+@pytest.mark.parametrize("name", COUPLED_CLASSIFIERS)
+def test_a_classifier_that_reads_padding_is_refused_in_the_first_step(name, tmp_path):
+    """It pools at, or mixes in, padded positions, whose number other rows decide; no gradient shows it."""
+    run = trainer(tmp_path, COUPLED_CLASSIFIERS[name](), data_collator=padded_with(0))
+    with pytest.raises(IndependenceError, match=DEPENDS) as refused:
+        run.train()
+    assert "config.pad_token_id" in str(refused.value) and "\n" not in str(refused.value)
+    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 1
+    assert read_ledger(tmp_path / LEDGER_FILE).disclosures["losses of single rows, in an error message"] == 1
+
+
+def test_a_model_that_takes_a_row_in_company_only_is_refused_in_one_line(tmp_path):
+    """CANINE shortens rows by its rate: one shorter than the rate fails alone, and passes where others pad it."""
+    torch.manual_seed(0)
+    config = CanineConfig(**{**SMALL, "vocab_size": 99}, num_hidden_layers=1, num_hash_buckets=64, downsampling_rate=4)
+    model = head_only(CanineForSequenceClassification(config))
+    with pytest.raises(IndependenceError, match=r"A row of 3 tokens goes through .* and not alone \(RuntimeError: .*"):
+        trainer(tmp_path, model).train()
+    assert read_ledger(tmp_path / LEDGER_FILE).disclosures["losses of single rows, in an error message"] == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "says"),
+    [
+        (lambda: GPT2LMHeadModel(GPT2Config(**GPT2)), {"data_collator": left_padded}, DEPENDS),
+        (llama, {"compute_loss_func": over_all_targets}, DEPENDS),
+        (llama, {"compute_loss_func": over_detached_mean}, DEPENDS),
+        (llama, {"data_collator": mixed}, DEPENDS),
+        (llama, {"data_collator": sorted_by_length}, "came out at another row's place: the collator or the loss"),
+    ],
+    ids=["left padding", "batch's targets", "detached mean", "mixed rows", "sorted rows"],
+)
+def test_a_coupling_by_the_collator_or_the_loss_is_refused(make, options, says, tmp_path):
+    run = trainer(tmp_path, make(), **options)
+    with pytest.raises(IndependenceError, match=says):
+        run.train()
+
+
+@pytest.mark.parametrize(
+    "chance",
+    [random.random, np.random.rand, lambda: torch.rand(1).item(), lambda: torch.rand(()).item()],
+    ids=["python", "numpy", "torch", "torch scalar"],
+)
+def test_a_collator_that_mixes_rows_in_some_microbatches_is_refused(chance, tmp_path):
+    """In one microbatch of five, by each of the global generators; whatever these numbers come out as here."""
+    run = trainer(
+        tmp_path,
+        llama(),
+        data_collator=lambda rows: mixed(rows) if chance() < 0.2 else RowCollator(pad_token_id=0)(rows),
+    )
+    with pytest.raises(IndependenceError, match=r"of a row depends on other rows: alone.* it is"):
+        run.train()
+
+
+@pytest.mark.parametrize(("steps", "found"), [(7, 7), (10, 8)], ids=["before the last step", "by the next check"])
+def test_a_coupling_that_starts_later_is_refused(steps, found, tmp_path):
+    """Steps 1, 2 and 4 pass. It starts with the 6th; the next check is before the 8th or the last. All stay charged."""
+    run = trainer(
+        tmp_path,
+        llama(),
+        steps=steps,
+        compute_loss_func=lambda outputs, labels: (
+            over_detached_mean if run.state.global_step >= 5 else lambda o, y: per_sequence_loss(o.logits, y)
+        )(outputs, labels),
+    )
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        run.train()
+    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == found
+
+
+class BatchScaled(nn.Module):
+    """A frozen layer in numbers of 8 bits, whose one scale is the largest input of the whole batch."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        scale = x.detach().abs().amax() / 127
+        rounded = (x / scale).round() * scale
+        return self.inner(x + (rounded - x).detach())
+
+
+def test_scales_chosen_over_all_rows_are_refused(tmp_path):
+    """Per-tensor fp8 or int8: a row that is larger than all others changes what the others compute."""
+    model = llama(initializer_range=0.2)
+    for layer in model.model.layers:
+        layer.mlp.down_proj = BatchScaled(layer.mlp.down_proj.requires_grad_(False))
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        trainer(tmp_path, model).train()
+
+
+def named(name, module="dpllm.test", **attributes):
+    kind = type(name, (nn.Linear,), {"__module__": module})
+    made = kind(2, 2)
+    for attribute, value in attributes.items():
+        setattr(made, attribute, value)
+    return made
+
+
+class State:
+    threshold = 6.0
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (named("Linear8bitLt", state=State()), r"llm_int8_threshold=6\.0.*llm_int8_threshold=0\.0"),
+        (named("Float8Linear"), "largest activation of the whole batch"),
+        (named("LayerNormLinear", "transformer_engine.pytorch"), "largest activation of the whole batch"),
+        (named("Linear", neftune_noise_alpha=5.0), "scales its noise by the padded length"),
+    ],
+)
+def test_modules_that_scale_over_the_batch_are_refused_by_name(module, says):
+    with pytest.raises(GhostError, match=says):
+        GhostClipper(nn.Sequential(nn.Linear(2, 2), module), 1.0)
+
+
+def test_int8_without_outlier_columns_is_accepted():
+    """With threshold 0 every token has a scale of its own."""
+    module = named("Linear8bitLt", state=type("Exact", (), {"threshold": 0.0})())
+    GhostClipper(nn.Sequential(module), 1.0).remove()
+
+
+def test_neftune_is_refused_before_data_is_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"neftune_noise_alpha=5.*scales its noise by the padded length"):
+        DPTrainer(llama(), arguments(tmp_path, neftune_noise_alpha=5), privacy(), unequal())
+
+
+def test_noise_scaled_by_the_padded_length_is_seen_by_value(tmp_path):
+    """A hook of one's own that does what NEFTune does: fixed noise, and a scale that the company decides."""
+    model = llama()
+
+    def hook(module, args, output):
+        if module.training:
+            magnitude = 5 / (output.shape[1] * output.shape[2]) ** 0.5
+            return output + torch.zeros_like(output).uniform_(-magnitude, magnitude)
+        return output
+
+    model.get_input_embeddings().register_forward_hook(hook)
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        trainer(tmp_path, model).train()
+
+
+# ------------------------------------------------------------------ padding tokens
+
+
+def test_the_default_collator_pads_with_the_models_own_token(tmp_path):
+    """Without a tokenizer; the classifier then finds the ends of its rows."""
+    model = LlamaForSequenceClassification(tiny_llama_config(pad_token_id=2))
+    run = trainer(tmp_path, model)
+    assert run.data_collator.pad_token_id == 2
+    run.train()
+    assert run.ledger.num_steps == 1
+
+
+@pytest.mark.parametrize("collator", ["dpllm", "transformers"])
+def test_a_collator_with_another_padding_token_is_refused(collator, tmp_path):
+    class Tokenizer:
+        pad_token_id, padding_side = 0, "right"
+
+        def pad(self, *args, **kwargs):
+            raise AssertionError("nothing is collated")
+
+    made = (
+        RowCollator(pad_token_id=0, task="sequence_classification")
+        if collator == "dpllm"
+        else DataCollatorWithPadding(Tokenizer())
+    )
+    model = LlamaForSequenceClassification(tiny_llama_config(pad_token_id=2))
+    with pytest.raises(ConfigError, match=r"pads with the token 0, and model\.config\.pad_token_id is 2"):
+        trainer(tmp_path, model, data_collator=made)
+
+
+def test_a_recipe_gives_the_model_its_tokenizers_padding_token():
+    """Also where the model names another one."""
+
+    class Tokenizer:
+        pad_token_id = 5
+
+    model = LlamaForSequenceClassification(tiny_llama_config(pad_token_id=2))
+    align_padding(model, Tokenizer())
+    assert model.config.pad_token_id == 5
+
+
+# ------------------------------------------------------------------------ a loop of one's own
+
+
+def rows_of(examples, collate=None, max_rows=4, max_tokens=None, units=None, packed=False):
+    return TrainingRows(
+        units=units or UnitIndex.from_ids(list(range(len(examples)))),
+        lengths=np.array([len(example["input_ids"]) for example in examples]),
+        fetch=lambda numbers: [examples[int(number)] for number in numbers],
+        collate=collate or RowCollator(pad_token_id=0),
+        max_rows=max_rows,
+        max_tokens=max_tokens,
+        packed=packed,
+    )
+
+
+def lm_loss(model, inputs):
+    inputs = dict(inputs)
+    labels = inputs.pop("labels")
+    return per_sequence_loss(model(**inputs).logits, labels)
+
+
+def steps(folder, model, rows, loss_of=lm_loss, count=4, clip_norm=0.5, after=lambda: None):
+    """Take steps; how many were charged, and the check."""
+    plan = make_plan(
+        PrivacyConfig(
+            unit="user",
+            unit_column="user",
+            max_rows_per_unit=3,
+            noise_multiplier=1.0,
+            clip_norm=clip_norm,
+            expected_batch_size=min(8, rows.units.num_units),
+            delta=1e-3 if rows.units.num_units > 2 else 0.05,
+        ),
+        rows.units.num_units,
+        count,
+    )
+    run = PrivateRun(plan, rows, SharedLedger.create(folder / LEDGER_FILE, plan, Processes()))
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    run.attach(model, optimizer)
+    check = run._independence
+    try:
+        for unit_ids in run.draws(count):
+            run.step(unit_ids, loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+            after()
+    finally:
+        charged = run.ledger.num_steps
+        run.detach()
+        run.ledger.close()
+    return charged, check
+
+
+def test_rows_that_are_changed_by_those_fetched_with_them_are_refused(tmp_path):
+    """A fetch that lays the first token of the last row before all of them."""
+    examples = unequal(40).to_list()
+    rows = rows_of(examples)
+
+    def fetch(numbers):
+        first = examples[int(numbers[-1])]["input_ids"][0]
+        return [{name: [first, *ids[1:]] for name, ids in examples[int(number)].items()} for number in numbers]
+
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        steps(tmp_path, llama(), dataclasses.replace(rows, fetch=fetch))
+
+
+def test_contrastive_pairs_that_begin_after_some_steps_are_refused(tmp_path):
+    """In-batch negatives couple all rows; they begin in step 20 and are found before the 32nd."""
+    torch.manual_seed(0)
+    examples = [{"input_ids": [0] * (n % 7 + 1), "x": torch.randn(4)} for n in range(40)]
+    rows = rows_of(examples, lambda rows: {"x": torch.stack([row["x"] for row in rows])})
+    model, done = nn.Linear(4, 3), []
+
+    def loss_of(model, inputs):
+        y_BD = model(inputs["x"])
+        alone_B = y_BD.square().sum(1)
+        return alone_B if len(done) < 19 else alone_B - (y_BD @ y_BD.T.detach()).log_softmax(1).diagonal()
+
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        steps(tmp_path, model, rows, loss_of, count=40, after=lambda: done.append(1))
+    assert len(done) == 31
+
+
+def test_a_memory_of_former_rows_is_refused_even_with_one_row_per_microbatch(tmp_path):
+    """A row then has no company, but the microbatches before it."""
+    memory = []
+
+    def loss_of(model, inputs):
+        loss_B = lm_loss(model, inputs)
+        before = torch.stack(memory).mean() if memory else torch.tensor(1.0)
+        memory.append(loss_B.detach().mean())
+        return loss_B * before
+
+    with pytest.raises(IndependenceError, match="carries state from one microbatch to the next"):
+        steps(tmp_path, llama(), rows_of(unequal(40).to_list(), max_rows=1), loss_of)
+
+
+def test_packed_rows_whose_loss_counts_all_targets_are_refused(tmp_path):
+    """And pass where it does not."""
+    from dpllm.models.packing import attention_by_row
+
+    def packed_loss(model, inputs):
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        return packed_sequence_loss(model(**inputs).logits, labels, inputs["cu_seq_lens_q"])
+
+    rows = rows_of(unequal(40).to_list(), PackedCollator(), max_rows=None, max_tokens=64, packed=True)
+    model = llama(attention_dropout=0.2)
+    with attention_by_row(model):
+        charged, check = steps(tmp_path / "sound", model, rows, packed_loss)
+        assert charged == 4 and check.last.loss < 2e-6 and check.last.norm < 2e-6
+    model = llama(attention_dropout=0.2)
+    with attention_by_row(model), pytest.raises(IndependenceError, match=DEPENDS):
+        steps(tmp_path / "coupled", model, rows, lambda m, i: packed_loss(m, i) / (i["labels"] != -100).sum().sqrt())
+
+
+class Noisy(nn.Module):
+    """Drops whole rows, drops features by a mask of its own, and adds noise; each row by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, input_ids, **kwargs):
+        x = self.drop(self.first(input_ids))
+        if self.training:
+            x = x * (torch.rand(len(x), 1, 1) > 0.2) * (1 - torch.empty_like(x).bernoulli_(0.1))
+            x = x + 0.1 * torch.randn_like(x)
+        query = x[:, None]
+        x = x + nn.functional.scaled_dot_product_attention(query, query, query, None, 0.3, is_causal=True)[:, 0]
+        return type("Output", (), {"logits": self.last(x)})()
+
+
+def test_dropout_and_noise_are_not_taken_for_a_coupling(tmp_path):
+    """In training mode, with random numbers of torch's functions and methods."""
+    charged, check = steps(tmp_path, Noisy(), rows_of(unequal(40).to_list()))
+    assert charged == 4 and check.last.loss < 2e-6 and check.last.norm < 2e-6
+
+
+def test_randomness_that_cannot_be_switched_off_is_judged_without_it(tmp_path):
+    """A kernel of its own draws other numbers for other shapes: the rows are compared in evaluation mode."""
+
+    class Own(Noisy):
+        def forward(self, input_ids, **kwargs):
+            x = self.first(input_ids)
+            if self.training:  # nothing that PyTorch could be asked to leave out
+                x = x * torch.from_numpy(np.random.rand(*x.shape).astype(np.float32))
+            return type("Output", (), {"logits": self.last(x)})()
+
+    model = Own()
+    assert steps(tmp_path / "sound", model, rows_of(unequal(40).to_list()))[0] == 4
+    assert model.training and model.drop.training
+
+    def coupled(model, inputs):
+        return lm_loss(model, inputs) * inputs["labels"].shape[1]
+
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        steps(tmp_path / "coupled", Own(), rows_of(unequal(40).to_list()), coupled)
+
+
+def test_a_check_leaves_no_gradient_and_no_random_state_behind(tmp_path):
+    """The step's own numbers are those that it would have had without it."""
+    model = Noisy()
+    rows = rows_of(unequal(40).to_list())
+    plan = plan_of(num_steps=4)
+    run = PrivateRun(plan, rows, SharedLedger.create(tmp_path / LEDGER_FILE, plan, Processes()))
+    run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    run._independence.before_step(lambda inputs: lm_loss(model, inputs), None)
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[2]
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert all(p.grad is None for p in model.parameters()) and run.ledger.num_steps == 0
+    assert model.training and run._independence.num_passes[0] > 0
+    run.detach()
+
+
+@pytest.mark.parametrize(
+    ("examples", "options", "more"),
+    [
+        (unequal(1), {}, {}),
+        (unequal(2), {}, {}),
+        (unequal(40), {"max_rows": 1}, {}),
+        (unequal(40), {"max_rows": None, "max_tokens": 20}, {}),
+        (unequal(40), {"max_rows": None, "max_tokens": 4}, {}),
+        (unequal(40, shortest=7, longest=7), {}, {}),
+        (unequal(40, shortest=1, longest=2), {}, {}),
+        (unequal(40), {"units": UnitIndex.from_ids([n // 3 for n in range(40)])}, {}),
+        (unequal(40), {}, {"clip_norm": 1e-6}),
+    ],
+    ids=["one row", "two", "alone", "few tokens", "too few tokens", "equal", "no target", "users", "small clip norm"],
+)
+def test_runs_at_the_edges_are_not_refused(examples, options, more, tmp_path):
+    charged, check = steps(tmp_path, llama(), rows_of(examples.to_list(), **options), count=3, **more)
+    assert charged == 3 and check.last.loss < 2e-6 and check.last.norm < 2e-6
+
+
+def test_losses_that_are_small_or_not_finite_are_not_refused(tmp_path):
+    """Rounding is relative to logits, not to a loss near 0; a unit that overflows does so alone as well."""
+    rows = rows_of(unequal(40, classes=True).to_list(), RowCollator(pad_token_id=0, task="sequence_classification"))
+    model = LlamaForSequenceClassification(tiny_llama_config(pad_token_id=0))
+
+    def loss_of(model, inputs):
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        return classification_loss(logits + 12 * nn.functional.one_hot(labels, 2), labels)
+
+    assert steps(tmp_path / "small", model, rows, loss_of)[0] == 4
+    overflowing = lambda m, i: loss_of(m, i) / (i["attention_mask"].sum(1) > 3)  # noqa: E731
+    other = LlamaForSequenceClassification(tiny_llama_config(pad_token_id=0))
+    assert steps(tmp_path / "overflowing", other, rows, overflowing)[0] == 4
+
+
+def test_rows_drawn_one_by_one_and_bert_pass_through_the_trainer(tmp_path):
+    """`sampling: example`, dropout, a classifier that pools at its first token."""
+    model = BertForSequenceClassification(BertConfig(**SMALL, num_hidden_layers=1, max_position_embeddings=64))
+    config = privacy(expected_batch_size=8, unit="user", unit_column="user", max_rows_per_unit=2, sampling="example")
+    dataset = unequal(40, classes=True, user=[n // 2 for n in range(40)])
+    run = trainer(tmp_path, model, dataset, steps=2, config=config)
+    run.train()
+    assert run.ledger.num_steps == 2
+
+
+def test_dropout_is_off_as_well_where_checkpointing_repeats_a_layer(tmp_path):
+    """The backward pass of a check runs the layers again, without the dropout that the forward pass left out."""
+    args = arguments(tmp_path, max_steps=1, gradient_checkpointing=True)
+    model = GPT2LMHeadModel(GPT2Config(**GPT2, resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5))
+    run = DPTrainer(model, args, privacy(expected_batch_size=8), unequal())
+    run.train()
+    assert run.ledger.num_steps == 1
+
+
+def test_evaluation_of_random_functions_within_a_row():
+    """The same numbers in every row, the wanted distribution within it, and other shapes agree where they overlap."""
+    with same_randomness(0), Repeatable(packed=False):
+        short, long = torch.rand(1, 5, 3), torch.rand(4, 9, 3)
+        assert torch.equal(short[0], long[2, :5]) and torch.equal(long[0], long[3])
+        wide = torch.randn(2, 4000)
+        assert abs(float(wide.mean())) < 0.05 and abs(float(wide.std()) - 1) < 0.05
+        kept = torch.bernoulli(torch.full((2, 4000), 0.3))
+        assert abs(float(kept.mean()) - 0.3) < 0.02 and kept.dtype == torch.float32
+        x = torch.ones(2, 8)
+        assert torch.equal(nn.functional.dropout(x, 0.5, training=True), x) and torch.equal(
+            torch.dropout(x, 0.5, True), x
+        )
+    drawn = copy.deepcopy(torch.get_rng_state())
+    with same_randomness(1):
+        torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def crowded(most):
+    """A loss that couples rows in microbatches of more rows than this."""
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        loss_B = per_sequence_loss(outputs.logits, labels)
+        return loss_B if len(loss_B) <= most else loss_B + 0.1 * loss_B.mean().detach()
+
+    return loss
+
+
+def test_a_coupling_of_whole_microbatches_is_refused_in_the_first_step(tmp_path):
+    """A comparison of a few rows would not meet it."""
+    model, config = llama(), privacy(expected_batch_size=16)
+    with pytest.raises(IndependenceError, match=r"as in a whole microbatch"):
+        trainer(tmp_path / "a", model, batch=16, config=config, compute_loss_func=crowded(9)).train()
+    trainer(tmp_path / "b", llama(), batch=16, config=config, compute_loss_func=crowded(16)).train()
+
+
+def shared_by_equals(outputs, labels):
+    """A loss weight that is divided by the number of equal rows of the batch."""
+    equal_BB = (labels[:, None] == labels[None]).all(-1)
+    return per_sequence_loss(outputs.logits, labels) / equal_BB.sum(1)
+
+
+@pytest.mark.parametrize("batch", [8, 3, 2])
+def test_a_loss_that_couples_equal_rows_is_refused_in_the_first_step(batch, tmp_path):
+    """Two equal records are ordinary, also where no two rows of this data set are equal."""
+    run = trainer(tmp_path, llama(), batch=batch, compute_loss_func=shared_by_equals)
+    with pytest.raises(IndependenceError, match=rf"{DEPENDS}.*counts equal rows") as refused:
+        run.train()
+    assert "its equal" in str(refused.value)
+    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 1
+
+
+def test_equal_rows_are_units_of_their_own_and_are_fetched_once():
+    """In one pass of the first check; a data set may not know the same row twice."""
+    asked = []
+
+    def fetch(numbers):
+        asked.append(numbers.tolist())
+        return [torch.zeros(int(number) + 1) for number in numbers]
+
+    lengths = np.arange(3, 43)
+    units = UnitIndex.one_row_per_unit(len(lengths))
+    for most in (2, 3, 8):
+        rows = TrainingRows(units, lengths, fetch, collate=lambda taken: {"rows": taken}, max_rows=most)
+        sample = Sample.draw(rows, None, 4, True)
+        twice = [c for c in sample.companies(True) if len(set(c.numbers)) < len(c.numbers)]
+        assert [c.numbers.count(sample.together[0]) for c in twice] == [2]
+        assert sample.refetched and len(sample.fetched(twice[0].numbers, fetch)) == len(twice[0].numbers)
+    assert all(len(set(numbers)) == len(numbers) for numbers in asked)
+
+
+class Shaky:
+    """Rows that lose their last token now and then, so that a short one often stays as it is."""
+
+    def __init__(self, rows):
+        self.rows = rows.to_list()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        ids = self.rows[number]["input_ids"]
+        return {"input_ids": ids[: len(ids) - int(len(ids) > 3 and random.random() < 0.5)]}
+
+
+def test_rows_that_are_read_with_random_numbers_are_not_taken_for_coupled(tmp_path):
+    """The shortest row may come out alike twice by chance, or always."""
+    trainer(tmp_path, llama(), Shaky(unequal()), steps=4).train()
+
+
+@pytest.mark.parametrize("max_tokens", [7, 8, 30, 60, 90, 200])
+def test_which_rows_are_drawn_does_not_decide_how_many_passes_there_are(max_tokens):
+    """Each process draws its own rows, and sharded models run all passes together."""
+    lengths = np.arange(3, 43)
+    rows = TrainingRows(
+        units=UnitIndex.one_row_per_unit(len(lengths)),
+        lengths=lengths,
+        fetch=lambda numbers: [torch.zeros(int(number) + 1) for number in numbers],
+        collate=lambda taken: {"rows": taken},
+        max_rows=None,
+    )
+    found = {len(Sample.draw(rows, max_tokens, 4, True, crowd=16).companies(True)) for _ in range(60)}
+    assert len(found) == 1
+
+
+def test_a_loop_that_goes_on_after_a_refusal_has_a_check_in_every_step(tmp_path):
+    """Otherwise a loop that passes over failed steps would take step 3, which has no check of its own."""
+    model, taken = llama(), []
+
+    def loss_of(model, inputs):
+        loss_B = lm_loss(model, inputs)
+        return loss_B if mended else loss_B + 0.1 * loss_B.mean().detach()
+
+    run = PrivateRun.start(tmp_path, plan_of(num_steps=6), rows_of(unequal().to_list()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(model, optimizer)
+    for number, unit_ids in enumerate(run.draws(6)):
+        mended = number == 4
+        try:
+            run.step(unit_ids, loss_of)
+        except IndependenceError:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        taken.append(number)
+    assert taken == [4]
+
+
+class Spans:
+    """Cuts each row at a random place, and learns the rest from the first part; may take a token from the next row."""
+
+    def __init__(self, mixes):
+        self.mixes = mixes
+
+    def __call__(self, rows):
+        made, ids = [], [list(row["input_ids"]) for row in rows]
+        for number, own in enumerate(ids):
+            cut = np.random.randint(1, len(own))
+            if self.mixes:
+                own[0] = ids[(number + 1) % len(ids)][0]
+            made.append({"input_ids": own, "labels": [-100] * cut + own[cut:]})
+        return RowCollator(pad_token_id=0)(made)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_collator_may_draw_numbers_for_each_row_and_not_mix_rows(mixes, tmp_path):
+    """Masked tokens and spans are drawn row after row, so that a row's numbers depend on its place."""
+    dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
+    run = trainer(tmp_path, llama(), dataset, steps=8, data_collator=Spans(mixes))
+    if not mixes:
+        run.train()
+        return
+    with pytest.raises(IndependenceError, match="draws random numbers, and gives a row other values"):
+        run.train()
+
+
+def test_a_collator_that_draws_numbers_is_refused_where_mixing_cannot_be_measured(tmp_path):
+    """No two rows have one length, so a row cannot be compared beside one and beside the other."""
+    dataset = [{"input_ids": list(range(4, 4 + length))} for length in range(3, 27)]
+    with pytest.raises(IndependenceError, match=r"no two rows have one length, so it cannot be measured"):
+        trainer(tmp_path, llama(), dataset, data_collator=Spans(mixes=True)).train()
+
+
+def test_a_coupling_is_seen_where_the_collator_draws_numbers(tmp_path):
+    """The loss and the model are compared on the rows as they were drawn once."""
+    dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        trainer(tmp_path, llama(), dataset, data_collator=Spans(False), compute_loss_func=over_detached_mean).train()
+
+
+class Masked:
+    """Masks tokens at random, with targets there; and says as little about padding as it is told to."""
+
+    def __init__(self, lacks="", generator=np.random):
+        self.lacks, self.generator = lacks, generator
+
+    def __call__(self, rows):
+        made = []
+        generator = self.generator() if callable(self.generator) else self.generator
+        for row in rows:
+            hidden = [generator.random() < 0.4 for _ in row["input_ids"]]
+            ids = [4 if one else token for one, token in zip(hidden, row["input_ids"], strict=True)]
+            targets = [token if one else -100 for one, token in zip(hidden, row["input_ids"], strict=True)]
+            made.append({"input_ids": ids, "labels": targets[:-1] + row["input_ids"][-1:]})
+        batch = RowCollator(pad_token_id=0)(made)
+        if self.lacks == "a mask":
+            del batch["attention_mask"]
+        if self.lacks == "a true mask":
+            batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+        if self.lacks == "masked targets":
+            batch["labels"] = RowCollator(pad_token_id=0)(rows)["input_ids"]
+        return batch
+
+
+@pytest.mark.parametrize("lacks", ["a mask", "a true mask", "masked targets"])
+def test_a_collator_that_draws_numbers_has_to_tell_padding(lacks, tmp_path):
+    """Its rows are compared out of one batch: what is not cut off there is the same for all of them, and unseen."""
+    dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
+    with pytest.raises(IndependenceError, match=r"draws random numbers, and 'input_ids' of a row is padded"):
+        trainer(tmp_path, llama(), dataset, data_collator=Masked(lacks)).train()
+
+
+def test_a_collator_with_a_generator_of_each_call_is_told_apart_from_one_that_mixes_rows(tmp_path):
+    dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
+    with pytest.raises(IndependenceError, match=r"from a generator that it makes by itself in each call"):
+        trainer(tmp_path, llama(), dataset, data_collator=Masked(generator=np.random.default_rng)).train()
+
+
+def summarised(model, steps=1, **more):
+    """A trainer's arguments for an encoder-decoder whose sources are masked at random."""
+
+    def collate(rows):
+        batch = Masked()([{"input_ids": row["input_ids"]} for row in rows])
+        targets = RowCollator(pad_token_id=0)([{"input_ids": row["labels"]} for row in rows])
+        return {**batch, "labels": targets["labels"]}
+
+    sources, targets = unequal().to_list(), unequal(shortest=2, longest=20).to_list()
+    dataset = [
+        {"input_ids": one["input_ids"], "labels": two["input_ids"]} for one, two in zip(sources, targets, strict=True)
+    ]
+    return {"model": model, "dataset": dataset, "steps": steps, "data_collator": collate, **more}
+
+
+def t5():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=61, **sizes, decoder_start_token_id=0, pad_token_id=0))
+
+
+def test_the_targets_of_an_encoder_decoder_are_cut_where_its_collator_draws_numbers(tmp_path):
+    """They have lengths of their own; a loss over their padded length is one over the longest row's."""
+
+    def over_width(outputs, labels):
+        return seq2seq_loss(outputs.logits, labels) * (labels != -100).sum(1) / labels.shape[1]
+
+    trainer(tmp_path / "sound", **summarised(t5(), steps=2)).train()
+    with pytest.raises(IndependenceError, match=DEPENDS):
+        trainer(tmp_path / "coupled", **summarised(t5(), compute_loss_func=over_width)).train()
+
+
+def test_a_collator_that_draws_few_numbers_is_known_to_draw_them(tmp_path):
+    """In one row of seven and one random state of seven: what one look may miss, several see, and it is kept."""
+
+    def collate(rows):
+        made = [{"input_ids": [4] * 3 if random.random() < 1 / 7 else list(row["input_ids"])} for row in rows]
+        return RowCollator(pad_token_id=0)(made)
+
+    dataset = [{"input_ids": [5 + n % 9, 20 + n % 11, 40]} for n in range(24)]
+    trainer(tmp_path, llama(), dataset, steps=16, data_collator=collate).train()

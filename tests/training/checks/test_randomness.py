@@ -1,0 +1,430 @@
+"""Random numbers of a private step: secret, independent of other steps and processes, and never saved."""
+
+import functools
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import (
+    DataCollatorForLanguageModeling,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    TrainerCallback,
+    set_seed,
+)
+
+from dpllm import per_sequence_loss
+from dpllm.config import ConfigError
+from dpllm.data.rows import RowCollator
+from dpllm.engines.processes import Processes
+from dpllm.training.checks.independence import IndependenceError
+from dpllm.training.checks.randomness import SecretStreams, refuse_own_generators
+from dpllm.training.run import PrivateRun
+from tests.conftest import tiny_llama_config
+from tests.distributed import world
+from tests.training.test_run import ledger_of, loss_of, network, plan_of, rows_of
+from tests.training.test_trainer import arguments, privacy, trainer
+
+
+def states():
+    """Of the three global generators, comparable."""
+    legacy = np.random.get_state()
+    return torch.get_rng_state().tolist(), (legacy[1].tolist(), *legacy[2:]), random.getstate()
+
+
+def drawn():
+    return torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
+
+
+def gpt2(dropout):
+    config = GPT2Config(
+        vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=32, resid_pdrop=dropout, embd_pdrop=dropout
+    )
+    return GPT2LMHeadModel(config)
+
+
+def recorded(folder, **more):
+    """A run after set_seed(42): what a loss draws in each step, and the losses under dropout.
+
+    Without steps 1, 2, 4 and the last, in which rows are also compared with each other, with dropout off.
+    """
+    found = []
+
+    def loss(outputs, labels):
+        if run.state.global_step + 1 in (3, 5):
+            found.append((states(), drawn(), outputs.logits.detach().double().sum().item()))
+        return per_sequence_loss(outputs.logits, labels)
+
+    set_seed(42)
+    model = gpt2(0.5)
+    args = arguments(folder, max_steps=6, per_device_train_batch_size=64)
+    run = trainer(folder, model, args=args, compute_loss_func=loss, **more)
+    run.train()
+    assert found
+    return found
+
+
+def test_two_runs_with_one_public_seed_share_no_random_number(tmp_path):
+    """Neither in the first step nor later, by any of the three generators; the dropout masks differ as well."""
+    first, second = recorded(tmp_path / "a"), recorded(tmp_path / "b")
+    seen = [draw for run in (first, second) for _, draws, _ in run for draw in draws]
+    assert len({str(draw) for draw in seen}) == len(seen)
+    generators = [str(state) for run in (first, second) for three, _, _ in run for state in three]
+    assert len(set(generators)) == len(generators)
+
+
+def test_a_callback_that_seeds_does_not_make_the_next_step_predictable(tmp_path):
+    """`set_seed` between steps is defused at the start of the next one."""
+
+    class Seeding(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            set_seed(7)
+
+    set_seed(7)
+    known = str(drawn())
+    assert known not in {str(draws) for _, draws, _ in recorded(tmp_path, callbacks=[Seeding()])}
+
+
+def test_a_fixed_privacy_seed_repeats_the_run(tmp_path):
+    """For tests; the report says that it isn't private."""
+    config = privacy(seed=3)
+    first, second = recorded(tmp_path / "a", config=config), recorded(tmp_path / "b", config=config)
+    assert [draws for _, draws, _ in first] == [draws for _, draws, _ in second]
+    assert [total for *_, total in first] == [total for *_, total in second]
+
+
+def test_checkpointing_recomputes_with_the_masks_of_the_forward_pass(tmp_path):
+    """Without clipping and noise, dropout and a fixed privacy seed: the same weights with and without it."""
+
+    def weights(name, **more):
+        torch.manual_seed(1)
+        model = gpt2(0.5)
+        args = arguments(tmp_path / name, optim="sgd", learning_rate=0.5, max_steps=2, **more)
+        config = privacy(seed=5, noise_multiplier=0.0, clip_norm=1e6)
+        trainer(tmp_path / name, model, config=config, args=args).train()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    plain = weights("plain")
+    torch.testing.assert_close(weights("again", gradient_checkpointing=True), plain, rtol=1e-4, atol=1e-6)
+
+
+def after_steps(folder, takes, saved=None):
+    """States after each of two steps of a seeded run whose loss takes so many random numbers."""
+    plan = plan_of(seeded=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = PrivateRun(plan, rows_of(), ledger_of(folder, plan), seed=3)
+    run.attach(model, optimizer)
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(run)
+
+    def drawing(module, inputs):
+        torch.rand(takes), np.random.rand(takes), [random.random() for _ in range(takes)]
+        return loss_of(module, inputs)
+
+    found = []
+    for step in range(2):
+        run.step(run.choose(np.arange(8)), drawing)
+        found.append(states())
+        if saved is not None:
+            accelerator.save_state(saved / str(step))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.detach()
+    return found
+
+
+def test_the_state_after_a_step_does_not_tell_how_many_numbers_it_took(tmp_path):
+    """A state that `accelerator.save_state` writes is a function of the secret and of the step's number."""
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    first = after_steps(tmp_path / "a", 5, tmp_path / "saved a")
+    second = after_steps(tmp_path / "b", 911, tmp_path / "saved b")
+    assert first == second and first[0] != first[1]
+    for step in ("0", "1"):
+        files = [tmp_path / name / step / "random_states_0.pkl" for name in ("saved a", "saved b")]
+        loaded = [torch.load(io.BytesIO(file.read_bytes()), weights_only=False) for file in files]
+        assert str(loaded[0]["random_state"]) == str(loaded[1]["random_state"])
+        assert torch.equal(loaded[0]["torch_manual_seed"], loaded[1]["torch_manual_seed"])
+
+
+def test_a_step_that_fails_leaves_no_trace_of_how_far_it_came(tmp_path):
+    """The state that a handler of the error could save."""
+    found = []
+    for takes in (3, 700):
+        folder = tmp_path / str(takes)
+        folder.mkdir()
+        plan, model = plan_of(seeded=True), network()
+        run = PrivateRun(plan, rows_of(), ledger_of(folder, plan), seed=3)
+        run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def failing(module, inputs, takes=takes):
+            torch.rand(takes)
+            raise RuntimeError("half-way")
+
+        with pytest.raises(RuntimeError, match="half-way"):
+            run.step(run.choose(np.arange(8)), failing)
+        found.append(states())
+        run.detach()
+    assert found[0] == found[1]
+
+
+def rank_numbers(root):
+    """On one of two processes: numbers within a step, and after it."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from dpllm.privacy.ledger import LEDGER_FILE
+    from dpllm.training.shared_ledger import SharedLedger
+
+    plan, inside = plan_of(noise_multiplier=0.0), []
+    model = DistributedDataParallel(network())
+    run = PrivateRun(plan, rows_of(), SharedLedger.create(root / LEDGER_FILE, plan, Processes()))
+    run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def drawing(module, inputs):
+        inside.append(drawn())
+        return loss_of(module, inputs)
+
+    run.step(run.choose(np.arange(9)), drawing)
+    return inside[-1], drawn()  # the last pass is the step's own; those before compare rows with each other
+
+
+def test_processes_draw_apart_within_a_step_and_alike_after_it(tmp_path):
+    """Equal masks on two ranks would tie rows together; a stochastic rounding has to be the same on replicas."""
+    first, second = world.run(
+        tmp_path / "world", "tests.training.checks.test_randomness:rank_numbers", size=2, root=tmp_path
+    )
+    assert all(a != b for a, b in zip(first[0], second[0], strict=True))
+    assert first[1] == second[1]
+
+
+def test_a_loss_that_seeds_the_generator_is_refused(tmp_path):
+    """Its numbers would be public, and the same in every microbatch."""
+
+    def loss(outputs, labels):
+        torch.manual_seed(0)
+        return per_sequence_loss(outputs.logits, labels)
+
+    with pytest.raises(ConfigError, match="seeded with 0 during a private step"):
+        trainer(tmp_path, compute_loss_func=loss).train()
+
+
+@pytest.mark.parametrize(("seed", "name"), [(np.random.seed, "NumPy"), (random.seed, "Python")])
+@pytest.mark.parametrize("where", ["loss", "collator"])
+def test_a_loss_that_seeds_numpy_or_python_is_refused(seed, name, where, tmp_path):
+    """Or a collator: from there on its numbers are public, and no check of rows sees it."""
+    called, collator = [], RowCollator(pad_token_id=0)
+
+    def seeds(here):
+        if here == where and run.state.global_step == 2:  # a step without a check of rows
+            called.append(seed(0))
+
+    def loss(outputs, labels):
+        seeds("loss")
+        return per_sequence_loss(outputs.logits, labels)
+
+    def collate(rows):
+        seeds("collator")
+        return collator(rows)
+
+    run = trainer(tmp_path, compute_loss_func=loss, data_collator=collate)
+    with pytest.raises(ConfigError, match=rf"{name}'s global generator .* was seeded during a private step"):
+        run.train()
+    assert called and run.ledger.num_steps == 3
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 623, 624, 625, 700_001])
+def test_any_number_of_draws_is_no_seed(count):
+    """Of whole numbers, real numbers and normal ones, within one block of words or over several."""
+    streams = SecretStreams(Processes())
+    streams.separate()
+    for _ in range(min(count, 3000)):
+        random.random(), random.getrandbits(7), random.gauss(0, 1)
+    np.random.rand(count), np.random.randint(0, 7, count), np.random.randn(count)
+    streams.check()
+
+
+def test_a_place_between_two_blocks_of_words_is_found():
+    """The words that are compared are partly of the one, partly of the other."""
+    streams = SecretStreams(Processes())
+    for count in range(610, 640):
+        streams.separate()
+        np.random.randint(0, 2**32, count, dtype=np.uint32)
+        streams.check()
+
+
+def test_a_state_that_is_put_back_is_no_seed():
+    """As `torch.random.fork_rng` does for PyTorch; without it, each generator is named."""
+    streams = SecretStreams(Processes())
+    streams.separate()
+    before = np.random.get_state(), random.getstate()
+    np.random.seed(0), random.seed(0)
+    with pytest.raises(ConfigError, match="NumPy's global generator"):
+        streams.check()
+    np.random.set_state(before[0])
+    with pytest.raises(ConfigError, match="Python's global generator"):
+        streams.check()
+    random.setstate(before[1])
+    streams.check()
+
+
+def test_a_seed_within_a_fork_is_allowed(tmp_path):
+    """It comes from nowhere else and leaves the generator as it was."""
+
+    def loss(outputs, labels):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+        return per_sequence_loss(outputs.logits, labels)
+
+    trainer(tmp_path, compute_loss_func=loss).train()
+
+
+class Noisy(nn.Module):
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("generator", [torch.Generator(), np.random.default_rng(0), random.Random(0)])
+def test_a_module_with_a_generator_of_its_own_is_refused_by_its_path(generator, tmp_path):
+    """Nobody reseeds it."""
+    model = LlamaForCausalLM(tiny_llama_config())
+    model.model.layers[1].mlp.noisy = Noisy(generator)
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.noisy keeps a random generator of its own"):
+        trainer(tmp_path, model).train()
+
+
+class Masking:
+    seed = 42
+
+    def __call__(self, rows):
+        return {"rows": torch.stack(rows)}
+
+    def bound(self, rows, more=None):
+        return self(rows)
+
+
+@pytest.mark.parametrize("collate", [Masking(), Masking().bound, functools.partial(Masking().bound, more=1)])
+def test_a_collator_with_a_fixed_seed_is_refused(collate, tmp_path):
+    """Also where only its method is given."""
+    import dataclasses
+
+    plan, model = plan_of(), network()
+    rows = dataclasses.replace(rows_of(), collate=collate)
+    run = PrivateRun(plan, rows, ledger_of(tmp_path, plan))
+    with pytest.raises(ConfigError, match="The collator has seed=42"):
+        run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_the_collator_of_transformers_has_the_seed_that_is_looked_for():
+    """A renamed attribute would go unseen."""
+    assert hasattr(DataCollatorForLanguageModeling.__new__(DataCollatorForLanguageModeling), "seed") or (
+        "seed" in DataCollatorForLanguageModeling.__dataclass_fields__
+    )
+
+
+def test_all_words_of_the_cpu_generator_come_from_the_secret():
+    """`manual_seed` alone keeps 32 bits of it: equal low bits must not give equal numbers."""
+    streams = SecretStreams(Processes(), seed=1)
+    streams.separate()
+    mine = torch.rand(8)
+    torch.manual_seed(torch.initial_seed())
+    assert not torch.equal(torch.rand(8), mine)
+    streams = SecretStreams(Processes(), seed=1)
+    streams.separate()
+    assert torch.equal(torch.rand(8), mine)
+    numbers = torch.rand(100_000)
+    assert abs(float(numbers.mean()) - 0.5) < 0.01 and abs(float(numbers.std()) - 12**-0.5) < 0.01
+
+
+def test_a_state_of_another_layout_is_refused(monkeypatch):
+    """Seeds of 32 bits would be left, and a run that looks the same."""
+    monkeypatch.setattr("dpllm.training.checks.randomness._MT_OFFSET", 32)
+    with pytest.raises(ConfigError, match="only 32 secret bits"):
+        SecretStreams(Processes()).separate()
+
+
+FOR_ALL = random.Random(3)
+
+
+class Masking:
+    """Draws from a generator that it got from somewhere."""
+
+    def __init__(self, rng=None):
+        if rng is not None:
+            self.rng = rng
+
+    def __call__(self, row):
+        return row
+
+
+class Inside:
+    """Calls transforms, of which it holds one or several."""
+
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __call__(self, rows):
+        return rows
+
+
+class Global:
+    def __call__(self, rows):
+        return [(FOR_ALL.random(), row) for row in rows]
+
+
+def by_global(rows):
+    return [(FOR_ALL.random(), row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "collator",
+    [
+        Inside(Masking(np.random.default_rng(0))),
+        Inside([Masking(), Masking(random.Random(1))]),
+        Inside(Inside(Masking(torch.Generator()))),
+        Global(),
+        by_global,
+        lambda rows: by_global.__wrapped__(rows) if FOR_ALL else rows,
+    ],
+)
+def test_a_generator_that_others_hold_for_a_collator_is_refused(collator):
+    """Within its transforms, or at the top of its file: its numbers shift with the rows before."""
+    with pytest.raises(ConfigError, match=r"The (collator|data set) keeps a random generator of its own"):
+        refuse_own_generators(torch.nn.Linear(1, 1), [("The collator", collator)])
+    with pytest.raises(ConfigError, match=r"The (collator|data set) keeps a random generator of its own"):
+        refuse_own_generators(torch.nn.Linear(1, 1), [], [("The data set", lambda numbers: collator(numbers))])
+    refuse_own_generators(torch.nn.Linear(1, 1), [("The collator", Inside([Masking(), Masking()]))])
+
+
+@pytest.mark.parametrize("place", ["by place", "by content"])
+def test_numbers_from_a_seed_within_a_fork_may_not_depend_on_a_rows_place(place, tmp_path):
+    """They are public and shift when a row is removed. A seed that a row itself gives is a function of the row."""
+
+    def loss(outputs, labels):
+        logits = outputs.logits
+        with torch.random.fork_rng():
+            if place == "by place":
+                torch.manual_seed(0)
+                logits = nn.functional.dropout(logits, 0.5)
+            else:
+                masks = []
+                for row in labels:
+                    torch.manual_seed(int(row[row >= 0].sum()))
+                    masks.append(nn.functional.dropout(torch.ones(logits.shape[2]), 0.5).expand(logits.shape[1:]))
+                logits = logits * torch.stack(masks)
+        return per_sequence_loss(logits, labels)
+
+    run = trainer(tmp_path, compute_loss_func=loss)
+    if place == "by content":
+        run.train()
+        return
+    with pytest.raises(IndependenceError, match="from a seed that is set within the step"):
+        run.train()

@@ -1,0 +1,74 @@
+"""Processes that are at different places of a run, or take other units, meet in the next roll call and stop."""
+
+import numpy as np
+import pytest
+
+from dpllm.engines.processes import DisagreementError
+from dpllm.training.checks.turns import Turns
+
+
+class Two:
+    """Two processes as this one sees them: the other one's numbers are this one's, with some changed.
+
+    Args:
+        changes: place in the numbers to what the other process says there.
+    """
+
+    size, is_main = 2, True
+
+    def __init__(self, changes=None):
+        self.changes = changes or {}
+
+    def gather_numbers(self, values):
+        other = list(values)
+        for place, value in self.changes.items():
+            other[place] = value
+        return [list(values), other]
+
+    def int64s_from_main(self, numbers, count):
+        assert len(numbers) == count
+        return numbers
+
+    def gather(self, value):
+        return [value, "evaluation mode"]
+
+    def raise_found(self, error, flags):
+        assert error is None and not any(flags)
+
+
+UNITS = np.arange(5)
+
+
+def test_processes_that_agree_go_on():
+    """The draw is rank 0's."""
+    turns = Turns(Two())
+    assert turns.draw(lambda: UNITS, 3) is UNITS
+    turns.step(UNITS, 3, "training")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({1: 4.0}, "rank 0: draws the units of step 4, rank 1: draws the units of step 5"),
+        ({0: 2.0}, "rank 0: draws the units of step 4, rank 1: takes step 4"),
+    ],
+)
+def test_a_process_that_is_ahead_stops_all_before_the_draw(changes, says):
+    """Its extra draw would be charged, and its share taken of other units than the others'."""
+    with pytest.raises(DisagreementError, match=says):
+        Turns(Two(changes)).draw(lambda: UNITS, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({1: 4.0}, "rank 0: takes step 4, rank 1: takes step 5"),
+        ({2: 6.0}, "differ in the units of this step"),
+        ({4: 1.0}, "differ in the units of this step"),
+        ({5: 1.0}, r"differ in autocast or training mode \(rank 0: training, rank 1: evaluation mode\)"),
+    ],
+)
+def test_processes_that_take_other_units_or_another_mode_stop_before_the_step(changes, says):
+    """As many units, but others, and the same units under other settings."""
+    with pytest.raises(DisagreementError, match=says):
+        Turns(Two(changes)).step(UNITS, 3, "training")

@@ -1,0 +1,169 @@
+"""Rows are read by themselves, and nothing of a Trainer that private steps would ignore is taken."""
+
+import random
+
+import pytest
+import torch
+from datasets import DatasetDict
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import DataCollatorForLanguageModeling, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dpllm import DPTrainer
+from dpllm.config import ConfigError
+from tests.conftest import tiny_llama_config
+from tests.training.test_trainer import arguments, privacy, rows, trainer
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after the trainer was made"])
+def test_a_transform_is_given_one_row_at_a_time(late, tmp_path):
+    """`datasets` would hand it all rows that are read together, and it could mix them."""
+    seen, dataset = [], rows()
+
+    def transform(batch):
+        seen.append(len(batch["input_ids"]))
+        return {"input_ids": [ids[:2] + batch["input_ids"][-1] for ids in batch["input_ids"]]}
+
+    if not late:
+        dataset.set_transform(transform)
+    run = trainer(tmp_path, dataset=dataset)
+    if late:
+        dataset.set_transform(transform)
+    seen.clear()  # lengths were counted over many rows
+    run.train()
+    assert seen and set(seen) == {1}
+
+
+def test_a_replaced_data_set_is_refused(tmp_path):
+    """Steps would be taken over the first one, and the report would describe the second."""
+    run = trainer(tmp_path)
+    run.train_dataset = rows(32)
+    with pytest.raises(ConfigError, match=r"train_dataset was replaced .* \(64 rows\)\. Make a new DPTrainer"):
+        run.train()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "says"),
+    [
+        (rows().to_iterable_dataset(), "of type IterableDataset, whose rows cannot be read by number"),
+        (None, "of type NoneType, whose rows cannot be read by number"),
+        (torch.utils.data.TensorDataset(torch.ones(64, 4)), "Row 0 of train_dataset is of type tuple. Rows are dict"),
+        (
+            {"input_ids": [[5, 6]]},
+            r"of type dict, with the keys input_ids, and no list of rows: take one of",
+        ),
+        (DatasetDict({"train": rows()}), r"of type DatasetDict, with the keys train, and no list of rows: take one"),
+    ],
+)
+def test_a_data_set_of_another_kind_is_refused(dataset, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        DPTrainer(None, arguments(tmp_path), privacy(), dataset)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_overridden_compute_loss_is_refused(tmp_path):
+    """It would be ignored, and another loss trained."""
+
+    class Own(DPTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            raise AssertionError("not called")
+
+    with pytest.raises(ConfigError, match=r"Own overrides compute_loss.*Pass compute_loss_func"):
+        Own(None, arguments(tmp_path), privacy(), rows())
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Drops tokens by random numbers."""
+
+    def __init__(self, source):
+        self.rows, self.source, self.seed = rows().to_list(), source, 3
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        ids = self.rows[number]["input_ids"]
+        return {"input_ids": [token for token in ids if self.source.random() < 0.8] or ids}
+
+
+def test_a_data_set_with_a_generator_of_its_own_is_refused(tmp_path):
+    """Its numbers are public, and those of one row shift when another is removed; the global ones are secret."""
+    with pytest.raises(ConfigError, match=r"The data set keeps a random generator of its own \(source: Random\)"):
+        trainer(tmp_path / "own", dataset=Augmented(random.Random(42))).train()
+    run = trainer(tmp_path / "global", dataset=Augmented(random))
+    run.train()
+    assert run.ledger.num_steps == 4
+
+
+def test_a_generator_in_a_closure_of_the_collator_is_refused(tmp_path):
+    """It need not be an attribute."""
+    model_rows, source = rows(), random.Random(1)
+    inner = trainer(tmp_path / "first", dataset=model_rows).data_collator
+
+    def collate(picked):
+        return inner([{"input_ids": row["input_ids"][source.randrange(2) :]} for row in picked])
+
+    with pytest.raises(ConfigError, match=r"The collator keeps a random generator of its own \(Random\)"):
+        trainer(tmp_path / "second", dataset=model_rows, data_collator=collate).train()
+
+
+class Unbounded(torch.utils.data.Dataset):
+    """Rows of tensors, which answer to any number: only the length says how many there are."""
+
+    def __init__(self, **columns):
+        self.columns = columns
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        return {name: torch.tensor(values[number % 64]) for name, values in self.columns.items()}
+
+
+@pytest.mark.parametrize("level", ["rows", "users"])
+def test_rows_are_read_by_number_and_ids_may_be_tensors(level, tmp_path):
+    """Data sets of PyTorch need raise no IndexError, and an id in a tensor is the number that it holds."""
+    if level == "rows":
+        dataset, config = Unbounded(input_ids=rows()["input_ids"]), privacy()
+    else:
+        dataset = Unbounded(input_ids=rows()["input_ids"], user=[number // 2 for number in range(64)])
+        config = privacy(unit="user", unit_column="user", max_rows_per_unit=2, expected_batch_size=8)
+    run = trainer(tmp_path, dataset=dataset, config=config, args=arguments(tmp_path, max_steps=1))
+    assert run.units.num_units == {"rows": 64, "users": 32}[level]
+    run.train()
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_a_collator_of_transformers_is_given_the_columns_that_the_model_takes(removed, tmp_path):
+    """It makes a tensor of each: the user's id as text, which has to be there, would end the run before it begins."""
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")), pad_token="a")
+    config = privacy(unit="user", unit_column="user", max_rows_per_unit=2, expected_batch_size=8)
+
+    def train():
+        trainer(
+            tmp_path,
+            LlamaForCausalLM(tiny_llama_config(pad_token_id=0)),
+            rows(user=[f"u{number // 2}" for number in range(64)]).remove_columns("labels"),
+            config,
+            arguments(tmp_path, max_steps=1, remove_unused_columns=removed),
+            data_collator=DataCollatorForLanguageModeling(words, mlm=False),
+        ).train()
+
+    if removed:
+        train()
+        return
+    with pytest.raises(ValueError, match="`user` in this case"):
+        train()
+
+
+def test_any_other_collator_is_given_all_columns(tmp_path):
+    seen = set()
+
+    def collate(given):
+        seen.update(*given)
+        return trainer(tmp_path / "other").data_collator([{"input_ids": row["input_ids"]} for row in given])
+
+    run = trainer(tmp_path, dataset=rows(weight=[1.0] * 64), data_collator=collate)
+    run._rows.collate(run._rows.fetch(torch.arange(2).numpy()))
+    assert seen == {"input_ids", "labels", "weight"}

@@ -1,0 +1,339 @@
+"""The cut of a logical batch: every row of every drawn unit once, no unit split, nothing else."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpllm.data.units import UnitIndex
+from dpllm.training.microbatches import PADDING_UNIT, TOKENS_PER_MICROBATCH, best_cuts, deal, microbatches
+
+
+def collate(rows):
+    return {"row": torch.tensor(rows)}
+
+
+def cut(units, lengths, unit_ids, max_rows, rank=0, size=1, max_tokens=None, packed=False, key=0):
+    return list(
+        microbatches(
+            lambda rows: rows.tolist(),
+            collate,
+            units,
+            np.asarray(lengths),
+            np.asarray(unit_ids, dtype=np.int64),
+            max_rows,
+            rank,
+            size,
+            max_tokens,
+            packed,
+            key,
+        )
+    )
+
+
+def units_of(batches, units):
+    """The units whose rows are in these microbatches, each as often as it is there; padding rows left out."""
+    unit_of_row = {int(row): unit for unit in range(units.num_units) for row in units.rows_of(np.array([unit]))[0]}
+    found = []
+    for batch in batches:
+        real = [row for row, u in zip(batch.inputs["row"].tolist(), batch.unit_index.tolist(), strict=True) if u >= 0]
+        assert len({unit_of_row[row] for row in real}) == batch.num_units + batch.continues
+        found += [] if batch.continues else sorted({unit_of_row[row] for row in real})
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_row_of_every_unit_exactly_once(data):
+    """Any number of units, rows and any budget: a unit's rows stand together, in one microbatch or in its own."""
+    owner = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=30))
+    units = UnitIndex.from_ids([str(o) for o in owner], None)
+    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
+    max_rows = data.draw(st.integers(1, 8))
+    batches = cut(units, [data.draw(st.integers(1, 50)) for _ in owner], chosen, max_rows)
+    seen, held = [], []
+    for batch in batches:
+        rows = batch.inputs["row"].tolist()
+        seen += rows
+        assert 1 <= len(rows) <= max_rows
+        if batch.continues:
+            assert batch.num_units == 0 and set(batch.unit_index.tolist()) == {0} and len(rows) == max_rows
+            held += rows
+            continue
+        assert sorted(set(batch.unit_index.tolist())) == list(range(batch.num_units))
+        assert not held or batch.num_units == 1
+        for unit in range(batch.num_units):
+            members = held + [row for row, u in zip(rows, batch.unit_index.tolist(), strict=True) if u == unit]
+            (name,) = {owner[row] for row in members}
+            assert sorted(members) == [row for row, o in enumerate(owner) if o == name]
+        held = []
+    assert not held
+    expected, _ = units.rows_of(np.asarray(chosen))
+    assert sorted(seen) == sorted(expected.tolist())
+
+
+def test_a_unit_larger_than_a_microbatch_has_several_to_itself():
+    """Its rows are divided, and the processes still get the same number of microbatches."""
+    units = UnitIndex.from_ids(["a"] * 5 + ["b", "c"])
+    key = next(key for key in range(100) if deal(np.arange(3), 2, key).tolist() == [1, 0, 0])
+    shares = [cut(units, [9] * 5 + [1, 1], [0, 1, 2], 2, rank, 2, key=key) for rank in (1, 0)]
+    assert [(len(b.unit_index), b.num_units, b.continues) for b in shares[0]] == [
+        (2, 0, True),
+        (2, 0, True),
+        (1, 1, False),
+    ]
+    assert [(b.num_units, b.continues) for b in shares[1]] == [(2, False), (0, False), (0, False)]
+
+
+def test_rows_of_similar_length_go_together():
+    """Little padding: sorted by length, longest first."""
+    units = UnitIndex.one_row_per_unit(6)
+    batches = cut(units, [1, 50, 2, 49, 3, 48], range(6), 3)
+    assert [sorted(b.inputs["row"].tolist()) for b in batches] == [[1, 3, 5], [0, 2, 4]]
+
+
+def test_an_empty_step_has_one_padding_row():
+    """The step is taken all the same, on every rank, with a row of weight 0."""
+    (batch,) = cut(UnitIndex.one_row_per_unit(4), [1, 1, 1, 1], [], 3)
+    assert batch.num_units == 0 and batch.unit_index.tolist() == [PADDING_UNIT] and batch.inputs["row"].shape == (1,)
+
+
+def test_a_collator_that_packs_rows_is_refused():
+    """Several units in one row can't be clipped one by one."""
+    with pytest.raises(ValueError, match=r"3 rows into 'row' of shape \(1, 3\)"):
+        list(
+            microbatches(
+                lambda rows: rows.tolist(),
+                lambda rows: {"row": torch.tensor([rows])},
+                UnitIndex.one_row_per_unit(3),
+                np.ones(3, dtype=np.int64),
+                np.arange(3),
+                8,
+            )
+        )
+
+
+def test_a_budget_of_no_rows_is_refused():
+    """Nothing would ever be trained."""
+    with pytest.raises(ValueError, match="max_rows is 0"):
+        cut(UnitIndex.one_row_per_unit(3), [1, 1, 1], [0], 0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_every_unit_is_on_exactly_one_rank_and_ranks_have_equally_many_microbatches(data):
+    """Any number of ranks, also more than units, and an empty draw: no unit twice, none left out, no rank waits."""
+    owner = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=30))
+    units = UnitIndex.from_ids([str(o) for o in owner], None)
+    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True))
+    lengths = data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner)))
+    size, max_rows = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 8))
+    shares = [cut(units, lengths, chosen, max_rows, rank, size) for rank in range(size)]
+    assert sorted(unit for share in shares for unit in units_of(share, units)) == sorted(chosen)
+    assert len({len(share) for share in shares}) == 1
+    rows = sorted(row for share in shares for batch in share for row in batch.inputs["row"][batch.unit_index >= 0])
+    assert rows == sorted(units.rows_of(np.asarray(chosen, dtype=np.int64))[0].tolist())
+    for batch in (batch for share in shares for batch in share):
+        padding = batch.num_units == 0 and not batch.continues
+        assert batch.unit_index.tolist() == [PADDING_UNIT] if padding else int(batch.unit_index.min()) == 0
+        assert len(batch.unit_index) <= max_rows
+
+
+def test_the_share_of_a_rank_does_not_depend_on_who_asks():
+    """Each rank computes the whole division by itself, from what all of them know."""
+    units, lengths = UnitIndex.one_row_per_unit(20), np.arange(1, 21)
+    again = [units_of(cut(units, lengths, range(20), 3, rank, 3), units) for rank in range(3)]
+    assert again == [units_of(cut(units, lengths, range(20), 3, rank, 3), units) for rank in range(3)]
+    assert min(map(len, again)) >= 6
+
+
+def test_a_rank_with_nothing_and_an_empty_draw_run_padding_rows():
+    """Two units on four ranks, a long unit beside five short ones, no unit at all: all ranks run equally often."""
+    units = UnitIndex.one_row_per_unit(4)
+    shares = [cut(units, [1, 2, 3, 4], [1, 3], 5, rank, 4) for rank in range(4)]
+    assert sorted(share[0].num_units for share in shares) == [0, 0, 1, 1]
+    uneven = [cut(UnitIndex.one_row_per_unit(5), [50, 1, 1, 1, 1], range(5), 1, rank, 2) for rank in range(2)]
+    assert sorted([batch.num_units for batch in share] for share in uneven) == [[1, 1, 0], [1, 1, 1]]
+    for rank in range(2):
+        (batch,) = cut(units, [1, 2, 3, 4], [], 5, rank, 2)
+        assert batch.num_units == 0 and batch.unit_index.tolist() == [PADDING_UNIT]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_unit_s_rank_depends_on_no_other_unit_s_length(data):
+    """Only ids, key and number of processes decide it: a neighbour's longer row moves nobody."""
+    owner = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=30))
+    units = UnitIndex.from_ids([str(o) for o in owner], None)
+    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True))
+    size, key = data.draw(st.integers(2, 5)), data.draw(st.integers(0, 2**128 - 1))
+    one, other = (data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner))) for _ in range(2))
+    for rank in range(size):
+        shares = [
+            sorted(units_of(cut(units, lengths, chosen, 4, rank, size, key=key), units)) for lengths in (one, other)
+        ]
+        assert shares[0] == shares[1]
+    counts = np.bincount(deal(np.asarray(chosen, dtype=np.int64), size, key), minlength=size)
+    assert counts.sum() == len(chosen) and counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("size", [2, 8, 64])
+def test_processes_have_about_equal_work(size):
+    """1024 units whose lengths are spread as those of text are: no process has much more than the mean."""
+    lengths = np.exp(np.linspace(np.log(8), np.log(512), 1024))
+    worst = []
+    for key in range(20):
+        loads = np.bincount(deal(np.arange(1024), size, key), weights=lengths, minlength=size)
+        worst.append(loads.max() / loads.mean())
+    assert np.mean(worst) < 1 + 5 / np.sqrt(1024 / size)  # a sample of n such lengths deviates by about 1.1 / sqrt(n)
+
+
+def test_another_key_deals_differently_and_evenly():
+    """Two units meet on one process as often as chance says, so that no arrangement of ids is favoured."""
+    dealt = np.array([deal(np.arange(40), 4, key) for key in range(400)])
+    together = (dealt[:, :1] == dealt[:, 1:]).mean(axis=0)
+    assert together.min() > 0.12 and together.max() < 0.36  # 9/39, and 6 deviations of 400 trials
+    assert len({tuple(row) for row in dealt}) == 400
+
+
+@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
+def test_a_rank_that_does_not_exist_is_refused(rank, size):
+    """Its share would be nobody's."""
+    with pytest.raises(ValueError, match=rf"rank is {rank} of {size} processes; 0 <= rank < size"):
+        cut(UnitIndex.one_row_per_unit(3), [1, 1, 1], [0], 2, rank, size)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_budget_of_tokens_is_kept(data):
+    """Rows times the longest of them never exceed the budget, but for a row that does so alone; nothing is lost."""
+    owner = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=30))
+    units = UnitIndex.from_ids([str(o) for o in owner], None)
+    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
+    lengths = np.array(data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner))))
+    budget, max_rows = data.draw(st.integers(1, 200)), data.draw(st.one_of(st.none(), st.integers(1, 6)))
+    size = data.draw(st.integers(1, 3))
+    shares = [cut(units, lengths, chosen, max_rows, rank, size, max_tokens=budget) for rank in range(size)]
+    assert len({len(share) for share in shares}) == 1
+    found = []
+    for batch in (batch for share in shares for batch in share):
+        rows = batch.inputs["row"][batch.unit_index >= 0].tolist()
+        found += rows
+        if rows:
+            assert len(rows) == 1 or len(rows) * lengths[rows].max() <= budget
+            assert max_rows is None or len(rows) <= max_rows
+    assert sorted(found) == sorted(units.rows_of(np.asarray(chosen))[0].tolist())
+
+
+def test_a_budget_of_tokens_fills_microbatches_with_short_rows():
+    """Many short rows go together where few long ones did: 200 tokens are two rows of 100, or ten of 20."""
+    units = UnitIndex.one_row_per_unit(14)
+    batches = cut(units, [100] * 4 + [20] * 10, range(14), None, max_tokens=200)
+    assert [len(b.unit_index) for b in batches] == [2, 2, 10]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_budget_of_tokens_of_packed_rows_is_kept(data):
+    """The rows' own tokens never exceed it, but for a row that does so alone; nothing is lost, no unit is split."""
+    owner = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=30))
+    units = UnitIndex.from_ids([str(o) for o in owner], None)
+    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
+    lengths = np.array(data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner))))
+    budget, max_rows = data.draw(st.integers(1, 200)), data.draw(st.one_of(st.none(), st.integers(1, 6)))
+    size = data.draw(st.integers(1, 3))
+    shares = [cut(units, lengths, chosen, max_rows, rank, size, budget, packed=True) for rank in range(size)]
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(unit for share in shares for unit in units_of(share, units)) == sorted(chosen)
+    found = []
+    for batch in (batch for share in shares for batch in share):
+        rows = batch.inputs["row"][batch.unit_index >= 0].tolist()
+        found += rows
+        if rows:
+            assert len(rows) == 1 or int(lengths[rows].sum()) <= budget
+            assert max_rows is None or len(rows) <= max_rows
+    assert sorted(found) == sorted(units.rows_of(np.asarray(chosen))[0].tolist())
+
+
+def test_packed_rows_are_as_many_as_their_own_tokens_allow():
+    """A row of 100 tokens leaves room for five of 20, which would have been padded to 100 each."""
+    units = UnitIndex.one_row_per_unit(6)
+    assert [len(b.unit_index) for b in cut(units, [100] + [20] * 5, range(6), None, max_tokens=200, packed=True)] == [6]
+    assert [len(b.unit_index) for b in cut(units, [100] + [20] * 5, range(6), None, max_tokens=200)] == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 2])}, r"3 rows into packed ones that begin at \[0, 2\]"),
+        ({"cu_seq_lens_q": torch.tensor([0, 1, 1, 2])}, r"begin at \[0, 1, 1, 2\]"),
+        ({"cu_seq_lens_q": torch.tensor([1, 2, 3, 4])}, r"begin at \[1, 2, 3, 4\]"),
+        ({"input_ids": torch.zeros(1, 5)}, r"packed 4 tokens, and 'input_ids' has shape \(1, 5\)"),
+        ({"input_ids": torch.zeros(3, 4)}, r"'input_ids' has shape \(3, 4\)"),
+    ],
+)
+def test_a_collator_that_packs_other_rows_than_it_was_given_is_refused(change, match):
+    """As many rows as there were, and every input as long as they are together."""
+    inputs = {"input_ids": torch.zeros(1, 4), "cu_seq_lens_q": torch.tensor([0, 2, 3, 4]), **change}
+    arguments = (UnitIndex.one_row_per_unit(3), np.ones(3, dtype=np.int64), np.arange(3), 8)
+    with pytest.raises(ValueError, match=match):
+        list(microbatches(lambda rows: rows.tolist(), lambda rows: inputs, *arguments))
+
+
+@pytest.mark.parametrize(("max_rows", "max_tokens"), [(0, None), (None, 0), (None, None)])
+def test_a_microbatch_needs_a_bound(max_rows, max_tokens):
+    """Without one, all rows of a step would go through the model at once."""
+    with pytest.raises(ValueError, match=r"max_(rows|tokens)"):
+        cut(UnitIndex.one_row_per_unit(2), [1, 1], [0], max_rows, max_tokens=max_tokens)
+
+
+def cost_of(cuts, rows, longest):
+    """Padded tokens, and what the microbatches cost in tokens."""
+    return sum(sum(rows[first:last]) * longest[first] + TOKENS_PER_MICROBATCH for first, last in cuts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_cut_of_the_units_costs_less(data):
+    """Against every division of a few units into microbatches that fit; units of several rows, many of them alike."""
+    scale = data.draw(st.sampled_from([1, 100, 600]))
+    longest = sorted(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=9)), reverse=True)
+    longest = np.array(longest) * scale
+    rows = np.array([data.draw(st.sampled_from([1, 1, 1, 2, 3])) for _ in longest])
+    budget, max_rows = data.draw(st.integers(1, 20)) * scale, data.draw(st.integers(1, 9))
+    room = np.minimum(max_rows, np.maximum(1, budget // longest))
+    possible = []
+    for inner in itertools.product([False, True], repeat=len(rows) - 1):
+        edges = [0, *(at + 1 for at, cut_here in enumerate(inner) if cut_here), len(rows)]
+        cuts = list(itertools.pairwise(edges))
+        if all(last == first + 1 or rows[first:last].sum() <= room[first] for first, last in cuts):
+            possible.append(cost_of(cuts, rows, longest))
+    found = best_cuts(rows, longest, room)
+    assert found[0][0] == 0 and found[-1][1] == len(rows)
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(found))
+    assert all(last == first + 1 or rows[first:last].sum() <= room[first] for first, last in found)
+    assert cost_of(found, rows, longest) == min(possible)
+
+
+def test_a_few_long_rows_do_not_stretch_the_others():
+    """Two rows of 1000 tokens and thirty of 100 would fit together; two microbatches save 27 000 tokens of padding."""
+    units = UnitIndex.one_row_per_unit(32)
+    batches = cut(units, [1000] * 2 + [100] * 30, range(32), None, max_tokens=32_000)
+    assert [len(batch.unit_index) for batch in batches] == [2, 30]
+    short = cut(units, [10] * 2 + [1] * 30, range(32), None, max_tokens=32_000)
+    assert len(short) == 1  # padding of 270 tokens is less than what a microbatch costs
+
+
+def test_the_first_of_equally_good_cuts_is_full():
+    """Memory peaks in the first microbatch."""
+    batches = cut(UnitIndex.one_row_per_unit(5), [7] * 5, range(5), 2)
+    assert [len(batch.unit_index) for batch in batches] == [2, 2, 1]
+
+
+def test_no_units_have_no_cuts():
+    """Nothing drawn, nothing cut."""
+    none = np.zeros(0, dtype=np.int64)
+    assert best_cuts(none, none, none) == []

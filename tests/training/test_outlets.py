@@ -1,0 +1,366 @@
+"""Everything that leaves a run through the Trainer: logged figures, the card, uploads; with a stand-in for the Hub."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub import HfApi
+from transformers import LlamaForCausalLM, TrainerCallback
+
+from dpllm.config import ConfigError
+from dpllm.privacy.ledger import read_ledger
+from dpllm.privacy.plan import format_epsilon
+from dpllm.report.disclosures import EVALUATION_OUTSIDE, FINAL_LOSS, PREDICTION, TRAINING_LOSS
+from dpllm.report.model_card import metadata_in
+from dpllm.report.publishing import PublishError, files_to_publish, require_publishable
+from dpllm.report.statement import ReleaseNotes
+from dpllm.report.verify import verify
+from dpllm.training.outlets import LOST_NOTES
+from tests.conftest import tiny_llama_config
+from tests.training.test_trainer import arguments, privacy, rows, trainer
+
+GUARANTEE = {
+    *("README.md", "privacy_report.md", "privacy_report.html", "privacy_report.json"),
+    *("privacy_plan.json", "privacy_ledger.jsonl"),
+}
+PRIVATE = {
+    "audit_attacks.json": "{}",
+    "attacks.json": "{}",
+    "trainer_state.json": '{"global_step": 4, "log_history": [{"loss": 4.1}]}',
+    "runs/events.out.tfevents.1": "losses",
+    "checkpoint-2/trainer_state.json": "{}",
+    "train.log": "loss 3.4",
+    "records.jsonl": "the data",
+}
+STRAY_WEIGHTS = {
+    "adapter_model.safetensors": "another model's",
+    "model-00007-of-00009.safetensors": "a shard that no index names",
+    "optimizer.pt": "state",
+}
+
+
+class Hub:
+    """Takes what a client of the Hub would be sent."""
+
+    def __init__(self):
+        self.created, self.uploads = [], []
+
+    def create_repo(self, client, repo_id, **more):
+        self.created.append(repo_id)
+        return SimpleNamespace(repo_id=f"someone/{repo_id}")
+
+    def upload_folder(self, client, *, repo_id, folder_path, **more):
+        folder = Path(folder_path)
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        self.uploads.append((repo_id, files, more))
+        return f"commit to {repo_id}"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    stand_in = Hub()
+    monkeypatch.setattr(HfApi, "create_repo", lambda client, *a, **k: stand_in.create_repo(client, *a, **k))
+    monkeypatch.setattr(HfApi, "upload_folder", lambda client, **k: stand_in.upload_folder(client, **k))
+    return stand_in
+
+
+def settled():
+    """Notes that leave nothing open but what was written out and sent elsewhere."""
+    return ReleaseNotes(
+        data_holder="a hospital", audience="all", other_uses="none", audit="none", utility={"held-out loss": 3.2}
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run that logged nothing but its last line, saved; and the trainer."""
+    folder = tmp_path_factory.mktemp("finished")
+    run = trainer(folder, args=arguments(folder, logging_strategy="no"), config=privacy(dataset="notes"))
+    run.train()
+    run.notes = settled()
+    run.save_model()
+    for name, text in PRIVATE.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return run
+
+
+def test_the_final_loss_is_a_disclosure_without_any_logging(finished):
+    """The Trainer prints it all the same."""
+    assert read_ledger(finished.ledger.path).disclosures[FINAL_LOSS] == 1
+    assert TRAINING_LOSS not in read_ledger(finished.ledger.path).disclosures
+
+
+def test_the_report_names_where_figures_went(finished):
+    """The screen, and each integration."""
+    assert "the screen" in str(finished.privacy_report()["definition"]["facts"])
+
+
+def test_samples_per_second_are_of_logical_batches(finished):
+    """16 expected units in each of the 4 steps, not the 8 rows of a microbatch."""
+    metrics = next(entry for entry in finished.state.log_history if "train_runtime" in entry)
+    ratio = metrics["train_samples_per_second"] / metrics["train_steps_per_second"]
+    assert ratio == pytest.approx(16, rel=0.02)
+
+
+def test_the_norm_in_the_logs_says_that_it_is_the_noisy_gradients(tmp_path):
+    """It is not the norm that the clip norm is compared with."""
+    run = trainer(tmp_path)
+    run.train()
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    assert logged and all("noisy_grad_norm" in entry and "grad_norm" not in entry for entry in logged)
+
+
+def test_create_model_card_keeps_the_guarantee(finished):
+    """The Trainer's own lists losses in its place."""
+    folder = finished.ledger.path.parent
+    finished.create_model_card(language="en", license="mit", tags="notes", dataset="allenai/c4")
+    text, metadata = (folder / "README.md").read_text(), metadata_in(folder / "README.md")
+    epsilon = finished.privacy_report()["statement"]["epsilon"]
+    assert format_epsilon(epsilon) in text and metadata["differential_privacy"]["private"] is True
+    assert metadata["license"] == "mit" and metadata["datasets"] == ["allenai/c4"] and "notes" in metadata["tags"]
+    assert "Training results" not in text
+    assert [check for check in verify(folder).checks if not check.ok] == []
+    with pytest.raises(ConfigError, match=r"create_model_card\(dataset_args=...\).*ε does not cover"):
+        finished.create_model_card(dataset_args="test")
+
+
+def test_pushing_takes_an_allow_list(finished, hub):
+    """A run whose losses stayed with it has no open point; no file that ε does not cover is uploaded."""
+    report = finished.privacy_report()
+    assert report["open_points"] == [] and report["definition"]["written_out_and_not_covered"]
+    assert finished.push_to_hub().startswith("commit to someone/")
+    _, files, more = hub.uploads[0]
+    assert set(files) == {*GUARANTEE, "model.safetensors", "config.json", "generation_config.json"}
+    assert more["run_as_future"] is False
+    card = files["README.md"].decode()
+    assert "differential_privacy" in card and "open points" not in card and FINAL_LOSS in card
+    assert not list(finished.ledger.path.parent.glob("_*"))
+
+
+def test_whoever_downloads_a_published_model_can_verify_it(finished, tmp_path):
+    """The card asks them to. The Trainer's arguments, which the ledger names, stay with the run."""
+    folder = finished.ledger.path.parent
+    for name in files_to_publish(folder, adapter=False):
+        shutil.copy(folder / name, tmp_path)
+    assert not (tmp_path / "training_args.bin").exists() and (folder / "training_args.bin").exists()
+    assert [check for check in verify(tmp_path).checks if not check.ok] == []
+    (tmp_path / "training_args.bin").write_bytes(b"weights")
+    (failed,) = [check for check in verify(tmp_path).checks if not check.ok]
+    assert "training_args.bin has 7 bytes instead of" in failed.detail
+
+
+def test_weights_that_the_ledger_does_not_name_are_neither_uploaded_nor_passed_over(finished, tmp_path):
+    """Nobody knows what they were made with."""
+    folder = tmp_path / "copy"
+    shutil.copytree(finished.ledger.path.parent, folder)
+    require_publishable(folder)
+    for name, text in STRAY_WEIGHTS.items():
+        (folder / name).write_text(text)
+    assert not set(STRAY_WEIGHTS) & set(files_to_publish(folder, adapter=False))
+    with pytest.raises(PublishError, match="may hold weights, and the ledger does not name it"):
+        require_publishable(folder, force_open_points=True)
+
+
+class Tracker(TrainerCallback):
+    """An integration that shows figures to others."""
+
+    def on_log(self, *_, **__):
+        """Send them."""
+
+
+@pytest.mark.parametrize("case", ["tracker", "evaluation", "own words"])
+def test_pushing_refuses_figures_that_went_elsewhere_unless_forced(tmp_path, hub, case):
+    """What a tracker received, what people may have noted, and what a program disclosed itself are open points."""
+    run = trainer(
+        tmp_path, args=arguments(tmp_path, max_steps=1), config=privacy(dataset="notes"), eval_dataset=rows(8)
+    )
+    if case == "tracker":
+        run.add_callback(Tracker())
+    run.train()
+    if case == "evaluation":
+        run.evaluate()
+    if case == "own words":
+        run.disclose("a table of losses for the paper", 1)
+    run.notes = settled()
+    run.save_model()
+    with pytest.raises(PublishError, match=r"open point\(s\).*written out.*force_open_points=True"):
+        run.push_to_hub()
+    assert not hub.uploads
+    assert run.push_to_hub(force_open_points=True).startswith("commit to someone/")
+    assert "open points" in hub.uploads[0][1]["README.md"].decode()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda folder: (folder / "README.md").write_text("# A model with ε = 0.01\n"), "does not pass `dpllm verify`"),
+        (lambda folder: (folder / "audit.json").write_text('{"verdict": "FAIL", "epsilon_lower": 9}'), "refutes"),
+        (
+            lambda folder: (folder / "audit.json").write_text(
+                '{"verdict": "consistent", "epsilon_lower": 9, "claimed_epsilon": 2}'
+            ),
+            "refutes",
+        ),
+        (lambda folder: (folder / "audit.json").write_text("{"), "refutes"),
+        (lambda folder: (folder / "privacy_report.json").write_text("{}"), "is not a privacy report"),
+    ],
+)
+def test_a_folder_that_contradicts_itself_or_was_refuted_cannot_be_published(finished, tmp_path, change, match):
+    """Not with force either."""
+    folder = tmp_path / "copy"
+    shutil.copytree(finished.ledger.path.parent, folder)
+    change(folder)
+    with pytest.raises(PublishError, match=match):
+        require_publishable(folder, force_open_points=True)
+
+
+def test_what_has_no_guarantee_or_no_weights_cannot_be_published(finished, tmp_path):
+    """By the names of the files that are missing."""
+    folder = tmp_path / "copy"
+    shutil.copytree(finished.ledger.path.parent, folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(PublishError, match=r"holds no model\.safetensors"):
+        files_to_publish(folder, adapter=False)
+    (folder / "adapter_model.safetensors").write_text("an adapter's")
+    assert "adapter_model.safetensors" in files_to_publish(folder, adapter=True)
+    index = {"weight_map": {"b": "../secret.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(PublishError, match=r"names '\.\./secret.safetensors'"):
+        files_to_publish(folder, adapter=False)
+    (folder / "privacy_ledger.jsonl").unlink()
+    with pytest.raises(PublishError, match=r"holds no privacy_ledger\.jsonl"):
+        files_to_publish(folder, adapter=False)
+
+
+def test_a_run_that_is_not_private_is_never_published(tmp_path, hub):
+    """A fixed seed is for tests."""
+    run = trainer(tmp_path, config=privacy(seed=1), args=arguments(tmp_path, max_steps=1))
+    with pytest.raises(PublishError, match=r"before train\(\)"):
+        run.push_to_hub()
+    run.train()
+    with pytest.raises(PublishError, match="NOT PRIVATE"):
+        run.push_to_hub(force_open_points=True)
+    assert not hub.uploads and not hub.created
+
+
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
+def test_uploads_during_training_are_refused_before_data_is_read(tmp_path, strategy):
+    """The default of transformers among them."""
+    args = arguments(tmp_path, push_to_hub=True, hub_strategy=strategy)
+    with pytest.raises(ConfigError, match=rf"hub_strategy={strategy}.*Set train\.hub_strategy=end"):
+        trainer(tmp_path, dataset=object(), args=args)
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"), [("wandb", "WANDB_LOG_MODEL"), ("mlflow", "HF_MLFLOW_LOG_ARTIFACTS"), ("clearml", None)]
+)
+def test_integrations_that_upload_checkpoints_are_refused(tmp_path, monkeypatch, name, variable):
+    """By the variable that makes them do so; ClearML does without any."""
+    if variable:
+        monkeypatch.setenv(variable, "true")
+    args = arguments(tmp_path)
+    args.report_to = [name]  # without the package; only the list is looked at
+    with pytest.raises(ConfigError, match=rf"train\.report_to={name} uploads checkpoints.*=false"):
+        trainer(tmp_path, dataset=object(), args=args)
+
+
+def test_saving_with_push_to_hub_uploads_the_same_list(tmp_path, hub):
+    """The Trainer pushes whatever is in the folder when the program saves the model."""
+    run = trainer(tmp_path, args=arguments(tmp_path, push_to_hub=True, hub_strategy="end", max_steps=1))
+    run.train()
+    (tmp_path / "secret.txt").write_text("the data")
+    with pytest.raises(PublishError, match="open point"):
+        run.save_model()
+    assert not hub.uploads and (tmp_path / "model.safetensors").exists()
+
+
+def test_every_evaluation_and_prediction_is_counted(tmp_path):
+    """Whatever its prefix, before and after training; the report and the card are renewed."""
+    run = trainer(tmp_path, args=arguments(tmp_path, logging_strategy="no", max_steps=1), eval_dataset=rows(8))
+    run.evaluate()
+    run.train()
+    run.save_model()
+    run.evaluate(metric_key_prefix="test")
+    run.predict(rows(4))
+    counts = read_ledger(run.ledger.path).disclosures
+    assert counts[EVALUATION_OUTSIDE] == 2 and counts[PREDICTION] == 1
+    report = json.loads((tmp_path / "privacy_report.json").read_text())
+    listed = {item["what"]: item["count"] for item in report["definition"]["written_out_and_not_covered"]}
+    assert listed == counts and verify(tmp_path).ok
+
+
+def test_a_readme_of_ones_own_is_kept(tmp_path):
+    """The card takes its name, not its place."""
+    (tmp_path / "README.md").write_text("# How we chose the notes\n")
+    run = trainer(tmp_path, args=arguments(tmp_path, max_steps=1))
+    run.train()
+    run.save_model()
+    run.save_model()
+    assert (tmp_path / "README.own.md").read_text() == "# How we chose the notes\n"
+    assert "differential_privacy" in metadata_in(tmp_path / "README.md")
+    assert not (tmp_path / "README.own.2.md").exists()
+
+
+def test_notes_that_cannot_be_read_are_an_open_point_and_not_forgotten(tmp_path):
+    """People may have noted an audit that refutes the run; the report that replaces theirs says that it is missing."""
+    run = trainer(tmp_path, args=arguments(tmp_path, max_steps=1), eval_dataset=rows(8))
+    run.train()
+    run.notes = settled()
+    run.save_model()
+    assert LOST_NOTES not in run.privacy_report()["open_points"]
+    (tmp_path / "privacy_report.json").write_text("{")
+    run.evaluate()
+    assert LOST_NOTES in json.loads((tmp_path / "privacy_report.json").read_text())["open_points"]
+    assert verify(tmp_path).ok
+
+
+def broken_llama(value):
+    model = LlamaForCausalLM(tiny_llama_config())
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = value
+    return model
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_before_a_step_is_charged(tmp_path, value):
+    """They would train on noise only."""
+    with pytest.raises(ValueError, match=r"The model to train has weights that are NaN or infinite .*up_proj"):
+        trainer(tmp_path, broken_llama(value)).train()
+    assert not (tmp_path / "privacy_ledger.jsonl").exists()
+
+
+def test_weights_that_become_infinite_are_neither_saved_nor_called_completed(tmp_path):
+    """The run has failed, and says what to do."""
+
+    class Overflow(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 3:
+                with torch.no_grad():
+                    model.model.norm.weight[0] = float("inf")
+
+    args = arguments(tmp_path, save_strategy="steps", save_steps=3)
+    run = trainer(tmp_path, args=args, callbacks=[Overflow()])
+    with pytest.raises(ValueError, match=r"checkpoint-3 is not written: the model has weights.*learning_rate"):
+        run.train()
+    with pytest.raises(ValueError, match=r"is not written: the model has weights"):
+        run.save_model()
+    assert read_ledger(run.ledger.path).end == "failed"
+    assert not list(tmp_path.glob("checkpoint-*")) and not (tmp_path / "model.safetensors").exists()
+
+
+def test_a_run_in_which_no_unit_has_a_finite_gradient_fails_at_once(tmp_path):
+    """Its loss would be logged as 0, and noise would be all that it learns."""
+
+    def loss(outputs, labels):
+        return outputs.logits.float().mean(dim=(1, 2)) * float("nan")
+
+    run = trainer(tmp_path, compute_loss_func=loss)
+    with pytest.raises(ValueError, match=r"All \d+ units up to step \d have a gradient that is NaN.*on noise only"):
+        run.train()
+    contents = read_ledger(run.ledger.path)
+    assert contents.end == "failed" and contents.num_steps < 4

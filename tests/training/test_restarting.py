@@ -1,0 +1,80 @@
+"""One command starts, resumes, and leaves a completed run alone."""
+
+import pytest
+
+from dpllm.privacy.checkpoints import CheckpointError, publish
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
+from dpllm.training.restarting import Restart, RunCompletedError, restart_of
+from tests.training.test_run import plan_of
+from tests.training.test_trainer import arguments, trainer
+
+
+def ledger(folder, steps=0, end=None):
+    """A ledger with some steps, as a run that crashed or ended leaves it."""
+    folder.mkdir(exist_ok=True)
+    plan = plan_of()
+    with Ledger.create(folder / LEDGER_FILE, plan) as made:
+        for number in range(steps):
+            made.append_step(number, plan.step)
+        if end:
+            made.append_end(end)
+
+
+def checkpoint(folder, step):
+    staging = folder / "_staging" / f"checkpoint-{step}"
+    staging.mkdir(parents=True)
+    (staging / "weights").write_bytes(b"w")
+    publish(staging, folder / f"checkpoint-{step}")
+
+
+def test_what_is_asked_for_by_name_is_taken_as_it_is(tmp_path):
+    """Only "auto" looks at the folder."""
+    assert restart_of(tmp_path, None) == restart_of(tmp_path, False) == Restart(False, False)
+    assert restart_of(tmp_path, True) == restart_of(tmp_path, "true") == Restart(True, True)
+    assert restart_of(tmp_path, "false") == Restart(False, False)
+    assert restart_of(tmp_path, "runs/a/checkpoint-3") == Restart("runs/a/checkpoint-3", True)
+
+
+def test_auto_starts_resumes_and_begins_again_where_no_step_was_charged(tmp_path):
+    """A killed start, a stopped run, a folder that is not there yet."""
+    assert restart_of(tmp_path / "new", "auto") == Restart(False, False)
+    ledger(tmp_path / "a")
+    assert restart_of(tmp_path / "a", "auto") == Restart(False, False)
+    ledger(tmp_path / "b", 3, "interrupted")
+    checkpoint(tmp_path / "b", 2)
+    assert restart_of(tmp_path / "b", "auto") == Restart(True, True)
+
+
+def test_auto_says_what_is_missing(tmp_path):
+    """Steps without a checkpoint, a torn checkpoint, a checkpoint without a ledger."""
+    ledger(tmp_path / "a", 3)
+    with pytest.raises(CheckpointError, match=r"charges 3 steps, and no whole checkpoint holds them: .*train\.save"):
+        restart_of(tmp_path / "a", "auto")
+    checkpoint(tmp_path / "a", 2)
+    (tmp_path / "a/checkpoint-2/weights").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 is not whole .*weights is missing"):
+        restart_of(tmp_path / "a", "auto")
+    (tmp_path / "b").mkdir()
+    checkpoint(tmp_path / "b", 2)
+    with pytest.raises(CheckpointError, match=f"holds checkpoint-2 and no {LEDGER_FILE}"):
+        restart_of(tmp_path / "b", "auto")
+
+
+def test_a_completed_run_is_left_alone(tmp_path):
+    """Started again by a scheduler, it trains nothing, charges nothing, and its end stays its end."""
+    first = trainer(tmp_path, args=arguments(tmp_path, max_steps=2))
+    first.train(resume_from_checkpoint="auto")
+    before = (tmp_path / LEDGER_FILE).read_bytes()
+    with pytest.raises(RunCompletedError, match=r"is completed \(2 steps\); there is nothing to resume"):
+        trainer(tmp_path, args=arguments(tmp_path, max_steps=2)).train(resume_from_checkpoint="auto")
+    assert (tmp_path / LEDGER_FILE).read_bytes() == before and read_ledger(tmp_path / LEDGER_FILE).end == "completed"
+
+
+def test_a_run_that_ended_at_its_budget_is_left_alone(tmp_path):
+    """Its planned steps are charged, so a restart would only write an older checkpoint over its model."""
+    ledger(tmp_path, 3)
+    checkpoint(tmp_path, 2)
+    with Ledger.annotate(tmp_path / LEDGER_FILE) as opened:
+        opened.append_end("stopped at the budget, after 3 of 9 steps")
+    with pytest.raises(RunCompletedError, match=r"is completed \(3 steps\)"):
+        restart_of(tmp_path, "auto")

@@ -1,0 +1,518 @@
+"""A private run driven by a loop of one's own; the same over several processes is in `tests.distributed`."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dpllm import GhostClipper
+from dpllm.config import ConfigError
+from dpllm.data.units import UnitIndex
+from dpllm.engines import EngineError, SingleProcess
+from dpllm.engines.processes import Processes
+from dpllm.ghost.errors import GhostError
+from dpllm.mechanism.noise import NoiseSource
+from dpllm.mechanism.sampling import seeded_rng
+from dpllm.privacy.budget import create_budget, read_budget
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.privacy.plan import PrivacyPlan
+from dpllm.report.verify import verify
+from dpllm.training.checks.outstanding import DrawError
+from dpllm.training.checks.watch import WatchError
+from dpllm.training.microbatches import microbatches
+from dpllm.training.run import PrivateRun, TrainingRows
+from dpllm.training.shared_ledger import SharedLedger
+from dpllm.training.step import private_step
+
+UNITS, FEATURES = 40, 6
+
+
+def plan_of(noise_multiplier=0.8, num_units=UNITS, num_steps=4, seeded=False, clip_norm=0.5):
+    return PrivacyPlan(
+        unit="user",
+        adjacency="zero-out",
+        num_units=num_units,
+        sampling_rate=8 / num_units,
+        expected_batch_size=8,
+        max_batch_size=30,
+        num_steps=num_steps,
+        noise_multiplier=noise_multiplier,
+        clip_norm=clip_norm,
+        delta=1e-3,
+        max_rows_per_unit=3,
+        unit_column="who",
+        seeded=seeded,
+    )
+
+
+def rows_of(num_units=UNITS, max_rows=5, record=None, reverse=False):
+    """Between one and three rows per unit, each of them numbers that depend on the row alone.
+
+    Args:
+        num_units: units.
+        max_rows: rows of a microbatch.
+        record: takes the row numbers that are fetched.
+        reverse: in another order.
+    """
+    owner = np.repeat(np.arange(num_units), 1 + np.arange(num_units) % 3)
+    lengths = 1 + (7 * np.arange(len(owner))) % 11
+    values = torch.randn(len(owner), FEATURES + 1, generator=torch.Generator().manual_seed(2)) + 1
+
+    def fetch(numbers):
+        if record is not None:
+            record.extend(numbers.tolist())
+        return [values[int(number)] for number in numbers]
+
+    return TrainingRows(
+        units=UnitIndex.from_ids(owner[:: -1 if reverse else 1].tolist()),
+        lengths=lengths[:: -1 if reverse else 1],
+        fetch=fetch,
+        collate=lambda rows: {"rows": torch.stack(rows)},
+        max_rows=max_rows,
+    )
+
+
+def network():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(FEATURES, 10), nn.Tanh(), nn.Linear(10, 1))
+
+
+def loss_of(model, inputs):
+    """Squared error of the last column, one per row."""
+    rows = inputs["rows"]
+    return (model(rows[:, :-1]).squeeze(1) - rows[:, -1]).square()
+
+
+def attached(folder, plan, seed=None):
+    """A run of this plan, the model it is attached to, and the optimizer."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    run = PrivateRun(plan, rows_of(), ledger_of(folder, plan), seed)
+    run.attach(model, optimizer)
+    return run, model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("plan", "units", "match"),
+    [
+        ({"num_units": UNITS + 1}, {}, "The plan is for 41 units, and the data have 40"),
+        ({}, {"max_rows_per_unit": None, "more": True}, "A user has 6 rows, and the plan says at most 3"),
+        ({"singly": True}, {"singly": True, "max_rows_per_unit": None, "more": True}, "drawn singly"),
+        ({"singly": True}, {}, "rows to draw, and the data have 40"),
+    ],
+)
+def test_rows_that_the_plan_does_not_count_are_refused(plan, units, match, tmp_path):
+    """Another number of units, or more rows of one than the accounting knows, would make ε another."""
+    made = plan_of(**{name: value for name, value in plan.items() if name != "singly"})
+    rows = rows_of()
+    owner = np.repeat(np.arange(UNITS), 1 + np.arange(UNITS) % 3)
+    if units.get("more"):
+        owner[-6:] = UNITS - 1
+        owner = np.concatenate([np.arange(UNITS), owner[UNITS:]])
+        owner[UNITS:] = np.arange(len(owner) - UNITS) % (UNITS - 1)
+        owner[-5:] = UNITS - 1
+    index = UnitIndex.from_ids(owner.tolist(), 3 if not units else units.get("max_rows_per_unit"))
+    if plan.get("singly"):
+        made = dataclasses.replace(
+            made,
+            sampling="example",
+            num_examples=index.num_rows,
+            sampling_rate=8 / index.num_rows,
+            max_batch_size=index.num_rows,
+        )
+    if units.get("singly"):
+        index = index.each_row()
+    with pytest.raises(ConfigError, match=match):
+        PrivateRun(made, dataclasses.replace(rows, units=index), ledger_of(tmp_path, made))
+
+
+def ledger_of(folder, plan):
+    return SharedLedger.create(folder / LEDGER_FILE, plan, Processes())
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def loop(run, model, optimizer, num_steps):
+    """The loop of the module's docstring; returns the units of each step."""
+    drawn = []
+    for unit_ids in run.draws(num_steps):
+        drawn.append(unit_ids.tolist())
+        run.step(unit_ids, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    return drawn
+
+
+@pytest.fixture
+def accelerator():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_loop_of_ones_own_takes_the_steps_that_private_step_takes(tmp_path):
+    """With one seed, draws, clipped sums, noise and charges are those of the parts put together by hand."""
+    plan = plan_of(seeded=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path / "run", plan), seed=11)
+    run.attach(model, optimizer)
+    drawn = loop(run, model, optimizer, plan.num_steps)
+    run.detach()
+
+    twin, rows, noise = network(), rows_of(), NoiseSource(11)
+    by_hand = torch.optim.SGD(twin.parameters(), lr=0.3)
+    engine, clipper = SingleProcess(by_hand), GhostClipper(twin, plan.clip_norm)
+    ledger = ledger_of(tmp_path / "hand", plan)
+    for number, unit_ids in enumerate(plan.sampler.steps(plan.num_steps, seeded_rng(11))):
+        assert unit_ids.tolist() == drawn[number]
+        batch = microbatches(rows.fetch, rows.collate, rows.units, rows.lengths, unit_ids, rows.max_rows)
+        private_step(clipper, batch, lambda inputs: loss_of(twin, inputs), plan, engine, ledger, noise)
+        by_hand.step()
+        by_hand.zero_grad()
+    assert torch.equal(flat(model), flat(twin)) and not torch.equal(flat(model), flat(network()))
+    for folder in ("run", "hand"):
+        assert read_ledger(tmp_path / folder / LEDGER_FILE).history == [(plan.step, plan.num_steps)]
+
+
+def test_two_runs_of_one_plan_draw_other_units_and_other_noise(tmp_path):
+    """Entropy comes from the operating system, whatever seeds are set."""
+    drawn, moved = [], []
+    plan = dataclasses.replace(plan_of(), sampling_rate=1.0, expected_batch_size=UNITS, max_batch_size=UNITS)
+    fewer = plan_of()
+    for name in ("first", "second"):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        run = PrivateRun(plan, rows_of(), ledger_of(tmp_path / name, plan))
+        run.attach(model, optimizer)
+        run.step(next(run.draws(1)), loss_of)
+        moved.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        other = PrivateRun(fewer, rows_of(), ledger_of(tmp_path / f"{name} other", fewer))
+        drawn.append([units.tolist() for units in other.draws(4)])
+    assert drawn[0] != drawn[1] and not (moved[0] == moved[1]).any()
+
+
+def test_a_step_over_no_unit_is_taken_and_charged(tmp_path):
+    """Noise alone; skipping the step would tell that nobody was drawn."""
+    run, model, _ = attached(tmp_path, plan_of(seeded=True), seed=7)
+    done = run.step(run.choose([]), loss_of)
+    assert done.num_units == 0 and run.ledger.num_steps == 1 and all(p.grad.all() for p in model.parameters())
+
+
+def test_steps_beyond_the_plan_are_refused(tmp_path):
+    """However many are drawn."""
+    run, model, optimizer = attached(tmp_path, plan_of(num_steps=2))
+    with pytest.raises(ValueError, match="All 2 steps of the plan are taken"):
+        loop(run, model, optimizer, 3)
+    assert read_ledger(run.ledger.path).num_steps == 2
+
+
+def test_a_unit_with_a_gradient_that_is_not_finite_is_counted(tmp_path):
+    """It contributes zero, and the report says how many did."""
+    run, model, _ = attached(tmp_path, plan_of(seeded=True), seed=7)
+
+    def broken(module, inputs):
+        first = inputs["rows"][:, 0] == rows_of().fetch(np.array([0]))[0][0]
+        return loss_of(module, inputs) * torch.where(first, float("inf"), 1.0)
+
+    done = run.step(run.choose(np.arange(8)), broken)
+    assert done.num_nonfinite == 1 and all(torch.isfinite(p.grad).all() for p in model.parameters())
+    assert read_ledger(run.ledger.path).diagnostics == {"units with a non-finite gradient, contributing zero": 1}
+
+
+def test_a_model_is_as_before_after_detach(tmp_path):
+    """No hook stays, and it can be trained without privacy, for instance on public data."""
+    run, model, optimizer = attached(tmp_path, plan_of())
+    loop(run, model, optimizer, 1)
+    with pytest.raises(GhostError, match=r"backward\(\) was called on a loss directly"):
+        loss_of(model, rows_of().collate(rows_of().fetch(np.arange(3)))).sum().backward()
+    run.detach()
+    loss_of(model, rows_of().collate(rows_of().fetch(np.arange(3)))).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_gradient_that_autograd_leaves_between_microbatches_is_refused(tmp_path):
+    """A second loss with its own backward() would be released unclipped."""
+    run, *_ = attached(tmp_path, plan_of(0.0))
+
+    def decayed(module, inputs):
+        losses = loss_of(module, inputs)
+        module[0].weight.square().sum().backward()
+        return losses
+
+    with pytest.raises(EngineError, match=r"0\.weight received a gradient that is not clipped, during a private step"):
+        run.step(run.choose(np.arange(8)), decayed)
+    assert run.ledger.num_steps == 1
+
+
+def test_an_optimizer_of_other_parameters_is_refused_when_it_is_attached(tmp_path):
+    """Before anything is charged: what no norm covers must not be in it."""
+    plan, model = plan_of(), network()
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.3)
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    with pytest.raises(WatchError, match=r"The optimizer holds a trainable parameter of shape \(10, 6\)"):
+        run.attach(model, optimizer)
+    assert run.ledger.num_steps == 0
+
+
+def test_an_attach_that_fails_ends_the_run_and_gives_its_budget_back(tmp_path):
+    """No step was charged, so the ledger ends, nothing stays reserved, and the folder can be used again."""
+    plan = dataclasses.replace(plan_of(), dataset="mail")
+    budget = create_budget(
+        tmp_path / "mail.json",
+        **{"dataset": "mail", "epsilon": 1.2 * plan.epsilon, "delta": plan.delta},
+        **{"unit": plan.unit, "unit_column": plan.unit_column, "num_units": plan.num_units},
+    ).path
+    for start in (PrivateRun.start, PrivateRun.resume, PrivateRun.start):
+        run = start(tmp_path / "run", plan, rows_of(), budget_file=str(budget))
+        assert read_budget(budget).entries[-1].num_steps == plan.num_steps
+        with pytest.raises(WatchError, match="The optimizer holds a trainable parameter"):
+            run.attach(network(), torch.optim.SGD(network().parameters(), lr=0.3))
+        assert {entry.num_steps for entry in read_budget(budget).entries} == {0}
+        assert read_ledger(tmp_path / "run" / LEDGER_FILE).end == "failed"
+        run.ledger.close()
+
+
+def numbered(rows):
+    return {"number": torch.tensor([int(row) for row in rows])}
+
+
+def test_rows_are_told_apart_by_their_lengths_and_units():
+    """What the processes compare before they divide the rows."""
+    facts = rows_of().facts()
+    assert facts == rows_of().facts() and facts != rows_of(max_rows=2).facts()  # in lockstep, all would wait for ever
+    assert facts["the number of units"] == UNITS and facts["the number of rows"] == len(rows_of().lengths)
+    assert facts != rows_of(reverse=True).facts() and facts != rows_of(UNITS + 1).facts()
+    swapped = dataclasses.replace(rows_of(), units=UnitIndex(rows_of().units.offsets, rows_of().units.rows[::-1]))
+    assert facts != swapped.facts()
+    groups = [UnitIndex.from_ids(owner) for owner in ([0, 0, 1, 2, 2], [0, 1, 1, 2, 2])]  # the same rows in one order
+    regrouped = [TrainingRows(group, np.ones(5, dtype=np.int64), list, numbered, 2).facts() for group in groups]
+    assert regrouped[0] != regrouped[1]
+    units, lengths = UnitIndex.one_row_per_unit(5), np.ones(5, dtype=np.int64)
+    shuffled = [TrainingRows(units, lengths, lambda n, by=by: list(by * n), numbered, 2).facts() for by in (1, -1)]
+    assert shuffled[0] != shuffled[1]  # rows of equal lengths in another order
+
+
+@pytest.mark.parametrize("change", ["content", "collator"])
+def test_every_row_and_the_collator_are_compared(change):
+    """One row of thousands differs in one number, and the collator in one value that it was made with."""
+    units, lengths = UnitIndex.one_row_per_unit(5000), np.ones(5000, dtype=np.int64)
+
+    def facts(odd_row, factor):
+        def fetch(numbers):
+            return [{"number": [int(n) + (n == odd_row)]} for n in numbers]
+
+        return TrainingRows(
+            units, lengths, fetch, lambda rows: {"n": torch.tensor([factor * 0 + row["number"][0] for row in rows])}, 2
+        ).facts()
+
+    same, other = facts(None, 1), facts(2345, 1) if change == "content" else facts(None, 2)
+    assert same == facts(None, 1)
+    differing = {name for name in same if same[name] != other[name]}
+    assert differing == {"the rows' contents or their order" if change == "content" else "the collator"}
+
+
+def test_a_seed_belongs_to_a_seeded_plan(tmp_path):
+    """The report takes from the plan whether anything is private."""
+    plan = plan_of()
+    with pytest.raises(ConfigError, match="The seed of the run is 3 and the plan says seeded=False"):
+        PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan), seed=3)
+
+
+def test_the_state_of_a_run_holds_no_entropy(tmp_path):
+    """A checkpoint that could repeat a draw or the noise would give both away."""
+    plan = plan_of()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    head = {"chain": read_ledger(run.ledger.path).runs and run.ledger.head.chain, "num_steps": 0}
+    assert run.state_dict() == {"plan_hash": plan.hash, "num_steps": 0, "ledger": head}
+
+
+def test_a_checkpoint_of_another_plan_or_ahead_of_the_ledger_is_refused(tmp_path):
+    """Its steps would not be charged, or charged at another σ."""
+    plan = plan_of()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    with pytest.raises(LedgerError, match=rf"made under the plan {plan_of(0.9).hash[:12]}, and this one is"):
+        run.load_state_dict({"plan_hash": plan_of(0.9).hash, "num_steps": 0})
+    with pytest.raises(LedgerError, match=r"holds 3 steps, .*privacy_ledger.jsonl charges 0"):
+        run.load_state_dict({"plan_hash": plan.hash, "num_steps": 3})
+    run.load_state_dict({"plan_hash": plan.hash, "num_steps": 0})
+
+
+def test_a_run_is_saved_and_resumed_by_accelerate(tmp_path, accelerator):
+    """Model and optimizer come back, the steps after the checkpoint stay charged, and the units are drawn afresh."""
+    plan = plan_of()
+    model, optimizer = accelerator.prepare(*_with_optimizer(network()))
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    accelerator.register_for_checkpointing(run)
+    run.attach(model, optimizer)
+    loop(run, model, optimizer, 2)
+    accelerator.save_state(str(tmp_path / "checkpoint"))
+    saved = flat(model)
+    drawn = loop(run, model, optimizer, 1)
+    run.detach()
+    run.ledger.close()
+
+    accelerator.free_memory()
+    accelerator._custom_objects.clear()
+    model, optimizer = accelerator.prepare(*_with_optimizer(network()))
+    resumed = PrivateRun(plan, rows_of(), SharedLedger.open(tmp_path / LEDGER_FILE, plan, Processes()))
+    accelerator.register_for_checkpointing(resumed)
+    accelerator.load_state(str(tmp_path / "checkpoint"))
+    assert torch.equal(flat(model), saved) and resumed.ledger.num_steps == 3
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+    resumed.attach(model, optimizer)
+    assert loop(resumed, model, optimizer, 1) != drawn
+    with pytest.raises(ValueError, match="All 4 steps of the plan are taken"):
+        loop(resumed, model, optimizer, 1)
+
+    accelerator._custom_objects.clear()
+    accelerator.register_for_checkpointing(
+        PrivateRun(plan_of(0.9), rows_of(), ledger_of(tmp_path / "new", plan_of(0.9)))
+    )
+    with pytest.raises(LedgerError, match="Resume with the configuration of the first run"):
+        accelerator.load_state(str(tmp_path / "checkpoint"))
+
+
+def _with_optimizer(model):
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_only_the_outstanding_draw_is_stepped_over_and_once(tmp_path):
+    """Chosen units, a draw that was used, one that was changed and an older one are refused."""
+    run, _, optimizer = attached(tmp_path, plan_of(num_steps=6))
+    with pytest.raises(DrawError, match="There is no draw to step over"):
+        run.step(np.arange(8), loss_of)
+    first = next(run.draws(1))
+    for other in (np.arange(8), np.repeat(first[:1], 50), first[::-1], first[1:], np.arange(UNITS)):
+        with pytest.raises(DrawError, match="not the outstanding draw"):
+            run.step(other, loss_of)
+    kept, first[0] = first.copy(), (first[0] + 1) % UNITS
+    with pytest.raises(DrawError, match="not the outstanding draw"):
+        run.step(first, loss_of)
+    first = kept
+    run.step(first, loss_of)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(DrawError, match="this one was used"):
+        run.step(first, loss_of)
+    seen, kept = next(run.draws(1)), next(run.draws(1))
+    with pytest.raises(DrawError, match="not the outstanding draw"):
+        run.step(seen, loss_of)
+    run.step(kept, loss_of)
+    assert read_ledger(run.ledger.path).num_steps == 3  # the draw that was looked at and dropped counts
+
+
+def test_units_of_ones_own_choice_need_a_run_that_is_not_private(tmp_path):
+    """A shuffled epoch would carry the ε of Poisson draws."""
+    plan = plan_of()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    with pytest.raises(DrawError, match="holds for units that its sampler draws"):
+        run.choose(np.arange(8))
+    assert run.ledger.num_steps == 0
+
+
+def test_units_that_are_absent_are_in_no_draw(tmp_path):
+    """Audits compare neighbouring data sets: the draws are the same, without them."""
+    plan = plan_of(seeded=True)
+    rows, present_N = rows_of(), np.arange(UNITS) % 2 == 0
+    whole = PrivateRun(plan, rows, ledger_of(tmp_path / "a", plan), seed=3)
+    part = PrivateRun(plan, rows, ledger_of(tmp_path / "b", plan), seed=3)
+    for all_of_it, those in zip(whole.draws(4), part.draws(4, present_N), strict=True):
+        assert those.tolist() == [unit for unit in all_of_it if present_N[unit]]
+
+
+def test_a_checkpoint_of_another_run_or_of_a_fork_is_refused(tmp_path):
+    """Its head is not in the ledger of this folder, also where the ledger charges as many steps or more."""
+    plan = plan_of()
+    states = []
+    for name in ("a", "b"):
+        run = PrivateRun(plan, rows_of(), ledger_of(tmp_path / name, plan))
+        for _ in run.draws(2):
+            pass
+        states.append(run.state_dict())
+        for _ in run.draws(1):
+            pass
+    run.load_state_dict(states[1])
+    with pytest.raises(LedgerError, match="belongs to another ledger"):
+        run.load_state_dict(states[0])
+
+
+def test_a_plan_for_users_over_an_index_of_rows_is_refused(tmp_path):
+    """Its report would speak of users, and ε would be that of a row."""
+    plan = plan_of()
+    rows = dataclasses.replace(rows_of(), units=UnitIndex.one_row_per_unit(UNITS))
+    with pytest.raises(ConfigError, match=r"protects users .* each row a unit by itself"):
+        PrivateRun.start(tmp_path / "run", plan, rows)
+    assert not (tmp_path / "run" / LEDGER_FILE).exists()
+
+
+def test_the_plan_of_a_run_cannot_be_replaced(tmp_path):
+    """Noise and clip norm come from the plan whose steps are charged."""
+    plan = plan_of(0.8)
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    with pytest.raises(AttributeError, match="plan"):
+        run.plan = dataclasses.replace(plan, noise_multiplier=0.0)
+    drawn = next(run.draws(1))
+    _, charged = run._outstanding.take(drawn)
+    with pytest.raises(DrawError, match="the plan was changed"):
+        charged.append_step(0, dataclasses.replace(plan, noise_multiplier=0.1).step)
+
+
+def test_a_model_that_a_loop_of_ones_own_saved_is_known_to_verify(tmp_path):
+    """What lies in the folder before the run is not its model; what is saved before `finish` is named by hash."""
+    folder, model = tmp_path / "run", network()
+    folder.mkdir()
+    (folder / "notes.log").write_text("begun")
+    run = PrivateRun.start(folder, plan_of(), rows_of())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(model, optimizer)
+    loop(run, model, optimizer, 4)
+    torch.save(model.state_dict(), folder / "model.bin")
+    run.finish()
+    (folder / "notes.log").write_text("done")
+    assert verify(folder).ok
+    torch.save(network().state_dict(), folder / "model.bin")
+    (failed,) = [check for check in verify(folder).checks if not check.ok]
+    assert failed.detail.startswith("model.bin is not what was saved")
+
+
+@pytest.mark.parametrize(
+    ("units", "unit", "doubt"),
+    [
+        (UnitIndex.one_row_per_unit(UNITS), "sequence", "Nearly all rows have the same 8 tokens"),
+        (UnitIndex.from_ids([f"message {n}" for n in range(UNITS)], 3), "user", "Every id in column 'who'"),
+        (UnitIndex.from_ids([*(f"u{n}" for n in range(UNITS - 1)), "U1", "U1"], 3), "user", "upper and lower case"),
+    ],
+    ids=["blocks", "ids of messages", "case"],
+)
+def test_a_loop_of_ones_own_notes_the_doubts_about_its_units(units, unit, doubt, tmp_path):
+    """As the Trainer does: a person may be spread over several units."""
+    single = {"unit": "sequence", "unit_column": None, "max_rows_per_unit": None} if unit == "sequence" else {}
+    made = dataclasses.replace(plan_of(num_units=units.num_units), **single)
+    rows = dataclasses.replace(rows_of(), units=units, lengths=np.full(units.num_rows, 8))
+    PrivateRun.start(tmp_path, made, rows).ledger.close()
+    assert sum(doubt in point for point in read_ledger(tmp_path / LEDGER_FILE).notes.open_points) == 1
+
+
+def test_units_that_are_left_out_by_hand_are_an_open_point(tmp_path):
+    """Which ones may follow their losses. All of them is all of them."""
+    for name, present in (("all", np.ones(UNITS, dtype=bool)), ("some", np.arange(UNITS) > 0)):
+        run = PrivateRun.start(tmp_path / name, plan_of(), rows_of())
+        list(run.draws(2, present))
+        points = run.finish()["open_points"]
+        assert any("left out of draws by hand" in point for point in points) == (name == "some")
+
+
+def test_a_step_without_a_model_says_so(tmp_path):
+    run = PrivateRun.start(tmp_path, plan_of(), rows_of())
+    with pytest.raises(ConfigError, match=r"No model is attached to the run: call attach\(model, optimizer\) before"):
+        run.step(next(run.draws(1)), lambda model, inputs: model(**inputs))

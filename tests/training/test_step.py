@@ -1,0 +1,212 @@
+"""A private step: a clipped sum with noise, charged before it is used, divided by a public constant."""
+
+import numpy as np
+import pytest
+import torch
+
+from dpllm import GhostClipper, PrivacyConfig, make_plan, per_sequence_loss
+from dpllm.data.units import UnitIndex
+from dpllm.engines import SingleProcess
+from dpllm.mechanism.noise import NoiseSource
+from dpllm.privacy.ledger import Ledger, read_ledger
+from dpllm.training.microbatches import microbatches
+from dpllm.training.step import private_step
+
+N, T = 40, 3
+
+
+def make(tmp_path, num_steps=T, **privacy):
+    settings = {"noise_multiplier": 1.0, "clip_norm": 0.5, "expected_batch_size": 8}
+    plan = make_plan(PrivacyConfig(**{**settings, **privacy}), N, num_steps)
+    return plan, Ledger.create(tmp_path / "ledger.jsonl", plan)
+
+
+class Rows:
+    """N random rows of different lengths, and their microbatches."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        lengths = torch.randint(4, 9, (N,), generator=generator)
+        self.ids = [torch.randint(3, 61, (int(n),), generator=generator) for n in lengths]
+
+    def collate(self, rows):
+        longest = max(len(row) for row in rows)
+        ids = torch.stack([torch.cat([row, row.new_zeros(longest - len(row))]) for row in rows])
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+    def batches(self, unit_ids, max_rows=3):
+        lengths = np.array([len(row) for row in self.ids])
+        ids = np.asarray(unit_ids, dtype=np.int64)
+        return microbatches(
+            lambda numbers: [self.ids[int(n)] for n in numbers],
+            self.collate,
+            UnitIndex.one_row_per_unit(N),
+            lengths,
+            ids,
+            max_rows,
+        )
+
+
+def loss_of(model):
+    def loss(inputs):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        return per_sequence_loss(logits, inputs["labels"])
+
+    return loss
+
+
+def engine_of(model, kind=SingleProcess):
+    return kind(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def step(model, plan, ledger, unit_ids, seed=None, max_rows=3):
+    clipper = GhostClipper(model, plan.clip_norm)
+    batch = Rows().batches(unit_ids, max_rows)
+    done = private_step(clipper, batch, loss_of(model), plan, engine_of(model), ledger, NoiseSource(seed))
+    clipper.remove()
+    return done, torch.cat([p.grad.flatten().double() for p in model.parameters()])
+
+
+def test_without_noise_the_gradient_is_the_clipped_sum_over_the_expected_batch_size(tiny_llama, tmp_path):
+    """Divided by b of the plan, not by the number of units that were drawn."""
+    plan, ledger = make(tmp_path, noise_multiplier=0.0)
+    done, gradient = step(tiny_llama, plan, ledger, [3, 5, 7])
+    expected = torch.zeros_like(gradient)
+    for unit in (3, 5, 7):
+        inputs = Rows().collate([Rows().ids[unit]])
+        grads = torch.autograd.grad(loss_of(tiny_llama)(inputs).sum(), list(tiny_llama.parameters()))
+        flat = torch.cat([g.flatten().double() for g in grads])
+        expected += flat * min(1.0, 0.5 / float(flat.norm()))
+    torch.testing.assert_close(gradient, expected / 8, rtol=1e-3, atol=1e-6)
+    assert done.num_units == 3 and done.num_clipped == 3 and done.num_nonfinite == 0 and done.mean_loss > 0
+
+
+def test_the_noise_has_deviation_sigma_c_over_b_and_is_added_once(tiny_llama, tmp_path):
+    """On every trainable entry, whatever the number of microbatches."""
+    plan, ledger = make(tmp_path, noise_multiplier=2.0)
+    _, noisy = step(tiny_llama, plan, ledger, [1, 2, 3, 4, 5], max_rows=1)
+    tiny_llama.zero_grad()
+    other = tmp_path / "silent"
+    other.mkdir()
+    quiet_plan, quiet_ledger = make(other, noise_multiplier=0.0)
+    _, quiet = step(tiny_llama, quiet_plan, quiet_ledger, [1, 2, 3, 4, 5], max_rows=5)
+    noise = noisy - quiet
+    expected = 2.0 * 0.5 / 8
+    assert float(noise.std()) == pytest.approx(expected, rel=0.05)
+    assert abs(float(noise.mean())) < 5 * expected / noise.numel() ** 0.5
+
+
+def test_an_empty_step_is_taken_with_noise_alone(tiny_llama, tmp_path):
+    """Skipping it would tell that nobody was drawn."""
+    plan, ledger = make(tmp_path)
+    done, gradient = step(tiny_llama, plan, ledger, [])
+    assert done.num_units == 0 and np.isnan(done.mean_loss)
+    assert float(gradient.std()) == pytest.approx(0.5 / 8, rel=0.1)
+    assert ledger.num_steps == 1
+
+
+def test_padding_rows_carry_weight_zero(tiny_llama, tmp_path):
+    """The row that stands in for an empty batch must not be trained on."""
+    plan, ledger = make(tmp_path, noise_multiplier=0.0)
+    _, gradient = step(tiny_llama, plan, ledger, [])
+    assert not gradient.any()
+
+
+def test_neighbours_differ_by_at_most_c_over_b(tiny_llama, tmp_path):
+    """Removing any unit moves the released sum by at most C."""
+    sums = []
+    for name, units in (("all", [1, 2, 3, 4]), ("without", [1, 2, 4])):
+        folder = tmp_path / name
+        folder.mkdir()
+        plan, ledger = make(folder, noise_multiplier=0.0)
+        sums.append(step(tiny_llama, plan, ledger, units)[1])
+        tiny_llama.zero_grad()
+    moved = float((sums[0] - sums[1]).norm()) * 8
+    assert moved <= 0.5 * (1 + 1e-5)
+    assert moved > 0.5 * 0.99
+
+
+def test_the_step_is_in_the_ledger_before_anything_is_computed(tiny_llama, tmp_path):
+    """A crash at any moment of the step leaves it charged; an uncharged update would make epsilon too small."""
+    plan, ledger = make(tmp_path)
+
+    class Crashing(SingleProcess):
+        def collect(self, *args, **kwargs):
+            raise MemoryError("in the middle of a step")
+
+    clipper, engine = GhostClipper(tiny_llama, plan.clip_norm), engine_of(tiny_llama, Crashing)
+    with pytest.raises(MemoryError, match="in the middle of a step"):
+        private_step(clipper, Rows().batches([1]), loss_of(tiny_llama), plan, engine, ledger, NoiseSource())
+    assert read_ledger(ledger.path).history == [(plan.step, 1)]
+
+
+def test_bfloat16_parameters_get_noise_in_float32_and_a_gradient_in_their_dtype(tiny_llama, tmp_path):
+    """Rounding comes after the noise, as post-processing."""
+    model = tiny_llama.bfloat16()
+    plan, ledger = make(tmp_path)
+    dtypes = []
+
+    class Watching(NoiseSource):
+        def add_(self, grad, noise_stddev):
+            dtypes.append(grad.dtype)
+            super().add_(grad, noise_stddev)
+
+    clipper, engine = GhostClipper(model, plan.clip_norm), engine_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    private_step(clipper, Rows().batches([1, 2]), loss_of(model), plan, engine, ledger, Watching())
+    assert set(dtypes) == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+    optimizer.step()
+    optimizer.zero_grad()
+    private_step(clipper, Rows().batches([3]), loss_of(model), plan, engine, ledger, Watching())
+    assert ledger.num_steps == 2
+
+
+def test_steps_beyond_the_plan_are_refused(tiny_llama, tmp_path):
+    """They would exceed the epsilon that was promised."""
+    plan, ledger = make(tmp_path, num_steps=1)
+    step(tiny_llama, plan, ledger, [1])
+    tiny_llama.zero_grad()
+    with pytest.raises(ValueError, match="All 1 steps of the plan are taken"):
+        step(tiny_llama, plan, ledger, [1])
+
+
+def test_gradients_left_over_are_refused(tiny_llama, tmp_path):
+    """What stands in .grad before the step would be released with it, unclipped."""
+    plan, ledger = make(tmp_path)
+    step(tiny_llama, plan, ledger, [1])
+    with pytest.raises(ValueError, match="has a gradient from before the step"):
+        step(tiny_llama, plan, ledger, [1])
+    tiny_llama.zero_grad(set_to_none=False)
+    with pytest.raises(ValueError, match=r"Call zero_grad\(\) after each update, with set_to_none=True"):
+        step(tiny_llama, plan, ledger, [1])
+
+
+def test_a_clipper_of_another_norm_is_refused(tiny_llama, tmp_path):
+    """Noise is calibrated to the plan's clip norm."""
+    plan, ledger = make(tmp_path)
+    clipper = GhostClipper(tiny_llama, 2 * plan.clip_norm)
+    with pytest.raises(ValueError, match=r"bounds each unit to 1\.0, the plan accounts for 0\.5"):
+        batch, engine = Rows().batches([1]), engine_of(tiny_llama)
+        private_step(clipper, batch, loss_of(tiny_llama), plan, engine, ledger, NoiseSource())
+    assert ledger.num_steps == 0
+
+
+def test_after_a_step_that_failed_half_way_the_engine_takes_no_other(tiny_llama, tmp_path):
+    """The units of its first microbatch would be released with the next step's, under one noise."""
+    plan, ledger = make(tmp_path)
+    clipper, engine = GhostClipper(tiny_llama, plan.clip_norm), engine_of(tiny_llama)
+    calls = []
+
+    def failing(inputs):
+        calls.append(1)
+        if len(calls) > 4:  # the rows are checked by two passes of their own
+            raise MemoryError("no room for the second microbatch")
+        return loss_of(tiny_llama)(inputs)
+
+    batch = Rows().batches([1, 2, 3, 4, 5, 6], max_rows=2)
+    with pytest.raises(MemoryError, match="no room"):
+        private_step(clipper, batch, failing, plan, engine, ledger, NoiseSource())
+    with pytest.raises(ValueError, match="failed half-way"):
+        private_step(clipper, Rows().batches([1]), loss_of(tiny_llama), plan, engine, ledger, NoiseSource())
+    assert ledger.num_steps == 1
