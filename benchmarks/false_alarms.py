@@ -22,7 +22,7 @@ from rich.table import Table
 from scipy import stats
 
 from dpllm.audit.result import judge
-from dpllm.privacy.accounting import Step
+from dpllm.mechanism.events import Step
 
 DELTA = 1e-5
 console = Console()
@@ -61,7 +61,7 @@ def simulate(setting: Setting, rng: np.random.Generator) -> tuple[np.ndarray, np
 def share_of_alarms(setting: Setting, runs: int, seed: int) -> dict[str, float]:
     """Judge so many sound runs, and the highest bound over the claimed ε."""
     rng = np.random.default_rng([seed, SETTINGS.index(setting)])
-    step = Step(None, setting.sampling_rate, None, setting.noise_multiplier)
+    step = Step(sampling_rate=setting.sampling_rate, noise_multiplier=setting.noise_multiplier)
     alarms, nearest = 0, 0.0
     for _ in track(range(runs), setting.name, console=console, transient=True):
         scores, coins = simulate(setting, rng)

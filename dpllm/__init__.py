@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from dpllm.models.losses import packed_sequence_loss as packed_sequence_loss
     from dpllm.models.losses import per_sequence_loss as per_sequence_loss
     from dpllm.models.losses import seq2seq_loss as seq2seq_loss
-    from dpllm.privacy.accounting import calibrate_noise_multiplier as calibrate_noise_multiplier
     from dpllm.privacy.accounting import epsilon as epsilon
+    from dpllm.privacy.calibration import calibrate_noise_multiplier as calibrate_noise_multiplier
     from dpllm.privacy.plan import PrivacyPlan as PrivacyPlan
     from dpllm.privacy.plan import make_plan as make_plan
     from dpllm.training.run import PrivateRun as PrivateRun
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "calibrate_noise_multiplier": "dpllm.privacy.accounting",
+    "calibrate_noise_multiplier": "dpllm.privacy.calibration",
     "epsilon": "dpllm.privacy.accounting",
     "PrivacyConfig": "dpllm.config",
     "load_recipe": "dpllm.config",

@@ -168,7 +168,7 @@ MUTATIONS = [
     Mutation(
         "the budget of the data set is not asked",
         "dpllm/privacy/budget.py",
-        "        _check_fits(budget, budget.entries, plan.step, plan.num_steps)\n        entry = ",
+        "        _check_fits(budget, budget.entries, plan.event, plan.num_steps)\n        entry = ",
         "        entry = ",
         ("tests/privacy/test_budget.py",),
     ),
@@ -217,7 +217,7 @@ MUTATIONS = [
     Mutation(
         "the step is not charged",
         "dpllm/training/step.py",
-        "    ledger.append_step(number, plan.step)\n",
+        "    ledger.append_step(number, plan.event)\n",
         "",
         ("tests/training/test_step.py",),
     ),
@@ -331,7 +331,7 @@ MUTATIONS = [
     Mutation(
         "a run that stops early states the steps it took",
         "dpllm/report/definition.py",
-        "    return ((plan.step, plan.num_steps),)\n",
+        "    return ((plan.event, plan.num_steps),)\n",
         "    return tuple(contents.history)\n",
         ("tests/report/test_statement.py::test_a_run_that_stops_early_states_the_epsilon_of_its_plan",),
     ),

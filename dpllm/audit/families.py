@@ -11,7 +11,6 @@ leaking mechanism that the observations refute? That needs a family of mechanism
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from functools import cache, lru_cache
 import numpy as np
 from scipy import optimize, special
 
-from dpllm.privacy.accounting import History, Step, delta_function, epsilon, merge
+from dpllm.mechanism.events import Round
+from dpllm.privacy.accounting import History, delta_function, epsilon, merge
 
 MOST_EPSILON = 50.0
 """No bound is stated above this ε; no audit of less than 10^20 canaries could show one."""
@@ -130,8 +130,8 @@ def plan_family(history: History, delta: float) -> Family:
     Raises:
         ValueError: the run has no step, or one without noise: nothing is claimed then.
 
-    >>> from dpllm.privacy.accounting import Step
-    >>> round(plan_family([(Step(None, 1.0, None, 1.0), 1)], 1e-5).member(1.0).epsilon, 2)
+    >>> from dpllm.mechanism.events import Step
+    >>> round(plan_family([(Step(sampling_rate=1.0, noise_multiplier=1.0), 1)], 1e-5).member(1.0).epsilon, 2)
     4.38
     """
     steps = merge(history)
@@ -141,13 +141,10 @@ def plan_family(history: History, delta: float) -> Family:
 
 
 @lru_cache(maxsize=4)  # whose members are kept: several attacks ask for the same ones
-def _plan_family(steps: tuple[tuple[Step, int], ...], delta: float) -> Family:
+def _plan_family(steps: tuple[tuple[Round, int], ...], delta: float) -> Family:
     @cache
     def member(strength: float) -> Member:
-        scaled = [
-            (dataclasses.replace(step, noise_multiplier=step.noise_multiplier / strength), count)
-            for step, count in steps
-        ]
+        scaled = [(step.with_noise(step.noise_multiplier / strength), count) for step, count in steps]
         delta_at = delta_function(scaled, "zero-out", _COARSE, tilted=False)
         deltas = np.array([delta_at(at) for at in _LOSSES])
         coarse = epsilon(scaled, delta, "zero-out", _COARSE)

@@ -57,7 +57,7 @@ def judge_releases(
     Raises:
         AuditError: too few blocks for anything to be shown.
     """
-    history = [(plan.step, design.steps_per_block)]
+    history = [(plan.event, design.steps_per_block)]
     tried = scores_of(seen, plan, design)
     coins = seen.included_RM.ravel()
     several = design.num_canaries > 1

@@ -139,8 +139,9 @@ def bounds_of(history: History, num_others: int, rates: Sequence[float] = RATES)
 
     Guarantee: an upper bound for a run with this history, under zero-out adjacency (did the record take part?).
 
-    >>> from dpllm.privacy.accounting import Step
-    >>> {rate: round(bound, 3) for rate, bound in bounds_of([(Step(None, 0.02, None, 1.0), 1500)], 10**6).items()}
+    >>> from dpllm.mechanism.events import Step
+    >>> history = [(Step(sampling_rate=0.02, noise_multiplier=1.0), 1500)]
+    >>> {rate: round(bound, 3) for rate, bound in bounds_of(history, 10**6).items()}
     {0.01: 0.097, 0.001: 0.021}
     """
     return allowed_rates(history, shown_rates(rates, num_others), num_others, CONFIDENCE)

@@ -8,7 +8,6 @@ attacks on a finished model score worse, so that these shares are upper ends.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,8 +49,8 @@ def power(
         confidence: of the audit.
         tests: attacks that the error is divided over.
 
-    >>> from dpllm.privacy.accounting import Step
-    >>> power([(Step(None, 1.0, None, 1.0), 1)], 1e-5, in_trials=1000)["σ/2"] > 0.9
+    >>> from dpllm.mechanism.events import Step
+    >>> power([(Step(sampling_rate=1.0, noise_multiplier=1.0), 1)], 1e-5, in_trials=1000)["σ/2"] > 0.9
     True
     """
     claim = Claim(history, delta, confidence, tests)
@@ -79,10 +78,7 @@ def _draw(num: int, mu: float, rng: np.random.Generator) -> tuple[NDArray[np.flo
 
 def _mu_of(history: History, factor: float, delta: float) -> float:
     """The Gaussian mechanism that has, at δ, the ε of the same steps with less noise."""
-    weaker = [
-        (dataclasses.replace(step, noise_multiplier=step.noise_multiplier / factor), count)
-        for step, count in merge(history)
-    ]
+    weaker = [(step.with_noise(step.noise_multiplier / factor), count) for step, count in merge(history)]
     wanted = epsilon(weaker, delta, "zero-out", 1e-3)
     if wanted >= gaussian_epsilon(_STRONGEST, delta):
         return _STRONGEST

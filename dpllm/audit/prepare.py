@@ -398,7 +398,7 @@ def _power(num: int, delta: float, recipe: Recipe, units: UnitIndex) -> dict[str
     plan = plan_for(training_arguments(recipe.train), recipe.privacy, units)
     if plan.noise_multiplier == 0:
         return {}
-    return power([(plan.step, plan.num_steps)], delta, in_one_run=num, tests=_num_scores(recipe))
+    return power([(plan.event, plan.num_steps)], delta, in_one_run=num, tests=_num_scores(recipe))
 
 
 def _ceiling(num: int, delta: float, recipe: Recipe) -> float:

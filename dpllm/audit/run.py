@@ -150,7 +150,7 @@ def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool
     if plain:
         return ReleasedModel(run_folder=run_folder, model_folder=folder, history=None, delta=made.delta, plan_hash=None)
     plan, contents = PrivacyPlan.load(run_folder / PLAN_FILE), read_ledger(run_folder / LEDGER_FILE)
-    if any(run["plan_hash"] != plan.hash for run in contents.runs) or any(s != plan.step for s, _ in contents.history):
+    if any(run["plan_hash"] != plan.hash for run in contents.runs) or any(s != plan.event for s, _ in contents.history):
         raise AuditError(f"{contents.path} charges steps of another plan than the one beside it: restore both files")
     if contents.seeded:
         raise AuditError(

@@ -22,10 +22,11 @@ from dpllm.cli.common import (
     show_json,
     show_table,
 )
-from dpllm.config import ADJACENCIES
+from dpllm.mechanism.limits import ADJACENCIES
 
 if TYPE_CHECKING:
-    from dpllm.privacy.accounting import History, Step
+    from dpllm.mechanism.events import Event
+    from dpllm.privacy.accounting import History
 
 # The accounting brings dp_accounting and scipy with it, which take a second: it is imported where a number is computed.
 
@@ -53,11 +54,13 @@ def _method(history: History, adjacency: str) -> dict[str, Any]:
     }
 
 
-def _cost(step: Step, steps: int, delta: float, adjacency: str) -> tuple[dict[str, Any], list[Any]]:
-    """Return what a run of one kind of step costs: values for machines, and rows for people."""
+def _cost(numbers: dict[str, Any], steps: int, delta: float, adjacency: str) -> tuple[Event, dict[str, Any], list[Any]]:
+    """Return the event of a step with these numbers, and what a run costs: values for machines, and rows for people."""
+    from dpllm.mechanism.events import dp_sgd
     from dpllm.privacy import accounting
     from dpllm.privacy.plan import format_epsilon
 
+    step = dp_sgd(**numbers)
     history = [(step, steps)]
     if adjacency not in ADJACENCIES:
         raise ValueError(f"adjacency must be one of {', '.join(ADJACENCIES)}, got {adjacency!r}")
@@ -70,20 +73,10 @@ def _cost(step: Step, steps: int, delta: float, adjacency: str) -> tuple[dict[st
         "epsilon_zero_out": costs["zero-out"],
         "epsilon_replace_one": costs["replace-one"],
         "delta": delta,
-        "noise_multiplier": step.noise_multiplier,
-        "sampling_rate": step.sampling_rate,
         "steps": steps,
-        "num_units": step.num_units,
-        "max_batch_size": step.max_batch_size,
-        "rows_per_unit": step.rows_per_unit,
+        **numbers,
         **_method(history, adjacency),
     }
-    if step.rows_per_unit > 1:
-        sampling = f"Poisson, rows of which a unit has up to {step.rows_per_unit}"
-    elif step.max_batch_size is None:
-        sampling = "plain Poisson"
-    else:
-        sampling = f"Poisson, at most {step.max_batch_size} units"
     rows = [
         ("ε, zero-out", format_epsilon(costs["zero-out"])),
         ("ε, replace-one", format_epsilon(costs["replace-one"])),
@@ -91,10 +84,10 @@ def _cost(step: Step, steps: int, delta: float, adjacency: str) -> tuple[dict[st
         ("noise multiplier σ", f"{step.noise_multiplier:.6g}"),
         ("sampling rate q", f"{step.sampling_rate:g}"),
         ("steps T", str(steps)),
-        ("sampling", sampling),
+        ("sampling", step.words().sampling),
         ("computed with", f"PLD, {values['tool']} {values['tool_version']}, grid {values['discretization']:g}"),
     ]
-    return values, rows
+    return step, values, rows
 
 
 @one_line_errors
@@ -119,11 +112,16 @@ def epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Print the ε that a run costs."""
-    from dpllm.privacy.accounting import Step
     from dpllm.privacy.plan import format_epsilon
 
-    step = Step(num_units, sampling_rate, max_batch_size, noise_multiplier, rows_per_unit=rows_per_unit)
-    values, rows = _cost(step, steps, delta, adjacency)
+    numbers = {
+        "noise_multiplier": noise_multiplier,
+        "sampling_rate": sampling_rate,
+        "num_units": num_units,
+        "max_batch_size": max_batch_size,
+        "rows_per_unit": rows_per_unit,
+    }
+    step, values, rows = _cost(numbers, steps, delta, adjacency)
     if best_of is not None:
         _tuning(step, steps, delta, best_of, values, rows)
     if not compare:
@@ -148,7 +146,7 @@ def epsilon(
     )
 
 
-def _cross_check(step: Step, steps: int, delta: float, values: dict[str, Any], rows: list[tuple[str, str]]) -> None:
+def _cross_check(step: Event, steps: int, delta: float, values: dict[str, Any], rows: list[tuple[str, str]]) -> None:
     """Add ε by the PRV accountant, an independent way to compute it; it knows no truncation and no single rows."""
     from dpllm.privacy.comparison import prv_epsilon
     from dpllm.privacy.plan import format_epsilon
@@ -159,13 +157,13 @@ def _cross_check(step: Step, steps: int, delta: float, values: dict[str, Any], r
     if found is not None and math.isinf(found.estimate):
         words = format_epsilon(found.estimate)
     elif found is not None:
-        truncated = ", without truncation" if step.max_batch_size is not None else ""
+        truncated = ", without truncation" if values["max_batch_size"] is not None else ""
         words = f"{found.estimate:.4f}, between {found.lower:.4f} and {found.upper:.4f}{truncated}"
     rows.insert(2, ("checked by PRV, zero-out", words))
 
 
 def _tuning(
-    step: Step,
+    step: Event,
     steps: int,
     delta: float,
     mean_runs: float,
@@ -197,13 +195,19 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Print the smallest noise multiplier σ that keeps a run within a target ε."""
-    from dpllm.privacy import accounting
+    from dpllm.privacy.calibration import calibrate_noise_multiplier
 
-    noise_multiplier = accounting.calibrate_noise_multiplier(
+    noise_multiplier = calibrate_noise_multiplier(
         target_epsilon, delta, sampling_rate, steps, num_units, max_batch_size, adjacency, rows_per_unit
     )
-    step = accounting.Step(num_units, sampling_rate, max_batch_size, noise_multiplier, rows_per_unit=rows_per_unit)
-    values, rows = _cost(step, steps, delta, adjacency)
+    numbers = {
+        "noise_multiplier": noise_multiplier,
+        "sampling_rate": sampling_rate,
+        "num_units": num_units,
+        "max_batch_size": max_batch_size,
+        "rows_per_unit": rows_per_unit,
+    }
+    _, values, rows = _cost(numbers, steps, delta, adjacency)
     values["target_epsilon"] = target_epsilon
     rows.insert(0, ("target ε", f"{target_epsilon:g} ({adjacency})"))
     show(values, rows, "The least noise that keeps the target", as_json)

@@ -1,11 +1,5 @@
 """Recipes and their values, checked by kind and range when they are read. Needs no torch."""
 
-from dpllm.config.recipe import ADJACENCIES as ADJACENCIES
-from dpllm.config.recipe import MAX_NOISE as MAX_NOISE
-from dpllm.config.recipe import MAX_ROWS_DRAWN_PER_UNIT as MAX_ROWS_DRAWN_PER_UNIT
-from dpllm.config.recipe import MAX_TARGET_EPSILON as MAX_TARGET_EPSILON
-from dpllm.config.recipe import MAX_UNITS as MAX_UNITS
-from dpllm.config.recipe import MIN_NOISE as MIN_NOISE
 from dpllm.config.recipe import PRETRAINED_FOLDER as PRETRAINED_FOLDER
 from dpllm.config.recipe import RECIPE_FILE as RECIPE_FILE
 from dpllm.config.recipe import SAMPLINGS as SAMPLINGS

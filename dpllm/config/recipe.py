@@ -23,13 +23,21 @@ from dpllm.config.train_values import check_train
 from dpllm.config.values import ConfigError as ConfigError
 from dpllm.config.values import nearest as nearest
 from dpllm.config.yaml12 import read_yaml, write_yaml
+from dpllm.mechanism.limits import (
+    ADJACENCIES,
+    MAX_CLIP_NORM,
+    MAX_NOISE,
+    MAX_ROWS_DRAWN_PER_UNIT,
+    MAX_TARGET_EPSILON,
+    MIN_CLIP_NORM,
+    MIN_NOISE,
+)
 
 UNITS = ("sequence", "user")
 SAMPLINGS = ("unit", "example")
 ROWS_KEPT = ("first", "random")
 ON_BUDGET = ("stop", "error")
 STOPS = ("planned", "independent")
-ADJACENCIES = ("zero-out", "replace-one")
 TASKS = ("causal_lm", "sequence_classification", "seq2seq_lm")
 DTYPES = ("float32", "bfloat16", "auto")
 FORMATS = ("text", "prompt_completion", "chat", "classification")
@@ -39,13 +47,6 @@ RECIPE_FILE = "recipe.yaml"
 """The recipe of a run, in its folder."""
 PRETRAINED_FOLDER = "public_pretrain"
 """The model that the private training began at, where the recipe made it, in the folder of the run."""
-
-# Bounds within which ε is computed in seconds, and float32 holds what a step computes.
-MAX_TARGET_EPSILON = 1000.0
-MIN_NOISE, MAX_NOISE = 1e-3, 1e6
-MIN_CLIP_NORM, MAX_CLIP_NORM = 1e-12, 1e12
-MAX_ROWS_DRAWN_PER_UNIT = 10_000
-MAX_UNITS = 10**15
 
 _NOT_POISSON = (
     *("shuffle", "shuffled", "random", "epoch", "sequential", "fixed", "fixed-size", "fixed_size"),

@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any
 
 from dpllm.config.values import ConfigError, between, choice, flag, integer, shown, text
+from dpllm.mechanism.limits import MAX_STEPS
 
-MAX_STEPS = 10_000_000
-"""Private steps at most; their cost is computed within seconds up to here."""
 MAX_EPOCHS = 1_000_000
 _MOST = 2**31 - 1
 _MOST_SEED = 2**32 - 1

@@ -1,9 +1,8 @@
 """Which units take part in a step: truncated Poisson sampling.
 
-Place in the flow: the sampler is made from the plan, draws once per step over all units, and knows the privacy event of
-what it does, so that the accounting can't be for another kind of sampling. Each unit enters a step independently with
-probability q; when more than `max_batch_size` enter, a uniform subset of that size stays (arXiv:2508.15089 has
-the accounting of the truncation). Which units were drawn, and how many, is secret.
+Place in the flow: the sampler is made from the plan and draws once per step over all units. Each unit enters a step
+independently with probability q; when more than `max_batch_size` enter, a uniform subset of that size stays
+(arXiv:2508.15089 has the accounting of the truncation). Which units were drawn, and how many, is secret.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import dp_accounting
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,21 +64,6 @@ class TruncatedPoissonSampler:
         """Yield the units of `num_steps` steps, each drawn independently of the others."""
         for _ in range(num_steps):
             yield self.draw(rng)
-
-    def event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
-        """Return the privacy event of one step: this sampling, then a Gaussian sum with noise `noise_multiplier` x C.
-
-        Args:
-            noise_multiplier: σ; 0 gives the event that has no privacy.
-        """
-        if noise_multiplier == 0:
-            return dp_accounting.NonPrivateDpEvent()
-        return dp_accounting.TruncatedSubsampledGaussianDpEvent(
-            dataset_size=self.num_units,
-            sampling_probability=float(self.sampling_rate),
-            truncated_batch_size=self.max_batch_size,
-            noise_multiplier=float(noise_multiplier),
-        )
 
 
 def secret_rng() -> np.random.Generator:

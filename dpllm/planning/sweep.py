@@ -48,7 +48,7 @@ from typing import Any
 from scipy import optimize, special
 
 from dpllm.planning.sweep_noise import Budget, Noise, calibrate_grid, least_noise, refined
-from dpllm.privacy.accounting import require_target
+from dpllm.privacy.calibration import require_target
 
 NEARLY_BEST = 0.9
 """Share of a compute line's best cumulative signal-to-noise ratio that counts as nearly the best."""

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpllm.privacy.accounting import DISCRETIZATION, Step, calibrate_noise_multiplier, epsilon
+from dpllm.mechanism.events import Step
+from dpllm.privacy.accounting import DISCRETIZATION, epsilon
+from dpllm.privacy.calibration import calibrate_noise_multiplier
 from dpllm.privacy.plan import format_epsilon
 
 TOLERANCE = 0.01
@@ -36,7 +38,7 @@ class Budget:
 
     def epsilon(self, batch_size: int, num_steps: int, sigma: float, width: float) -> float:
         """Return ε of a run without truncation, on a grid of privacy losses of the given width."""
-        step = Step(None, batch_size / self.num_units, None, sigma)
+        step = Step(sampling_rate=batch_size / self.num_units, noise_multiplier=sigma)
         return epsilon([(step, num_steps)], self.delta, self.adjacency, width)
 
 

@@ -37,12 +37,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dpllm.config import ADJACENCIES, MAX_TARGET_EPSILON, UNITS
+from dpllm.config import UNITS
 from dpllm.config.values import between, choice, integer
+from dpllm.mechanism.events import Event, from_fields
+from dpllm.mechanism.limits import ADJACENCIES, MAX_TARGET_EPSILON
 from dpllm.privacy import accounting
-from dpllm.privacy.accounting import History, Step
+from dpllm.privacy.accounting import History
 from dpllm.privacy.budget_lock import BudgetError as BudgetError
 from dpllm.privacy.budget_lock import locked
+from dpllm.privacy.calibration import steps_within
 from dpllm.privacy.identity import require_prefix
 from dpllm.privacy.ledger import LedgerError, sync_folder
 from dpllm.privacy.ledger_reader import LedgerHead
@@ -59,7 +62,7 @@ class Entry:
     id: str
     """Random, in hexadecimal; the run's ledger names it."""
     plan_hash: str
-    step: Step
+    step: Event
     steps_reserved: int
     """T of the plan."""
     steps_charged: int | None
@@ -113,7 +116,7 @@ class Budget:
     """Of its contents."""
 
     @property
-    def history(self) -> list[tuple[Step, int]]:
+    def history(self) -> list[tuple[Event, int]]:
         """The steps of all entries, reservations included."""
         return [(entry.step, entry.num_steps) for entry in self.entries]
 
@@ -225,11 +228,11 @@ def charge(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
     _check_private(plan)
     with _changing(path) as (budget, put):
         _check_data(budget, plan, dataset)
-        _check_fits(budget, budget.entries, plan.step, plan.num_steps)
+        _check_fits(budget, budget.entries, plan.event, plan.num_steps)
         entry = Entry(
             id=secrets.token_hex(8),
             plan_hash=plan.hash,
-            step=plan.step,
+            step=plan.event,
             steps_reserved=plan.num_steps,
             steps_charged=None,
             steps_before=0,
@@ -244,7 +247,7 @@ def require_room(path: str | Path, plan: PrivacyPlan, dataset: str) -> None:
     _check_private(plan)
     budget = read_budget(path)
     _check_data(budget, plan, dataset)
-    _check_fits(budget, budget.entries, plan.step, plan.num_steps)
+    _check_fits(budget, budget.entries, plan.event, plan.num_steps)
 
 
 def mark(path: str | Path, entry_id: str, head: LedgerHead) -> None:
@@ -371,7 +374,7 @@ def read_budget(path: str | Path) -> Budget:
     if digest != _digest(raw):
         raise _edited(path, "edited: its contents don't match its hash")
     try:
-        entries = tuple(Entry(**{**entry, "step": Step(**entry["step"])}) for entry in raw["entries"])
+        entries = tuple(Entry(**{**entry, "step": from_fields(entry["step"])}) for entry in raw["entries"])
         between("epsilon", raw["epsilon"], 0, above=True)
         between("delta", raw["delta"], 0, 1, above=True, below=True)
         integer("num_units", raw["num_units"], 1)
@@ -438,13 +441,13 @@ def _check_data(budget: Budget, plan: PrivacyPlan, dataset: str) -> None:
         )
 
 
-def _check_fits(budget: Budget, others: tuple[Entry, ...], step: Step, num_steps: int) -> None:
+def _check_fits(budget: Budget, others: tuple[Entry, ...], step: Event, num_steps: int) -> None:
     """Raise unless the others and these steps together cost at most the budget."""
     before = [(entry.step, entry.num_steps) for entry in others]
     total = budget.cost([*before, (step, num_steps)])
     if total <= budget.epsilon:
         return
-    allowed = accounting.steps_within(budget.epsilon, budget.delta, step, num_steps, budget.adjacency, before)
+    allowed = steps_within(budget.epsilon, budget.delta, step, num_steps, budget.adjacency, before)
     spent = budget.cost(before)
     left = budget.cost([*before, (step, allowed)])
     instead = (

@@ -14,7 +14,6 @@ sensitivity under replace-one (google/differential-privacy, number 378), and the
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -25,11 +24,11 @@ import absl.logging
 import dp_accounting
 import numpy as np
 from dp_accounting import dp_event
-from scipy import integrate, optimize, stats
+from scipy import integrate, optimize
 
-from dpllm.mechanism.sampling import TruncatedPoissonSampler
+from dpllm.mechanism.events import Step
 from dpllm.privacy import accounting
-from dpllm.privacy.accounting import DISCRETIZATION, History, Step, merge
+from dpllm.privacy.accounting import DISCRETIZATION, History, merge
 
 UPPER_BOUND = "upper bound"
 ESTIMATE = "estimate"
@@ -72,7 +71,7 @@ def compare(history: History, delta: float, adjacency: str = "zero-out") -> list
     """Return ε of a history by every method, the one that dpllm reports first.
 
     Args:
-        history: (step, count) pairs.
+        history: (event, count) pairs.
         delta: δ, between 0 and 1.
         adjacency: "zero-out" or "replace-one".
 
@@ -82,7 +81,7 @@ def compare(history: History, delta: float, adjacency: str = "zero-out") -> list
     Raises:
         ValueError: as `accounting.epsilon`.
 
-    >>> step = Step(num_units=None, sampling_rate=0.02, max_batch_size=None, noise_multiplier=1.0)
+    >>> step = Step(sampling_rate=0.02, noise_multiplier=1.0)
     >>> [(row.name, round(row.epsilon, 1)) for row in compare([(step, 1500)], 1e-5)][2:5]
     [('PRV', 4.8), ('Rényi', 5.3), ('zCDP', 932.7)]
     """
@@ -139,10 +138,7 @@ def _prv_row(merged: History, delta: float, adjacency: str) -> Comparison:
 
 
 def _truncates(history: History) -> bool:
-    return any(
-        step.max_batch_size is not None and step.num_units is not None and step.max_batch_size < step.num_units
-        for step, _ in history
-    )
+    return any(one.truncates for one, _ in merge(history))
 
 
 def library_epsilon(
@@ -162,29 +158,16 @@ def library_epsilon(
     merged = merge(history)
     if any(step.noise_multiplier == 0 for step, _ in merged):
         return math.inf
-    if adjacency == "replace-one" and any(step.rows_per_unit > 1 for step, _ in merged):
+    if not all(one.has_pair(adjacency) for one, _ in merged):
         raise ValueError(
-            "dp_accounting has no replace-one event for units whose rows are drawn singly; compare under zero-out"
+            f"dp_accounting has no {adjacency} event for units whose rows are drawn singly; compare under zero-out"
         )
     if accounting.discretization_used(merged, adjacency, discretization) > discretization:
         raise ValueError(f"its grid of width {discretization:g} would need too much memory for these steps")
     accountant = PLDAccountant(_RELATIONS[adjacency], discretization)
-    for step, count in merged:
-        accountant.compose(_event(step), count)
+    for one, count in merged:
+        accountant.compose(one.dp_event(), count)
     return max(float(accountant.get_epsilon(delta)), discretization) if merged else 0.0
-
-
-def _event(step: Step) -> dp_accounting.DpEvent:
-    """Return dp_accounting's event for one step."""
-    if step.rows_per_unit > 1:
-        # Of a unit's k rows Binomial(k, q) enter the step (Charles et al., arXiv:2407.07737).
-        rows = list(range(step.rows_per_unit + 1))
-        chances = [float(chance) for chance in stats.binom.pmf(rows, step.rows_per_unit, step.sampling_rate)]
-        return dp_event.MixtureOfGaussiansDpEvent(step.noise_multiplier, rows, chances)
-    if step.max_batch_size is not None and step.num_units is not None:
-        sampler = TruncatedPoissonSampler(step.num_units, step.sampling_rate, step.max_batch_size)
-        return sampler.event(step.noise_multiplier)
-    return dp_accounting.PoissonSampledDpEvent(step.sampling_rate, dp_accounting.GaussianDpEvent(step.noise_multiplier))
 
 
 def prv_epsilon(history: History, delta: float) -> Interval | None:
@@ -201,7 +184,7 @@ def prv_epsilon(history: History, delta: float) -> Interval | None:
     the bounds, a large one is a reason for None.
 
     Args:
-        history: (step, count) pairs.
+        history: (event, count) pairs.
         delta: δ, between 0 and 1.
 
     Returns:
@@ -214,7 +197,7 @@ def prv_epsilon(history: History, delta: float) -> Interval | None:
 
     References: Gopi, Lee, Wutschitz, arXiv:2106.02848, theorem 5.5; package prv-accountant 0.2.
 
-    >>> step = Step(num_units=None, sampling_rate=0.02, max_batch_size=None, noise_multiplier=1.0)
+    >>> step = Step(sampling_rate=0.02, noise_multiplier=1.0)
     >>> round(prv_epsilon([(step, 1500)], delta=1e-5).estimate, 3)
     4.814
     """
@@ -229,15 +212,16 @@ def _prv(merged: History, delta: float) -> Interval | str:
         return Interval(0.0, 0.0, 0.0)
     if any(step.noise_multiplier == 0 for step, _ in merged):
         return Interval(math.inf, math.inf, math.inf)
-    if any(step.rows_per_unit > 1 for step, _ in merged):
+    plain = _plain(merged)
+    if plain is None:
         return "not defined where the rows of one unit are drawn singly"
-    if len({(step.sampling_rate, step.noise_multiplier) for step, _ in merged}) > _PRV_KINDS:
+    if len({(step.sampling_rate, step.noise_multiplier) for step, _ in plain}) > _PRV_KINDS:
         return f"too slow for more than {_PRV_KINDS} kinds of steps"
     try:
         # The loss far outside the grid overflows to an infinite one, which is right; a mean that is not exact isn't.
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("error", integrate.IntegrationWarning)
-            found = _prv_bounds(merged, delta)
+            found = _prv_bounds(plain, delta)
     except (ArithmeticError, RuntimeError, ValueError, IndexError, integrate.IntegrationWarning) as error:
         return f"the package prv-accountant fails on these steps: {error}"
     if not all(math.isfinite(bound) for bound in found):
@@ -246,13 +230,13 @@ def _prv(merged: History, delta: float) -> Interval | str:
     return Interval(lower, max(estimate, DISCRETIZATION), max(upper, DISCRETIZATION))
 
 
-def _prv_bounds(merged: History, delta: float) -> tuple[float, float, float]:
+def _prv_bounds(plain: list[tuple[Step, int]], delta: float) -> tuple[float, float, float]:
     """Return lower bound, estimate and upper bound as the package computes them."""
     from prv_accountant import GaussianMechanism, PoissonSubsampledGaussianMechanism, PRVAccountant
     from prv_accountant.accountant import compute_safe_domain_size
 
     variables, counts = [], []
-    for (rate, sigma), count in _kinds(merged).items():
+    for (rate, sigma), count in _kinds(plain).items():
         if rate == 1:
             variables.append(GaussianMechanism(sigma))
         else:
@@ -266,7 +250,7 @@ def _prv_bounds(merged: History, delta: float) -> tuple[float, float, float]:
     error = max(_PRV_ERROR, 2 * largest * len(counts) / mesh / _PRV_POINTS)
     accountant = PRVAccountant(variables, error, delta_error, counts)
     drift = 0.0
-    for grid, ((rate, sigma), count) in zip(accountant.composer.prvs, _kinds(merged).items(), strict=True):
+    for grid, ((rate, sigma), count) in zip(accountant.composer.prvs, _kinds(plain).items(), strict=True):
         drift += count * abs(float(grid.pmf @ grid.domain.ts()) - _mean_loss(rate, sigma))
     if drift > error / 4:
         raise ArithmeticError(f"the mean privacy loss of all steps is off by {drift:.2g}")
@@ -286,11 +270,18 @@ def _mean_loss(sampling_rate: float, noise_multiplier: float) -> float:
     return float(weight @ np.logaddexp(rest, exponent))
 
 
-def _kinds(merged: History) -> dict[tuple[float, float], int]:
+def _plain(history: History) -> list[tuple[Step, int]] | None:
+    """Return the rounds as plain Poisson sampled Gaussians; None where one of them is none."""
+    plain = [(one.untruncated, count) for one, count in merge(history)]
+    found = [(step, count) for step, count in plain if step is not None]
+    return found if len(found) == len(plain) else None
+
+
+def _kinds(plain: list[tuple[Step, int]]) -> dict[tuple[float, float], int]:
     """Return (q, σ) -> count; all steps without sampling together are one Gaussian mechanism, exactly."""
     kinds: dict[tuple[float, float], int] = {}
     precision = 0.0
-    for step, count in merged:
+    for step, count in plain:
         if step.sampling_rate == 1:
             precision += count / step.noise_multiplier**2
         else:
@@ -314,9 +305,10 @@ def renyi_epsilon(history: History, delta: float) -> float | None:
     merged = merge(history)
     if any(step.noise_multiplier == 0 for step, _ in merged):
         return math.inf
-    if any(step.rows_per_unit > 1 for step, _ in merged):
+    plain = _plain(merged)
+    if plain is None:
         return None
-    return max(_renyi(_events(merged), delta), DISCRETIZATION) if merged else 0.0
+    return max(_renyi(_events(plain), delta), DISCRETIZATION) if plain else 0.0
 
 
 def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: float = 1.0) -> float | None:
@@ -328,7 +320,7 @@ def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: flo
     truncation, so steps in which truncation costs anything are refused. The result is never below ε of one run.
 
     Args:
-        history: (step, count) pairs of one run.
+        history: (event, count) pairs of one run.
         delta: δ.
         mean_runs: expected number of runs, at least 1.
         shape: of the distribution of their number, at least 0.
@@ -341,7 +333,7 @@ def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: flo
 
     References: Papernot, Steinke, arXiv:2110.03620, theorems 2 and 6, through dp_accounting's RepeatAndSelectDpEvent.
 
-    >>> step = Step(num_units=None, sampling_rate=0.02, max_batch_size=None, noise_multiplier=1.0)
+    >>> step = Step(sampling_rate=0.02, noise_multiplier=1.0)
     >>> round(best_of_epsilon([(step, 1500)], 1e-5, mean_runs=10), 2)
     9.26
     """
@@ -355,27 +347,23 @@ def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: flo
         return 0.0
     if any(step.noise_multiplier == 0 for step, _ in merged):
         return math.inf
-    if any(step.rows_per_unit > 1 for step, _ in merged):
+    plain = _plain(merged)
+    if plain is None:
         return None
-    one_run = accounting.epsilon(merged, delta)
-    whole = [(dataclasses.replace(step, num_units=None, max_batch_size=None), count) for step, count in merged]
-    untruncated = accounting.epsilon(whole, delta)
-    if one_run > untruncated + NEGLIGIBLE:
+    one_run, whole = accounting.epsilon(merged, delta), accounting.epsilon(plain, delta)
+    if one_run > whole + NEGLIGIBLE:
         raise ValueError(
             f"the best of several runs is accounted without truncation, and truncation costs here: one run has "
-            f"ε = {one_run:.4g}, and {untruncated:.4g} without it. Raise --max-batch-size until it costs nothing (a "
+            f"ε = {one_run:.4g}, and {whole:.4g} without it. Raise --max-batch-size until it costs nothing (a "
             "plan's default does that), or add the runs up"
         )
-    run = dp_event.ComposedDpEvent([dp_event.SelfComposedDpEvent(event, count) for event, count in _events(merged)])
+    run = dp_event.ComposedDpEvent([dp_event.SelfComposedDpEvent(event, count) for event, count in _events(plain)])
     repeated = dp_event.RepeatAndSelectDpEvent(run, float(mean_runs), float(shape))
     return max(_renyi([(repeated, 1)], delta), one_run, DISCRETIZATION)
 
 
-def _events(merged: History) -> list[tuple[dp_accounting.DpEvent, int]]:
-    return [
-        (dp_event.PoissonSampledDpEvent(step.sampling_rate, dp_event.GaussianDpEvent(step.noise_multiplier)), count)
-        for step, count in merged
-    ]
+def _events(plain: list[tuple[Step, int]]) -> list[tuple[dp_accounting.DpEvent, int]]:
+    return [(step.dp_event(), count) for step, count in plain]
 
 
 def _renyi(events: list[tuple[dp_accounting.DpEvent, int]], delta: float) -> float:
@@ -400,14 +388,14 @@ def zcdp_rho(history: History) -> float:
 
     References: Bun, Steinke, arXiv:1605.02065, proposition 1.6 and lemma 1.7.
 
-    >>> zcdp_rho([(Step(None, 0.02, None, 2.0), 100)])
+    >>> zcdp_rho([(Step(sampling_rate=0.02, noise_multiplier=2.0), 100)])
     12.5
     """
     total = 0.0
     for step, count in merge(history):
         if step.noise_multiplier == 0:
             return math.inf
-        total += count * step.rows_per_unit**2 / (2 * step.noise_multiplier**2)
+        total += count * step.moves**2 / (2 * step.noise_multiplier**2)
     return total
 
 
@@ -422,7 +410,7 @@ def zcdp_epsilon(history: History, delta: float) -> float:
 
     References: `zcdp_rho`; Canonne, Kamath, Steinke, arXiv:2004.00010, proposition 12.
 
-    >>> round(zcdp_epsilon([(Step(None, 1.0, None, 10.0), 1)], 1e-5), 2)
+    >>> round(zcdp_epsilon([(Step(sampling_rate=1.0, noise_multiplier=10.0), 1)], 1e-5), 2)
     0.38
     """
     _check_delta(delta)

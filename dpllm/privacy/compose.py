@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpllm.config import ADJACENCIES
+from dpllm.mechanism.events import Event
+from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.privacy import accounting
-from dpllm.privacy.accounting import Step
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, format_epsilon
 from dpllm.privacy.stated import stated_history
@@ -36,7 +36,7 @@ class ComposedRun:
     plan_hash: str
     runs: tuple[str, ...]
     """Ids in its ledger: of the first start and of each resumption."""
-    history: tuple[tuple[Step, int], ...]
+    history: tuple[tuple[Event, int], ...]
     """The steps its ledger charges."""
     num_steps: int
     num_steps_planned: int

@@ -28,10 +28,9 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import dpllm
-from dpllm.privacy.accounting import Step
+from dpllm.mechanism.events import Event, to_fields
 from dpllm.privacy.ledger_reader import (
     CHAIN_START,
-    STEP_FIELDS,
     LedgerHead,
     LedgerNotes,
     LedgerReader,
@@ -54,7 +53,7 @@ class _Plan(Protocol):
     @property
     def hash(self) -> str: ...
     @property
-    def step(self) -> Step: ...
+    def event(self) -> Event: ...
     @property
     def seeded(self) -> bool: ...
 
@@ -166,7 +165,7 @@ class Ledger:
         """Where the ledger ends at this moment."""
         return LedgerHead(self._chain, self._num_steps)
 
-    def append_step(self, step_number: int, step: Step) -> None:
+    def append_step(self, step_number: int, step: Event) -> None:
         """Charge a step. Call it before anything of the step is used.
 
         Args:
@@ -180,7 +179,7 @@ class Ledger:
             raise LedgerError(f"step {step_number} can't be charged: the next one of {self.path} is {self._num_steps}")
         if not self._running:
             raise LedgerError(f"step {step_number} can't be charged: the run in {self.path} has ended")
-        self._append({"kind": "step", "step": step_number, **_fields_of(step)})
+        self._append({"kind": "step", "step": step_number, **to_fields(step)})
         self._num_steps += 1
 
     def append_disclosure(self, what: str, count: int = 1) -> None:
@@ -328,7 +327,7 @@ class Ledger:
                 "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
                 "entropy": ENTROPY_SEEDED if plan.seeded else ENTROPY_SYSTEM,
                 "public": list(public),
-                "planned_step": _fields_of(plan.step),
+                "planned_step": to_fields(plan.event),
                 "budget": dict(budget) if budget else None,
                 "file": file_hash(run, self._identity()),
             }
@@ -458,10 +457,6 @@ def _fact_value(name: str, value: str | int | float) -> str | int | float:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     raise ValueError(f"the fact {name!r} is {value!r}; give a text or a finite number")
-
-
-def _fields_of(step: Step) -> dict[str, Any]:
-    return {name: getattr(step, name) for name in STEP_FIELDS}
 
 
 def sync_folder(folder: Path) -> None:

@@ -7,7 +7,6 @@ certainly was something else: charging one too many is safe.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpllm.privacy.accounting import Step
+from dpllm.mechanism.events import Event, from_fields
 
 ENTROPY_SYSTEM = "operating system"
 ENTROPY_SEEDED = "fixed seed (NOT PRIVATE)"
@@ -39,7 +38,6 @@ _OTHER_KINDS = (
 )
 _OTHER_STARTS = tuple(f'{{"kind": "{kind}"' for kind in _OTHER_KINDS)
 _OF_A_RUN = {"run": str, "plan_hash": str, "entropy": str, "public": list, "planned_step": dict}
-STEP_FIELDS = tuple(item.name for item in dataclasses.fields(Step))
 
 
 class LedgerError(ValueError):
@@ -117,8 +115,9 @@ class LedgerContents:
     path: Path
     runs: list[dict[str, Any]] = field(default_factory=list)
     """One entry per start or resumption: run, plan_hash, version, started_at, entropy, public, planned_step, budget."""
-    history: list[tuple[Step, int]] = field(default_factory=list)
-    """The steps charged, in order, equal neighbours counted together."""
+    history: list[tuple[Event, int]] = field(default_factory=list)
+    """The steps charged, in order: equal neighbours counted together, where they cost as much as if no run had begun
+    between them."""
     disclosures: dict[str, int] = field(default_factory=dict)
     """What was written out that ε does not cover, and how often."""
     diagnostics: dict[str, int] = field(default_factory=dict)
@@ -156,8 +155,9 @@ class LedgerContents:
         """What was declared public, over all runs, each once."""
         return list(dict.fromkeys(line for run in self.runs for line in run["public"]))
 
-    def _charge(self, step: Step) -> None:
-        if self.history and self.history[-1][0] == step:
+    def _charge(self, step: Event, begins: bool) -> None:
+        """Count a step; ``begins``: it is the first of a run or of a resume."""
+        if self.history and self.history[-1][0] == step and not (begins and step.restarts):
             self.history[-1] = (step, self.history[-1][1] + 1)
         else:
             self.history.append((step, 1))
@@ -208,8 +208,8 @@ class LedgerReader:
         self.chain = CHAIN_START
         self.ends_with_newline = data.endswith(b"\n")
         self.torn_tail: tuple[int, bool] | None = None
-        self._running = False
-        self._steps_by_text: dict[str, Step] = {}
+        self._running = self._begins = False
+        self._steps_by_text: dict[str, Event] = {}
         # A byte outside ASCII can only come from damage; it becomes a text that fits no hash.
         lines = data.decode("ascii", errors="replace").split("\n")
         if lines[-1] == "":
@@ -267,9 +267,8 @@ class LedgerReader:
         if charged:
             if not self.contents.runs:
                 raise self._fail(number, "torn before the run was named")
-            self.contents._charge(Step(**self.contents.runs[-1]["planned_step"]))
+            self._charge(from_fields(self.contents.runs[-1]["planned_step"]))
             self.contents.torn_steps += 1
-            self._num_steps += 1
         if is_last:
             self.torn_tail = (number, charged)
 
@@ -292,14 +291,19 @@ class LedgerReader:
             raise self._fail(number, "a step outside a run")
         step = self._steps_by_text.get(fields)
         if step is None:
-            step = self._steps_by_text[fields] = Step(**json.loads("{" + fields))
-        self.contents._charge(step)
+            step = self._steps_by_text[fields] = from_fields(json.loads("{" + fields))
+        self._charge(step)
+
+    def _charge(self, step: Event) -> None:
+        self.contents._charge(step, self._begins)
+        self._begins = False
         self._num_steps += 1
 
     def _take(self, number: int, entry: dict[str, Any]) -> None:
         contents, kind = self.contents, entry.pop("kind", None)
         if kind == "run":
             self._check_run(number, entry)
+            self._begins = True
             contents.runs.append(entry)
             contents.end, contents.notes.stopped_independently = None, False
             contents.notes.file = (entry["run"], entry["file"]) if entry.get("file") else None

@@ -16,9 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dpllm.config import ADJACENCIES, SAMPLINGS, UNITS, PrivacyConfig
+from dpllm.config import SAMPLINGS, UNITS, PrivacyConfig
+from dpllm.mechanism.events import Event, dp_sgd
+from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.mechanism.sampling import TruncatedPoissonSampler
-from dpllm.privacy.accounting import Step, calibrate_noise_multiplier, choose_max_batch_size, epsilon, steps_within
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.calibration import calibrate_noise_multiplier, choose_max_batch_size, steps_within
 
 PLAN_FILE = "privacy_plan.json"
 _FORMAT = 2
@@ -149,13 +152,17 @@ class PrivacyPlan:
         return TruncatedPoissonSampler(self.population, self.sampling_rate, self.max_batch_size)
 
     @property
-    def step(self) -> Step:
+    def event(self) -> Event:
         """What is charged for one step."""
-        if self.sampling == "example":
-            k = self.max_rows_per_unit
-            assert k is not None
-            return Step(self.num_units, self.sampling_rate, None, self.noise_multiplier, self.clip_norm, k)
-        return Step(self.num_units, self.sampling_rate, self.max_batch_size, self.noise_multiplier, self.clip_norm)
+        drawn_by_row = self.sampling == "example"
+        return dp_sgd(
+            num_units=self.num_units,
+            sampling_rate=self.sampling_rate,
+            max_batch_size=None if drawn_by_row else self.max_batch_size,
+            noise_multiplier=self.noise_multiplier,
+            clip_norm=self.clip_norm,
+            rows_per_unit=self.max_rows_per_unit or 1 if drawn_by_row else 1,
+        )
 
     @cached_property
     def epsilon(self) -> float:
@@ -164,7 +171,7 @@ class PrivacyPlan:
 
     def epsilon_under(self, adjacency: str) -> float:
         """Return ε of all planned steps under "zero-out" or "replace-one"."""
-        return epsilon([(self.step, self.num_steps)], self.delta, adjacency)
+        return epsilon([(self.event, self.num_steps)], self.delta, adjacency)
 
     @cached_property
     def hash(self) -> str:
@@ -278,7 +285,7 @@ def _within_budget(plan: PrivacyPlan, privacy: PrivacyConfig) -> PrivacyPlan:
     """Return the plan with as many steps as its target allows; σ calibrated to the target allows all of them."""
     if privacy.target_epsilon is None or privacy.noise_multiplier is None:
         return plan
-    allowed = steps_within(privacy.target_epsilon, plan.delta, plan.step, plan.num_steps, plan.adjacency)
+    allowed = steps_within(privacy.target_epsilon, plan.delta, plan.event, plan.num_steps, plan.adjacency)
     if allowed == plan.num_steps:
         return plan
     if allowed == 0 or privacy.on_budget == "error":

@@ -90,8 +90,8 @@ def attack_risk(
     Raises:
         ValueError: a rate or a prior is not between 0 and 1, or a reconstruction prior is 0.
 
-    >>> from dpllm.privacy.accounting import Step
-    >>> risk = attack_risk([(Step(None, 0.02, None, 1.0), 1500)], discretization=1e-3)
+    >>> from dpllm.mechanism.events import Step
+    >>> risk = attack_risk([(Step(sampling_rate=0.02, noise_multiplier=1.0), 1500)], discretization=1e-3)
     >>> round(risk.advantage, 2)
     0.38
     """
@@ -128,8 +128,9 @@ def tradeoff_curve(
     Raises:
         ValueError: a rate is not between 0 and 1.
 
-    >>> from dpllm.privacy.accounting import Step
-    >>> _, found = tradeoff_curve([(Step(None, 0.02, None, 1.0), 1500)], "zero-out", [0.01, 0.1], 1e-3)
+    >>> from dpllm.mechanism.events import Step
+    >>> history = [(Step(sampling_rate=0.02, noise_multiplier=1.0), 1500)]
+    >>> _, found = tradeoff_curve(history, "zero-out", [0.01, 0.1], 1e-3)
     >>> found.round(2).tolist()
     [0.1, 0.39]
     """

@@ -5,12 +5,12 @@ Place in the flow: between the ledger and all that prints an ε.
 
 from __future__ import annotations
 
-from dpllm.privacy.accounting import Step
+from dpllm.mechanism.events import Event
 from dpllm.privacy.ledger import LedgerContents
 from dpllm.privacy.plan import PrivacyPlan
 
 
-def stated_history(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[Step, int], ...]:
+def stated_history(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
     """Return the steps whose ε holds for what a run released so far: those charged, or all planned ones.
 
     The composition is proved for a number of steps that is fixed beforehand. Who stops at 3 of 20 steps because of what
@@ -24,4 +24,4 @@ def stated_history(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[S
     """
     if contents.num_steps == 0 or contents.num_steps >= plan.num_steps or contents.notes.stopped_independently:
         return tuple(contents.history)
-    return ((plan.step, plan.num_steps),)
+    return ((plan.event, plan.num_steps),)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from dpllm.mechanism.events import Event
 from dpllm.privacy import accounting
-from dpllm.privacy.accounting import Step
 from dpllm.privacy.risk import tradeoff_curve
 
 _COARSE = 1e-3
@@ -22,7 +22,7 @@ _EPSILON_POINTS = 48
 _LEAST_DELTA = 1e-12
 _ADJACENCIES = ("zero-out", "replace-one")
 
-_History = tuple[tuple[Step, int], ...]
+_History = tuple[tuple[Event, int], ...]
 
 
 def curves(
@@ -31,7 +31,7 @@ def curves(
     """Return the three curves as plain values; without a step or without noise their lists are empty.
 
     Args:
-        history: (step, count) pairs in the order in which they ran.
+        history: (event, count) pairs in the order in which they ran.
         delta: δ of the headline.
         adjacency: of the headline.
         epsilon: of the headline.
@@ -99,7 +99,7 @@ def _over_steps(history: _History | None, delta: float, adjacency: str, epsilon:
     return {"steps": steps, "epsilon": values}
 
 
-def _first(history: _History, number: int) -> list[tuple[Step, int]]:
+def _first(history: _History, number: int) -> list[tuple[Event, int]]:
     """Return the first steps of a history."""
     taken, left = [], number
     for step, count in history:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dpllm
+from dpllm.mechanism.events import Event
 from dpllm.privacy import accounting, comparison
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
@@ -189,7 +190,7 @@ def _replace(path: Path, text: str) -> None:
 def _check_belongs(plan: PrivacyPlan, contents: LedgerContents) -> None:
     if any(run["plan_hash"] != plan.hash for run in contents.runs):
         raise ValueError(f"{contents.path} was written under another plan; report with the plan that lies beside it")
-    if any(step != plan.step for step, _ in contents.history):
+    if any(step != plan.event for step, _ in contents.history):
         raise ValueError(f"{contents.path} charges steps that are not those of its plan; restore both from a copy")
 
 
@@ -272,7 +273,7 @@ def _accounting(plan: PrivacyPlan, contents: LedgerContents, epsilons: Mapping[s
     budgets = (run.get("budget") for run in contents.runs)
     return {
         "kind": "privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT; "
-        f"computed by dpllm.privacy.pld and {accounting.TOOL}, to whose results tests hold it",
+        f"computed by dpllm.mechanism.pld and {accounting.TOOL}, to whose results tests hold it",
         "event": event(plan),
         "tool": accounting.TOOL,
         "tool_version": accounting.tool_version(),
@@ -289,7 +290,7 @@ def _accounting(plan: PrivacyPlan, contents: LedgerContents, epsilons: Mapping[s
     }
 
 
-def _curve(history: tuple[tuple[accounting.Step, int], ...], delta: float) -> list[dict[str, Any]]:
+def _curve(history: tuple[tuple[Event, int], ...], delta: float) -> list[dict[str, Any]]:
     """Return ε at a few δ; one too small for so many steps is left out, unless it is that of the run."""
     rows: list[dict[str, Any]] = []
     for factor in _CURVE_FACTORS:
@@ -335,12 +336,12 @@ def _steps(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def _cross_checks_of(history: tuple[tuple[accounting.Step, int], ...], delta: float) -> tuple[dict[str, Any], ...]:
+def _cross_checks_of(history: tuple[tuple[Event, int], ...], delta: float) -> tuple[dict[str, Any], ...]:
     """Return ε under zero-out by other ways.
 
     The PRV accountant knows no truncation, so it is held against the PLD of the same steps without truncation.
     """
-    plain = [(dataclasses.replace(step, max_batch_size=None), count) for step, count in history]
+    plain = accounting.untruncated(history)
     library = comparison.library_epsilon(history, delta)
     prv = comparison.prv_epsilon(history, delta)
     renyi = comparison.renyi_epsilon(history, delta)
@@ -375,7 +376,7 @@ def _cross_checks_of(history: tuple[tuple[accounting.Step, int], ...], delta: fl
     )
 
 
-def _cross_checks(history: tuple[tuple[accounting.Step, int], ...], delta: float) -> list[dict[str, Any]]:
+def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> list[dict[str, Any]]:
     return [dict(check) for check in _cross_checks_of(history, delta)]
 
 

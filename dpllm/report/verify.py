@@ -186,7 +186,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _ledger_checks(plan: PrivacyPlan, contents: LedgerContents) -> list[Check]:
     others = [run["plan_hash"][:12] for run in contents.runs if run["plan_hash"] != plan.hash]
-    foreign = sum(count for step, count in contents.history if step != plan.step)
+    foreign = sum(count for step, count in contents.history if step != plan.event)
     taken = contents.num_steps
     return [
         Check(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.engines.processes import Processes
-from dpllm.privacy.accounting import Step
+from dpllm.mechanism.events import Event
 from dpllm.privacy.budget import BudgetError, charge, check_entry, mark, settle
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY, note_public_start, require_prefix, require_public_start
 from dpllm.privacy.ledger import Ledger, LedgerError, read_ledger
@@ -211,7 +211,7 @@ class SharedLedger:
             mark(*self._budget, self._ledger.head)
         return self._ledger.head
 
-    def append_step(self, step_number: int, step: Step) -> None:
+    def append_step(self, step_number: int, step: Event) -> None:
         """Charge a step, on the disk before any process goes on. Called by all processes together.
 
         Raises:

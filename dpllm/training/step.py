@@ -59,7 +59,7 @@ def private_step(
     """Take one private step up to the optimizer, charged to the ledger.
 
     Guarantee: with ``batch`` this process's share of what ``plan.sampler`` drew, what the optimizer receives is the
-    output of the mechanism whose event is ``plan.step``, also when the batch is empty. The ledger holds the step
+    output of the mechanism whose event is ``plan.event``, also when the batch is empty. The ledger holds the step
     durably before anything of it is computed, so no crash can lose it. A microbatch on which memory runs out is
     taken again in halves, where the processes don't run in lockstep; each unit still enters the sum once.
 
@@ -84,7 +84,7 @@ def private_step(
     """
     _check(clipper, plan, ledger, engine)
     number = ledger.num_steps
-    ledger.append_step(number, plan.step)
+    ledger.append_step(number, plan.event)
     engine.unfinished = True
     processes, scale = engine.processes, 1 / plan.expected_batch_size
     replicas = Replicas(clipper.parameters, processes)  # as they are now; compared with the tally, before any use

@@ -401,7 +401,7 @@ class DPTrainer(CoveredTrainer):
         """ε spent so far at the plan's δ, from the ledger; after `train` the ε that the report states."""
         if self.ledger is None or self.ledger.num_steps == 0:
             return 0.0
-        return epsilon([(self.plan.step, self.ledger.stated_steps)], self.plan.delta, self.plan.adjacency)
+        return epsilon([(self.plan.event, self.ledger.stated_steps)], self.plan.delta, self.plan.adjacency)
 
     def privacy_report(self) -> dict[str, Any]:
         """The privacy statement of what ran so far, from the ledger; the same as ``privacy_report.json``."""

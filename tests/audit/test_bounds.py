@@ -13,7 +13,7 @@ import pytest
 from dpllm.audit import bounds
 from dpllm.audit.bounds import AuditError, one_run_bounds, one_run_curve_epsilon, one_run_epsilon, trial_bounds
 from dpllm.audit.families import gaussian_epsilon, gaussian_family
-from dpllm.privacy.accounting import Step
+from dpllm.mechanism.events import Step
 
 DELTA = 1e-5
 
@@ -75,7 +75,7 @@ def test_bounds_of_a_gaussian_mechanism_stay_below_its_epsilon(mu):
 def test_independent_runs_see_noise_that_is_too_small_by_the_root_of_two():
     """The bound of independent runs comes close enough to ε to refute the claim of an implementation off by 1.41."""
     scores, coins = gaussian_scores(3000, np.sqrt(2))
-    claimed = [(Step(None, 1.0, None, 1.0), 1)]
+    claimed = [(Step(sampling_rate=1.0, noise_multiplier=1.0), 1)]
     curve = trial_bounds(scores, coins, DELTA, history=claimed)[1]
     assert curve.epsilon > gaussian_epsilon(1.0, DELTA)
     assert curve.epsilon < gaussian_epsilon(np.sqrt(2), DELTA)

@@ -7,10 +7,11 @@ import pytest
 from scipy import special
 
 from dpllm.audit.families import MOST_EPSILON, gaussian_epsilon, gaussian_family, plan_family
-from dpllm.privacy.accounting import Step, epsilon
+from dpllm.mechanism.events import Step
+from dpllm.privacy.accounting import epsilon
 
-GAUSSIAN = [(Step(None, 1.0, None, 1.0), 1)]
-SAMPLED = [(Step(None, 0.1, None, 0.8), 40)]
+GAUSSIAN = [(Step(sampling_rate=1.0, noise_multiplier=1.0), 1)]
+SAMPLED = [(Step(sampling_rate=0.1, noise_multiplier=0.8), 40)]
 RATES = np.linspace(0.001, 0.999, 200)
 
 
@@ -57,7 +58,7 @@ def test_no_test_beats_the_curve_of_subsampled_steps():
 def test_gaussian_epsilon_is_that_of_the_accountant():
     """The closed form agrees with the composition of the accountant."""
     for mu in (0.3, 1.0, 3.0):
-        step = Step(None, 1.0, None, 1 / mu)
+        step = Step(sampling_rate=1.0, noise_multiplier=1 / mu)
         assert gaussian_epsilon(mu, 1e-5) == pytest.approx(epsilon([(step, 1)], 1e-5), rel=1e-3)
     assert gaussian_epsilon(0.0, 1e-5) == 0.0
     assert gaussian_epsilon(0.1, 0.5) == 0.0
@@ -73,7 +74,9 @@ def test_the_search_ends_at_both_ends():
     assert family.member(1.0).least_fpr(0.5) == pytest.approx(float(special.ndtr(-1.0)))
 
 
-@pytest.mark.parametrize("history", [[], [(Step(None, 1.0, None, 0.0), 3)]], ids=["no step", "no noise"])
+@pytest.mark.parametrize(
+    "history", [[], [(Step(sampling_rate=1.0, noise_multiplier=0.0), 3)]], ids=["no step", "no noise"]
+)
 def test_without_a_claim_there_is_no_family(history):
     """A run that promises nothing has no curve."""
     with pytest.raises(ValueError, match="claims nothing: leave the history out"):

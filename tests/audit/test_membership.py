@@ -7,10 +7,10 @@ from dpllm.audit.bounds import AuditError
 from dpllm.audit.membership import bounds_of, check_exchangeable, judge_attack, membership_rows, membership_scores
 from dpllm.audit.roc import highest_fpr
 from dpllm.audit.scores import TokenScores
-from dpllm.privacy.accounting import Step
+from dpllm.mechanism.events import Step
 from dpllm.privacy.risk import attack_risk
 
-HISTORY = [(Step(None, 0.02, None, 1.0), 1500)]
+HISTORY = [(Step(sampling_rate=0.02, noise_multiplier=1.0), 1500)]
 
 
 def tokens(rng, num_records, shift=0.0):

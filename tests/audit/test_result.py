@@ -15,10 +15,11 @@ from dpllm.audit.figure import plot_audit
 from dpllm.audit.power import NoiseTest, power, power_in_words
 from dpllm.audit.result import CONSISTENT, FAIL, NO_CLAIM, allowed_rates, json_text, judge, tpr_confidence
 from dpllm.audit.roc import highest_fpr, tpr_at
-from dpllm.privacy.accounting import Step, epsilon
+from dpllm.mechanism.events import Step
+from dpllm.privacy.accounting import epsilon
 from tests.audit.test_bounds import gaussian_scores
 
-CLAIM = [(Step(None, 1.0, None, 2.0), 1)]  # μ = 1/2
+CLAIM = [(Step(sampling_rate=1.0, noise_multiplier=2.0), 1)]  # μ = 1/2
 DELTA = 1e-5
 
 
@@ -63,7 +64,9 @@ def test_what_is_printed_says_what_was_done():
         assert needed in text, needed
 
 
-@pytest.mark.parametrize("history", [None, [], [(Step(None, 0.1, None, 0.0), 5)]], ids=["none", "empty", "no noise"])
+@pytest.mark.parametrize(
+    "history", [None, [], [(Step(sampling_rate=0.1, noise_multiplier=0.0), 5)]], ids=["none", "empty", "no noise"]
+)
 def test_without_privacy_nothing_is_claimed_and_the_bound_is_still_stated(history):
     """A model trained without noise has no ε to refute; a perfect attack shows what the coins can show."""
     coins = np.random.default_rng(0).random(400) < 0.5
@@ -106,7 +109,7 @@ def test_a_rate_that_so_few_can_not_show_is_left_out():
 
 def test_a_sound_run_is_not_accused_by_its_true_positive_rates():
     """The best attack on 300 sound runs is found within what the claim allows, but for the error that is stated."""
-    history, mu, num = [(Step(None, 1.0, None, 0.5), 1)], 2.0, 400
+    history, mu, num = [(Step(sampling_rate=1.0, noise_multiplier=0.5), 1)], 2.0, 400
     accused = naive = 0
     for seed in range(300):
         scores, coins = gaussian_scores(num, mu, seed=seed)
@@ -124,7 +127,7 @@ def test_a_sound_run_is_not_accused_by_its_true_positive_rates():
 
 def test_a_run_fails_exactly_when_its_own_curve_is_refuted():
     """The printed bound of a refuted claim is never below it, that of any other never above."""
-    history = [(Step(None, 0.1, None, 1.0), 40)]
+    history = [(Step(sampling_rate=0.1, noise_multiplier=1.0), 40)]
     claimed = epsilon(history, DELTA)
     assert plan_family(history, DELTA).member(1.0).price == claimed < plan_family(history, DELTA).member(1.0).epsilon
     verdicts = set()
@@ -155,14 +158,14 @@ def test_noise_that_is_too_small_fails():
 
 def test_the_power_that_is_printed_is_that_of_the_audit():
     """Simulated audits of a run with half the noise fail as often as it says; a wide claim can hardly be refuted."""
-    history = [(Step(None, 1.0, None, 1.0), 1)]
+    history = [(Step(sampling_rate=1.0, noise_multiplier=1.0), 1)]
     shares = power(history, DELTA, in_one_run=300)
     failed = []
     for seed in range(40):
         scores, coins = gaussian_scores(300, 2.0, seed=seed)
         failed.append(any(bound.refutes for bound in one_run_bounds(scores, coins, DELTA, history=history)))
     assert abs(np.mean(failed) - shares["σ/2"]) <= 0.3 and shares["σ/√2"] <= shares["σ/2"]
-    wide = power([(Step(None, 1.0, None, 0.3), 1)], DELTA, in_one_run=60)
+    wide = power([(Step(sampling_rate=1.0, noise_multiplier=0.3), 1)], DELTA, in_one_run=60)
     assert "this audit can hardly fail" in power_in_words(wide)
     assert power(history, DELTA, in_trials=1000)["σ/√2"] >= 0.3  # one canary in each of 1000 blocks
     assert power(history, DELTA, in_trials=200, in_one_run=1600, tests=4)["σ/√2"] <= 0.1  # eight in each of 200

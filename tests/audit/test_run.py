@@ -63,7 +63,7 @@ def write_claim(folder: Path, made: CanarySet, noise_multiplier: float = 5.0, **
     plan.save(folder / PLAN_FILE)
     with Ledger.create(folder / LEDGER_FILE, plan) as ledger:
         for number in range(2):
-            ledger.append_step(number, plan.step)
+            ledger.append_step(number, plan.event)
         ledger.append_end("completed")
     return folder
 

@@ -117,7 +117,7 @@ def folder(tmp_path: Path) -> Path:
     plan.save(tmp_path / "privacy_plan.json")
     with Ledger.create(tmp_path / "privacy_ledger.jsonl", plan) as ledger:
         for number in range(3):
-            ledger.append_step(number, plan.step)
+            ledger.append_step(number, plan.event)
         ledger.append_end("completed")
     return tmp_path
 
@@ -265,7 +265,7 @@ def two_runs(tmp_path: Path, dataset: str | None = "notes") -> list[str]:
         plan.save(folder / "privacy_plan.json")
         with Ledger.create(folder / "privacy_ledger.jsonl", plan) as ledger:
             for step in range(3):
-                ledger.append_step(step, plan.step)
+                ledger.append_step(step, plan.event)
             ledger.append_end("completed")
         folders.append(str(folder))
     return folders
@@ -350,7 +350,7 @@ def test_a_crashed_run_is_settled(tmp_path: Path) -> None:
     folder.mkdir()
     named = {"file": path.name, "entry": charge(path, plan, "notes")}
     with Ledger.create(folder / "privacy_ledger.jsonl", plan, budget=named) as ledger:
-        ledger.append_step(0, plan.step)
+        ledger.append_step(0, plan.event)
     kept = as_json(["budget", "settle", str(path), str(folder)])
     assert kept["steps"] == 1 and kept["entries"][0]["steps_charged"] is None
     settled = as_json(["budget", "settle", str(path), str(folder), "--independent"])

@@ -11,8 +11,9 @@ import pytest
 from transformers import TrainingArguments
 
 from dpllm.config import ConfigError, load_recipe
-from dpllm.config.train_values import CHECKS, MAX_STEPS, PLAIN
+from dpllm.config.train_values import CHECKS, PLAIN
 from dpllm.config.yaml12 import write_yaml
+from dpllm.mechanism.limits import MAX_STEPS
 from dpllm.training.arguments import check_optimizer, private_arguments, training_arguments
 
 RECIPE: dict[str, Any] = {

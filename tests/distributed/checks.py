@@ -87,7 +87,7 @@ def ledgers(folder: Path) -> dict[str, Any]:
     path = folder / f"rank {here.rank}" / LEDGER_FILE
     ledger = SharedLedger.create(path, plan, here)
     for number in range(3):
-        ledger.append_step(number, plan.step)
+        ledger.append_step(number, plan.event)
     ledger.append_disclosure("training loss")
     ledger.append_diagnostic("something")
     ledger.append_end("interrupted")
@@ -95,7 +95,7 @@ def ledgers(folder: Path) -> dict[str, Any]:
     again = caught(lambda: SharedLedger.create(path, plan, here))
     ledger = SharedLedger.open(path, plan, here)
     resumed_at = ledger.num_steps
-    ledger.append_step(resumed_at, plan.step)
+    ledger.append_step(resumed_at, plan.event)
     ledger.close()
     return {
         "exists": path.exists(),
@@ -111,16 +111,16 @@ def ledger_errors(folder: Path) -> dict[str, Any]:
     """Rank 0 fails to write; the others, where nothing is wrong, must not go on."""
     here, plan = Processes(), plan_of()
     ledger = SharedLedger.create(folder / "full" / LEDGER_FILE, plan, here)
-    ledger.append_step(0, plan.step)
+    ledger.append_step(0, plan.event)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if here.is_main:
         resource.setrlimit(resource.RLIMIT_FSIZE, (ledger.path.stat().st_size, hard))
-    full = caught(lambda: ledger.append_step(1, plan.step))
+    full = caught(lambda: ledger.append_step(1, plan.event))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     after_full = ledger.num_steps
-    out_of_turn = caught(lambda: ledger.append_step(5, plan.step))
+    out_of_turn = caught(lambda: ledger.append_step(5, plan.event))
     ledger.close()
-    closed = caught(lambda: ledger.append_step(1, plan.step))
+    closed = caught(lambda: ledger.append_step(1, plan.event))
     return {
         "full": full,
         "out of turn": out_of_turn,

@@ -11,6 +11,7 @@ import pytest
 from dp_accounting import GaussianDpEvent
 from dp_accounting.pld import PLDAccountant
 
+from dpllm.mechanism.events import Step
 from dpllm.planning.sweep import (
     NEARLY_BEST,
     Cost,
@@ -21,7 +22,7 @@ from dpllm.planning.sweep import (
     recommend,
     sweep,
 )
-from dpllm.privacy.accounting import DISCRETIZATION, Step, epsilon
+from dpllm.privacy.accounting import DISCRETIZATION, epsilon
 
 SETTING = {
     "target_epsilon": 2.0,
@@ -45,7 +46,7 @@ def result():
 def test_every_point_keeps_the_budget_and_uses_it(adjacency):
     """ε of each point, computed anew on the plan's grid, is at most the target and at most 1 % below it."""
     for point in sweep(**FEW, adjacency=adjacency).points:
-        step = Step(None, point.sampling_rate, None, point.noise_multiplier)
+        step = Step(sampling_rate=point.sampling_rate, noise_multiplier=point.noise_multiplier)
         assert 2 * 0.99 <= epsilon([(step, point.num_steps)], 1e-6, adjacency, DISCRETIZATION) <= 2
         assert 2 * 0.99 <= point.epsilon <= 2
 

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
+from dpllm.mechanism.events import Step
 from dpllm.planning import sweep_noise
 from dpllm.planning.sweep_noise import TOLERANCE, Budget, Noise, calibrate_grid, least_noise, refined
 from dpllm.privacy import accounting
-from dpllm.privacy.accounting import Step, calibrate_noise_multiplier
+from dpllm.privacy.calibration import calibrate_noise_multiplier
 
 BUDGET = Budget(4.0, 1e-6, 42_000, "zero-out")
 START = Noise(1.0, None)
@@ -23,7 +24,9 @@ def test_every_point_costs_at_most_the_target_and_hardly_less(adjacency):
     found = calibrate_grid(budget, SIZES, near=(512, 100))
     assert set(found) == set(SIZES)
     for (b, t), noise in found.items():
-        epsilon = accounting.epsilon([(Step(None, b / 42_000, None, noise.sigma), t)], 1e-6, adjacency)
+        epsilon = accounting.epsilon(
+            [(Step(sampling_rate=b / 42_000, noise_multiplier=noise.sigma), t)], 1e-6, adjacency
+        )
         assert noise.epsilon == epsilon
         assert 4.0 * (1 - TOLERANCE) <= epsilon <= 4.0
 

@@ -11,11 +11,9 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 from scipy import stats
 
+from dpllm.mechanism.events import Step, dp_sgd
 from dpllm.privacy.accounting import (
     DISCRETIZATION,
-    Step,
-    calibrate_noise_multiplier,
-    choose_max_batch_size,
     delta,
     delta_function,
     discretization_used,
@@ -23,6 +21,7 @@ from dpllm.privacy.accounting import (
     epsilon_curve,
     merge,
 )
+from dpllm.privacy.calibration import calibrate_noise_multiplier, choose_max_batch_size
 
 RELATIONS = {
     "zero-out": dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
@@ -31,7 +30,7 @@ RELATIONS = {
 
 
 def plain(sigma: float, rate: float) -> Step:
-    return Step(num_units=None, sampling_rate=rate, max_batch_size=None, noise_multiplier=sigma)
+    return Step(sampling_rate=rate, noise_multiplier=sigma)
 
 
 # σ, q, T, δ, ε zero-out, ε replace-one, ε zero-out at discretization 1e-3, advantage, Rényi ε
@@ -124,7 +123,7 @@ def test_agrees_with_the_accountant_of_the_library(sigma: float, rate: float, si
         else dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
     )
     accountant = PLDAccountant(RELATIONS[adjacency], 1e-3).compose(event, steps)
-    step = Step(units, rate, size, sigma)
+    step = Step(num_units=units, sampling_rate=rate, max_batch_size=size, noise_multiplier=sigma)
     ours = epsilon([(step, steps)], 1e-4, adjacency, 1e-3)
     assert ours == pytest.approx(max(1e-3, accountant.get_epsilon(1e-4)), abs=1e-6)
     assert delta([(step, steps)], 1.0, adjacency, 1e-3) == pytest.approx(min(1.0, accountant.get_delta(1.0)), rel=2e-9)
@@ -161,7 +160,7 @@ def test_bound_holds_for_tiny_instances() -> None:
     """Brute force: no arrangement of contributions in {-1, 0, 1} has a larger δ than the accounting of a step says."""
     tightest = math.inf
     for sigma, (units, rate, size) in itertools.product([0.7, 1.5], [(6, 0.4, 2), (6, 0.4, 4), (12, 0.2, 3)]):
-        step = Step(units, rate, size, sigma)
+        step = Step(num_units=units, sampling_rate=rate, max_batch_size=size, noise_multiplier=sigma)
         for at in (0.1, 0.5, 1.5):
             for adjacency, instead in (("zero-out", 0), ("replace-one", -1)):
                 bound = delta([(step, 1)], at, adjacency)
@@ -184,7 +183,11 @@ def test_monotone() -> None:
     """ε falls with σ and δ, and rises with steps, sampling rate, and a tighter truncation."""
 
     def cost(sigma: float = 1.0, rate: float = 0.02, steps: int = 200, at: float = 1e-5, size: int = 90) -> float:
-        return epsilon([(Step(2500, rate, size, sigma), steps)], at, discretization=1e-3)
+        return epsilon(
+            [(Step(num_units=2500, sampling_rate=rate, max_batch_size=size, noise_multiplier=sigma), steps)],
+            at,
+            discretization=1e-3,
+        )
 
     base = cost()
     assert cost(sigma=1.1) < base < cost(sigma=0.9)
@@ -192,14 +195,28 @@ def test_monotone() -> None:
     assert cost(steps=150) < base < cost(steps=250)
     assert cost(at=1e-4) < base < cost(at=1e-6)
     assert cost(size=100) <= base < cost(size=70)
-    assert epsilon([(Step(2500, 0.02, 90, 1.0), 200)], 1e-5, "replace-one", 1e-3) > base
+    assert (
+        epsilon(
+            [(Step(num_units=2500, sampling_rate=0.02, max_batch_size=90, noise_multiplier=1.0), 200)],
+            1e-5,
+            "replace-one",
+            1e-3,
+        )
+        > base
+    )
 
 
 def test_composition_is_that_of_the_merged_history() -> None:
     """Order and grouping of steps, and their clip norms, don't change ε; two kinds of steps compose."""
     one, two = plain(1.0, 0.02), plain(1.2, 0.01)
     reference = epsilon([(one, 200), (two, 100)], 1e-5)
-    scattered = [(two, 40), (one, 150), (two, 60), (Step(None, 0.02, None, 1.0, clip_norm=3.0), 50), (one, 0)]
+    scattered = [
+        (two, 40),
+        (one, 150),
+        (two, 60),
+        (Step(sampling_rate=0.02, noise_multiplier=1.0, clip_norm=3.0), 50),
+        (one, 0),
+    ]
     assert epsilon(scattered, 1e-5) == reference
     assert merge(scattered) == merge([(one, 200), (two, 100)])
     assert reference > max(epsilon([(one, 200)], 1e-5), epsilon([(two, 100)], 1e-5))
@@ -234,7 +251,7 @@ def test_no_noise_is_no_privacy() -> None:
 
 def test_curve_and_delta_are_inverse() -> None:
     """δ at the ε of δ is δ, up to the rounding of ε and its margin."""
-    history = [(Step(1000, 0.02, 45, 1.0), 100)]
+    history = [(Step(num_units=1000, sampling_rate=0.02, max_batch_size=45, noise_multiplier=1.0), 100)]
     for at, value in epsilon_curve(history, [1e-4, 1e-6], "replace-one"):
         assert delta(history, value, "replace-one") == pytest.approx(at, rel=1e-5)
 
@@ -273,34 +290,44 @@ def test_delta_below_the_tails_is_refused() -> None:
 )
 def test_rows_drawn_singly(sigma: float, k: int, expected: float) -> None:
     """ε of a user with k rows that are drawn and clipped by themselves is that of the mixture of Gaussians."""
-    step = Step(None, 1024 / 42000, None, sigma, rows_per_unit=k)
+    step = dp_sgd(sampling_rate=1024 / 42000, noise_multiplier=sigma, rows_per_unit=k)
     found = epsilon([(step, 410)], 1e-5, discretization=1e-3)
     assert found == pytest.approx(expected, abs=1e-6 if k == 2 and sigma == 1 else 1e-2 * expected / 3)
-    assert epsilon([(Step(None, 1024 / 42000, None, sigma), 410)], 1e-5, discretization=1e-3) <= found
+    assert (
+        epsilon([(Step(sampling_rate=1024 / 42000, noise_multiplier=sigma), 410)], 1e-5, discretization=1e-3) <= found
+    )
 
 
 def test_rows_drawn_always_are_one_gaussian() -> None:
     """With q = 1 all k rows are there in every step: a Gaussian sum of sensitivity k."""
-    rows, whole = Step(None, 1.0, None, 9.0, rows_per_unit=3), plain(3.0, 1.0)
+    rows, whole = dp_sgd(sampling_rate=1.0, noise_multiplier=9.0, rows_per_unit=3), plain(3.0, 1.0)
     assert epsilon([(rows, 20)], 1e-5) == pytest.approx(epsilon([(whole, 20)], 1e-5), abs=1e-9)
 
 
 def test_replacing_a_unit_of_several_rows_costs_by_group_privacy() -> None:
     """Under replace-one, δ is that of removing and adding: (1 + exp(ε/2)) δ'(ε/2); ε is at least twice as large."""
-    history = [(Step(100, 0.02, None, 4.0, rows_per_unit=4), 410)]
+    history = [(dp_sgd(num_units=100, sampling_rate=0.02, noise_multiplier=4.0, rows_per_unit=4), 410)]
     single, double = epsilon(history, 1e-5), epsilon(history, 1e-5, "replace-one")
     assert double > 2 * single
     assert delta(history, double, "replace-one") == pytest.approx(1e-5, rel=1e-3)
     half = delta(history, double / 2)
     assert (1 + math.exp(double / 2)) * half == pytest.approx(1e-5, rel=1e-3)
     assert (1 + math.exp(double / 2)) * half <= 1e-5 * (1 + 1e-6)
-    assert epsilon([(Step(100, 0.5, None, 0.3, rows_per_unit=4), 10)], 1e-5, "replace-one") == math.inf
+    assert (
+        epsilon(
+            [(dp_sgd(num_units=100, sampling_rate=0.5, noise_multiplier=0.3, rows_per_unit=4), 10)], 1e-5, "replace-one"
+        )
+        == math.inf
+    )
 
 
 def test_delta_function_is_delta_at_every_epsilon() -> None:
     """Composed once for all ε, it says the same as `delta`, but for the rounding of T steps."""
     for adjacency in ("zero-out", "replace-one"):
-        history = [(Step(1000, 0.02, 45, 1.0), 100), (Step(100, 0.02, None, 4.0, rows_per_unit=2), 50)]
+        history = [
+            (Step(num_units=1000, sampling_rate=0.02, max_batch_size=45, noise_multiplier=1.0), 100),
+            (dp_sgd(num_units=100, sampling_rate=0.02, noise_multiplier=4.0, rows_per_unit=2), 50),
+        ]
         at_once = delta_function(history, adjacency, tilted=False)
         for at in (0.0, 0.7, 3.0):
             assert at_once(at) == pytest.approx(delta(history, at, adjacency), rel=1e-6, abs=1e-11)
@@ -332,9 +359,20 @@ def test_calibration_meets_the_target_from_below(
 ) -> None:
     """Re-evaluated, the calibrated σ costs at most the target, and one per mille less noise would cost more."""
     sigma = calibrate_noise_multiplier(target, 1e-5, rate, steps, units, size, adjacency)
-    reached = epsilon([(Step(units, rate, size, sigma), steps)], 1e-5, adjacency)
+    reached = epsilon(
+        [(Step(num_units=units, sampling_rate=rate, max_batch_size=size, noise_multiplier=sigma), steps)],
+        1e-5,
+        adjacency,
+    )
     assert target * (1 - 5e-4) <= reached <= target
-    assert epsilon([(Step(units, rate, size, sigma * 0.999), steps)], 1e-5, adjacency) > target
+    assert (
+        epsilon(
+            [(Step(num_units=units, sampling_rate=rate, max_batch_size=size, noise_multiplier=sigma * 0.999), steps)],
+            1e-5,
+            adjacency,
+        )
+        > target
+    )
 
 
 def test_calibration_reference() -> None:
@@ -349,7 +387,14 @@ def test_max_batch_size_rule() -> None:
     assert choose_max_batch_size(64, 1000, 10, 0.0, 1e-5) == 120
     raised = choose_max_batch_size(4, 1_000_000, 100_000, 0.7, 1e-9)
     assert raised > 18
-    cost = [epsilon([(Step(1_000_000, 4e-6, b, 0.7), 100_000)], 1e-9, discretization=1e-3) for b in (18, raised, None)]
+    cost = [
+        epsilon(
+            [(Step(num_units=1_000_000, sampling_rate=4e-6, max_batch_size=b, noise_multiplier=0.7), 100_000)],
+            1e-9,
+            discretization=1e-3,
+        )
+        for b in (18, raised, None)
+    ]
     assert cost[0] > cost[2] + 1e-3 > cost[1]
 
 

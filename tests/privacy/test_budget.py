@@ -81,7 +81,7 @@ def test_runs_are_charged_until_the_budget_is_exhausted(path: Path) -> None:
     charge(path, plan, "chats")
     charge(path, other, "chats")
     budget = read_budget(path)
-    assert budget.spent == epsilon([(plan.step, 50), (other.step, 50)], 1e-5) <= 3.0
+    assert budget.spent == epsilon([(plan.event, 50), (other.step, 50)], 1e-5) <= 3.0
     assert budget.spent < plan.epsilon + other.epsilon, "runs compose; they don't just add up"
     before = path.read_bytes()
     long = make(600, **FULL)
@@ -107,7 +107,7 @@ def test_entry_says_what_was_charged(path: Path) -> None:
     plan = make()
     entry_id = charge(path, plan, "chats")
     (entry,) = read_budget(path).entries
-    assert (entry.id, entry.plan_hash, entry.step) == (entry_id, plan.hash, plan.step)
+    assert (entry.id, entry.plan_hash, entry.step) == (entry_id, plan.hash, plan.event)
     assert (entry.steps_reserved, entry.steps_charged, entry.steps_before, entry.num_steps) == (50, None, 0, 50)
     assert len(entry_id) == 16 and entry.charged_at.endswith("+00:00")
 
@@ -118,7 +118,7 @@ def test_budget_counts_at_its_own_delta_and_adjacency(tmp_path: Path) -> None:
     create_budget(path, **{**HEAD, "delta": 1e-6, "epsilon": 9.0}, adjacency="replace-one")
     plan = make(delta=1e-4, dataset=None)
     charge(path, plan, "chats")
-    assert read_budget(path).spent == epsilon([(plan.step, 50)], 1e-6, "replace-one")
+    assert read_budget(path).spent == epsilon([(plan.event, 50)], 1e-6, "replace-one")
 
 
 def test_users_drawn_whole_and_row_by_row_share_a_budget(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_settling_gives_back_what_did_not_run(path: Path) -> None:
     entry = charge(path, plan, "chats")
     reserved = read_budget(path).spent
     settle(path, entry, 60)
-    assert read_budget(path).spent == epsilon([(plan.step, 60)], 1e-5) < reserved
+    assert read_budget(path).spent == epsilon([(plan.event, 60)], 1e-5) < reserved
     settle(path, entry, 60)
     settle(path, entry, 200)
     assert read_budget(path).spent == reserved
@@ -243,7 +243,7 @@ def test_processes_charge_one_after_the_other(path: Path, tmp_path: Path) -> Non
     plan = make(100, **FULL)
     plan.save(tmp_path / "plan.json")
     budget = read_budget(path)
-    assert budget.cost([(plan.step, 200)]) <= 3.0 < budget.cost([(plan.step, 300)])
+    assert budget.cost([(plan.event, 200)]) <= 3.0 < budget.cost([(plan.event, 300)])
     command = [sys.executable, "-c", _CHARGING, str(path), str(tmp_path / "plan.json")]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     workers = [children.Child(command, text=True, **pipes) for _ in range(3)]
@@ -503,7 +503,7 @@ def test_a_crashed_run_is_settled_with_the_steps_that_its_report_states(tmp_path
     entry = charge(path, plan, "chats")
     ledger = Ledger.create(folder / "privacy_ledger.jsonl", plan, budget={"file": path.name, "entry": entry})
     for number in range(3):
-        ledger.append_step(number, plan.step)
+        ledger.append_step(number, plan.event)
     with pytest.raises(BudgetError, match="is being written: the run goes on"):
         settle_crashed(path, folder)
     assert read_budget(path).entries[0].num_steps == 50
@@ -539,7 +539,7 @@ def failed_run(folder: Path, path: Path) -> PrivacyPlan:
     named = {"file": path.name, "entry": charge(path, plan, "chats")}
     with Ledger.create(folder / "privacy_ledger.jsonl", plan, budget=named) as ledger:
         for number in range(3):
-            ledger.append_step(number, plan.step)
+            ledger.append_step(number, plan.event)
         ledger.append_end("failed")
     settle(path, named["entry"], 3, keep_reserved=True)
     report = write_report(folder, plan, ledger, ReleaseNotes(data_holder="the clinic"))
@@ -598,7 +598,7 @@ def test_a_copy_of_a_ledger_from_before_the_crash_gives_nothing_back(tmp_path: P
     mark(path, entry, ledger.head)
     shutil.copytree(folder, copied)
     for number in range(3):
-        ledger.append_step(number, plan.step)
+        ledger.append_step(number, plan.event)
     ledger.close()
     for independent in (False, True):
         with pytest.raises(LedgerError, match="is a copy of the file that the run wrote"):
@@ -614,7 +614,7 @@ def test_a_new_run_over_a_ledger_that_was_cut_gives_nothing_back(tmp_path: Path,
     plan, place = make(), tmp_path / "privacy_ledger.jsonl"
     entry = charge(path, plan, "chats")
     ledger = Ledger.create(place, plan, budget={"file": path.name, "entry": entry})
-    ledger.append_step(0, plan.step)
+    ledger.append_step(0, plan.event)
     mark(path, entry, ledger.head)  # as a checkpoint does
     ledger.close()
     with open(place, "r+") as file:  # in place, so that it stays the file that the run wrote

@@ -11,8 +11,9 @@ from dp_accounting import dp_event, rdp
 from dp_accounting.pld import PLDAccountant
 from scipy import stats
 
+from dpllm.mechanism.events import Step, dp_sgd
 from dpllm.privacy import accounting
-from dpllm.privacy.accounting import DISCRETIZATION, Step
+from dpllm.privacy.accounting import DISCRETIZATION
 from dpllm.privacy.comparison import (
     ESTIMATE,
     UPPER_BOUND,
@@ -32,7 +33,7 @@ NAMES = ["PLD", "PLD, dp_accounting", "PRV", "Rényi", "zCDP", "advanced composi
 
 
 def plain(sigma: float, rate: float) -> Step:
-    return Step(num_units=None, sampling_rate=rate, max_batch_size=None, noise_multiplier=sigma)
+    return Step(sampling_rate=rate, noise_multiplier=sigma)
 
 
 # σ, q, T, δ, PLD ε at discretization 1e-3, Rényi ε (dp_accounting 0.6.0), PRV estimate (prv-accountant 0.2.0)
@@ -70,8 +71,8 @@ def test_histories_of_several_kinds_of_steps() -> None:
         found = prv_epsilon(history, 1e-5)
         assert found is not None
         assert found.estimate == pytest.approx(accounting.epsilon(history, 1e-5), abs=1e-3)
-    truncated = Step(42_000, 0.02, 950, 1.0)
-    other = Step(42_000, 0.02, 960, 1.0)
+    truncated = Step(num_units=42_000, sampling_rate=0.02, max_batch_size=950, noise_multiplier=1.0)
+    other = Step(num_units=42_000, sampling_rate=0.02, max_batch_size=960, noise_multiplier=1.0)
     assert prv_epsilon([(truncated, 100), (other, 50)], 1e-5) == prv_epsilon([(plain(1.0, 0.02), 150)], 1e-5)
 
 
@@ -93,7 +94,7 @@ def test_prv_number_with_a_wrong_mean_is_not_given() -> None:
 
 def test_prv_applies_where_the_package_does() -> None:
     """Rows of a unit drawn singly, and too many kinds of steps, give None and a reason; no noise is infinite."""
-    single = Step(100, 0.1, None, 1.0, rows_per_unit=2)
+    single = dp_sgd(num_units=100, sampling_rate=0.1, noise_multiplier=1.0, rows_per_unit=2)
     assert prv_epsilon([(single, 10)], 1e-5) is None
     assert prv_epsilon([(plain(1.0 + 0.01 * number, 0.1), 1) for number in range(33)], 1e-5) is None
     assert prv_epsilon([(plain(0.0, 0.1), 1)], 1e-5) == Interval(math.inf, math.inf, math.inf)
@@ -103,14 +104,16 @@ def test_prv_applies_where_the_package_does() -> None:
 
 def test_library_accountant_takes_truncation_and_rows_drawn_singly() -> None:
     """The library's event of a step is the truncated one, or the mixture of Gaussians, where the step says so."""
-    truncated = [(Step(42_000, 1024 / 42_000, 1184, 0.8), 410)]
+    truncated = [(Step(num_units=42_000, sampling_rate=1024 / 42_000, max_batch_size=1184, noise_multiplier=0.8), 410)]
     assert library_epsilon(truncated, 1e-5) == pytest.approx(5.2156934, abs=1e-6)
     rate, k = 1024 / 42_000, 2
     chances = [float(chance) for chance in stats.binom.pmf(range(k + 1), k, rate)]
     event = dp_event.MixtureOfGaussiansDpEvent(1.0, [0, 1, 2], chances)
     relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     expected = PLDAccountant(relation, 1e-3).compose(event, 410).get_epsilon(1e-5)
-    found = library_epsilon([(Step(21_000, rate, None, 1.0, rows_per_unit=k), 410)], 1e-5)
+    found = library_epsilon(
+        [(dp_sgd(num_units=21_000, sampling_rate=rate, noise_multiplier=1.0, rows_per_unit=k), 410)], 1e-5
+    )
     assert found == expected == pytest.approx(6.890263231394683, abs=1e-6)  # dp_accounting 0.6.0
     assert library_epsilon([(plain(100.0, 1e-4), 1)], 1e-2) == 1e-3
     assert library_epsilon([], 1e-5) == 0.0
@@ -134,7 +137,10 @@ def test_zcdp_is_the_least_over_all_orders() -> None:
 
 def test_zcdp_bounds_the_gaussian_mechanism() -> None:
     """Without sampling the exact δ at the ε of zCDP is at most the δ asked for, also for k rows clipped singly."""
-    for step, steps in ((plain(20.0, 1.0), 100), (Step(9, 1.0, None, 8.0, rows_per_unit=3), 4)):
+    for step, steps in (
+        (plain(20.0, 1.0), 100),
+        (dp_sgd(num_units=9, sampling_rate=1.0, noise_multiplier=8.0, rows_per_unit=3), 4),
+    ):
         assert zcdp_rho([(step, steps)]) == steps * step.rows_per_unit**2 / (2 * step.noise_multiplier**2)
         shift = step.rows_per_unit * math.sqrt(steps) / step.noise_multiplier
         at = zcdp_epsilon([(step, steps)], 1e-5)
@@ -190,8 +196,11 @@ def test_basic_and_advanced_composition_of_several_kinds_of_steps() -> None:
     [
         [(plain(1.0, 0.02), 300)],
         [(plain(4.0, 1.0), 10)],
-        [(Step(1000, 0.02, 30, 1.0), 100)],
-        [(Step(1000, 0.02, 45, 1.5), 50), (plain(2.0, 0.01), 50)],
+        [(Step(num_units=1000, sampling_rate=0.02, max_batch_size=30, noise_multiplier=1.0), 100)],
+        [
+            (Step(num_units=1000, sampling_rate=0.02, max_batch_size=45, noise_multiplier=1.5), 50),
+            (plain(2.0, 0.01), 50),
+        ],
     ],
 )
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
@@ -207,7 +216,12 @@ def test_the_reported_number_is_the_least_of_the_bounds(history: accounting.Hist
 
 def test_methods_that_leave_something_out_say_so() -> None:
     """With truncation, Rényi and PRV are estimates that name it; under replace-one they and zCDP give no number."""
-    by_name = {row.name: row for row in compare([(Step(1000, 0.02, 30, 1.0), 100)], 1e-5)}
+    by_name = {
+        row.name: row
+        for row in compare(
+            [(Step(num_units=1000, sampling_rate=0.02, max_batch_size=30, noise_multiplier=1.0), 100)], 1e-5
+        )
+    }
     for name in ("Rényi", "PRV"):
         assert by_name[name].kind == ESTIMATE and "without the effect of truncation" in by_name[name].note
     assert by_name["zCDP"].kind == UPPER_BOUND and "no gain from sampling" in by_name["zCDP"].note
@@ -218,11 +232,21 @@ def test_methods_that_leave_something_out_say_so() -> None:
 
 def test_rows_drawn_singly_are_compared_by_what_knows_them() -> None:
     """Where the rows of a unit are drawn singly, the methods without such an event say so."""
-    assert renyi_epsilon([(Step(100, 0.1, None, 1.0, rows_per_unit=2), 10)], 1e-5) is None
-    rows = {row.name: row for row in compare([(Step(5000, 0.01, None, 1.0, rows_per_unit=2), 50)], 1e-5)}
+    assert (
+        renyi_epsilon([(dp_sgd(num_units=100, sampling_rate=0.1, noise_multiplier=1.0, rows_per_unit=2), 10)], 1e-5)
+        is None
+    )
+    rows = {
+        row.name: row
+        for row in compare(
+            [(dp_sgd(num_units=5000, sampling_rate=0.01, noise_multiplier=1.0, rows_per_unit=2), 50)], 1e-5
+        )
+    }
     assert "drawn singly" in rows["Rényi"].note and "drawn singly" in rows["PRV"].note
     assert rows["PLD, dp_accounting"].epsilon is not None and rows["zCDP"].epsilon is not None
-    other = compare([(Step(5000, 0.01, None, 1.0, rows_per_unit=2), 50)], 1e-5, "replace-one")
+    other = compare(
+        [(dp_sgd(num_units=5000, sampling_rate=0.01, noise_multiplier=1.0, rows_per_unit=2), 50)], 1e-5, "replace-one"
+    )
     assert other[1].epsilon is None and "has no replace-one event" in other[1].note
 
 
@@ -244,7 +268,9 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="adjacency must be one of 'zero-out', 'replace-one', got 'bounded'"):
         library_epsilon(history, 1e-5, "bounded")
     with pytest.raises(ValueError, match="no replace-one event for units whose rows are drawn singly"):
-        library_epsilon([(Step(100, 0.1, None, 1.0, rows_per_unit=2), 10)], 1e-5, "replace-one")
+        library_epsilon(
+            [(dp_sgd(num_units=100, sampling_rate=0.1, noise_multiplier=1.0, rows_per_unit=2), 10)], 1e-5, "replace-one"
+        )
 
 
 # dp_accounting 0.6.0, RepeatAndSelectDpEvent by RDP; setting A
@@ -270,21 +296,26 @@ def test_tuning_refuses_and_passes_on() -> None:
         best_of_epsilon([(step, 10)], 0.0, 10)
     assert best_of_epsilon([], 1e-5, 10) == 0.0
     assert best_of_epsilon([(plain(0.0, 0.02), 1)], 1e-5, 10) == math.inf
-    assert best_of_epsilon([(Step(100, 0.1, None, 1.0, rows_per_unit=2), 10)], 1e-5, 10) is None
+    assert (
+        best_of_epsilon(
+            [(dp_sgd(num_units=100, sampling_rate=0.1, noise_multiplier=1.0, rows_per_unit=2), 10)], 1e-5, 10
+        )
+        is None
+    )
 
 
 def test_best_of_never_hides_the_truncation() -> None:
     """Where truncation costs privacy the Rényi figure would be too small: it is refused, and never below one run's."""
-    truncated = [(Step(1000, 0.1, 100, 1.0), 100)]
+    truncated = [(Step(num_units=1000, sampling_rate=0.1, max_batch_size=100, noise_multiplier=1.0), 100)]
     with pytest.raises(ValueError, match=r"truncation costs here: one run has ε = .* Raise --max-batch-size"):
         best_of_epsilon(truncated, 1e-5, 2)
-    history = [(Step(1000, 0.1, 200, 1.0), 100)]
+    history = [(Step(num_units=1000, sampling_rate=0.1, max_batch_size=200, noise_multiplier=1.0), 100)]
     for mean in (1, 2, 10):
         assert best_of_epsilon(history, 1e-5, mean) >= accounting.epsilon(history, 1e-5)
 
 
 def test_a_grid_that_would_not_fit_into_memory_is_a_note():
     """An accountant that would need more memory than a machine has is left out, and the comparison goes on."""
-    steps = [(Step(None, 0.3, None, 0.05), 100_000)]
+    steps = [(Step(sampling_rate=0.3, noise_multiplier=0.05), 100_000)]
     with pytest.raises(ValueError, match="would need too much memory"):
         library_epsilon(steps, 1e-5)

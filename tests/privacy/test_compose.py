@@ -27,7 +27,7 @@ def make_run(
     plan.save(folder / PLAN_FILE)
     with Ledger.create(folder / LEDGER_FILE, plan) as ledger:
         for number in range(num_steps):
-            ledger.append_step(number, plan.step)
+            ledger.append_step(number, plan.event)
         if end is not None:
             ledger.append_end(end)
     return plan

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from dpllm.privacy.accounting import Step, epsilon
+from dpllm.mechanism.events import Step
+from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import ENTROPY_SEEDED, ENTROPY_SYSTEM, Ledger, LedgerError, is_being_written, read_ledger
 from dpllm.privacy.ledger_reader import steps_at
 
-STEP = Step(1000, 0.02, 52, 1.0, 0.5)
+STEP = Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multiplier=1.0, clip_norm=0.5)
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,16 @@ def test_ledger_reads_back_what_ran(path: Path) -> None:
             ledger.append_disclosure("training loss")
         ledger.append_disclosure("evaluation on private rows", 2)
         ledger.append_diagnostic("units with a non-finite gradient", 4)
-        ledger.append_step(3, Step(1000, 0.02, 52, 2.0, 0.5))
+        ledger.append_step(
+            3, Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multiplier=2.0, clip_norm=0.5)
+        )
         assert ledger.num_steps == 4
         ledger.append_end("completed")
     contents = read_ledger(path)
-    assert contents.history == [(PLAN.step, 3), (Step(1000, 0.02, 52, 2.0, 0.5), 1)]
+    assert contents.history == [
+        (PLAN.step, 3),
+        (Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multiplier=2.0, clip_norm=0.5), 1),
+    ]
     assert contents.num_steps == 4
     assert contents.disclosures == {"training loss": 3, "evaluation on private rows": 2}
     assert contents.diagnostics == {"units with a non-finite gradient": 4}

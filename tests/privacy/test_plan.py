@@ -25,10 +25,10 @@ def test_noise_sampler_and_event_come_from_the_plan() -> None:
     assert plan.sampling_rate == 0.02 and plan.max_batch_size == 52 and plan.delta == 1e-4
     assert plan.noise_stddev == 0.5
     assert dataclasses.astuple(plan.sampler) == (1000, 0.02, 52)
-    assert dataclasses.astuple(plan.step) == (1000, 0.02, 52, 1.0, 0.5, 1)
+    assert dataclasses.astuple(plan.event) == (1000, 0.02, 52, 1.0, 0.5, 1)
     event: Any = plan.sampler.event(plan.noise_multiplier)
     assert (event.dataset_size, event.truncated_batch_size, event.noise_multiplier) == (1000, 52, 1.0)
-    assert plan.epsilon == epsilon([(plan.step, 50)], 1e-4)
+    assert plan.epsilon == epsilon([(plan.event, 50)], 1e-4)
 
 
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
@@ -166,7 +166,7 @@ def test_rows_drawn_singly_are_planned_over_rows() -> None:
     assert plan.sampling_rate == 0.02 and plan.population == plan.max_batch_size == plan.num_examples == 1000
     assert plan.delta == 1 / 5000
     assert dataclasses.astuple(plan.sampler) == (1000, 0.02, 1000)
-    assert dataclasses.astuple(plan.step) == (500, 0.02, None, 1.0, 0.5, 4)
+    assert dataclasses.astuple(plan.event) == (500, 0.02, None, 1.0, 0.5, 4)
     whole = make_plan(privacy(), num_units=1000, num_steps=50)
     assert plan.epsilon > epsilon([(whole.step, 50)], plan.delta)
     assert ("rows, each drawn and clipped by itself", "1,000") in format_plan(plan)
@@ -193,7 +193,7 @@ def test_a_run_stops_before_the_step_that_would_exceed_the_budget() -> None:
     """With σ and a target, as many steps are planned as keep to it, and one more would not."""
     plan = make_plan(privacy(target_epsilon=2.0), num_units=1000, num_steps=500)
     assert plan.num_steps_wanted == 500 and 0 < plan.num_steps < 500
-    assert plan.epsilon <= 2.0 < epsilon([(plan.step, plan.num_steps + 1)], plan.delta)
+    assert plan.epsilon <= 2.0 < epsilon([(plan.event, plan.num_steps + 1)], plan.delta)
     assert ("steps asked for, more than the budget allows", "500") in format_plan(plan)
     enough = make_plan(privacy(target_epsilon=30.0), num_units=1000, num_steps=50)
     assert enough.num_steps == 50 and enough.num_steps_wanted is None

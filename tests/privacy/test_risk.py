@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpllm.privacy.accounting import Step, epsilon
+from dpllm.mechanism.events import Step
+from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.risk import AttackRisk, attack_risk, in_plain_words, tradeoff_curve
 
 
 def plain(sigma: float, rate: float) -> Step:
-    return Step(num_units=None, sampling_rate=rate, max_batch_size=None, noise_multiplier=sigma)
+    return Step(sampling_rate=rate, noise_multiplier=sigma)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,13 @@ def test_never_below_blind_guessing(adjacency: str, sigma: float, steps: int) ->
     """TPR >= FPR, success >= the likelier answer, all at most 1, and rising with the FPR."""
     fprs = [0.0, 1e-6, 1e-3, 0.1, 0.5, 0.999, 1.0]
     priors = [0.0, 1e-3, 0.3, 0.5, 0.9, 1.0]
-    risk = attack_risk([(Step(500, 0.1, 80, sigma), steps)], adjacency, fprs, priors, discretization=1e-3)
+    risk = attack_risk(
+        [(Step(num_units=500, sampling_rate=0.1, max_batch_size=80, noise_multiplier=sigma), steps)],
+        adjacency,
+        fprs,
+        priors,
+        discretization=1e-3,
+    )
     rates = np.array(list(risk.true_positive_rate.values()))
     assert np.all(rates >= fprs) and np.all(rates <= 1) and np.all(np.diff(rates) >= 0)
     for prior, success in risk.bayes_success.items():
@@ -132,7 +139,7 @@ def test_reconstruction_is_the_rate_at_the_chance_of_a_guess() -> None:
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
 def test_tradeoff_curve(adjacency: str) -> None:
     """Concave, rising, above the diagonal, and neither below the finer search nor far above it."""
-    history = [(Step(500, 0.1, 80, 1.0), 50)]
+    history = [(Step(num_units=500, sampling_rate=0.1, max_batch_size=80, noise_multiplier=1.0), 50)]
     rates, found = tradeoff_curve(history, adjacency, discretization=1e-3)
     assert rates[0] == pytest.approx(1e-8) and rates[-1] == found[-1] == 1.0
     assert (found >= rates).all() and (np.diff(found) >= 0).all()

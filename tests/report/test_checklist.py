@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dpllm.config import PrivacyConfig
-from dpllm.privacy.accounting import Step
+from dpllm.mechanism.events import Step
 from dpllm.privacy.ledger import LedgerContents
 from dpllm.privacy.plan import make_plan
 from dpllm.report.checklist import checklist, disagreements, open_points
@@ -22,7 +22,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     contents = LedgerContents(
         path=tmp_path_factory.mktemp("run"),
         runs=[{**run, "public": [], "planned_step": planned, "budget": None}],
-        history=[(plan.step, 5)],
+        history=[(plan.event, 5)],
         end="completed",
     )
     return privacy_report(plan, contents, ReleaseNotes(data_holder="the clinic"))
@@ -85,6 +85,6 @@ def test_disagreement_reaches_the_open_points(report: dict[str, Any]) -> None:
 
 def test_step_is_what_the_fixture_says(report: dict[str, Any]) -> None:
     """The parameters' line repeats the plan's numbers."""
-    step = Step(1000, 0.02, 52, 2.0)
+    step = Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multiplier=2.0)
     line = next(line for line in report["checklist"] if line["question"].startswith("With which parameters"))
     assert f"q = {step.sampling_rate:g}, expected batch 20, at most {step.max_batch_size}, T = 5" in line["answer"]

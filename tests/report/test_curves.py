@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from dpllm.privacy.accounting import Step, epsilon
+from dpllm.mechanism.events import Step
+from dpllm.privacy.accounting import epsilon
 from dpllm.report.curves import curves
 
-STEP = Step(1000, 0.02, 60, 1.0)
+STEP = Step(num_units=1000, sampling_rate=0.02, max_batch_size=60, noise_multiplier=1.0)
 DELTA = 1e-4
 
 
@@ -20,13 +21,16 @@ def curves_of(history: tuple[tuple[Step, int], ...], adjacency: str = "zero-out"
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
 def test_epsilon_over_the_steps(adjacency: str) -> None:
     """Rising, from the first step to the headline, never below the finer number nor far above it."""
-    history = ((STEP, 30), (Step(1000, 0.02, 60, 2.0), 20))
+    history = ((STEP, 30), (Step(num_units=1000, sampling_rate=0.02, max_batch_size=60, noise_multiplier=2.0), 20))
     curve = curves_of(history, adjacency)["epsilon_over_steps"]
     assert curve["steps"][0] == 1 and curve["steps"][-1] == 50 and curve["adjacency"] == adjacency
     assert curve["epsilon"] == sorted(curve["epsilon"])
     assert curve["epsilon"][-1] == epsilon(history, DELTA, adjacency)
     for steps, value in list(zip(curve["steps"], curve["epsilon"], strict=True))[:-1:4]:
-        first = [(STEP, min(steps, 30)), (Step(1000, 0.02, 60, 2.0), max(0, steps - 30))]
+        first = [
+            (STEP, min(steps, 30)),
+            (Step(num_units=1000, sampling_rate=0.02, max_batch_size=60, noise_multiplier=2.0), max(0, steps - 30)),
+        ]
         exact = epsilon(first, DELTA, adjacency)
         assert exact - 1e-9 <= value <= exact + 5e-3
 
@@ -70,7 +74,10 @@ def test_a_curve_is_nobodys_but_the_callers() -> None:
     assert second["tradeoff"]["true_positive_rate"] and second["epsilon_over_delta"]["delta"]["zero-out"][0]
 
 
-@pytest.mark.parametrize("history", [(), ((STEP, 0),), ((Step(1000, 0.02, 60, 0.0), 5),)])
+@pytest.mark.parametrize(
+    "history",
+    [(), ((STEP, 0),), ((Step(num_units=1000, sampling_rate=0.02, max_batch_size=60, noise_multiplier=0.0), 5),)],
+)
 def test_nothing_to_draw(history: tuple[tuple[Step, int], ...]) -> None:
     """Without a step, or without noise, there is no curve."""
     result = curves_of(history)

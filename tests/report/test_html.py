@@ -31,7 +31,7 @@ def report_of(folder: Path, notes: ReleaseNotes | None = NOTES, **change: Any) -
     plan = make_plan(PrivacyConfig(**config), num_units=1000, num_steps=6)
     with Ledger.create(folder / "privacy_ledger.jsonl", plan) as ledger:
         for number in range(6):
-            ledger.append_step(number, plan.step)
+            ledger.append_step(number, plan.event)
         ledger.append_disclosure("training loss", 3)
         ledger.append_diagnostic("units with a non-finite gradient", 4)
         ledger.append_end("completed")
@@ -146,7 +146,7 @@ def test_write_report_writes_the_page(tmp_path: Path) -> None:
     """The page lies beside the other two forms."""
     plan = make_plan(PrivacyConfig(noise_multiplier=2.0, clip_norm=1.0, expected_batch_size=20), 1000, 2)
     with Ledger.create(tmp_path / "privacy_ledger.jsonl", plan) as ledger:
-        ledger.append_step(0, plan.step)
+        ledger.append_step(0, plan.event)
         report = write_report(tmp_path, plan, ledger)
     assert (tmp_path / HTML_FILE).read_text(encoding="utf-8") == render_html(report, draw_figures(report))
 

@@ -39,7 +39,7 @@ def evidence(folder: Path, notes: ReleaseNotes | None = None, end: str | None = 
     plan.save(folder / PLAN_FILE)
     with Ledger.create(folder / LEDGER_FILE, plan, public=["starting weights: org/base"]) as ledger:
         for number in range(20):
-            ledger.append_step(number, plan.step)
+            ledger.append_step(number, plan.event)
         ledger.append_disclosure("training loss", 4)
         ledger.append_diagnostic("units with a non-finite gradient", 3)
         if end:

@@ -13,7 +13,8 @@ import pytest
 
 import dpllm.report.statement
 from dpllm.config import PrivacyConfig
-from dpllm.privacy.accounting import Step, epsilon
+from dpllm.mechanism.events import Step
+from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import Ledger, LedgerContents, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.report.disclosures import DESTINATIONS, TRAINING_LOSS, receivers
@@ -54,7 +55,7 @@ def make(
     plan = make_plan(PrivacyConfig(**config), num_units=1000, num_steps=NUM_STEPS)
     ledger = Ledger.create(tmp_path / "privacy_ledger.jsonl", plan, public=["pretrained on old speeches"])
     for number in range(taken):
-        ledger.append_step(number, plan.step)
+        ledger.append_step(number, plan.event)
     if end is not None:
         ledger.append_end(end)
     return plan, ledger
@@ -75,7 +76,7 @@ def run_of(tmp_path: Path, plan: PrivacyPlan, **ledger_entries: Any) -> dict[str
     """Return the report of a run of all steps of a plan."""
     with Ledger.create(tmp_path / "privacy_ledger.jsonl", plan, **ledger_entries) as ledger:
         for number in range(plan.num_steps):
-            ledger.append_step(number, plan.step)
+            ledger.append_step(number, plan.event)
         ledger.append_end("completed")
     return make_report(plan, read_ledger(ledger.path))
 
@@ -127,7 +128,7 @@ def test_a_stop_that_was_declared_independent_states_the_epsilon_of_the_steps_ta
     ledger.append_end("the allocation ended", independent=True)
     ledger.close()
     report = make_report(plan, read_ledger(ledger.path))
-    assert report["statement"]["epsilon"] == epsilon([(plan.step, 7)], plan.delta) < plan.epsilon
+    assert report["statement"]["epsilon"] == epsilon([(plan.event, 7)], plan.delta) < plan.epsilon
     assert "declared independent" in report["statement"]["words"]
     assert "declared independent" in report["accounting"]["steps"]["words"]
     Ledger.open(ledger.path, plan).close()
@@ -332,7 +333,7 @@ def test_crash_and_resume_are_charged(tmp_path: Path) -> None:
     with Ledger.open(ledger.path, plan) as resumed:
         assert resumed.num_steps == 5  # four are whole, and what was torn was a step
         for number in range(resumed.num_steps, NUM_STEPS):
-            resumed.append_step(number, plan.step)
+            resumed.append_step(number, plan.event)
         resumed.append_end("completed")
         report = write_report(tmp_path, plan, resumed)
     assert report["statement"]["epsilon"] == plan.epsilon and report["checkable"]["ended"] == "completed"
@@ -385,9 +386,10 @@ def test_rows_drawn_each_by_itself(tmp_path: Path) -> None:
     assert "at most 4 rows" in mechanism and "clipped by itself" in mechanism and "truncated" not in mechanism
     assert "mixture of Gaussians" in event and "k = 4" in event and "arXiv:2407.07737" in event
     assert "chosen by a secret draw" in report["definition"]["unit"]
-    assert report["statement"]["epsilon"] == epsilon([(plan.step, NUM_STEPS)], plan.delta)
+    assert report["statement"]["epsilon"] == epsilon([(plan.event, NUM_STEPS)], plan.delta)
     assert report["statement"]["epsilon"] > epsilon(
-        [(Step(1000, plan.sampling_rate, None, 2.0, 0.5), NUM_STEPS)], plan.delta
+        [(Step(num_units=1000, sampling_rate=plan.sampling_rate, noise_multiplier=2.0, clip_norm=0.5), NUM_STEPS)],
+        plan.delta,
     )
     prv, library, renyi = report["accounting"]["cross_checks"]
     assert prv["epsilon"] is None and renyi["epsilon"] is None and "does not apply" in renyi["note"]
@@ -497,7 +499,9 @@ def test_foreign_ledger_is_refused(tmp_path: Path) -> None:
     contents = read_ledger(ledger.path)
     with pytest.raises(ValueError, match="written under another plan"):
         privacy_report(dataclasses.replace(plan, clip_norm=9.0), contents)
-    contents.history.append((Step(1000, 0.02, 52, 9.0, 0.5), 1))
+    contents.history.append(
+        (Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multiplier=9.0, clip_norm=0.5), 1)
+    )
     with pytest.raises(ValueError, match="charges steps that are not those of its plan"):
         privacy_report(plan, contents)
 

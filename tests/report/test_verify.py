@@ -131,7 +131,7 @@ def test_ledger_that_went_on(run: Path) -> None:
     plan = PrivacyPlan.load(run / PLAN_FILE)
     adopt(run)  # the folder is a copy
     with Ledger.open(run / LEDGER_FILE, plan) as ledger:
-        ledger.append_step(NUM_STEPS, plan.step)
+        ledger.append_step(NUM_STEPS, plan.event)
     found = failed(verify(run))
     assert "the run went on after it" in found["the ledger holds the steps that the report counts"]
     assert found["no more steps than planned"] == "7 of 6 planned steps: too many"
@@ -389,7 +389,7 @@ def released(tmp_path: Path) -> Path:
     plan.save(folder / PLAN_FILE)
     with Ledger.create(folder / LEDGER_FILE, plan) as ledger:
         for number in range(NUM_STEPS):
-            ledger.append_step(number, plan.step)
+            ledger.append_step(number, plan.event)
             if number == 3:
                 staging = prepare_staging(folder, 4)
                 state = '{"global_step": 4}'

@@ -15,7 +15,7 @@ def ledger(folder, steps=0, end=None):
     plan = plan_of()
     with Ledger.create(folder / LEDGER_FILE, plan) as made:
         for number in range(steps):
-            made.append_step(number, plan.step)
+            made.append_step(number, plan.event)
         if end:
             made.append_end(end)
 

@@ -179,7 +179,7 @@ def test_a_loop_of_ones_own_takes_the_steps_that_private_step_takes(tmp_path):
         by_hand.zero_grad()
     assert torch.equal(flat(model), flat(twin)) and not torch.equal(flat(model), flat(network()))
     for folder in ("run", "hand"):
-        assert read_ledger(tmp_path / folder / LEDGER_FILE).history == [(plan.step, plan.num_steps)]
+        assert read_ledger(tmp_path / folder / LEDGER_FILE).history == [(plan.event, plan.num_steps)]
 
 
 def test_two_runs_of_one_plan_draw_other_units_and_other_noise(tmp_path):

@@ -128,7 +128,7 @@ def test_a_run_is_charged_to_its_budget_before_and_settled_after(path, tmp_path)
     (entry,) = read_budget(file).entries
     assert entry.num_steps == plan.num_steps and entry.plan_hash == plan.hash
     assert read_ledger(path).runs[0]["budget"] == {"file": "mail.budget.json", "entry": entry.id}
-    ledger.append_step(0, plan.step)
+    ledger.append_step(0, plan.event)
     ledger.append_end("interrupted")
     ledger.close()
     assert [e.num_steps for e in read_budget(file).entries] == [plan.num_steps]  # the stop may depend on the data
@@ -147,7 +147,7 @@ def test_what_the_budget_does_not_allow_leaves_no_ledger(path, tmp_path):
         SharedLedger.create(path, plan, Processes(), budget_file=str(small))
     assert not path.exists()
     taken = SharedLedger.create(path, plan, Processes())
-    taken.append_step(0, plan.step)
+    taken.append_step(0, plan.event)
     taken.close()
     with pytest.raises(LedgerError, match="is the ledger of an earlier run"):
         SharedLedger.create(path, plan, Processes(), budget_file=str(small))
@@ -159,7 +159,7 @@ def test_a_budget_that_cannot_be_settled_does_not_take_the_model_along(path, tmp
     plan = dataclasses.replace(PLAN, dataset="mail")
     file = budget_of(tmp_path).path
     ledger = SharedLedger.create(path, plan, Processes(), budget_file=str(file))
-    ledger.append_step(0, plan.step)
+    ledger.append_step(0, plan.event)
     file.rename(tmp_path / "moved.json")
     ledger.append_end("completed")
     ledger.close()

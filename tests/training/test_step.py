@@ -137,7 +137,7 @@ def test_the_step_is_in_the_ledger_before_anything_is_computed(tiny_llama, tmp_p
     clipper, engine = GhostClipper(tiny_llama, plan.clip_norm), engine_of(tiny_llama, Crashing)
     with pytest.raises(MemoryError, match="in the middle of a step"):
         private_step(clipper, Rows().batches([1]), loss_of(tiny_llama), plan, engine, ledger, NoiseSource())
-    assert read_ledger(ledger.path).history == [(plan.step, 1)]
+    assert read_ledger(ledger.path).history == [(plan.event, 1)]
 
 
 def test_bfloat16_parameters_get_noise_in_float32_and_a_gradient_in_their_dtype(tiny_llama, tmp_path):

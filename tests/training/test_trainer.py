@@ -88,8 +88,8 @@ def test_a_run_leaves_model_plan_ledger_and_a_report_whose_epsilon_is_the_ledger
     assert all(not torch.equal(b, p) for b, p in zip(before, run.model.parameters(), strict=True))
     assert all((tmp_path / name).exists() for name in FILES)
     plan, ledger = PrivacyPlan.load(tmp_path / FILES[0]), read_ledger(tmp_path / FILES[1])
-    assert plan == run.plan and ledger.history == [(plan.step, 4)] and run.state.global_step == 4
-    assert run.epsilon == epsilon([(plan.step, 4)], plan.delta, plan.adjacency) > 0
+    assert plan == run.plan and ledger.history == [(plan.event, 4)] and run.state.global_step == 4
+    assert run.epsilon == epsilon([(plan.event, 4)], plan.delta, plan.adjacency) > 0
     assert json.loads((tmp_path / FILES[3]).read_text()) == run.privacy_report()
     logged = [entry["epsilon"] for entry in run.state.log_history if "epsilon" in entry]
     assert logged == sorted(logged) and logged[-1] == round(run.epsilon, 4)
@@ -198,11 +198,11 @@ def test_rows_of_users_drawn_singly(tmp_path):
     assert run.plan.sampling_rate == 4 / 48
     run.train()
     contents = read_ledger(run.ledger.path)
-    assert contents.history == [(run.plan.step, 4)] and contents.history[0][0].rows_per_unit == 6
+    assert contents.history == [(run.plan.event, 4)] and contents.history[0][0].rows_per_unit == 6
     assert contents.diagnostics == {}  # how many rows were left out depends on the rows: nobody is told
     assert run.units.rows_dropped == 16
-    whole = epsilon([(trainer(tmp_path / "other", config=privacy(expected_batch_size=4)).plan.step, 4)], 0.01)
-    assert run.epsilon == epsilon([(run.plan.step, 4)], 0.01) > whole
+    whole = epsilon([(trainer(tmp_path / "other", config=privacy(expected_batch_size=4)).plan.event, 4)], 0.01)
+    assert run.epsilon == epsilon([(run.plan.event, 4)], 0.01) > whole
 
 
 def test_a_run_with_noise_and_target_stops_at_the_budget(tmp_path):
@@ -211,7 +211,7 @@ def test_a_run_with_noise_and_target_stops_at_the_budget(tmp_path):
     run.train()
     taken = run.ledger.num_steps
     assert run.plan.num_steps_wanted == 50 and taken == run.plan.num_steps == run.state.global_step < 50
-    assert run.epsilon <= 4.0 < epsilon([(run.plan.step, taken + 1)], 1e-3)
+    assert run.epsilon <= 4.0 < epsilon([(run.plan.event, taken + 1)], 1e-3)
     assert read_ledger(run.ledger.path).end == f"stopped at the budget, after {taken} of 50 steps"
 
 

@@ -151,10 +151,10 @@ def check_rows(plan: PrivacyPlan, units: UnitIndex) -> None:
             "(UnitIndex.one_row_per_unit): ε would be that of a single row. Make the index with "
             "UnitIndex.from_ids(ids, max_rows_per_unit, column=...) from the users' ids"
         )
-    if units.rows_per_owner > plan.step.rows_per_unit:
+    if units.rows_per_owner > plan.event.moves:
         raise ConfigError(
             f"Up to {units.rows_per_owner} rows of one user are drawn singly, and the plan accounts for "
-            f"{plan.step.rows_per_unit}. Make both from the same max_rows_per_unit and sampling"
+            f"{plan.event.moves}. Make both from the same max_rows_per_unit and sampling"
         )
     if plan.sampling == "unit" and bound is not None and units.max_rows > bound:
         raise ConfigError(

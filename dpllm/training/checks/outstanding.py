@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dpllm.privacy.accounting import Step
+from dpllm.mechanism.events import Event
 from dpllm.privacy.plan import PrivacyPlan
 
 LEFT_OUT = (
@@ -36,7 +36,7 @@ class Charges(Protocol):
         """Steps charged so far."""
         ...
 
-    def append_step(self, step_number: int, step: Step) -> None:
+    def append_step(self, step_number: int, step: Event) -> None:
         """Charge a step durably."""
         ...
 
@@ -47,11 +47,11 @@ class Charged:
 
     num_steps: int
     """Number of the step, which is how many were charged before it."""
-    step: Step
+    step: Event
     """The step that was charged."""
     used: bool = False
 
-    def append_step(self, step_number: int, step: Step) -> None:
+    def append_step(self, step_number: int, step: Event) -> None:
         """Confirm that the step is the one that was charged when its units were drawn.
 
         Raises:
@@ -108,8 +108,8 @@ class Outstanding:
         """
         self.require_steps()
         self._unit_ids, number = None, self._ledger.num_steps
-        self._ledger.append_step(number, self._plan.step)
-        self._unit_ids, self._charged = np.array(unit_ids, dtype=np.int64), Charged(number, self._plan.step)
+        self._ledger.append_step(number, self._plan.event)
+        self._unit_ids, self._charged = np.array(unit_ids, dtype=np.int64), Charged(number, self._plan.event)
         return self._unit_ids.copy()
 
     def take(self, unit_ids: ArrayLike) -> tuple[NDArray[np.int64], Charged]:

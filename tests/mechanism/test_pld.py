@@ -1,4 +1,4 @@
-"""Tests of dpllm.privacy.pld."""
+"""Tests of dpllm.mechanism.pld."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dp_accounting.pld import privacy_loss_distribution as library
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
 from scipy import fft, stats
 
-from dpllm.privacy.pld import Composition, LossPmf, compose, mixture, sampled_gaussian, sampled_rows, tilt_for
+from dpllm.mechanism.pld import Composition, LossPmf, compose, mixture, sampled_gaussian, sampled_rows, tilt_for
 
 EPSILONS = np.linspace(0, 6, 13)
 

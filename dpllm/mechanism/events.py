@@ -1,0 +1,484 @@
+"""Privacy events: what one step of a run is charged as, and the privacy loss of it.
+
+Place in the flow: below the accounting. Ledgers and budgets store an *event* for each step. What the steps of a run
+cost is the sum of the privacy losses of *rounds*, which are independent of each other. A step of DP-SGD is one round;
+another mechanism may need fewer rounds than steps, since a unit enters only some of them.
+
+Two adjacencies. *zero-out*: a unit's contribution is replaced by nothing while the public number of units stays.
+*replace-one*: a unit is replaced by any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, Protocol, Self
+
+import dp_accounting
+import numpy as np
+from dp_accounting import dp_event
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
+from scipy import stats
+
+from dpllm.mechanism import pld
+from dpllm.mechanism.limits import MAX_NOISE, MAX_ROWS_DRAWN_PER_UNIT, MAX_UNITS, MIN_NOISE
+
+_MAX_ONE_STEP_BUCKETS = 2_000_000
+_MAX_COMPOSED_BUCKETS = 30_000_000
+
+
+class Event(Protocol):
+    """What one step is charged as; hashable, and equal for equal steps."""
+
+    kind: ClassVar[str]
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ: standard deviation of the noise over the clip norm; 0 means no privacy."""
+        ...
+
+    @property
+    def clip_norm(self) -> float:
+        """C. ε does not depend on it."""
+        ...
+
+    @property
+    def moves(self) -> int:
+        """By how many times the clip norm one unit may move the sum of a step."""
+        ...
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a run that is resumed costs more than one that goes on."""
+        ...
+
+    def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
+        """Return what ``num_steps`` consecutive steps cost, the first of them being the first of a run or a resume."""
+        ...
+
+    def words(self) -> EventWords:
+        """Return what a report says of the event."""
+        ...
+
+
+class Round(Event, Protocol):
+    """An event whose own privacy loss is known: each step is a round, independent of the others."""
+
+    @property
+    def untruncated(self) -> Step | None:
+        """The plain Poisson sampled Gaussian that it is but for truncation; None where it is another one."""
+        ...
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether there is no noise, or so little for what a unit may move that no ε is computed: inf is true."""
+        ...
+
+    @property
+    def sampling_rate(self) -> float:
+        """q, the probability that a unit, or a row where rows are drawn, enters."""
+        ...
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a unit can push another one out."""
+        ...
+
+    def with_noise(self, noise_multiplier: float) -> Round:
+        """Return the same round with another σ."""
+        ...
+
+    def has_pair(self, adjacency: str) -> bool:
+        """Whether `parts` has distributions for this adjacency; otherwise group privacy is used."""
+        ...
+
+    def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
+        """Return for each direction of the adjacency the loss that ``count`` rounds add, and how often it is taken.
+
+        Args:
+            count: rounds.
+            adjacency: "zero-out" (two directions: remove, add) or "replace-one" (one).
+            width: distance of two points of the grid of losses.
+        """
+        ...
+
+    def grid(self, count: int, adjacency: str, width: float) -> float:
+        """Return the finest grid, ``width`` or wider, on which the loss of ``count`` rounds fits into memory."""
+        ...
+
+    def dp_event(self) -> dp_accounting.DpEvent:
+        """Return the event as dp_accounting knows it, for cross-checks."""
+        ...
+
+
+@dataclass(frozen=True)
+class EventWords:
+    """An event for people."""
+
+    sampling: str
+    """How units are drawn, for a table: a few words."""
+    accounted_as: str
+    """What it is accounted as, with the source."""
+    options: str
+    """The options of ``dpllm epsilon`` that give the same event."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Numbers:
+    """What of a step its privacy depends on, whatever is drawn."""
+
+    num_units: int | None = None
+    """N, public. None when unknown; then there is no truncation either."""
+    sampling_rate: float
+    """q, the probability that a unit, or a row where rows are drawn, enters the step."""
+    noise_multiplier: float
+    """σ; 0 means no privacy."""
+    clip_norm: float = 1.0
+    """C. ε does not depend on it; the ledger keeps it with the step."""
+
+    def __post_init__(self) -> None:
+        """Check kinds and ranges."""
+        if not isinstance(self.noise_multiplier, float):
+            raise ValueError(
+                f"noise_multiplier must be a float, got {self.noise_multiplier!r} "
+                f"({type(self.noise_multiplier).__name__}): with other kinds of numbers accountants are known to leave "
+                "out terms of a composition. Write 1.0 for 1"
+            )
+        for name in ("sampling_rate", "noise_multiplier", "clip_norm"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        if not 0 < self.sampling_rate <= 1:
+            raise ValueError(f"sampling_rate must be above 0 and at most 1, got {self.sampling_rate}")
+        if not 0 <= self.noise_multiplier < math.inf:
+            raise ValueError(f"noise_multiplier must be at least 0 and finite, got {self.noise_multiplier}")
+        if self.noise_multiplier > MAX_NOISE or 0 < self.noise_multiplier < MIN_NOISE:
+            raise ValueError(
+                f"noise_multiplier must be 0 or between {MIN_NOISE:g} and {MAX_NOISE:g}, got {self.noise_multiplier:g}"
+            )
+        if not 0 < self.clip_norm < math.inf:
+            raise ValueError(f"clip_norm must be above 0 and finite, got {self.clip_norm}")
+        if self.num_units is not None and not 1 <= self.num_units <= MAX_UNITS:
+            raise ValueError(f"num_units must be at least 1, and at most {MAX_UNITS:,}, got {self.num_units}")
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether there is no noise, or so little for what a unit may move that no ε is computed: inf is true."""
+        return self.noise_multiplier < MIN_NOISE * self.moves
+
+    @property
+    def moves(self) -> int:
+        """By how many times the clip norm one unit may move the sum."""
+        return 1
+
+    @property
+    def restarts(self) -> bool:
+        """Each step is a round by itself."""
+        return False
+
+    def with_noise(self, noise_multiplier: float) -> Self:
+        """Return the same round with another σ."""
+        return dataclasses.replace(self, noise_multiplier=noise_multiplier)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(_Numbers):
+    """A step of DP-SGD: a Gaussian sum over a Poisson sample of units, each clipped as one; truncated or not.
+
+    Raises:
+        ValueError: a field is out of range.
+
+    >>> Step(sampling_rate=0.02, noise_multiplier=1.0).truncates
+    False
+    """
+
+    kind: ClassVar[str] = "poisson"
+    max_batch_size: int | None = None
+    """B_max, units that stay at most. None: plain Poisson sampling."""
+
+    def __post_init__(self) -> None:
+        """Check kinds and ranges."""
+        super().__post_init__()
+        if self.max_batch_size is not None:
+            if self.num_units is None:
+                raise ValueError("max_batch_size needs num_units: how often truncation strikes depends on both")
+            if self.max_batch_size < 1:
+                raise ValueError(f"max_batch_size must be at least 1, got {self.max_batch_size}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a unit can push another one out."""
+        return self.max_batch_size is not None and self.num_units is not None and self.max_batch_size < self.num_units
+
+    @property
+    def untruncated(self) -> Step:
+        """The same step without truncation."""
+        return dataclasses.replace(self, num_units=None, max_batch_size=None)
+
+    def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
+        """Return the steps: each is a round."""
+        return [(dataclasses.replace(self, clip_norm=1.0), num_steps)]
+
+    def has_pair(self, adjacency: str) -> bool:
+        """Both adjacencies have distributions."""
+        return True
+
+    def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
+        """Return for each direction of the adjacency the loss that ``count`` rounds add, and how often it is taken."""
+        if self.truncates:
+            return [(pmf, count) for pmf in _truncated(self, adjacency, width)]
+        if self.sampling_rate == 1:
+            return _whole(self.noise_multiplier, count, adjacency, width)
+        return [(pmf, count) for pmf in _sampled(self.noise_multiplier, self.sampling_rate, adjacency, width)]
+
+    def grid(self, count: int, adjacency: str, width: float) -> float:
+        """Return the finest grid, ``width`` or wider, on which the loss of ``count`` rounds fits into memory."""
+        if self.sampling_rate == 1 and not self.truncates:
+            return _grid(self.noise_multiplier / math.sqrt(count), 1.0, 1, adjacency, width)
+        return _grid(self.noise_multiplier, self.sampling_rate, count, adjacency, width, self.truncates)
+
+    def dp_event(self) -> dp_accounting.DpEvent:
+        """Return the event as dp_accounting knows it."""
+        if self.max_batch_size is None or self.num_units is None:
+            return dp_event.PoissonSampledDpEvent(self.sampling_rate, dp_event.GaussianDpEvent(self.noise_multiplier))
+        return dp_accounting.TruncatedSubsampledGaussianDpEvent(
+            dataset_size=self.num_units,
+            sampling_probability=self.sampling_rate,
+            truncated_batch_size=self.max_batch_size,
+            noise_multiplier=self.noise_multiplier,
+        )
+
+    def words(self) -> EventWords:
+        """Return what a report says of the event."""
+        truncated = self.max_batch_size is not None
+        return EventWords(
+            sampling=f"Poisson, at most {self.max_batch_size} units" if truncated else "plain Poisson",
+            accounted_as="a Gaussian sum over a truncated Poisson sample (arXiv:2508.15089)"
+            if truncated
+            else "a Gaussian sum over a Poisson sample",
+            options=f"--num-units {self.num_units} --max-batch-size {self.max_batch_size}" if truncated else "",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOfRows(_Numbers):
+    """A step of DP-SGD over a Poisson sample of rows, each clipped by itself, of which one unit has up to k.
+
+    Of a unit's k rows Binomial(k, q) are drawn, and the sum moves by at most as many times C (Charles et al.,
+    arXiv:2407.07737).
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    kind: ClassVar[str] = "poisson rows"
+    rows_per_unit: int
+    """k."""
+
+    def __post_init__(self) -> None:
+        """Check kinds and ranges."""
+        super().__post_init__()
+        if self.rows_per_unit < 1:
+            raise ValueError(f"rows_per_unit must be at least 1, got {self.rows_per_unit}")
+        if self.rows_per_unit > MAX_ROWS_DRAWN_PER_UNIT:
+            raise ValueError(
+                f"rows_per_unit must be at most {MAX_ROWS_DRAWN_PER_UNIT:,}, got {self.rows_per_unit}: the cost of "
+                "more rows of one unit is not computed within seconds. Take fewer rows of a unit"
+            )
+
+    @property
+    def moves(self) -> int:
+        """By how many times the clip norm one unit may move the sum."""
+        return self.rows_per_unit
+
+    @property
+    def truncates(self) -> bool:
+        """Nothing is cut off."""
+        return False
+
+    @property
+    def untruncated(self) -> None:
+        """It is a mixture of Gaussians, and no Poisson sampled one."""
+        return None
+
+    def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
+        """Return the steps: each is a round."""
+        if self.rows_per_unit == 1:
+            return Step(sampling_rate=self.sampling_rate, noise_multiplier=self.noise_multiplier).rounds(num_steps)
+        return [(dataclasses.replace(self, clip_norm=1.0), num_steps)]
+
+    def has_pair(self, adjacency: str) -> bool:
+        """Replacing all rows of a unit has no pair of its own."""
+        return adjacency == "zero-out"
+
+    def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
+        """Return for each direction of "zero-out" the loss that ``count`` rounds add, and how often it is taken."""
+        if self.sampling_rate == 1:
+            return _whole(self.noise_multiplier / self.rows_per_unit, count, adjacency, width)
+        return [(pmf, count) for pmf in _rows(self, adjacency, width)]
+
+    def grid(self, count: int, adjacency: str, width: float) -> float:
+        """Return the finest grid, ``width`` or wider, on which the loss of ``count`` rounds fits into memory."""
+        if self.sampling_rate == 1:
+            sigma = self.noise_multiplier / (self.rows_per_unit * math.sqrt(count))
+            return _grid(sigma, 1.0, 1, "zero-out", width)
+        return _grid(self.noise_multiplier / self.rows_per_unit, self.sampling_rate, count, "zero-out", width)
+
+    def dp_event(self) -> dp_accounting.DpEvent:
+        """Return the event as dp_accounting knows it."""
+        rows = list(range(self.rows_per_unit + 1))
+        chances = [float(chance) for chance in stats.binom.pmf(rows, self.rows_per_unit, self.sampling_rate)]
+        return dp_event.MixtureOfGaussiansDpEvent(self.noise_multiplier, rows, chances)
+
+    def words(self) -> EventWords:
+        """Return what a report says of the event."""
+        return EventWords(
+            sampling=f"Poisson, rows of which a unit has up to {self.rows_per_unit}",
+            accounted_as=f"a mixture of Gaussians: of a user's k = {self.rows_per_unit} rows Binomial(k, q) are drawn, "
+            "and the sum moves by as many C (Charles et al., arXiv:2407.07737). Under replace-one, by group privacy: ε "
+            "is twice a zero-out ε at a smaller δ",
+            options=f"--rows-per-unit {self.rows_per_unit}",
+        )
+
+
+def dp_sgd(
+    *,
+    sampling_rate: float,
+    noise_multiplier: float,
+    num_units: int | None = None,
+    max_batch_size: int | None = None,
+    rows_per_unit: int = 1,
+    clip_norm: float = 1.0,
+) -> Step | StepOfRows:
+    """Return the event of a step of DP-SGD.
+
+    Args:
+        sampling_rate: q, of a unit, or of a row where ``rows_per_unit`` is above 1.
+        noise_multiplier: σ.
+        num_units: N; needed with ``max_batch_size``.
+        max_batch_size: B_max. None: plain Poisson sampling.
+        rows_per_unit: k, rows of one unit that are drawn and clipped each by itself; 1 when units are drawn.
+        clip_norm: C.
+
+    Raises:
+        ValueError: a number is out of range, or two of them contradict each other.
+
+    >>> dp_sgd(sampling_rate=0.02, noise_multiplier=1.0).kind
+    'poisson'
+    """
+    numbers: dict[str, Any] = {"num_units": num_units, "sampling_rate": sampling_rate}
+    numbers |= {"noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
+    if rows_per_unit == 1:
+        return Step(max_batch_size=max_batch_size, **numbers)
+    if max_batch_size is not None:
+        raise ValueError(
+            "max_batch_size truncates a sample of units; there is no accounting for a truncated sample of rows. Leave "
+            "max_batch_size out"
+        )
+    return StepOfRows(rows_per_unit=rows_per_unit, **numbers)
+
+
+KINDS: Mapping[str, type[Event]] = {event.kind: event for event in (Step, StepOfRows)}
+"""Every kind of event that a ledger or a budget may hold."""
+
+
+def to_fields(event: Event) -> dict[str, Any]:
+    """Return an event as plain values, for a ledger or a budget."""
+    return {"event": event.kind, **dataclasses.asdict(event)}  # type: ignore[call-overload]
+
+
+def from_fields(fields: Mapping[str, Any]) -> Event:
+    """Return the event that `to_fields` gave as plain values, or that an earlier version wrote without its kind.
+
+    Raises:
+        ValueError: an unknown kind, or a value out of range.
+        TypeError: a field is missing or unknown.
+    """
+    values = dict(fields)
+    kind = values.pop("event", None)
+    if kind is None:  # before there were several kinds
+        return dp_sgd(**values)
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of event {kind!r}; known are {', '.join(KINDS)}")
+    return KINDS[kind](**values)
+
+
+def chance_to_enter(rounds: Sequence[tuple[Round, int]]) -> float:
+    """Return the probability that one unit, or one of its rows, enters any of these rounds."""
+    if any(one.sampling_rate == 1 for one, _ in rounds):
+        return 1.0
+    return -math.expm1(sum(count * one.moves * math.log1p(-one.sampling_rate) for one, count in rounds))
+
+
+def _pairs(adjacency: str) -> tuple[AdjacencyType, ...]:
+    return (AdjacencyType.REPLACE,) if adjacency == "replace-one" else (AdjacencyType.REMOVE, AdjacencyType.ADD)
+
+
+@lru_cache(maxsize=32)
+def _sampled(sigma: float, rate: float, adjacency: str, width: float) -> tuple[pld.LossPmf, ...]:
+    """Return the loss distributions of one sampled Gaussian sum: of removing and adding a unit, or of replacing one."""
+    return tuple(pld.sampled_gaussian(sigma, rate, pair, width) for pair in _pairs(adjacency))
+
+
+def _whole(sigma: float, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
+    """Return the loss of Gaussian sums over all units: T of them are one with T times less variance, exactly."""
+    return [(pmf, 1) for pmf in _sampled(sigma / math.sqrt(count), 1.0, adjacency, width)]
+
+
+@lru_cache(maxsize=32)
+def _rows(step: StepOfRows, adjacency: str, width: float) -> tuple[pld.LossPmf, ...]:
+    return tuple(
+        pld.sampled_rows(step.noise_multiplier, step.sampling_rate, step.rows_per_unit, pair, width)
+        for pair in _pairs(adjacency)
+    )
+
+
+@lru_cache(maxsize=32)
+def _truncated(step: Step, adjacency: str, width: float) -> tuple[pld.LossPmf, ...]:
+    """Return the loss distributions of one step with truncation.
+
+    They are those that dp_accounting gives its TruncatedSubsampledGaussianDpEvent (arXiv:2508.15089): a mixture of the
+    plain Poisson pair (when the batch is not truncated) and the replace-one pair at σ/2 (when it is, since the unit may
+    push another one out).
+    """
+    sigma, rate, most, num_units = step.noise_multiplier, step.sampling_rate, step.max_batch_size, step.num_units
+    assert most is not None and num_units is not None
+    plain = _sampled(sigma, rate, adjacency, width)
+    truncated = float(stats.binom.sf(most - 1, num_units - 1, rate))
+    # The chance that the unit is in the batch, given that the others alone would fill it.
+    over = float(stats.binom.sf(most, num_units, rate))
+    if truncated == 0 or over == 0:
+        return plain
+    rate_if_truncated = min(1.0, over * most / truncated / num_units)
+    rare = pld.sampled_gaussian(sigma / 2, rate_if_truncated, AdjacencyType.REPLACE, width, truncated)
+    return tuple(pld.mixture(rare, part, truncated) for part in plain)
+
+
+def _grid(sigma: float, rate: float, count: int, adjacency: str, width: float, truncates: bool = False) -> float:
+    if sigma == 0:
+        return width
+    widest = sigma / 2 if truncates or adjacency == "replace-one" else sigma
+    # exp(-50) of the mass lies beyond 10 standard deviations; both signs of the loss.
+    loss_range = 2 * (0.5 / widest**2 + 10 / widest)
+    spread = 20 * math.sqrt(count) * _loss_deviation(sigma, rate)
+    if adjacency == "replace-one":
+        spread *= 2
+    while loss_range / width > _MAX_ONE_STEP_BUCKETS or (3 * loss_range + spread) / width > _MAX_COMPOSED_BUCKETS:
+        width *= 2
+    return width
+
+
+def _loss_deviation(sigma: float, sampling_rate: float) -> float:
+    """Return about the standard deviation of one step's privacy loss, by sums over a grid of outcomes."""
+    outcomes = np.linspace(-8 * sigma, 1 + 8 * sigma, 4001)
+    exponent = (outcomes - 0.5) / sigma**2
+    sampled = sampling_rate * stats.norm.pdf(outcomes, 1, sigma)
+    weight = (1 - sampling_rate) * stats.norm.pdf(outcomes, 0, sigma) + sampled
+    loss = exponent
+    if sampling_rate < 1:
+        log_rest = math.log1p(-sampling_rate)
+        loss = np.logaddexp(log_rest, math.log(sampling_rate) + exponent)
+    weight /= weight.sum()
+    mean = float(weight @ loss)
+    return math.sqrt(float(weight @ (loss - mean) ** 2))

@@ -1,0 +1,13 @@
+"""Bounds within which ε is computed in seconds, and float32 holds what a step computes.
+
+Place in the flow: the lowest of all; the configuration checks them when it is read, the events when they are made.
+"""
+
+ADJACENCIES = ("zero-out", "replace-one")
+MAX_TARGET_EPSILON = 1000.0
+MIN_NOISE, MAX_NOISE = 1e-3, 1e6
+MIN_CLIP_NORM, MAX_CLIP_NORM = 1e-12, 1e12
+MAX_ROWS_DRAWN_PER_UNIT = 10_000
+MAX_UNITS = 10**15
+MAX_STEPS = 10_000_000
+"""Private steps at most."""
