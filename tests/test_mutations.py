@@ -39,10 +39,10 @@ MUTATIONS = [
     ),
     Mutation(
         "the noise is deleted",
-        "dpllm/mechanism/noise.py",
+        "dpllm/mechanism/generators.py",
         "block.add_(draw(block), alpha=noise_stddev)",
         "pass",
-        ("tests/mechanism/test_noise.py", "tests/training/test_step.py"),
+        ("tests/mechanism/test_generators.py", "tests/training/test_step.py"),
     ),
     Mutation(
         "the noise is not added in the step",
@@ -265,10 +265,10 @@ MUTATIONS = [
     ),
     Mutation(
         "the processes draw one stream of noise",
-        "dpllm/mechanism/noise.py",
+        "dpllm/mechanism/generators.py",
         "np.random.SeedSequence([seed, stream])",
         "np.random.SeedSequence([seed, 0])",
-        ("tests/mechanism/test_noise.py::test_streams_of_a_seed_and_fresh_entropy_differ_between_ranks",),
+        ("tests/mechanism/test_generators.py::test_streams_of_a_seed_and_fresh_entropy_differ_between_ranks",),
     ),
     Mutation(
         "nothing is watched between the steps",

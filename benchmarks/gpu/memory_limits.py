@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpllm import GhostClipper, PrivacyConfig, make_plan, per_sequence_loss
 from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
-from dpllm.mechanism.noise import NoiseSource
+from dpllm.mechanism.generators import NoiseSource
 from dpllm.training.microbatch_size import MARGIN, Memory, memory_of, needed_later, rows_that_fit
 from dpllm.training.microbatches import Microbatch, microbatches
 from dpllm.training.out_of_memory import free_memory as give_back

@@ -23,6 +23,7 @@ from dpllm.config.train_values import check_train
 from dpllm.config.values import ConfigError as ConfigError
 from dpllm.config.values import nearest as nearest
 from dpllm.config.yaml12 import read_yaml, write_yaml
+from dpllm.mechanism.catalogue import clipping_of, noise_of
 from dpllm.mechanism.limits import (
     ADJACENCIES,
     MAX_CLIP_NORM,
@@ -32,6 +33,7 @@ from dpllm.mechanism.limits import (
     MIN_CLIP_NORM,
     MIN_NOISE,
 )
+from dpllm.mechanism.parts import Clipping, Spec
 
 UNITS = ("sequence", "user")
 SAMPLINGS = ("unit", "example")
@@ -91,6 +93,12 @@ class PrivacyConfig:
     sampling: str = "unit"
     """What Poisson sampling draws: "unit", each as a whole and clipped as one; or "example", each row of a user by
     itself and clipped by itself, where the accounting counts on all k rows of a user being there."""
+    clipping: Any = "flat"
+    """How a unit's contribution is bounded: "flat" (scaled down to `clip_norm` where it is longer), or "automatic", by
+    C / (its norm + stability). Options go into a mapping: {kind: automatic, stability: 0.01}."""
+    noise: Any = "independent"
+    """How the noise of the steps hangs together: "independent" (DP-SGD), or correlated with that of the steps before:
+    {kind: banded, bands: 8}, where the units are drawn from one of 8 groups in turn."""
     max_batch_size: int | None = None
     """More units than this never enter one step. None: b + 7 sqrt(b), raised until it costs nothing in ε."""
     adjacency: str = "zero-out"
@@ -116,6 +124,7 @@ class PrivacyConfig:
         self._check_budget()
         self._check_unit()
         self._check_sampling()
+        self._check_parts()
         values.choice("adjacency", self.adjacency, ADJACENCIES)
         values.choice("on_budget", self.on_budget, ON_BUDGET)
         values.choice("stop", self.stop, STOPS)
@@ -188,6 +197,20 @@ class PrivacyConfig:
                 raise ConfigError(
                     f'{name} belongs to unit="user"; with unit="sequence" it would be ignored, so drop it'
                 )
+
+    def _check_parts(self) -> None:
+        """Make clipping and noise once, so that a wrong option is known now."""
+        for name, made in (("clipping", self._make_clipping), ("noise", noise_of)):
+            try:
+                spec = Spec.of(getattr(self, name))
+                made(spec)
+            except ValueError as error:
+                words = str(error)
+                raise ConfigError(words if words.startswith(name) else f"{name}: {words}") from error
+            self._set(name, spec.to_plain())
+
+    def _make_clipping(self, spec: Spec) -> Clipping:
+        return clipping_of(spec, self.clip_norm)
 
     def _check_sampling(self) -> None:
         if self.sampling in _NOT_POISSON:

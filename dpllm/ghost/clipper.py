@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from dpllm.ghost.book import Book
 from dpllm.ghost.errors import GhostError
+from dpllm.ghost.factors import clip_factors
 from dpllm.ghost.forms import Forms
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.parts import Clipping
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,13 @@ class GhostClipper:
     Args:
         model: any module whose inputs and outputs have the rows of the batch first; a transformers model,
             PEFT-wrapped or not.
-        clip_norm: C > 0.
+        clip_norm: C > 0, where clipping is flat.
         forms: how norms are computed; the default takes what costs least.
+        clipping: another way to bound a contribution, in place of ``clip_norm``: one of `dpllm.mechanism.catalogue`, or
+            one of your own, whose factors are then checked against its sensitivity in each call.
 
     Raises:
+        ValueError: both of ``clip_norm`` and ``clipping``, or neither.
         GhostError: the model has a part whose per-row gradient can't be had exactly, with its path and the reason.
 
     >>> import torch
@@ -60,9 +65,17 @@ class GhostClipper:
     >>> clipper.remove()
     """
 
-    def __init__(self, model: nn.Module, clip_norm: float, forms: Forms | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        clip_norm: float | None = None,
+        forms: Forms | None = None,
+        clipping: Clipping | None = None,
+    ) -> None:
         """Attach to the model."""
-        self.clipping = FlatClipping(clip_norm)
+        if (clip_norm is None) == (clipping is None):
+            raise ValueError("Give one of clip_norm (flat clipping) and clipping (another kind).")
+        self.clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else clipping  # type: ignore[assignment]
         self._book = Book(model, forms)
 
     @property
@@ -114,7 +127,7 @@ class GhostClipper:
         """
         unit_B, num_units = self._check(losses, unit_index)
         sq_norm_U, slack_U = self._book.backward(losses, unit_B, num_units)
-        factor_U = self.clipping.factors(sq_norm_U, slack_U)
+        factor_U = clip_factors(self.clipping, sq_norm_U, slack_U)
         result = ClipResult(sq_norm_U.clamp_min(0).sqrt().float(), factor_U.float())
         self._book.weigh(factor_U)  # last: where memory runs out before it, the microbatch can be taken anew
         return result

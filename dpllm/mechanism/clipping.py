@@ -4,9 +4,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def sensitivity_of(clip_norm: float, adjacency: str) -> float:
+    """Return by how much a sum of contributions of at most ``clip_norm`` changes between neighbours, in l2 norm.
+
+    Args:
+        clip_norm: C.
+        adjacency: "zero-out" (a unit's contribution is replaced by nothing) gives C; "replace-one" gives 2C.
+    """
+    if adjacency not in ("zero-out", "replace-one"):
+        raise ValueError(f"adjacency is {adjacency!r}; known are 'zero-out' and 'replace-one'.")
+    return clip_norm if adjacency == "zero-out" else 2 * clip_norm
+
+
+def check_clip_norm(clip_norm: float) -> None:
+    """Refuse a bound that bounds nothing.
+
+    Raises:
+        ValueError: it is not above 0, or not finite.
+    """
+    if not (isinstance(clip_norm, (int, float)) and math.isfinite(clip_norm) and clip_norm > 0):
+        raise ValueError(f"clip_norm is {clip_norm!r}; a finite number above 0 is needed, for instance 1.0.")
 
 
 @dataclass(frozen=True)
@@ -17,39 +40,32 @@ class FlatClipping:
         clip_norm: C > 0, one bound over all parameters together.
     """
 
+    kind: ClassVar[str] = "flat"
     clip_norm: float
 
     def __post_init__(self) -> None:
         """Refuse a bound that bounds nothing."""
-        if not (isinstance(self.clip_norm, (int, float)) and math.isfinite(self.clip_norm) and self.clip_norm > 0):
-            raise ValueError(f"clip_norm is {self.clip_norm!r}; a finite number above 0 is needed, for instance 1.0.")
+        check_clip_norm(self.clip_norm)
 
-    def factors(self, sq_norm_U: Tensor, slack_U: Tensor | None = None) -> Tensor:
-        """c_u = min(1, C / ||g_u||), rounded down.
+    def factors(self, norm_U: Tensor) -> Tensor:
+        """c_u = min(1, C / ||g_u||).
 
         Args:
-            sq_norm_U: (U,) squared norms; may be non-finite.
-            slack_U: (U,) what rounding may have taken from them. It is added before the root, so that the
-                contribution really released, as computed in floating point, has a norm of at most C.
+            norm_U: (U,) l2 norms, rounded up, above 0 and finite.
 
         Returns:
-            (U,) factors in [0, 1]; exactly 0 where the norm isn't finite.
+            (U,) factors in [0, 1].
 
-        >>> FlatClipping(1.0).factors(torch.tensor([4.0, 0.25, float("inf")]))
-        tensor([0.5000, 1.0000, 0.0000])
+        >>> import torch
+        >>> FlatClipping(1.0).factors(torch.tensor([2.0, 0.5]))
+        tensor([0.5000, 1.0000])
         """
-        upper_U = sq_norm_U if slack_U is None else sq_norm_U + slack_U
-        finite_U = torch.isfinite(upper_U)
-        norm_U = torch.where(finite_U, upper_U, 1).clamp_min(torch.finfo(upper_U.dtype).tiny).sqrt()
-        margin = 1 - 8 * torch.finfo(upper_U.dtype).eps
-        return torch.where(finite_U, (self.clip_norm * margin / norm_U).clamp_max(1), 0)
+        return (self.clip_norm / norm_U).clamp_max(1)
 
     def sensitivity(self, adjacency: str) -> float:
-        """Largest change of the clipped sum, in l2 norm, between neighbouring data sets.
+        """Largest change of the clipped sum, in l2 norm, between neighbouring data sets (`sensitivity_of`)."""
+        return sensitivity_of(self.clip_norm, adjacency)
 
-        Args:
-            adjacency: "zero-out" (a unit's contribution is replaced by nothing) gives C; "replace-one" gives 2C.
-        """
-        if adjacency not in ("zero-out", "replace-one"):
-            raise ValueError(f"adjacency is {adjacency!r}; known are 'zero-out' and 'replace-one'.")
-        return self.clip_norm if adjacency == "zero-out" else 2 * self.clip_norm
+    def words(self) -> str:
+        """For the report."""
+        return f"is clipped once to norm C = {self.clip_norm:g}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol, Self
@@ -127,8 +127,8 @@ class EventWords:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Numbers:
-    """What of a step its privacy depends on, whatever is drawn."""
+class Numbers:
+    """What of a step its privacy depends on, whatever is drawn; the events extend it."""
 
     num_units: int | None = None
     """N, public. None when unknown; then there is no truncation either."""
@@ -183,7 +183,7 @@ class _Numbers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step(_Numbers):
+class Step(Numbers):
     """A step of DP-SGD: a Gaussian sum over a Poisson sample of units, each clipped as one; truncated or not.
 
     Raises:
@@ -262,7 +262,7 @@ class Step(_Numbers):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOfRows(_Numbers):
+class StepOfRows(Numbers):
     """A step of DP-SGD over a Poisson sample of rows, each clipped by itself, of which one unit has up to k.
 
     Of a unit's k rows Binomial(k, q) are drawn, and the sum moves by at most as many times C (Charles et al.,
@@ -377,31 +377,6 @@ def dp_sgd(
             "max_batch_size out"
         )
     return StepOfRows(rows_per_unit=rows_per_unit, **numbers)
-
-
-KINDS: Mapping[str, type[Event]] = {event.kind: event for event in (Step, StepOfRows)}
-"""Every kind of event that a ledger or a budget may hold."""
-
-
-def to_fields(event: Event) -> dict[str, Any]:
-    """Return an event as plain values, for a ledger or a budget."""
-    return {"event": event.kind, **dataclasses.asdict(event)}  # type: ignore[call-overload]
-
-
-def from_fields(fields: Mapping[str, Any]) -> Event:
-    """Return the event that `to_fields` gave as plain values, or that an earlier version wrote without its kind.
-
-    Raises:
-        ValueError: an unknown kind, or a value out of range.
-        TypeError: a field is missing or unknown.
-    """
-    values = dict(fields)
-    kind = values.pop("event", None)
-    if kind is None:  # before there were several kinds
-        return dp_sgd(**values)
-    if kind not in KINDS:
-        raise ValueError(f"unknown kind of event {kind!r}; known are {', '.join(KINDS)}")
-    return KINDS[kind](**values)
 
 
 def chance_to_enter(rounds: Sequence[tuple[Round, int]]) -> float:

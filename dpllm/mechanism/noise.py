@@ -1,116 +1,117 @@
-"""Gaussian noise and where its randomness comes from.
-
-Every tensor of every step gets its noise from a generator of its own, started from the operating system's entropy,
-drawn in the gradient's float32 and never in the parameter's dtype. Nothing of it is stored, so a resumed run can't
-repeat it.
-
-Known limit: floating-point Gaussian samples are not exactly Gaussian (Mironov 2012); no attack on the gradients of
-large models is known, and the same holds for the peers.
-"""
+"""Independent noise: DP-SGD, where every step is a mechanism by itself."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-import torch
-from torch import Tensor
+from dpllm.mechanism.events import Event, dp_sgd
+from dpllm.mechanism.parts import Draw, NormalGenerator
+from dpllm.mechanism.sampling import TruncatedPoissonSampler
 
-_BLOCK = 1 << 22  # entries drawn at a time; 16 MiB, which a GPU's cache holds until they are added
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class NoiseSource:
-    """Draws N(0, noise_stddev^2) per entry.
+def slice_of(total: Tensor, rank: int, size: int) -> Tensor:
+    """Return the slice of a tensor's entries for which one process draws the noise.
+
+    The slices of all ranks cover each entry once. When the processes' tensors are added up afterwards, every entry of
+    the sum has the noise of exactly one process, and so is equal on whatever processes receive a replica of the sum.
 
     Args:
-        seed: None takes fresh entropy from the operating system for each tensor: 256 bits on the CPU (NumPy's
-            PCG64DXSM); 126 bits on a GPU (key and offset of PyTorch's Philox). A number gives the same noise in every
-            run: for tests, and then nothing is private.
-        stream: which of several independent sequences a seed starts; the rank of a process.
+        total: contiguous.
+        rank: this process, 0 <= rank < size.
+        size: processes whose tensors will be added up.
+
+    >>> import torch
+    >>> [slice_of(torch.arange(5), rank, 2).tolist() for rank in (0, 1)]
+    [[0, 1], [2, 3, 4]]
     """
+    if not 0 <= rank < size:
+        raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
+    entries = total.numel()
+    return total.view(-1)[rank * entries // size : (rank + 1) * entries // size]
 
-    def __init__(self, seed: int | None = None, stream: int = 0) -> None:
-        """Remember where the entropy comes from."""
-        self._children = None if seed is None else np.random.SeedSequence([seed, stream])
 
-    def add_share_(self, total: Tensor, noise_stddev: float, rank: int = 0, size: int = 1) -> None:
-        """Add independent noise to one process's slice of the entries, in place.
+@dataclass(frozen=True)
+class IndependentNoise:
+    """Noise that is drawn anew in every step, over a truncated Poisson sample of units, or a Poisson sample of rows."""
 
-        The slices of all ranks cover each entry once. When the processes' tensors are added up afterwards, every entry
-        of the sum has the noise of exactly one process: variance σ²C², streams independent by their own entropy, and
-        equal on whatever processes receive a replica of the sum.
+    kind: ClassVar[str] = "independent"
 
-        Args:
-            total: this process's clipped sum, contiguous, float32 or float64, not rounded before it is added up.
-            noise_stddev: σ·C.
-            rank: this process, 0 <= rank < size.
-            size: processes whose tensors will be added up.
+    def sampler(self, draw: Draw) -> TruncatedPoissonSampler:
+        """Return the Poisson sampler."""
+        return TruncatedPoissonSampler(draw.population, draw.sampling_rate, draw.max_batch_size)
 
-        >>> tensors = [torch.zeros(5), torch.zeros(5)]
-        >>> for rank, tensor in enumerate(tensors):
-        ...     NoiseSource().add_share_(tensor, 1.0, rank, 2)
-        >>> [int((tensor != 0).sum()) for tensor in tensors]
-        [2, 3]
-        """
-        if not 0 <= rank < size:
-            raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
-        entries = total.numel()
-        self.add_(total.view(-1)[rank * entries // size : (rank + 1) * entries // size], noise_stddev)
+    def event(self, draw: Draw, noise_multiplier: float, clip_norm: float) -> Event:
+        """Return a step of DP-SGD."""
+        by_row = draw.rows_per_unit is not None
+        return dp_sgd(
+            num_units=draw.num_units,
+            sampling_rate=draw.sampling_rate,
+            max_batch_size=None if by_row else draw.max_batch_size,
+            noise_multiplier=noise_multiplier,
+            clip_norm=clip_norm,
+            rows_per_unit=draw.rows_per_unit or 1,
+        )
 
-    def add_(self, grad: Tensor, noise_stddev: float) -> None:
-        """Add independent noise to every entry, in place.
+    def variance(self, step: int, num_steps: int) -> float:
+        """1: σC is the deviation of the noise itself."""
+        return 1.0
 
-        Args:
-            grad: the clipped sum, float32 or float64, contiguous.
-            noise_stddev: σ·C, in units of the gradient; 0 adds nothing.
+    def stream(self, generator: NormalGenerator, num_steps: int) -> IndependentStream:
+        """Return the noise of a run."""
+        return IndependentStream(generator)
 
-        Raises:
-            ValueError: a tensor of lower precision (its rounding would undo part of the noise), or a negative
-                deviation.
+    def drawing(self, draw: Draw, drawn: str) -> str:
+        """How a step is drawn, for the report."""
+        each = (
+            f"in each step every one of {draw.population} {drawn}s is drawn independently with probability "
+            f"q = {draw.sampling_rate:.6g}"
+        )
+        if draw.rows_per_unit is not None:
+            return each + ", whoever wrote it"
+        return (
+            f"{each}, and of more than {draw.max_batch_size} drawn a uniform {draw.max_batch_size} stay (truncated "
+            "Poisson sampling)"
+        )
 
-        >>> grad = torch.zeros(10_000)
-        >>> NoiseSource().add_(grad, 2.0)
-        >>> bool(1.9 < grad.std() < 2.1)
-        True
-        """
-        if grad.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"Noise is added in float32 or float64, the gradient is {grad.dtype}. Keep the clipped sum in "
-                f"float32 until then."
+    def words(self) -> str:
+        """For the report."""
+        return "Gaussian noise"
+
+    def ensured(self, draw: Draw, drawn: str, noise_stddev: float) -> list[tuple[str, str]]:
+        """What the accounting assumes, and how the run ensures it."""
+        numbers = f"the sampler is made from the plan: q = {draw.sampling_rate:.6g}"
+        carried = "each step in the ledger carries these numbers"
+        sampling = (
+            "Units are drawn by Poisson sampling and cut to the maximal batch (not shuffled)",
+            f"{numbers}, at most {draw.max_batch_size} of {draw.num_units} units; {carried}",
+        )
+        if draw.rows_per_unit is not None:
+            sampling = (
+                "Rows are drawn by Poisson sampling, independently of each other (not shuffled)",
+                f"{numbers} of {draw.population} rows; nothing is cut off; {carried}",
             )
-        if not noise_stddev >= 0:
-            raise ValueError(f"noise_stddev is {noise_stddev}; a number of at least 0 is needed.")
-        if noise_stddev == 0:
-            return
-        draw = self._normal_of(grad)
-        for block in grad.view(-1).split(_BLOCK):  # no second tensor of the gradient's size
-            block.add_(draw(block), alpha=noise_stddev)
+        noise = (
+            "Noise is independent in every step and parameter entry",
+            f"Gaussian noise of standard deviation {noise_stddev:.6g} is drawn once per step, on the complete sum; of "
+            "a model that is spread over processes each entry's noise is drawn by exactly one of them",
+        )
+        return [sampling, noise]
 
-    def _normal_of(self, grad: Tensor) -> Callable[[Tensor], Tensor]:
-        """What draws N(0, 1) like a block of the gradient, from one new generator."""
-        if grad.is_cuda:
-            on_device = self._cuda_generator(grad.device)
-            return lambda block: torch.empty_like(block).normal_(generator=on_device)
-        generator = self._numpy_generator()
-        dtype = np.float64 if grad.dtype == torch.float64 else np.float32
-        return lambda block: torch.from_numpy(generator.standard_normal(block.numel(), dtype=dtype)).to(block.device)
 
-    def _entropy(self) -> int:
-        """256 bits."""
-        if self._children is None:
-            return int.from_bytes(secrets.token_bytes(32), "little")
-        (child,) = self._children.spawn(1)
-        return int.from_bytes(child.generate_state(8).tobytes(), "little")
+class IndependentStream:
+    """The noise of a run; nothing of it is kept."""
 
-    def _numpy_generator(self) -> np.random.Generator:
-        return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(self._entropy(), pool_size=8)))
+    def __init__(self, generator: NormalGenerator) -> None:
+        """Remember the generator."""
+        self._generator = generator
 
-    def _cuda_generator(self, device: torch.device) -> torch.Generator:
-        """PyTorch's Philox generator with a random key and a random offset; ``manual_seed`` would set the key alone."""
-        entropy = self._entropy()
-        key = np.uint64(entropy & (2**64 - 1)).astype(np.int64)
-        offset = ((entropy >> 64) & (2**62 - 1)) & ~3  # a signed 64-bit number, in multiples of four
-        generator = torch.Generator(device)
-        generator.set_state(torch.tensor([int(key), offset], dtype=torch.int64).view(torch.uint8))
-        return generator
+    def begin(self, step: int) -> None:
+        """Steps do not depend on each other."""
+
+    def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
+        """Add independent noise to one process's slice of the entries, in place (`slice_of`)."""
+        self._generator.add_(slice_of(total, rank, size), stddev)

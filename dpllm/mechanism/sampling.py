@@ -60,9 +60,9 @@ class TruncatedPoissonSampler:
         size = min(int(rng.binomial(self.num_units, self.sampling_rate)), self.max_batch_size)
         return np.sort(rng.choice(self.num_units, size=size, replace=False, shuffle=False)).astype(np.int64)
 
-    def steps(self, num_steps: int, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-        """Yield the units of `num_steps` steps, each drawn independently of the others."""
-        for _ in range(num_steps):
+    def steps(self, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
+        """Yield the units of one step after the other, each drawn independently of the others, without end."""
+        while True:
             yield self.draw(rng)
 
 

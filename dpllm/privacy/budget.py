@@ -39,7 +39,8 @@ from typing import Any
 
 from dpllm.config import UNITS
 from dpllm.config.values import between, choice, integer
-from dpllm.mechanism.events import Event, from_fields
+from dpllm.mechanism.catalogue import from_fields, to_fields
+from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES, MAX_TARGET_EPSILON
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import History
@@ -47,7 +48,7 @@ from dpllm.privacy.budget_lock import BudgetError as BudgetError
 from dpllm.privacy.budget_lock import locked
 from dpllm.privacy.calibration import steps_within
 from dpllm.privacy.identity import require_prefix
-from dpllm.privacy.ledger import LedgerError, sync_folder
+from dpllm.privacy.ledger import LedgerError, read_ledger, sync_folder
 from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.privacy.plan import PrivacyPlan, format_epsilon
 
@@ -71,6 +72,8 @@ class Entry:
     """Steps known to have run, which no later settling may go below."""
     charged_at: str
     """Time of the first charge, UTC."""
+    segments: tuple[int, ...] = ()
+    """Steps of each start before the last one, where a resume costs more than going on (`Event.restarts`)."""
     head: dict[str, Any] | None = None
     """The place in the run's ledger (`LedgerHead`) at the last start, resumption, save or end. None: not begun."""
 
@@ -79,6 +82,7 @@ class Entry:
         counts = {"steps_reserved": self.steps_reserved, "steps_before": self.steps_before}
         for name, count in {**counts, "steps_charged": self.steps_charged or 0}.items():
             integer(name, count, 0)
+        object.__setattr__(self, "segments", tuple(integer("segments", count, 1) for count in self.segments))
         if self.head is not None:
             LedgerHead.of(self.head)
 
@@ -86,6 +90,12 @@ class Entry:
     def num_steps(self) -> int:
         """Steps that count against the budget."""
         return self.steps_reserved if self.steps_charged is None else self.steps_charged
+
+    @property
+    def history(self) -> list[tuple[Event, int]]:
+        """The steps that count, by start."""
+        last = self.num_steps - sum(self.segments)
+        return [(self.step, count) for count in (*self.segments, max(0, last))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +128,7 @@ class Budget:
     @property
     def history(self) -> list[tuple[Event, int]]:
         """The steps of all entries, reservations included."""
-        return [(entry.step, entry.num_steps) for entry in self.entries]
+        return [part for entry in self.entries for part in entry.history]
 
     @cached_property
     def spent(self) -> float:
@@ -142,7 +152,7 @@ class Budget:
     def to_dict(self) -> dict[str, Any]:
         """Return the budget, its entries and what is spent as plain values."""
         head = {name: getattr(self, name) for name in _HEAD}
-        entries = [dataclasses.asdict(entry) for entry in self.entries]
+        entries = [_plain(entry) for entry in self.entries]
         return {"file": self.path.name, **head, "spent": self.spent, "entries": entries}
 
 
@@ -228,7 +238,7 @@ def charge(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
     _check_private(plan)
     with _changing(path) as (budget, put):
         _check_data(budget, plan, dataset)
-        _check_fits(budget, budget.entries, plan.event, plan.num_steps)
+        _check_fits(budget, budget.entries, (), plan.event, plan.num_steps)
         entry = Entry(
             id=secrets.token_hex(8),
             plan_hash=plan.hash,
@@ -247,7 +257,7 @@ def require_room(path: str | Path, plan: PrivacyPlan, dataset: str) -> None:
     _check_private(plan)
     budget = read_budget(path)
     _check_data(budget, plan, dataset)
-    _check_fits(budget, budget.entries, plan.event, plan.num_steps)
+    _check_fits(budget, budget.entries, (), plan.event, plan.num_steps)
 
 
 def mark(path: str | Path, entry_id: str, head: LedgerHead) -> None:
@@ -304,6 +314,7 @@ def check_entry(
     plan: PrivacyPlan,
     ledger: str | Path | None = None,
     go_on: Callable[[], LedgerHead] | None = None,
+    steps_allowed: int | None = None,
 ) -> None:
     """Reserve all planned steps of a run once more, before it is resumed.
 
@@ -316,6 +327,7 @@ def check_entry(
         plan: of the run.
         ledger: of the folder that is to be resumed.
         go_on: opens the ledger for the resumed run and returns where it then is.
+        steps_allowed: steps that the run may take in all (`dpllm.privacy.stated.steps_allowed`); None: all planned.
 
     Raises:
         BudgetError: the entry is not in the file or is another plan's, what the run left when it was settled has been
@@ -331,9 +343,18 @@ def check_entry(
         if ledger is not None:
             require_own_ledger(path, entry, ledger)
         others = tuple(other for other in budget.entries if other.id != entry_id)
-        _check_fits(budget, others, entry.step, entry.steps_reserved)
+        reserved = entry.steps_reserved if steps_allowed is None else min(entry.steps_reserved, steps_allowed)
+        segments = _segments(entry, ledger)
+        _check_fits(budget, others, [(entry.step, count) for count in segments], entry.step, reserved - sum(segments))
         head = entry.head if go_on is None else go_on().to_dict()
-        put(_with(budget, replace(entry, steps_charged=None, head=head)))
+        put(_with(budget, replace(entry, steps_charged=None, head=head, segments=segments, steps_reserved=reserved)))
+
+
+def _segments(entry: Entry, ledger: str | Path | None) -> tuple[int, ...]:
+    """Return the steps of each start so far, where the next one begins anew."""
+    if not entry.step.restarts or ledger is None:
+        return entry.segments
+    return tuple(count for _, count in read_ledger(ledger).history)
 
 
 def require_own_ledger(path: str | Path, entry: Entry, ledger: str | Path) -> None:
@@ -402,7 +423,7 @@ def budget_rows(budget: Budget) -> list[tuple[str, str]]:
     for place, entry in enumerate(budget.entries, start=1):
         steps = f"{entry.num_steps:,} of {entry.steps_reserved:,} steps"
         state = "reserved" if entry.steps_charged is None else "charged"
-        alone = format_epsilon(budget.cost([(entry.step, entry.num_steps)]))
+        alone = format_epsilon(budget.cost(entry.history))
         words = f"{steps} {state}, ε = {alone} alone, {entry.charged_at}, entry {entry.id}"
         rows.append((f"run {place}", words))
     return rows
@@ -441,14 +462,15 @@ def _check_data(budget: Budget, plan: PrivacyPlan, dataset: str) -> None:
         )
 
 
-def _check_fits(budget: Budget, others: tuple[Entry, ...], step: Event, num_steps: int) -> None:
-    """Raise unless the others and these steps together cost at most the budget."""
-    before = [(entry.step, entry.num_steps) for entry in others]
+def _check_fits(budget: Budget, others: tuple[Entry, ...], earlier: History, step: Event, num_steps: int) -> None:
+    """Raise unless the others, earlier starts of a run and these steps of it together cost at most the budget."""
+    taken = [part for entry in others for part in entry.history]
+    before = [*taken, *earlier]
     total = budget.cost([*before, (step, num_steps)])
     if total <= budget.epsilon:
         return
     allowed = steps_within(budget.epsilon, budget.delta, step, num_steps, budget.adjacency, before)
-    spent = budget.cost(before)
+    spent = budget.cost(taken)
     left = budget.cost([*before, (step, allowed)])
     instead = (
         f"{allowed} of its steps still fit, which would bring the total to ε = {format_epsilon(left)}: take that many, "
@@ -456,10 +478,10 @@ def _check_fits(budget: Budget, others: tuple[Entry, ...], step: Event, num_step
         if allowed
         else "not one of its steps fits. Take more noise or a smaller expected_batch_size, or train on other data"
     )
-    alone = budget.cost([(step, num_steps)])
+    alone = budget.cost([*earlier, (step, num_steps)])
     raise BudgetError(
         f"{budget.path} allows ε = {_down(budget.epsilon)} at δ = {budget.delta:.3g} ({budget.adjacency}) for all runs "
-        f"on {budget.dataset!r}. Spent or reserved by {len(before)} other runs: ε = {format_epsilon(spent)}. This run "
+        f"on {budget.dataset!r}. Spent or reserved by {len(others)} other runs: ε = {format_epsilon(spent)}. This run "
         f"would cost ε = {format_epsilon(alone)} alone over {num_steps} steps, and bring the total to "
         f"ε = {format_epsilon(total)}; {instead}"
     )
@@ -513,13 +535,19 @@ def _changing(path: str | Path) -> Iterator[tuple[Budget, Callable[[tuple[Entry,
         yield budget, put
 
 
+def _plain(entry: Entry) -> dict[str, Any]:
+    fields = {item.name: getattr(entry, item.name) for item in dataclasses.fields(entry)}
+    segments = fields.pop("segments")
+    return {**fields, "step": to_fields(entry.step), **({"segments": list(segments)} if segments else {})}
+
+
 def _write(budget: Budget) -> tuple[int, str]:
     """Replace the file in one go: whatever happens, it is the old one or the new one. Returns its number and hash."""
     body: dict[str, Any] = {"format": _FORMAT, **{name: getattr(budget, name) for name in _HEAD}}
     body["written"] = budget.written + 1
     if not budget.shared_people:
         del body["shared_people"]  # as files of earlier versions
-    body["entries"] = [dataclasses.asdict(entry) for entry in budget.entries]
+    body["entries"] = [_plain(entry) for entry in budget.entries]
     text = json.dumps({**body, "sha256": _digest(body)}, indent=2, ensure_ascii=False)
     half = budget.path.with_name(f"{budget.path.name}.tmp")  # one name: left over by a crash, it is written anew
     try:

@@ -5,12 +5,11 @@ Place in the flow: between the accounting, which it asks again and again, and th
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
 
-from dpllm.mechanism.events import Event, Step, chance_to_enter, dp_sgd
+from dpllm.mechanism.events import Event, chance_to_enter, dp_sgd
 from dpllm.mechanism.limits import MAX_TARGET_EPSILON, MIN_NOISE
 from dpllm.mechanism.sampling import default_max_batch_size
 from dpllm.privacy.accounting import DISCRETIZATION, History, epsilon, merge, untruncated
@@ -69,8 +68,8 @@ def steps_within(
 def choose_max_batch_size(
     expected_batch_size: int,
     num_units: int,
+    event_of: Callable[[int], Event],
     num_steps: int,
-    noise_multiplier: float,
     delta: float,
     adjacency: str = "zero-out",
 ) -> int:
@@ -78,18 +77,20 @@ def choose_max_batch_size(
 
     Nothing means: ε is less than 1e-3 above that of the same run without truncation, at a coarse discretization.
 
-    >>> choose_max_batch_size(1024, num_units=42000, num_steps=410, noise_multiplier=0.68, delta=1e-6)
-    1248
+    Args:
+        expected_batch_size: b.
+        num_units: N.
+        event_of: from B_max to the event of a step.
+        num_steps: T.
+        delta: δ.
+        adjacency: "zero-out" or "replace-one".
     """
     size = default_max_batch_size(expected_batch_size, num_units)
-    rate = expected_batch_size / num_units
-    if noise_multiplier == 0:
+    if event_of(size).noise_multiplier == 0:
         return size
-    step = Step(num_units=num_units, sampling_rate=rate, max_batch_size=size, noise_multiplier=noise_multiplier)
-    plain = epsilon([(step.untruncated, num_steps)], delta, adjacency, _COARSE)
+    plain = epsilon(untruncated([(event_of(size), num_steps)]), delta, adjacency, _COARSE)
     while size < num_units and math.isfinite(plain):
-        step = dataclasses.replace(step, max_batch_size=size)
-        if epsilon([(step, num_steps)], delta, adjacency, _COARSE) < plain + _TRUNCATION_COST:
+        if epsilon([(event_of(size), num_steps)], delta, adjacency, _COARSE) < plain + _TRUNCATION_COST:
             break
         size = min(num_units, size + math.ceil(math.sqrt(expected_batch_size)))
     return size

@@ -28,7 +28,8 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import dpllm
-from dpllm.mechanism.events import Event, to_fields
+from dpllm.mechanism.catalogue import to_fields
+from dpllm.mechanism.events import Event
 from dpllm.privacy.ledger_reader import (
     CHAIN_START,
     LedgerHead,
@@ -106,13 +107,16 @@ class Ledger:
         return ledger
 
     @classmethod
-    def open(cls, path: str | Path, plan: _Plan, public: Sequence[str] = ()) -> Ledger:
+    def open(
+        cls, path: str | Path, plan: _Plan, public: Sequence[str] = (), steps_allowed: int | None = None
+    ) -> Ledger:
         """Continue the ledger of a run that is resumed; everything in it stays charged.
 
         Args:
             path: the file.
             plan: the privacy plan, which must be the one the ledger was started with.
             public: what was learnt from public data since, one line each.
+            steps_allowed: steps of all starts together that the resumed run may take; None: all that the plan has.
 
         Raises:
             LedgerError: the file is missing, edited or incomplete other than by a crash, of another plan, or not the
@@ -128,7 +132,7 @@ class Ledger:
                 )
         require_own_file(contents)
         ledger = cls._continued(path)
-        ledger._append_run(plan, public, contents.runs[0].get("budget"))
+        ledger._append_run(plan, public, contents.runs[0].get("budget"), steps_allowed)
         return ledger
 
     @classmethod
@@ -316,7 +320,13 @@ class Ledger:
         assert self._descriptor is not None
         return _identities(self._descriptor)[-1]
 
-    def _append_run(self, plan: _Plan, public: Sequence[str], budget: Mapping[str, str] | None) -> None:
+    def _append_run(
+        self,
+        plan: _Plan,
+        public: Sequence[str],
+        budget: Mapping[str, str] | None,
+        steps_allowed: int | None = None,
+    ) -> None:
         run = secrets.token_hex(8)
         self._append(
             {
@@ -330,6 +340,7 @@ class Ledger:
                 "planned_step": to_fields(plan.event),
                 "budget": dict(budget) if budget else None,
                 "file": file_hash(run, self._identity()),
+                **({} if steps_allowed is None else {"num_steps": steps_allowed}),
             }
         )
         self._running = True

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpllm.mechanism.events import Event, from_fields
+from dpllm.mechanism.catalogue import from_fields
+from dpllm.mechanism.events import Event
 
 ENTROPY_SYSTEM = "operating system"
 ENTROPY_SEEDED = "fixed seed (NOT PRIVATE)"
@@ -139,6 +140,12 @@ class LedgerContents:
     def head(self) -> LedgerHead:
         """Where the ledger ends."""
         return LedgerHead(self.chain, self.num_steps)
+
+    @property
+    def steps_allowed(self) -> int | None:
+        """Steps of all starts together that the last resume allows; None: all that the plan has."""
+        allowed = self.runs[-1].get("num_steps") if self.runs else None
+        return allowed if isinstance(allowed, int) else None
 
     @property
     def num_steps(self) -> int:

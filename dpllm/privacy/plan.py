@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config import SAMPLINGS, UNITS, PrivacyConfig
-from dpllm.mechanism.events import Event, dp_sgd
+from dpllm.mechanism.catalogue import clipping_of, noise_of
+from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES
-from dpllm.mechanism.sampling import TruncatedPoissonSampler
+from dpllm.mechanism.parts import Draw, Mechanism, Spec
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.calibration import calibrate_noise_multiplier, choose_max_batch_size, steps_within
+from dpllm.privacy.calibration import calibrate, choose_max_batch_size, steps_within
 
 PLAN_FILE = "privacy_plan.json"
-_FORMAT = 2
+_FORMAT = 3
+_FORMAT_OF_DP_SGD = 2  # that of earlier versions, which a plan without a newer part still has: its hash is the same
+_FLAT, _INDEPENDENT = Spec("flat"), Spec("independent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,10 @@ class PrivacyPlan:
     """"unit": units are drawn, and clipped as wholes. "example": rows are, each by itself."""
     num_examples: int | None = None
     """Rows there are to draw, no user having more than k; None where units are drawn."""
+    clipping: Spec = _FLAT
+    """How a contribution is bounded to C (`dpllm.mechanism.catalogue`)."""
+    noise: Spec = _INDEPENDENT
+    """How the noise of the steps hangs together."""
     num_steps_wanted: int | None = None
     """The steps asked for, where the budget allows fewer; None otherwise."""
     dataset: str | None = None
@@ -127,6 +134,7 @@ class PrivacyPlan:
         broken = [rule for rule, holds in checks.items() if not holds]
         if broken:
             raise ValueError(f"a privacy plan needs {'; '.join(broken)}. Make the plan with make_plan")
+        _ = self.mechanism  # which refuses parts without an accounting
 
     def _examples_fit(self) -> bool:
         if self.sampling != "example":
@@ -146,23 +154,27 @@ class PrivacyPlan:
         """σC: standard deviation of the noise in every entry of the summed gradient."""
         return self.noise_multiplier * self.clip_norm
 
-    @property
-    def sampler(self) -> TruncatedPoissonSampler:
-        """The sampler that every step of the run must use."""
-        return TruncatedPoissonSampler(self.population, self.sampling_rate, self.max_batch_size)
+    @cached_property
+    def mechanism(self) -> Mechanism:
+        """Sampler, clipping and noise that every step of the run must use, and the event that they are."""
+        draw = _draw(
+            self.num_units,
+            self.population,
+            self.expected_batch_size,
+            self.max_batch_size,
+            self.max_rows_per_unit if self.sampling == "example" else None,
+        )
+        return Mechanism(draw, clipping_of(self.clipping, self.clip_norm), noise_of(self.noise), self.noise_multiplier)
 
     @property
     def event(self) -> Event:
         """What is charged for one step."""
-        drawn_by_row = self.sampling == "example"
-        return dp_sgd(
-            num_units=self.num_units,
-            sampling_rate=self.sampling_rate,
-            max_batch_size=None if drawn_by_row else self.max_batch_size,
-            noise_multiplier=self.noise_multiplier,
-            clip_norm=self.clip_norm,
-            rows_per_unit=self.max_rows_per_unit or 1 if drawn_by_row else 1,
-        )
+        return self.mechanism.event
+
+    @property
+    def history(self) -> list[tuple[Event, int]]:
+        """What all planned steps are charged as."""
+        return self.mechanism.history(self.num_steps)
 
     @cached_property
     def epsilon(self) -> float:
@@ -171,7 +183,7 @@ class PrivacyPlan:
 
     def epsilon_under(self, adjacency: str) -> float:
         """Return ε of all planned steps under "zero-out" or "replace-one"."""
-        return epsilon([(self.event, self.num_steps)], self.delta, adjacency)
+        return epsilon(self.history, self.delta, adjacency)
 
     @cached_property
     def hash(self) -> str:
@@ -179,8 +191,12 @@ class PrivacyPlan:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return {"format": _FORMAT, **dataclasses.asdict(self)}
+        """Return the fields as plain values; clipping and noise only where they are not those of DP-SGD."""
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        parts = {"clipping": fields.pop("clipping"), "noise": fields.pop("noise")}
+        if parts == {"clipping": _FLAT, "noise": _INDEPENDENT}:
+            return {"format": _FORMAT_OF_DP_SGD, **fields}
+        return {"format": _FORMAT, **fields, **{name: part.to_plain() for name, part in parts.items()}}
 
     def save(self, path: str | Path) -> None:
         """Write the plan and its hash as JSON."""
@@ -201,10 +217,15 @@ class PrivacyPlan:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON ({error})") from error
         names = {item.name for item in dataclasses.fields(cls)}
-        if not isinstance(raw, dict) or set(raw) != names | {"format", "hash"} or raw["format"] != _FORMAT:
-            raise ValueError(f"{path} is not a privacy plan of format {_FORMAT}")
+        if isinstance(raw, dict) and raw.get("format") == _FORMAT_OF_DP_SGD:
+            names -= {"clipping", "noise"}
+        known = isinstance(raw, dict) and raw.get("format") in (_FORMAT_OF_DP_SGD, _FORMAT)
+        if not known or set(raw) != names | {"format", "hash"}:
+            raise ValueError(f"{path} is not a privacy plan of format {_FORMAT} or {_FORMAT_OF_DP_SGD}")
         try:
-            plan = cls(**{name: raw[name] for name in names})
+            values = {name: raw[name] for name in names}
+            values |= {name: Spec.of(raw[name]) for name in ("clipping", "noise") if name in names}
+            plan = cls(**values)
         except TypeError as error:
             raise ValueError(f"{path} holds a value of another kind ({error}): restore it from a copy") from error
         if plan.hash != raw["hash"]:
@@ -257,14 +278,14 @@ def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int, num_exampl
             f"outright would satisfy it. Take 1/(10 N) = {1 / (10 * num_units):.3g}, or leave delta out"
         )
     rate = size / population
-    noise_multiplier, max_batch_size = _noise_and_bound(privacy, rate, num_units, num_steps, delta)
+    noise_multiplier, max_batch_size = _noise_and_bound(privacy, num_units, population, num_steps, delta)
     plan = PrivacyPlan(
         unit=privacy.unit,
         adjacency=privacy.adjacency,
         num_units=num_units,
         sampling_rate=rate,
         expected_batch_size=size,
-        max_batch_size=population if max_batch_size is None else max_batch_size,
+        max_batch_size=max_batch_size,
         num_steps=num_steps,
         noise_multiplier=noise_multiplier,
         clip_norm=privacy.clip_norm,
@@ -275,6 +296,8 @@ def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int, num_exampl
         rows_kept=privacy.rows_kept if privacy.unit == "user" else None,
         sampling=privacy.sampling,
         num_examples=num_examples if by_example else None,
+        clipping=Spec.of(privacy.clipping),
+        noise=Spec.of(privacy.noise),
         dataset=privacy.dataset,
         seeded=privacy.seed is not None,
     )
@@ -298,43 +321,47 @@ def _within_budget(plan: PrivacyPlan, privacy: PrivacyConfig) -> PrivacyPlan:
     return dataclasses.replace(plan, num_steps=allowed, num_steps_wanted=plan.num_steps)
 
 
+def _draw(
+    num_units: int, population: int, expected_batch_size: int, max_batch_size: int, rows_per_unit: int | None
+) -> Draw:
+    return Draw(
+        num_units=num_units,
+        population=population,
+        expected_batch_size=expected_batch_size,
+        max_batch_size=max_batch_size,
+        rows_per_unit=rows_per_unit,
+    )
+
+
 def _noise_and_bound(
-    privacy: PrivacyConfig, rate: float, num_units: int, num_steps: int, delta: float
-) -> tuple[float, int | None]:
+    privacy: PrivacyConfig, num_units: int, population: int, num_steps: int, delta: float
+) -> tuple[float, int]:
     """Return σ and B_max. When neither is given, B_max is chosen at the σ that would do without truncation.
 
-    Where rows are drawn, there is no B_max.
+    Where rows are drawn, nothing is cut off.
     """
-    noise_multiplier = privacy.noise_multiplier
-    if privacy.sampling == "example":
-        assert privacy.max_rows_per_unit is not None  # the configuration requires it for users
-        if noise_multiplier is None:
-            assert privacy.target_epsilon is not None  # it holds at least one of the two
-            noise_multiplier = calibrate_noise_multiplier(
-                *(privacy.target_epsilon, delta, rate, num_steps),
-                adjacency=privacy.adjacency,
-                rows_per_unit=privacy.max_rows_per_unit,
-            )
-        return noise_multiplier, None
-    max_batch_size = privacy.max_batch_size
-    if max_batch_size is not None:
-        max_batch_size = min(max_batch_size, num_units)
+    noise, size, adjacency = noise_of(Spec.of(privacy.noise)), privacy.expected_batch_size, privacy.adjacency
+    rows = privacy.max_rows_per_unit if privacy.sampling == "example" else None
+
+    def event_of(sigma: float, at_most: int) -> Event:
+        return noise.event(_draw(num_units, population, size, at_most, rows), sigma, privacy.clip_norm)
+
+    def calibrated(at_most: int) -> float:
+        if privacy.noise_multiplier is not None:
+            return privacy.noise_multiplier
+        assert privacy.target_epsilon is not None  # the configuration holds at least one of the two
+        return calibrate(privacy.target_epsilon, delta, lambda sigma: event_of(sigma, at_most), num_steps, adjacency)
+
+    if rows is not None:
+        return calibrated(population), population
+    if privacy.max_batch_size is not None:
+        at_most = min(privacy.max_batch_size, num_units)
     else:
-        tentative = noise_multiplier
-        if tentative is None:
-            assert privacy.target_epsilon is not None
-            tentative = calibrate_noise_multiplier(
-                privacy.target_epsilon, delta, rate, num_steps, adjacency=privacy.adjacency
-            )
-        max_batch_size = choose_max_batch_size(
-            privacy.expected_batch_size, num_units, num_steps, tentative, delta, privacy.adjacency
+        tentative = calibrated(num_units)
+        at_most = choose_max_batch_size(
+            size, num_units, lambda most: event_of(tentative, most), num_steps, delta, adjacency
         )
-    if noise_multiplier is None:
-        assert privacy.target_epsilon is not None
-        noise_multiplier = calibrate_noise_multiplier(
-            privacy.target_epsilon, delta, rate, num_steps, num_units, max_batch_size, privacy.adjacency
-        )
-    return noise_multiplier, max_batch_size
+    return calibrated(at_most), at_most
 
 
 def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
@@ -349,6 +376,7 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
         ("steps T", f"{plan.num_steps:,}"),
         ("noise multiplier σ", f"{plan.noise_multiplier:.6g}"),
         ("clip norm C", f"{plan.clip_norm:g}"),
+        *_parts_shown(plan),
         ("noise standard deviation σC", f"{plan.noise_stddev:.6g}"),
         ("δ", f"{plan.delta:.3g}"),
         ("ε, zero-out", format_epsilon(plan.epsilon_under("zero-out"))),
@@ -363,6 +391,17 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
         rows.insert(-7, ("steps asked for, more than the budget allows", f"{plan.num_steps_wanted:,}"))
     if plan.seeded:
         rows.insert(0, ("NOT PRIVATE", "a fixed seed makes sampling and noise predictable"))
+    return rows
+
+
+def _parts_shown(plan: PrivacyPlan) -> list[tuple[str, str]]:
+    """Return clipping, noise and sampling where they are not those of DP-SGD."""
+    rows = []
+    if plan.clipping != _FLAT:
+        rows.append(("a unit's gradient", plan.mechanism.clipping.words()))
+    if plan.noise != _INDEPENDENT:
+        rows.append(("sampling", plan.event.words().sampling))
+        rows.append(("noise", plan.mechanism.noise.words().rstrip(",")))
     return rows
 
 

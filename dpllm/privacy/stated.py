@@ -6,6 +6,7 @@ Place in the flow: between the ledger and all that prints an ε.
 from __future__ import annotations
 
 from dpllm.mechanism.events import Event
+from dpllm.privacy.calibration import steps_within
 from dpllm.privacy.ledger import LedgerContents
 from dpllm.privacy.plan import PrivacyPlan
 
@@ -22,6 +23,45 @@ def stated_history(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[E
         plan: the plan of the run.
         contents: what its ledger says.
     """
-    if contents.num_steps == 0 or contents.num_steps >= plan.num_steps or contents.notes.stopped_independently:
+    planned = planned_steps(plan, contents)
+    if contents.num_steps == 0 or contents.num_steps >= planned or contents.notes.stopped_independently:
         return tuple(contents.history)
-    return ((plan.event, plan.num_steps),)
+    *before, (event, taken) = contents.history  # the steps still planned follow the last of them without a new start
+    return (*before, (event, taken + planned - contents.num_steps))
+
+
+def planned_steps(plan: PrivacyPlan, contents: LedgerContents) -> int:
+    """Return the steps that the run takes in all: those of the plan, or fewer where a resume costs more than going on.
+
+    Args:
+        plan: the plan of the run.
+        contents: what its ledger says.
+    """
+    return min(plan.num_steps, plan.num_steps if contents.steps_allowed is None else contents.steps_allowed)
+
+
+def steps_allowed(plan: PrivacyPlan, contents: LedgerContents) -> int | None:
+    """Return how many steps a run that is resumed now may take in all; None: all that the plan has.
+
+    A mechanism whose noise is correlated over steps begins anew at a resume, which may cost a round more than going on
+    would have. The run then ends where its target ε, or without one the ε of its plan, would be exceeded.
+
+    Args:
+        plan: the plan of the run.
+        contents: what its ledger says.
+
+    Raises:
+        ValueError: not one more step fits.
+    """
+    taken = contents.num_steps
+    left = plan.num_steps - taken
+    if not plan.event.restarts or taken == 0 or left <= 0:
+        return None
+    target = plan.target_epsilon if plan.target_epsilon is not None else plan.epsilon
+    fits = steps_within(target, plan.delta, plan.event, left, plan.adjacency, contents.history)
+    if fits == 0:
+        raise ValueError(
+            f"{contents.path} has {taken} of {plan.num_steps} steps, and a resumed run begins a new cycle of noise: "
+            f"not one more step keeps to ε = {target:g}. Release the model of the last checkpoint"
+        )
+    return None if fits == left else taken + fits

@@ -121,54 +121,50 @@ def _unit(plan: PrivacyPlan, contents: LedgerContents) -> str:
 
 def mechanism(plan: PrivacyPlan) -> str:
     """Return one step of the run in words, with all its parameters."""
+    parts = plan.mechanism
     noise = (
-        f"Gaussian noise of standard deviation σC = {plan.noise_stddev:.6g} (σ = {plan.noise_multiplier:.6g}) is added "
+        f"{parts.noise.words()} of standard deviation σC = {plan.noise_stddev:.6g} "
+        f"(σ = {plan.noise_multiplier:.6g}) is added "
         f"to the sum, and the result is divided by {plan.expected_batch_size}"
     )
+    how = parts.clipping.words()
     if plan.sampling == "example":
         return (
-            f"example-level sampling (ELS): in each step every one of {plan.num_examples} rows is drawn independently "
-            f"with probability q = {plan.sampling_rate:.6g}, whoever wrote it; the gradient of each row is clipped by "
-            f"itself to norm C = {plan.clip_norm:g}; a user has at most {plan.max_rows_per_unit} rows, each of which "
-            f"may be drawn or not; {noise}"
+            f"example-level sampling (ELS): {parts.noise.drawing(parts.draw, 'row')}; the gradient of each row {how} "
+            f"by itself; a user has at most {plan.max_rows_per_unit} rows, each of which may be drawn or not; {noise}"
         )
     drawn, name = ("record", "") if plan.unit == "sequence" else ("user", "user-level sampling (ULS): ")
     whole = "over all its rows" if plan.unit == "sequence" else "over all rows of that user"
     return (
-        f"{name}in each step every one of {plan.num_units} {drawn}s is drawn independently with probability "
-        f"q = {plan.sampling_rate:.6g}, and of more than {plan.max_batch_size} drawn a uniform {plan.max_batch_size} "
-        f"stay (truncated Poisson sampling); the gradient of each {drawn}, summed {whole}, is clipped once to norm "
-        f"C = {plan.clip_norm:g}; {noise}"
+        f"{name}{parts.noise.drawing(parts.draw, drawn)}; the gradient of each {drawn}, summed {whole}, {how}; {noise}"
     )
 
 
 def event(plan: PrivacyPlan) -> str:
     """Return which privacy event a step is accounted as, with its source."""
-    if plan.sampling == "example":
-        return (
-            f"a mixture of Gaussians: of a user's k = {plan.max_rows_per_unit} rows Binomial(k, q) are drawn, and the "
-            "sum moves by as many C (Charles et al., arXiv:2407.07737). Under replace-one, by group privacy: ε is "
-            "twice a zero-out ε at a smaller δ"
-        )
-    return "a Gaussian sum over a truncated Poisson sample (arXiv:2508.15089)"
+    return plan.event.words().accounted_as
 
 
 def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> list[dict[str, str]]:
     """Return what the numbers rest on, and for each how the run ensured it."""
     entropy = ", ".join(dict.fromkeys(run["entropy"] for run in contents.runs))
     torn = f"; {contents.torn_steps} step(s) torn by a crash are charged" if contents.torn_steps else ""
+    parts, drawn = plan.mechanism, "row" if plan.sampling == "example" else "unit"
+    sampling, noise = parts.noise.ensured(parts.draw, drawn, plan.noise_stddev)
     pairs = (
-        *(_rows_drawn(plan) if plan.sampling == "example" else _units_drawn(plan)),
+        *_bounded(plan),
+        sampling,
+        (
+            f"No {drawn} contributes more than the clip norm",
+            f"the exact gradient norm of each {drawn} over all trained parameters is bounded before the sum; a {drawn} "
+            "whose gradient is not finite contributes zero; a parameter without a norm rule is refused",
+        ),
         ("There is one draw per step", "what a step draws is drawn once and only then divided into microbatches"),
         (
             "A unit's gradient depends on that unit alone",
             "losses are normalised within a row; modules that mix rows, such as batch norm, are refused",
         ),
-        (
-            "Noise is independent in every step and parameter entry",
-            f"Gaussian noise of standard deviation {plan.noise_stddev:.6g} is drawn once per step, on the complete "
-            "sum; of a model that is spread over processes each entry's noise is drawn by exactly one of them",
-        ),
+        noise,
         (
             "The noisy sum is scaled by a public constant",
             f"it is divided by the expected batch size {plan.expected_batch_size}, never by the realised one; a step "
@@ -184,48 +180,13 @@ def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> list[dict[str, s
     return [{"assumption": assumption, "how_ensured": how} for assumption, how in pairs]
 
 
-def _units_drawn(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
-    bound = (
-        (
-            (
-                "A user's rows are bounded before the sampling rate is fixed",
-                f"at most {plan.max_rows_per_unit} rows of each are kept when the data are read, before the plan is "
-                "made; no later filter drops any",
-            ),
-        )
-        if plan.unit == "user"
-        else ()
-    )
-    return (
-        *bound,
-        (
-            "Units are drawn by Poisson sampling and cut to the maximal batch (not shuffled)",
-            f"the sampler is made from the plan: q = {plan.sampling_rate:.6g}, at most {plan.max_batch_size} of "
-            f"{plan.num_units} units; each step in the ledger carries these numbers",
-        ),
-        (
-            "No unit contributes more than the clip norm",
-            "the exact gradient norm of each unit over all trained parameters is bounded before the sum; a unit whose "
-            "gradient is not finite contributes zero; a parameter without a norm rule is refused",
-        ),
-    )
-
-
-def _rows_drawn(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
-    return (
-        (
-            "No user has more rows than the bound",
-            f"at most {plan.max_rows_per_unit} rows of each are kept when the data are read, before the sampling rate "
-            "is fixed; the ledger carries the bound with each step",
-        ),
-        (
-            "Rows are drawn by Poisson sampling, independently of each other (not shuffled)",
-            f"the sampler is made from the plan: q = {plan.sampling_rate:.6g} of {plan.num_examples} rows; nothing is "
-            "cut off; each step in the ledger carries these numbers",
-        ),
-        (
-            "No row contributes more than the clip norm",
-            "the exact gradient norm of each row over all trained parameters is bounded before the sum; a row whose "
-            "gradient is not finite contributes zero; a parameter without a norm rule is refused",
-        ),
-    )
+def _bounded(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
+    """Return how the rows of a user are bounded, at user level."""
+    rows = f"at most {plan.max_rows_per_unit} rows of each are kept when the data are read, before the "
+    if plan.sampling == "example":
+        how = f"{rows}sampling rate is fixed; the ledger carries the bound with each step"
+        return (("No user has more rows than the bound", how),)
+    if plan.unit == "user":
+        how = f"{rows}plan is made; no later filter drops any"
+        return (("A user's rows are bounded before the sampling rate is fixed", how),)
+    return ()

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 import dpllm
 from dpllm.mechanism.events import Event
 from dpllm.privacy import accounting, comparison
+from dpllm.privacy.accounting import merge
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
 from dpllm.privacy.risk import attack_risk, in_plain_words
-from dpllm.privacy.stated import stated_history
+from dpllm.privacy.stated import planned_steps, stated_history
 from dpllm.report.checklist import REFUTED, checklist, open_points
 from dpllm.report.curves import curves
 from dpllm.report.definition import ROWS_LEFT_OUT, assumptions, define, event
@@ -243,13 +244,14 @@ def _guarantee(plan: PrivacyPlan, epsilons: Mapping[str, float], unit: str) -> s
 
 
 def _about_the_stop(plan: PrivacyPlan, contents: LedgerContents) -> str:
-    if contents.num_steps >= plan.num_steps:
+    planned = planned_steps(plan, contents)
+    if contents.num_steps >= planned:
         return ""
-    taken = f" {contents.num_steps} of {plan.num_steps} planned steps were taken."
+    taken = f" {contents.num_steps} of {planned} planned steps were taken."
     if contents.notes.stopped_independently:
         return f"{taken} The figures are theirs: the stop was declared independent of the data and of the releases."
     return (
-        f"{taken} The figures are those of all {plan.num_steps}: the stop, or the choice of this checkpoint, may "
+        f"{taken} The figures are those of all {planned}: the stop, or the choice of this checkpoint, may "
         "depend on the data or on what the run released, and they hold in spite of that."
     )
 
@@ -306,32 +308,36 @@ def _curve(history: tuple[tuple[Event, int], ...], delta: float) -> list[dict[st
 
 def _reason(plan: PrivacyPlan, contents: LedgerContents) -> str | None:
     """Return why the run ended; one with fewer steps than planned was not completed, whatever was written down."""
-    early = contents.num_steps < plan.num_steps
+    early = contents.num_steps < planned_steps(plan, contents)
     if contents.end is not None and early and contents.end.startswith(COMPLETED):
         return STOPPED_EARLY
     return contents.end
 
 
 def _steps(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
-    wanted, taken = plan.num_steps_wanted or plan.num_steps, contents.num_steps
+    wanted, taken, planned = plan.num_steps_wanted or plan.num_steps, contents.num_steps, planned_steps(plan, contents)
     budget = (
         f"{wanted} steps were asked for, and the target ε = {plan.target_epsilon:g} allows {plan.num_steps}; "
         if plan.num_steps_wanted is not None and plan.target_epsilon is not None
         else ""
     )
+    resumed = (
+        f"{plan.num_steps - planned} of the plan were left out after a resume, which began a new cycle of the noise; "
+    )
+    resumed = resumed if planned < plan.num_steps else ""
     ended = (
         f"the run ended: {_reason(plan, contents)}" if contents.end is not None else "the run has not ended, or crashed"
     )
-    early = 0 < taken < plan.num_steps
+    early = 0 < taken < planned
     how = "taken: the stop was declared independent" if contents.notes.stopped_independently else "planned"
     stated = f"; ε is stated for all steps {how}" if early else ""
     return {
         "wanted": wanted,
-        "planned": plan.num_steps,
+        "planned": planned,
         "charged": taken,
         "stated": sum(count for _, count in stated_history(plan, contents)),
         "torn_by_a_crash": contents.torn_steps,
-        "words": f"{budget}{taken} of {plan.num_steps} planned steps were taken; {ended}{stated}",
+        "words": f"{budget}{taken} of {planned} planned steps were taken; {resumed}{ended}{stated}",
     }
 
 
@@ -389,7 +395,7 @@ def _parameters(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
         "sampling_rate": plan.sampling_rate,
         "expected_batch_size": plan.expected_batch_size,
         "max_batch_size": plan.max_batch_size,
-        "num_steps_planned": plan.num_steps,
+        "num_steps_planned": planned_steps(plan, contents),
         "num_steps_charged": contents.num_steps,
         "noise_multiplier": plan.noise_multiplier,
         "clip_norm": plan.clip_norm,
@@ -450,13 +456,12 @@ def _tier(epsilon: float, seeded: bool) -> tuple[str, str]:
 
 
 def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
-    sample = f"--num-units {plan.num_units} --max-batch-size {plan.max_batch_size}"
-    if plan.sampling == "example":
-        sample = f"--rows-per-unit {plan.max_rows_per_unit}"
-    steps = sum(count for _, count in stated_history(plan, contents))
+    (one, _), *_ = merge(plan.history)
+    sample = one.words().options
+    rounds = sum(count for _, count in merge(stated_history(plan, contents)))
     command = (
-        f"dpllm epsilon --noise-multiplier {plan.noise_multiplier!r} --sampling-rate {plan.sampling_rate!r} "
-        f"--steps {steps} --delta {plan.delta!r} {sample} --adjacency {plan.adjacency}"
+        f"dpllm epsilon --noise-multiplier {plan.noise_multiplier!r} --sampling-rate {one.sampling_rate!r} "
+        f"--steps {rounds} --delta {plan.delta!r} {sample} --adjacency {plan.adjacency}"
     )
     return {
         "verify": "dpllm verify OUTPUT_DIR",

@@ -36,7 +36,7 @@ from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import check_before_saving, check_model
 from dpllm.ghost import Forms, GhostClipper
-from dpllm.mechanism.noise import NoiseSource
+from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.ended import RunWeights, refuse_other_weights, sums_of_trained
 from dpllm.models.starting_point import check_start, note_trained
@@ -156,10 +156,13 @@ class PrivateRun:
         agreement.check_rows(plan, rows.units)  # now: what is raised is raised by all processes
         self._plan, self.rows, self.ledger = plan, rows, ledger
         self._outstanding = Outstanding(plan, ledger)
-        self._rng = seeded_rng(int.from_bytes(secrets.token_bytes(32), "little") if seed is None else seed)  # rank 0's
+        rng = seeded_rng(int.from_bytes(secrets.token_bytes(32), "little") if seed is None else seed)
+        self._drawn = plan.mechanism.sampler.steps(rng)  # rank 0's is used
         self._turns = Turns(self.processes)
         self._deal_key = dealing_key(self.processes, lambda: secrets.randbits(128) if seed is None else seed)
-        self._noise = NoiseSource(seed, stream=self.processes.rank)
+        generator = NoiseSource(seed, stream=self.processes.rank)
+        self._first = ledger.num_steps  # of this start or resume, with which draws and noise begin anew
+        self._noise = plan.mechanism.noise.stream(generator, plan.num_steps)
         self._streams = SecretStreams(self.processes, seed)
         self.max_tokens = rows.max_tokens
         self._engine: Engine | None = None
@@ -278,7 +281,7 @@ class PrivateRun:
                 f"{type(self._engine).__name__} all of them pass through each layer together. Give a number of tokens "
                 "(microbatch_tokens); `dpllm plan --memory` says what a microbatch takes"
             )
-        self._clipper = GhostClipper(self._model, self.plan.clip_norm, forms)
+        self._clipper = GhostClipper(self._model, forms=forms, clipping=self.plan.mechanism.clipping)
         self._independence = IndependenceCheck(
             self._clipper, self._model, self.rows, self._engine, self.plan.expected_batch_size
         )
@@ -316,7 +319,7 @@ class PrivateRun:
             self.ledger.append_open_point(LEFT_OUT)
         for _ in range(num_steps):
             self._outstanding.require_steps()
-            drawn = self._turns.draw(lambda: self.plan.sampler.draw(self._rng), self.ledger.num_steps)
+            drawn = self._turns.draw(lambda: next(self._drawn), self.ledger.num_steps)
             yield self._outstanding.made(drawn if present_N is None else drawn[present_N[drawn]])
 
     def choose(self, unit_ids: ArrayLike) -> np.ndarray:
@@ -406,6 +409,7 @@ class PrivateRun:
                 charged,
                 self._noise,
                 complete,
+                self._first,
             )
         except BaseException:
             self._streams.share()  # a state that is saved now must not tell how many numbers the rows took
@@ -435,7 +439,7 @@ class PrivateRun:
             self._independence.before_step(
                 lambda inputs: loss_of(self._model, inputs),
                 max_tokens,
-                is_last=self.ledger.num_steps >= self.plan.num_steps,
+                is_last=self.ledger.num_steps >= self.steps_planned,
             )
         except IndependenceError:
             if self._watch is not None:
@@ -546,6 +550,11 @@ class PrivateRun:
         """Take the weights of now for those that the run leaves; see `dpllm.models.ended`."""
         if self.weights is not None and self._model is not None and self.ledger.num_steps > 0:
             self.weights.end()
+
+    @property
+    def steps_planned(self) -> int:
+        """Steps of all starts together: those of the plan, or fewer where a resume costs more than going on."""
+        return self.ledger.steps_planned or self.plan.num_steps
 
     @property
     def plan(self) -> PrivacyPlan:

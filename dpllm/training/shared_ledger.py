@@ -15,6 +15,7 @@ from dpllm.privacy.ledger import Ledger, LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.same_rows import compare_rows, remember_rows
+from dpllm.privacy.stated import planned_steps, steps_allowed
 from dpllm.privacy.unused import make_way
 from dpllm.privacy.writer import note_writer
 
@@ -85,7 +86,7 @@ class SharedLedger:
                 ledger.append_disclosure(what, count)
             return ledger, None if entry is None or budget_file is None else (budget_file, entry)
 
-        return cls._made(start, Path(path), processes, plan.num_steps)
+        return cls._made(start, Path(path), processes, lambda: plan.num_steps)
 
     @classmethod
     def open(
@@ -139,18 +140,19 @@ class SharedLedger:
                 require_public_start(path)
             if ours and contents is not None:
                 points.append(compare_rows(path, contents))
+            allowed = steps_allowed(plan, read_ledger(path)) if ours else None
             if named is None or budget_file is None:
-                return Ledger.open(path, plan, public), None
+                return Ledger.open(path, plan, public, allowed), None
             opened: list[Ledger] = []
 
             def go_on() -> LedgerHead:
-                opened.append(Ledger.open(path, plan, public))
+                opened.append(Ledger.open(path, plan, public, allowed))
                 return opened[0].head
 
-            check_entry(budget_file, named["entry"], plan, path, go_on)
+            check_entry(budget_file, named["entry"], plan, path, go_on, allowed)
             return opened[0], (budget_file, named["entry"])
 
-        return cls._made(start, Path(path), processes, plan.num_steps)
+        return cls._made(start, Path(path), processes, lambda: planned_steps(plan, read_ledger(path)))
 
     @classmethod
     def _made(
@@ -158,18 +160,18 @@ class SharedLedger:
         start: Callable[[], tuple[Ledger, tuple[str, str] | None]],
         path: Path,
         processes: Processes,
-        planned: int,
+        planned: Callable[[], int],
     ) -> SharedLedger:
         opened: list[tuple[Ledger, tuple[str, str] | None]] = []
 
-        def on_main() -> LedgerHead:
+        def on_main() -> tuple[LedgerHead, int]:
             opened.append(start())
             note_writer(path.parent)
-            return opened[0][0].head
+            return opened[0][0].head, planned()
 
-        head = processes.from_main(on_main)
+        head, num_steps = processes.from_main(on_main)
         ledger, budget = opened[0] if opened else (None, None)
-        return cls(ledger, path, head, processes, budget, planned)
+        return cls(ledger, path, head, processes, budget, num_steps)
 
     def remember_rows(self, contents: str) -> None:
         """Note the rows of a new run (`dpllm.privacy.same_rows`). Called by all processes together."""
@@ -184,6 +186,11 @@ class SharedLedger:
     def num_steps(self) -> int:
         """Steps charged so far, those of earlier runs included."""
         return self._head.num_steps
+
+    @property
+    def steps_planned(self) -> int | None:
+        """Steps of all starts together: those of the plan, or what a resume allows; None for a stand-in of a test."""
+        return self._planned
 
     @property
     def stated_steps(self) -> int:

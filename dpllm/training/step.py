@@ -17,7 +17,7 @@ from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import Replicas
 from dpllm.ghost import GhostClipper
-from dpllm.mechanism.noise import NoiseSource
+from dpllm.mechanism.parts import NoiseStream
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.checks.outstanding import Charges
 from dpllm.training.microbatches import Microbatch
@@ -53,12 +53,13 @@ def private_step(
     plan: PrivacyPlan,
     engine: Engine,
     ledger: Charges,
-    noise: NoiseSource,
+    noise: NoiseStream,
     before_update: Callable[[], None] = lambda: None,
+    first: int = 0,
 ) -> StepDiagnostics:
     """Take one private step up to the optimizer, charged to the ledger.
 
-    Guarantee: with ``batch`` this process's share of what ``plan.sampler`` drew, what the optimizer receives is the
+    Guarantee: with ``batch`` this process's share of what the plan's sampler drew, what the optimizer receives is the
     output of the mechanism whose event is ``plan.event``, also when the batch is empty. The ledger holds the step
     durably before anything of it is computed, so no crash can lose it. A microbatch on which memory runs out is
     taken again in halves, where the processes don't run in lockstep; each unit still enters the sum once.
@@ -71,7 +72,8 @@ def private_step(
         engine: `dpllm.engines.engine_for` the prepared model. It leaves the private gradient in ``.grad`` for
             ``optimizer.step()``, or, DeepSpeed, has updated the parameters.
         ledger: where the step is charged.
-        noise: where this process's share of the noise comes from.
+        noise: where this process's share of the noise comes from; begun anew at each start and resume.
+        first: the steps that were charged before that start or resume.
         before_update: called when the private gradient is complete, before an engine updates the parameters. Where it
             raises on one process, all processes raise its error.
 
@@ -86,6 +88,8 @@ def private_step(
     number = ledger.num_steps
     ledger.append_step(number, plan.event)
     engine.unfinished = True
+    noise.begin(number - first)
+    names = {id(parameter): name for name, parameter in clipper.parameters.items()}
     processes, scale = engine.processes, 1 / plan.expected_batch_size
     replicas = Replicas(clipper.parameters, processes)  # as they are now; compared with the tally, before any use
     tally = _Tally(plan.clip_norm)
@@ -106,7 +110,7 @@ def private_step(
                 if whole:
                     clipper.add_clipped_sum_(parameter, total)
                 if last:  # each entry's noise is drawn by one process, before the sum over processes
-                    noise.add_share_(total, plan.noise_stddev, processes.rank, processes.size)
+                    noise.add_share_(names[id(parameter)], total, plan.noise_stddev, processes.rank, processes.size)
             num_entries += total.numel() if last else 0
 
         engine.collect(clipper.parameters, add_to, last=last, scale=scale)
@@ -119,7 +123,8 @@ def private_step(
         for parameter in clipper.parameters.values():
             parameter.grad = None
         raise
-    engine.guard.expect(done.num_units, num_entries, plan.clip_norm, plan.noise_stddev, scale)
+    variance = plan.mechanism.noise.variance(number - first, plan.num_steps)
+    engine.guard.expect(done.num_units, num_entries, plan.clip_norm, plan.noise_stddev * math.sqrt(variance), scale)
     engine.finish()
     engine.unfinished = False
     return done
@@ -146,15 +151,15 @@ def refuse_leftovers(clipper: GhostClipper, engine: Engine) -> None:
 
 def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges, engine: Engine) -> None:
     refuse_leftovers(clipper, engine)
-    if clipper.clipping.clip_norm != plan.clip_norm:
+    if clipper.clipping != plan.mechanism.clipping:
         raise ValueError(
-            f"The clipper bounds each unit to {clipper.clipping.clip_norm}, the plan accounts for {plan.clip_norm}. "
-            f"Build the clipper with "
-            "plan.clip_norm."
+            f"The clipper bounds each unit by {clipper.clipping}, the plan accounts for {plan.mechanism.clipping}. "
+            "Build the clipper with plan.mechanism.clipping."
         )
-    if ledger.num_steps >= plan.num_steps:
+    planned = ledger.steps_planned or plan.num_steps
+    if ledger.num_steps >= planned:
         raise ValueError(
-            f"All {plan.num_steps} steps of the plan are taken and charged; another one would exceed its epsilon. "
+            f"All {planned} steps of the plan are taken and charged; another one would exceed its epsilon. "
             f"Make a plan with more steps."
         )
 

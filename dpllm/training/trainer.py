@@ -104,7 +104,7 @@ class LogicalBatches:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Draw one pass; the draws of all passes are independent. There is none left once all steps are charged."""
-        if self._run.ledger.num_steps >= self._run.plan.num_steps:
+        if self._run.ledger.num_steps >= self._run.steps_planned:
             return
         for unit_ids in self._run.draws(len(self)):
             yield {"unit_ids": torch.from_numpy(unit_ids)}
@@ -262,9 +262,10 @@ class DPTrainer(CoveredTrainer):
         self.interrupted_by = None
         checkpoint = checkpoint_to_resume(folder, restart.checkpoint, self.processes)
         if not self._attached:  # refused before anything is charged or written
-            GhostClipper(self._module, self.plan.clip_norm, self._forms).remove()
+            GhostClipper(self._module, forms=self._forms, clipping=self.plan.mechanism.clipping).remove()
         self.processes.from_main(lambda: check_output_folder("train.output_dir", folder))
         self.ledger = self._open_ledger(folder, resume=restart.continues)
+        self.args.max_steps = self._steps_planned
         with self.ledger.ended_on_failure():
             self._note_outlets()
             self._run = PrivateRun(self.plan, self._rows, self.ledger, self.privacy.seed)
@@ -296,7 +297,7 @@ class DPTrainer(CoveredTrainer):
     def _was_interrupted(self) -> bool:
         """Whether a signal ended the run before the plan's steps were taken."""
         assert self.ledger is not None
-        if self._interrupt.agreed and self.ledger.num_steps < self.plan.num_steps:
+        if self._interrupt.agreed and self.ledger.num_steps < self._steps_planned:
             numbers = self.processes.gather(self._interrupt.stop.number)
             self.interrupted_by = next((number for number in numbers if number is not None), None)
         return self.interrupted_by is not None
@@ -314,10 +315,16 @@ class DPTrainer(CoveredTrainer):
             logger.error("the end of the run could not be written: %s", error)
 
     def _reason_of_end(self) -> str:
-        wanted = self.plan.num_steps_wanted
-        if wanted is None or (self.ledger is not None and self.ledger.num_steps < self.plan.num_steps):
+        planned, wanted = self._steps_planned, self.plan.num_steps_wanted or self.plan.num_steps
+        if planned == wanted or (self.ledger is not None and self.ledger.num_steps < planned):
             return COMPLETED  # the ledger says "stopped early" where steps are missing
-        return f"{STOPPED_AT_BUDGET}, after {self.plan.num_steps} of {wanted} steps"
+        return f"{STOPPED_AT_BUDGET}, after {planned} of {wanted} steps"
+
+    @property
+    def _steps_planned(self) -> int:
+        """Steps of all starts together; see `PrivateRun.steps_planned`."""
+        allowed = None if self.ledger is None else self.ledger.steps_planned
+        return allowed or self.plan.num_steps
 
     def _draw_of_rows(self) -> np.random.Generator:
         """For the rows that a user with too many keeps: secret, and the same on every process."""
@@ -521,7 +528,7 @@ class _Interrupt(TrainerCallback):
         """Stop and save where it was asked for or where the plan ends."""
         ledger = self._trainer.ledger
         self.agreed = self._trainer.processes.any(self.stop.requested)  # all stop after the same step, or none
-        if self.agreed or (ledger is not None and ledger.num_steps >= self._trainer.plan.num_steps):
+        if self.agreed or (ledger is not None and ledger.num_steps >= self._trainer._steps_planned):
             control.should_training_stop = True
             control.should_save = control.should_save or self.agreed
             control.should_evaluate = control.should_evaluate and not self.agreed  # a launcher waits for seconds only

@@ -263,7 +263,7 @@ def test_the_command_audits_a_recipe_s_model(saved, tmp_path):
 
 def test_the_command_fails_where_the_claim_does(saved, tmp_path, monkeypatch):
     """Noise that is left out is exit code 1."""
-    monkeypatch.setattr("dpllm.mechanism.noise.NoiseSource.add_", lambda self, grad, noise_stddev: None)
+    monkeypatch.setattr("dpllm.mechanism.generators.NoiseSource.add_", lambda self, grad, noise_stddev: None)
     monkeypatch.setattr("dpllm.engines.guard.UpdateGuard.verify", lambda self: None)
     options = ["--blocks", "120", "--canaries", "2"]
     done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, saved)), *options])

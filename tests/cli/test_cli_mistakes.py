@@ -182,7 +182,7 @@ def folder(tmp_path: Path) -> Path:
     PLAN.save(tmp_path / PLAN_FILE)
     with Ledger.create(tmp_path / LEDGER_FILE, PLAN) as ledger:
         for number in range(3):
-            ledger.append_step(number, PLAN.step)
+            ledger.append_step(number, PLAN.event)
         ledger.append_end("completed")
     write_report(tmp_path, PLAN, read_ledger(tmp_path / LEDGER_FILE))
     return tmp_path

@@ -15,7 +15,7 @@ from dpllm.config import DataConfig
 from dpllm.data.rows import RowCollator, load_records, tokenize_records
 from dpllm.data.units import UnitIndex
 from dpllm.engines import engine_for, model_inside
-from dpllm.mechanism.noise import NoiseSource
+from dpllm.mechanism.generators import NoiseSource
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step

@@ -11,7 +11,7 @@ from dpllm.engines import SingleProcess
 from dpllm.engines.guard import Projections, UpdateError, UpdateGuard
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import set_gradient
-from dpllm.mechanism.noise import NoiseSource
+from dpllm.mechanism.generators import NoiseSource
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.step import private_step

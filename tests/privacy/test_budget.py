@@ -132,8 +132,8 @@ def test_users_drawn_whole_and_row_by_row_share_a_budget(tmp_path: Path) -> None
     charge(path, whole, "chats")
     charge(path, single, "chats")
     budget = read_budget(path)
-    assert [entry.step.rows_per_unit for entry in budget.entries] == [1, 2]
-    assert budget.spent == epsilon([(whole.step, 50), (single.step, 30)], 1e-5)
+    assert [entry.step.moves for entry in budget.entries] == [1, 2]
+    assert budget.spent == epsilon([(whole.event, 50), (single.step, 30)], 1e-5)
     assert dict(budget_rows(budget))["unit of privacy"] == "user (column author)"
 
 

@@ -141,8 +141,8 @@ def test_zcdp_bounds_the_gaussian_mechanism() -> None:
         (plain(20.0, 1.0), 100),
         (dp_sgd(num_units=9, sampling_rate=1.0, noise_multiplier=8.0, rows_per_unit=3), 4),
     ):
-        assert zcdp_rho([(step, steps)]) == steps * step.rows_per_unit**2 / (2 * step.noise_multiplier**2)
-        shift = step.rows_per_unit * math.sqrt(steps) / step.noise_multiplier
+        assert zcdp_rho([(step, steps)]) == steps * step.moves**2 / (2 * step.noise_multiplier**2)
+        shift = step.moves * math.sqrt(steps) / step.noise_multiplier
         at = zcdp_epsilon([(step, steps)], 1e-5)
         exact = stats.norm.cdf(shift / 2 - at / shift) - math.exp(at) * stats.norm.cdf(-shift / 2 - at / shift)
         assert 1e-7 < exact <= 1e-5

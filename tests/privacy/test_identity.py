@@ -33,7 +33,7 @@ def begin(folder: Path, steps: int, budget: Path | None = None, save: bool = Tru
 
 def go_on(ledger: SharedLedger, folder: Path, steps: int, save: bool = True) -> None:
     for _ in range(steps):
-        ledger.append_step(ledger.num_steps, PLAN.step)
+        ledger.append_step(ledger.num_steps, PLAN.event)
     if save:
         staging = prepare_staging(folder, ledger.num_steps)
         (staging / "trainer_state.json").write_text(json.dumps({"global_step": ledger.num_steps}))
@@ -104,7 +104,7 @@ def test_two_forks_on_one_budget_count_once(tmp_path: Path) -> None:
         resume(tmp_path / "b", budget)
     ended = resume(tmp_path / "a", budget)
     for _ in range(4):
-        ended.append_step(ended.num_steps, PLAN.step)
+        ended.append_step(ended.num_steps, PLAN.event)
     ended.append_end("completed")
     assert [entry.num_steps for entry in read_budget(budget).entries] == [10]
 
@@ -154,7 +154,7 @@ def test_a_run_is_finished_when_it_ended_and_its_model_is_there(tmp_path: Path) 
     """A restart of it has nothing to do; one whose last save failed has."""
     begin(tmp_path, 9)
     ledger = resume(tmp_path)
-    ledger.append_step(9, PLAN.step)
+    ledger.append_step(9, PLAN.event)
     ledger.append_end("completed")
     assert not is_finished(tmp_path)
     before = snapshot(tmp_path)

@@ -23,7 +23,7 @@ STEP = Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multipl
 @dataclass(frozen=True)
 class Plan:
     hash: str = "a" * 64
-    step: Step = STEP
+    event: Step = STEP
     seeded: bool = False
 
 
@@ -38,7 +38,7 @@ def path(tmp_path: Path) -> Path:
 def write(path: Path, num_steps: int, end: str | None = "completed") -> None:
     with Ledger.create(path, PLAN, public=["pretrained on old speeches"]) as ledger:
         for number in range(num_steps):
-            ledger.append_step(number, PLAN.step)
+            ledger.append_step(number, PLAN.event)
         if end is not None:
             ledger.append_end(end)
 
@@ -47,7 +47,7 @@ def test_ledger_reads_back_what_ran(path: Path) -> None:
     """Runs, steps, disclosures, diagnostics and the end are all there, counts summed."""
     with Ledger.create(path, PLAN, public=["old speeches"]) as ledger:
         for number in range(3):
-            ledger.append_step(number, PLAN.step)
+            ledger.append_step(number, PLAN.event)
             ledger.append_disclosure("training loss")
         ledger.append_disclosure("evaluation on private rows", 2)
         ledger.append_diagnostic("units with a non-finite gradient", 4)
@@ -58,7 +58,7 @@ def test_ledger_reads_back_what_ran(path: Path) -> None:
         ledger.append_end("completed")
     contents = read_ledger(path)
     assert contents.history == [
-        (PLAN.step, 3),
+        (PLAN.event, 3),
         (Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multiplier=2.0, clip_norm=0.5), 1),
     ]
     assert contents.num_steps == 4
@@ -82,7 +82,7 @@ def test_each_line_is_on_disk_before_the_call_returns(path: Path, monkeypatch: p
     monkeypatch.setattr(os, "fsync", record)
     with Ledger.create(path, PLAN) as ledger:
         appends: list[Callable[[], None]] = [
-            lambda: ledger.append_step(0, PLAN.step),
+            lambda: ledger.append_step(0, PLAN.event),
             lambda: ledger.append_disclosure("training loss"),
             lambda: ledger.append_diagnostic("x"),
             lambda: ledger.append_end("completed"),
@@ -99,7 +99,7 @@ def test_append_does_not_read_the_file(path: Path) -> None:
     with Ledger.create(path, PLAN) as ledger:
         for number in range(20):
             before = path.read_bytes()
-            ledger.append_step(number, PLAN.step)
+            ledger.append_step(number, PLAN.event)
             after = path.read_bytes()
             assert after.startswith(before) and after[len(before) :].count(b"\n") == 1
 
@@ -109,7 +109,7 @@ def test_resumed_ledger_keeps_what_was_charged(path: Path) -> None:
     write(path, 3, end=None)
     with Ledger.open(path, PLAN, public=["a glossary"]) as ledger:
         assert ledger.num_steps == 3
-        ledger.append_step(3, PLAN.step)
+        ledger.append_step(3, PLAN.event)
         ledger.append_end("completed")
     contents = read_ledger(path)
     assert contents.num_steps == 4 and len(contents.runs) == 2 and contents.end == "completed"
@@ -134,10 +134,10 @@ def test_torn_step_is_charged(path: Path, keep: int) -> None:
     assert contents.num_steps == 3 and contents.torn_lines == [4] and contents.torn_steps == 1
     with Ledger.open(path, PLAN) as ledger:
         assert ledger.num_steps == 3
-        ledger.append_step(3, PLAN.step)
+        ledger.append_step(3, PLAN.event)
     contents = read_ledger(path)
-    assert contents.history == [(PLAN.step, 4)] and contents.torn_lines == [4] and len(contents.runs) == 2
-    assert epsilon(contents.history, 1e-4) == epsilon([(PLAN.step, 4)], 1e-4)
+    assert contents.history == [(PLAN.event, 4)] and contents.torn_lines == [4] and len(contents.runs) == 2
+    assert epsilon(contents.history, 1e-4) == epsilon([(PLAN.event, 4)], 1e-4)
 
 
 def test_a_torn_step_stays_charged_when_its_fragment_is_edited(path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_torn_step_stays_charged_when_its_fragment_is_edited(path: Path) -> No
 def test_torn_note_is_reported_and_not_charged(path: Path) -> None:
     """A torn line that can't have been a step is listed and costs nothing."""
     with Ledger.create(path, PLAN) as ledger:
-        ledger.append_step(0, PLAN.step)
+        ledger.append_step(0, PLAN.event)
         ledger.append_disclosure("training loss")
     path.write_bytes(path.read_bytes()[:-20])
     contents = read_ledger(path)
@@ -172,8 +172,8 @@ def test_lost_newline_is_mended(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     assert read_ledger(path).num_steps == 2 and read_ledger(path).torn_lines == []
     with Ledger.open(path, PLAN) as ledger:
-        ledger.append_step(2, PLAN.step)
-    assert read_ledger(path).history == [(PLAN.step, 3)]
+        ledger.append_step(2, PLAN.event)
+    assert read_ledger(path).history == [(PLAN.event, 3)]
 
 
 def _edit(data: bytes, number: int, new: Callable[[bytes], bytes]) -> bytes:
@@ -216,7 +216,7 @@ def test_a_line_of_another_version_is_one_error_however_it_is_read(path: Path, r
 def test_after_a_write_that_failed_nothing_more_is_charged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line may be there in part or not on the disk; a resumed run reads what there is and mends it."""
     with Ledger.create(path, PLAN) as ledger:
-        ledger.append_step(0, PLAN.step)
+        ledger.append_step(0, PLAN.event)
 
         def full(descriptor: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -224,9 +224,9 @@ def test_after_a_write_that_failed_nothing_more_is_charged(path: Path, monkeypat
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", full)
             with pytest.raises(OSError, match="No space left"):
-                ledger.append_step(1, PLAN.step)
+                ledger.append_step(1, PLAN.event)
         with pytest.raises(LedgerError, match=r"could not be written before.*resume the run, which mends it"):
-            ledger.append_step(1, PLAN.step)
+            ledger.append_step(1, PLAN.event)
         assert ledger.num_steps == 1
     assert read_ledger(path).num_steps == 2  # it reached the file all the same, and is charged
 
@@ -235,10 +235,10 @@ def test_steps_are_consecutive(path: Path) -> None:
     """A step out of turn can't be charged, so none can be forgotten."""
     with Ledger.create(path, PLAN) as ledger:
         with pytest.raises(LedgerError, match="step 1 can't be charged: the next one"):
-            ledger.append_step(1, PLAN.step)
-        ledger.append_step(0, PLAN.step)
+            ledger.append_step(1, PLAN.event)
+        ledger.append_step(0, PLAN.event)
         with pytest.raises(LedgerError, match="step 0 can't be charged"):
-            ledger.append_step(0, PLAN.step)
+            ledger.append_step(0, PLAN.event)
 
 
 def test_no_step_after_the_end(path: Path) -> None:
@@ -246,7 +246,7 @@ def test_no_step_after_the_end(path: Path) -> None:
     with Ledger.create(path, PLAN) as ledger:
         ledger.append_end("completed")
         with pytest.raises(LedgerError, match="has ended"):
-            ledger.append_step(0, PLAN.step)
+            ledger.append_step(0, PLAN.event)
         ledger.append_disclosure("evaluation on private rows")
     assert read_ledger(path).disclosures == {"evaluation on private rows": 1}
 
@@ -257,7 +257,7 @@ def test_closed_ledger_takes_nothing(path: Path) -> None:
     ledger.close()
     ledger.close()
     with pytest.raises(LedgerError, match="is closed"):
-        ledger.append_step(0, PLAN.step)
+        ledger.append_step(0, PLAN.event)
 
 
 def test_existing_ledger_is_not_overwritten(path: Path) -> None:
@@ -308,16 +308,16 @@ def test_counts_are_positive(path: Path) -> None:
 def test_two_runs_cannot_write_one_ledger_at_once(path: Path) -> None:
     """Their steps would be charged over each other; when the first ends, closes or dies, the next may go on."""
     first = Ledger.create(path, PLAN)
-    first.append_step(0, PLAN.step)
+    first.append_step(0, PLAN.event)
     before = path.read_bytes()
     with pytest.raises(LedgerError, match="is being written by another run at this moment"):
         Ledger.open(path, PLAN)
     assert path.read_bytes() == before
     first.append_end("interrupted")
     second = Ledger.open(path, PLAN)
-    second.append_step(1, PLAN.step)
+    second.append_step(1, PLAN.event)
     second.close()
-    Ledger.open(path, PLAN).append_step(2, PLAN.step)
+    Ledger.open(path, PLAN).append_step(2, PLAN.event)
     assert read_ledger(path).num_steps == 3
 
 
@@ -369,18 +369,22 @@ def test_a_fact_is_a_text_or_a_finite_number(path: Path, value: object) -> None:
 def test_a_ledger_that_was_replaced_while_the_run_goes_on_is_an_error(path: Path) -> None:
     """Steps would go to a file without a name; its lines are saved, and putting them back mends it."""
     with Ledger.create(path, PLAN) as ledger:
-        ledger.append_step(0, PLAN.step)
+        ledger.append_step(0, PLAN.event)
         copy = path.with_name("copy")
         copy.write_bytes(path.read_bytes())
-        ledger.append_step(1, PLAN.step)
+        ledger.append_step(1, PLAN.event)
         os.replace(copy, path)
-        for charge in (lambda: ledger.append_step(2, PLAN.step), ledger.require_intact, lambda: ledger.append_end("x")):
+        for charge in (
+            lambda: ledger.append_step(2, PLAN.event),
+            ledger.require_intact,
+            lambda: ledger.append_end("x"),
+        ):
             with pytest.raises(LedgerError, match="was replaced by another file while the run went on"):
                 charge()
         (saved,) = path.parent.glob(f"{path.name}.*")
         path.unlink()
         with pytest.raises(LedgerError, match="was removed while the run went on"):
-            ledger.append_step(2, PLAN.step)
+            ledger.append_step(2, PLAN.event)
     assert read_ledger(saved).num_steps == 2
 
 
@@ -388,10 +392,10 @@ def test_a_ledger_that_another_process_writes_or_cuts_is_an_error(path: Path) ->
     """On file systems whose locks do not work this is the only guard."""
     with Ledger.create(path, PLAN) as ledger:
         size = path.stat().st_size
-        ledger.append_step(0, PLAN.step)
+        ledger.append_step(0, PLAN.event)
         os.truncate(path, size)
         with pytest.raises(LedgerError, match=rf"has {size} bytes, and this run wrote or read"):
-            ledger.append_step(1, PLAN.step)
+            ledger.append_step(1, PLAN.event)
 
 
 def test_a_copied_ledger_is_not_continued_unless_adopted(path: Path) -> None:

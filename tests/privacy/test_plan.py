@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dpllm.config import PrivacyConfig
+from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.plan import PrivacyPlan, format_epsilon, format_plan, make_plan
 
@@ -25,8 +26,9 @@ def test_noise_sampler_and_event_come_from_the_plan() -> None:
     assert plan.sampling_rate == 0.02 and plan.max_batch_size == 52 and plan.delta == 1e-4
     assert plan.noise_stddev == 0.5
     assert dataclasses.astuple(plan.sampler) == (1000, 0.02, 52)
-    assert dataclasses.astuple(plan.event) == (1000, 0.02, 52, 1.0, 0.5, 1)
-    event: Any = plan.sampler.event(plan.noise_multiplier)
+    step = Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multiplier=1.0, clip_norm=0.5)
+    assert plan.event == step
+    event: Any = step.dp_event()
     assert (event.dataset_size, event.truncated_batch_size, event.noise_multiplier) == (1000, 52, 1.0)
     assert plan.epsilon == epsilon([(plan.event, 50)], 1e-4)
 
@@ -168,7 +170,7 @@ def test_rows_drawn_singly_are_planned_over_rows() -> None:
     assert dataclasses.astuple(plan.sampler) == (1000, 0.02, 1000)
     assert dataclasses.astuple(plan.event) == (500, 0.02, None, 1.0, 0.5, 4)
     whole = make_plan(privacy(), num_units=1000, num_steps=50)
-    assert plan.epsilon > epsilon([(whole.step, 50)], plan.delta)
+    assert plan.epsilon > epsilon([(whole.event, 50)], plan.delta)
     assert ("rows, each drawn and clipped by itself", "1,000") in format_plan(plan)
     calibrated = make_plan(by_example(noise_multiplier=None, target_epsilon=5), 500, 50, 1000)
     assert 4.99 < calibrated.epsilon <= 5

@@ -42,7 +42,7 @@ def test_a_failure_before_the_first_step_gives_back_what_was_reserved(tmp_path: 
     assert read_budget(budget).entries[0].num_steps == 0
     assert not is_used(path)
     again = SharedLedger.create(path, plan(), Processes(), budget_file=budget)
-    again.append_step(0, plan().step)
+    again.append_step(0, plan().event)
     assert [entry.num_steps for entry in read_budget(budget).entries] == [0, 5]
     assert is_used(path)
 
@@ -67,7 +67,7 @@ def test_a_ledger_that_is_being_written_has_a_step_or_cannot_be_read_is_kept(tmp
     assert is_used(path)  # its run is going on
     with pytest.raises(LedgerError, match="ledger of an earlier run"):
         SharedLedger.create(path, plan(), Processes())
-    ledger.append_step(0, plan().step)
+    ledger.append_step(0, plan().event)
     ledger.append_end("failed")
     ledger.close()
     assert is_used(path)

@@ -22,7 +22,7 @@ def test_a_second_writer_is_told_who_the_first_one_is(tmp_path, monkeypatch):
         resume(tmp_path)
     with pytest.raises(LedgerError, match=rf"is being written by a run at this moment {who}"):
         adopt(tmp_path)
-    running.append_step(running.num_steps, PLAN.step)
+    running.append_step(running.num_steps, PLAN.event)
     running.close()
 
 
@@ -36,7 +36,7 @@ def test_a_writer_that_no_lock_stopped_is_named_by_the_first_one(tmp_path, monke
     with pytest.raises(
         LedgerError, match=r"another process wrote or cut it; .* started last is the one \(.* on node-b"
     ):
-        first.append_step(first.num_steps, PLAN.step)
+        first.append_step(first.num_steps, PLAN.event)
     first.close()
 
 

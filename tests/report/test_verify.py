@@ -40,7 +40,7 @@ def charge(folder: Path, plan: PrivacyPlan, steps: int, of: PrivacyPlan | None =
     """Write the ledger of a run of so many steps."""
     with Ledger.create(folder / LEDGER_FILE, plan) as ledger:
         for number in range(steps):
-            ledger.append_step(number, (of or plan).step)
+            ledger.append_step(number, (of or plan).event)
         ledger.append_disclosure("training loss", 2)
         ledger.append_end("completed")
     return ledger

@@ -16,7 +16,8 @@ from dpllm import GhostClipper, PrivacyConfig, make_plan, per_sequence_loss
 from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
 from dpllm.ghost import GhostError
-from dpllm.mechanism.noise import NoiseSource
+from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.noise import IndependentStream
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.training.microbatches import Microbatch, RowsTaken, microbatches
 from dpllm.training.out_of_memory import MicrobatchTooLargeError, OutOfMemory, attempt
@@ -101,7 +102,7 @@ class Stepped:
         self.engine.lockstep = lockstep
         self.clipper = GhostClipper(self.model, CLIP)
         self.take = lambda: private_step(
-            self.clipper, batch, loss_of(self.model), plan, self.engine, self.ledger, NoiseSource()
+            self.clipper, batch, loss_of(self.model), plan, self.engine, self.ledger, IndependentStream(NoiseSource())
         )
 
     def done(self):

@@ -1,6 +1,7 @@
 """A private run driven by a loop of one's own; the same over several processes is in `tests.distributed`."""
 
 import dataclasses
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from dpllm.data.units import UnitIndex
 from dpllm.engines import EngineError, SingleProcess
 from dpllm.engines.processes import Processes
 from dpllm.ghost.errors import GhostError
-from dpllm.mechanism.noise import NoiseSource
+from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.privacy.budget import create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
@@ -167,11 +169,11 @@ def test_a_loop_of_ones_own_takes_the_steps_that_private_step_takes(tmp_path):
     drawn = loop(run, model, optimizer, plan.num_steps)
     run.detach()
 
-    twin, rows, noise = network(), rows_of(), NoiseSource(11)
+    twin, rows, noise = network(), rows_of(), IndependentStream(NoiseSource(11))
     by_hand = torch.optim.SGD(twin.parameters(), lr=0.3)
     engine, clipper = SingleProcess(by_hand), GhostClipper(twin, plan.clip_norm)
     ledger = ledger_of(tmp_path / "hand", plan)
-    for number, unit_ids in enumerate(plan.sampler.steps(plan.num_steps, seeded_rng(11))):
+    for number, unit_ids in enumerate(islice(plan.mechanism.sampler.steps(seeded_rng(11)), plan.num_steps)):
         assert unit_ids.tolist() == drawn[number]
         batch = microbatches(rows.fetch, rows.collate, rows.units, rows.lengths, unit_ids, rows.max_rows)
         private_step(clipper, batch, lambda inputs: loss_of(twin, inputs), plan, engine, ledger, noise)
@@ -464,7 +466,7 @@ def test_the_plan_of_a_run_cannot_be_replaced(tmp_path):
     drawn = next(run.draws(1))
     _, charged = run._outstanding.take(drawn)
     with pytest.raises(DrawError, match="the plan was changed"):
-        charged.append_step(0, dataclasses.replace(plan, noise_multiplier=0.1).step)
+        charged.append_step(0, dataclasses.replace(plan, noise_multiplier=0.1).event)
 
 
 def test_a_model_that_a_loop_of_ones_own_saved_is_known_to_verify(tmp_path):

@@ -37,7 +37,7 @@ def test_a_new_ledger_has_its_plan_beside_it_and_counts_what_is_charged(path):
     ledger = SharedLedger.create(path, PLAN, Processes(), public=["a public corpus"])
     assert PrivacyPlan.load(path.parent / PLAN_FILE) == PLAN and ledger.num_steps == 0
     for number in range(3):
-        ledger.append_step(number, PLAN.step)
+        ledger.append_step(number, PLAN.event)
     ledger.append_disclosure("training loss", 2)
     ledger.append_diagnostic("units with a non-finite gradient", 4)
     ledger.append_fact("rows compared", 12)
@@ -45,7 +45,7 @@ def test_a_new_ledger_has_its_plan_beside_it_and_counts_what_is_charged(path):
     ledger.append_end("completed")
     ledger.close()
     contents = read_ledger(path)
-    assert ledger.num_steps == contents.num_steps == 3 and contents.history == [(PLAN.step, 3)]
+    assert ledger.num_steps == contents.num_steps == 3 and contents.history == [(PLAN.event, 3)]
     assert contents.disclosures == {"training loss": 2} and contents.public == ["a public corpus"]
     assert contents.diagnostics == {"units with a non-finite gradient": 4} and contents.end == "stopped early"
     assert contents.notes.facts == {"rows compared": [12]} and contents.notes.open_points == ["the folder was copied"]
@@ -54,11 +54,11 @@ def test_a_new_ledger_has_its_plan_beside_it_and_counts_what_is_charged(path):
 def test_a_resumed_ledger_continues_the_count(path):
     """Steps of the run before stay charged, and the plan must be the same."""
     first = SharedLedger.create(path, PLAN, Processes())
-    first.append_step(0, PLAN.step)
+    first.append_step(0, PLAN.event)
     first.close()
     resumed = SharedLedger.open(path, PLAN, Processes())
     assert resumed.num_steps == 1
-    resumed.append_step(1, PLAN.step)
+    resumed.append_step(1, PLAN.event)
     assert read_ledger(path).num_steps == 2 and len(read_ledger(path).runs) == 2
     with pytest.raises(LedgerError, match="was written under the plan"):
         SharedLedger.open(path, plan_of(0.9), Processes())
@@ -79,10 +79,10 @@ def test_a_step_out_of_turn_is_refused(path):
     """A step charged twice or left out would make the count a matter of interpretation."""
     ledger = SharedLedger.create(path, PLAN, Processes())
     with pytest.raises(LedgerError, match="step 1 can't be charged: the next one"):
-        ledger.append_step(1, PLAN.step)
+        ledger.append_step(1, PLAN.event)
     ledger.append_end("completed")
     with pytest.raises(LedgerError, match="has ended"):
-        ledger.append_step(0, PLAN.step)
+        ledger.append_step(0, PLAN.event)
     assert ledger.num_steps == 0
 
 
@@ -90,9 +90,9 @@ def test_a_step_out_of_turn_is_refused(path):
 def test_a_step_that_cannot_be_written_is_not_counted_and_a_torn_one_is_charged_on_resume(path, room):
     """The caller gets the error and takes no step; what stands in the file half-written counts, to be safe."""
     ledger = SharedLedger.create(path, PLAN, Processes())
-    ledger.append_step(0, PLAN.step)
+    ledger.append_step(0, PLAN.event)
     with files_end_at(path.stat().st_size + room), pytest.raises(OSError, match="File too large"):
-        ledger.append_step(1, PLAN.step)
+        ledger.append_step(1, PLAN.event)
     assert ledger.num_steps == 1
     ledger.close()
     assert SharedLedger.open(path, PLAN, Processes()).num_steps == (2 if room else 1)
@@ -103,7 +103,7 @@ def test_a_closed_ledger_takes_no_step(path):
     ledger = SharedLedger.create(path, PLAN, Processes())
     ledger.close()
     with pytest.raises(LedgerError, match="is closed"):
-        ledger.append_step(0, PLAN.step)
+        ledger.append_step(0, PLAN.event)
     assert ledger.num_steps == 0
 
 

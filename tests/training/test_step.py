@@ -7,7 +7,8 @@ import torch
 from dpllm import GhostClipper, PrivacyConfig, make_plan, per_sequence_loss
 from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
-from dpllm.mechanism.noise import NoiseSource
+from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.noise import IndependentStream
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step
@@ -62,7 +63,9 @@ def engine_of(model, kind=SingleProcess):
 def step(model, plan, ledger, unit_ids, seed=None, max_rows=3):
     clipper = GhostClipper(model, plan.clip_norm)
     batch = Rows().batches(unit_ids, max_rows)
-    done = private_step(clipper, batch, loss_of(model), plan, engine_of(model), ledger, NoiseSource(seed))
+    done = private_step(
+        clipper, batch, loss_of(model), plan, engine_of(model), ledger, IndependentStream(NoiseSource(seed))
+    )
     clipper.remove()
     return done, torch.cat([p.grad.flatten().double() for p in model.parameters()])
 
@@ -136,7 +139,9 @@ def test_the_step_is_in_the_ledger_before_anything_is_computed(tiny_llama, tmp_p
 
     clipper, engine = GhostClipper(tiny_llama, plan.clip_norm), engine_of(tiny_llama, Crashing)
     with pytest.raises(MemoryError, match="in the middle of a step"):
-        private_step(clipper, Rows().batches([1]), loss_of(tiny_llama), plan, engine, ledger, NoiseSource())
+        private_step(
+            clipper, Rows().batches([1]), loss_of(tiny_llama), plan, engine, ledger, IndependentStream(NoiseSource())
+        )
     assert read_ledger(ledger.path).history == [(plan.event, 1)]
 
 
@@ -153,12 +158,12 @@ def test_bfloat16_parameters_get_noise_in_float32_and_a_gradient_in_their_dtype(
 
     clipper, engine = GhostClipper(model, plan.clip_norm), engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    private_step(clipper, Rows().batches([1, 2]), loss_of(model), plan, engine, ledger, Watching())
+    private_step(clipper, Rows().batches([1, 2]), loss_of(model), plan, engine, ledger, IndependentStream(Watching()))
     assert set(dtypes) == {torch.float32}
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
     optimizer.step()
     optimizer.zero_grad()
-    private_step(clipper, Rows().batches([3]), loss_of(model), plan, engine, ledger, Watching())
+    private_step(clipper, Rows().batches([3]), loss_of(model), plan, engine, ledger, IndependentStream(Watching()))
     assert ledger.num_steps == 2
 
 
@@ -186,9 +191,11 @@ def test_a_clipper_of_another_norm_is_refused(tiny_llama, tmp_path):
     """Noise is calibrated to the plan's clip norm."""
     plan, ledger = make(tmp_path)
     clipper = GhostClipper(tiny_llama, 2 * plan.clip_norm)
-    with pytest.raises(ValueError, match=r"bounds each unit to 1\.0, the plan accounts for 0\.5"):
+    with pytest.raises(
+        ValueError, match=r"by FlatClipping\(clip_norm=1\.0\), the plan accounts for FlatClipping\(clip_norm=0\.5\)"
+    ):
         batch, engine = Rows().batches([1]), engine_of(tiny_llama)
-        private_step(clipper, batch, loss_of(tiny_llama), plan, engine, ledger, NoiseSource())
+        private_step(clipper, batch, loss_of(tiny_llama), plan, engine, ledger, IndependentStream(NoiseSource()))
     assert ledger.num_steps == 0
 
 
@@ -206,7 +213,9 @@ def test_after_a_step_that_failed_half_way_the_engine_takes_no_other(tiny_llama,
 
     batch = Rows().batches([1, 2, 3, 4, 5, 6], max_rows=2)
     with pytest.raises(MemoryError, match="no room"):
-        private_step(clipper, batch, failing, plan, engine, ledger, NoiseSource())
+        private_step(clipper, batch, failing, plan, engine, ledger, IndependentStream(NoiseSource()))
     with pytest.raises(ValueError, match="failed half-way"):
-        private_step(clipper, Rows().batches([1]), loss_of(tiny_llama), plan, engine, ledger, NoiseSource())
+        private_step(
+            clipper, Rows().batches([1]), loss_of(tiny_llama), plan, engine, ledger, IndependentStream(NoiseSource())
+        )
     assert ledger.num_steps == 1

@@ -198,7 +198,7 @@ def test_rows_of_users_drawn_singly(tmp_path):
     assert run.plan.sampling_rate == 4 / 48
     run.train()
     contents = read_ledger(run.ledger.path)
-    assert contents.history == [(run.plan.event, 4)] and contents.history[0][0].rows_per_unit == 6
+    assert contents.history == [(run.plan.event, 4)] and contents.history[0][0].moves == 6
     assert contents.diagnostics == {}  # how many rows were left out depends on the rows: nobody is told
     assert run.units.rows_dropped == 16
     whole = epsilon([(trainer(tmp_path / "other", config=privacy(expected_batch_size=4)).plan.event, 4)], 0.01)

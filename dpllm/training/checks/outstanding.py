@@ -36,6 +36,11 @@ class Charges(Protocol):
         """Steps charged so far."""
         ...
 
+    @property
+    def steps_planned(self) -> int | None:
+        """Steps of all starts together: those of the plan, or what a resume allows; None: those of the plan."""
+        ...
+
     def append_step(self, step_number: int, step: Event) -> None:
         """Charge a step durably."""
         ...
@@ -50,6 +55,7 @@ class Charged:
     step: Event
     """The step that was charged."""
     used: bool = False
+    steps_planned: int | None = None
 
     def append_step(self, step_number: int, step: Event) -> None:
         """Confirm that the step is the one that was charged when its units were drawn.
@@ -87,9 +93,10 @@ class Outstanding:
         Raises:
             ValueError: all are charged.
         """
-        if self._ledger.num_steps >= self._plan.num_steps:
+        planned = self._ledger.steps_planned or self._plan.num_steps
+        if self._ledger.num_steps >= planned:
             raise ValueError(
-                f"All {self._plan.num_steps} steps of the plan are taken and charged; another one would exceed its "
+                f"All {planned} steps of the plan are taken and charged; another one would exceed its "
                 "epsilon. Make a plan with more steps."
             )
 
@@ -109,7 +116,10 @@ class Outstanding:
         self.require_steps()
         self._unit_ids, number = None, self._ledger.num_steps
         self._ledger.append_step(number, self._plan.event)
-        self._unit_ids, self._charged = np.array(unit_ids, dtype=np.int64), Charged(number, self._plan.event)
+        self._unit_ids, self._charged = (
+            np.array(unit_ids, dtype=np.int64),
+            Charged(number, self._plan.event, steps_planned=self._ledger.steps_planned),
+        )
         return self._unit_ids.copy()
 
     def take(self, unit_ids: ArrayLike) -> tuple[NDArray[np.int64], Charged]:

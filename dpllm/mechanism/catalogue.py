@@ -1,0 +1,86 @@
+"""Every kind of clipping and of noise that a recipe may name, and every event that a ledger may hold.
+
+Place in the flow: above the mechanisms, each a file of its own; below configuration, plan and ledger. A new mechanism
+is a file beside this one and a line here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.events import Event, Step, StepOfRows, dp_sgd
+from dpllm.mechanism.noise import IndependentNoise
+from dpllm.mechanism.parts import Clipping, Noise, Spec
+
+_CLIPPINGS: tuple[type[Clipping], ...] = (FlatClipping,)
+_NOISES: tuple[type[Noise], ...] = (IndependentNoise,)
+_EVENTS: tuple[type[Event], ...] = (Step, StepOfRows)
+
+CLIPPINGS = {part.kind: part for part in _CLIPPINGS}
+NOISES = {part.kind: part for part in _NOISES}
+EVENTS = {event.kind: event for event in _EVENTS}
+
+
+def clipping_of(spec: Spec, clip_norm: float) -> Clipping:
+    """Return the clipping that a recipe or plan names.
+
+    Raises:
+        ValueError: the kind is unknown, an option is missing or unknown, or a value is out of range.
+
+    >>> clipping_of(Spec("flat"), 1.0)
+    FlatClipping(clip_norm=1.0)
+    """
+    return _make("clipping", CLIPPINGS, spec, {"clip_norm": clip_norm})
+
+
+def noise_of(spec: Spec) -> Noise:
+    """Return the noise that a recipe or plan names.
+
+    Raises:
+        ValueError: the kind is unknown, an option is missing or unknown, or a value is out of range.
+
+    >>> noise_of(Spec("independent"))
+    IndependentNoise()
+    """
+    return _make("noise", NOISES, spec, {})
+
+
+def _make(name: str, known: Mapping[str, Any], spec: Spec, given: Mapping[str, Any]) -> Any:
+    if spec.kind not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {spec.kind!r}")
+    part = known[spec.kind]
+    fields = {item.name: item for item in dataclasses.fields(part) if item.name not in given}
+    options = dict(spec.options)
+    if unknown := sorted(set(options) - set(fields)):
+        takes = f"its options are {', '.join(fields)}" if fields else "it has no options"
+        raise ValueError(f"{name}.{unknown[0]} is no option of {spec.kind!r}; {takes}")
+    missing = [n for n, item in fields.items() if item.default is dataclasses.MISSING and n not in options]
+    if missing:
+        raise ValueError(
+            f"{name}: {{kind: {spec.kind}}} needs {missing[0]}: write {name}: {{kind: {spec.kind}, {missing[0]}: …}}"
+        )
+    return part(**given, **options)
+
+
+def to_fields(event: Event) -> dict[str, Any]:
+    """Return an event as plain values, for a ledger or a budget."""
+    return {"event": event.kind, **dataclasses.asdict(event)}  # type: ignore[call-overload]
+
+
+def from_fields(fields: Mapping[str, Any]) -> Event:
+    """Return the event that `to_fields` gave as plain values, or that an earlier version wrote without its kind.
+
+    Raises:
+        ValueError: an unknown kind, or a value out of range.
+        TypeError: a field is missing or unknown.
+    """
+    values = dict(fields)
+    kind = values.pop("event", None)
+    if kind is None:  # before there were several kinds
+        return dp_sgd(**values)
+    if kind not in EVENTS:
+        raise ValueError(f"unknown kind of event {kind!r}; known are {', '.join(EVENTS)}")
+    return EVENTS[kind](**values)

@@ -1,0 +1,98 @@
+"""The noise has the distribution that the accounting assumes, is drawn afresh every time, and in float32."""
+
+import pytest
+import torch
+from scipy import stats
+
+from dpllm.mechanism.generators import NoiseSource
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_noise_is_gaussian_with_the_given_deviation(dtype):
+    """Kolmogorov-Smirnov against N(0, stddev^2), with a fixed seed so that the test can't flicker."""
+    grad = torch.zeros(100, 1000, dtype=dtype)
+    NoiseSource(seed=1).add_(grad, 3.0)
+    assert stats.kstest(grad.flatten().numpy(), "norm", args=(0, 3.0)).pvalue > 1e-3
+    assert stats.kstest(grad.flatten().numpy(), "norm", args=(0, 3.1)).pvalue < 1e-3
+
+
+def test_the_noise_is_added_to_what_stands_there():
+    """The sum is kept."""
+    grad = torch.full((10_000,), 5.0)
+    NoiseSource(seed=1).add_(grad, 1.0)
+    assert abs(float(grad.mean()) - 5) < 0.05
+
+
+def test_every_draw_is_independent_of_every_other():
+    """Across tensors, steps and processes: no correlation, with fresh entropy and with a seed."""
+    for source in (NoiseSource(), NoiseSource(seed=3)):
+        draws = [torch.zeros(20_000) for _ in range(4)]
+        for draw in draws:
+            source.add_(draw, 1.0)
+        correlation = torch.corrcoef(torch.stack(draws)) - torch.eye(4)
+        assert float(correlation.abs().max()) < 6 / 20_000**0.5
+
+
+def test_fresh_entropy_does_not_follow_torch_seeds():
+    """set_seed() on every rank or after a resume must not repeat the noise."""
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        draw = torch.zeros(100)
+        NoiseSource().add_(draw, 1.0)
+        draws.append(draw)
+    assert not torch.equal(*draws)
+
+
+def test_a_seed_repeats_the_noise():
+    """For tests alone; the report then says so."""
+    draws = [torch.zeros(100), torch.zeros(100)]
+    for draw in draws:
+        NoiseSource(seed=5).add_(draw, 1.0)
+    assert torch.equal(*draws) and draws[0].any()
+
+
+@pytest.mark.parametrize("block", [1, 7, 1000])
+def test_every_entry_has_noise_of_its_own_whatever_the_block(monkeypatch, block):
+    """What is drawn a block at a time is never used twice, reaches every entry, and has the right deviation."""
+    monkeypatch.setattr("dpllm.mechanism.generators._BLOCK", block)
+    for source in (NoiseSource(), NoiseSource(seed=2)):
+        grad = torch.zeros(30, 100, dtype=torch.float64)
+        source.add_(grad, 2.0)
+        assert grad.unique().numel() == grad.numel() and grad.all()
+        assert 1.8 < float(grad.std()) < 2.2
+
+
+def test_no_noise_at_zero_deviation():
+    """noise_multiplier=0: epsilon is infinite, and the sum is exact."""
+    grad = torch.ones(10)
+    NoiseSource().add_(grad, 0.0)
+    assert torch.equal(grad, torch.ones(10))
+
+
+def test_low_precision_is_refused():
+    """Noise drawn or added in bfloat16 isn't the noise that was accounted for."""
+    with pytest.raises(ValueError, match="added in float32"):
+        NoiseSource().add_(torch.zeros(3, dtype=torch.bfloat16), 1.0)
+
+
+@pytest.mark.parametrize("stddev", [-1.0, float("nan")])
+def test_a_deviation_that_is_none_is_refused(stddev):
+    """NaN noise would pass for noise."""
+    with pytest.raises(ValueError, match="noise_stddev is"):
+        NoiseSource().add_(torch.zeros(3), stddev)
+
+
+def test_the_state_of_the_gpu_generator_holds_key_and_offset():
+    """Philox is started from 64 + 62 random bits; its state is those two numbers."""
+    entropies = {NoiseSource()._entropy() for _ in range(20)}
+    assert len(entropies) == 20 and max(e.bit_length() for e in entropies) > 250
+
+
+def test_standard_normal_numbers_like_a_tensor():
+    """For mechanisms that keep their noise: shape, dtype and distribution, over several blocks."""
+    total = torch.zeros(100, 1000, dtype=torch.float64)
+    drawn = NoiseSource(seed=1).normal_like(total)
+    assert drawn.shape == total.shape and drawn.dtype == total.dtype and not total.any()
+    assert stats.kstest(drawn.flatten().numpy(), "norm").pvalue > 1e-3
+    assert NoiseSource().normal_like(torch.zeros(0)).numel() == 0
