@@ -10,12 +10,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from dpllm.mechanism.automatic import AutomaticClipping
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.events import Event, Step, StepOfRows, dp_sgd
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Clipping, Noise, Spec
 
-_CLIPPINGS: tuple[type[Clipping], ...] = (FlatClipping,)
+_CLIPPINGS: tuple[type[Clipping], ...] = (FlatClipping, AutomaticClipping)
 _NOISES: tuple[type[Noise], ...] = (IndependentNoise,)
 _EVENTS: tuple[type[Event], ...] = (Step, StepOfRows)
 

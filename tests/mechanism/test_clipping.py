@@ -3,22 +3,37 @@
 import math
 
 import pytest
+import torch
 
+from dpllm.mechanism.automatic import AutomaticClipping
 from dpllm.mechanism.clipping import FlatClipping
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.inf, math.nan, "1"])
 def test_a_bound_that_bounds_nothing_is_refused(clip_norm):
     """Infinite sensitivity has no epsilon."""
-    for clipping in (FlatClipping,):
+    for clipping in (FlatClipping, AutomaticClipping):
         with pytest.raises(ValueError, match="clip_norm is"):
             clipping(clip_norm)
 
 
 def test_sensitivity_by_adjacency():
     """Zero-out changes the sum by C, replace-one by 2C."""
-    for clipping in (FlatClipping(0.5),):
+    for clipping in (FlatClipping(0.5), AutomaticClipping(0.5)):
         assert clipping.sensitivity("zero-out") == 0.5
         assert clipping.sensitivity("replace-one") == 1.0
         with pytest.raises(ValueError, match="adjacency is 'add'"):
             clipping.sensitivity("add")
+
+
+def test_automatic_clipping_scales_nearly_all_gradients_to_the_clip_norm():
+    """C / (norm + stability), AUTO-S; a gradient much shorter than the stability stays short."""
+    factors = AutomaticClipping(2.0, stability=0.1).factors(torch.tensor([9.9, 0.1, 1e-6], dtype=torch.float64))
+    torch.testing.assert_close(factors, torch.tensor([0.2, 10.0, 2 / (0.1 + 1e-6)], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("stability", [0.0, -1.0, math.inf, math.nan, "1", True])
+def test_a_stability_that_is_none_is_refused(stability):
+    """With 0 a nearly flat loss would count as much as a steep one."""
+    with pytest.raises(ValueError, match="stability is"):
+        AutomaticClipping(1.0, stability)

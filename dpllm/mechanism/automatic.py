@@ -1,0 +1,60 @@
+"""Automatic clipping: every gradient is scaled to nearly the same norm, so that C is no longer tuned."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from dpllm.mechanism.clipping import check_clip_norm, sensitivity_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AutomaticClipping:
+    """Scale each unit's gradient by C / (norm + stability), AUTO-S (Bu et al. 2022, arXiv:2206.07136).
+
+    A contribution is always shorter than C, so the privacy event is that of `FlatClipping`. C only scales the learning
+    rate; with an optimizer that normalises, such as Adam, it has no effect.
+
+    Attributes:
+        clip_norm: C > 0.
+        stability: γ > 0, what keeps short gradients short: with γ = 0 a nearly flat loss would count as much as a steep
+            one.
+    """
+
+    kind: ClassVar[str] = "automatic"
+    clip_norm: float
+    stability: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        check_clip_norm(self.clip_norm)
+        known = isinstance(self.stability, (int, float)) and not isinstance(self.stability, bool)
+        if not known or not math.isfinite(self.stability) or self.stability <= 0:
+            raise ValueError(f"stability is {self.stability!r}; a finite number above 0 is needed, usually 0.01")
+
+    def factors(self, norm_U: Tensor) -> Tensor:
+        """c_u = C / (||g_u|| + γ).
+
+        Args:
+            norm_U: (U,) l2 norms, rounded up, above 0 and finite.
+
+        Returns:
+            (U,) factors; above 1 where a gradient is shorter than C - γ.
+
+        >>> import torch
+        >>> AutomaticClipping(1.0).factors(torch.tensor([0.99, 0.09]))
+        tensor([ 1., 10.])
+        """
+        return self.clip_norm / (norm_U + self.stability)
+
+    def sensitivity(self, adjacency: str) -> float:
+        """Largest change of the clipped sum, in l2 norm, between neighbouring data sets (`sensitivity_of`)."""
+        return sensitivity_of(self.clip_norm, adjacency)
+
+    def words(self) -> str:
+        """For the report."""
+        return f"is scaled by C / (its norm + {self.stability:g}), to a norm below C = {self.clip_norm:g} (AUTO-S)"
