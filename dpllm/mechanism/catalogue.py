@@ -11,14 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpllm.mechanism.automatic import AutomaticClipping
+from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.events import Event, Step, StepOfRows, dp_sgd
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Clipping, Noise, Spec
 
 _CLIPPINGS: tuple[type[Clipping], ...] = (FlatClipping, AutomaticClipping)
-_NOISES: tuple[type[Noise], ...] = (IndependentNoise,)
-_EVENTS: tuple[type[Event], ...] = (Step, StepOfRows)
+_NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise)
+_EVENTS: tuple[type[Event], ...] = (Step, StepOfRows, BandedStep)
 
 CLIPPINGS = {part.kind: part for part in _CLIPPINGS}
 NOISES = {part.kind: part for part in _NOISES}
@@ -43,8 +44,8 @@ def noise_of(spec: Spec) -> Noise:
     Raises:
         ValueError: the kind is unknown, an option is missing or unknown, or a value is out of range.
 
-    >>> noise_of(Spec("independent"))
-    IndependentNoise()
+    >>> noise_of(Spec("banded", (("bands", 4),)))
+    BandedNoise(bands=4)
     """
     return _make("noise", NOISES, spec, {})
 

@@ -1,0 +1,314 @@
+"""Noise that is correlated over steps: banded matrix factorisation under cyclic Poisson sampling.
+
+Over many steps the optimizer adds up gradients, and with them their noise. Noise whose later draws take back a part of
+the earlier ones adds up to less. What is released in step t is g_t + σC (M⁻¹z)_t with independent z and a lower
+triangular Toeplitz matrix M (the *strategy*) that has b bands and columns of norm at most 1 (Choquette-Choo et al.
+2023, arXiv:2306.08153).
+
+Why its privacy is that of few independent rounds: the units are split once, in secret, into b groups, and step t draws
+from group t mod b. So two steps that one unit can enter are at least b apart, and the columns of M that belong to them
+have no row in common: the unit's contributions are released as if each had Gaussian noise of its own, of deviation at
+least σC. That holds for gradients which depend on everything released before, since M is lower triangular (Denisov et
+al. 2022, arXiv:2202.08312). A unit meets ⌈T/b⌉ rounds, each over a Poisson sample of its group, with probability
+q' = b B / N.
+
+The noise of a run is kept in memory, b - 1 tensors of the size of the gradient in all, and never on a disk: who knows
+it can take the noise out of the last updates. A resumed run begins with fresh noise and a fresh split, which costs a
+round more where it went on in the middle of a cycle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, signal
+
+from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
+from dpllm.mechanism.noise import slice_of
+from dpllm.mechanism.parts import Draw, NormalGenerator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@lru_cache(maxsize=64)
+def coefficients(bands: int, num_steps: int) -> tuple[float, ...]:
+    """Return the first column of the strategy M, of norm 1, that gives prefix sums of the noise the least mean square.
+
+    With w = M⁻¹ 1 summed up, the mean square over T steps is ‖c‖² Σ_j (1 - j/T) w_j². It does not depend on the scale
+    of c, so that c_0 = 1 is kept while the others are sought, from the coefficients of (1 - x)^(-1/2), the best ones
+    without a bound on the bands (Fichtenberger et al. 2022, arXiv:2202.11205).
+
+    Args:
+        bands: b.
+        num_steps: T.
+
+    >>> [round(value, 4) for value in coefficients(2, 410)]
+    [0.7643, 0.6449]
+    """
+    if bands > num_steps:
+        return (*coefficients(num_steps, num_steps), *[0.0] * (bands - num_steps))
+    share = 1 - np.arange(num_steps) / num_steps
+
+    def loss(rest: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        c = np.concatenate(([1.0], rest))
+        w = signal.lfilter([1.0], c, np.ones(num_steps))
+        mean_square, square = float(share @ w**2), float(c @ c)
+        adjoint = signal.lfilter([1.0], c, (2 * share * w)[::-1])[::-1]
+        slope = np.array([-float(adjoint[k:] @ w[: num_steps - k]) for k in range(1, bands)])
+        return square * mean_square, 2 * rest * mean_square + square * slope
+
+    start = np.cumprod([(2 * k - 1) / (2 * k) for k in range(1, bands)])
+    if bands == 1:
+        return (1.0,)
+    found = optimize.minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 2000, "gtol": 1e-12})
+    c = np.concatenate(([1.0], found.x))
+    return tuple(float(value) for value in c / np.linalg.norm(c))
+
+
+def prefix_error(bands: int, num_steps: int) -> float:
+    """Return the root of the mean square of the prefix sums of the noise, over σC.
+
+    >>> round(prefix_error(1, 410), 3), round(prefix_error(8, 410), 3)
+    (14.335, 5.573)
+    """
+    w = np.cumsum(_inverse(bands, num_steps))
+    return math.sqrt(float((1 - np.arange(num_steps) / num_steps) @ w**2))
+
+
+@lru_cache(maxsize=64)
+def _inverse(bands: int, num_steps: int) -> NDArray[np.float64]:
+    """Return the first column of M⁻¹."""
+    return np.asarray(signal.lfilter([1.0], coefficients(bands, num_steps), np.eye(1, num_steps)[0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BandedStep(Numbers):
+    """A step whose noise is correlated with that of the b - 1 steps before, over a Poisson sample of one of b groups.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    kind: ClassVar[str] = "banded"
+    max_batch_size: int
+    """B_max, units that stay at most."""
+    bands: int
+    """b."""
+
+    def __post_init__(self) -> None:
+        """Check kinds and ranges."""
+        super().__post_init__()
+        if self.num_units is None or not 1 <= self.bands <= self.num_units:
+            raise ValueError(f"bands must be between 1 and the number of units, got {self.bands} of {self.num_units}")
+        _ = self._round  # whose fields are checked
+
+    @property
+    def _round(self) -> Step:
+        assert self.num_units is not None
+        return Step(
+            num_units=-(-self.num_units // self.bands),
+            sampling_rate=self.sampling_rate,
+            max_batch_size=self.max_batch_size,
+            noise_multiplier=self.noise_multiplier,
+        )
+
+    @property
+    def restarts(self) -> bool:
+        """A resume begins a new cycle."""
+        return self.bands > 1
+
+    def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
+        """Return the rounds that a unit meets at most: one in each cycle of b steps, the last one begun."""
+        return self._round.rounds(-(-num_steps // self.bands))
+
+    def words(self) -> EventWords:
+        """Return what a report says of the event."""
+        return EventWords(
+            sampling=f"cyclic Poisson over {self.bands} groups, at most {self.max_batch_size} units",
+            accounted_as="a Gaussian sum over a truncated Poisson sample (arXiv:2508.15089), once for every "
+            f"{self.bands} steps: the noise has {self.bands} bands, and a unit is in one of {self.bands} groups "
+            "(arXiv:2306.08153)",
+            options=f"--num-units {-(-(self.num_units or 0) // self.bands)} --max-batch-size {self.max_batch_size}",
+        )
+
+
+@dataclass(frozen=True)
+class CyclicPoissonSampler:
+    """Splits the units into b groups, in secret, and draws from one group after the other.
+
+    Raises:
+        ValueError: the groups are smaller than an expected batch.
+    """
+
+    num_units: int
+    bands: int
+    expected_batch_size: int
+    max_batch_size: int
+
+    def __post_init__(self) -> None:
+        """Check that a group has enough units."""
+        if self.bands * self.expected_batch_size > self.num_units:
+            raise ValueError(
+                f"bands={self.bands} split {self.num_units} units into groups smaller than expected_batch_size="
+                f"{self.expected_batch_size}: take {self.num_units // self.expected_batch_size} bands at most"
+            )
+
+    @property
+    def sampling_rate(self) -> float:
+        """Q' = b B / N: the probability that a unit enters when its group is drawn from."""
+        return min(1.0, self.bands * self.expected_batch_size / self.num_units)
+
+    def steps(self, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
+        """Yield the units of one step after the other, in rising order, without end.
+
+        Args:
+            rng: `dpllm.mechanism.sampling.secret_rng`.
+        """
+        groups = np.array_split(rng.permutation(self.num_units), self.bands)
+        while True:
+            for group in groups:
+                size = min(int(rng.binomial(len(group), self.sampling_rate)), self.max_batch_size)
+                yield np.sort(rng.choice(group, size=size, replace=False, shuffle=False)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class BandedNoise:
+    """Noise of b bands over units that are drawn in b groups.
+
+    Attributes:
+        bands: b >= 1; with 1 it is `IndependentNoise`.
+    """
+
+    kind: ClassVar[str] = "banded"
+    bands: int
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        if not isinstance(self.bands, int) or isinstance(self.bands, bool) or not 1 <= self.bands <= 1000:
+            raise ValueError(f"bands must be a whole number between 1 and 1000, got {self.bands!r}")
+
+    def sampler(self, draw: Draw) -> CyclicPoissonSampler:
+        """Return the cyclic sampler.
+
+        Raises:
+            ValueError: rows are drawn, or the groups are smaller than an expected batch.
+        """
+        if draw.rows_per_unit is not None:
+            raise ValueError(
+                'noise="banded" has no accounting where rows are drawn singly (sampling="example"): leave sampling '
+                "out, and each user is drawn as a whole"
+            )
+        return CyclicPoissonSampler(draw.num_units, self.bands, draw.expected_batch_size, draw.max_batch_size)
+
+    def event(self, draw: Draw, noise_multiplier: float, clip_norm: float) -> Event:
+        """Return a step of one cycle."""
+        return BandedStep(
+            num_units=draw.num_units,
+            sampling_rate=self.sampler(draw).sampling_rate,
+            max_batch_size=draw.max_batch_size,
+            noise_multiplier=noise_multiplier,
+            clip_norm=clip_norm,
+            bands=self.bands,
+        )
+
+    def variance(self, step: int, num_steps: int) -> float:
+        """The square of the norm of row t of M⁻¹."""
+        return float(np.square(_inverse(self.bands, num_steps)[: step + 1]).sum())
+
+    def stream(self, generator: NormalGenerator, num_steps: int) -> BandedStream:
+        """Return the noise of a run."""
+        return BandedStream(generator, coefficients(self.bands, num_steps))
+
+    def drawing(self, draw: Draw, drawn: str) -> str:
+        """How a step is drawn, for the report."""
+        return (
+            f"the {draw.num_units} {drawn}s are split once, in secret, into {self.bands} groups, which the steps take "
+            f"in turn; in each step every {drawn} of the group is drawn independently with probability "
+            f"q' = {self.sampler(draw).sampling_rate:.6g}, and of more than {draw.max_batch_size} drawn a uniform "
+            f"{draw.max_batch_size} stay (cyclic truncated Poisson sampling)"
+        )
+
+    def words(self) -> str:
+        """For the report."""
+        return f"Gaussian noise, correlated with that of the {self.bands - 1} steps before (banded factorisation),"
+
+    def ensured(self, draw: Draw, drawn: str, noise_stddev: float) -> list[tuple[str, str]]:
+        """What the accounting assumes, and how the run ensures it."""
+        return [
+            (
+                "Units are drawn by cyclic Poisson sampling and cut to the maximal batch (not shuffled)",
+                f"the sampler is made from the plan: {self.bands} groups of {draw.num_units} units, split by secret "
+                f"entropy at each start and resume, q' = {self.sampler(draw).sampling_rate:.6g}, at most "
+                f"{draw.max_batch_size} in a step; each step in the ledger carries these numbers",
+            ),
+            (
+                f"Noise is that of a strategy with {self.bands} bands whose columns have norm 1",
+                f"normal noise is drawn once per step for every entry of the complete sum, by exactly one process; "
+                f"what {self.bands - 1} steps before took is taken back as the strategy says. It is scaled by "
+                f"{noise_stddev:.6g}, kept in memory only, and drawn afresh after a resume",
+            ),
+        ]
+
+
+class BandedStream:
+    """The noise of a run, (M⁻¹z)_t, one step after the other: x_t = (z_t - Σ_k c_k x_{t-k}) / c_0.
+
+    Each process keeps the last b - 1 of its own slice of each parameter, in float32.
+
+    Args:
+        generator: of z.
+        strategy: c, the first column of M.
+    """
+
+    def __init__(self, generator: NormalGenerator, strategy: tuple[float, ...]) -> None:
+        """Begin without a past."""
+        self._generator, self._strategy = generator, strategy
+        self._past: dict[str, deque[Tensor]] = {}
+        self._added: set[str] = set()
+        self._step = -1
+
+    def begin(self, step: int) -> None:
+        """Begin a step. Draws that no step was taken over have noise all the same: the groups went on with them.
+
+        Raises:
+            ValueError: the step is not after the last one, or a parameter had no noise in it.
+        """
+        if step <= self._step:
+            raise ValueError(
+                f"the noise of step {step} was drawn already, the last is {self._step}: take steps in order"
+            )
+        if missing := sorted(set(self._past) - self._added):
+            raise ValueError(f"{missing[0]} had no noise in step {self._step}: every parameter needs it in every step")
+        for _ in range(self._step + 1, step):
+            for past in self._past.values():
+                self._next(past, past[0])
+        self._step, self._added = step, set()
+
+    def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
+        """Add the noise of this step to one process's slice of the entries, in place.
+
+        Raises:
+            ValueError: the parameter had its noise of this step.
+        """
+        if name in self._added:
+            raise ValueError(f"{name} had its noise of step {self._step} already")
+        self._added.add(name)
+        share = slice_of(total, rank, size)
+        past = self._past.setdefault(name, deque(maxlen=max(1, len(self._strategy) - 1)))
+        share.add_(self._next(past, share), alpha=stddev)
+
+    def _next(self, past: deque[Tensor], like: Tensor) -> Tensor:
+        noise = self._generator.normal_like(like)
+        for coefficient, before in zip(self._strategy[1:], past, strict=False):
+            noise.sub_(before, alpha=coefficient)
+        noise.div_(self._strategy[0])
+        past.appendleft(noise)
+        return noise

@@ -1,0 +1,240 @@
+"""Banded noise: the strategy is the best, the stream its inverse, and units that meet twice are a cycle apart."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from dpllm.mechanism.banded import BandedNoise, BandedStep, BandedStream, coefficients, prefix_error
+from dpllm.mechanism.events import Step
+from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.parts import Draw
+from dpllm.mechanism.sampling import seeded_rng
+from dpllm.privacy.accounting import epsilon, merge
+from dpllm.privacy.calibration import calibrate
+
+# Of jax_privacy 2.0 and an independent computation, for T = 410 (E2E: N = 42 061, B = 1024, δ = 1e-6).
+COEFFICIENTS = {
+    2: [0.764289, 0.644873],
+    4: [0.617370, 0.499071, 0.452945, 0.405737],
+    8: [0.549345, 0.391878, 0.350253, 0.326086, 0.307516, 0.290614, 0.272719, 0.249488],
+}
+RMSE = {1: 14.33527, 2: 10.25604, 4: 7.45371, 8: 5.57308}
+SIGMA = {1: 0.71758, 2: 0.83187, 4: 0.99707, 8: 1.23699}
+REPLACE_ONE = {1: 9.92, 4: 11.61, 8: 12.79}
+
+
+def matrix(bands, num_steps):
+    """M, by its first column."""
+    column = np.zeros(num_steps)
+    column[:bands] = coefficients(bands, num_steps)[:num_steps]
+    return np.array([[column[i - j] if i >= j else 0.0 for j in range(num_steps)] for i in range(num_steps)])
+
+
+def step_of(bands, sigma):
+    rate = 1024 * bands / 42_061
+    return BandedStep(
+        num_units=42_061, sampling_rate=rate, max_batch_size=1248, noise_multiplier=sigma, clip_norm=0.5, bands=bands
+    )
+
+
+@pytest.mark.parametrize("bands", COEFFICIENTS)
+def test_coefficients_are_those_of_other_implementations(bands):
+    """To 1e-5."""
+    assert coefficients(bands, 410) == pytest.approx(COEFFICIENTS[bands], abs=1e-5)
+
+
+@pytest.mark.parametrize("bands", RMSE)
+def test_the_error_of_prefix_sums_is_that_of_the_dense_matrix(bands):
+    """Root mean square of the rows of A M⁻¹, A the prefix sums."""
+    dense = np.tril(np.ones((410, 410))) @ np.linalg.inv(matrix(bands, 410))
+    assert prefix_error(bands, 410) == pytest.approx(math.sqrt((dense**2).sum() / 410), rel=1e-9)
+    assert prefix_error(bands, 410) == pytest.approx(RMSE[bands], abs=1e-4)
+
+
+@pytest.mark.parametrize(("bands", "num_steps"), [(1, 1), (1, 9), (2, 1), (3, 7), (4, 410), (9, 5), (16, 40)])
+def test_columns_have_norm_one_at_most_and_those_of_a_unit_share_no_row(bands, num_steps):
+    """What the privacy rests on: a unit's steps are b apart, so that its columns are orthogonal."""
+    dense = matrix(bands, num_steps)
+    assert (np.linalg.norm(dense, axis=0) <= 1 + 1e-12).all()
+    gram = dense.T @ dense
+    for first in range(bands):
+        of_unit = gram[first::bands, first::bands]
+        assert np.abs(of_unit - np.diag(np.diag(of_unit))).max(initial=0) == 0
+
+
+@pytest.mark.parametrize("bands", SIGMA)
+def test_sigma_for_a_target(bands):
+    """To 1e-4, and ε under replace-one."""
+    found = calibrate(8.0, 1e-6, lambda sigma: step_of(bands, sigma), 410)
+    assert found == pytest.approx(SIGMA[bands], abs=1e-4)
+    if bands in REPLACE_ONE:
+        assert epsilon([(step_of(bands, found), 410)], 1e-6, "replace-one") == pytest.approx(
+            REPLACE_ONE[bands], abs=0.01
+        )
+
+
+def test_steps_cost_as_many_rounds_as_cycles_were_begun():
+    """Each a Poisson sampled Gaussian over a group; a resume begins a new cycle."""
+    one = Step(
+        num_units=math.ceil(42_061 / 8), sampling_rate=8 * 1024 / 42_061, max_batch_size=1248, noise_multiplier=1.2
+    )
+    for steps, rounds in ((1, 1), (8, 1), (9, 2), (410, 52)):
+        assert merge([(step_of(8, 1.2), steps)]) == ((one, rounds),)
+    assert merge([(step_of(8, 1.2), 100), (step_of(8, 1.2), 310)]) == ((one, 13 + 39),)
+    assert merge([(step_of(8, 1.2), 101), (step_of(8, 1.2), 309)]) == ((one, 13 + 39),)
+    assert merge([(step_of(8, 1.2), 1)] * 410) == ((one, 410),)
+
+
+def test_one_band_is_dp_sgd():
+    """Same event, same σ, same noise."""
+    plain = Step(num_units=42_061, sampling_rate=1024 / 42_061, max_batch_size=1248, noise_multiplier=0.7)
+    assert epsilon([(step_of(1, 0.7), 410)], 1e-6) == epsilon([(plain, 410)], 1e-6)
+    assert not step_of(1, 0.7).restarts and step_of(2, 0.7).restarts
+    stream = BandedNoise(1).stream(NoiseSource(seed=3), 9)
+    totals = [torch.zeros(50) for _ in range(3)]
+    for step, total in enumerate(totals):
+        stream.begin(step)
+        stream.add_share_("w", total, 2.0, 0, 1)
+    generator = NoiseSource(seed=3)
+    for total in totals:
+        assert torch.allclose(total, 2 * generator.normal_like(total))
+
+
+def released(bands, num_steps, entries=4, stddev=1.0, seed=0):
+    """(T, entries): the noise of a run."""
+    stream = BandedNoise(bands).stream(NoiseSource(seed=seed), num_steps)
+    rows = []
+    for step in range(num_steps):
+        stream.begin(step)
+        total = torch.zeros(entries, dtype=torch.float64)
+        stream.add_share_("w", total, stddev, 0, 1)
+        rows.append(total)
+    return torch.stack(rows).numpy()
+
+
+@pytest.mark.parametrize("bands", [2, 4, 8])
+def test_the_stream_is_the_inverse_of_the_strategy(bands):
+    """M times what was released is independent noise: equal to the numbers drawn, to rounding."""
+    noise = released(bands, 30, entries=5, stddev=0.5, seed=7)
+    generator = NoiseSource(seed=7)
+    drawn = np.stack([generator.normal_like(torch.zeros(5, dtype=torch.float64)).numpy() for _ in range(30)])
+    np.testing.assert_allclose(matrix(bands, 30) @ noise, 0.5 * drawn, atol=1e-12)
+
+
+def test_each_step_has_the_variance_that_the_guard_is_told():
+    """The square of the norm of row t of M⁻¹, and a Gaussian."""
+    noise = released(4, 12, entries=40_000, stddev=1.0)
+    inverse = np.linalg.inv(matrix(4, 12))
+    for step in (0, 1, 5, 11):
+        variance = BandedNoise(4).variance(step, 12)
+        assert variance == pytest.approx((inverse[step] ** 2).sum(), rel=1e-9)
+        assert noise[step].var() == pytest.approx(variance, rel=0.05)
+        assert stats.kstest(noise[step], "norm", args=(0, math.sqrt(variance))).pvalue > 1e-3
+
+
+def test_a_draw_without_a_step_has_noise_all_the_same():
+    """The groups went on with it, so the noise does: the step after it is row t of M⁻¹ z, not row t - 1."""
+    stream, whole = (BandedStream(NoiseSource(seed=2), coefficients(3, 9)) for _ in range(2))
+    found, expected = [], []
+    for step in range(6):
+        whole.begin(step)
+        whole.add_share_("w", total := torch.zeros(20), 1.0, 0, 1)
+        expected.append(total)
+        if step != 3:
+            stream.begin(step)
+            stream.add_share_("w", total := torch.zeros(20), 1.0, 0, 1)
+            found.append(total)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected[:3] + expected[4:], strict=True))
+
+
+def test_noise_out_of_order_twice_or_left_out_is_refused():
+    """A row of the noise that is missing or doubled is another mechanism."""
+    stream = BandedStream(NoiseSource(), coefficients(3, 9))
+    stream.begin(0)
+    stream.add_share_("w", torch.zeros(4), 1.0, 0, 1)
+    with pytest.raises(ValueError, match="w had its noise of step 0 already"):
+        stream.add_share_("w", torch.zeros(4), 1.0, 0, 1)
+    with pytest.raises(ValueError, match="the noise of step 0 was drawn already"):
+        stream.begin(0)
+    stream.begin(1)
+    with pytest.raises(ValueError, match="w had no noise in step 1"):
+        stream.begin(2)
+
+
+def test_slices_of_processes_have_streams_of_their_own():
+    """Each process keeps the past of its own slice alone."""
+    summed = []
+    streams = [BandedStream(NoiseSource(seed=4, stream=rank), coefficients(4, 9)) for rank in range(3)]
+    for step in range(5):
+        total = torch.zeros(10, dtype=torch.float64)
+        for rank, stream in enumerate(streams):
+            stream.begin(step)
+            part = torch.zeros(10, dtype=torch.float64)
+            stream.add_share_("w", part, 1.0, rank, 3)
+            assert int((part != 0).sum()) == (4 if rank == 2 else 3)
+            total += part
+        summed.append(total)
+    white = matrix(4, 9)[:5, :5] @ torch.stack(summed).numpy()
+    assert np.unique(white.round(9)).size == white.size
+
+
+def drawn(bands, num_steps, num_units=60, size=5, most=60, seed=0):
+    draw = Draw(num_units=num_units, population=num_units, expected_batch_size=size, max_batch_size=most)
+    steps = BandedNoise(bands).sampler(draw).steps(seeded_rng(seed))
+    return [set(units.tolist()) for units in itertools.islice(steps, num_steps)]
+
+
+def test_a_unit_enters_only_steps_that_are_whole_cycles_apart():
+    """And each step draws from a group of ⌊N/b⌋ or ⌈N/b⌉ units."""
+    steps = drawn(7, 4000)
+    groups = [set().union(*steps[group::7]) for group in range(7)]
+    assert sum(map(len, groups)) == 60 and set().union(*groups) == set(range(60))
+    assert {len(group) for group in groups} == {8, 9}
+
+
+def test_units_of_a_group_enter_independently_with_the_rate_that_is_charged():
+    """Chi-square over units, and no two of them together more often than by chance."""
+    steps = drawn(3, 12_000, num_units=30, size=2)
+    present = np.array([[unit in step for unit in range(30)] for step in steps], dtype=float)
+    counts = present.sum(axis=0)
+    z = (counts - 4000 * 0.2) / math.sqrt(4000 * 0.2 * 0.8)
+    assert stats.chi2.sf((z**2).sum(), 30) > 1e-4
+    group = [unit for unit in range(30) if present[0::3, unit].any()]
+    correlation = np.corrcoef(present[0::3][:, group].T) - np.eye(len(group))
+    assert np.abs(correlation).max() < 5 / math.sqrt(4000)
+
+
+def test_batches_are_cut_and_the_split_is_another_in_every_run():
+    """At most B_max units; groups from fresh entropy."""
+    assert max(map(len, drawn(2, 400, size=8, most=10))) == 10
+    first, second = ([set().union(*drawn(3, 300, seed=seed)[group::3]) for group in range(3)] for seed in (1, 2))
+    assert first != second
+
+
+@pytest.mark.parametrize("bands", [0, -1, 1.5, "4", True, 1001])
+def test_a_number_of_bands_that_is_none_is_refused(bands):
+    """Whole and above 0."""
+    with pytest.raises(ValueError, match="bands must be a whole number between 1 and 1000"):
+        BandedNoise(bands)
+
+
+def test_groups_smaller_than_a_batch_and_single_rows_are_refused():
+    """There is no accounting for them."""
+    draw = Draw(num_units=100, population=100, expected_batch_size=30, max_batch_size=60)
+    with pytest.raises(ValueError, match="take 3 bands at most"):
+        BandedNoise(4).sampler(draw)
+    rows = Draw(num_units=100, population=300, expected_batch_size=30, max_batch_size=300, rows_per_unit=3)
+    with pytest.raises(ValueError, match="no accounting where rows are drawn singly"):
+        BandedNoise(4).event(rows, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("bad", [{"bands": 0}, {"bands": 42_062}, {"max_batch_size": 0}, {"num_units": None}])
+def test_an_event_out_of_range_is_refused(bad):
+    """In a ledger that was written by something else."""
+    fields = {"num_units": 42_061, "sampling_rate": 0.1, "max_batch_size": 9, "noise_multiplier": 1.0, "bands": 4}
+    with pytest.raises(ValueError, match="must be"):
+        BandedStep(**{**fields, **bad})

@@ -1,0 +1,96 @@
+"""What recipes name is made or refused by name, and what ledgers hold is read back as it was written."""
+
+import pytest
+
+from dpllm.mechanism.banded import BandedNoise, BandedStep
+from dpllm.mechanism.catalogue import EVENTS, clipping_of, from_fields, noise_of, to_fields
+from dpllm.mechanism.events import Step, StepOfRows
+from dpllm.mechanism.parts import Draw, Mechanism, Spec
+
+STEPS = [
+    Step(num_units=100, sampling_rate=0.1, max_batch_size=30, noise_multiplier=1.0, clip_norm=0.5),
+    StepOfRows(num_units=100, sampling_rate=0.1, rows_per_unit=3, noise_multiplier=1.0),
+    BandedStep(num_units=100, sampling_rate=0.4, max_batch_size=30, noise_multiplier=1.0, bands=4),
+]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.kind)
+def test_events_are_read_back(step):
+    """Equal, and hashed alike, so that equal steps are counted together."""
+    again = from_fields(to_fields(step))
+    assert again == step and hash(again) == hash(step) and type(again) is type(step)
+
+
+def test_every_kind_of_event_is_tried_above():
+    """A new mechanism adds its own."""
+    assert {step.kind for step in STEPS} == set(EVENTS)
+
+
+def test_events_of_earlier_versions_are_read():
+    """They had no kind, and every field."""
+    old = {"num_units": 100, "sampling_rate": 0.1, "max_batch_size": 30, "noise_multiplier": 1.0, "clip_norm": 0.5}
+    assert from_fields({**old, "rows_per_unit": 1}) == STEPS[0]
+    rows = {**old, "max_batch_size": None, "clip_norm": 1.0, "rows_per_unit": 3}
+    assert from_fields(rows) == STEPS[1]
+    with pytest.raises(ValueError, match="no accounting for a truncated sample of rows"):
+        from_fields({**old, "rows_per_unit": 3})
+
+
+def test_unknown_events_are_refused():
+    """A ledger of a later version, or one that was made up."""
+    with pytest.raises(ValueError, match="unknown kind of event 'later'"):
+        from_fields({"event": "later"})
+
+
+@pytest.mark.parametrize("value", ["banded", {"kind": "banded", "bands": 4}, Spec("banded", (("bands", 4),))])
+def test_specifications_are_written_as_they_were_given(value):
+    """A word or a mapping."""
+    spec = Spec.of(value)
+    assert Spec.of(spec.to_plain()) == spec and spec.kind == "banded"
+
+
+@pytest.mark.parametrize("value", [None, 3, {"bands": 4}, {"kind": 3}, ["banded"]])
+def test_what_names_no_kind_is_refused(value):
+    """With what is needed."""
+    with pytest.raises(ValueError, match="a word, or a mapping with kind"):
+        Spec.of(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("adaptve", "clipping must be one of flat, automatic, got 'adaptve'"),
+        (
+            {"kind": "automatic", "stabilty": 1},
+            "clipping.stabilty is no option of 'automatic'; its options are stability",
+        ),
+        ({"kind": "flat", "stability": 1}, "clipping.stability is no option of 'flat'; it has no options"),
+        ({"kind": "flat", "clip_norm": 1}, "clipping.clip_norm is no option"),
+    ],
+)
+def test_wrong_clippings_are_refused_by_name(value, text):
+    """Nothing is dropped."""
+    with pytest.raises(ValueError, match=text):
+        clipping_of(Spec.of(value), 1.0)
+
+
+def test_an_option_that_is_missing_is_named():
+    """With how it is written."""
+    with pytest.raises(ValueError, match=r"noise: \{kind: banded\} needs bands"):
+        noise_of(Spec("banded"))
+
+
+def test_a_mechanism_without_accounting_is_refused():
+    """Bands over single rows; a clipping whose sensitivity is not its norm."""
+    rows = Draw(num_units=100, population=300, expected_batch_size=30, max_batch_size=300, rows_per_unit=3)
+    flat = clipping_of(Spec("flat"), 1.0)
+    with pytest.raises(ValueError, match="no accounting where rows are drawn singly"):
+        Mechanism(rows, flat, BandedNoise(4), 1.0)
+
+    class Wider(type(flat)):
+        def sensitivity(self, adjacency):
+            return 3.0
+
+    units = Draw(num_units=100, population=100, expected_batch_size=5, max_batch_size=30)
+    with pytest.raises(ValueError, match="lets one unit change the sum by 3"):
+        Mechanism(units, Wider(1.0), noise_of(Spec("independent")), 1.0)
