@@ -149,6 +149,10 @@ class DeepSpeedZero:
         self._projections = Projections(self.processes)
         self._handed: tuple[list[nn.Parameter], float] = [], 1.0
 
+    def begin(self) -> None:
+        """Take no other step until this one is finished."""
+        self.unfinished = True
+
     def collect(self, parameters: Mapping[str, nn.Parameter], add_to: AddTo, *, last: bool, scale: float) -> None:
         """Hand one microbatch's sums to DeepSpeed; after the last it holds the partitioned total times ``scale``."""
         if self._stage == 1:
@@ -218,6 +222,7 @@ class DeepSpeedZero:
             self._check_reduced()
         self._engine.step()
         self.guard.verify()
+        self.unfinished = False
 
     def _check_reduced(self) -> None:
         """Compare what DeepSpeed holds for the update with what was handed in."""

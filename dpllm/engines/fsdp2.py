@@ -65,6 +65,10 @@ class FullySharded:
         self.guard = UpdateGuard(optimizer, self.processes, replicas=_replicas(trainable, self.processes.size))
         self._sums: dict[nn.Parameter, DTensor] = {}
 
+    def begin(self) -> None:
+        """Take no other step until this one is finished."""
+        self.unfinished = True
+
     def collect(self, parameters: Mapping[str, nn.Parameter], add_to: AddTo, *, last: bool, scale: float) -> None:
         """Add one microbatch's sums; after the last, each shard of the total times ``scale`` stands in ``.grad``.
 
@@ -109,6 +113,7 @@ class FullySharded:
 
     def finish(self) -> None:
         """The optimizer is stepped by whoever called the private step."""
+        self.unfinished = False
 
 
 def _replicas(parameters: Mapping[str, Any], num_processes: int) -> int:

@@ -17,15 +17,23 @@ class Engine(Protocol):
     Attributes:
         processes: all processes of the run.
         guard: checks what reaches the optimizer in the first step.
-        unfinished: a step was begun and hasn't ended; set by `private_step`.
+        unfinished: a step was begun and has not ended.
         lockstep: forward passes, or `collect` before the last microbatch, communicate, so that every process has to
             run the same number of microbatches.
     """
 
     processes: Processes
     guard: UpdateGuard
-    unfinished: bool
     lockstep: bool
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a step was begun and has not ended: parts of its sum are still held."""
+        ...
+
+    def begin(self) -> None:
+        """Begin a step."""
+        ...
 
     def collect(
         self,

@@ -34,6 +34,10 @@ class SingleProcess:
         self.guard = UpdateGuard(optimizer, self.processes, replicas=self.processes.size)
         self._totals: dict[nn.Parameter, Tensor] = {}
 
+    def begin(self) -> None:
+        """Take no other step until this one is finished."""
+        self.unfinished = True
+
     def collect(self, parameters: Mapping[str, nn.Parameter], add_to: AddTo, *, last: bool, scale: float) -> None:
         """Add one microbatch's sums; after the last, the total times ``scale`` stands in ``.grad``.
 
@@ -65,6 +69,7 @@ class SingleProcess:
 
     def finish(self) -> None:
         """The optimizer is stepped by whoever called the private step."""
+        self.unfinished = False
 
 
 def _zeros_like(parameter: nn.Parameter) -> Tensor:

@@ -1,4 +1,4 @@
-"""One private step: the one place where clip, sum and noise meet.
+"""One private step, as the algorithm reads: charge, clip each microbatch, add the sums and the noise, update.
 
 This is DP-SGD's gradient (Abadi et al. 2016, arXiv:1607.00133) over a truncated Poisson batch, as a sum divided by a
 public constant. What the optimizer then does with it is post-processing.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.protocol import Engine
@@ -22,6 +22,7 @@ from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.checks.outstanding import Charges
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.out_of_memory import OutOfMemory, Passed, Portions, attempt
+from dpllm.training.release import Release
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,9 @@ def private_step(
     _check(clipper, plan, ledger, engine)
     number = ledger.num_steps
     ledger.append_step(number, plan.event)
-    engine.unfinished = True
-    noise.begin(number - first)
-    names = {id(parameter): name for name, parameter in clipper.parameters.items()}
-    processes, scale = engine.processes, 1 / plan.expected_batch_size
-    replicas = Replicas(clipper.parameters, processes)  # as they are now; compared with the tally, before any use
+    release = Release(clipper, plan, engine, noise, number - first)
+    replicas = Replicas(clipper.parameters, engine.processes)  # as they are now; compared before any use
     tally = _Tally(plan.clip_norm)
-    num_entries = 0
     portions = Portions(batch, divisible=not engine.lockstep)
     for microbatch, last in portions:
         passed = attempt(clipper, microbatch, loss_of, _has_to_check_rows(clipper, microbatch, engine))
@@ -101,32 +98,17 @@ def private_step(
             portions.divide(microbatch, passed)
             continue
         tally.add(passed, microbatch)
-
-        def add_to(
-            parameter: nn.Parameter, total: Tensor, last: bool = last, whole: bool = not microbatch.continues
-        ) -> None:
-            nonlocal num_entries
-            with engine.guard.handing_in(total):
-                if whole:
-                    clipper.add_clipped_sum_(parameter, total)
-                if last:  # each entry's noise is drawn by one process, before the sum over processes
-                    noise.add_share_(names[id(parameter)], total, plan.noise_stddev, processes.rank, processes.size)
-            num_entries += total.numel() if last else 0
-
-        engine.collect(clipper.parameters, add_to, last=last, scale=scale)
+        release.collect(microbatch, last)
     error = found_by(before_update)
-    done, checksums, failed = tally.over(processes, portions, replicas, error)
+    done, checksums, failed = tally.over(engine.processes, portions, replicas, error)
     try:
         Replicas.check(checksums, number + 1)
-        processes.raise_found(error, failed)
+        engine.processes.raise_found(error, failed)
     except Exception:
         for parameter in clipper.parameters.values():
             parameter.grad = None
         raise
-    variance = plan.mechanism.noise.variance(number - first, plan.num_steps)
-    engine.guard.expect(done.num_units, num_entries, plan.clip_norm, plan.noise_stddev * math.sqrt(variance), scale)
-    engine.finish()
-    engine.unfinished = False
+    release.finish(done.num_units)
     return done
 
 

@@ -46,8 +46,8 @@ BUGS = [
         (
             (
                 "dpllm/mechanism/clipping.py",
-                "(self.clip_norm * margin / norm_U).clamp_max(1)",
-                "torch.ones_like(norm_U)",
+                "return (self.clip_norm / norm_U).clamp_max(1)",
+                "return 0 * norm_U + 1",
             ),
         ),
     ),
@@ -56,9 +56,9 @@ BUGS = [
         "two_processes",
         (
             (
-                "dpllm/training/step.py",
-                "noise.add_share_(total, plan.noise_stddev, processes.rank, processes.size)",
-                "noise.add_share_(total, plan.noise_stddev / processes.size**0.5, processes.rank, processes.size)",
+                "dpllm/training/release.py",
+                "self._noise.add_share_(name, total, stddev, processes.rank, processes.size)",
+                "self._noise.add_share_(name, total, stddev / processes.size**0.5, processes.rank, processes.size)",
             ),
         ),
     ),
@@ -69,8 +69,8 @@ BUGS = [
             (
                 "dpllm/training/run.py",
                 "                self._noise,\n                complete,\n",
-                "                NoiseSource("
-                "self._rng.bit_generator.seed_seq.entropy + (self.ledger.num_steps - 1) // 2),\n"
+                "                self.plan.mechanism.noise.stream(NoiseSource("
+                "self._deal_key + (self.ledger.num_steps - 1) // 2), self.plan.num_steps),\n"
                 "                complete,\n",
             ),
         ),
@@ -107,7 +107,7 @@ BUGS = [
                 "        for shuffled in np.array_split(order, num_steps):\n"
                 "            self._outstanding.require_steps()\n",
             ),
-            ("dpllm/training/run.py", "lambda: self.plan.sampler.draw(self._rng)", "lambda: np.sort(shuffled)"),
+            ("dpllm/training/run.py", "lambda: next(self._drawn)", "lambda: np.sort(shuffled)"),
         ),
     ),
     Bug(

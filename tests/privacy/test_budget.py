@@ -81,7 +81,7 @@ def test_runs_are_charged_until_the_budget_is_exhausted(path: Path) -> None:
     charge(path, plan, "chats")
     charge(path, other, "chats")
     budget = read_budget(path)
-    assert budget.spent == epsilon([(plan.event, 50), (other.step, 50)], 1e-5) <= 3.0
+    assert budget.spent == epsilon([(plan.event, 50), (other.event, 50)], 1e-5) <= 3.0
     assert budget.spent < plan.epsilon + other.epsilon, "runs compose; they don't just add up"
     before = path.read_bytes()
     long = make(600, **FULL)
@@ -89,13 +89,13 @@ def test_runs_are_charged_until_the_budget_is_exhausted(path: Path) -> None:
         charge(path, long, "chats")
     assert path.read_bytes() == before
     text = str(refusal.value)
-    for number in (epsilon([(long.step, 600)], 1e-5), budget.spent, budget.cost([*budget.history, (long.step, 600)])):
+    for number in (epsilon([(long.event, 600)], 1e-5), budget.spent, budget.cost([*budget.history, (long.event, 600)])):
         assert f"ε = {math.ceil(number * 1e4) / 1e4:.4f}" in text
     found = re.search(r"(\d+) of its steps still fit", text)
     assert found is not None
     fitting = int(found.group(1))
-    assert budget.cost([*budget.history, (long.step, fitting)]) <= 3.0
-    assert budget.cost([*budget.history, (long.step, fitting + 1)]) > 3.0
+    assert budget.cost([*budget.history, (long.event, fitting)]) <= 3.0
+    assert budget.cost([*budget.history, (long.event, fitting + 1)]) > 3.0
     charge(path, make(fitting, **FULL), "chats")
     with pytest.raises(BudgetError, match="not one of its steps fits"):
         charge(path, make(5, **{**FULL, "noise_multiplier": 4.0}), "chats")
@@ -133,7 +133,7 @@ def test_users_drawn_whole_and_row_by_row_share_a_budget(tmp_path: Path) -> None
     charge(path, single, "chats")
     budget = read_budget(path)
     assert [entry.step.moves for entry in budget.entries] == [1, 2]
-    assert budget.spent == epsilon([(whole.event, 50), (single.step, 30)], 1e-5)
+    assert budget.spent == epsilon([(whole.event, 50), (single.event, 30)], 1e-5)
     assert dict(budget_rows(budget))["unit of privacy"] == "user (column author)"
 
 
@@ -640,7 +640,7 @@ def test_a_data_set_that_grows_has_one_budget(tmp_path: Path) -> None:
     charge(file, first, "chats")
     charge(file, second, "chats")
     budget = read_budget(file)
-    assert budget.shared_people and budget.spent == epsilon([(first.step, 50), (second.step, 50)], 1e-5)
+    assert budget.shared_people and budget.spent == epsilon([(first.event, 50), (second.event, 50)], 1e-5)
     with pytest.raises(BudgetError, match="which is not below 1/N"):
         charge(file, make(num_units=200_000, delta=1e-6), "chats")
     create_budget(tmp_path / "fixed.budget.json", **HEAD)

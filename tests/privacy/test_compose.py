@@ -39,11 +39,11 @@ def test_runs_compose_as_one_history(tmp_path: Path) -> None:
     two = make_run(tmp_path / "two", num_steps=30, noise_multiplier=1.5, clip_norm=3.0)
     folders = [tmp_path / "one", tmp_path / "two"]
     found = compose(folders)
-    assert found.epsilon == epsilon([(one.step, 50), (two.step, 50)], 1e-5)
-    alone = [epsilon([(one.step, 50)], 1e-5), epsilon([(two.step, 50)], 1e-5)]
+    assert found.epsilon == epsilon([(one.event, 50), (two.event, 50)], 1e-5)
+    alone = [epsilon([(one.event, 50)], 1e-5), epsilon([(two.event, 50)], 1e-5)]
     assert [run.epsilon for run in found.runs] == alone
     assert max(alone) < found.epsilon < found.basic_epsilon
-    assert found.basic_epsilon == epsilon([(one.step, 50)], 5e-6) + epsilon([(two.step, 50)], 5e-6)
+    assert found.basic_epsilon == epsilon([(one.event, 50)], 5e-6) + epsilon([(two.event, 50)], 5e-6)
     assert (found.dataset, found.unit, found.num_units, found.adjacency) == ("chats", "sequence", 1000, "zero-out")
     assert [(run.num_steps, run.num_steps_planned) for run in found.runs] == [(50, 50), (30, 50)]
     assert compose(list(reversed(folders))).epsilon == found.epsilon
@@ -62,7 +62,7 @@ def test_given_delta_and_adjacency_are_used(tmp_path: Path) -> None:
     make_run(tmp_path / "two")
     folders = [tmp_path / "one", tmp_path / "two"]
     found = compose(folders, delta=1e-6, adjacency="replace-one")
-    assert found.epsilon == epsilon([(one.step, 100)], 1e-6, "replace-one")
+    assert found.epsilon == epsilon([(one.event, 100)], 1e-6, "replace-one")
     with pytest.raises(ValueError, match=r"the plans differ in adjacency \(.*one: replace-one; .*two: zero-out\)"):
         compose(folders, delta=1e-6)
     with pytest.raises(ValueError, match=r"the plans differ in delta \(.*Give the one .* with --delta"):
@@ -193,7 +193,7 @@ def test_a_data_set_that_has_grown_composes(tmp_path: Path) -> None:
         compose(folders)
     assert "by themselves" not in str(caught.value)
     found = compose(folders, shared_people=True)
-    assert found.epsilon == epsilon([(one.step, 50), (two.step, 50)], 1e-5) > max(one.epsilon, two.epsilon)
+    assert found.epsilon == epsilon([(one.event, 50), (two.event, 50)], 1e-5) > max(one.epsilon, two.epsilon)
     assert (found.dataset, found.num_units) == ("chats and chats of May", 1500)
     make_run(tmp_path / "users", unit="user", unit_column="author", max_rows_per_unit=4)
     with pytest.raises(ValueError, match="these runs protect different units"):

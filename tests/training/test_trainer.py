@@ -219,7 +219,7 @@ def test_three_runs_on_one_budget(tmp_path):
     """Each run on the data set is charged to the file before it trains; the one that doesn't fit never starts."""
     file = tmp_path / "notes.budget.json"
     one = trainer(tmp_path / "plan", config=privacy(dataset="notes")).plan
-    twice = epsilon([(one.step, 8)], 1e-3)
+    twice = epsilon([(one.event, 8)], 1e-3)
     create_budget(file, dataset="notes", epsilon=twice + 0.01, delta=1e-3, unit="sequence", num_units=64)
     config = privacy(dataset="notes", budget_file=str(file))
     for number in (1, 2):

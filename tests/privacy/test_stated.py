@@ -1,0 +1,158 @@
+"""What ε is stated for, and how far a run may go on whose mechanism begins anew at a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpllm.config import PrivacyConfig
+from dpllm.engines.processes import Processes
+from dpllm.mechanism.banded import BandedStep
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.budget import BudgetError, create_budget, read_budget
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
+from dpllm.privacy.stated import planned_steps, stated_history, steps_allowed
+from dpllm.report.statement import write_report
+from dpllm.report.verify import verify
+from dpllm.training.shared_ledger import SharedLedger
+
+T, BANDS = 40, 4
+
+
+def plan_of(**change: Any) -> PrivacyPlan:
+    settings: dict[str, Any] = {
+        "target_epsilon": 3.0,
+        "clip_norm": 0.5,
+        "expected_batch_size": 20,
+        "delta": 1e-5,
+        "dataset": "chats",
+        "noise": {"kind": "banded", "bands": BANDS},
+    }
+    return make_plan(PrivacyConfig(**{**settings, **change}), 1000, T)
+
+
+PLAN = plan_of()
+
+
+def run_for(folder: Path, plan: PrivacyPlan, num_steps: int, budget: str | None = None) -> SharedLedger:
+    """Begin, or go on, and take so many steps; the run then breaks off."""
+    path = folder / LEDGER_FILE
+    start = SharedLedger.open if path.exists() else SharedLedger.create
+    ledger = start(path, plan, Processes(), budget_file=budget)
+    for number in range(ledger.num_steps, ledger.num_steps + num_steps):
+        ledger.append_step(number, plan.event)
+    ledger.close()
+    return ledger
+
+
+def test_a_plan_of_banded_noise_is_saved_and_read_back(tmp_path: Path) -> None:
+    """With its parts; a plan of DP-SGD keeps the format and the hash that it had."""
+    PLAN.save(tmp_path / PLAN_FILE)
+    again = PrivacyPlan.load(tmp_path / PLAN_FILE)
+    assert again == PLAN and again.hash == PLAN.hash and again.event == PLAN.event
+    assert PLAN.to_dict()["format"] == 3 and PLAN.to_dict()["noise"] == {"kind": "banded", "bands": BANDS}
+    plain = plan_of(noise="independent")
+    assert plain.to_dict()["format"] == 2 and not {"noise", "clipping"} & set(plain.to_dict())
+    assert len({PLAN.hash, plain.hash, plan_of(clipping="automatic").hash}) == 3
+
+
+def test_a_resume_begins_a_new_cycle(tmp_path: Path) -> None:
+    """Its steps are counted by themselves: 5 and 3 steps are 2 and 1 rounds, and 8 in one go are 2."""
+    run_for(tmp_path, PLAN, 5)
+    ledger = run_for(tmp_path, PLAN, 3)
+    contents = read_ledger(ledger.path)
+    assert contents.history == [(PLAN.event, 5), (PLAN.event, 3)]
+    assert epsilon(contents.history, PLAN.delta) == epsilon([(PLAN.event, 4 * 3)], PLAN.delta)
+    assert stated_history(PLAN, contents) == ((PLAN.event, 5), (PLAN.event, 32))
+
+
+@pytest.mark.parametrize(("first", "allowed"), [(4, None), (5, 37), (6, 38), (7, 39), (8, None)])
+def test_a_resumed_run_ends_where_the_target_would_be_exceeded(tmp_path: Path, first: int, allowed: int | None) -> None:
+    """40 steps are 10 rounds; after 6, which are 2 rounds, 8 are left: 32 steps of the 34."""
+    ledger = run_for(tmp_path, PLAN, first)
+    assert steps_allowed(PLAN, read_ledger(ledger.path)) == allowed
+    resumed = SharedLedger.open(ledger.path, PLAN, Processes())
+    assert resumed.steps_planned == (allowed or T)
+    for number in range(first, allowed or T):
+        resumed.append_step(number, PLAN.event)
+    resumed.append_end("completed")
+    resumed.close()
+    contents = read_ledger(ledger.path)
+    assert planned_steps(PLAN, contents) == (allowed or T)
+    assert epsilon(stated_history(PLAN, contents), PLAN.delta) <= 3.0
+
+
+def test_dp_sgd_is_never_cut(tmp_path: Path) -> None:
+    """Its steps cost the same, whenever they are taken."""
+    plan = plan_of(noise="independent")
+    ledger = run_for(tmp_path, plan, 6)
+    assert steps_allowed(plan, read_ledger(ledger.path)) is None
+    assert run_for(tmp_path, plan, 3).steps_planned == T
+    assert read_ledger(ledger.path).history == [(plan.event, 9)]
+
+
+def test_without_a_target_a_resumed_run_keeps_to_the_epsilon_of_its_plan(tmp_path: Path) -> None:
+    """σ was given; what the plan printed still holds."""
+    plan = plan_of(target_epsilon=None, noise_multiplier=1.5)
+    for first, allowed in ((8, None), (6, 38)):
+        ledger = run_for(tmp_path / str(first), plan, first)
+        assert steps_allowed(plan, read_ledger(ledger.path)) == allowed
+        resumed = [(plan.event, first), (plan.event, (allowed or T) - first)]
+        assert epsilon(resumed, plan.delta) <= plan.epsilon
+
+
+def test_a_run_of_which_no_round_is_left_is_not_resumed(tmp_path: Path) -> None:
+    """Many broken starts use the rounds up."""
+    for _ in range(10):
+        ledger = run_for(tmp_path, PLAN, 1)
+    with pytest.raises(
+        ValueError, match=r"not one more step keeps to ε = 3\. Release the model of the last checkpoint"
+    ):
+        SharedLedger.open(ledger.path, PLAN, Processes())
+
+
+def test_a_budget_counts_the_rounds_of_every_start(tmp_path: Path) -> None:
+    """It is never charged less than what the ledger costs, and other runs have what is left."""
+    file = tmp_path / "chats.budget.json"
+    create_budget(file, dataset="chats", epsilon=3.0, delta=1e-5, unit="sequence", num_units=1000)
+    ledger = run_for(tmp_path / "run", PLAN, 6, str(file))
+    run_for(tmp_path / "run", PLAN, 2, str(file))
+    (entry,) = read_budget(file).entries
+    assert entry.history == [(PLAN.event, 6), (PLAN.event, 32)] and entry.steps_charged is None
+    resumed = SharedLedger.open(ledger.path, PLAN, Processes(), str(file))
+    (entry,) = read_budget(file).entries
+    assert entry.segments == (6, 2) and read_budget(file).spent <= 3.0
+    resumed.append_end("interrupted", independent=True)
+    resumed.close()
+    (entry,) = read_budget(file).entries
+    assert entry.history == [(PLAN.event, 6), (PLAN.event, 2), (PLAN.event, 0)]
+    assert read_budget(file).spent == epsilon([(PLAN.event, 12)], 1e-5)
+
+
+def test_a_budget_that_was_spent_meanwhile_refuses_the_resume(tmp_path: Path) -> None:
+    """The round more that a resume costs must fit as well."""
+    file = tmp_path / "chats.budget.json"
+    create_budget(file, dataset="chats", epsilon=PLAN.epsilon, delta=1e-5, unit="sequence", num_units=1000)
+    longer = dataclasses.replace(PLAN, target_epsilon=9.0)
+    ledger = run_for(tmp_path / "run", longer, 6, str(file))
+    with pytest.raises(BudgetError, match="32 of its steps still fit"):
+        SharedLedger.open(ledger.path, longer, Processes(), str(file))
+
+
+def test_the_report_says_what_a_resume_left_out_and_verifies(tmp_path: Path) -> None:
+    """Cycles, rounds, the steps left out, and the ε of the ledger."""
+    for steps in (6, 32):
+        ledger = run_for(tmp_path, PLAN, steps)
+    contents = read_ledger(ledger.path)
+    report = write_report(tmp_path, PLAN, contents)
+    assert contents.num_steps == planned_steps(PLAN, contents) == 38
+    assert report["statement"]["epsilon"] <= 3.0
+    assert "cyclic truncated Poisson sampling" in report["definition"]["mechanism"]
+    assert "noise has 4 bands" in report["accounting"]["event"]
+    failed = [check for check in verify(tmp_path).checks if not check.ok]
+    assert not failed, failed
+    assert isinstance(PLAN.event, BandedStep)
