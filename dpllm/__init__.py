@@ -13,11 +13,17 @@ if TYPE_CHECKING:
     from dpllm.ghost import Forms as Forms
     from dpllm.ghost import GhostClipper as GhostClipper
     from dpllm.ghost import GhostError as GhostError
+    from dpllm.mechanism.events import Step as Step
+    from dpllm.mechanism.events import dp_sgd as dp_sgd
+    from dpllm.mechanism.generators import NoiseSource as NoiseSource
+    from dpllm.mechanism.parts import Mechanism as Mechanism
+    from dpllm.mechanism.sampling import secret_rng as secret_rng
     from dpllm.models.losses import classification_loss as classification_loss
     from dpllm.models.losses import packed_sequence_loss as packed_sequence_loss
     from dpllm.models.losses import per_sequence_loss as per_sequence_loss
     from dpllm.models.losses import seq2seq_loss as seq2seq_loss
     from dpllm.privacy.accounting import epsilon as epsilon
+    from dpllm.privacy.calibration import calibrate as calibrate
     from dpllm.privacy.calibration import calibrate_noise_multiplier as calibrate_noise_multiplier
     from dpllm.privacy.plan import PrivacyPlan as PrivacyPlan
     from dpllm.privacy.plan import make_plan as make_plan
@@ -28,6 +34,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Mechanism": "dpllm.mechanism.parts",
+    "NoiseSource": "dpllm.mechanism.generators",
+    "Step": "dpllm.mechanism.events",
+    "calibrate": "dpllm.privacy.calibration",
+    "dp_sgd": "dpllm.mechanism.events",
+    "secret_rng": "dpllm.mechanism.sampling",
     "calibrate_noise_multiplier": "dpllm.privacy.calibration",
     "epsilon": "dpllm.privacy.accounting",
     "PrivacyConfig": "dpllm.config",

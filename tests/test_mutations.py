@@ -103,13 +103,13 @@ MUTATIONS = [
     Mutation(
         "padding rows get weight 1",
         "dpllm/ghost/book.py",
-        "weight_B = (self._rows.unit_B >= 0).to(loss_B.dtype)",
+        "weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)",
         "weight_B = torch.ones_like(loss_B)",
         ("tests/ghost/test_book.py", "tests/training/test_step.py"),
     ),
     Mutation(
         "padding rows stay in the sum",
-        "dpllm/ghost/book.py",
+        "dpllm/ghost/passes.py",
         "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)",
         "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 1.0, 1.0)",
         ("tests/ghost/test_book.py", "tests/training/test_step.py"),
@@ -139,15 +139,15 @@ MUTATIONS = [
     ),
     Mutation(
         "rows of a large unit are forgotten",
-        "dpllm/ghost/book.py",
-        "                self._held[key] = join(self._held.get(key, []), contributions, self.forms)\n",
-        "                self._held[key] = join([], contributions, self.forms)\n",
+        "dpllm/ghost/passes.py",
+        "join(self._contributions.get(key, []), contributions, one.forms)",
+        "join([], contributions, one.forms)",
         ("tests/invariant/test_large_units.py",),
     ),
     Mutation(
         "the second pass is not compared with the first",
         "dpllm/ghost/book.py",
-        "        if bool(((again_U > sq_norm_U + slack_U) & (factor_U > 0)).any()):\n",
+        "        if bool(((sq_norm_U > again.sq_norm_U + again.slack_U) & (factor_U > 0)).any()):\n",
         "        if False:\n",
         ("tests/ghost/test_two_passes.py",),
     ),
@@ -238,9 +238,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a pass on which memory ran out counts as watched",
-        "dpllm/ghost/book.py",
-        "                self._uses.raise_if_any()\n",
-        "                self._uses.raise_if_any()\n            self._uses = None\n",
+        "dpllm/ghost/hooks.py",
+        "                self.uses.raise_if_any()\n",
+        "                self.uses.raise_if_any()\n            self.uses = None\n",
         ("tests/training/test_out_of_memory.py",),
     ),
     Mutation(

@@ -75,7 +75,7 @@ def test_every_make_target_exists(target):
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=["trainer", "own loop", "accelerate"])
+@pytest.mark.parametrize("code", blocks("python"), ids=["trainer", "own loop", "accelerate", "researcher"])
 def test_every_program_runs(code, tmp_path, monkeypatch, capsys):
     """As it stands, copied out of the README."""
     monkeypatch.chdir(tmp_path)

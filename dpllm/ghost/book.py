@@ -11,50 +11,74 @@ Shape suffixes: B rows, U units.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dpllm.ghost import kernels, memory, shared
-from dpllm.ghost.calls import Calls, not_repeatable, used_again
+from dpllm.ghost import kernels, memory
+from dpllm.ghost.calls import not_repeatable
 from dpllm.ghost.checks import (
-    FunctionalUses,
     RowProbe,
     SpreadProbe,
     probed_rows,
-    refuse_long_rows,
     refuse_missing,
     refuse_other_rows,
     refuse_uses_in_loss,
-    rows_of_call,
-    tokens_by_themselves,
     unmeasured_spread,
 )
-from dpllm.ghost.contributions import Contribution, Instance, Rows, Use, held, join, merge
+from dpllm.ghost.contributions import Rows, Use
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.forms import Forms
-from dpllm.ghost.packed import PackedRows
+from dpllm.ghost.hooks import Hooks
+from dpllm.ghost.passes import AddUp, HeldUnit, Keep, Measure, Pass, Receiver
 from dpllm.ghost.rounding import is_measured, slack_factor
 from dpllm.ghost.rules import (
-    Served,
-    find_sites,
-    refuse_compiled,
     refuse_coupled_modules,
     refuse_skipped_layers,
     refuse_wrapped,
     trainable_parameters,
     two_passes_over_shards,
 )
-from dpllm.ghost.tally import NormTally, Weights
+from dpllm.ghost.tally import NormTally
 from dpllm.ghost.tap import Receive, tap
 
 
+@dataclass
+class Checked:
+    """What was measured of the independence of rows.
+
+    Attributes:
+        rows: that a row's loss has no gradient in another row, of rows as the model was called with.
+        packed: the same, of packed rows.
+        spread: that values which are not finite stay within their packed row.
+        finite_B: packed rows that received finite values, while they are checked.
+    """
+
+    rows: bool = False
+    packed: bool = False
+    spread: bool = False
+    finite_B: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+
+    def note(self, packed: bool) -> None:
+        """Rows are independent, as they were given to the last call of the model: packed or not."""
+        self.rows = True
+        self.packed |= packed
+
+
+@dataclass(frozen=True)
+class Again:
+    """Losses (B,) that are differentiated twice, and what came out the first time."""
+
+    loss_B: Tensor
+    sq_norm_U: Tensor
+    slack_U: Tensor
+
+
 class Book:
-    """Hooks on a model, and the contributions of one microbatch.
+    """Norms and clipped sums of one microbatch after the other.
 
     Args:
         model: any module whose inputs and outputs have the rows of the batch first.
@@ -75,160 +99,36 @@ class Book:
         self.sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self._parameters.values())
         if self.sharded and self.forms.passes == 2:
             raise two_passes_over_shards()
-        self._name_of = {id(p): name for name, p in self._parameters.items()}
-        self._switched_off: dict[int, nn.Parameter] = {}
-        self._contributions: dict[int, list[Contribution]] = defaultdict(list)
+        self._names = {id(p): name for name, p in self._parameters.items()}
         self._flows: set[tuple[torch.device, torch.dtype]] = set()  # of all that norms were computed from
-        self._held: dict[int, list[Contribution]] = {}  # of a unit that has more rows than one pass takes
-        self._joining = False
-        self._rows: Rows | None = None
-        self._weights: tuple[Weights, Weights] | None = None  # of the rows, of the units
-        self._calls = Calls()  # of the model, since the last backward pass
-        self._take: Callable[[nn.Parameter, Use], None] = self._keep
-        self._again: tuple[Tensor, Tensor, Tensor] | None = None  # losses to differentiate twice, and what came out
-        self._sums: dict[int, Tensor] = {}
-        self._streamed: set[int] = set()  # parameters whose only use has arrived, in this one of two passes
-        self._modules = list(model.modules())
-        self._recomputing = [module for module in self._modules if memory.may_recompute(module)]
-        self._most_tokens = tokens_by_themselves(model)
-        self._batch_rows: int | None = None
-        self._tokens = 1
-        self._active: list[Served] = []
-        self._in_forward = self._in_backward = self._paused = False
-        self._packed = PackedRows()
-        self._probe: RowProbe | SpreadProbe | None = None
-        self._uses: FunctionalUses | None = FunctionalUses(model, self._name_of)
-        self.rows_checked = self._packed_checked = self._spread_checked = False
-        self._finite_B = torch.empty(0, dtype=torch.bool)  # packed rows, while they are checked
-        self._handles: list[Any] = []
-        self._attach(model)
+        self._held = HeldUnit()
+        self._pass: Pass | None = None
+        self._receiver: Receiver | None = None
+        self._again: Again | None = None
+        self.checked = Checked()
+        self._memory = memory.Passes(model)
+        self._hooks = Hooks(model, self, self._parameters, self._forget_pass)
 
-    # ------------------------------------------------------------------ hooks
-
-    def _attach(self, model: nn.Module) -> None:
-        self._handles += shared.attach(model, self)
-        for site in find_sites(model):
-            self._attach_site(Served(site, self))
-        self._handles += [
-            model.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._end_forward, always_call=True),
-        ]
-
-    def _attach_site(self, served: Served) -> None:
-        module = served.site.module
-        holders = served.site.holders()
-
-        def before(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            if self._paused or not self._in_pass():
-                self._refuse_bypass(served)
-                return None
-            self._active.append(served)
-            served.enter(args, kwargs)
-            self.note_uses(served.site.trainable.values())
-            # A sharded model (FSDP2) puts other tensors in place of its parameters while a module runs.
-            self._switch_off(p for holder, name in holders if (p := getattr(holder, name)).requires_grad)
-            if served.before is None:
-                return None
-            with self.pause():
-                return served.before(module, args, kwargs, self._batch_rows)
-
-        def after(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            if self._paused or not self._in_pass():
-                return None
-            if self._active and self._active[-1] is served:
-                self._active.pop()
-            served.leave(args, kwargs, broke_off=output is None)
-            if output is None or not torch.is_grad_enabled():
-                return None
-            with self.pause():
-                return served.after(module, args, kwargs, output, self._batch_rows)
-
-        # Innermost: after whatever gathers a sharded module's weights, and before whatever frees them again.
-        self._handles += [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True),
-        ]
-
-    def _in_pass(self) -> bool:
-        return self._in_forward or self._in_backward
+    # ------------------------------------------------------- what taps and rules talk to
 
     @property
     def rows_in_pass(self) -> int | None:
         """Rows of the call of the model that is going on; None outside of one, or where they are not known."""
-        return self._batch_rows if self._in_pass() and not self._paused else None
+        return self._hooks.rows_in_pass
 
     def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
         """Count a use of each parameter in this call of the model; what is recomputed was counted before."""
-        if self._in_forward:
-            self._calls.note_uses(parameters)
+        self._hooks.note_uses(parameters)
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> contextlib.AbstractContextManager[None]:
         """Modules that a rule runs on its own account aren't uses of their parameters."""
-        before, self._paused = self._paused, True
-        with FunctionalUses.suspended(self._uses):
-            try:
-                yield
-            finally:
-                self._paused = before
-
-    def _refuse_bypass(self, served: Served) -> None:
-        if (
-            not self._paused
-            and torch.is_grad_enabled()
-            and any(p.requires_grad for p in served.site.trainable.values())
-        ):
-            raise GhostError(
-                f"{served.site.path} was called on its own, with gradients on. Call the model that was given to "
-                f"GhostClipper, so that "
-                "every use of a parameter is seen; wrap evaluation in torch.no_grad()."
-            )
-
-    def _begin_forward(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._in_forward or not torch.is_grad_enabled():
-            return
-        refuse_compiled("The model", model)
-        self._forget_pass()
-        self._calls.begin()
-        self._batch_rows, self._tokens = rows_of_call(args, kwargs), memory.tokens_of_call(args, kwargs)
-        self._packed.start(kwargs)
-        longest = max(self._packed.lengths, default=self._tokens)
-        refuse_long_rows(longest, self._most_tokens)
-        self._in_forward = True
-        self._switch_off(self._parameters.values())
-        if self._uses is not None:
-            self._uses.start(self._active)
-
-    def _end_forward(self, _: nn.Module, args: Any, output: Any) -> None:
-        if not self._in_forward:
-            return
-        self._in_forward = False
-        self._active.clear()
-        self._switch_on()
-        if self._uses is not None:
-            self._uses.stop()
-            if output is not None:  # a forward pass that broke off is watched again
-                self._uses.raise_if_any()
-        if output is not None:
-            self._calls.note(self._batch_rows, self._packed.lengths)
-
-    def _switch_off(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.requires_grad = False
-            self._switched_off[id(parameter)] = parameter
-
-    def _switch_on(self) -> None:
-        for parameter in self._switched_off.values():
-            parameter.requires_grad = True
-        self._switched_off.clear()
-
-    # --------------------------------------------------------------- backward
+        return self._hooks.pause()
 
     def tap(self, output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
         """Tap a module's output; see `dpllm.ghost.tap`."""
 
         def receive_paused(grad: Tensor, tensors: list[Tensor]) -> None:
-            if not self._in_backward:
+            if not self._hooks.in_backward:
                 raise GhostError(
                     "backward() was called on a loss directly. Pass the per-row losses to GhostClipper.backward(), "
                     "which clips."
@@ -237,8 +137,8 @@ class Book:
             with self.pause():
                 receive(grad, tensors)
 
-        if isinstance(self._probe, SpreadProbe):
-            output = self._packed.fill(output, self._probe.poisoned_B, float("nan"))
+        if isinstance(self._receiver, SpreadProbe):
+            output = self._hooks.calls.packed.fill(output, self._receiver.poisoned_B, float("nan"))
         return tap(output, receive_paused, *saved)
 
     def by_rows(self, x: Tensor) -> Tensor:
@@ -246,26 +146,20 @@ class Book:
 
         That the flattened order is rows first is part of what the check of the first batch establishes.
         """
-        assert self._rows is not None
         if self.is_packed:
-            return self._packed.cut(x)
-        rows = self._rows.unit_B.numel()
+            return self._hooks.calls.packed.cut(x)
+        rows = self._of_now().rows.unit_B.numel()
         return x.unflatten(0, (rows, -1)) if x.ndim == 2 and x.shape[0] != rows and x.shape[0] % rows == 0 else x
 
     def record(self, parameter: nn.Parameter, use: Use) -> None:
         """Take note of what one use of a parameter contributes to its gradient."""
-        assert self._rows is not None
-        name = self._name_of[id(parameter)]
-        refuse_other_rows(name, use.grad.shape, self._rows.unit_B.numel(), self.is_packed)
-        if self._probe is not None:
-            self._probe.look(name, use.grad)
-            return
+        assert self._receiver is not None, "gradients arrive in a backward pass"
+        name = self._names[id(parameter)]
+        refuse_other_rows(name, use.grad.shape, self._of_now().rows.unit_B.numel(), self.is_packed)
         with kernels.exact_matmul(), torch.no_grad():
-            self._take(parameter, use)
+            self._receiver.take(name, parameter, use)
 
-    def _keep(self, parameter: nn.Parameter, use: Use) -> None:
-        assert self._rows is not None
-        self._contributions[id(parameter)].append(held(use, self._rows, self.forms))
+    # ----------------------------------------------------------------------- norms
 
     def backward(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> tuple[Tensor, Tensor]:
         """Run the backward pass and return each unit's squared gradient norm.
@@ -286,23 +180,14 @@ class Book:
             )
         if self._passes(loss_B) == 2 and not self._held:
             return self._first_pass(loss_B, unit_B, num_units)
-        self._differentiate(loss_B, unit_B, num_units)
+        one = self._begin(loss_B, unit_B, num_units)
+        self._differentiate(one, loss_B, Keep(one))
         if self._held:
-            self._join()
-            self._joining = True  # until its factor is fixed: what was held is no longer held by itself
-            self._contributions, self._held = defaultdict(list, self._held), {}
-            self._rows = Rows.one_unit(loss_B.device)
-        refuse_missing(self._parameters, self._contributions.keys())
+            one = self._pass = self._held.complete(one, loss_B.device)
+        refuse_missing(self._parameters, one.contributions.keys())
         with kernels.exact_matmul(), torch.no_grad():
-            sq_norm_U, slack_U = self._add_norms(self._tally())
+            sq_norm_U, slack_U = one.add_norms(self._tally(one))
         return self._settled(unit_B, sq_norm_U), slack_U
-
-    def _settled(self, unit_B: Tensor, sq_norm_U: Tensor) -> Tensor:
-        """Refuse norms that aren't finite where they might be those of other units."""
-        several = self.is_packed and not self._spread_checked and bool((unit_B != unit_B[0]).any())
-        if several and not bool(torch.isfinite(sq_norm_U).all()):
-            raise unmeasured_spread()
-        return sq_norm_U
 
     def hold(self, loss_B: Tensor) -> None:
         """Run the backward pass of some rows of one unit, and hold their share of its gradient for the next pass.
@@ -310,57 +195,62 @@ class Book:
         Args:
             loss_B: (B,) losses with a graph, all of the same unit.
         """
-        self._differentiate(loss_B, torch.zeros(len(loss_B), dtype=torch.int64), 1)
-        self._join()
+        one = self._begin(loss_B, torch.zeros(len(loss_B), dtype=torch.int64), 1)
+        self._differentiate(one, loss_B, Keep(one))
+        self._held.add(one)
 
-    def _join(self) -> None:
-        self._joining = True
-        with kernels.exact_matmul(), torch.no_grad():
-            for key, contributions in self._contributions.items():
-                self._held[key] = join(self._held.get(key, []), contributions, self.forms)
-        self._contributions.clear()
-        self._joining = False
+    def _settled(self, unit_B: Tensor, sq_norm_U: Tensor) -> Tensor:
+        """Refuse norms that aren't finite where they might be those of other units."""
+        several = self.is_packed and not self.checked.spread and bool((unit_B != unit_B[0]).any())
+        if several and not bool(torch.isfinite(sq_norm_U).all()):
+            raise unmeasured_spread()
+        return sq_norm_U
 
-    def _differentiate(self, loss_B: Tensor, unit_B: Tensor, num_units: int, retain_graph: bool = False) -> None:
-        """Fill the book with the contributions of these rows."""
-        self._begin_backward(loss_B, unit_B, num_units)
-        if self._uses is not None:
-            refuse_uses_in_loss(loss_B, self._name_of)
-        assert self._rows is not None
-        weight_B = (self._rows.unit_B >= 0).to(loss_B.dtype)
-        self._in_backward = True
-        self._switch_off(self._parameters.values())
+    def _begin(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> Pass:
+        self._hooks.calls.differentiated(len(loss_B))
+        self._pass = Pass(Rows.of(unit_B, num_units, loss_B.device), self.forms)
+        return self._pass
+
+    def _differentiate(self, one: Pass, loss_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:
+        """Give the receiver what these rows contribute."""
+        if self._hooks.uses is not None:
+            refuse_uses_in_loss(loss_B, self._names)
+        weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)
         try:
-            checked = self._packed_checked if self.is_packed else self.rows_checked
-            if not checked and int(weight_B.sum()) > 1:
-                self._check_rows(loss_B, weight_B)
-            torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
-            self._uses = None  # every call of the model that the first losses come from was watched
+            with self._hooks.backward():
+                checked = self.checked.packed if self.is_packed else self.checked.rows
+                if not checked and int(weight_B.sum()) > 1:
+                    self._check_rows(loss_B, weight_B)
+                with self._receiving(receiver):
+                    torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
+                self._hooks.uses = None  # every call of the model that the first losses come from was watched
         finally:
-            self._in_backward = False
-            self._packed.stop()
-            self._switch_on()
+            self._hooks.calls.packed.stop()
 
-    def _begin_backward(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> None:
-        packed = len(self._packed.lengths)
-        if packed and packed != len(loss_B):
-            raise GhostError(
-                f"The model was called with {packed} packed rows, and there are {len(loss_B)} losses. One loss per row "
-                "is needed: see dpllm.packed_sequence_loss."
-            )
-        self._batch_rows = self._calls.rows(len(loss_B), self._packed.lengths, self._batch_rows)
-        self._rows = Rows.of(unit_B, num_units, loss_B.device)
+    @contextlib.contextmanager
+    def _receiving(self, receiver: Receiver) -> Iterator[None]:
+        before, self._receiver = self._receiver, receiver
+        try:
+            yield
+        finally:
+            self._receiver = before
+
+    def _tally(self, one: Pass, max_waiting: int | None = None) -> NormTally:
+        wide = any(p.dtype == torch.float64 for p in self._parameters.values())
+        dtype = torch.float64 if wide else torch.float32
+        return NormTally(one.rows, self.forms, dtype, self._slack_factor, max_waiting)
+
+    def _slack_factor(self) -> float:
+        """The largest of all devices and dtypes that norms and sums were computed from."""
+        return max((slack_factor(self.forms, *flow) for flow in self._flows), default=1.0)
+
+    # ---------------------------------------------------------- independence of rows
 
     def _check_rows(self, loss_B: Tensor, weight_B: Tensor) -> None:
         """Measure once that a row's loss has no gradient in another row."""
         for rows in probed_rows(weight_B > 0, self.is_packed):
             self._backward_of(loss_B, rows, RowProbe(rows, self.is_packed), retain_graph=True)
-        self.note_rows_checked()
-
-    def note_rows_checked(self) -> None:
-        """Rows are independent, as they were given to the last call of the model: packed or not."""
-        self.rows_checked = True
-        self._packed_checked |= self.is_packed
+        self.checked.note(self.is_packed)
 
     def probe(self, loss_B: Tensor, which: int, unit_B: Tensor, num_units: int) -> int:
         """Run the backward pass of some rows' losses and make sure that no other row receives a gradient.
@@ -378,7 +268,7 @@ class Book:
         probe = RowProbe(sets[which], self.is_packed)
         self._probe_backward(loss_B, unit_B, num_units, sets[which], probe)
         if probe.finite_B is not None:
-            self._finite_B = probe.finite_B if which == 0 else self._finite_B & probe.finite_B
+            self.checked.finite_B = probe.finite_B if which == 0 else self.checked.finite_B & probe.finite_B
         return len(sets)
 
     def probe_spread(self, losses_of_row: Callable[[], Tensor], unit_B: Tensor, num_units: int) -> None:
@@ -386,55 +276,65 @@ class Book:
 
         Rows that aren't finite by themselves, as `probe` saw, tell nothing; with these alone, nothing is measured.
         """
-        poisoned_B = torch.zeros_like(self._finite_B)
+        poisoned_B = torch.zeros_like(self.checked.finite_B)
         poisoned_B[1::2] = True
-        probe = SpreadProbe(poisoned_B, self._finite_B)
-        self._probe = probe
-        try:
+        probe = SpreadProbe(poisoned_B, self.checked.finite_B)
+        with self._receiving(probe):
             loss_B = losses_of_row()
-        finally:
-            self._probe = None
         self._probe_backward(loss_B, unit_B, num_units, unit_B >= 0, probe)
         # A process with a single row has nothing to measure, and relies on the others.
-        self._spread_checked = len(unit_B) == 1 or bool(probe.healthy_B.any())
+        self.checked.spread = len(unit_B) == 1 or bool(probe.healthy_B.any())
+
+    def note_rows_checked(self) -> None:
+        """Rows are independent, as they were given to the last call of the model."""
+        self.checked.note(self.is_packed)
 
     def _probe_backward(
         self, loss_B: Tensor, unit_B: Tensor, num_units: int, rows: Tensor, probe: RowProbe | SpreadProbe
     ) -> None:
-        self._begin_backward(loss_B, unit_B, num_units)
-        self._in_backward = True
-        self._switch_off(self._parameters.values())
-        try:
+        self._begin(loss_B, unit_B, num_units)
+        with self._hooks.backward():
             self._backward_of(loss_B, rows, probe, retain_graph=False)
-        finally:
-            self._in_backward = False
-            self._switch_on()
 
     def _backward_of(self, loss_B: Tensor, rows: Tensor, probe: RowProbe | SpreadProbe, retain_graph: bool) -> None:
-        self._probe = probe
         weight_B = torch.zeros_like(loss_B)
         weight_B[rows] = 1
-        try:
+        with self._receiving(probe):
             torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
-        finally:
-            self._probe = None
 
-    def _tally(self, max_waiting: int | None = None) -> NormTally:
-        assert self._rows is not None
-        wide = any(p.dtype == torch.float64 for p in self._parameters.values())
-        dtype = torch.float64 if wide else torch.float32
-        return NormTally(self._rows, self.forms, dtype, self._slack_factor, max_waiting)
+    # -------------------------------------------------------------------- two passes
 
-    def _slack_factor(self) -> float:
-        """The largest of all devices and dtypes that norms and sums were computed from."""
-        return max((slack_factor(self.forms, *flow) for flow in self._flows), default=1.0)
+    def _passes(self, loss_B: Tensor) -> int:
+        if self.forms.passes != "auto":
+            return self.forms.passes
+        calls = self._hooks.calls
+        return 1 if self.sharded else self._memory.needed(calls.rows or len(loss_B), calls.tokens, loss_B.device)
 
-    def _add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
-        assert self._rows is not None
-        for key, contributions in self._contributions.items():
-            self._contributions[key] = merge(contributions, self._rows)
-            tally.add(self._contributions[key])
-        return tally.total()
+    def _first_pass(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> tuple[Tensor, Tensor]:
+        """Measure each layer's norm as its gradient arrives, and hold nothing but what several uses contribute."""
+        one = self._begin(loss_B, unit_B, num_units)
+        measure = Measure(one, self._hooks.calls.counts, self._tally(one, max_waiting=1))
+        self._differentiate(one, loss_B, measure, retain_graph=True)
+        refuse_missing(self._parameters, measure.seen)
+        with kernels.exact_matmul(), torch.no_grad():
+            sq_norm_U, slack_U = one.add_norms(measure.tally)
+        one.contributions.clear()
+        self._again = Again(loss_B, sq_norm_U, slack_U)
+        return self._settled(unit_B, sq_norm_U), slack_U
+
+    def _second_pass(self, again: Again, factor_U: Tensor) -> None:
+        """Differentiate again, add up each layer's weighted gradient as it arrives, and check its norm."""
+        first = self._of_now()
+        one = self._begin(again.loss_B, first.rows.unit_B, first.rows.num_units)
+        one.weights = first.weights
+        add_up = AddUp(one, self._hooks.calls.counts, self._tally(one, max_waiting=1))
+        self._differentiate(one, again.loss_B, add_up)
+        with kernels.exact_matmul(), torch.no_grad():
+            sq_norm_U, _ = one.add_norms(add_up.tally)
+        if bool(((sq_norm_U > again.sq_norm_U + again.slack_U) & (factor_U > 0)).any()):
+            raise not_repeatable()
+
+    # ------------------------------------------------------------------ clipped sums
 
     def weigh(self, factor_U: Tensor) -> None:
         """Fix the factors of the clipped sum, which `add_clipped_sum_` then forms one parameter at a time.
@@ -446,91 +346,11 @@ class Book:
         Raises:
             GhostError: with two passes, the second gave other gradients than the first.
         """
-        assert self._rows is not None, "weigh() follows backward()"
-        unit_B = self._rows.unit_B
-        factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
-        self._weights = Weights.of(factor_B), Weights.of(factor_U)
-        self._joining = False
+        self._of_now().weigh(factor_U)
+        self._held.joining = False
         if self._again is not None:
-            self._second_pass(factor_U)
-
-    # -------------------------------------------------------------- two passes
-
-    def _passes(self, loss_B: Tensor) -> int:
-        if self.forms.passes != "auto":
-            return self.forms.passes
-        if self.sharded or not memory.recomputes(self._recomputing):
-            return 1
-        fits = memory.one_pass_fits(
-            self._modules, self._batch_rows or len(loss_B), self._tokens, memory.free_bytes(loss_B.device)
-        )
-        return 1 if fits else 2
-
-    def _first_pass(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> tuple[Tensor, Tensor]:
-        """Measure each layer's norm as its gradient arrives, and hold nothing but what several uses contribute."""
-        tally = None
-        seen: set[int] = set()
-        self._streamed.clear()
-
-        def measure(parameter: nn.Parameter, use: Use) -> None:
-            nonlocal tally
-            tally = self._tally(max_waiting=1) if tally is None else tally
-            seen.add(id(parameter))
-            self._stream(parameter, use, tally)
-
-        with self._taking(measure):
-            self._differentiate(loss_B, unit_B, num_units, retain_graph=True)
-        refuse_missing(self._parameters, seen)
-        assert tally is not None, "there are parameters"
-        with kernels.exact_matmul(), torch.no_grad():
-            sq_norm_U, slack_U = self._add_norms(tally)
-        self._contributions.clear()
-        self._again = loss_B, sq_norm_U, slack_U
-        return self._settled(unit_B, sq_norm_U), slack_U
-
-    def _second_pass(self, factor_U: Tensor) -> None:
-        """Differentiate again, add up each layer's weighted gradient as it arrives, and check its norm."""
-        assert self._again is not None and self._rows is not None
-        (loss_B, sq_norm_U, slack_U), self._again = self._again, None
-        tally = self._tally(max_waiting=1)
-        self._streamed.clear()
-
-        def add(parameter: nn.Parameter, use: Use) -> None:
-            contribution = self._stream(parameter, use, tally)
-            if contribution is not None:
-                dtype = kernels.accumulation_dtype(parameter.dtype)
-                total = self._sums[id(parameter)] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-                self._add_weighted_(total, contribution)
-
-        with self._taking(add):
-            self._differentiate(loss_B, self._rows.unit_B, self._rows.num_units)
-        with kernels.exact_matmul(), torch.no_grad():
-            again_U, _ = self._add_norms(tally)
-        if bool(((again_U > sq_norm_U + slack_U) & (factor_U > 0)).any()):
-            raise not_repeatable()
-
-    @contextlib.contextmanager
-    def _taking(self, take: Callable[[nn.Parameter, Use], None]) -> Iterator[None]:
-        self._take = take
-        try:
-            yield
-        finally:
-            self._take = self._keep
-
-    def _stream(self, parameter: nn.Parameter, use: Use, tally: NormTally) -> Contribution | None:
-        """Count what may be forgotten at once; None for a parameter of which there are other uses, which is kept."""
-        assert self._rows is not None
-        if not self._calls.used_once(parameter):
-            self._keep(parameter, use)
-            return None
-        if id(parameter) in self._streamed:
-            raise used_again(self._name_of[id(parameter)])
-        self._streamed.add(id(parameter))
-        contribution = held(use, self._rows, self.forms)
-        tally.add([contribution])
-        return contribution
-
-    # ------------------------------------------------------------ clipped sums
+            again, self._again = self._again, None
+            self._second_pass(again, factor_U)
 
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Add sum_u factor_u g_u of one parameter to ``total``, once, and forget what it was made of.
@@ -543,16 +363,11 @@ class Book:
         `backward`; no rounding to the parameter's dtype takes place.
         """
         with torch.no_grad(), kernels.exact_matmul():
-            if id(parameter) in self._sums:
-                total += self._sums.pop(id(parameter))
-                return
-            for contribution in self._contributions.pop(id(parameter)):
-                self._add_weighted_(total, contribution)
+            self._of_now().add_clipped_sum_(parameter, total)
 
-    def _add_weighted_(self, total: Tensor, contribution: Contribution) -> None:
-        assert self._weights is not None, "add_clipped_sum_() follows weigh()"
-        of_rows, of_units = self._weights
-        (of_units if isinstance(contribution, Instance) else of_rows).add_(total, contribution, self.forms)
+    def _of_now(self) -> Pass:
+        assert self._pass is not None, "a microbatch was differentiated"
+        return self._pass
 
     def forget(self) -> None:
         """Forget a microbatch whose pass broke off; what is held of a unit before it stays.
@@ -560,30 +375,24 @@ class Book:
         Raises:
             GhostError: it broke off while it was joined to what is held, which is then neither with nor without it.
         """
-        self.clear()
-        if self._joining:
+        self._forget_pass()
+        self._hooks.calls.counts.spend()
+        if self._held.joining:
             raise GhostError(
                 "The parts of a unit that has more rows than fit at once could not be brought together, for lack of "
                 "memory. Allow fewer rows per unit (max_rows_per_unit), train fewer parameters (LoRA), or shard the "
                 "model."
             )
 
-    def clear(self) -> None:
-        """Forget the microbatch."""
-        self._forget_pass()
-        self._calls.spend()
-
     def _forget_pass(self) -> None:
         """Forget the last backward pass; the calls of the model since then stay part of the next one."""
-        self._contributions.clear()
-        self._packed.stop()
-        self._sums.clear()
-        self._rows = self._weights = self._again = None
+        self._hooks.calls.packed.stop()
+        self._pass = self._again = None
 
     @property
     def is_packed(self) -> bool:
         """Whether the model was last called with rows laid end to end."""
-        return bool(self._packed.lengths)
+        return bool(self._hooks.calls.packed.lengths)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -592,8 +401,7 @@ class Book:
 
     def remove(self) -> None:
         """Undo the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.remove()
         self._held.clear()
-        self.clear()
+        self._forget_pass()
+        self._hooks.calls.counts.spend()

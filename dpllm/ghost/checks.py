@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dpllm.ghost.contributions import Use
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.graph import leaves_of
 
@@ -80,7 +81,7 @@ def unmeasured_spread() -> GhostError:
     return GhostError(
         "A unit's gradient isn't finite, and it was not measured that such values stay within their packed row: they "
         "may have reached other units. Call GhostClipper.check_rows() before the first step, or don't pack the rows "
-        "the rows (pack_rows: false)."
+        "(pack_rows: false)."
     )
 
 
@@ -217,9 +218,9 @@ class RowProbe:
         self.rows, self._packed = rows, packed
         self.finite_B: Tensor | None = None  # which rows received nothing but finite values
 
-    def look(self, name: str, value_B: Tensor) -> None:
+    def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
         """Check what one use of a parameter received."""
-        others = value_B.detach().flatten(1).clone()
+        others = use.grad.detach().flatten(1).clone()
         if self._packed:
             finite_B = torch.isfinite(others).all(1)
             self.finite_B = finite_B if self.finite_B is None else self.finite_B & finite_B
@@ -252,9 +253,9 @@ class SpreadProbe:
         """Know which rows (B,) are NaN, and which aren't finite by themselves."""
         self.poisoned_B, self.healthy_B = poisoned_B, finite_B & ~poisoned_B
 
-    def look(self, name: str, value_B: Tensor) -> None:
+    def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
         """Check what one use of a parameter received."""
-        if not bool(torch.isfinite(value_B.detach().flatten(1)[self.healthy_B]).all()):
+        if not bool(torch.isfinite(use.grad.detach().flatten(1)[self.healthy_B]).all()):
             raise GhostError(
                 f"A value that isn't finite reaches other packed rows (seen at {name}): the attention masks by "
                 "multiplying with zero, so one unit that overflows would change what the others contribute. Use an "

@@ -135,7 +135,7 @@ class GhostClipper:
     @property
     def rows_checked(self) -> bool:
         """Whether it was measured that a row's loss has no gradient in other rows."""
-        return self._book.rows_checked
+        return self._book.checked.rows
 
     def check_rows(self, losses_of_row: Callable[[], Tensor], unit_index: Tensor) -> None:
         """Measure that a row's loss has no gradient in other rows, by a forward and backward pass of its own each.

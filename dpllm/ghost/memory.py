@@ -18,6 +18,31 @@ from dpllm.ghost.call import flatten_tensors
 _SHARE = 0.8  # of the free memory that may be filled: the backward pass needs some of it too
 
 
+class Passes:
+    """Chooses between one backward pass and two, where neither was asked for.
+
+    Args:
+        model: that is trained.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the modules that may recompute their activations."""
+        self._modules = list(model.modules())
+        self._recomputing = [module for module in self._modules if may_recompute(module)]
+
+    def needed(self, rows: int, tokens: int, device: torch.device) -> int:
+        """Return 2 where activations are recomputed and one pass would not fit, and 1 otherwise.
+
+        Args:
+            rows: of the microbatch.
+            tokens: of each of its rows.
+            device: of the losses.
+        """
+        if not recomputes(self._recomputing):
+            return 1
+        return 1 if one_pass_fits(self._modules, rows, tokens, free_bytes(device)) else 2
+
+
 def one_pass_fits(modules: Iterable[nn.Module], rows: int, tokens: int, free: int | None) -> bool:
     """Whether inputs and output gradients of all trainable layers fit into what is free.
 

@@ -16,11 +16,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
+import dp_accounting
 from scipy import optimize
 
 from dpllm.mechanism import pld
 from dpllm.mechanism.events import Event, Round
+from dpllm.mechanism.library_events import from_dp_event
 from dpllm.mechanism.limits import ADJACENCIES, MAX_STEPS
+from dpllm.mechanism.parts import Mechanism
 
 DISCRETIZATION = 1e-4
 """Width of the grid of privacy losses on which ε is reported."""
@@ -32,7 +35,8 @@ def tool_version() -> str:
     return importlib.metadata.version(TOOL)
 
 
-History = Sequence[tuple[Event, int]]
+History = Sequence[tuple[Event | Mechanism | dp_accounting.DpEvent, int]]
+"""(what, count) pairs: so many consecutive steps of an event or a mechanism of ours, or an event of dp_accounting."""
 _Merged = tuple[tuple[Round, int], ...]
 
 
@@ -51,7 +55,7 @@ def epsilon(
     1 + exp(ε'), is δ (group privacy; Dwork and Roth 2014, theorem 2.2 and its proof for δ > 0).
 
     Args:
-        history: (event, count) pairs; counts of 0 are allowed.
+        history: (what, count) pairs, of events, mechanisms, or events of dp_accounting; counts of 0 are allowed.
         delta: δ, between 0 and 1.
         adjacency: "zero-out" or "replace-one".
         discretization: width of the grid of privacy losses. `discretization_used` says when a wider one was needed.
@@ -139,13 +143,20 @@ def merge(history: History) -> _Merged:
     for event, num_steps in history:
         if num_steps < 0:
             raise ValueError(f"a step can't have run {num_steps} times")
-        for one, count in event.rounds(num_steps) if num_steps else ():
-            counts[one] = counts.get(one, 0) + count
+        for step, number in _steps(event, num_steps) if num_steps else ():
+            for one, count in step.rounds(number):
+                counts[one] = counts.get(one, 0) + count
     if (total := sum(num_steps for _, num_steps in history)) > MAX_STEPS:
         raise ValueError(
             f"{total:,} steps are more than {MAX_STEPS:,}: their cost is not computed within seconds. Take fewer steps"
         )
     return tuple(sorted(counts.items(), key=lambda item: str(item[0])))
+
+
+def _steps(what: Event | Mechanism | dp_accounting.DpEvent, num_steps: int) -> list[tuple[Event, int]]:
+    if isinstance(what, dp_accounting.DpEvent):
+        return from_dp_event(what, num_steps)
+    return what.history(num_steps) if isinstance(what, Mechanism) else [(what, num_steps)]
 
 
 @lru_cache(maxsize=256)

@@ -116,11 +116,11 @@ BUGS = [
         (
             (
                 "dpllm/ghost/book.py",
-                "weight_B = (self._rows.unit_B >= 0).to(loss_B.dtype)",
+                "weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)",
                 "weight_B = torch.ones_like(loss_B)",
             ),
             (
-                "dpllm/ghost/book.py",
+                "dpllm/ghost/passes.py",
                 "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)",
                 "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 1.0, 1.0)",
             ),

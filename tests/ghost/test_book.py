@@ -439,7 +439,7 @@ def test_the_loss_of_a_padding_row_has_weight_zero():
     net = Net()
     book = Book(net, Forms(norm="gram"))
     book.backward(net(x(3)), torch.tensor([0, -1, 1]), num_units=2)
-    factored = [c for (c,) in book._contributions.values() if not isinstance(c, Instance)]
+    factored = [c for (c,) in book._pass.contributions.values() if not isinstance(c, Instance)]
     assert factored
     for contribution in factored:
         assert not contribution.grad[1].any() and contribution.grad[[0, 2]].any()

@@ -177,7 +177,7 @@ def test_linear_layers_of_another_class_are_served_as_such():
     net = nn.Sequential(Middle("product"), Middle("transposed product"))
     clipper = GhostClipper(net, 1.0, Forms("gram"))
     clipper._book.backward(net(torch.randn(3, 5, 4)).square().sum((1, 2)), torch.arange(3), 3)
-    held = [type(c).__name__ for uses in clipper._book._contributions.values() for c in uses]
+    held = [type(c).__name__ for uses in clipper._book._pass.contributions.values() for c in uses]
     assert held == ["Outer", "Outer"]
 
 

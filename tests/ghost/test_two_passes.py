@@ -103,7 +103,7 @@ def test_a_second_pass_with_longer_gradients_is_refused():
     """The factors come from the first pass: what isn't repeatable could exceed the clip norm."""
     net = stack(2)
     clipper = GhostClipper(net, 1e-3, Forms(passes=2))
-    clipper._book.rows_checked = True
+    clipper._book.checked.rows = True
     losses = _Growing.apply(net(torch.randn(3, 4, 32)), [1.0]).square().sum((1, 2))
     with pytest.raises(GhostError, match="second backward pass gave a unit a longer gradient"):
         clipper.backward(losses)
@@ -196,5 +196,5 @@ def test_what_is_held_of_lora_does_not_grow_with_the_tokens(checkpointing):
     for tokens in (24, 60):
         ids = torch.randint(3, 61, (3, tokens))
         book.backward(per_sequence_loss(model(input_ids=ids).logits, ids), torch.arange(3), 3)
-        held = [c for contributions in book._contributions.values() for c in contributions]
+        held = [c for contributions in book._pass.contributions.values() for c in contributions]
         assert sum(c.value_U.nbytes for c in held) == 3 * trainable_bytes

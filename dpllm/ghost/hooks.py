@@ -1,0 +1,238 @@
+"""Hooks on a model: trainable parameters stay out of autograd during a pass, and the modules that hold them are tapped.
+
+Place in the flow: between the model's call and the taps, which hand gradients to the book. Out of autograd means that a
+pass computes no weight gradients of its own: norms and sums are formed from what the taps see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpllm.ghost import memory, shared
+from dpllm.ghost.calls import Calls
+from dpllm.ghost.checks import FunctionalUses, refuse_long_rows, rows_of_call, tokens_by_themselves
+from dpllm.ghost.errors import GhostError
+from dpllm.ghost.packed import PackedRows
+from dpllm.ghost.rules import Served, find_sites, refuse_compiled
+
+
+class ModelCalls:
+    """What is known of the calls of the model since the last backward pass.
+
+    Attributes:
+        counts: uses of parameters, and layouts of rows.
+        packed: how the rows of the last call are laid end to end.
+        rows: of the last call; None where they are not known.
+        tokens: of each of its rows.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """No call was made yet."""
+        self.counts, self.packed = Calls(), PackedRows()
+        self.rows: int | None = None
+        self.tokens = 1
+        self._most_tokens = tokens_by_themselves(model)
+
+    def begin(self, args: tuple, kwargs: dict) -> None:
+        """A call of the model begins.
+
+        Raises:
+            GhostError: rows that are too long, or packed wrongly.
+        """
+        self.counts.begin()
+        self.rows, self.tokens = rows_of_call(args, kwargs), memory.tokens_of_call(args, kwargs)
+        self.packed.start(kwargs)
+        refuse_long_rows(max(self.packed.lengths, default=self.tokens), self._most_tokens)
+
+    def end(self) -> None:
+        """It returned."""
+        self.counts.note(self.rows, self.packed.lengths)
+
+    def differentiated(self, num_losses: int) -> None:
+        """Losses are about to be differentiated.
+
+        Raises:
+            GhostError: there are not as many as packed rows, or the calls had other layouts.
+        """
+        packed = len(self.packed.lengths)
+        if packed and packed != num_losses:
+            raise GhostError(
+                f"The model was called with {packed} packed rows, and there are {num_losses} losses. One loss per row "
+                "is needed: see dpllm.packed_sequence_loss."
+            )
+        self.rows = self.counts.rows(num_losses, self.packed.lengths, self.rows)
+
+
+class Switch:
+    """Takes parameters out of autograd for a while."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remember which are trained."""
+        self._parameters = list(parameters)
+        self._off: dict[int, nn.Parameter] = {}
+
+    def off(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Take these out; None: all that are trained."""
+        for parameter in self._parameters if parameters is None else parameters:
+            parameter.requires_grad = False
+            self._off[id(parameter)] = parameter
+
+    def on(self) -> None:
+        """Put all back that were taken out."""
+        for parameter in self._off.values():
+            parameter.requires_grad = True
+        self._off.clear()
+
+
+class Hooks:
+    """The hooks on one model.
+
+    Args:
+        model: any module whose inputs and outputs have the rows of the batch first.
+        host: what taps and rules talk to.
+        parameters: the trainable ones by name.
+        forget: called when another microbatch begins.
+
+    Attributes:
+        calls: of the model.
+        uses: what watches for uses outside the modules that hold a parameter; None once that was seen not to happen.
+        in_backward: whether a backward pass of ours is going on.
+
+    Raises:
+        GhostError: a parameter that no rule can serve.
+    """
+
+    def __init__(
+        self, model: nn.Module, host: shared.Host, parameters: Mapping[str, nn.Parameter], forget: Callable[[], None]
+    ) -> None:
+        """Attach."""
+        self.calls = ModelCalls(model)
+        self.uses: FunctionalUses | None = FunctionalUses(model, {id(p): name for name, p in parameters.items()})
+        self._forget, self._switch = forget, Switch(parameters.values())
+        self._active: list[Served] = []
+        self._in_forward = self.in_backward = self._paused = False
+        self._handles = shared.attach(model, host)
+        for site in find_sites(model):
+            self._attach_site(Served(site, host))
+        self._handles += [
+            model.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self._end_forward, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Undo the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _attach_site(self, served: Served) -> None:
+        module = served.site.module
+        holders = served.site.holders()
+
+        def before(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            if self._paused or not self.in_pass:
+                self._refuse_bypass(served)
+                return None
+            self._active.append(served)
+            served.enter(args, kwargs)
+            self.note_uses(served.site.trainable.values())
+            # A sharded model (FSDP2) puts other tensors in place of its parameters while a module runs.
+            self._switch.off(p for holder, name in holders if (p := getattr(holder, name)).requires_grad)
+            if served.before is None:
+                return None
+            with self.pause():
+                return served.before(module, args, kwargs, self.calls.rows)
+
+        def after(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+            if self._paused or not self.in_pass:
+                return None
+            if self._active and self._active[-1] is served:
+                self._active.pop()
+            served.leave(args, kwargs, broke_off=output is None)
+            if output is None or not torch.is_grad_enabled():
+                return None
+            with self.pause():
+                return served.after(module, args, kwargs, output, self.calls.rows)
+
+        # Innermost: after whatever gathers a sharded module's weights, and before whatever frees them again.
+        self._handles += [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True),
+        ]
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a call of the model or a backward pass of ours is going on."""
+        return self._in_forward or self.in_backward
+
+    @property
+    def rows_in_pass(self) -> int | None:
+        """Rows of the call of the model that is going on; None outside of one, or where they are not known."""
+        return self.calls.rows if self.in_pass and not self._paused else None
+
+    def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Count a use of each parameter in this call of the model; what is recomputed was counted before."""
+        if self._in_forward:
+            self.calls.counts.note_uses(parameters)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Modules that a rule runs on its own account aren't uses of their parameters."""
+        before, self._paused = self._paused, True
+        with FunctionalUses.suspended(self.uses):
+            try:
+                yield
+            finally:
+                self._paused = before
+
+    def _refuse_bypass(self, served: Served) -> None:
+        if (
+            not self._paused
+            and torch.is_grad_enabled()
+            and any(p.requires_grad for p in served.site.trainable.values())
+        ):
+            raise GhostError(
+                f"{served.site.path} was called on its own, with gradients on. Call the model that was given to "
+                f"GhostClipper, so that "
+                "every use of a parameter is seen; wrap evaluation in torch.no_grad()."
+            )
+
+    def _begin_forward(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._in_forward or not torch.is_grad_enabled():
+            return
+        refuse_compiled("The model", model)
+        self._forget()
+        self.calls.begin(args, kwargs)
+        self._in_forward = True
+        self._switch.off()
+        if self.uses is not None:
+            self.uses.start(self._active)
+
+    def _end_forward(self, _: nn.Module, args: Any, output: Any) -> None:
+        if not self._in_forward:
+            return
+        self._in_forward = False
+        self._active.clear()
+        self._switch.on()
+        if self.uses is not None:
+            self.uses.stop()
+            if output is not None:  # a forward pass that broke off is watched again
+                self.uses.raise_if_any()
+        if output is not None:
+            self.calls.end()
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """A backward pass of ours: parameters are out of autograd, and modules that are recomputed are tapped."""
+        self.in_backward = True
+        self._switch.off()
+        try:
+            yield
+        finally:
+            self.in_backward = False
+            self._switch.on()

@@ -1,0 +1,182 @@
+"""One backward pass over a microbatch: what its taps contribute, and who receives it.
+
+Place in the flow: between the taps and the book. A `Pass` is made for each microbatch and dropped after its sum. What
+arrives at a tap goes to one *receiver*: it keeps the contribution (`Keep`), measures its norm and forgets it
+(`Measure`, the first of two passes), adds up the clipped sum at once (`AddUp`, the second), or probes whether rows are
+independent (`dpllm.ghost.checks`).
+
+Shape suffixes: B rows, U units.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpllm.ghost import kernels
+from dpllm.ghost.calls import Calls, used_again
+from dpllm.ghost.contributions import Contribution, Instance, Rows, Use, held, join, merge
+from dpllm.ghost.forms import Forms
+from dpllm.ghost.tally import NormTally, Weights
+
+
+class Receiver(Protocol):
+    """What takes the gradients that arrive at the taps."""
+
+    def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
+        """Take what one use of a parameter contributes.
+
+        Args:
+            name: of the parameter.
+            parameter: itself.
+            use: what it contributes to the gradient of each row.
+        """
+        ...
+
+
+@dataclass
+class Pass:
+    """A microbatch, from its backward pass to its clipped sum.
+
+    Attributes:
+        rows: which unit each row is of.
+        forms: how norms and sums are computed.
+        contributions: by parameter, all of its uses.
+        sums: clipped sums that are complete already.
+        weights: of the rows and of the units; None until the clip factors are known.
+    """
+
+    rows: Rows
+    forms: Forms
+    contributions: dict[int, list[Contribution]] = field(default_factory=lambda: defaultdict(list))
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    weights: tuple[Weights, Weights] | None = None
+
+    def keep(self, parameter: nn.Parameter, use: Use) -> None:
+        """Keep a contribution until the sum is formed."""
+        self.contributions[id(parameter)].append(held(use, self.rows, self.forms))
+
+    def add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
+        """Add the norms of what is kept; return ``(sq_norm_U, slack_U)`` of all parameters."""
+        for key, contributions in self.contributions.items():
+            self.contributions[key] = merge(contributions, self.rows)
+            tally.add(self.contributions[key])
+        return tally.total()
+
+    def weigh(self, factor_U: Tensor) -> None:
+        """Fix the factors (U,) of the clipped sum."""
+        unit_B = self.rows.unit_B
+        factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
+        self.weights = Weights.of(factor_B), Weights.of(factor_U)
+
+    def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Add sum_u factor_u g_u of one parameter to ``total``, once, and forget what it was made of."""
+        if id(parameter) in self.sums:
+            total += self.sums.pop(id(parameter))
+            return
+        for contribution in self.contributions.pop(id(parameter)):
+            self.add_weighted_(total, contribution)
+
+    def add_weighted_(self, total: Tensor, contribution: Contribution) -> None:
+        """Add one contribution, weighted, to ``total``."""
+        assert self.weights is not None, "the sum is formed after weigh()"
+        of_rows, of_units = self.weights
+        (of_units if isinstance(contribution, Instance) else of_rows).add_(total, contribution, self.forms)
+
+
+class Keep:
+    """Keeps every contribution until the sum is formed."""
+
+    def __init__(self, one: Pass) -> None:
+        """For this pass."""
+        self._pass = one
+
+    def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
+        """Keep it."""
+        self._pass.keep(parameter, use)
+
+
+class Measure:
+    """Measures each layer's norm as its gradient arrives; holds only what parameters with several uses contribute.
+
+    Attributes:
+        tally: the norms so far.
+        seen: ids of the parameters that something arrived for.
+    """
+
+    def __init__(self, one: Pass, calls: Calls, tally: NormTally) -> None:
+        """Begin without norms."""
+        self._pass, self._calls, self.tally = one, calls, tally
+        self.seen: set[int] = set()
+        self._done: set[int] = set()  # parameters whose only use has arrived
+
+    def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
+        """Measure it.
+
+        Raises:
+            GhostError: a parameter that the model's calls used once arrives twice.
+        """
+        self.seen.add(id(parameter))
+        if not self._calls.used_once(parameter):
+            self._pass.keep(parameter, use)
+            return
+        if id(parameter) in self._done:
+            raise used_again(name)
+        self._done.add(id(parameter))
+        contribution = held(use, self._pass.rows, self._pass.forms)
+        self.tally.add([contribution])
+        self._finish(parameter, contribution)
+
+    def _finish(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        """Forget it."""
+
+
+class AddUp(Measure):
+    """Measures again, and adds each layer's weighted gradient up as it arrives."""
+
+    def _finish(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        dtype = kernels.accumulation_dtype(parameter.dtype)
+        total = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        self._pass.sums[id(parameter)] = total
+        self._pass.add_weighted_(total, contribution)
+
+
+class HeldUnit:
+    """The share of a unit that has more rows than one pass takes, until its last rows arrive.
+
+    Attributes:
+        joining: what is held and a pass are being brought together; broken off, it is neither with nor without it.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is held."""
+        self._contributions: dict[int, list[Contribution]] = {}
+        self.joining = False
+
+    def __bool__(self) -> bool:
+        """Whether anything is held."""
+        return bool(self._contributions)
+
+    def add(self, one: Pass) -> None:
+        """Bring the contributions of a pass to what is held."""
+        self.joining = True
+        with kernels.exact_matmul(), torch.no_grad():
+            for key, contributions in one.contributions.items():
+                self._contributions[key] = join(self._contributions.get(key, []), contributions, one.forms)
+        one.contributions.clear()
+        self.joining = False
+
+    def complete(self, one: Pass, device: torch.device) -> Pass:
+        """Return a pass over the whole unit, of which ``one`` has the last rows; ``joining`` until it is weighed."""
+        self.add(one)
+        self.joining = True
+        contributions, self._contributions = defaultdict(list, self._contributions), {}
+        return Pass(Rows.one_unit(device), one.forms, contributions)
+
+    def clear(self) -> None:
+        """Forget what is held."""
+        self._contributions.clear()

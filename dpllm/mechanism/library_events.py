@@ -1,0 +1,65 @@
+"""Events of dp_accounting as events of ours, so that both are accounted for in one way.
+
+Place in the flow: beside the accounting, for people who describe their mechanism in that library's words.
+"""
+
+from __future__ import annotations
+
+import dp_accounting
+from dp_accounting import dp_event
+
+from dpllm.mechanism.events import Event, Step
+
+
+def from_dp_event(event: dp_accounting.DpEvent, count: int = 1) -> list[tuple[Event, int]]:
+    """Return the steps that an event of dp_accounting is.
+
+    Known are Gaussian sums, over all units or a Poisson sample of them, truncated or not, and what is composed of them.
+
+    Args:
+        event: of dp_accounting.
+        count: how often it took place.
+
+    Returns:
+        (event, count) pairs: a history for `dpllm.epsilon`.
+
+    Raises:
+        ValueError: it is of another kind.
+
+    >>> [(step, count)] = from_dp_event(
+    ...     dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(1.0)), 1500)
+    >>> step.sampling_rate, step.noise_multiplier, count
+    (0.02, 1.0, 1500)
+    """
+    if isinstance(event, dp_event.SelfComposedDpEvent):
+        return from_dp_event(event.event, count * event.count)
+    if isinstance(event, dp_event.ComposedDpEvent):
+        return [pair for part in event.events for pair in from_dp_event(part, count)]
+    if isinstance(event, dp_event.NoOpDpEvent):
+        return []
+    step = _step(event)
+    if step is None:
+        raise ValueError(
+            f"{type(event).__name__} is no Gaussian sum over all units or over a Poisson sample of them, and dpllm has "
+            "no accounting for it. Give the number of dp_accounting's own accountant, or describe the mechanism by "
+            "dpllm.mechanism"
+        )
+    return [(step, count)]
+
+
+def _step(event: dp_accounting.DpEvent) -> Step | None:
+    if isinstance(event, dp_event.NonPrivateDpEvent):
+        return Step(sampling_rate=1.0, noise_multiplier=0.0)
+    if isinstance(event, dp_event.GaussianDpEvent):
+        return Step(sampling_rate=1.0, noise_multiplier=float(event.noise_multiplier))
+    if isinstance(event, dp_event.PoissonSampledDpEvent) and isinstance(event.event, dp_event.GaussianDpEvent):
+        sigma = float(event.event.noise_multiplier)
+        return Step(sampling_rate=event.sampling_probability, noise_multiplier=sigma)
+    if isinstance(event, dp_accounting.TruncatedSubsampledGaussianDpEvent):
+        return Step(
+            num_units=event.dataset_size,
+            sampling_rate=event.sampling_probability,
+            max_batch_size=event.truncated_batch_size,
+            noise_multiplier=float(event.noise_multiplier),
+        )
+    return None
