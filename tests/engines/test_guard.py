@@ -12,6 +12,7 @@ from dpllm.engines.guard import Projections, UpdateError, UpdateGuard
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import set_gradient
 from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.noise import IndependentStream
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.step import private_step
@@ -37,6 +38,8 @@ def plan_of(noise_multiplier, clip_norm=0.5):
 
 class Counted:
     """A ledger that keeps its count in memory; what is written is tested elsewhere."""
+
+    steps_planned = None
 
     def __init__(self):
         self.num_steps = 0
@@ -79,7 +82,7 @@ class Run:
 
     def private(self, sizes=(3, 3, 1), seed=None):
         batch = microbatches(sizes, self.dtype)
-        noise = NoiseSource(seed)
+        noise = IndependentStream(NoiseSource(seed))
         return private_step(self.clipper, batch, self.loss_of, self.plan, self.engine, self.ledger, noise)
 
     def gradients(self):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import tracemalloc
-from typing import Any
 
-import dp_accounting
 import numpy as np
 import pytest
 from scipy import stats
@@ -83,15 +81,6 @@ def test_large_data_set_costs_what_the_batch_costs() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert 800 < len(units) < 1300 and peak < 1_000_000
-
-
-def test_event_is_that_of_the_sampler() -> None:
-    """The privacy event carries the sampler's own numbers, and σ as a float even when given as an int."""
-    event: Any = TruncatedPoissonSampler(1000, 0.01, 40).event(1)
-    assert isinstance(event, dp_accounting.TruncatedSubsampledGaussianDpEvent)
-    assert (event.dataset_size, event.sampling_probability, event.truncated_batch_size) == (1000, 0.01, 40)
-    assert isinstance(event.noise_multiplier, float)
-    assert isinstance(TruncatedPoissonSampler(10, 0.1, 5).event(0), dp_accounting.NonPrivateDpEvent)
 
 
 def test_entropy_is_fresh_and_seeds_repeat() -> None:

@@ -380,12 +380,21 @@ def test_calibration_reference() -> None:
     assert calibrate_noise_multiplier(8, 1e-5, 1024 / 42000, 410) == pytest.approx(0.67890, abs=1e-4)
 
 
+def chosen(size: int, units: int, steps: int, sigma: float, delta: float) -> int:
+    """B_max of DP-SGD at these numbers."""
+
+    def event_of(at_most: int) -> Step:
+        return Step(num_units=units, sampling_rate=size / units, max_batch_size=at_most, noise_multiplier=sigma)
+
+    return choose_max_batch_size(size, units, event_of, steps, delta)
+
+
 def test_max_batch_size_rule() -> None:
     """The rule is 7 standard deviations, raised where truncation would cost more than 1e-3, and never above N."""
-    assert choose_max_batch_size(1024, 42000, 410, 0.68, 1e-5) == 1248
-    assert choose_max_batch_size(20, 30, 10, 1.0, 1e-3) == 30
-    assert choose_max_batch_size(64, 1000, 10, 0.0, 1e-5) == 120
-    raised = choose_max_batch_size(4, 1_000_000, 100_000, 0.7, 1e-9)
+    assert chosen(1024, 42000, 410, 0.68, 1e-5) == 1248
+    assert chosen(20, 30, 10, 1.0, 1e-3) == 30
+    assert chosen(64, 1000, 10, 0.0, 1e-5) == 120
+    raised = chosen(4, 1_000_000, 100_000, 0.7, 1e-9)
     assert raised > 18
     cost = [
         epsilon(

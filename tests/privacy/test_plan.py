@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dpllm.config import PrivacyConfig
-from dpllm.mechanism.events import Step
+from dpllm.mechanism.events import Step, StepOfRows
+from dpllm.mechanism.sampling import TruncatedPoissonSampler
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.plan import PrivacyPlan, format_epsilon, format_plan, make_plan
 
@@ -25,7 +26,7 @@ def test_noise_sampler_and_event_come_from_the_plan() -> None:
     plan = make_plan(privacy(), num_units=1000, num_steps=50)
     assert plan.sampling_rate == 0.02 and plan.max_batch_size == 52 and plan.delta == 1e-4
     assert plan.noise_stddev == 0.5
-    assert dataclasses.astuple(plan.sampler) == (1000, 0.02, 52)
+    assert plan.mechanism.sampler == TruncatedPoissonSampler(1000, 0.02, 52)
     step = Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multiplier=1.0, clip_norm=0.5)
     assert plan.event == step
     event: Any = step.dp_event()
@@ -167,8 +168,9 @@ def test_rows_drawn_singly_are_planned_over_rows() -> None:
     plan = make_plan(by_example(), num_units=500, num_steps=50, num_examples=1000)
     assert plan.sampling_rate == 0.02 and plan.population == plan.max_batch_size == plan.num_examples == 1000
     assert plan.delta == 1 / 5000
-    assert dataclasses.astuple(plan.sampler) == (1000, 0.02, 1000)
-    assert dataclasses.astuple(plan.event) == (500, 0.02, None, 1.0, 0.5, 4)
+    assert plan.mechanism.sampler == TruncatedPoissonSampler(1000, 0.02, 1000)
+    rows = {"num_units": 500, "sampling_rate": 0.02, "rows_per_unit": 4, "noise_multiplier": 1.0, "clip_norm": 0.5}
+    assert plan.event == StepOfRows(**rows)
     whole = make_plan(privacy(), num_units=1000, num_steps=50)
     assert plan.epsilon > epsilon([(whole.event, 50)], plan.delta)
     assert ("rows, each drawn and clipped by itself", "1,000") in format_plan(plan)

@@ -383,7 +383,12 @@ def test_rows_drawn_each_by_itself(tmp_path: Path) -> None:
     report = run_of(tmp_path, plan)
     mechanism, event = report["definition"]["mechanism"], report["accounting"]["event"]
     assert "example-level sampling (ELS)" in mechanism and "every one of 3000 rows is drawn" in mechanism
-    assert "at most 4 rows" in mechanism and "clipped by itself" in mechanism and "truncated" not in mechanism
+    assert (
+        "at most 4 rows" in mechanism
+        and "each row is clipped once" in mechanism
+        and "by itself" in mechanism
+        and "truncated" not in mechanism
+    )
     assert "mixture of Gaussians" in event and "k = 4" in event and "arXiv:2407.07737" in event
     assert "chosen by a secret draw" in report["definition"]["unit"]
     assert report["statement"]["epsilon"] == epsilon([(plan.event, NUM_STEPS)], plan.delta)
