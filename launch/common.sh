@@ -52,7 +52,7 @@ attend() {
     trap 'pass_on 2' INT
     trap 'pass_on 15' TERM
     trap 'pass_on 10' USR1
-    set -m # a process group of its own, which the terminal doesn't send signals to
+    set -m # a process group of its own, which the terminal does not send signals to
     "$@" &
     launcher=$!
     set +m

@@ -6,7 +6,7 @@
 #
 # KEY=VALUE replaces values of the recipe. Relative paths count from the repository's root. Environment:
 #   NUM_PROCESSES   processes, one per GPU; without it the accelerate config's number
-#   ACCELERATE      the program, when `accelerate` isn't on the PATH
+#   ACCELERATE      the program, when `accelerate` is not on the PATH
 #   DRY_RUN=1       print the command instead of running it
 
 set -euo pipefail

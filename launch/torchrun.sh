@@ -11,7 +11,7 @@
 #   NPROC_PER_NODE  processes of a node, one per GPU (8)
 #   NODE_RANK       number of this node (SLURM_NODEID, or 0)
 #   RDZV_ID         name of this run at the endpoint, the same everywhere, so that agents of another job are not let in
-#   ACCELERATE      the program, when `accelerate` isn't on the PATH
+#   ACCELERATE      the program, when `accelerate` is not on the PATH
 #   DRY_RUN=1       print the command instead of running it
 
 set -euo pipefail

@@ -6,7 +6,7 @@
 The private fine-tuning is that of recipes/finetune.py; the other starts at the same weights and trains on the same rows
 with the stock Trainer, as many steps of as many rows, or for --epochs with batches of per_device_train_batch_size rows.
 In train.output_dir: the folders private/ and plain/, compare.json and compare.png. A training that is finished already
-is not repeated. What is found comes from private records, and ε doesn't cover it.
+is not repeated. What is found comes from private records, and ε does not cover it.
 """
 
 import argparse
@@ -156,7 +156,7 @@ def check(recipe: Recipe, canaries: Path | None) -> None:
             "or a section public_pretrain"
         )
     if recipe.train.get("resume_from_checkpoint"):
-        raise AuditError("a comparison isn't resumed: finish the run with recipes/finetune.py, or take another folder")
+        raise AuditError("a comparison is not resumed: finish the run with recipes/finetune.py, or take another folder")
     if load_train_and_eval(recipe.data, recipe.privacy)[1] is None:
         raise AuditError(
             "the recipe holds no records out, so there is no non-member to compare with: data.eval_fraction=0.1"

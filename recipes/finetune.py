@@ -68,7 +68,7 @@ def main() -> None:
     code, together = 2, False
     end_with_the_launcher()
     try:
-        with Terminal().taken():  # so that Ctrl-C doesn't end the launcher with a traceback
+        with Terminal().taken():  # so that Ctrl-C does not end the launcher with a traceback
             code, together = run(load_recipe(options.config, options.overrides)), True
     except RunCompletedError as done:
         console.print(str(done), markup=False)

@@ -193,7 +193,7 @@ def test_a_run_without_held_out_records_discloses_no_evaluation(finetune, tmp_pa
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_two(finetune, tmp_path, monkeypatch, capsys, overrides, message):
-    """A newcomer's typo doesn't end in a traceback."""
+    """A newcomer's typo does not end in a traceback."""
     here = [f"model.name={tiny_model(tmp_path / 'model', 'gpt2')}", f"train.output_dir={tmp_path / 'out'}"]
     capsys.readouterr()
     path = str(FOLDER / "gpt2_e2e_full.yaml")
@@ -289,7 +289,7 @@ def test_the_launcher_is_told_which_process_failed_and_of_what(finetune, tmp_pat
     with pytest.raises(SystemExit):
         finetune.main()
     told = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert "nowhere.yaml: can't be read" in (told if isinstance(told, str) else told["message"])
+    assert "nowhere.yaml: cannot be read" in (told if isinstance(told, str) else told["message"])
     assert capsys.readouterr().err.startswith("error: ")
 
 

@@ -75,7 +75,7 @@ def _check_keys(name: str, section: Any, what: str) -> None:
 
 
 def _texts(name: str, value: Any) -> None:
-    """A text, or a list of texts that isn't empty."""
+    """A text, or a list of texts that is not empty."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple | set) or not texts or not all(isinstance(one, str) and one for one in texts):
         raise ConfigError(f"{name} must be a text or a list of texts, got {shown(value)}")

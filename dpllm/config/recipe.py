@@ -1,7 +1,7 @@
 """The configuration of a run: strict dataclasses, and the YAML recipe they are read from.
 
 Place in the flow: first. A recipe says what is trained on what, and what is promised about it; hardware is not in it,
-so the guarantee can't depend on where it runs. Every value is checked when the object is made, whether it came from
+so the guarantee cannot depend on where it runs. Every value is checked when the object is made, whether it came from
 YAML or from Python, and a key that nobody reads is an error: a misspelt `noise_multiplier` must never be dropped.
 
 `PrivacyConfig` holds public values only; nothing in it may be derived from the private data.
@@ -233,7 +233,7 @@ class PrivacyConfig:
                 )
             if self.max_batch_size is not None:
                 raise ConfigError(
-                    'max_batch_size can\'t be used with sampling="example": no accounting is known for a truncated '
+                    'max_batch_size cannot be used with sampling="example": no accounting is known for a truncated '
                     "sample of rows. Leave it out; a large draw only takes more microbatches"
                 )
 
@@ -453,7 +453,7 @@ class Recipe:
         values.flag("pack_rows", self.pack_rows)
         if self.pack_rows and self.model.task != "causal_lm":
             raise ConfigError(
-                f'pack_rows lays rows end to end, which model.task="{self.model.task}" can\'t have: it is for causal '
+                f'pack_rows lays rows end to end, which model.task="{self.model.task}" cannot have: it is for causal '
                 "language models. Leave pack_rows out"
             )
         if self.privacy.sampling == "example" and self.data.long_records == "split":
@@ -478,13 +478,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         The checked recipe.
 
     Raises:
-        ConfigError: the file can't be read, or a key is unknown, missing or unusable; the message names both.
+        ConfigError: the file cannot be read, or a key is unknown, missing or unusable; the message names both.
     """
     try:
         raw = read_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         words = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error.reason} at {error.start}"
-        raise ConfigError(f"{path}: can't be read ({words})") from error
+        raise ConfigError(f"{path}: cannot be read ({words})") from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(raw, dict):

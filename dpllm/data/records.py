@@ -39,7 +39,7 @@ from dpllm.data.scratch import store
 from dpllm.data.units import UnitIndex
 
 PARQUET_BRANCH = "refs/convert/parquet"
-"""Where the Hub keeps the records of data sets that can't be read as they are."""
+"""Where the Hub keeps the records of data sets that cannot be read as they are."""
 
 HELD_OUT_SEED = 20240229
 """Public constant that fixes which record numbers `eval_fraction` holds out."""
@@ -78,9 +78,9 @@ def load_records(config: DataConfig) -> datasets.Dataset:
         config: where they are. `limit` keeps that many, from the first on.
 
     Raises:
-        ConfigError: the path, split or builtin corpus doesn't exist or can't be reached.
-        DataError: no record, a missing column, a null, a column of the wrong kind, a file that can't be decoded, or two
-            equal files.
+        ConfigError: the path, split or builtin corpus does not exist or cannot be reached.
+        DataError: no record, a missing column, a null, a column of the wrong kind, a file that cannot be decoded, or
+            two equal files.
     """
     return _finish(_load(config.path, config, config.split), config, config.path, config.limit)
 
@@ -163,7 +163,7 @@ def check_records(records: datasets.Dataset, config: DataConfig, source: str) ->
 
     Raises:
         DataError: no record; a missing column (names those present and the nearest); a null (number of the first
-            record with one); a text column that doesn't hold text; a chat that is no list of messages.
+            record with one); a text column that does not hold text; a chat that is no list of messages.
     """
     if len(records) == 0:
         raise DataError(f"{source}: {_EMPTY}")
@@ -228,7 +228,7 @@ def check_column(present: list[str], name: str, source: str) -> None:
 def sources_of(records: datasets.Dataset) -> dict[str, int]:
     """Return the local files that records, or rows made of them, were read from: name -> number of records in it.
 
-    Empty for a data set that wasn't read from local files.
+    Empty for a data set that was not read from local files.
     """
     return dict(_notes(records).get("files", {}))
 
@@ -401,7 +401,7 @@ def _load_local(path: str, files: list[str], split: str, encoding: str) -> datas
             f"{path}: files of different kinds ({', '.join(endings)}): name one kind, such as {path}/*.csv"
         )
     if endings[0] not in READERS:
-        raise ConfigError(f"{path}: can't read files that end in '{endings[0]}'; known: {', '.join(READERS)}")
+        raise ConfigError(f"{path}: cannot read files that end in '{endings[0]}'; known: {', '.join(READERS)}")
     places = [Path(file) for file in files]
     refuse_equal_files(places, path)
     counts: dict[str, int] = {}
@@ -413,7 +413,7 @@ def _load_local(path: str, files: list[str], split: str, encoding: str) -> datas
             "one form in all files"
         ) from error
     except OSError as error:
-        raise DataError(f"{path}: can't be read or copied to the private folder: {_one_line(error)}") from error
+        raise DataError(f"{path}: cannot be read or copied to the private folder: {_one_line(error)}") from error
     if records is None:
         raise DataError(f"{path}: {_EMPTY}")
     keep_notes(records, records, files=counts)
@@ -487,7 +487,7 @@ def _load_hub(path: str, name: str | None, split: str) -> datasets.Dataset:
     except (datasets.exceptions.DatasetsError, RuntimeError, ValueError, OSError) as error:
         offline = " (HF_HUB_OFFLINE is set: only data sets already in the cache are found)"
         raise ConfigError(
-            f"data set {path!r} (name={name!r}, split={split!r}) can't be loaded from the Hub"
+            f"data set {path!r} (name={name!r}, split={split!r}) cannot be loaded from the Hub"
             f"{offline if datasets.config.HF_HUB_OFFLINE else ''}: {_one_line(error)}. "
             "Check the name, or give a local file or folder as data.path"
         ) from error

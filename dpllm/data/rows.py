@@ -94,7 +94,7 @@ def num_labels_of(records: datasets.Dataset, config: DataConfig) -> int | None:
     """Return the number of classes that the recipe names, or a Hub data set's schema; None where neither does.
 
     The classes are never counted in the labels themselves: that number would depend on the private records. The schema
-    in a local file doesn't count either: whoever wrote it may have collected the names from the labels.
+    in a local file does not count either: whoever wrote it may have collected the names from the labels.
     """
     if config.class_names is not None:
         return len(config.class_names)
@@ -186,7 +186,7 @@ class PackedCollator:
         lengths = [len(_list(row, "input_ids")) for row in rows]
         if min(lengths) == 0 or seen_BT.sum(1).tolist() != lengths or "token_type_ids" in padded:
             raise DataError(
-                "a row has no token, masked tokens or token types, and rows can't be packed with them: leave padding "
+                "a row has no token, masked tokens or token types, and rows cannot be packed with them: leave padding "
                 "and token types out of the rows, or set pack_rows to false"
             )
         labels_BT = padded["labels"]

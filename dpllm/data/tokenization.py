@@ -78,7 +78,7 @@ def tokenize_records(
         Columns `input_ids`, `labels`, `record`, and those kept. `tokenization_info` says how many were cut.
 
     Raises:
-        ConfigError: format, task and `long_records` don't go together, or `max_length` exceeds the tokenizer's.
+        ConfigError: format, task and `long_records` do not go together, or `max_length` exceeds the tokenizer's.
         DataError: what `check_records` refuses; a record without a target; a label that is no class.
     """
     _check_request(tokenizer, config, task)
@@ -86,7 +86,7 @@ def tokenize_records(
     for name in keep:
         check_column(records.column_names, name, "records")
         if name in ("input_ids", "labels", RECORD):
-            raise ConfigError(f"column '{name}' can't be kept: a tokenized row has a column of that name; rename it")
+            raise ConfigError(f"column '{name}' cannot be kept: a tokenized row has a column of that name; rename it")
     maker = _RowMaker(tokenizer, config, task, num_labels)
 
     def rows_of(batch: dict[str, list[Any]], record_numbers: list[int]) -> dict[str, list[Any]]:
@@ -148,10 +148,10 @@ def _features(records: datasets.Dataset, keep: Sequence[str], task: str) -> data
 def tokenization_info(rows: datasets.Dataset) -> dict[str, int]:
     """Return what `tokenize_records` did: records, rows, records_truncated, records_split, max_length.
 
-    The counts are properties of the private text; ε doesn't cover them when they are written out.
+    The counts are properties of the private text; ε does not cover them when they are written out.
 
     Raises:
-        DataError: the data set wasn't made by `tokenize_records`.
+        DataError: the data set was not made by `tokenize_records`.
     """
     try:
         return dict(json.loads(rows.info.description)["tokenization"])
@@ -204,7 +204,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> P
 def _check_request(tokenizer: PreTrainedTokenizerBase, config: DataConfig, task: str) -> None:
     if task not in TASKS_OF_FORMAT[config.format]:
         raise ConfigError(
-            f"data.format={config.format!r} doesn't go with model.task={task!r}; it goes with "
+            f"data.format={config.format!r} does not go with model.task={task!r}; it goes with "
             f"{' and '.join(TASKS_OF_FORMAT[config.format])}"
         )
     if config.long_records == "split" and task != "causal_lm":

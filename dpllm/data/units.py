@@ -39,7 +39,7 @@ class UnitIndex:
     The rows of unit u are ``rows[offsets[u] : offsets[u + 1]]``. No row belongs to two units.
 
     Raises:
-        ValueError: the arrays don't describe such a map.
+        ValueError: the arrays do not describe such a map.
     """
 
     offsets: Int64Array | range
@@ -148,7 +148,7 @@ class UnitIndex:
 
     @property
     def num_rows(self) -> int:
-        """Rows that belong to a unit; those dropped don't count."""
+        """Rows that belong to a unit; those dropped do not count."""
         return len(self.rows)
 
     @property
@@ -285,7 +285,7 @@ def _unit_of_each_row(ids: Sequence[Any]) -> Int64Array:
         if kind is None:
             raise ValueError(
                 f"row {row} has no usable unit id (it is missing, empty, or neither text nor a whole number). Fill in "
-                "the ids or drop the rows without one: a row without an id can't be protected as part of a user"
+                "the ids or drop the rows without one: a row without an id cannot be protected as part of a user"
             )
         if first_kind is None:
             first_kind = kind
@@ -311,7 +311,7 @@ def _unit_of_each_number(ids: NDArray[np.integer[Any]]) -> Int64Array:
 
 
 def _kind(value: Any) -> type | None:
-    """Return str or int for an id that can be used, None for one that can't."""
+    """Return str or int for an id that can be used, None for one that cannot."""
     if isinstance(value, str):
         return str if value.strip() else None
     if isinstance(value, bool | np.bool_):

@@ -1,4 +1,4 @@
-"""Training arguments: strict reading of a recipe's ``train`` section, and refusal of what can't be kept private."""
+"""Training arguments: strict reading of a recipe's ``train`` section, and refusal of what cannot be kept private."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ def _processes_on_cpu() -> dict[str, Any]:
 
 
 def private_arguments(args: TrainingArguments) -> TrainingArguments:
-    """A copy of the arguments for private training, or an error naming the option that can't be kept private.
+    """A copy of the arguments for private training, or an error naming the option that cannot be kept private.
 
-    ``max_grad_norm`` is set to 0: the Trainer's own clipping would rescale the noisy gradient. Batches aren't
+    ``max_grad_norm`` is set to 0: the Trainer's own clipping would rescale the noisy gradient. Batches are not
     replayed after a resume (``ignore_data_skip``): they are drawn afresh. A DeepSpeed configuration gets what private
     training needs (`dpllm.engines.private_config`).
 
@@ -176,7 +176,7 @@ def refuse_options(args: TrainingArguments) -> None:
     for name, (allowed, reason) in _REFUSED.items():
         value = getattr(args, name)
         if value != allowed and not (allowed is None and not value):
-            raise ConfigError(f"train.{name}={value!r} can't be used in private training: {reason}.")
+            raise ConfigError(f"train.{name}={value!r} cannot be used in private training: {reason}.")
     refuse_environment()
     for kind in ("tp_size", "cp_size", "sp_size"):
         if (getattr(args.parallelism_config, kind, None) or 1) > 1:

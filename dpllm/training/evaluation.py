@@ -66,7 +66,7 @@ def measure(
     starts = list(range(0, len(order), max_rows))
     rank, size = (processes.rank, processes.size) if processes else (0, 1)
     for turn in range(-(-len(starts) // size)):
-        # A sharded model runs on all processes or on none: one without rows of its own runs some that don't count.
+        # A sharded model runs on all processes or on none: one without rows of its own runs some that do not count.
         mine = turn * size + rank
         start = starts[mine] if mine < len(starts) else starts[0]
         batch = collator(list(rows.select(order[start : start + max_rows])))
@@ -99,5 +99,5 @@ def _score(model: nn.Module, inputs: dict[str, Any], labels: Tensor, task: str) 
 
 
 def _exp(loss: float) -> float:
-    """exp, infinite where a float can't hold it."""
+    """exp, infinite where a float cannot hold it."""
     return math.exp(loss) if loss < 700 else math.inf

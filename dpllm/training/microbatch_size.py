@@ -6,7 +6,7 @@ before the first step.
 A trial runs rows of the greatest length through the model, up to their clipped sums, and drops everything. Peak memory
 is close to a + b * rows, so two small trials predict how many rows fit; the prediction is tried, and corrected where
 memory grows otherwise. Long rows are the dear ones: what grows with the square of the length is largest for them. What
-a trial can't know (units whose rows take several passes, memory that others take meanwhile) is left to
+a trial cannot know (units whose rows take several passes, memory that others take meanwhile) is left to
 `dpllm.training.out_of_memory`. The trials are not part of the mechanism: nothing of them is kept but the budget, which,
 like the way a logical batch is cut, has no influence on what is released.
 """
@@ -39,7 +39,7 @@ MARGIN = 0.9
 """Share of the free memory that is used: the rest is for fragments, CUDA libraries, and rows that need more."""
 _MAX_TRIALS = 12
 _MAX_GROWTH = 8  # of a trial over the last that fitted: small trials say little about far larger ones
-_WORTH_IT = 1.05  # a smaller gain isn't worth another trial
+_WORTH_IT = 1.05  # a smaller gain is not worth another trial
 
 
 class Memory(Protocol):
@@ -65,7 +65,7 @@ class CudaMemory:
 
     Args:
         device: of the model.
-        needed_later: bytes that are kept free for what doesn't exist yet; see `needed_later`.
+        needed_later: bytes that are kept free for what does not exist yet; see `needed_later`.
     """
 
     def __init__(self, device: torch.device, needed_later: int) -> None:
@@ -86,7 +86,7 @@ class CudaMemory:
 
 
 def memory_of(device: torch.device, needed_later: int) -> Memory | None:
-    """The device's memory, None where it can't be measured."""
+    """The device's memory, None where it cannot be measured."""
     return CudaMemory(device, needed_later) if device.type == "cuda" else None
 
 

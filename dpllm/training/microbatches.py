@@ -31,7 +31,7 @@ TOKENS_PER_MICROBATCH = 1024
 Each one reads the weights for forward and backward and adds a gradient to a float32 sum, about 16 bytes per parameter,
 where a token costs 6 operations per parameter: at the 100 operations that a large GPU does per byte that is some 270
 tokens. Beside it stands Python's time for the launches, some thousand tokens for a model of 10^9 parameters. Too large
-a value leaves padding, too small a one makes microbatches that the device doesn't fill.
+a value leaves padding, too small a one makes microbatches that the device does not fill.
 """
 
 
@@ -68,7 +68,7 @@ class Microbatch:
         unit_index: (B,) int64, each row's unit within this microbatch, 0..num_units-1; -1 for a padding row.
         num_units: units that end in this microbatch.
         continues: whether all rows belong to one unit, of which the next microbatch has more.
-        taken: what it was made of; None where it can't be divided further.
+        taken: what it was made of; None where it cannot be divided further.
     """
 
     inputs: Mapping[str, Any]
@@ -79,7 +79,7 @@ class Microbatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, padding included: rows times the longest, of packed rows their own; 0 where it isn't known."""
+        """Tokens, padding included: rows times the longest, of packed rows their own; 0 where it is not known."""
         if self.taken is None:
             return 0
         lengths_B = self.taken.lengths_B
@@ -92,7 +92,7 @@ class Microbatch:
         microbatch which continues goes on after the second.
 
         Returns:
-            None: a single row, or rows that this can't be done with.
+            None: a single row, or rows that this cannot be done with.
         """
         if self.taken is None or len(self.unit_index) < 2:
             return None
@@ -223,7 +223,7 @@ def best_cuts(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> 
     A microbatch costs its rows times its longest. Dynamic programming from the end: the best cost of what begins with
     unit u is the least, over where the first microbatch ends, of that microbatch and the best of the rest. A cut
     between two units that are alike need be tried only where the microbatch after it is full: otherwise the unit before
-    the cut can move over, and the sum doesn't rise.
+    the cut can move over, and the sum does not rise.
 
     Args:
         rows_U: (U,) rows of each unit.

@@ -24,7 +24,7 @@ _Item = TypeVar("_Item")
 
 
 class MicrobatchTooLargeError(RuntimeError):
-    """Memory ran out on a microbatch that can't be divided further, or not by one process alone."""
+    """Memory ran out on a microbatch that cannot be divided further, or not by one process alone."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Portions:
             since each waits for all at every layer.
 
     Attributes:
-        max_tokens: tokens of a microbatch at most, padding included, since memory ran out; None: it didn't.
+        max_tokens: tokens of a microbatch at most, padding included, since memory ran out; None: it did not.
         num_divided: how often it ran out.
     """
 
@@ -137,7 +137,7 @@ class Portions:
             shortage: what `attempt` returned.
 
         Raises:
-            MicrobatchTooLargeError: it can't be divided; says what to do.
+            MicrobatchTooLargeError: it cannot be divided; says what to do.
         """
         rows = len(portion.unit_index)
         halves = portion.halves() if self._divisible else None
@@ -153,9 +153,9 @@ class Portions:
     def _advice(self, portion: Microbatch, rows: int, shortage: OutOfMemory) -> str:
         if rows > 1:
             why = (
-                "it wasn't made by dpllm.training.microbatches, which knows how to divide it"
+                "it was not made by dpllm.training.microbatches, which knows how to divide it"
                 if self._divisible
-                else "all processes pass through each layer together, so that one of them can't divide it alone"
+                else "all processes pass through each layer together, so that one of them cannot divide it alone"
             )
             return (
                 f"Memory ran out on a microbatch of {rows} rows, and {why}. Give a smaller microbatch_tokens (in the "
@@ -163,7 +163,7 @@ class Portions:
                 f"a checkpoint. The device said: {shortage.message}"
             )
         return (
-            "Memory ran out on a microbatch of a single row, which can't be divided. Shorten the rows "
+            "Memory ran out on a microbatch of a single row, which cannot be divided. Shorten the rows "
             "(data.max_length), recompute activations (train.gradient_checkpointing=true), train fewer parameters "
             "(LoRA), or shard the model (accelerate_configs/fsdp2.yaml). The step is charged; resume from a "
             f"checkpoint. The device said: {shortage.message}"

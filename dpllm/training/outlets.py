@@ -67,7 +67,7 @@ class Outlets(Trainer):
         raise NotImplementedError
 
     def disclose(self, what: str, count: int = 1) -> None:
-        """Note in the ledger that something was written out that the guarantee doesn't cover; the report lists it.
+        """Note in the ledger that something was written out that the guarantee does not cover; the report lists it.
 
         Args:
             what: for instance "evaluation on private rows".

@@ -252,9 +252,9 @@ class PrivateRun:
 
         Raises:
             EngineError: an engine or an option of it under which the guarantee would not hold.
-            GhostError: a part of the model that can't be clipped exactly.
+            GhostError: a part of the model that cannot be clipped exactly.
             DisagreementError: the processes train different parameters.
-            WatchError: the optimizer holds a trainable parameter that isn't clipped.
+            WatchError: the optimizer holds a trainable parameter that is not clipped.
             ConfigError: ``rows.max_tokens`` is "auto", and the processes run in lockstep; a module or the collator has
                 a random generator of its own; an adapter or weights that may depend on the private rows.
 
@@ -531,7 +531,7 @@ class PrivateRun:
         Looks at this process only; `check_before_saving` raises on all.
 
         Raises:
-            WatchError: one isn't, by its path.
+            WatchError: one is not, by its path.
         """
         if self._watch is not None:
             self._watch.check_everything()
@@ -575,7 +575,7 @@ class PrivateRun:
         """For ``accelerator.register_for_checkpointing``: which plan, and how far. Never entropy.
 
         Raises:
-            WatchError: a buffer or a frozen parameter isn't what it was when the run was attached.
+            WatchError: a buffer or a frozen parameter is not what it was when the run was attached.
         """
         self.check_saved_state()
         head = self.ledger.head
@@ -588,7 +588,7 @@ class PrivateRun:
 
         Raises:
             LedgerError: it is of another plan or run, of a copy of the folder that went on by itself, or of steps that
-                the ledger doesn't hold; or the weights are not those that it was saved with.
+                the ledger does not hold; or the weights are not those that it was saved with.
         """
         if state["plan_hash"] != self.plan.hash:
             raise LedgerError(

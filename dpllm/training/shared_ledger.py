@@ -28,8 +28,8 @@ NOT_SETTLED = (
 class SharedLedger:
     """A `dpllm.privacy.ledger.Ledger` as every process of a run sees it.
 
-    Guarantee: when `append_step` returns on any process, the step is on the disk of rank 0. When it can't be written,
-    every process raises the same error, and the step isn't taken.
+    Guarantee: when `append_step` returns on any process, the step is on the disk of rank 0. When it cannot be written,
+    every process raises the same error, and the step is not taken.
 
     Made by `create` or `open`, which all processes call together.
     """
@@ -111,7 +111,7 @@ class SharedLedger:
 
         Raises:
             LedgerError: it is missing, edited, a copy, of another plan, of other rows or other public weights; the plan
-                beside it is missing or another one; or the budget file isn't the one that it names.
+                beside it is missing or another one; or the budget file is not the one that it names.
             BudgetError: what the run gave back when it ended is needed again, and was spent by others; or the run went
                 on in another copy of the folder.
         """
@@ -223,7 +223,7 @@ class SharedLedger:
 
         Raises:
             LedgerError: the number is not the next one, or the run has ended.
-            OSError: it can't be written; on every process.
+            OSError: it cannot be written; on every process.
         """
 
         def charge() -> LedgerHead:

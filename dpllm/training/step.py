@@ -32,7 +32,7 @@ class StepDiagnostics:
     Attributes:
         mean_loss: mean of the rows' losses; NaN for an empty step.
         num_units: units that took part.
-        num_nonfinite: units whose gradient wasn't finite and which therefore contributed zero.
+        num_nonfinite: units whose gradient was not finite and which therefore contributed zero.
         num_clipped: units whose gradient was longer than the clip norm.
         num_divided: how often memory ran out, and a microbatch was taken again in halves.
         max_tokens: tokens of a microbatch at most, padding included, with which the rest of the step was run; None
@@ -63,7 +63,7 @@ def private_step(
     Guarantee: with ``batch`` this process's share of what the plan's sampler drew, what the optimizer receives is the
     output of the mechanism whose event is ``plan.event``, also when the batch is empty. The ledger holds the step
     durably before anything of it is computed, so no crash can lose it. A microbatch on which memory runs out is
-    taken again in halves, where the processes don't run in lockstep; each unit still enters the sum once.
+    taken again in halves, where the processes do not run in lockstep; each unit still enters the sum once.
 
     Args:
         clipper: attached to the model, with the plan's clip norm.
@@ -79,11 +79,11 @@ def private_step(
             raises on one process, all processes raise its error.
 
     Raises:
-        ValueError: the clipper's norm isn't the plan's, gradients stand in ``.grad`` already, the plan's steps are used
+        ValueError: the clipper's norm is not the plan's, gradients are in ``.grad`` already, the plan's steps are used
             up, or a step on this engine failed half-way, whose sums would be released under this one's noise.
-        UpdateError: in the first step, when what reaches the optimizer isn't the private sum.
+        UpdateError: in the first step, when what reaches the optimizer is not the private sum.
         DisagreementError: the trainable weights of two replicas differ; nothing of the step reaches the optimizer.
-        MicrobatchTooLargeError: memory ran out on a microbatch that can't be divided.
+        MicrobatchTooLargeError: memory ran out on a microbatch that cannot be divided.
     """
     _check(clipper, plan, ledger, engine)
     number = ledger.num_steps

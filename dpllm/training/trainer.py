@@ -344,7 +344,7 @@ class DPTrainer(CoveredTrainer):
         if self.processes.from_main(lambda: is_used(path)):
             raise ConfigError(
                 f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model beside "
-                f"it and isn't overwritten: set "
+                f"it and is not overwritten: set "
                 "train.output_dir to another folder, or resume from its checkpoint."
             )
         ledger = SharedLedger.create(path, self.plan, self.processes, self.public, self.privacy.budget_file)
@@ -386,7 +386,7 @@ class DPTrainer(CoveredTrainer):
         if done.num_nonfinite:
             logger.warning_once(
                 "Some units have a non-finite gradient and contribute nothing; the report counts them. If the loss "
-                "doesn't fall, look for "
+                "does not fall, look for "
                 "overflow: a lower learning rate, bf16 instead of fp16 weights."
             )
         return torch.tensor(done.mean_loss, device=self.args.device)
@@ -544,7 +544,7 @@ def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Pro
         processes: all of them call this together.
 
     Raises:
-        CheckpointError: the one that was asked for isn't whole, or none is; or the run is completed, and it is older.
+        CheckpointError: the one that was asked for is not whole, or none is; or the run is completed, and it is older.
         LedgerError: it is of another run than the folder's ledger, or the ledger was cut or restored from a copy.
     """
     if not wanted:

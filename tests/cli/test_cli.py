@@ -95,7 +95,7 @@ def test_calibrate_keeps_the_target() -> None:
         ([*EPSILON, "--adjacency", "bounded"], "adjacency must be one of zero-out, replace-one"),
         ([*EPSILON, "--steps", "-1"], "steps must be at least 0"),
         ([*CALIBRATE, "--epsilon", "1e-9"], "can't be reached"),
-        (["plan", "nowhere.yaml"], "nowhere.yaml: can't be read"),
+        (["plan", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["report", "nowhere"], "nowhere holds no privacy_plan.json"),
     ],
 )

@@ -61,7 +61,7 @@ def test_whole_numbers_become_floats() -> None:
 
 
 def test_privacy_config_is_frozen() -> None:
-    """A checked configuration can't be changed afterwards."""
+    """A checked configuration cannot be changed afterwards."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         PrivacyConfig(**PRIVACY).clip_norm = 5.0  # type: ignore[misc]
 
@@ -307,7 +307,7 @@ def test_bad_file_is_refused(tmp_path: Path, text: str, match: str) -> None:
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     """A recipe that is not there is an error that names the path."""
-    with pytest.raises(ConfigError, match=r"nowhere.yaml: can't be read"):
+    with pytest.raises(ConfigError, match=r"nowhere.yaml: cannot be read"):
         load_recipe(tmp_path / "nowhere.yaml")
 
 

@@ -125,7 +125,7 @@ def test_no_object_per_token_is_made():
 
 @pytest.mark.parametrize("arrow", [True, False])
 def test_rows_beyond_the_model_are_refused(arrow):
-    """A row that the model can't read is found before the first step, in Arrow and in a list."""
+    """A row that the model cannot read is found before the first step, in Arrow and in a list."""
     rows = [{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5]}, {"input_ids": [9]}]
     dataset = in_arrow(rows) if arrow else rows
     with pytest.raises(DataError, match=r"row 1 has 3 tokens, but the model has positions for 2: tokenize with"):

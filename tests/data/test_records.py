@@ -106,7 +106,7 @@ class TestLoading:
             ("builtin:sotou", "unknown corpus 'builtin:sotou'; did you mean 'sotu'"),
             ("empty", "the folder has no file that ends in"),
             ("mixed", "files of different kinds"),
-            ("notes.docx", "can't read files that end in '.docx'"),
+            ("notes.docx", "cannot read files that end in '.docx'"),
         ],
     )
     def test_a_path_that_leads_nowhere_is_named(self, tmp_path, monkeypatch, path, message):
@@ -124,7 +124,7 @@ class TestLoading:
         """Offline, a Hub name is one clear error with the remedy."""
 
         def unreachable(path, name=None, split=None, **options):
-            raise ConnectionError(f"Couldn't reach '{path}' on the Hub")
+            raise ConnectionError(f"Could not reach '{path}' on the Hub")
 
         monkeypatch.setattr(datasets, "load_dataset", unreachable)
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -191,14 +191,14 @@ class TestLoading:
         wanted = config(path="old/data", name="plain", split="validation")
         assert load_records(wanted)["text"][:] == ["plain validation"]
         monkeypatch.setattr("dpllm.data.records.PARQUET_BRANCH", "elsewhere")
-        with pytest.raises(ConfigError, match=r"'old/data'.*can't be loaded from the Hub.*: out of memory"):
+        with pytest.raises(ConfigError, match=r"'old/data'.*cannot be loaded from the Hub.*: out of memory"):
             load_records(wanted)
 
     def test_a_broken_file_is_named(self, tmp_path):
-        """A file that can't be parsed is an error with its path."""
+        """A file that cannot be parsed is an error with its path."""
         path = tmp_path / "data.jsonl"
         path.write_text('{"text": "fine"}\n{"text": \n', encoding="utf-8")
-        with pytest.raises(DataError, match=r"data.jsonl: can't be read as json"):
+        with pytest.raises(DataError, match=r"data.jsonl: cannot be read as json"):
             load_records(config(path=str(path)))
 
 
@@ -242,7 +242,7 @@ class TestHeldOut:
         return str(write(tmp_path / "data.jsonl", [{"text": f"record {number}"} for number in range(50)]))
 
     def test_the_parts_are_disjoint_complete_and_always_the_same(self, path):
-        """No record is trained on and held out; the choice doesn't depend on what the records say."""
+        """No record is trained on and held out; the choice does not depend on what the records say."""
         train, held_out = load_train_and_eval(config(path=path, eval_fraction=0.1))
         assert held_out is not None
         assert (len(train), len(held_out)) == (45, 5)
@@ -267,7 +267,7 @@ class TestHeldOut:
             load_train_and_eval(config(path=path, limit=1, eval_fraction=0.5))
 
     def test_a_split_of_a_local_file_is_refused(self, path):
-        """A local file has one split, so a second one can't be held out of it by name."""
+        """A local file has one split, so a second one cannot be held out of it by name."""
         with pytest.raises(ConfigError, match="give the file with the held-out records as eval_path"):
             load_train_and_eval(config(path=path, eval_split="test"))
 

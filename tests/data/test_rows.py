@@ -128,7 +128,7 @@ class TestText:
         """A column of the rows is never overwritten by one of the records."""
         with pytest.raises(DataError, match="no column 'user'"):
             rows_of([{"text": "x"}], tokenizer, keep=("user",))
-        with pytest.raises(ConfigError, match="column 'record' can't be kept"):
+        with pytest.raises(ConfigError, match="column 'record' cannot be kept"):
             rows_of([{"text": "x", "record": 7}], tokenizer, keep=("record",))
 
     def test_information_of_a_foreign_data_set_is_refused(self):
@@ -302,8 +302,8 @@ class TestClassification:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({"format": "text", "task": "sequence_classification"}, "data.format='text' doesn't go with"),
-            ({"format": "classification", "task": "causal_lm"}, "doesn't go with model.task='causal_lm'"),
+            ({"format": "text", "task": "sequence_classification"}, "data.format='text' does not go with"),
+            ({"format": "classification", "task": "causal_lm"}, "does not go with model.task='causal_lm'"),
             (
                 {"format": "classification", "task": "sequence_classification", "long_records": "split"},
                 "long_records='split' is for causal_lm",
@@ -325,14 +325,14 @@ class TestUnits:
         [({}, 6), ({"unit": "user", "unit_column": "who", "max_rows_per_unit": 2}, 3)],
     )
     def test_records_and_rows_have_the_same_number_of_units(self, tokenizer, long_records, unit, num_units):
-        """N can be known without tokenizing, and tokenizing doesn't change it."""
+        """N can be known without tokenizing, and tokenizing does not change it."""
         rows = rows_of(self.RECORDS, tokenizer, max_length=8, long_records=long_records, keep=("who",))
         records = datasets.Dataset.from_list(list(self.RECORDS))
         for dataset in (records, rows, list(rows)):
             assert unit_index_of(dataset, privacy(**unit)).num_units == num_units
 
     def test_all_rows_of_a_split_record_are_one_unit(self, tokenizer):
-        """Cutting a record doesn't divide its protection."""
+        """Cutting a record does not divide its protection."""
         rows = rows_of(self.RECORDS, tokenizer, max_length=8, long_records="split")
         index = unit_index_of(rows, privacy())
         for unit in range(index.num_units):
@@ -358,7 +358,7 @@ class TestUnits:
         assert unit_index_of(records, privacy()).num_units == 2
 
     def test_missing_ids_columns_and_rows_are_refused(self):
-        """A row that belongs to no user can't be protected as part of one."""
+        """A row that belongs to no user cannot be protected as part of one."""
         user = privacy(unit="user", unit_column="who", max_rows_per_unit=1)
         with pytest.raises(ValueError, match="row 1 has no usable unit id"):
             unit_index_of([{"who": "a"}, {"who": None}], user)
@@ -491,7 +491,7 @@ class TestPackedCollator:
     )
     def test_rows_that_would_lose_something_are_refused(self, row: dict) -> None:
         """Nothing of a row is left out silently."""
-        with pytest.raises(DataError, match="rows can't be packed with them"):
+        with pytest.raises(DataError, match="rows cannot be packed with them"):
             PackedCollator()([row, row])
 
     def test_no_rows(self) -> None:

@@ -156,7 +156,7 @@ def test_unit_out_of_range_is_refused(units: list[int]) -> None:
     ],
 )
 def test_bad_map_is_refused(offsets: Any, rows: Any, match: str) -> None:
-    """An index whose units overlap or are empty can't be made."""
+    """An index whose units overlap or are empty cannot be made."""
     with pytest.raises(ValueError, match=match):
         UnitIndex(offsets=offsets, rows=rows)
 

@@ -12,7 +12,7 @@ from dpllm.privacy.checkpoints import MANIFEST_FILE, STAGING_FOLDER, verify
 from tests.distributed.resuming import MOMENTS, Job
 from tests.distributed.world import run
 
-# Every optimizer class of DeepSpeed's stages, both precisions, full and LoRA, and parameters that aren't trained.
+# Every optimizer class of DeepSpeed's stages, both precisions, full and LoRA, and parameters that are not trained.
 JOBS = [
     Job("zero1", dtype="bfloat16"),
     Job("zero2", mode="lora"),
@@ -63,7 +63,7 @@ def test_loading_brings_back_parameters_and_moments_exactly(runs, number):
 @pytest.mark.slow
 @each_job
 def test_training_goes_on_as_if_it_had_never_stopped(runs, number, table):
-    """With every unit in every step and no noise: the parameters of the run that wasn't stopped, after each change."""
+    """With every unit in every step and no noise: the parameters of the run that was not stopped, after each change."""
     whole, one, two = (runs[1][part][number] for part in ("whole", "one", "two"))
     moved = apart(whole[1]["parameters"], whole[3]["parameters"])
     differences = [
@@ -85,7 +85,7 @@ def test_the_ledger_goes_on(runs, number):
 
 @pytest.mark.slow
 def test_a_conversion_is_used_again_and_made_anew_where_it_is_torn(runs):
-    """What stands in the checkpoint's folder is whole, or isn't used; the checkpoint itself stays whole."""
+    """What stands in the checkpoint's folder is whole, or is not used; the checkpoint itself stays whole."""
     checkpoint = runs[0] / "one" / str(JOBS[0]) / "checkpoint-1"
     manifest, config = checkpoint / UNIVERSAL_FOLDER / MANIFEST_FILE, {"zero_optimization": {"stage": 1}}
     made = manifest.stat().st_mtime_ns

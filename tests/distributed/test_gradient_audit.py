@@ -30,7 +30,7 @@ def test_the_processes_toss_the_same_coins_and_see_the_same_releases(engine, ran
 
 @pytest.mark.parametrize("engine", ALL)
 def test_a_release_holds_each_included_canary_once_and_its_noise_once(engine, ranks):
-    """C where it is included, 0 where it isn't, each with a standard deviation of σC; in units of C."""
+    """C where it is included, 0 where it is not, each with a standard deviation of σC; in units of C."""
     coins, seen, _ = ranks[0][engine]
     projected = seen[:, 0] / 0.5
     for kind, mean in ((coins, 1.0), (~coins, 0.0)):

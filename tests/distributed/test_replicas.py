@@ -123,8 +123,8 @@ def test_training_arguments_are_compared_before_data_are_touched(seen, case, tex
 
 
 def test_an_argument_refused_on_one_process_stops_all(seen):
-    """Rank 0 doesn't wait for a process that has left."""
-    assert said(seen("train.fp16"), "ConfigError", "train.fp16=True can't be used in private training")
+    """Rank 0 does not wait for a process that has left."""
+    assert said(seen("train.fp16"), "ConfigError", "train.fp16=True cannot be used in private training")
     assert not any(one["touched"] for one in seen("train.fp16"))
 
 

@@ -22,7 +22,7 @@ def ranks(folder):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", LIMITS)
 def test_every_process_ends_with_the_undisturbed_parameters(ranks, folder, name, direction):
-    """Rank 1 divides its microbatches and rank 0 doesn't; the sums are added up once, at the end of each step."""
+    """Rank 1 divides its microbatches and rank 0 does not; the sums are added up once, at the end of each step."""
     undisturbed = ranks[0]["never, forward"]
     for seen in (rank[f"{name}, {direction}"] for rank in ranks):
         torch.testing.assert_close(seen["parameters"], undisturbed["parameters"], rtol=1e-5, atol=1e-6)

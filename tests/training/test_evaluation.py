@@ -25,7 +25,7 @@ def rows(*examples):
 
 @pytest.mark.parametrize("max_rows", [1, 2, 64])
 def test_perplexity_weighs_every_target_the_same(max_rows):
-    """Batching, padding and the order of rows change nothing; masked tokens don't count."""
+    """Batching, padding and the order of rows change nothing; masked tokens do not count."""
     model = llama(AutoModelForCausalLM)
     data = rows(([1, 5, 6, 7, 8], [-100, -100, 6, 7, 8]), ([1, 9], [1, 9]), ([1, 3, 3], [1, 3, 3]))
     losses = []
@@ -56,7 +56,7 @@ def test_accuracy_is_the_share_of_rows_classified_correctly():
 
 
 def test_an_encoder_decoder_is_measured_on_its_labels():
-    """Labels of an encoder-decoder aren't shifted."""
+    """Labels of an encoder-decoder are not shifted."""
     torch.manual_seed(0)
     config = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
     model = AutoModelForSeq2SeqLM.from_config(

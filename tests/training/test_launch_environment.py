@@ -51,7 +51,7 @@ def test_saving_on_each_node_is_refused(tmp_path):
     args = training_arguments(
         {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "save_on_each_node": True}
     )
-    with pytest.raises(ConfigError, match=r"train\.save_on_each_node=True can't be used .* one folder"):
+    with pytest.raises(ConfigError, match=r"train\.save_on_each_node=True cannot be used .* one folder"):
         private_arguments(args)
 
 

@@ -24,7 +24,7 @@ from tests.scarce import Gate, more_than
 from tests.training.test_run import flat, ledger_of, loss_of, network, plan_of, rows_of
 
 DEVICE = 2000
-"""Bytes of the device beyond which memory runs out, where a test doesn't say otherwise."""
+"""Bytes of the device beyond which memory runs out, where a test does not say otherwise."""
 
 
 class Trials:
@@ -102,7 +102,7 @@ def test_what_is_needed_later_is_kept_free():
 
 
 def test_a_cpu_is_not_measured():
-    """What the system hands out there isn't what there is."""
+    """What the system hands out there is not what there is."""
     assert memory_of(torch.device("cpu"), 0) is None
 
 
@@ -206,7 +206,7 @@ def test_auto_without_room_for_one_row_charges_its_draw_only(tmp_path):
 
 
 def test_steps_after_a_shortage_are_cut_smaller(tmp_path):
-    """The budget is halved once, the ledger counts it among what isn't private, and the update is the same."""
+    """The budget is halved once, the ledger counts it among what is not private, and the update is the same."""
     _, _, expected = run_on(tmp_path / "given", gated()[0], max_tokens=22)
     model, _ = gated(more_than(16))
     run, done, moved = run_on(tmp_path / "run", model, max_tokens=2000)
@@ -218,6 +218,6 @@ def test_steps_after_a_shortage_are_cut_smaller(tmp_path):
 
 
 def test_a_budget_of_another_word_is_refused():
-    """A typing error isn't taken for a request."""
+    """A typing error is not taken for a request."""
     with pytest.raises(ConfigError, match="max_tokens is 'automatic'"):
         dataclasses.replace(rows_of(), max_tokens="automatic")

@@ -102,7 +102,7 @@ def test_an_empty_step_has_one_padding_row():
 
 
 def test_a_collator_that_packs_rows_is_refused():
-    """Several units in one row can't be clipped one by one."""
+    """Several units in one row cannot be clipped one by one."""
     with pytest.raises(ValueError, match=r"3 rows into 'row' of shape \(1, 3\)"):
         list(
             microbatches(

@@ -156,7 +156,7 @@ def test_the_sum_is_that_of_an_undisturbed_step(owners, limit, direction, tmp_pa
 @pytest.mark.parametrize("owners", OWNERS.values(), ids=OWNERS.keys())
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_memory_that_runs_out_on_the_last_microbatch(direction, owners, tmp_path):
-    """The second half of it is the last of the step, and the first isn't."""
+    """The second half of it is the last of the step, and the first is not."""
     exhausted, refused = [], []
 
     def until_the_last():
@@ -269,7 +269,7 @@ def test_a_first_pass_that_broke_off_has_not_shown_that_every_use_is_seen():
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_first_pass_that_broke_off_has_not_shown_that_rows_are_independent(direction, tmp_path):
-    """It is measured on the halves; a row that depends on another can't be bounded."""
+    """It is measured on the halves; a row that depends on another cannot be bounded."""
     step = Stepped(tmp_path / "run", cut(OWNERS["single rows"]), more_than(30, direction))
     step.model.model.layers[1].mlp.append(Coupled())
     with pytest.raises(GhostError, match="depends on row"):
@@ -305,7 +305,7 @@ def test_a_microbatch_of_unknown_origin_is_not_divided(tmp_path):
     """Its tensors need not be divisible by rows."""
     by_hand = Microbatch(first_of().inputs, torch.arange(6), 6)
     assert by_hand.halves() is None and by_hand.num_tokens == 0
-    with pytest.raises(MicrobatchTooLargeError, match=r"wasn't made by dpllm\.microbatches"):
+    with pytest.raises(MicrobatchTooLargeError, match=r"was not made by dpllm\.training\.microbatches"):
         Stepped(tmp_path / "run", [by_hand], more_than(30)).take()
 
 
@@ -347,7 +347,7 @@ class Bent(nn.Module):
 
 
 def test_a_shortage_in_the_per_row_fallback_is_one_too():
-    """It isn't taken for a module whose gradients can't be had."""
+    """It is not taken for a module whose gradients cannot be had."""
     model = Bent()
     clipper = GhostClipper(model, CLIP)
 

@@ -99,7 +99,7 @@ def until(condition, what):
 
 
 def ready(folder, count=1):
-    until(lambda: len(pids_of(folder)) == count, "the program doesn't train")
+    until(lambda: len(pids_of(folder)) == count, "the program does not train")
     return sorted(pids_of(folder))
 
 

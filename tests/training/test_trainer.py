@@ -206,7 +206,7 @@ def test_rows_of_users_drawn_singly(tmp_path):
 
 
 def test_a_run_with_noise_and_target_stops_at_the_budget(tmp_path):
-    """The step that would exceed the target isn't taken, the ledger says why, and ε is at most the target."""
+    """The step that would exceed the target is not taken, the ledger says why, and ε is at most the target."""
     run = trainer(tmp_path, config=privacy(target_epsilon=4.0), args=arguments(tmp_path, max_steps=50))
     run.train()
     taken = run.ledger.num_steps
@@ -216,7 +216,7 @@ def test_a_run_with_noise_and_target_stops_at_the_budget(tmp_path):
 
 
 def test_three_runs_on_one_budget(tmp_path):
-    """Each run on the data set is charged to the file before it trains; the one that doesn't fit never starts."""
+    """Each run on the data set is charged to the file before it trains; the one that does not fit never starts."""
     file = tmp_path / "notes.budget.json"
     one = trainer(tmp_path / "plan", config=privacy(dataset="notes")).plan
     twice = epsilon([(one.event, 8)], 1e-3)
@@ -297,7 +297,7 @@ def test_resume_under_another_plan_is_refused(tmp_path):
 
 
 def test_an_output_folder_with_a_run_in_it_is_refused(tmp_path):
-    """The record of a model isn't overwritten."""
+    """The record of a model is not overwritten."""
     trainer(tmp_path).train()
     with pytest.raises(ConfigError, match="already holds a private run"):
         trainer(tmp_path).train()
@@ -404,7 +404,7 @@ def test_a_nonfinite_unit_is_a_diagnostic_in_the_report(tmp_path):
 
 
 def test_evaluation_is_counted_as_not_covered(tmp_path):
-    """The guarantee doesn't cover what evaluation on private rows tells."""
+    """The guarantee does not cover what evaluation on private rows tells."""
     args = arguments(tmp_path, eval_strategy="steps", eval_steps=2)
     trainer(tmp_path, args=args, eval_dataset=rows(8)).train()
     assert read_ledger(tmp_path / FILES[1]).disclosures["evaluation during training"] == 2

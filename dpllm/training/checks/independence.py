@@ -132,7 +132,7 @@ class IndependenceCheck:
             is_last: the step is the last one of the plan: a loss that changed since the last check is seen.
 
         Raises:
-            IndependenceError: rows aren't independent; the same message on every process.
+            IndependenceError: rows are not independent; the same message on every process.
             GhostError: the losses or the model are refused by the clipper.
         """
         self._steps += 1

@@ -219,7 +219,7 @@ class Watch:
         """Compare all buffers and frozen parameters by their values; before each save, and at the end.
 
         Raises:
-            WatchError: one isn't what it was when the run was attached, or a trained one was written by others than
+            WatchError: one is not what it was when the run was attached, or a trained one was written by others than
                 the optimizer.
         """
         self._raise_deferred()
@@ -477,7 +477,7 @@ def _take(all_fixed: Iterable[_Fixed]) -> None:
 
 
 def _has_grown(fixed: _Fixed, tensor: Any) -> bool:
-    """Whether a cache that isn't saved became longer along one dimension and still begins with the old values."""
+    """Whether a cache that is not saved became longer along one dimension and still begins with the old values."""
     if fixed.saved or tensor is None or len(tensor.shape) != len(fixed.shape) or not fixed.shape:
         return False
     longer = [dim for dim, (new, old) in enumerate(zip(tensor.shape, fixed.shape, strict=True)) if new != old]

@@ -91,7 +91,7 @@ def test_a_callback_that_seeds_does_not_make_the_next_step_predictable(tmp_path)
 
 
 def test_a_fixed_privacy_seed_repeats_the_run(tmp_path):
-    """For tests; the report says that it isn't private."""
+    """For tests; the report says that it is not private."""
     config = privacy(seed=3)
     first, second = recorded(tmp_path / "a", config=config), recorded(tmp_path / "b", config=config)
     assert [draws for _, draws, _ in first] == [draws for _, draws, _ in second]
