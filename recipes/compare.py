@@ -174,7 +174,7 @@ def in_folder(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def is_finished(recipe: Recipe, last_file: str) -> bool:
-    """Whether the folder holds this very run, ended as it should.
+    """Return whether the folder holds this very run, ended as it should.
 
     Raises:
         AuditError: it holds another one, or one that was broken off.

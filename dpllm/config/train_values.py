@@ -1,9 +1,9 @@
 """The values of ``train``: every name of ``TrainingArguments`` with its kind and its range.
 
-Place in the flow: below the configuration, which checks a recipe's sections with it as soon as they are read; the
-arguments of `DPTrainer` are checked with the same table. ``TrainingArguments`` converts nothing and checks little: a
-quoted learning rate, a fraction as a batch size or the text "no" for a boolean would be found, or not found, hours
-later. No torch and no transformers are needed here.
+Place in the flow: below the configuration, which checks a recipe's sections with this table as soon as they are read;
+the arguments of `DPTrainer` are checked with the same table. ``TrainingArguments`` converts nothing and checks little:
+without the table a quoted learning rate, a fractional batch size or the text "no" for a boolean would fail hours later,
+or never. This module needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _max_steps(name: str, value: Any) -> None:
 
 
 def _steps_or_share(name: str, value: Any) -> None:
-    """A whole number of steps, or a share of all steps above 0 and below 1."""
+    """Raise unless `value` is a whole number of steps, or a share of all steps above 0 and below 1."""
     between(name, value, 0, _MOST, above=True)
     if value >= 1 and value != int(value):
         raise ConfigError(f"{name} must be a whole number of steps, or a share of them below 1, got {shown(value)}")
@@ -112,7 +112,7 @@ _TEXTS_OR_NONE = (
     *("trackio_bucket_id", "hub_token", "hub_model_id", "hub_revision", "metric_for_best_model"),
 )
 
-# Numbers and booleans, which TrainingArguments keeps as they are given.
+# Numbers and booleans, which TrainingArguments keeps unchanged.
 PLAIN: dict[str, Check] = {
     **dict.fromkeys(_FLAGS, flag),
     **dict.fromkeys(_FLAGS_OR_NONE, _or_none(flag)),
@@ -145,7 +145,7 @@ PLAIN: dict[str, Check] = {
     "ddp_timeout": partial(integer, minimum=1, maximum=_MOST),
     "local_rank": partial(integer, minimum=-1, maximum=_MOST),
 }
-"""Name of a ``TrainingArguments`` attribute -> its check, where the attribute is the value that was given."""
+"""Name of a ``TrainingArguments`` attribute -> its check, for attributes that keep the value they were given."""
 
 CHECKS: dict[str, Check] = {
     **PLAIN,
@@ -188,11 +188,11 @@ CHECKS: dict[str, Check] = {
 def check_train(name: str, section: Any) -> None:
     """Check every value of a ``train`` section by kind and by range.
 
-    A name that is not known here is left to `dpllm.training.arguments.training_arguments`, which knows the installed
+    A name that is not in the table is checked by `dpllm.training.arguments.training_arguments` against the installed
     version.
 
     Args:
-        name: of the section, for the message.
+        name: name of the section, for the message.
         section: names to values.
 
     Raises:

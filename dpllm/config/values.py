@@ -1,7 +1,7 @@
-"""Checks of single values: the error that all configuration mistakes raise, and the kinds and ranges of values.
+"""Checks of single values by kind and by range, and the error that every configuration mistake raises.
 
-Place in the flow: the lowest module, below the configuration. A value is checked by kind and by range before anything
-else happens, and every message names the key, the value and the remedy in one line.
+Place in the flow: the lowest module, below the configuration. A value is checked before anything else happens. Every
+message names the key, the value and the remedy in one line.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def between(
     """Return `value` as a float within a range.
 
     Args:
-        name: of the key, for the message.
+        name: name of the key, for the message.
         value: any object.
-        least: the lower end; None: none.
-        most: the upper end; None: none.
+        least: the lower end. None: no lower end.
+        most: the upper end. None: no upper end.
         above: whether the lower end itself is refused.
         below: whether the upper end itself is refused.
 
@@ -121,7 +121,7 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise unless `value` is one of `choices`.
 
     Raises:
-        ConfigError: it is not; the message names the nearest.
+        ConfigError: it is another value; the message names the nearest choice.
     """
     if not isinstance(value, str) or value not in choices:
         hint = nearest(value, choices) if isinstance(value, str) else ""
@@ -132,7 +132,7 @@ def text(name: str, value: Any) -> None:
     """Raise unless `value` is a string that is not empty.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is empty or not a string.
     """
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ConfigError(f"{name} must be a text that is not empty, got {shown(value)}")

@@ -1,8 +1,8 @@
-"""YAML as a recipe needs it: one meaning for every number, no repeated keys, and bounds on size, depth and aliases.
+"""A strict YAML reader: one meaning for every number, no repeated keys, and limits on size, depth and aliases.
 
 Place in the flow: below the configuration, which reads recipes with it. Numbers are plain decimals. YAML 1.1 and 1.2
 disagree on ``020`` (16 or 20), ``1:30`` (90 or a text) and ``1_6`` (16 or a text), so these are refused: a value that
-decides about privacy must not depend on the reader's version.
+determines the privacy must not depend on the version of the reader.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dpllm.config.values import ConfigError, shown
 MAX_CHARACTERS = 1_000_000
 MAX_DEPTH = 32
 MAX_NODES = 100_000
-"""Values of a file at most, those that aliases repeat counted each time."""
+"""The most values a file may have; values repeated by aliases count each time."""
 
 _FLOAT = r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?"
 _RESOLVERS = (
@@ -40,14 +40,14 @@ def read_yaml(text: str) -> Any:
     """Return the value that a YAML text describes.
 
     Raises:
-        ConfigError: it is not YAML, has a number that readers disagree on or a key twice, or is too large, too deeply
-            nested or multiplied by aliases. The message has the line, and does not name the file.
+        ConfigError: the text is not YAML, has a number that readers disagree on, repeats a key, is too large or too
+            deeply nested, or repeats too many values by aliases. The message gives the line and does not name the file.
 
     >>> read_yaml("{a: 1e-3, b: no, c: 20}")
     {'a': 0.001, 'b': 'no', 'c': 20}
     """
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError(f"has {len(text):,} characters, and a recipe has at most {MAX_CHARACTERS:,}")
+        raise ConfigError(f"has {len(text):,} characters, but a recipe has at most {MAX_CHARACTERS:,}")
     try:
         _check_depth(text)
         loader = _Loader(text)
@@ -57,8 +57,8 @@ def read_yaml(text: str) -> Any:
                 return None
             if _count_nodes(node) > MAX_NODES:
                 raise ConfigError(
-                    f"repeats values by aliases (&, *) until there are more than {MAX_NODES:,}: write them out, or "
-                    "take the aliases out"
+                    f"repeats values by aliases (&, *) until there are more than {MAX_NODES:,}: write the values out, "
+                    "or remove the aliases"
                 )
             return loader.construct_document(node)
         finally:
@@ -76,33 +76,33 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(value: Any) -> str:
-    """Return the YAML text of plain values; `read_yaml` of it gives an equal one."""
+    """Return the YAML text of plain values; `read_yaml` returns an equal value from it."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _check_depth(text: str) -> None:
-    """Raise where lists and mappings are nested more deeply than any recipe; the parser itself does not recurse."""
+    """Raise if lists and mappings are nested more deeply than in any recipe; the parser itself does not recurse."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
                 raise ConfigError(
-                    f"nests lists and mappings more than {MAX_DEPTH} deep in line {event.start_mark.line + 1}: a "
-                    "recipe has sections with values, and few levels"
+                    f"nests lists and mappings more than {MAX_DEPTH} deep in line {event.start_mark.line + 1}: write "
+                    "sections with values, as in the recipes that come with dpllm"
                 )
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
 
 
 def _count_nodes(root: yaml.Node) -> int:
-    """Return how many values there are when every alias is written out."""
+    """Return the number of values when every alias is written out."""
     counts: dict[int, int] = {}
 
     def count(node: yaml.Node) -> int:
         found = counts.get(id(node))
         if found is None:
-            counts[id(node)] = MAX_NODES + 1  # an alias of what it is in itself
+            counts[id(node)] = MAX_NODES + 1  # an alias to a value that contains it
             inside: list[yaml.Node] = []
             if isinstance(node, yaml.MappingNode):
                 inside = [child for pair in node.value for child in pair]
@@ -115,7 +115,7 @@ def _count_nodes(root: yaml.Node) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars; a key that is there twice is an error."""
+    """Loader of YAML 1.2 scalars; a repeated key is an error."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -126,7 +126,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, bool) or not isinstance(key, str | int):
                 raise _mistake(f"key {shown(key)} is neither a text nor a whole number: put it in quotes", key_node)
             if key in seen:
-                raise _mistake(f"key '{key}' is there twice: keep one of them", key_node)
+                raise _mistake(f"key '{key}' is repeated: keep one of them", key_node)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -134,7 +134,7 @@ class _Loader(yaml.SafeLoader):
         """Read a plain decimal."""
         text = self.construct_scalar(node)
         if not re.fullmatch(r"[-+]?[0-9]+", text) or len(text) > _MOST_DIGITS:
-            raise _mistake(f"{shown(text)} is no whole number of at most {_MOST_DIGITS} digits", node)
+            raise _mistake(f"{shown(text)} is not a whole number of at most {_MOST_DIGITS} digits", node)
         return int(text)
 
     def construct_yaml_float(self, node: Any) -> float:
@@ -143,26 +143,26 @@ class _Loader(yaml.SafeLoader):
         try:
             return float(text.replace(".inf", "inf").replace(".nan", "nan"))
         except ValueError:
-            raise _mistake(f"{shown(text)} is no number", node) from None
+            raise _mistake(f"{shown(text)} is not a number", node) from None
 
     def refuse_ambiguous(self, node: Any) -> Any:
         """Refuse a number that YAML 1.1 and 1.2 read differently."""
         raise _mistake(
             f"{node.value} is read differently by different readers of YAML (octal, base 60, underscores): write a "
-            f"plain decimal number, or '{node.value}' in quotes where a text is meant",
+            f"plain decimal number, or '{node.value}' in quotes for a text",
             node,
         )
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text that the loader would read as a number, or refuse."""
+    """Dumper that quotes a text which the loader would read as a number, or refuse."""
 
 
 def _mistake(words: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
     return yaml.constructor.ConstructorError(None, None, words, node.start_mark)
 
 
-# Resolvers live in dictionaries on the class; a dictionary of one's own keeps PyYAML's classes as they are.
+# Resolvers are stored in a dictionary on the class; a separate dictionary leaves PyYAML's own classes unchanged.
 _Loader.yaml_implicit_resolvers = {}
 for _name, _pattern, _first in _RESOLVERS:
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), list(_first))

@@ -109,7 +109,7 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
 
 
 def _is_text(task: str | None) -> bool:
-    """Whether labels are tokens."""
+    """Return whether labels are tokens."""
     return task in ("causal_lm", "seq2seq_lm")
 
 

@@ -315,5 +315,5 @@ _REMEDY = "fill it in, or remove it from the data before this run"
 
 
 def _has_target(labels: list[int]) -> bool:
-    """Whether a token is predicted; the first of a row never is, nothing stands before it."""
+    """Return whether a token is predicted; the first of a row never is, nothing stands before it."""
     return any(label != IGNORE for label in labels[1:])

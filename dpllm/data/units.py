@@ -203,7 +203,7 @@ def _take(values: Int64Array | range, places: Int64Array) -> Int64Array:
 
 
 def _rises(values: Int64Array | range) -> bool:
-    """Whether each entry is larger than the one before."""
+    """Return whether each entry is larger than the one before."""
     if isinstance(values, range):
         return values.step > 0
     return bool(np.all(values[1:] > values[:-1]))

@@ -563,7 +563,7 @@ class PrivateRun:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the files."""
+        """Return whether this process writes the files."""
         return self.processes.is_main
 
     @property

@@ -66,7 +66,7 @@ def require_shared_folder(folder: str | Path, processes: Processes) -> None:
 
 
 def _reads(path: Path, nonce: str) -> bool:
-    """Whether the file comes into sight in time with the right content."""
+    """Return whether the file comes into sight in time with the right content."""
     end = time.monotonic() + _WAIT
     while True:
         with contextlib.suppress(OSError):
@@ -80,7 +80,7 @@ def _reads(path: Path, nonce: str) -> bool:
 
 
 def _may_appear(folder: Path) -> bool:
-    """Whether the folder is on a file system whose view may be behind; a local disk shows a file at once."""
+    """Return whether the folder is on a file system whose view may be behind; a local disk shows a file at once."""
     try:
         kinds = {fields[1]: fields[2] for fields in map(str.split, Path("/proc/mounts").read_text().splitlines())}
     except (OSError, IndexError):

@@ -63,7 +63,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal arrived."""
+        """Return whether a signal arrived."""
         return self.number is not None
 
     @contextlib.contextmanager
@@ -140,7 +140,7 @@ def launched() -> bool:
 
 
 def forwarded_by_a_launcher() -> bool:
-    """Whether this process is a worker in a session that its launcher made for it, as torchrun's are."""
+    """Return whether this process is a worker in a session that its launcher made for it, as torchrun's are."""
     return hasattr(os, "getsid") and launched() and os.getsid(0) == os.getpid()
 
 

@@ -147,7 +147,7 @@ def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges, engine: En
 
 
 def _has_to_check_rows(clipper: GhostClipper, microbatch: Microbatch, engine: Engine) -> bool:
-    """Whether to measure that rows are independent: once, in processes in lockstep in all at the same time."""
+    """Return whether to measure that rows are independent: once, in processes in lockstep in all at the same time."""
     if clipper.rows_checked:
         return False
     several = int((microbatch.unit_index >= 0).sum()) > 1

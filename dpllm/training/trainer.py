@@ -295,7 +295,7 @@ class DPTrainer(CoveredTrainer):
             self._end(folder, reason)
 
     def _was_interrupted(self) -> bool:
-        """Whether a signal ended the run before the plan's steps were taken."""
+        """Return whether a signal ended the run before the plan's steps were taken."""
         assert self.ledger is not None
         if self._interrupt.agreed and self.ledger.num_steps < self._steps_planned:
             numbers = self.processes.gather(self._interrupt.stop.number)

@@ -13,7 +13,7 @@ from dpllm.config.mistakes import FAULT, MISTAKE, print_any_character, tell, wor
 
 
 class SafetensorError(Exception):
-    """As the library's, by name."""
+    """An error with the name of the library's error."""
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ class SafetensorError(Exception):
     ],
 )
 def test_a_mistake_is_one_line(error: Exception, match: str) -> None:
-    """Exit code 2, and nothing but the line."""
+    """The exit code is 2, and nothing but the line is written."""
     written: list[str] = []
     assert tell(error, written.append) == MISTAKE
     assert len(written) == 1 and written[0].startswith("error: ") and "\n" not in written[0] and match in written[0]
@@ -47,7 +47,7 @@ def test_a_screen_without_the_letter_epsilon_is_no_reason_to_stop(monkeypatch: p
 
 @pytest.mark.parametrize("error", [KeyError("rank"), TypeError("unsupported"), AssertionError("attach() comes first")])
 def test_a_fault_shows_its_traceback(error: Exception) -> None:
-    """A line says that it is no mistake of the user, and nothing is hidden."""
+    """A line says that the user made no mistake, and the whole traceback follows."""
     written: list[str] = []
     try:
         raise error

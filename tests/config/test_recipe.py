@@ -80,8 +80,8 @@ def test_privacy_config_is_frozen() -> None:
         ({"expected_batch_size": 0}, "expected_batch_size must be at least 1"),
         ({"expected_batch_size": 2.5}, "expected_batch_size must be a whole number"),
         ({"expected_batch_size": True}, "expected_batch_size must be a whole number"),
-        ({"delta": 0}, "delta must lie between 0 and 1"),
-        ({"delta": 1}, "delta must lie between 0 and 1"),
+        ({"delta": 0}, "delta must be between 0 and 1"),
+        ({"delta": 1}, "delta must be between 0 and 1"),
         ({"unit": "users"}, "did you mean 'user'"),
         ({"unit": "user"}, "needs unit_column"),
         ({"unit": "user", "unit_column": ""}, "unit_column must be a text"),
@@ -121,7 +121,7 @@ def test_budget_and_noise_may_both_be_given() -> None:
 
 
 def test_what_people_know_about_a_release_is_a_section(tmp_path: Path) -> None:
-    """`release` is read, written out with its defaults, and a text that is none is refused."""
+    """`release` is read and written out with its defaults; a value that is not a text is refused."""
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     assert load_recipe(path).release == ReleaseConfig()
@@ -154,7 +154,7 @@ def test_rows_may_be_packed(tmp_path: Path) -> None:
     assert load_recipe(path, ["pack_rows=true"]).pack_rows is True
     with pytest.raises(ConfigError, match="pack_rows must be true or false, got 1"):
         load_recipe(path, ["pack_rows=1"])
-    with pytest.raises(ConfigError, match=r'pack_rows lays rows end to end, which model\.task="seq2seq_lm"'):
+    with pytest.raises(ConfigError, match=r'pack_rows concatenates rows, which model\.task="seq2seq_lm"'):
         Recipe(
             model=ModelConfig(name="t5", task="seq2seq_lm"),
             data=DataConfig(path="x.jsonl", max_length=8),
@@ -164,10 +164,10 @@ def test_rows_may_be_packed(tmp_path: Path) -> None:
 
 
 def test_rows_of_split_records_are_not_drawn_singly() -> None:
-    """How many rows there are would depend on the tokenizer, and with them q."""
+    """The number of rows, and with it q, would depend on the tokenizer."""
     singly = PrivacyConfig(**{**PRIVACY, **USERS, "sampling": "example"})
     data = DataConfig(path="x.jsonl", max_length=8, long_records="split")
-    with pytest.raises(ConfigError, match="makes several of one record"):
+    with pytest.raises(ConfigError, match="makes several rows of one record"):
         Recipe(model=ModelConfig(name="gpt2"), data=data, privacy=singly)
 
 
@@ -255,7 +255,7 @@ def test_overrides_win_and_are_parsed_as_yaml(recipe_path: Path) -> None:
 
 
 def test_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
-    """What is written into the output folder is what ran, texts that look like numbers included."""
+    """The recipe in the output folder is the recipe that ran, including texts that look like numbers."""
     recipe = load_recipe(recipe_path, ["train.run_name='1e-6'", "train.note='yes'", "train.flag=true"])
     save_recipe(recipe, tmp_path / "resolved.yaml")
     assert load_recipe(tmp_path / "resolved.yaml") == recipe
@@ -273,7 +273,7 @@ def test_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
             r"unknown key 'public_pretrain.data.pth'; did you mean 'public_pretrain.data.path'\?",
         ),
         ("privacy.clip_norm=null", "missing key 'privacy.clip_norm'"),
-        ("privacy.delta=2", "section 'privacy': delta must lie"),
+        ("privacy.delta=2", "section 'privacy': delta must be"),
         ("model=gpt2", "'model' must be a mapping"),
         ("model.name.x=gpt2", "'model.name' is a value, not a section"),
         ("train=[1]", "train must be a mapping"),
@@ -294,11 +294,11 @@ def test_bad_override_is_refused(recipe_path: Path, override: str, match: str) -
     [
         ("[1, 2]", "must be a mapping with the sections model, data"),
         ("a: {", "not valid YAML"),
-        ("model: {name: a, name: b}", "key 'name' is there twice"),
+        ("model: {name: a, name: b}", "key 'name' is repeated"),
     ],
 )
 def test_bad_file_is_refused(tmp_path: Path, text: str, match: str) -> None:
-    """A file that is no recipe is an error that names the file."""
+    """A file that is not a recipe is an error that names the file."""
     path = tmp_path / "broken.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"broken.yaml.*{match}"):

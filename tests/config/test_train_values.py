@@ -118,7 +118,7 @@ def test_a_bad_value_is_refused_when_the_recipe_is_read(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("text", ["1:30", "020", "1_6", "0x1F", "0b1", "0o17", "1_0.5", "12:34:56"])
 def test_a_number_that_readers_disagree_on_is_refused(tmp_path: Path, text: str) -> None:
-    """In a file and in an override; in quotes it is a text, which a number cannot be."""
+    """The number is refused in a file and in an override; in quotes it is a text, which is refused for its kind."""
     good = write_yaml(RECIPE)
     path = tmp_path / "recipe.yaml"
     path.write_text(good.replace("max_steps: 3", f"max_steps: {text}", 1))
@@ -143,10 +143,10 @@ def test_a_number_that_readers_disagree_on_is_refused(tmp_path: Path, text: str)
             "repeats values by aliases",
         ),
         ("train: {null: 3}", "key None is neither a text nor a whole number"),
-        ("train: {max_steps: 3, max_steps: 4}", "key 'max_steps' is there twice"),
+        ("train: {max_steps: 3, max_steps: 4}", "key 'max_steps' is repeated"),
         ("train: {1.5: 3}", "key 1.5 is neither"),
         ("train: {[1]: 3}", r"key \[1\] is neither"),
-        ("train: {max_steps: !!int abc}", "no whole number"),
+        ("train: {max_steps: !!int abc}", "not a whole number"),
         ("train: {max_steps: !!timestamp 2024-13-45}", "not valid YAML"),
         ("train: {max_steps: !!python/object:os.system x}", "not valid YAML"),
         ("a: 1\n---\nb: 2", "not valid YAML"),
@@ -164,7 +164,7 @@ def test_yaml_that_no_recipe_needs_is_refused(tmp_path: Path, text: str, match: 
 
 
 def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
-    """Bytes that are no UTF-8 are named with their place."""
+    """Bytes that are not UTF-8 are an error that gives their position."""
     path = tmp_path / "recipe.yaml"
     path.write_bytes(b"model: \xe9")
     with pytest.raises(ConfigError, match=r"not UTF-8: .* at 7"):
@@ -172,7 +172,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_null_in_train_is_the_default(tmp_path: Path) -> None:
-    """As elsewhere in a recipe, an empty value means the default, except for the folder, which has none."""
+    """As elsewhere in a recipe, an empty value means the default; the folder has none and must be given."""
     path = recipe_with(tmp_path, "train.learning_rate", None)
     recipe = load_recipe(path)
     assert training_arguments({**recipe.train, "use_cpu": True}).learning_rate == 5e-5
@@ -181,7 +181,7 @@ def test_null_in_train_is_the_default(tmp_path: Path) -> None:
 
 
 def test_every_training_argument_has_a_check() -> None:
-    """A name of the installed transformers that the table lacks would be taken unchecked."""
+    """A name of the installed transformers that the table lacks would be accepted unchecked."""
     names = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     assert names - set(CHECKS) == set()
     assert not {name for name in CHECKS if name not in names}
@@ -197,7 +197,7 @@ def test_the_defaults_of_training_arguments_pass() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(PLAIN) & {name.split(".")[-1] for name, _ in BAD}))
-def test_the_trainers_arguments_are_checked_alike(tmp_path: Path, name: str) -> None:
+def test_the_trainers_arguments_are_checked_with_the_same_table(tmp_path: Path, name: str) -> None:
     """TrainingArguments made in Python are refused for the values that a recipe is refused for."""
     good = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=3)
     private_arguments(good)

@@ -233,6 +233,6 @@ def test_positions_of_tables_only() -> None:
 
 def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
     """The message gives both sizes in units that people read."""
-    with pytest.raises(ConfigError, match=r"has room for .*iB, and the model and its reports need 888 PiB|TiB"):
+    with pytest.raises(ConfigError, match=r"has .*iB of free space, but the model and its reports need 888 PiB|TiB"):
         check_output_folder("train.output_dir", tmp_path / "a" / "b", needed=10**18)
     assert not (tmp_path / "a").exists()

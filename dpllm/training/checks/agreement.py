@@ -278,7 +278,7 @@ def _described_whole(value: Any, depth: int) -> str:
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether an attribute of an unknown object is a setting, rather than a cache or a handle."""
+    """Return whether an attribute of an unknown object is a setting, rather than a cache or a handle."""
     return value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum | torch.dtype)
 
 

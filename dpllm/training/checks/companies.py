@@ -178,7 +178,7 @@ def _smallest(lengths: np.ndarray, count: int) -> np.ndarray:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two rows hold the same values."""
+    """Return whether two rows hold the same values."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Mapping):
@@ -191,7 +191,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _has_target(inputs: Mapping[str, Any]) -> bool:
-    """Whether a row's loss can be other than 0, as far as labels tell."""
+    """Return whether a row's loss can be other than 0, as far as labels tell."""
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.ndim < 2:
         return True

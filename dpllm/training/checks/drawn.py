@@ -70,12 +70,12 @@ class Alone:
         return cls(batches)
 
     def differ(self) -> bool:
-        """Whether a row has other values from another random state: the collator draws numbers."""
+        """Return whether a row has other values from another random state: the collator draws numbers."""
         first, *others = self.batches
         return not all(_same_row(*two, any_shape=False) for other in others for two in zip(first, other, strict=True))
 
     def labels_apart(self) -> bool:
-        """Whether labels have lengths of their own, as those of an encoder-decoder, and not one per class."""
+        """Return whether labels have lengths of their own, as those of an encoder-decoder, and not one per class."""
         every = [one for batches in self.batches for one in batches if _width(one, "labels") is not None]
         apart = any(_width(one, "labels") != _width(one, "input_ids") for one in every)
         return apart and len({_width(one, "labels") for one in every}) > 1
@@ -147,7 +147,7 @@ def equally_long(numbers: np.ndarray, lengths: np.ndarray) -> tuple[int, int] | 
 
 
 def _same_row(one: Mapping[str, Any], other: Mapping[str, Any], any_shape: bool) -> bool:
-    """Whether the first rows of two batches are equal; with ``any_shape`` as far as these have one shape."""
+    """Return whether the first rows of two batches are equal; with ``any_shape`` as far as these have one shape."""
     names = [name for name, value in one.items() if isinstance(value, Tensor) and value.ndim > 0]
     pairs = [(one[name], other[name]) for name in names if isinstance(other.get(name), Tensor)]
     return all(torch.equal(a[0], b[0]) for a, b in pairs if a.shape == b.shape or not any_shape)

@@ -301,13 +301,13 @@ class _Passes:
         self._has_probed = True
 
     def is_random(self) -> bool:
-        """Whether the shortest row alone comes out differently with other random numbers."""
+        """Return whether the shortest row alone comes out differently with other random numbers."""
         alone, start = Company(self.sample.together[:1], "alone"), self._check._seed
         seen = [one for part in (0.0, 0.5) for one in self.run(alone, seed_between(part, part + 0.5), start)]
         return _compare(seen, self._check._clipper.clipping.clip_norm, self.tolerance())[1] is not None
 
     def is_carried(self) -> bool:
-        """Whether the shortest row alone comes out differently than in the first pass."""
+        """Return whether the shortest row alone comes out differently than in the first pass."""
         again = [self.seen[0], *self.run(replace(self.seen[0].company, words="alone, again"))]
         return _compare(again, self._check._clipper.clipping.clip_norm, self.tolerance())[1] is not None
 
@@ -359,7 +359,7 @@ class _Passes:
 
 
 def _rounds_products() -> bool:
-    """Whether float32 products are formed from rounded factors (TF32)."""
+    """Return whether float32 products are formed from rounded factors (TF32)."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # both of torch's interfaces were used

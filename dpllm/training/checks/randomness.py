@@ -183,7 +183,7 @@ def _names_in(code: CodeType) -> list[str]:
 
 
 def _is_own(kind: type) -> bool:
-    """Whether a class is neither Python's nor of a library whose objects keep no generator unseen."""
+    """Return whether a class is neither Python's nor of a library whose objects keep no generator unseen."""
     return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 

@@ -93,7 +93,7 @@ class Steering:
         ]
 
     def _is_scheduled(self, name: str, place: int) -> bool:
-        """Whether a scheduler of PyTorch that follows the number of the step has set this group's values."""
+        """Return whether a scheduler of PyTorch that follows the number of the step has set this group's values."""
         group = self._optimizer.param_groups[place]
         if name not in _SCHEDULED or "initial_lr" not in group:
             return False
@@ -133,7 +133,7 @@ def _schedulers_of(optimizer: Any) -> Iterable[LRScheduler]:
 
 
 def _has_its_form(scheduler: Any, rate: Any, place: int) -> bool:
-    """Whether a rate is what a scheduler alone makes of its first one, as far as that can be computed."""
+    """Return whether a rate is what a scheduler alone makes of its first one, as far as that can be computed."""
     form = getattr(scheduler, "_get_closed_form_lr", None)
     if form is None or isinstance(rate, Tensor) or not type(scheduler).__module__.startswith("torch."):
         return True

@@ -212,7 +212,7 @@ class Watch:
         return loss_B
 
     def is_written(self) -> bool:
-        """Whether a trained parameter is not as the last update left it, to the bit; waits for the device."""
+        """Return whether a trained parameter is not as the last update left it, to the bit; waits for the device."""
         return self._weights.differ(self._trainable.values())
 
     def check_everything(self) -> None:

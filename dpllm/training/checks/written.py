@@ -71,12 +71,12 @@ class Written:
         return self._sums.keys() != now.keys() or any(bool(self._sums[device] != now[device]) for device in both)
 
     def found(self) -> bool:
-        """Whether any comparison so far found a difference; waits for the devices."""
+        """Return whether any comparison so far found a difference; waits for the devices."""
         return any(bool(flag) for flag in self._differ.values())
 
     @property
     def at_hand(self) -> bool:
-        """Whether `found` needs no wait, since all tensors are on the CPU."""
+        """Return whether `found` needs no wait, since all tensors are on the CPU."""
         return all(device.type == "cpu" for device in self._differ)
 
 
