@@ -164,7 +164,7 @@ def measure(
         run.attach(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0))
     except ValueError as error:
         return Measured(name, task, outcome=f"not clipped: {error}"[:160])
-    check, loss = run._independence, loss or loss_of(task)
+    check, loss = run._attached.independence, loss or loss_of(task)
     outcome = "sound"
     try:
         run._check_rows(loss, None)
@@ -413,8 +413,8 @@ def cost(name: str) -> Cost:
 
     def measured(act: Callable[[], Any], already: int) -> np.ndarray:
         """What is spent while the check believes that this many steps were taken."""
-        assert run._independence is not None
-        run._independence._steps = already
+        assert run._attached.independence is not None
+        run._attached.independence._steps = already
         spent[:] = 0
         start = time.process_time()
         act()

@@ -38,7 +38,7 @@ from throughput import CLOCKS, LiveBytes, machine
 from dpllm.data.units import UnitIndex
 from dpllm.mechanism.sampling import TruncatedPoissonSampler, default_max_batch_size, secret_rng
 from dpllm.training.microbatches import deal, microbatches
-from dpllm.training.run import TrainingRows
+from dpllm.training.rows import TrainingRows
 
 SHORTEST, LONGEST = 16, 512
 SETUP_BYTES = ("index_peak", "lengths", "facts_peak", "max_rows_peak")

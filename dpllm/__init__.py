@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from dpllm.privacy.calibration import calibrate_noise_multiplier as calibrate_noise_multiplier
     from dpllm.privacy.plan import PrivacyPlan as PrivacyPlan
     from dpllm.privacy.plan import make_plan as make_plan
+    from dpllm.training.rows import TrainingRows as TrainingRows
     from dpllm.training.run import PrivateRun as PrivateRun
-    from dpllm.training.run import TrainingRows as TrainingRows
     from dpllm.training.trainer import DPTrainer as DPTrainer
 
 __version__ = "0.1.0"
@@ -55,7 +55,7 @@ _HOME = {
     "PrivacyPlan": "dpllm.privacy.plan",
     "make_plan": "dpllm.privacy.plan",
     "PrivateRun": "dpllm.training.run",
-    "TrainingRows": "dpllm.training.run",
+    "TrainingRows": "dpllm.training.rows",
     "DPTrainer": "dpllm.training.trainer",
 }
 __all__ = [*_HOME, "__version__"]

@@ -37,7 +37,8 @@ from dpllm.engines.processes import Processes
 from dpllm.engines.whole import updates_by_itself, whole_gradient, whole_parameters
 from dpllm.mechanism.sampling import secret_rng
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.training.run import LossOf, PrivateRun, TrainingRows
+from dpllm.training.rows import LossOf, TrainingRows
+from dpllm.training.run import PrivateRun
 
 _PUBLIC_SEED = 0  # of directions that every process has to choose alike
 LEAST_VISIBLE = 0.05

@@ -33,7 +33,8 @@ from dpllm.models.load import load_model, load_tokenizer
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.arguments import training_arguments
-from dpllm.training.run import LossOf, PrivateRun, TrainingRows
+from dpllm.training.rows import LossOf, TrainingRows
+from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.trainer import default_row_loss
 

@@ -76,7 +76,8 @@ from dpllm.training.fetching import reader, refuse_ignored, refuse_replaced, ref
 from dpllm.training.noted import note_data, note_units
 from dpllm.training.preflight import require_positions
 from dpllm.training.restarting import begin_in, refuse_to_go_back
-from dpllm.training.run import PrivateRun, TrainingRows
+from dpllm.training.rows import TrainingRows
+from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, Terminal, end_with_the_launcher
 from dpllm.training.training_log import CoveredTrainer, LogKeeper

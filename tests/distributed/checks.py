@@ -24,7 +24,8 @@ from dpllm.engines import DataParallel, engine_for
 from dpllm.engines.processes import Processes
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError
 from dpllm.training.evaluation import measure
-from dpllm.training.run import PrivateRun, TrainingRows
+from dpllm.training.rows import TrainingRows
+from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
 from tests.training.test_run import UNITS, flat, loss_of, network, plan_of, rows_of
 
@@ -235,8 +236,8 @@ def guards(folder: Path) -> dict[str, Any]:
         run = PrivateRun(plan, rows_of(), SharedLedger.create(folder / name / LEDGER_FILE, plan, here))
         run.attach(model, optimizer)
         if name == "not reduced":
-            run._engine.guard._handle.remove()  # type: ignore[union-attr]
-            run._engine = Unreduced(optimizer)
+            run._attached.engine.guard._handle.remove()  # type: ignore[union-attr]
+            run._attached.engine = Unreduced(optimizer)
         run.step(next(run.draws(1)), loss_of)
         if name == "changed on rank 1" and here.rank == 1:
             model.module[0].weight.grad.mul_(0.5)

@@ -72,7 +72,7 @@ def _attempt(engine: str, loss_of: Any) -> tuple[int, float, str]:
     ledger = Disclosing()
     run = PrivateRun(plan_of(0.5, 1.0, num_units=NUM_ROWS), data, ledger)
     run.attach(model, optimizer)
-    check, message = run._independence, ""
+    check, message = run._attached.independence, ""
     try:
         for unit_ids in run.draws(3):
             run.step(unit_ids, loss_of)

@@ -12,7 +12,8 @@ from torch import nn
 from dpllm.data.units import UnitIndex
 from dpllm.engines import model_inside
 from dpllm.models.losses import per_sequence_loss
-from dpllm.training.run import PrivateRun, TrainingRows
+from dpllm.training.rows import TrainingRows
+from dpllm.training.run import PrivateRun
 from tests.distributed.matrix import NoLedger, plan_of
 from tests.distributed.setups import dispose, prepare
 from tests.reference.zoo import Case, build_model, make_batch

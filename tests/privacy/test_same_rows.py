@@ -10,7 +10,8 @@ import torch
 from dpllm.data.units import UnitIndex
 from dpllm.privacy.ledger import LedgerError, read_ledger
 from dpllm.privacy.same_rows import DIGEST, KEY_FILE
-from dpllm.training.run import PrivateRun, TrainingRows
+from dpllm.training.rows import TrainingRows
+from dpllm.training.run import PrivateRun
 from tests.training.test_run import loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments, rows, trainer
 

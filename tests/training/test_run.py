@@ -24,7 +24,8 @@ from dpllm.report.verify import verify
 from dpllm.training.checks.outstanding import DrawError
 from dpllm.training.checks.watch import WatchError
 from dpllm.training.microbatches import microbatches
-from dpllm.training.run import PrivateRun, TrainingRows
+from dpllm.training.rows import TrainingRows
+from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import private_step
 
@@ -464,7 +465,7 @@ def test_the_plan_of_a_run_cannot_be_replaced(tmp_path):
     with pytest.raises(AttributeError, match="plan"):
         run.plan = dataclasses.replace(plan, noise_multiplier=0.0)
     drawn = next(run.draws(1))
-    _, charged = run._outstanding.take(drawn)
+    _, charged = run._draws._outstanding.take(drawn)
     with pytest.raises(DrawError, match="the plan was changed"):
         charged.append_step(0, dataclasses.replace(plan, noise_multiplier=0.1).event)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 
 if TYPE_CHECKING:
-    from dpllm.training.run import TrainingRows
+    from dpllm.training.rows import TrainingRows
 
 SHORTEST = 8
 """Rows looked at for the shortest one with a target, and for random numbers in how rows are read."""

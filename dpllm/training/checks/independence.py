@@ -36,7 +36,7 @@ from dpllm.training.out_of_memory import MicrobatchTooLargeError, free_memory
 
 if TYPE_CHECKING:
     from dpllm.engines.protocol import Engine
-    from dpllm.training.run import TrainingRows
+    from dpllm.training.rows import TrainingRows
 
 FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)
 """Rows run together in the first check of a process and in later ones: at least, as a share of those of a step, and at

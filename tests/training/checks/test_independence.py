@@ -402,7 +402,7 @@ def steps(folder, model, rows, loss_of=lm_loss, count=4, clip_norm=0.5, after=la
     model.train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     run.attach(model, optimizer)
-    check = run._independence
+    check = run._attached.independence
     try:
         for unit_ids in run.draws(count):
             run.step(unit_ids, loss_of)
@@ -532,11 +532,11 @@ def test_a_check_leaves_no_gradient_and_no_random_state_behind(tmp_path):
     run = PrivateRun(plan, rows, SharedLedger.create(tmp_path / LEDGER_FILE, plan, Processes()))
     run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-    run._independence.before_step(lambda inputs: lm_loss(model, inputs), None)
+    run._attached.independence.before_step(lambda inputs: lm_loss(model, inputs), None)
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[2]
     assert (np.random.get_state()[1] == before[1]).all()
     assert all(p.grad is None for p in model.parameters()) and run.ledger.num_steps == 0
-    assert model.training and run._independence.num_passes[0] > 0
+    assert model.training and run._attached.independence.num_passes[0] > 0
     run.detach()
 
 

@@ -15,7 +15,8 @@ from dpllm.data.units import UnitIndex
 from dpllm.models.losses import classification_loss
 from dpllm.privacy.ledger import LedgerError, read_ledger
 from dpllm.training.checks.watch import WatchError
-from dpllm.training.run import PrivateRun, TrainingRows
+from dpllm.training.rows import TrainingRows
+from dpllm.training.run import PrivateRun
 from tests.conftest import tiny_llama_config
 from tests.reference import zoo
 from tests.training.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of

@@ -1,0 +1,226 @@
+"""A model that is attached to a run: its engine, its norms, and what watches it, from `PrivateRun.attach` to the end.
+
+Place in the flow: under `dpllm.training.run`. All parts are made together, and are removed together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from dpllm.config import ConfigError
+from dpllm.engines import DeepSpeedZero, engine_for, model_inside
+from dpllm.engines.processes import Processes
+from dpllm.engines.protocol import Engine
+from dpllm.engines.replicas import check_model
+from dpllm.ghost import Forms, GhostClipper
+from dpllm.models.ended import RunWeights, sums_of_trained
+from dpllm.models.starting_point import check_start, note_trained
+from dpllm.privacy.identity import RunName, run_in
+from dpllm.privacy.plan import PrivacyPlan
+from dpllm.training.checks import agreement
+from dpllm.training.checks.independence import IndependenceCheck, IndependenceError
+from dpllm.training.checks.randomness import refuse_own_generators
+from dpllm.training.checks.steering import Steering
+from dpllm.training.checks.watch import Watch
+from dpllm.training.microbatch_size import AUTO, TOKENS_WITHOUT_MEASURE, memory_of, needed_later, rows_that_fit
+from dpllm.training.out_of_memory import MicrobatchTooLargeError
+from dpllm.training.rows import LossOf, TrainingRows
+from dpllm.training.shared_ledger import SharedLedger
+from dpllm.training.step import refuse_leftovers
+
+
+@dataclass(kw_only=True)
+class Attached:
+    """The parts that hold while a model is attached; see `attach`.
+
+    Attributes:
+        model: the module that losses are computed with.
+        optimizer: as prepared.
+        engine: how the model is spread over the processes.
+        clipper: its norms and clipped sums.
+        independence: of the rows.
+        watch: of weights and buffers.
+        weights: that the run begins at, and leaves.
+        steering: of hyperparameters, in a loop of one's own; the Trainer notes its callbacks.
+        is_noted: whether it is remembered that the run trains this model.
+    """
+
+    model: Any
+    optimizer: Any
+    engine: Engine
+    clipper: GhostClipper
+    independence: IndependenceCheck
+    watch: Watch
+    weights: RunWeights
+    steering: Steering | None = None
+    is_noted: bool = False
+
+    def make_ready(self) -> None:
+        """Make sure that nothing reached weights and gradients since the last update; looks at this process only."""
+        self.watch.before_step()
+        refuse_leftovers(self.clipper, self.engine)
+
+    def loss(self, loss_of: LossOf) -> Callable[[Mapping[str, Any]], Tensor]:
+        """Return a microbatch's inputs to one loss per row (B,)."""
+        return lambda inputs: loss_of(self.model, inputs)
+
+    def check_rows(self, loss_of: LossOf, max_tokens: int | None, ledger: SharedLedger, steps_planned: int) -> None:
+        """Make sure, in the first step and ever more rarely, that no row's contribution depends on other rows.
+
+        Raises:
+            IndependenceError: one does; what the message tells of single rows is noted.
+        """
+        try:
+            self.independence.before_step(
+                lambda inputs: self.watch.look(loss_of(self.model, inputs)),
+                max_tokens,
+                is_last=ledger.num_steps >= steps_planned,
+            )
+        except IndependenceError:
+            self.watch.explain()
+            ledger.append_disclosure("losses of single rows, in an error message", 1)
+            raise
+
+    def note_trained(self, num_steps: int) -> None:
+        """Remember, from the first step on, that this run trains the model."""
+        if not self.is_noted and self.weights.run is not None:
+            note_trained(self.model, self.weights.run, begins=num_steps == 1)
+            self.weights.note_step()
+        self.is_noted = True
+
+    def before_update(self) -> None:
+        """Compare weights and hyperparameters with those of the last update."""
+        self.watch.complete()
+        if self.steering is not None:
+            self.steering.before_update()
+
+    def after_step(self) -> None:
+        """Take note of the private gradient, and of what an engine's own update changed."""
+        self.watch.note_gradients()
+        if self.steering is not None:
+            self.steering.after_update()
+
+    def find_max_tokens(self, loss_of: LossOf, rows: TrainingRows, plan: PrivacyPlan, processes: Processes) -> int:
+        """Return the most tokens of a microbatch that fit on every process, by trials; nothing is charged for them.
+
+        Raises:
+            MicrobatchTooLargeError: one row does not fit.
+        """
+        parameters = list(self.clipper.parameters.values())
+        memory = memory_of(parameters[0].device, needed_later(parameters, self.optimizer))
+        if memory is None:
+            return TOKENS_WITHOUT_MEASURE
+        units = rows.units
+        share = plan.expected_batch_size * units.num_rows / units.num_units / processes.size
+        fit = rows_that_fit(self.clipper, self.loss(loss_of), rows.longest, memory, most=math.ceil(share))
+        fewest = min(processes.gather(fit))
+        if fewest == 0:
+            raise MicrobatchTooLargeError(
+                "Memory runs out on the longest row alone. Shorten the rows (data.max_length), recompute activations "
+                "(train.gradient_checkpointing=true), train fewer parameters (LoRA), or shard the model "
+                "(accelerate_configs/fsdp2.yaml)"
+            )
+        return fewest * int(rows.lengths[units.rows].max())
+
+    def sums(self) -> dict[str, Any]:
+        """Return checksums of the trained weights, for a checkpoint; none of those that an engine holds in parts."""
+        return {} if isinstance(self.engine, DeepSpeedZero) else sums_of_trained(self.model)
+
+    def take_restored(self) -> None:
+        """Take weights and hyperparameters that a checkpoint has just restored as those to compare with."""
+        self.watch.rebase()
+        if self.steering is not None:
+            self.steering.take()
+
+    def remove(self) -> None:
+        """Undo the hooks; the model is as before."""
+        self.clipper.remove()
+        self.engine.guard.remove()
+        self.watch.remove()
+        if self.steering is not None:
+            self.steering.remove()
+
+
+def attach(
+    model: Any,
+    optimizer: Any,
+    *,
+    plan: PrivacyPlan,
+    rows: TrainingRows,
+    ledger: SharedLedger,
+    processes: Processes,
+    before: RunWeights | None,
+    forms: Forms | None,
+    start_is_independent: bool,
+) -> Attached:
+    """Make all parts of an attached model. Called by all processes together.
+
+    Args:
+        model: what ``accelerator.prepare`` returned.
+        optimizer: likewise.
+        plan: of the run.
+        rows: of the run.
+        ledger: of the run; open points of the start are noted there.
+        processes: of the run.
+        before: the weights of the model that was attached to this run before.
+        forms: how norms are computed.
+        start_is_independent: see `dpllm.training.run.PrivateRun.attach`.
+
+    Raises:
+        EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `dpllm.training.run.PrivateRun.attach`.
+    """
+    inside = model_inside(model)
+    name = _run_of(ledger)
+    first = optimizer if ledger.num_steps == 0 else None
+    between: Sequence[str] = [] if before is None else before.changed(inside)
+    points = check_start(inside, None if name is None else name.folder, start_is_independent, first, between)
+    refuse_own_generators(inside, [("The collator", rows.collate)], [("The data set", rows.fetch)])
+    with contextlib.ExitStack() as undo:
+        engine = engine_for(model, optimizer)
+        undo.callback(engine.guard.remove)
+        if rows.max_tokens == AUTO and engine.lockstep:
+            raise ConfigError(
+                f'A microbatch of "auto" tokens is found by each process by itself, and under '
+                f"{type(engine).__name__} all of them pass through each layer together. Give a number of tokens "
+                "(microbatch_tokens); `dpllm plan --memory` says what a microbatch takes"
+            )
+        clipper = GhostClipper(inside, forms=forms, clipping=plan.mechanism.clipping)
+        undo.callback(clipper.remove)
+        processes.agree(
+            {"the trainable parameters": _digest(clipper.parameters), **agreement.computation(inside, optimizer)}
+        )
+        check_model(inside, processes)
+        hands_in = (lambda: engine.handing_in) if isinstance(engine, DeepSpeedZero) else None
+        watch = Watch(inside, optimizer, clipper.parameters, hands_in, processes.size > 1)
+        undo.callback(watch.remove)
+        attached = Attached(
+            model=inside,
+            optimizer=optimizer,
+            engine=engine,
+            clipper=clipper,
+            independence=IndependenceCheck(clipper, inside, rows, engine, plan.expected_batch_size),
+            watch=watch,
+            weights=RunWeights(inside, name, watch.is_written),
+        )
+        for point in points:
+            ledger.append_open_point(point)
+        undo.pop_all()
+    return attached
+
+
+def _run_of(ledger: SharedLedger) -> RunName | None:
+    own = getattr(ledger, "path", None)  # a stand-in of an audit has no file
+    return None if own is None else run_in(Path(own).parent)
+
+
+def _digest(parameters: Mapping[str, nn.Parameter]) -> str:
+    shapes = [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in parameters.items()]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]

@@ -1,0 +1,67 @@
+"""The draws of a run: made by rank 0, charged when they are made, and taken by one step each.
+
+Place in the flow: between the sampler and `dpllm.training.run.PrivateRun.step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dpllm.engines.processes import Processes
+from dpllm.privacy.plan import PrivacyPlan
+from dpllm.training.checks.outstanding import Charged, Outstanding
+from dpllm.training.checks.turns import Turns
+from dpllm.training.shared_ledger import SharedLedger
+
+
+class Draws:
+    """Makes the draws of a run, the same on every process.
+
+    Args:
+        plan: of the run.
+        ledger: where each draw is charged.
+        processes: all processes of the run; they call each method together.
+        drawn: the sampler's draws; rank 0's are used.
+    """
+
+    def __init__(
+        self, plan: PrivacyPlan, ledger: SharedLedger, processes: Processes, drawn: Iterator[NDArray[np.int64]]
+    ) -> None:
+        """Begin without a draw."""
+        self._ledger, self._drawn = ledger, drawn
+        self._outstanding, self._turns = Outstanding(plan, ledger), Turns(processes)
+
+    def next(self, present_N: np.ndarray | None = None) -> NDArray[np.int64]:
+        """Draw and charge the units of the next step.
+
+        Args:
+            present_N: (N,) bool, units that are there; None: all.
+
+        Raises:
+            ValueError, LedgerError, DisagreementError: see `dpllm.training.run.PrivateRun.draws`.
+        """
+        self._outstanding.require_steps()
+        drawn = self._turns.draw(lambda: next(self._drawn), self._ledger.num_steps)
+        return self._outstanding.made(drawn if present_N is None else drawn[present_N[drawn]])
+
+    def chosen(self, unit_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Charge these units as a draw; for runs that are not private."""
+        return self._outstanding.made(self._turns.draw(lambda: unit_ids, self._ledger.num_steps))
+
+    def take(self, unit_ids: ArrayLike, mode: str, error: Exception | None) -> tuple[NDArray[np.int64], Charged]:
+        """Return the outstanding draw and its charge, for one step.
+
+        Args:
+            unit_ids: (U,) as `next` gave them last.
+            mode: settings that decide what is computed.
+            error: why this process cannot take the step; raised on every process.
+
+        Raises:
+            DrawError: other units, or a draw that was used.
+            DisagreementError: the processes take different steps.
+        """
+        self._turns.step(np.asarray(unit_ids), self._ledger.num_steps - 1, mode, error)
+        return self._outstanding.take(unit_ids)
