@@ -6,20 +6,44 @@ A time limit here only catches a deadlock. No test may depend on how fast the ma
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import signal
 import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import psutil
 
 LIMIT = 3600.0  # seconds
 _GRACE = 60.0  # seconds that other processes get to report why they failed, once one has failed
 _MARK = "DPLLM_TEST_CHILD"  # in the environment of a child and of all its descendants
 
-_alive: set[Child] = set()
+# Loaded once by the process that others are forked from; each would take seconds to load them itself.
+_LOADED = ("torch", "transformers.trainer", "transformers.models.llama", "peft", "deepspeed", "dpllm")
+
+
+class Process(Protocol):
+    """A program that runs: an interpreter of its own, or a fork."""
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status at the last `poll`; None while it runs."""
+
+    def poll(self) -> int | None:
+        """The exit status; None while it runs."""
+
+    def kill(self) -> None:
+        """End it and wait for it."""
+
+
+_alive: set[Process] = set()
 
 
 class Child(subprocess.Popen):
@@ -58,6 +82,79 @@ class Child(subprocess.Popen):
                     yield process
 
 
+class Forked:
+    """A function in a process forked from one that has loaded the libraries, in a session of its own.
+
+    It starts in milliseconds. Forks share the seed of Python's hashes; interpreters of their own do not.
+    """
+
+    def __init__(
+        self, function: Callable[..., None], *arguments: Any, env: Mapping[str, str], log: Path, cwd: Path
+    ) -> None:
+        """Start it.
+
+        Args:
+            function: of a module's top level.
+            arguments: its arguments, which are pickled.
+            env: all of its environment. What a library reads at its import comes from `load` instead.
+            log: file of its output.
+            cwd: its working directory.
+        """
+        load()
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=_in_fork, args=(function, arguments, dict(env), str(log), str(cwd)))
+        self._process.start()
+        self.returncode: int | None = None
+        _alive.add(self)
+
+    @property
+    def pid(self) -> int:
+        """Its number, and that of its group."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit status; None while it runs."""
+        self.returncode = self._process.exitcode
+        return self.returncode
+
+    def kill(self) -> None:
+        """End it with all processes of its session's first group, and wait for it; nothing happens if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self.poll()
+        _alive.discard(self)
+
+
+def load() -> None:
+    """Start the process that others are forked from, unless it runs: one thread, on CPUs, this checkout's modules."""
+    root = str(Path(__file__).parents[1])
+    variables = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": root}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        forkserver.set_forkserver_preload(list(_LOADED))
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _in_fork(function: Callable[..., None], arguments: Sequence[Any], env: dict[str, str], log: str, cwd: str) -> None:
+    os.setsid()
+    with open(log, "wb", buffering=0) as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    np.random.seed()  # as an interpreter of its own would have begun; Python's random numbers do so by themselves
+    function(*arguments)
+
+
 def end_all() -> None:
     """End every child that a test left behind."""
     for child in list(_alive):
@@ -82,7 +179,7 @@ def run(
     return subprocess.CompletedProcess(command, child.returncode, out, err)
 
 
-def wait_all(children: Sequence[subprocess.Popen]) -> list[int | None]:
+def wait_all(children: Sequence[Process]) -> list[int | None]:
     """Exit statuses of programs that run together; all of them have ended then.
 
     Once one has failed, the others are not waited for any longer than it takes them to report why.

@@ -15,12 +15,17 @@ if not torch.cuda.is_available():  # before anything imports Triton, which decid
 import datasets
 import pytest
 
-from tests import children
+from tests import children, tiers
 
 # A suite that runs in the background, or under nohup, ignores these, and so would every program that it starts.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items):
+    tiers.mark_the_rest_of_grids(items)
 
 
 @pytest.fixture(autouse=True)

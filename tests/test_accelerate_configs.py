@@ -170,7 +170,7 @@ state.end_training()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_two_processes_on_the_cpu(tmp_path):
     """Launched as the file's head says, the two processes know of each other."""
     program = tmp_path / "program.py"

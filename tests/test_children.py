@@ -1,9 +1,12 @@
 """A program that a test started ends with all that it started, and leaves nothing open."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from tests import children
@@ -50,6 +53,38 @@ def test_all_end_once_one_has_failed(monkeypatch):
     processes = [children.Child([sys.executable, "-c", code]) for code in codes]
     assert children.wait_all(processes) == [3, None]
     assert all(process.returncode is not None for process in processes)
+
+
+def report(word: str) -> None:
+    """Print where and as what it runs, and fail."""
+    print(word, os.environ["WORD"], os.getcwd(), "torch" in sys.modules, flush=True)
+    raise SystemExit(5)
+
+
+def sleep(word: str) -> None:
+    """Start a program and wait for it."""
+    subprocess.run([sys.executable, "-c", f"import time; print({word!r}, flush=True); time.sleep(1e6)"])
+
+
+def test_a_fork_has_its_own_environment_and_the_libraries(tmp_path):
+    """Its output, folder, variables and exit status are its own."""
+    before = dict(os.environ)
+    fork = children.Forked(report, "said", env={"WORD": "given"}, log=tmp_path / "log", cwd=tmp_path)
+    assert children.wait_all([fork]) == [5]
+    assert (tmp_path / "log").read_text().split() == ["said", "given", str(tmp_path), "True"]
+    assert dict(os.environ) == before
+
+
+def test_a_fork_ends_with_what_it_started(tmp_path):
+    """Also when a test forgets it."""
+    fork = children.Forked(sleep, "up", env=dict(os.environ), log=tmp_path / "log", cwd=tmp_path)
+    children.wait_for(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text() == "up\n")
+    assert fork.poll() is None
+    group = [psutil.Process(fork.pid), *psutil.Process(fork.pid).children()]
+    assert len(group) == 2
+    children.end_all()
+    assert fork.returncode == -signal.SIGKILL
+    children.wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in group))
 
 
 def test_what_fails_says_what_it_printed():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import children
+from tests import children, tiers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,6 +27,8 @@ class Mutation:
     before: str
     after: str
     tests: tuple[str, ...]
+    quick: bool = False
+    """Whether ``make test`` runs it as well; ``make test-deep`` runs all."""
 
 
 MUTATIONS = [
@@ -36,6 +38,7 @@ MUTATIONS = [
         "return (self.clip_norm / norm_U).clamp_max(1)",
         "return 0 * norm_U + 1",
         ("tests/ghost/test_factors.py", "tests/training/test_step.py", "tests/ghost/test_book.py"),
+        quick=True,
     ),
     Mutation(
         "the noise is deleted",
@@ -43,6 +46,7 @@ MUTATIONS = [
         "block.add_(draw(block), alpha=noise_stddev)",
         "pass",
         ("tests/mechanism/test_generators.py", "tests/training/test_step.py"),
+        quick=True,
     ),
     Mutation(
         "the noise is not added in the step",
@@ -92,6 +96,7 @@ MUTATIONS = [
         "            raise _refusal(",
         "            _refusal(",
         ("tests/engines/test_guard.py",),
+        quick=True,
     ),
     Mutation(
         "norms and sums are rounded under autocast",
@@ -106,6 +111,7 @@ MUTATIONS = [
         "weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)",
         "weight_B = torch.ones_like(loss_B)",
         ("tests/ghost/test_book.py", "tests/training/test_step.py"),
+        quick=True,
     ),
     Mutation(
         "padding rows stay in the sum",
@@ -120,6 +126,7 @@ MUTATIONS = [
         "sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows, sq_norm_U)",
         "pass",
         ("tests/ghost/test_contributions.py",),
+        quick=True,
     ),
     Mutation(
         "the cross term between a unit's rows is deleted",
@@ -249,6 +256,7 @@ MUTATIONS = [
         "    ledger.append_step(number, plan.event)\n",
         "",
         ("tests/training/test_step.py",),
+        quick=True,
     ),
     Mutation(
         "the loss is averaged over the batch's tokens",
@@ -284,6 +292,7 @@ MUTATIONS = [
         "rng.binomial(self.num_units, self.sampling_rate)",
         "rng.binomial(self.num_units, 0.5)",
         ("tests/mechanism/test_sampling.py",),
+        quick=True,
     ),
     Mutation(
         "the independence of rows is not measured",
@@ -291,13 +300,14 @@ MUTATIONS = [
         "        if self._steps & (self._steps - 1) and not is_last and not self._has_failed:\n",
         "        if True:\n",
         ("tests/training/checks/test_independence.py::test_a_coupling_that_starts_later_is_refused",),
+        quick=True,
     ),
     Mutation(
         "the processes draw one stream of noise",
         "dpllm/mechanism/generators.py",
         "np.random.SeedSequence([seed, stream])",
         "np.random.SeedSequence([seed, 0])",
-        ("tests/mechanism/test_generators.py::test_streams_of_a_seed_and_fresh_entropy_differ_between_ranks",),
+        ("tests/mechanism/test_noise.py::test_streams_of_a_seed_and_fresh_entropy_differ_between_ranks",),
     ),
     Mutation(
         "nothing is watched between the steps",
@@ -409,10 +419,7 @@ def failing_tests(mutation: Mutation) -> tuple[int, list[str]]:
         for name in ("dpllm", "tests"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
-        target = copy / mutation.file
-        source = target.read_text()
-        assert mutation.before in source, f"{mutation.file} no longer contains {mutation.before!r}"
-        target.write_text(source.replace(mutation.before, mutation.after))
+        (copy / mutation.file).write_text(changed(mutation))
         command = [
             sys.executable,
             "-m",
@@ -431,7 +438,28 @@ def failing_tests(mutation: Mutation) -> tuple[int, list[str]]:
         return run.returncode, re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, flags=re.MULTILINE)
 
 
+def changed(mutation: Mutation) -> str:
+    """The mutated file."""
+    source = (ROOT / mutation.file).read_text()
+    assert mutation.before in source, f"{mutation.file} no longer contains {mutation.before!r}"
+    return source.replace(mutation.before, mutation.after)
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.what)
+def test_a_mutation_is_of_the_code_as_it_is(mutation):
+    """It changes the file, which can still be compiled, and its tests exist."""
+    assert changed(mutation) != (ROOT / mutation.file).read_text()
+    compile(changed(mutation), mutation.file, "exec")
+    for test in mutation.tests:
+        file, *names = test.partition("[")[0].split("::")
+        text = (ROOT / file).read_text()
+        assert all(re.search(rf"^\s*(?:def|class) {name}\b", text, flags=re.MULTILINE) for name in names), test
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [pytest.param(one, id=one.what, marks=() if one.quick else tiers.deep) for one in MUTATIONS],
+)
 def test_a_deletion_turns_a_test_red(mutation):
     """Exit code 1 means that tests ran and some failed; a copy that can't be imported would not count."""
     code, failed = failing_tests(mutation)

@@ -68,7 +68,7 @@ def test_the_first_thing_is_a_sentence_and_two_commands():
 PROSE = README + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:^|`)make ([a-z]+)\b", PROSE, flags=re.MULTILINE))))
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:^|`)make ([a-z-]+)\b", PROSE, flags=re.MULTILINE))))
 def test_every_make_target_exists(target):
     """Also those of CONTRIBUTING.md."""
     run = children.run(["make", "-n", target], cwd=ROOT, check=False)
@@ -118,7 +118,7 @@ FEWER = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_audit_runs_in_the_order_in_which_it_stands(workplace, monkeypatch):
     """From a recipe to data with canaries, a model trained on them, and its verdict; on less of everything."""
     monkeypatch.chdir(workplace)

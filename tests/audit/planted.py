@@ -33,6 +33,7 @@ class Charged:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.steps_planned: int | None = None
 
     def append_step(self, step_number: int, step: object) -> None:
         self.num_steps += 1

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from dpllm.audit.result import CONSISTENT, FAIL
-from tests import children
+from tests import children, tiers
 from tests.audit.planted import SETUPS, summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +37,8 @@ class Bug:
     what: str
     setup: str
     edits: tuple[Edit, ...]
+    quick: bool = False
+    """Whether ``make test`` plants it as well; ``make test-deep`` plants all."""
 
 
 BUGS = [
@@ -50,6 +52,7 @@ BUGS = [
                 "return 0 * norm_U + 1",
             ),
         ),
+        quick=True,
     ),
     Bug(
         "noise too small by sqrt(world size)",
@@ -74,6 +77,7 @@ BUGS = [
                 "                complete,\n",
             ),
         ),
+        quick=True,
     ),
     Bug(
         "norms without the tied cross term",
@@ -171,8 +175,16 @@ def planted(bug: Bug) -> dict[str, Any]:
         return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+def test_a_bug_is_planted_in_the_code_as_it_is(bug):
+    """Each of its edits changes a file, which can still be compiled."""
+    for file, before, after in (*bug.edits, GUARD):
+        source = (ROOT / file).read_text()
+        assert before in source, f"{file} no longer contains {before!r}"
+        compile(source.replace(before, after), file, "exec")
+
+
+@pytest.mark.parametrize("bug", [pytest.param(b, id=b.what, marks=() if b.quick else tiers.deep) for b in BUGS])
 def test_a_planted_bug_is_refuted(bug):
     """The lower bound lies above the claim, which stays below what so many coins can show."""
     found = planted(bug)
@@ -180,8 +192,7 @@ def test_a_planted_bug_is_refuted(bug):
     assert found["claimed"] < found["ceiling"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", [pytest.param(b.setup, marks=() if b.quick else tiers.deep) for b in BUGS])
 def test_the_sound_package_is_not(setup):
     """The same audits of the package as it is; a false alarm has a probability of 1 in 1000."""
     found = sound(setup)

@@ -21,7 +21,7 @@ _spec.loader.exec_module(benchmark)
 TINY = ["--hidden=32", "--layers=1", "--vocab=97", "--heads=2", "--batch=2", "--tokens=8", "--rounds=1", "--warmup=1"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_command_line_prints_table_and_refusal(tmp_path, capsys):

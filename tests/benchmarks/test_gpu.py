@@ -45,7 +45,7 @@ def toy(tmp_path_factory):
     return out, json.loads((out / "gpu.json").read_text()), done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_all_stages_run_on_a_cpu(toy):
     """Every step of every stage ran, or says that it needs a GPU or a package; none failed or was left out."""
     out, figures, printed = toy
@@ -63,7 +63,7 @@ def test_all_stages_run_on_a_cpu(toy):
     assert (out / "gpu.log").read_text() in printed
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_figures_say_where_they_are_from(toy):
     """Versions, and which code ran, whether or not its history is there."""
     _, figures, _ = toy
@@ -72,7 +72,7 @@ def test_the_figures_say_where_they_are_from(toy):
     assert len(machine["source"]) == 16 and machine["commit"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_figures_become_a_section(toy, capsys):
     """Every step has its line, tables are whole, and a toy claims no speed."""
     out, figures, _ = toy

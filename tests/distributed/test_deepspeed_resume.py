@@ -49,7 +49,7 @@ def apart(left, right):
     return float((left - right).norm() / right.norm())
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @each_job
 def test_loading_brings_back_parameters_and_moments_exactly(runs, number):
     """Master parameters entry by entry, and the moments' norms, are those of the moment of saving."""
@@ -60,7 +60,7 @@ def test_loading_brings_back_parameters_and_moments_exactly(runs, number):
             assert apart(loaded[name], saved[name]) < 1e-7 and saved[name] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @each_job
 def test_training_goes_on_as_if_it_had_never_stopped(runs, number, table):
     """With every unit in every step and no noise: the parameters of the run that was not stopped, after each change."""
@@ -76,14 +76,14 @@ def test_training_goes_on_as_if_it_had_never_stopped(runs, number, table):
     assert set(one["counted"]) == {2.0} and set(two["counted"]) == {3.0}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @each_job
 def test_the_ledger_goes_on(runs, number):
     """Steps that were lost by going back to an earlier checkpoint stay charged."""
     assert [runs[1][part][number]["charged"] for part in ("whole", "one", "two")] == [3, 4, 5]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_conversion_is_used_again_and_made_anew_where_it_is_torn(runs):
     """What stands in the checkpoint's folder is whole, or is not used; the checkpoint itself stays whole."""
     checkpoint = runs[0] / "one" / str(JOBS[0]) / "checkpoint-1"
@@ -101,7 +101,7 @@ def test_a_conversion_is_used_again_and_made_anew_where_it_is_torn(runs):
     assert manifest.stat().st_mtime_ns > made and not left_behind.parent.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_same_number_of_processes_loads_what_deepspeed_saved(runs):
     """No conversion where none is needed, also when one is there or the configuration asks for it."""
     checkpoint = runs[0] / "one" / str(JOBS[0]) / "checkpoint-2"

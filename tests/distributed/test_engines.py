@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 import scipy.stats
 
+from tests import tiers
 from tests.distributed.matrix import NUM_ROWS, Job
 from tests.distributed.setups import ENGINES, VARIANTS
 from tests.distributed.world import ROOT, run
@@ -41,11 +44,23 @@ def size_of(engine: str) -> int:
     return 4 if engine == "fsdp2-hybrid" else 2
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, *VARIANTS])
-def test_the_reduced_clipped_sum_is_that_of_one_process(engine, tmp_path, table):
-    """Full and LoRA, float32 and bfloat16, accumulated, checkpointed, tied: the same sum as one float64 process."""
-    jobs = jobs_of(engine)
-    results = run(tmp_path, "tests.distributed.matrix:errors", size=size_of(engine), jobs=jobs)
+def some(jobs: Sequence[Job]) -> list[Job]:
+    """Jobs among these in which every engine and every option appears."""
+    options = ("mode", "tied", "dtype", "checkpointing")
+    axes = [
+        [
+            ("engine", job.engine),
+            *((option, getattr(job.case, option)) for option in options),
+            ("rows of a microbatch", job.max_rows),
+            ("rows of a unit", job.rows_per_unit),
+        ]
+        for job in jobs
+    ]
+    return [jobs[number] for number in sorted(tiers.sample(axes, 1))]
+
+
+def check_errors(jobs: list[Job], results: list, table: Callable[..., None]) -> None:
+    """The reduced clipped sums are those of one process, on every rank."""
     for job, (to_float64, to_same_precision) in zip(jobs, results[0], strict=True):
         table(f"{job}", f"{to_float64:.1e}", f"{to_same_precision:.1e}")
         if job.case.dtype == "float32":
@@ -56,11 +71,8 @@ def test_the_reduced_clipped_sum_is_that_of_one_process(engine, tmp_path, table)
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, *VARIANTS])
-def test_an_update_moves_the_parameters_by_at_most_lr_clip_norm_batch(engine, tmp_path, table):
-    """C = 1e-6, no noise, SGD: an engine that leaks unclipped gradients moves them a million times further."""
-    jobs = jobs_of(engine)
-    results = run(tmp_path, "tests.distributed.matrix:reach", size=size_of(engine), jobs=jobs)
+def check_reach(jobs: list[Job], results: list, table: Callable[..., None]) -> None:
+    """The parameters moved by at most lr·C·B, and by lr·C for one long unit."""
     for job, (all_units, one_unit) in zip(jobs, results[0], strict=True):
         table(f"{job}", f"{all_units:.6f}", f"{one_unit:.6f}")
         rounding = 1e-5 if job.case.dtype == "float32" else 4e-3  # of parameters in bfloat16, after the update
@@ -68,7 +80,40 @@ def test_an_update_moves_the_parameters_by_at_most_lr_clip_norm_batch(engine, tm
         assert 0.99 < one_unit <= 1 + rounding, job
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "fsdp2-hybrid", "zero3-offload"])
+def test_every_engine_releases_the_clipped_sum_of_one_process(tmp_path, table):
+    """Every engine with every option; all combinations are in `test_the_reduced_clipped_sum_is_that_of_one_process`."""
+    jobs = [job for engine in ENGINES for job in some(jobs_of(engine))]
+    jobs += [jobs_of(engine)[0] for engine in VARIANTS if size_of(engine) == 2]
+    check_errors(jobs, run(tmp_path / "two", "tests.distributed.matrix:errors", jobs=jobs), table)
+    hybrid = jobs_of("fsdp2-hybrid")[:1]
+    check_errors(hybrid, run(tmp_path / "four", "tests.distributed.matrix:errors", size=4, jobs=hybrid), table)
+
+
+def test_every_engine_moves_the_parameters_by_at_most_lr_clip_norm_batch(tmp_path, table):
+    """A sample of `test_an_update_moves_the_parameters_by_at_most_lr_clip_norm_batch`."""
+    jobs = some([job for engine in (*ENGINES, *VARIANTS) if size_of(engine) == 2 for job in jobs_of(engine)])
+    check_reach(jobs, run(tmp_path, "tests.distributed.matrix:reach", jobs=jobs), table)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("engine", [*ENGINES, *VARIANTS])
+def test_the_reduced_clipped_sum_is_that_of_one_process(engine, tmp_path, table):
+    """Full and LoRA, float32 and bfloat16, accumulated, checkpointed, tied: the same sum as one float64 process."""
+    jobs = jobs_of(engine)
+    results = run(tmp_path, "tests.distributed.matrix:errors", size=size_of(engine), fresh=True, jobs=jobs)
+    check_errors(jobs, results, table)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("engine", [*ENGINES, *VARIANTS])
+def test_an_update_moves_the_parameters_by_at_most_lr_clip_norm_batch(engine, tmp_path, table):
+    """C = 1e-6, no noise, SGD: an engine that leaks unclipped gradients moves them a million times further."""
+    jobs = jobs_of(engine)
+    results = run(tmp_path, "tests.distributed.matrix:reach", size=size_of(engine), fresh=True, jobs=jobs)
+    check_reach(jobs, results, table)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, tiers.deep_case("fsdp2-hybrid"), tiers.deep_case("zero3-offload")])
 def test_noise_is_drawn_exactly_once(engine, tmp_path, table):
     """Variance σ²C² per entry, independent between the processes' slices and between steps, equal on replicas."""
     results = run(tmp_path, "tests.distributed.matrix:noise", size=size_of(engine), engine=engine)
@@ -104,6 +149,7 @@ def test_an_engine_that_is_broken_from_outside_stops_in_its_first_step(tmp_path,
     assert results[1].keys() == results[0].keys() and all(results[1].values())
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not SHARED.exists(), reason="the test weights and texts beside the project are not here")
 def test_pretrained_weights_on_real_text(tmp_path, table):
     """A pretrained model and E2E's records, through the public loop: every engine releases one process's sum."""

@@ -25,8 +25,9 @@ from dpllm.training.training_log import TrainingLog
 from tests import children
 from tests.distributed.launching import environment, launch, start, write_data
 from tests.distributed.world import ROOT, free_port
+from tests.tiers import deep_case
 
-CONFIGS = ("cpu_ddp", "cpu_fsdp2", "cpu_zero1", "cpu_zero2", "cpu_zero3")
+CONFIGS = ("cpu_fsdp2", *map(deep_case, ("cpu_ddp", "cpu_zero1", "cpu_zero2", "cpu_zero3")))
 LORA = "model.peft={r: 4, lora_alpha: 8, target_modules: all-linear}"
 
 
@@ -74,6 +75,7 @@ def test_a_recipe_runs_on_every_engine_and_leaves_a_plain_model(config, folder, 
     table(config, f"ε {epsilon}", f"final loss {losses(folder)[-1]:.4f}", f"perplexity {printed_perplexity(printed)}")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("config", ["cpu_fsdp2", "cpu_zero3"])
 def test_an_adapter_of_a_sharded_model_loads_in_plain_peft(config, folder):
     """The adapter alone is consolidated, and it is the trained one."""
@@ -111,6 +113,7 @@ def kill_in_mid_run(config: str, folder: Path, after: int, *overrides: str) -> i
     return charged(folder)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("config", ["cpu_ddp", "cpu_fsdp2"])
 def test_after_a_kill_a_run_resumes_on_one_and_on_two_processes(config, folder, tmp_path_factory, table):
     """Steps that were lost stay charged, ε keeps its target, and the loss goes on where the checkpoint was."""
@@ -146,6 +149,7 @@ def test_after_a_kill_a_run_resumes_on_one_and_on_two_processes(config, folder, 
         )
 
 
+@pytest.mark.deep
 def test_another_plan_is_refused_on_resume(folder):
     """A changed clip norm would make the ledger's ε that of another mechanism."""
     launch("single", folder, "train.max_steps=2")
@@ -159,6 +163,7 @@ def is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.deep
 def test_two_nodes_find_each_other(folder, table):
     """Two agents of one process each meet at a rendezvous and make one run."""
     port = free_port()

@@ -50,8 +50,15 @@ def tools() -> dict[str, str]:
     }
 
 
-def run(folder: Path, target: str, size: int = 2, **arguments: Any) -> list[Any]:
+def run(folder: Path, target: str, size: int = 2, fresh: bool = False, **arguments: Any) -> list[Any]:
     """Call ``module:function`` with the arguments in every process.
+
+    Args:
+        folder: for arguments, results and output.
+        target: module and function.
+        size: number of processes.
+        fresh: start an interpreter for each process, with a seed of its own for Python's hashes, instead of a fork.
+        arguments: of the function.
 
     Returns:
         What each rank returned, in order.
@@ -62,13 +69,15 @@ def run(folder: Path, target: str, size: int = 2, **arguments: Any) -> list[Any]
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "arguments.pickle").write_bytes(pickle.dumps(arguments))
-    processes = []
+    processes: list[children.Process] = []
     for rank in range(size):
-        with open(folder / f"log.{rank}", "wb") as log:
+        env, path = environment(rank, size, port), folder / f"log.{rank}"
+        if not fresh:
+            processes.append(children.Forked(main, target, folder, env=env, log=path, cwd=ROOT))
+            continue
+        with open(path, "wb") as log:
             command = [sys.executable, "-m", "tests.distributed.world", target, str(folder)]
-            processes.append(
-                children.Child(command, env=environment(rank, size, port), stdout=log, stderr=log, cwd=ROOT)
-            )
+            processes.append(children.Child(command, env=env, stdout=log, stderr=log, cwd=ROOT))
     codes = children.wait_all(processes)
     logs = "\n".join((folder / f"log.{rank}").read_text(errors="replace")[-4000:] for rank in range(size))
     assert codes == [0] * size, f"exit codes {codes}\n{logs}"

@@ -60,7 +60,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_programs_compile_for_gpus(tmp_path):
     """For Hopper: tensor cores for bfloat16, no TF32 for float32, and no atomics, whose order would vary."""

@@ -136,6 +136,7 @@ def test_ctrl_c_in_a_terminal_below_accelerate_launch(start, tmp_path):
     ended_in_order(tmp_path / "out")
 
 
+@pytest.mark.deep
 def test_a_launcher_that_dies_takes_its_child_with_it_in_order(start, tmp_path):
     """Without a terminal; accelerate's launcher forwards nothing."""
     process = start(*ACCELERATE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -146,6 +147,7 @@ def test_a_launcher_that_dies_takes_its_child_with_it_in_order(start, tmp_path):
     ended_in_order(tmp_path / "out")
 
 
+@pytest.mark.deep
 def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(start, tmp_path):
     """And the launcher takes it for success."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
