@@ -1,13 +1,14 @@
-"""Chat messages become token ids, with loss on what the assistant says.
+"""Tokenization of chat messages, with loss on the assistant's words.
 
-Place in the flow: a part of the tokenization. A template that marks the assistant's words itself (``{% generation %}``)
-decides which tokens are targets. For any other, the targets of an assistant's turn are what its message adds to the
-rendering of the messages before it (the opening of the turn, as in generation, is part of what comes before). A turn
-whose beginning is not rendered the same with and without the later messages carries no loss; some templates leave an
-earlier turn's reasoning out. Whatever follows the last assistant's turn is left out: it could not influence any loss.
+Place in the flow: a part of the tokenization. If a template marks the assistant's words itself (``{% generation %}``),
+the marks decide which tokens are targets. For any other template, the targets of an assistant's turn are the tokens
+that its message adds to the rendering of the earlier messages (the opening of the turn, as in generation, belongs to
+the earlier part). A turn whose beginning is rendered differently with and without the later messages has no loss; some
+templates leave out the reasoning of an earlier turn. Text after the assistant's last turn is left out: it could not
+influence any loss.
 
-Some templates write the date of the day into the chat (Llama 3.2). They are given a fixed one (`TODAY`): rows must be
-the same on every process, and on the day on which a run is resumed.
+Some templates write the current date into the chat (Llama 3.2). They are given a fixed date (`TODAY`): rows must be the
+same on every process, and on the day on which a run is resumed.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from dpllm.config import ConfigError
 from dpllm.data.labels import IGNORE
 from dpllm.data.records import DataError, check_chat
 
-# What a template, which is a program, can raise: its own refusals, and mistakes in it such as an endless loop.
+# Errors that a template, which is a program, can raise: its own refusals, and mistakes in it such as an endless loop.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 TODAY = datetime(2024, 7, 26, tzinfo=UTC)
-"""The date that a chat template is told; Llama's own templates fall back on it."""
+"""The date given to a chat template; Llama's own templates use it as their default."""
 _DIRECTIVES = [f"%{mark}{letter}" for letter in "aAbBcdDeFHIjmMpSTuUwxXyYzZ" for mark in ("-", "")]
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -35,22 +36,22 @@ _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def encode_chats(
     chats: Sequence[Sequence[Mapping[str, Any]]], tokenizer: PreTrainedTokenizerBase, record_numbers: Sequence[int]
 ) -> list[tuple[list[int], list[int]]]:
-    """Return input ids and labels of each chat, -100 everywhere but on the assistant's words.
+    """Return input ids and labels of each chat; labels are -100 except on the assistant's words.
 
     Args:
         chats: lists of messages with `role` and `content`.
         tokenizer: a fast one with a chat template.
-        record_numbers: the chats' record numbers, for messages.
+        record_numbers: the chats' record numbers, for error messages.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or is not a fast one.
-        DataError: a message without role or content, or a chat the template refuses; names the record.
+        DataError: a message has no role or content, or the template refuses a chat; the message names the record.
     """
     template = tokenizer.chat_template
     if not template:
         raise ConfigError(
             "data.format='chat' needs a tokenizer with a chat template, and this one has none: set model.tokenizer to "
-            "that of the model's chat version, or use data.format='prompt_completion'"
+            "the tokenizer of the model's chat version, or use data.format='prompt_completion'"
         )
     if not tokenizer.is_fast:
         raise ConfigError("data.format='chat' needs a fast tokenizer (one with tokenizer.json); this model has none")
@@ -70,7 +71,7 @@ def encode_chats(
 
 
 def _clean(chat: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
-    """Return the messages without the empty fields that a table adds to them."""
+    """Return the messages without the empty fields that storing them in a table adds."""
     check_chat(chat, number)
     return [{key: value for key, value in message.items() if value is not None} for message in chat]
 
@@ -104,11 +105,11 @@ def _encode_unmarked(messages: list[dict[str, Any]], tokenizer: PreTrainedTokeni
 
 
 def _with_fixed_date(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the template with a macro in place of the function that tells the time; None: it does not ask for it."""
+    """Return the template with a macro in place of the time function; None if it does not use that function."""
     if "strftime_now" not in str(tokenizer.chat_template):
         return None
     replaced = "".join(f"|replace('{one}', '{TODAY.strftime(one)}')" for one in _DIRECTIVES)
-    # The empty expression keeps a line break with which the template may begin.
+    # The empty expression keeps a line break at the beginning of the template.
     macro = f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}{{{{ '' }}}}"
     return macro + str(tokenizer.get_chat_template())
 

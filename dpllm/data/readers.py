@@ -1,9 +1,9 @@
-"""Local files as tables: every file kind is read in one way, and no value is guessed.
+"""Readers of local files: each file kind is read in one way, and the kind of a value is never guessed.
 
-Place in the flow: below `dpllm.data.records`. Cells of CSV and TSV files are text, all of them: a reader that guesses
-kinds by the piece takes the id "00017" for the number 17 in one piece and for text in the next, and one person becomes
-two units. JSON and Parquet state the kind of each value; a column that mixes text and numbers is refused, in one file
-and across files. Errors name the file and the line, never a value.
+Place in the flow: below `dpllm.data.records`. All cells of CSV and TSV files are text: a reader that guesses the kinds
+of each chunk reads the id "00017" as the number 17 in one chunk and as text in the next, and one person becomes two
+units. JSON and Parquet state the kind of each value; a column that mixes text and numbers is refused, in one file and
+across files. Errors name the file and the line, never a value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 CHUNK_BYTES = 1 << 25
-"""About the bytes of text that are read before they become a table."""
+"""Approximate number of bytes of text that are read into one table."""
 
 _EXACT = 2**53  # up to here a float holds every whole number
 _NOT_RECORDS = "__MACOSX"
@@ -30,13 +30,13 @@ _HEAD = 1 << 16
 
 
 class DataError(ValueError):
-    """A data set that cannot be trained on as it is; the message names the place and the remedy."""
+    """A data set that cannot be used for training; the message names the place and the remedy."""
 
 
 def files_of_folder(folder: Path, endings: Iterable[str]) -> list[Path]:
-    """Return the data files below a folder, sorted; names that begin with a dot, and what is below them, are skipped.
+    """Return the data files below a folder, sorted; files and folders whose names begin with a dot are skipped.
 
-    Such names are copies that tools leave behind: ``.ipynb_checkpoints``, ``.~lock.notes.csv#``, ``._notes.csv``.
+    Tools give such names to copies: ``.ipynb_checkpoints``, ``.~lock.notes.csv#``, ``._notes.csv``.
     """
     known = set(endings)
     return sorted(
@@ -49,10 +49,10 @@ def files_of_folder(folder: Path, endings: Iterable[str]) -> list[Path]:
 
 
 def refuse_equal_files(files: Sequence[Path], what: str) -> None:
-    """Raise when a file is given twice: under two names, or as a copy byte by byte.
+    """Raise when a file is given twice: under two names, or as an identical copy.
 
     Raises:
-        DataError: names both files.
+        DataError: the message names both files.
     """
     by_size: dict[int, list[Path]] = {}
     for file in files:
@@ -78,17 +78,17 @@ def read_tables(file: Path, encoding: str) -> Iterator[pa.Table]:
     """Yield the records of a file, in order.
 
     Args:
-        file: its ending decides how it is read; see `READERS`.
-        encoding: of text files; Parquet has none.
+        file: the file; its ending selects the reader, see `READERS`.
+        encoding: encoding of text files; Parquet has none.
 
     Raises:
-        DataError: the file is not what its ending says; names file and line.
+        DataError: the contents of the file do not match its ending; the message names file and line.
     """
     yield from READERS[file.suffix](file, encoding)
 
 
 def _read_csv(file: Path, encoding: str) -> Iterator[pa.Table]:
-    # strict: a quote that is never closed is an error, and does not swallow the records after it.
+    # strict: an unclosed quote is an error; otherwise it would swallow the records after it.
     yield from _read_separated(file, encoding, delimiter=",", strict=True)
 
 
@@ -106,7 +106,7 @@ def _read_separated(file: Path, encoding: str, **options: Any) -> Iterator[pa.Ta
             return
         twice = [name for number, name in enumerate(header) if name in header[:number]]
         if twice:
-            raise DataError(f"{file}: two columns are named '{twice[0]}': give every column a name of its own")
+            raise DataError(f"{file}: two columns are named '{twice[0]}': give every column a different name")
         schema = pa.schema([(name, pa.string()) for name in header])
         waiting: list[list[str]] = []
         size = 0
@@ -125,21 +125,21 @@ def _read_separated(file: Path, encoding: str, **options: Any) -> Iterator[pa.Ta
 
 
 def _cells(reader: Any, file: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line in which a row ends, and its cells; empty lines are no rows."""
+    """Yield the number of the line in which a row ends, and its cells; empty lines are skipped."""
     try:
         for row in reader:
             if row:
                 yield reader.line_num, row
     except csv.Error as error:
         raise DataError(
-            f"{file}: line {reader.line_num}: {error}: a quote inside a quoted cell is doubled, and every cell that "
-            "is opened by a quote is closed by one"
+            f"{file}: line {reader.line_num}: {error}: double a quote inside a quoted cell, and close every cell that "
+            "begins with a quote by another quote"
         ) from error
 
 
 @contextmanager
 def _long_cells() -> Iterator[None]:
-    """Allow cells of any length while a file is read; a long note is one cell."""
+    """Allow cells of any length while a file is read; a long note is a single cell."""
     limit = csv.field_size_limit(1 << 62)
     try:
         yield
@@ -148,7 +148,7 @@ def _long_cells() -> Iterator[None]:
 
 
 def _text_table(rows: list[list[str]], schema: pa.Schema, file: Path) -> pa.Table:
-    # Only an empty cell is a missing value: a message that says "NA" or "null" is a message.
+    # Only an empty cell is a missing value: the texts "NA" and "null" are texts.
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(schema)
     try:
         arrays = [pa.array([cell or None for cell in column], pa.string()) for column in columns]
@@ -158,7 +158,7 @@ def _text_table(rows: list[list[str]], schema: pa.Schema, file: Path) -> pa.Tabl
 
 
 def _read_lines(file: Path, encoding: str) -> Iterator[pa.Table]:
-    """Read a text file: a line is a record, one of nothing but spaces is not."""
+    """Read a text file: each line is a record, except lines of spaces only."""
     waiting: list[str] = []
     size = 0
     with _opened(file, encoding, newline=None) as source:
@@ -199,7 +199,7 @@ def _json(text: str, file: Path, line: int | None) -> Any:
 
 
 def _tables_of_objects(objects: Iterable[tuple[int, Any]], file: Path, noun: str) -> Iterator[pa.Table]:
-    """Make tables of numbered objects, a bounded number at a time."""
+    """Yield tables of numbered objects, each with a bounded number of them."""
     kinds: dict[str, str] = {}
     waiting: list[dict[str, Any]] = []
     first = size = 0
@@ -263,7 +263,7 @@ def _kind(value: Any) -> str:
 
 
 def _size(value: Any) -> int:
-    """About the characters of a JSON value."""
+    """Return the approximate number of characters of a JSON value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -285,10 +285,10 @@ def _read_parquet(file: Path, encoding: str) -> Iterator[pa.Table]:
 
 
 def _with_plain_columns(table: pa.Table) -> pa.Table:
-    """Return a table as a data set can hold it.
+    """Return a table with only the column types that a data set supports.
 
-    Categories become their values, and ids of the type UUID text. A column of another type that `datasets` has no name
-    for (a map, say) is left out: whoever names it as a column to read is told that there is none.
+    Categories become their values, and ids of the type UUID become text. A column of another type that `datasets` does
+    not support (a map, for example) is left out; a recipe that names it gets the error for a missing column.
     """
     columns: dict[str, pa.ChunkedArray] = {}
     for place, field in enumerate(table.schema):
@@ -318,13 +318,13 @@ def refuse_mixed_kinds(name: str, kinds: dict[str, Path], file: Path, kind: pa.D
     """Raise when a column is text in one file and numbers in another.
 
     Args:
-        name: of the column.
+        name: name of the column.
         kinds: the kinds seen so far in this column, with the file of each; the new one is added.
-        file: where `kind` was seen.
-        kind: of the column there.
+        file: the file in which `kind` was seen.
+        kind: kind of the column in that file.
 
     Raises:
-        DataError: names both files.
+        DataError: the message names both files.
     """
     if pa.types.is_null(kind):
         return
@@ -333,7 +333,7 @@ def refuse_mixed_kinds(name: str, kinds: dict[str, Path], file: Path, kind: pa.D
         if other != word:
             raise DataError(
                 f"column '{name}' holds {other} in {where} and {word} in {file}: write it in one form in all files; "
-                "converting one of them could make two ids of one person, or one of two"
+                "converting one of them could give one person two ids, or two people one id"
             )
     kinds.setdefault(word, file)
 
@@ -350,13 +350,13 @@ def _word(kind: pa.DataType) -> str:
     return "objects" if pa.types.is_struct(kind) else str(kind)
 
 
-_SURROGATE = "a text holds half of a surrogate pair, which is no character: write the file again as UTF-8"
+_SURROGATE = "a text holds half of a surrogate pair, which is not a character: write the file again as UTF-8"
 
 
 @contextmanager
 def _opened(file: Path, encoding: str, newline: str | None) -> Iterator[TextIO]:
-    """Open a text file; a byte that is not text in the encoding is an error with its line."""
-    # A byte order mark is no part of the first column's name.
+    """Open a text file; a byte that is invalid in the encoding is an error that gives its line."""
+    # A byte order mark is not part of the first column's name.
     chosen = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
     try:
         with open(file, encoding=chosen, newline=newline) as source:
@@ -390,4 +390,4 @@ READERS: dict[str, Callable[[Path, str], Iterator[pa.Table]]] = {
     ".parquet": _read_parquet,
     ".txt": _read_lines,
 }
-"""File endings that can be read. A line of .txt that is not blank is a record."""
+"""File endings that can be read. Each line of a .txt file that is not blank is a record."""

@@ -1,9 +1,9 @@
-"""Records from where they lie: a Hub data set, local files, or a corpus of a pip package.
+"""Loading of records: from a Hub data set, local files, or a corpus of a pip package.
 
 Place in the flow: first of the data stages; local files are read by `dpllm.data.readers`. A *record* is what the
 sequence level protects, so nothing here filters, deduplicates or reorders: the number of records is the N of the
-guarantee. What is wrong with a record is said here, before any training, by its number (counted from 0) and never with
-its text.
+guarantee. A faulty record is an error here, before any training; the message gives its number (counted from 0) and
+never its text.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from dpllm.data.scratch import store
 from dpllm.data.units import UnitIndex
 
 PARQUET_BRANCH = "refs/convert/parquet"
-"""Where the Hub keeps the records of data sets that cannot be read as they are."""
+"""Branch of the Hub with the records of data sets that cannot be read directly."""
 
 HELD_OUT_SEED = 20240229
 """Public constant that fixes which record numbers `eval_fraction` holds out."""
 
 MANY_COPIES = 0.01
-"""From this share of records that are exact copies of others on, the report has an open point."""
+"""Above this share of records that are exact copies of others, the report has an open point."""
 
 _EMPTY = "empty data set: there is no record to train on; check path, split and limit"
-_SAME_RECORDS = 0.5  # of the held-out records: from this share on that is in the training data they are refused
-_LONG_ENOUGH = 20  # characters of a record that two people hardly write alike
+_SAME_RECORDS = 0.5  # held-out records are refused when at least this share of them is in the training data
+_LONG_ENOUGH = 20  # characters: two people hardly ever write the same text of this length
 _NUMBER = re.compile("0|[1-9][0-9]{0,17}")
-_ROWS = 4096  # looked at together
+_ROWS = 4096  # number of rows read together
 
 
 def required_columns(config: DataConfig) -> list[str]:
-    """Return the columns that a record must have for `config.format`.
+    """Return the columns that every record must have for `config.format`.
 
     >>> required_columns(DataConfig(path="x", max_length=8, format="classification", text_column="sentence"))
     ['sentence', 'label']
@@ -72,10 +72,10 @@ def load_records(config: DataConfig) -> datasets.Dataset:
     """Return the training records, one row each, unchanged and in their order.
 
     Cells of CSV and TSV files are text; only the labels of a classification become whole numbers, strictly. Local files
-    are copied into a private folder of this process (`dpllm.data.scratch`), which goes with it.
+    are copied into a private folder of this process (`dpllm.data.scratch`), which is removed when the process ends.
 
     Args:
-        config: where they are. `limit` keeps that many, from the first on.
+        config: source of the records. `limit` keeps only that number of records, from the first on.
 
     Raises:
         ConfigError: the path, split or builtin corpus does not exist or cannot be reached.
@@ -88,28 +88,27 @@ def load_records(config: DataConfig) -> datasets.Dataset:
 def load_train_and_eval(
     config: DataConfig, privacy: PrivacyConfig | None = None
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Return the training records and the held-out ones (None when the recipe names none).
+    """Return the training records and the held-out records (None when the recipe names none).
 
     Held-out records come from `eval_path`, from `eval_split`, or are a share `eval_fraction` of the training records,
     chosen by record number with a public constant, before N is fixed: N counts the records that remain. At user level
-    whole users are held out, so that no held-out record is of a user that is trained on.
+    whole users are held out, so no held-out record belongs to a user whose records are trained on.
 
     Args:
-        config: where the records are.
-        privacy: what a unit is. None: a record.
+        config: source of the records.
+        privacy: definition of a unit. None: a unit is one record.
 
     Raises:
-        ConfigError: as `load_records`; also `eval_split` of a local path without `eval_path`, or a held-out file or
-            split that is part of the training data.
-        DataError: as `load_records`; also a share that leaves no record on one side, or held-out records most of which
-            are training records.
+        ConfigError: as for `load_records`; also for `eval_split` of a local path without `eval_path`, and for a
+            held-out file or split that is part of the training data.
+        DataError: as for `load_records`; also for a share that leaves no record on one side, and for held-out records
+            most of which are training records.
     """
     if config.eval_path is not None:
         _refuse_shared_files(config)
     if config.eval_split is not None and config.eval_split == config.split:
         raise ConfigError(
-            f"eval_split={config.eval_split!r} is the split that is trained on: name another split, or set "
-            "eval_fraction"
+            f"eval_split={config.eval_split!r} is also the training split: name another split, or set eval_fraction"
         )
     records = load_records(config)
     _note_copies(records, config)
@@ -135,7 +134,7 @@ def load_train_and_eval(
     if num_held_out >= num_units:
         raise DataError(
             f"eval_fraction={config.eval_fraction} of {num_units} {'users' if num_units < len(records) else 'records'} "
-            "leaves none to train on: lower it, or give eval_path"
+            "leaves none for training: lower it, or give eval_path"
         )
     order = np.random.default_rng(HELD_OUT_SEED).permutation(num_units)
     held_out = np.zeros(num_units, dtype=bool)
@@ -146,7 +145,7 @@ def load_train_and_eval(
 def _units_to_hold_out(
     records: datasets.Dataset, config: DataConfig, privacy: PrivacyConfig | None
 ) -> NDArray[np.int64]:
-    """(num_records,): the unit of each record that is held out as a whole: its user, or the record itself."""
+    """Return (num_records,) unit numbers; a unit (a user, or the record itself) is held out as a whole."""
     if privacy is None or privacy.unit != "user":
         return np.arange(len(records))
     column = str(privacy.unit_column)
@@ -163,7 +162,7 @@ def check_records(records: datasets.Dataset, config: DataConfig, source: str) ->
 
     Raises:
         DataError: no record; a missing column (names those present and the nearest); a null (number of the first
-            record with one); a text column that does not hold text; a chat that is no list of messages.
+            record with one); a text column that does not hold text; a chat that is not a list of messages.
     """
     if len(records) == 0:
         raise DataError(f"{source}: {_EMPTY}")
@@ -212,7 +211,7 @@ def check_chat(chat: Sequence[Mapping[str, Any] | None], number: int) -> None:
         for key in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
                 raise DataError(
-                    f"record {number}: message {position} has no '{key}' that is text; a chat is a list of "
+                    f"record {number}: message {position} has no text in '{key}'; a chat is a list of "
                     f"{{role, content}}: {_REMEDY}"
                 )
 
@@ -226,7 +225,7 @@ def check_column(present: list[str], name: str, source: str) -> None:
 
 
 def sources_of(records: datasets.Dataset) -> dict[str, int]:
-    """Return the local files that records, or rows made of them, were read from: name -> number of records in it.
+    """Return the local files of records, or of rows made of them: name -> number of records in the file.
 
     Empty for a data set that was not read from local files.
     """
@@ -234,17 +233,17 @@ def sources_of(records: datasets.Dataset) -> dict[str, int]:
 
 
 def has_many_copies(records: datasets.Dataset) -> bool:
-    """Return whether more than `MANY_COPIES` of the records that were loaded are exact copies of others."""
+    """Return whether more than `MANY_COPIES` of the loaded records are exact copies of others."""
     return bool(_notes(records).get("copies", False))
 
 
 def keep_notes(records: datasets.Dataset, rows: datasets.Dataset, **more: Any) -> None:
-    """Give to `rows`, made of `records`, what was noted when these were loaded, and more."""
+    """Copy the notes of `records` to the `rows` made of them, and add `more` to them."""
     rows.info.description = json.dumps({**_notes(records), **more})
 
 
 def _notes(records: Any) -> dict[str, Any]:
-    """Return what this library has noted in the description of a data set."""
+    """Return the notes of this library in the description of a data set."""
     if isinstance(records, datasets.Dataset):
         with contextlib.suppress(TypeError, ValueError):
             found = json.loads(records.info.description)
@@ -262,7 +261,7 @@ def _finish(records: datasets.Dataset, config: DataConfig, source: str, limit: i
 
 
 def _with_classes(records: datasets.Dataset, config: DataConfig, source: str) -> datasets.Dataset:
-    """Turn labels that are text into class numbers: by the names in the recipe, or the decimal digits that they are.
+    """Turn text labels into class numbers: by the names in the recipe, or by reading them as decimal digits.
 
     Raises:
         DataError: a label is neither; gives the number of the first such record.
@@ -272,8 +271,8 @@ def _with_classes(records: datasets.Dataset, config: DataConfig, source: str) ->
     names = config.class_names
     if names is not None and isinstance(feature, datasets.ClassLabel) and feature.names != names:
         raise DataError(
-            f"{source}: column '{name}' has the classes of its own file in another order or under other names than "
-            "data.class_names: give them as the file does"
+            f"{source}: the file of column '{name}' lists its classes in another order or under other names than "
+            "data.class_names: list them in data.class_names as the file does"
         )
     if not _is_text(labels.type) or len(records) == 0:
         return records
@@ -287,7 +286,7 @@ def _with_classes(records: datasets.Dataset, config: DataConfig, source: str) ->
         elif known is None and _NUMBER.fullmatch(label):
             classes.append(int(label))
         else:
-            need = "is none of data.class_names" if known else "is text and no class number"
+            need = "is not one of data.class_names" if known else "is text and not a class number"
             raise DataError(
                 f"{source}: the label of record {number} (column '{name}') {need}: write the classes as 0, 1, 2, ..., "
                 "or name them all, in order, as data.class_names"
@@ -300,7 +299,7 @@ def _with_classes(records: datasets.Dataset, config: DataConfig, source: str) ->
 
 
 def _note_copies(records: datasets.Dataset, config: DataConfig) -> None:
-    """Note whether many records say exactly what another says."""
+    """Note whether many records have exactly the text of another record."""
     prints = _fingerprints(records, config)
     copies = len(prints) - len(np.unique(prints))
     if copies > MANY_COPIES * len(records):
@@ -308,7 +307,7 @@ def _note_copies(records: datasets.Dataset, config: DataConfig) -> None:
 
 
 def _fingerprints(records: datasets.Dataset, config: DataConfig) -> np.ndarray:
-    """Return one number for each record that says enough for two people not to have written it alike."""
+    """Return one number for each record that is long enough that two people would not write the same text."""
     names = required_columns(config)
     found: list[int] = []
     for table in records.select_columns(names).with_format("arrow").iter(batch_size=_ROWS):
@@ -323,7 +322,7 @@ def _fingerprints(records: datasets.Dataset, config: DataConfig) -> np.ndarray:
 def _refuse_shared_records(
     records: datasets.Dataset, held_out: datasets.Dataset, config: DataConfig, source: str
 ) -> None:
-    """Raise when most of the held-out records are training records, whatever file they come from."""
+    """Raise when most of the held-out records are training records, in any file."""
     others = np.unique(_fingerprints(held_out, config))
     shared = int(np.isin(others, _fingerprints(records, config)).sum())
     if len(others) and shared >= _SAME_RECORDS * len(others):
@@ -352,8 +351,8 @@ def _refuse_shared_files(config: DataConfig) -> None:
             same = hashes.get(content_hash(file))
         if same is not None:
             raise ConfigError(
-                f"eval_path={config.eval_path}: {file} is part of data.path={config.path} (as {same}), so it would be "
-                "trained on: move it out of that folder, or name the training files alone by a pattern"
+                f"eval_path={config.eval_path}: {file} is part of data.path={config.path} (as {same}), so the model "
+                "would be trained on it: move it out of that folder, or name only the training files by a pattern"
             )
 
 
@@ -370,12 +369,12 @@ def _load(path: str, config: DataConfig, split: str) -> datasets.Dataset:
 
 
 def _local_files(path: str) -> list[str]:
-    """Return the files that a local path means; none when it is a Hub name."""
+    """Return the files of a local path; none when the path is a Hub name."""
     place = Path(path).expanduser()
     if place.is_dir():
         if (place / "state.json").is_file() and (place / "dataset_info.json").is_file():
             raise ConfigError(
-                f"{path}: a data set that save_to_disk wrote. Write its records as one file: "
+                f"{path}: the folder holds a data set written by save_to_disk. Write its records as one file: "
                 "datasets.load_from_disk(path).to_parquet('records.parquet')"
             )
         found = [str(file) for file in files_of_folder(place, READERS)]
@@ -398,7 +397,8 @@ def _load_local(path: str, files: list[str], split: str, encoding: str) -> datas
     endings = sorted({Path(file).suffix for file in files})
     if len(endings) > 1:
         raise ConfigError(
-            f"{path}: files of different kinds ({', '.join(endings)}): name one kind, such as {path}/*.csv"
+            f"{path}: the folder has files of different kinds ({', '.join(endings)}): name one kind, such as "
+            f"{path}/*.csv"
         )
     if endings[0] not in READERS:
         raise ConfigError(f"{path}: cannot read files that end in '{endings[0]}'; known: {', '.join(READERS)}")
@@ -417,12 +417,12 @@ def _load_local(path: str, files: list[str], split: str, encoding: str) -> datas
     if records is None:
         raise DataError(f"{path}: {_EMPTY}")
     keep_notes(records, records, files=counts)
-    # A local path has one split; it takes the name the recipe asks for, so that a path can take a Hub name's place.
+    # A local path has one split. It gets the name in the recipe, so that a path can replace a Hub name.
     name = re.split(r"[\[+]", split)[0].strip() or "train"
     try:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(records)})
     except (AssertionError, ValueError) as error:
-        raise ConfigError(f"data.split={split!r} is no part of {path}: {_one_line(error)}") from error
+        raise ConfigError(f"data.split={split!r} is not a part of {path}: {_one_line(error)}") from error
     refuse_overlap(split, {name: len(records)})
     whole = len(parts) == 1 and (parts[0].from_ or 0, parts[0].to) in ((0, None), (0, len(records)))
     if whole:
@@ -435,11 +435,11 @@ def _end(to: int | None, size: int) -> int:
 
 
 def refuse_overlap(split: str, sizes: Mapping[str, int]) -> None:
-    """Make sure that the parts of a split have no record in common, which would count as two and be protected less.
+    """Check that the parts of a split have no record in common: it would count as two and be protected less.
 
     Args:
         split: as in a recipe, such as ``train[:10%]+train[90%:]``.
-        sizes: number of records by the name of the split; a part of another one is taken to be the whole of it.
+        sizes: split name -> number of records; a part of a split that is not named here is treated as the whole split.
 
     Raises:
         ConfigError: two parts overlap.
@@ -453,7 +453,7 @@ def refuse_overlap(split: str, sizes: Mapping[str, int]) -> None:
         if name == other and begin < end and begin < last:
             raise ConfigError(
                 f"data.split={split!r} takes record {begin} of {name!r} twice: it would count as two records, each "
-                "protected by itself, and be protected half as well. Write parts that do not overlap"
+                "protected separately, and be protected half as well. Write parts that do not overlap"
             )
 
 
@@ -472,14 +472,14 @@ def _tables(files: list[Path], encoding: str, counts: dict[str, int]) -> Iterato
 
 
 def _load_hub(path: str, name: str | None, split: str) -> datasets.Dataset:
-    mask = os.umask(0o077)  # the copies that `datasets` leaves in its cache are for their owner only
+    mask = os.umask(0o077)  # only the owner can read the copies that `datasets` leaves in its cache
     try:
         try:
             return _without_overlap(datasets.load_dataset(path, name, split=split), split)
         except RuntimeError as error:
             if "scripts are no longer supported" not in str(error):
                 raise
-            # An old data set that is a program: the Hub keeps its records as Parquet files on a branch of their own.
+            # An old data set that is a program: the Hub has its records as Parquet files on a separate branch.
             found = datasets.load_dataset(path, data_dir=name, split=split, revision=PARQUET_BRANCH)
             return _without_overlap(found, split)
     except ConfigError:
@@ -496,7 +496,7 @@ def _load_hub(path: str, name: str | None, split: str) -> datasets.Dataset:
 
 
 def _without_overlap(records: datasets.Dataset, split: str) -> datasets.Dataset:
-    """Return a Hub's data set, whose parts were made sure to have no record in common."""
+    """Return a Hub data set after checking that the parts of its split have no record in common."""
     sizes = {str(name): info.num_examples for name, info in (records.info.splits or {}).items() if info.num_examples}
     if "+" in split:
         refuse_overlap(split, sizes)

@@ -1,7 +1,7 @@
-"""What the training loop needs of the data: which rows are a unit, and rows as padded tensors.
+"""The interface between the data and the training loop: the unit index of rows, and rows as padded tensors.
 
-Place in the flow: the door of the data stages. `dpllm.data.records` loads, `dpllm.data.tokenization` makes rows, and
-this module ties rows to units and to tensors; the names a user needs of all three can be imported from here.
+Place in the flow: the end of the data stages. `dpllm.data.records` loads records, `dpllm.data.tokenization` makes rows,
+and this module maps rows to units and to tensors. The names a user needs from all three can be imported from here.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _PIECES = ("overflow_to_sample_mapping", "overflowing_tokens", "num_truncated_to
 
 
 def unit_index_of(dataset: Any, privacy: PrivacyConfig, rng: np.random.Generator | None = None) -> UnitIndex:
-    """Return which rows belong to which unit; the number of units is the same for records and for their rows.
+    """Return the index of units; the number of units is the same for records and for their rows.
 
-    Sequence level: rows with the same `record` are a unit; where that column is absent a row is a unit. User level:
-    rows with the same id in `privacy.unit_column`, `max_rows_per_unit` of each at most.
+    Sequence level: rows with the same `record` are a unit; without that column each row is a unit. User level: rows
+    with the same id in `privacy.unit_column` are a unit, at most `max_rows_per_unit` of them.
 
     Args:
         dataset: records, or tokenized rows, as a `datasets.Dataset` or a sequence of dictionaries.
-        privacy: what a unit is.
-        rng: where the rows that a user keeps are drawn, with ``rows_kept="random"``:
-            `dpllm.mechanism.sampling.secret_rng`, the same on every process. None: the first ones are taken, which
+        privacy: definition of a unit.
+        rng: generator that draws the rows a user keeps, with ``rows_kept="random"``:
+            `dpllm.mechanism.sampling.secret_rng`, the same on every process. None: the first rows are kept, which
             gives the same numbers of rows and users.
 
     Raises:
-        DataError: empty data set, no column `unit_column`, or rows that are pieces of longer texts and do not say
-            of which record.
-        ValueError: an id is missing (names the row).
+        DataError: the data set is empty, has no column `unit_column`, or has rows that are pieces of longer texts
+            without the number of their record.
+        ValueError: an id is missing; the message gives the row.
 
     >>> rows = [{"input_ids": [1, 2], "record": 0}, {"input_ids": [3], "record": 0}, {"input_ids": [4], "record": 1}]
     >>> unit_index_of(rows, PrivacyConfig(clip_norm=1, expected_batch_size=1, noise_multiplier=1)).num_units
@@ -71,12 +71,12 @@ def unit_index_of(dataset: Any, privacy: PrivacyConfig, rng: np.random.Generator
 
 
 def _refuse_pieces(dataset: Any, present: Sequence[str]) -> None:
-    """Refuse rows of which several may be pieces of one record, where no column says which."""
+    """Refuse rows that may be pieces of one record when no column gives the record."""
     marks = [name for name in _PIECES if name in present]
     if marks and RECORD not in present:
         raise DataError(
-            f"The column '{marks[0]}' says that a tokenizer cut long texts into several rows, and no column '{RECORD}' "
-            "says which rows belong together: each piece would count as a unit, and a record would be protected less "
+            f"The column '{marks[0]}' shows that a tokenizer cut long texts into several rows, and no column "
+            f"'{RECORD}' gives their records: each piece would count as a unit, and a record would be protected less "
             f"than stated. Add a column '{RECORD}' with the number of each row's text, or tokenize with "
             "dpllm.data.rows.tokenize_records"
         )
@@ -91,10 +91,10 @@ def _refuse_pieces(dataset: Any, present: Sequence[str]) -> None:
 
 
 def num_labels_of(records: datasets.Dataset, config: DataConfig) -> int | None:
-    """Return the number of classes that the recipe names, or a Hub data set's schema; None where neither does.
+    """Return the number of classes named by the recipe or by a Hub data set's schema; None if neither names them.
 
-    The classes are never counted in the labels themselves: that number would depend on the private records. The schema
-    in a local file does not count either: whoever wrote it may have collected the names from the labels.
+    The classes are never counted in the labels: that number would depend on the private records. The schema in a local
+    file is not used either: its author may have collected the names from the labels.
     """
     if config.class_names is not None:
         return len(config.class_names)
@@ -106,11 +106,12 @@ def num_labels_of(records: datasets.Dataset, config: DataConfig) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RowCollator:
-    """Pads rows to the longest of them.
+    """Collator that pads rows to the longest of them.
 
     Called with a list of B rows, it returns `input_ids` (B, T), `attention_mask` (B, T) and `labels`: (B, T), padded
-    with -100, or (B,) for a classifier. For "seq2seq_lm" the labels have a length of their own. A row without `labels`
-    is its own target ("causal_lm"). Columns other than these and `token_type_ids` are left out.
+    with -100, or (B,) for a classifier. For "seq2seq_lm" the labels may be longer or shorter than the input. The target
+    of a row without `labels` is the row itself ("causal_lm"). Columns other than these and `token_type_ids` are left
+    out.
 
     >>> rows = [{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}]
     >>> batch = RowCollator(pad_token_id=0)(rows)
@@ -119,7 +120,7 @@ class RowCollator:
     """
 
     pad_token_id: int
-    """Token that fills the end of short rows; neither attention nor loss sees it."""
+    """Token that fills the end of short rows; it is masked in the attention and in the loss."""
     task: str = "causal_lm"
     """"causal_lm", "sequence_classification" or "seq2seq_lm"."""
 
@@ -127,7 +128,8 @@ class RowCollator:
         """Collate B rows.
 
         Raises:
-            DataError: no row, a row without `input_ids`, or labels of a length other than the input's.
+            DataError: there is no row; or a row has no `input_ids`, or a number of labels that is not its number of
+                input tokens.
         """
         if not rows:
             raise DataError("no row to collate: a batch needs at least one row (a padding row where nothing was drawn)")
@@ -161,13 +163,13 @@ class RowCollator:
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Lays rows end to end, without padding; for causal language models.
+    """Collator that concatenates rows without padding, for causal language models.
 
-    Called with a list of B rows of N tokens together, it returns `input_ids` (1, N), `position_ids` (1, N), which begin
-    anew with each row, `labels` (1, N), with each row's first masked, and what the attention is told of the rows
-    (transformers' ``FlashAttentionKwargs``): `cu_seq_lens_q` and `cu_seq_lens_k` (B + 1,), where each row begins and
-    the last one ends, and the longest row, `max_length_q` and `max_length_k`. The loss per row is then
-    `dpllm.packed_sequence_loss`. A row without `labels` is its own target.
+    Called with a list of B rows of N tokens in total, it returns `input_ids` (1, N); `position_ids` (1, N), which start
+    at 0 in each row; `labels` (1, N), with each row's first masked; and the boundaries of the rows for the attention
+    (transformers' ``FlashAttentionKwargs``): `cu_seq_lens_q` and `cu_seq_lens_k` (B + 1,), the beginning of each row
+    and the end of the last, and `max_length_q` and `max_length_k`, the length of the longest row. The loss per row is
+    then `dpllm.packed_sequence_loss`. The target of a row without `labels` is the row itself.
 
     >>> batch = PackedCollator()([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist()
@@ -178,8 +180,8 @@ class PackedCollator:
         """Collate B rows.
 
         Raises:
-            DataError: no row, a row without tokens, with masked tokens or token types, or with labels of a length other
-                than the input's.
+            DataError: there is no row; or a row has no tokens, masked tokens, token types, or a number of labels that
+                is not its number of input tokens.
         """
         padded = RowCollator(pad_token_id=0)(rows)
         seen_BT = padded["attention_mask"].bool()
@@ -205,7 +207,7 @@ class PackedCollator:
 
 
 def _column(dataset: Any, name: str) -> Sequence[Any]:
-    """A column, without a Python object per row where it is of whole numbers and none is missing."""
+    """Return a column; one of whole numbers without missing values is returned without a Python object per row."""
     if not isinstance(dataset, datasets.Dataset):
         values = [dataset[number].get(name) for number in range(len(dataset))]
         return [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]

@@ -1,9 +1,9 @@
-"""A private folder for copies of private text, and tables that are written there.
+"""A private folder for copies of private text, and the tables written there.
 
-Place in the flow: below everything that reads records. Records and their rows are kept on the disk and mapped into
-memory. The copies are readable by their owner only, whatever the umask, and are removed when the process ends: none is
-left in the cache of `datasets`. Each process has a folder of its own, locked while the process lives. A folder whose
-process was killed is removed by the next process that reads records.
+Place in the flow: below everything that reads records. Records and their rows are stored on the disk and mapped into
+memory. Only their owner can read the copies, regardless of the umask. They are removed when the process ends, and none
+is left in the cache of `datasets`. Each process has its own folder and locks it while it runs. The folder of a process
+that was killed is removed by the next process that reads records.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PREFIX = "dpllm-private-"
 """Beginning of the name of a process's folder."""
 
 _LOCK = "lock"
-_UNLOCKED = f"new-{PREFIX}"  # beginning of the name until the lock is held; such a folder is empty but for the lock
-_folders: dict[int, Path] = {}  # process id -> its folder: a forked child makes one of its own
+_UNLOCKED = f"new-{PREFIX}"  # beginning of the name until the lock is held; such a folder holds only the lock
+_folders: dict[int, Path] = {}  # process id -> its folder: a forked child makes its own
 _descriptors: list[int] = []
 
 
@@ -47,7 +47,7 @@ def private_folder() -> Path:
 
 
 def _made_in(place: Path) -> Path:
-    """Make a folder and hold its lock; it gets its name afterwards, so that no process takes it for an abandoned one.
+    """Make a folder and hold its lock; it is named afterwards, so that no process mistakes it for an abandoned one.
 
     Raises:
         OSError: the place cannot be written.
@@ -56,14 +56,14 @@ def _made_in(place: Path) -> Path:
     _remove_abandoned(place)
     folder = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=place))
     descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-    with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it but this process
+    with contextlib.suppress(OSError):  # a file system without locks: only this process removes the folder
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     _descriptors.append(descriptor)
     return folder.rename(place / folder.name.removeprefix("new-"))
 
 
 def remove_private_folder() -> None:
-    """Remove this process's folder; for a process that ends without the interpreter's own end."""
+    """Remove this process's folder; for a process that ends without the interpreter's normal shutdown."""
     folder = _folders.pop(os.getpid(), None)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -73,10 +73,10 @@ atexit.register(remove_private_folder)
 
 
 def store(tables: Iterable[pa.Table]) -> datasets.Dataset | None:
-    """Write tables one after the other into the private folder, and return them as one data set mapped from there.
+    """Write tables one after the other into the private folder, and return them as one memory-mapped data set.
 
-    Tables may differ in what one of them has and the other lacks (a column, a field, all values of a column); the
-    result then has everything, with nulls.
+    A table may lack a column, a field, or all values of a column that another table has; the result has all of them,
+    filled with nulls.
 
     Returns:
         The data set; None when there is no row.

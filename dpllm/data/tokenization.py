@@ -1,8 +1,8 @@
-"""Records become rows of token ids and labels.
+"""Tokenization: records become rows of token ids and labels.
 
-Place in the flow: after the records are loaded, before units are sampled. A record becomes one row, or several
-(`long_records: split`), and never none, so N is the same before and after. Every row carries the number of its record.
-What would leave a record without any target is an error here, before training, that names the record.
+Place in the flow: after the records are loaded, before units are sampled. Each record becomes one row, or several
+(`long_records: split`), and never zero, so N is the same before and after. Every row has the number of its record.
+A record without any target is an error here, before training; the message names the record.
 
 Labels follow the convention of transformers: the input ids themselves, -100 where no loss is wanted, not shifted.
 """
@@ -29,7 +29,7 @@ from dpllm.data.scratch import store
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 1 << 20  # of text that is encoded together: as lists its tokens take some ten times as much
+_PIECE_BYTES = 1 << 20  # of text encoded together: its tokens, as Python lists, take about ten times as much memory
 _PIECE_ROWS = 256
 
 RECORD = "record"
@@ -43,7 +43,7 @@ TASKS_OF_FORMAT = {
 }
 
 Example = tuple[list[int], Any]
-"""Input ids of a whole record, and its labels: a list, or the class of a classifier."""
+"""Input ids of a whole record, and its labels: a list, or a class number for a classifier."""
 
 
 def tokenize_records(
@@ -56,30 +56,31 @@ def tokenize_records(
 ) -> datasets.Dataset:
     """Return the rows of all records, in the order of the records.
 
-    How a record is read: *text*, with the end-of-sequence token after it (and a beginning one where the tokenizer
-    puts one), loss on every token; *prompt_completion*, the two joined without anything between them, loss on the
-    completion and the end-of-sequence token; *chat*, through the chat template, loss on the assistant's turns
-    (`dpllm.data.chat`); *classification*, the text as the tokenizer encodes it.
+    Formats: *text* adds the end-of-sequence token (and a beginning token if the tokenizer adds one), with loss on every
+    token. *prompt_completion* joins the two without anything between them, with loss on the completion and the
+    end-of-sequence token. *chat* applies the chat template, with loss on the assistant's turns (`dpllm.data.chat`).
+    *classification* encodes the text with the tokenizer.
 
-    A record longer than `max_length` is truncated: its end goes first, but what precedes the first target (a prompt)
-    gives way down to half of the row, from its beginning, so that targets always remain. With `long_records: split` it
-    becomes consecutive rows instead; each starts with the last token of the one before, so every target is predicted
-    once. Rows of a split record without a target (a long prompt) are left out: they have no loss.
+    A record longer than `max_length` is truncated at its end. The part before the first target (a prompt) is shortened
+    from its beginning, down to half of the row, so that targets always remain. With `long_records: split` the record
+    becomes consecutive rows instead; each starts with the last token of the row before, so every target is predicted
+    once. Rows of a split record without a target (from a long prompt) are left out: they have no loss.
 
     Args:
         records: one record per row.
         tokenizer: as loaded by `dpllm.models.load.load_tokenizer`.
         config: format, columns, `max_length`, `long_records`.
-        keep: columns of `records` that every row takes along, such as the user's id.
-        task: "causal_lm", "sequence_classification" or "seq2seq_lm" (labels are then the completion by itself).
-        num_labels: number of classes; labels outside 0..num_labels-1 are refused. None: only negative ones are.
+        keep: columns of `records` that are copied to every row, such as the user's id.
+        task: "causal_lm", "sequence_classification" or "seq2seq_lm" (the labels are then only the completion).
+        num_labels: number of classes; labels outside 0..num_labels-1 are refused. None: only negative labels are
+            refused.
 
     Returns:
-        Columns `input_ids`, `labels`, `record`, and those kept. `tokenization_info` says how many were cut.
+        Columns `input_ids`, `labels`, `record`, and those kept. `tokenization_info` counts the records that were cut.
 
     Raises:
-        ConfigError: format, task and `long_records` do not go together, or `max_length` exceeds the tokenizer's.
-        DataError: what `check_records` refuses; a record without a target; a label that is no class.
+        ConfigError: format, task and `long_records` cannot be combined, or `max_length` exceeds the tokenizer's.
+        DataError: `check_records` refuses the records, a record has no target, or a label is not a class.
     """
     _check_request(tokenizer, config, task)
     check_records(records, config, "records")
@@ -146,7 +147,7 @@ def _features(records: datasets.Dataset, keep: Sequence[str], task: str) -> data
 
 
 def tokenization_info(rows: datasets.Dataset) -> dict[str, int]:
-    """Return what `tokenize_records` did: records, rows, records_truncated, records_split, max_length.
+    """Return the counts of `tokenize_records`: records, rows, records_truncated, records_split, max_length.
 
     The counts are properties of the private text; ε does not cover them when they are written out.
 
@@ -156,20 +157,22 @@ def tokenization_info(rows: datasets.Dataset) -> dict[str, int]:
     try:
         return dict(json.loads(rows.info.description)["tokenization"])
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError("this data set was not made by tokenize_records, so nothing is known of its making") from error
+        raise DataError(
+            "this data set was not made by tokenize_records, so it has no counts: tokenize the records with it"
+        ) from error
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer on *public* text; it can write any text.
+    """Train a byte-level BPE tokenizer on *public* text; it can encode any text.
 
-    It puts ``<s>`` before a text; ``</s>`` ends one, ``<pad>`` fills up.
+    It adds ``<s>`` before a text; ``</s>`` ends a text and ``<pad>`` fills rows.
 
-    Guarantee: none. A vocabulary reveals the words of its text, so private text must not come in here.
+    Guarantee: none. A vocabulary reveals the words of its text, so never pass private text to this function.
 
     Args:
         texts: the public text.
-        vocab_size: entries at most (fewer when the text is too small for more).
-        max_length: tokens of a row at most, for `model_max_length`.
+        vocab_size: the most entries (fewer if the text is too short for more).
+        max_length: the most tokens of a row, for `model_max_length`.
 
     References:
         Sennrich, Haddow, Birch: Neural Machine Translation of Rare Words with Subword Units (ACL 2016).
@@ -204,11 +207,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> P
 def _check_request(tokenizer: PreTrainedTokenizerBase, config: DataConfig, task: str) -> None:
     if task not in TASKS_OF_FORMAT[config.format]:
         raise ConfigError(
-            f"data.format={config.format!r} does not go with model.task={task!r}; it goes with "
-            f"{' and '.join(TASKS_OF_FORMAT[config.format])}"
+            f"data.format={config.format!r} cannot be combined with model.task={task!r}; it needs model.task "
+            f"{' or '.join(TASKS_OF_FORMAT[config.format])}"
         )
     if config.long_records == "split" and task != "causal_lm":
-        raise ConfigError(f"long_records='split' is for causal_lm; a {task} takes long_records='truncate'")
+        raise ConfigError(f"long_records='split' is for causal_lm; set long_records='truncate' for {task}")
     if config.max_length > tokenizer.model_max_length:
         raise ConfigError(
             f"data.max_length={config.max_length} exceeds the {tokenizer.model_max_length} tokens that the model's "
@@ -217,14 +220,14 @@ def _check_request(tokenizer: PreTrainedTokenizerBase, config: DataConfig, task:
 
 
 class _RowMaker:
-    """Encodes records and cuts them into rows; counts what it cut."""
+    """Maker of rows: encodes records, cuts them into rows, and counts the cuts."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, task: str, num_labels: int | None
     ) -> None:
         self.tokenizer, self.config, self.task, self.num_labels = tokenizer, config, task, num_labels
         self.counts: Counter[str] = Counter()
-        # What the tokenizer puts around every text by itself, seen on a text that is no special token.
+        # The tokens that the tokenizer adds around every text, found on a text that is not a special token.
         around = self._ids(["a"])[0]
         special = set(tokenizer.all_special_ids)
         self.head = around[:1] if around[0] in special else []
@@ -258,7 +261,7 @@ class _RowMaker:
         return [(p + c, [IGNORE] * len(p) + c) for p, c in zip(prompts, completions, strict=True)]
 
     def rows(self, example: Example, number: int) -> Iterator[Example]:
-        """Yield the rows of a record: at least one, none without a target."""
+        """Yield the rows of a record: at least one, and each with a target."""
         ids, labels = example
         limit = self.config.max_length
         if self.task != "causal_lm":
@@ -295,7 +298,7 @@ class _RowMaker:
         return (head + ids[start:])[:limit], ([IGNORE] * len(head) + labels[start:])[:limit]
 
     def _cut(self, ids: list[int]) -> list[int]:
-        """Cut to `max_length`, the closing token of the tokenizer kept."""
+        """Cut to `max_length` and keep the tokenizer's closing token."""
         limit = self.config.max_length
         return ids if len(ids) <= limit else ids[: limit - len(self.tail)] + self.tail
 
@@ -315,5 +318,5 @@ _REMEDY = "fill it in, or remove it from the data before this run"
 
 
 def _has_target(labels: list[int]) -> bool:
-    """Return whether a token is predicted; the first of a row never is, nothing stands before it."""
+    """Return whether a token is predicted; the first of a row never is, because no token precedes it."""
     return any(label != IGNORE for label in labels[1:])

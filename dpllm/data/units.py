@@ -1,11 +1,12 @@
-"""Which rows belong to which privacy unit.
+"""The index of privacy units: which rows belong to which unit.
 
-Place in the flow: between the data and the sampler. The sampler draws units, this index says which rows they bring. A
-unit is what a neighbouring data set lacks, so all rows of a unit must come and go together: a long record cut into
-several rows stays one unit, and so does a user with many records. Nothing here changes the number of units once made.
+Place in the flow: between the data and the sampler. The sampler draws units; this index gives their rows. A
+neighbouring data set lacks one whole unit, so all rows of a unit must be used or left out together: a long record cut
+into several rows stays one unit, and so does a user with many records. The number of units never changes after the
+index is made.
 
-Numbers that follow each other by a rule are held as a `range`, which takes no memory: a data set of 10^9 rows, each a
-unit by itself, has an index of two of them.
+Regular sequences of numbers are stored as a `range`, which takes no memory: the index of a data set of 10^9 rows, each
+a unit, consists of two ranges.
 
 The ids are private. The errors name a row number and never an id.
 """
@@ -29,7 +30,7 @@ SAME_ID = "all rows with the same id"
 _INVISIBLE = ("Cf", "Cc")  # Unicode's categories of format and control characters
 _EXACT = 2**53  # up to here a float holds every whole number
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
-_BLOCK = 1 << 20  # entries looked at together where all of them at once would take as much memory again
+_BLOCK = 1 << 20  # entries read together, where reading all at once would double the memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,17 +44,17 @@ class UnitIndex:
     """
 
     offsets: Int64Array | range
-    """(num_units + 1,): where the rows of each unit begin."""
+    """(num_units + 1,): the position in `rows` at which each unit begins."""
     rows: Int64Array | range
-    """(num_rows,): row numbers, those of a unit side by side."""
+    """(num_rows,): row numbers; those of a unit are consecutive."""
     rows_dropped: int = 0
-    """Rows left out because their unit already had as many as it may have."""
+    """Number of rows left out because their unit already had its maximum."""
     rows_per_owner: int = 1
-    """How many of these units one privacy unit has at most; more than 1 only in what `each_row` returns."""
+    """The most of these units that one privacy unit may have; more than 1 only in the result of `each_row`."""
     differ_in_case: bool = False
-    """Whether two text ids differ only in upper and lower case. They are two units here."""
+    """Whether two text ids differ only in upper and lower case. They count as two units."""
     made_of: str | None = None
-    """How the units were made, in words for the report: `ONE_ROW`, or which ids they share. None: from arrays."""
+    """How the units were made, in words for the report: `ONE_ROW`, or `SAME_ID` with its column. None: from arrays."""
 
     def __post_init__(self) -> None:
         """Check the arrays and make them read-only."""
@@ -64,15 +65,15 @@ class UnitIndex:
                 array.setflags(write=False)
                 object.__setattr__(self, name, array)
         if any(getattr(values, "ndim", 1) != 1 for values in (self.offsets, self.rows)) or len(self.offsets) == 0:
-            raise ValueError("a unit index needs two arrays of one dimension, offsets with at least one entry")
+            raise ValueError("a unit index needs two one-dimensional arrays, and offsets with at least one entry")
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.rows) or not _rises(self.offsets):
             raise ValueError("offsets must rise from 0 to the number of rows: every unit has at least one row")
         if not (isinstance(self.rows, range) or _rises(self.rows) or _rises(np.sort(self.rows))):
-            raise ValueError("a row belongs to two units; then the clip norm would bound neither of them")
+            raise ValueError("a row belongs to two units, so the clip norm would bound neither of them: give it to one")
 
     @classmethod
     def one_row_per_unit(cls, num_rows: int) -> UnitIndex:
-        """Return the index of a data set in which every row is a unit by itself; it takes no memory.
+        """Return the index of a data set in which every row is a unit; it takes no memory.
 
         >>> UnitIndex.one_row_per_unit(3).num_units
         3
@@ -88,21 +89,21 @@ class UnitIndex:
         normalize: bool = False,
         column: str | None = None,
     ) -> UnitIndex:
-        """Return the index in which rows with the same id are one unit; units stand in the order of their first row.
+        """Return the index in which rows with the same id are one unit; units are in the order of their first row.
 
         Args:
-            ids: one id per row, all texts or all whole numbers. An array of whole numbers is taken as it is, without a
+            ids: one id per row, all texts or all whole numbers. An array of whole numbers is used directly, without a
                 Python object per row.
-            max_rows_per_unit: how many rows a unit may have at most; the others are left out and counted in
-                `rows_dropped`. None: no bound.
-            rng: where to draw the rows that stay, uniformly among the unit's own. None: the first ones stay.
-            normalize: take text ids for equal that `normalized_id` makes equal.
-            column: name of the column that the ids are from, for the report.
+            max_rows_per_unit: the most rows a unit may have; the others are left out and counted in `rows_dropped`.
+                None: no bound.
+            rng: generator that draws the rows to keep, uniformly among the unit's rows. None: keep the first ones.
+            normalize: treat text ids as equal when `normalized_id` makes them equal.
+            column: name of the column of the ids, for the report.
 
         Raises:
-            ValueError: an id is missing, or is neither text nor whole number, or texts and numbers are mixed, or two
-                text ids are one number, or differ only in spaces or Unicode form (the same user could then be two
-                units); the message gives the first such row.
+            ValueError: an id is missing or is neither text nor whole number; texts and numbers are mixed; or two text
+                ids are the same number, or differ only in spaces or Unicode form (the same user could then be two
+                units). The message gives the first such row.
 
         >>> index = UnitIndex.from_ids(["ann", "bob", "ann", "ann"], max_rows_per_unit=2)
         >>> index.num_units, index.rows.tolist(), index.rows_dropped
@@ -114,7 +115,7 @@ class UnitIndex:
         made_of = f"{SAME_ID} in column '{column}'" if column is not None else SAME_ID
         units = _unit_of_each_row(ids)
         counts = np.bincount(units) if len(units) else np.zeros(0, dtype=np.int64)
-        if len(counts) == len(units):  # each unit has one row, and stands where its row does
+        if len(counts) == len(units):  # each unit has one row, and units are in the order of their rows
             return cls(range(len(units) + 1), range(len(units)), differ_in_case=differ_in_case, made_of=made_of)
         if max_rows_per_unit is None:
             together = bool(np.all(units[:-1] <= units[1:]))
@@ -129,9 +130,10 @@ class UnitIndex:
         return cls(offsets, kept, rows_dropped=len(units) - len(kept), differ_in_case=differ_in_case, made_of=made_of)
 
     def each_row(self) -> UnitIndex:
-        """Return the index in which every row that is kept is drawn, and clipped, by itself.
+        """Return the index in which every row that is kept is drawn and clipped separately.
 
-        The units of this one stay what is protected: that is accounted for by `rows_per_owner`, their rows at most.
+        The guarantee still protects the units of this index: the accounting uses `rows_per_owner`, the most rows that
+        one of them has.
 
         >>> UnitIndex.from_ids(["ann", "bob", "ann"]).each_row().rows_per_owner
         2
@@ -148,12 +150,12 @@ class UnitIndex:
 
     @property
     def num_rows(self) -> int:
-        """Rows that belong to a unit; those dropped do not count."""
+        """Number of rows that belong to a unit, without the dropped ones."""
         return len(self.rows)
 
     @property
     def max_rows(self) -> int:
-        """Rows of the unit that has most."""
+        """Number of rows of the unit that has most."""
         if isinstance(self.offsets, range):
             return self.offsets.step if self.num_units else 0
         blocks = (self.offsets[at : at + _BLOCK + 1] for at in range(0, self.num_units, _BLOCK))
@@ -178,7 +180,7 @@ class UnitIndex:
         """
         unit_ids = np.asarray(unit_ids, dtype=np.int64)
         if unit_ids.size and (unit_ids.min() < 0 or unit_ids.max() >= self.num_units):
-            raise ValueError(f"unit numbers must lie in 0..{self.num_units - 1}")
+            raise ValueError(f"unit numbers must be in 0..{self.num_units - 1}")
         starts = _take(self.offsets, unit_ids)
         counts = _take(self.offsets, unit_ids + 1) - starts
         position = np.repeat(np.arange(len(unit_ids)), counts)
@@ -186,7 +188,7 @@ class UnitIndex:
         return _take(self.rows, np.repeat(starts, counts) + rank_in_unit), position
 
     def blocks(self) -> Iterator[Int64Array]:
-        """All rows and then all offsets as arrays, a bounded number of entries at a time: for hashing them.
+        """Yield all rows and then all offsets as arrays with a bounded number of entries, for hashing.
 
         >>> [block.tolist() for block in UnitIndex.one_row_per_unit(2).blocks()]
         [[0, 1], [0, 1, 2]]
@@ -198,7 +200,7 @@ class UnitIndex:
 
 
 def _take(values: Int64Array | range, places: Int64Array) -> Int64Array:
-    """The entries at these places, none of them negative."""
+    """Return the entries at these positions, none of them negative."""
     return values.start + values.step * places if isinstance(values, range) else values[places]
 
 
@@ -216,8 +218,8 @@ def _offsets(counts: NDArray[np.integer[Any]]) -> Int64Array:
 def normalized_id(text: str) -> str:
     """Return the form of a text id in which one person's spellings are equal.
 
-    Compatible characters are one (Unicode NFKC), invisible ones go, spaces at the ends go and others become one,
-    upper and lower case are one, and a number has one spelling.
+    Compatible characters become equal (Unicode NFKC). Invisible characters and spaces at the ends are removed, and
+    other runs of spaces become one space. Case is ignored, and a number has one spelling.
 
     >>> [normalized_id(text) for text in ("00017", " 17", "1e2", "100.0", "Ann  Lee", "ann lee")]
     ['17', '17', '100', '100', 'ann lee', 'ann lee']
@@ -226,7 +228,7 @@ def normalized_id(text: str) -> str:
 
 
 def _without_disguise(text: str) -> str:
-    """The same, upper and lower case kept."""
+    """Return the same form with upper and lower case kept."""
     if not (text.isascii() and text.isprintable()):
         text = unicodedata.normalize("NFKC", text)
         text = "".join(letter for letter in text if letter.isspace() or unicodedata.category(letter) not in _INVISIBLE)
@@ -240,10 +242,10 @@ def _without_disguise(text: str) -> str:
 
 
 def _checked_texts(ids: Sequence[Any], normalize: bool) -> tuple[Sequence[Any], bool]:
-    """Return the ids, normalized where asked for, and whether two of them differ only in case.
+    """Return the ids, normalized on request, and whether two of them differ only in case.
 
     Raises:
-        ValueError: two texts look like one id; gives a row of each, never an id.
+        ValueError: two texts look like one id; the message gives a row of each and never an id.
     """
     if isinstance(ids, np.ndarray):
         if np.issubdtype(ids.dtype, np.integer):
@@ -267,7 +269,7 @@ def _checked_texts(ids: Sequence[Any], normalize: bool) -> tuple[Sequence[Any], 
             raise ValueError(
                 f"the unit ids of rows {first_row[other]} and {row} are {how} (leading zeros, 1e2 for 100, spaces, "
                 "composed characters), so one user may count as two: write each id in one form, or set "
-                "privacy.normalize_ids: true, which takes such ids, and those that differ in case, for one"
+                "privacy.normalize_ids: true, which treats such ids, and ids that differ only in case, as one"
             )
         folded.add(plain.casefold())
     return ids, len(folded) < len(spelled)
@@ -299,7 +301,7 @@ def _unit_of_each_row(ids: Sequence[Any]) -> Int64Array:
 
 
 def _unit_of_each_number(ids: NDArray[np.integer[Any]]) -> Int64Array:
-    """The same for an array; rows that stand record after record, as tokenization leaves them, need no sorting."""
+    """Do the same for an array; rows in the order of their records, as tokenization leaves them, need no sorting."""
     units = np.zeros(len(ids), dtype=np.int64)
     if np.all(ids[:-1] <= ids[1:]):
         np.cumsum(ids[1:] != ids[:-1], out=units[1:])
@@ -318,7 +320,7 @@ def _kind(value: Any) -> type | None:
         return None
     if isinstance(value, numbers.Integral):
         return int
-    # A column of whole numbers with a hole in it is often read as floats.
+    # A column of whole numbers with a missing value is often read as floats.
     if isinstance(value, float | np.floating) and float(value).is_integer() and abs(float(value)) <= _EXACT:
         return int
     return None

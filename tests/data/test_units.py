@@ -15,7 +15,7 @@ from dpllm.data.units import UnitIndex
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(1, 5), st.booleans())
 def test_index_keeps_units_whole_and_bounded(ids: list[int], bound: int, drawn: bool) -> None:
-    """Every unit has exactly min(its rows, bound) of its own rows, and no row is anywhere else."""
+    """Every unit has exactly min(its rows, bound) of its rows, and no row belongs to two units."""
     index = UnitIndex.from_ids(ids, bound, np.random.default_rng(0) if drawn else None)
     order = list(dict.fromkeys(ids))
     assert index.num_units == len(order)
@@ -39,7 +39,7 @@ def test_rows_of_agrees_with_a_loop(ids: list[int], data: st.DataObject) -> None
 
 
 def test_one_row_per_unit() -> None:
-    """Without ids a row is a unit by itself."""
+    """Without ids each row is a unit."""
     index = UnitIndex.one_row_per_unit(4)
     assert (index.num_units, index.num_rows, index.max_rows, index.rows_dropped) == (4, 4, 1, 0)
     rows, position = index.rows_of(np.array([3, 1]))
@@ -47,7 +47,7 @@ def test_one_row_per_unit() -> None:
 
 
 def test_a_billion_rows_have_an_index_without_arrays() -> None:
-    """N entries are never alive, neither in making the index nor in asking it for rows, for its bound or for units."""
+    """N entries never exist in memory, neither when the index is made nor when its rows, bound or units are read."""
     tracemalloc.start()
     try:
         index = UnitIndex.one_row_per_unit(10**9).each_row()
@@ -60,7 +60,7 @@ def test_a_billion_rows_have_an_index_without_arrays() -> None:
 
 
 def as_before(ids: list[int]) -> UnitIndex:
-    """The index as two arrays, from a loop over the units."""
+    """Return the index as two arrays, from a loop over the units."""
     own = {name: [row for row, other in enumerate(ids) if other == name] for name in dict.fromkeys(ids)}
     counts = np.array([0, *map(len, own.values())])
     return UnitIndex(np.cumsum(counts), np.array([row for rows in own.values() for row in rows], dtype=np.int64))
@@ -68,7 +68,7 @@ def as_before(ids: list[int]) -> UnitIndex:
 
 @given(st.lists(st.integers(-3, 6), max_size=40), st.sampled_from([list, sorted, lambda ids: range(len(ids))]))
 def test_ranges_and_arrays_of_ids_give_the_index_of_a_loop(ids: list[int], order: Any) -> None:
-    """Ids in any order, rising, or all different, as a list or as an array of any width: one index, in every way."""
+    """Ids in any order, rising, or all different, as a list or as an array of any width, give the same index."""
     ids = list(order(ids))
     expected = as_before(ids)
     for given_ids in (ids, np.array(ids, dtype=np.int64), np.array(ids, dtype=np.int8)):
@@ -86,7 +86,7 @@ def test_ranges_and_arrays_of_ids_give_the_index_of_a_loop(ids: list[int], order
 
 
 def test_the_largest_unit_is_found_in_any_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offsets are looked at piece by piece; a unit at the seam of two pieces counts like any other."""
+    """Offsets are read in blocks; a unit at the boundary of two blocks counts like any other."""
     monkeypatch.setattr("dpllm.data.units._BLOCK", 2)
     for largest in range(5):
         counts = np.array([0, *(3 if unit == largest else 1 for unit in range(5))])
@@ -103,7 +103,7 @@ def test_no_rows_give_no_units() -> None:
 
 
 def test_drawn_rows_are_uniform() -> None:
-    """With a generator, each row of a crowded unit stays equally often."""
+    """With a generator, each row of a unit with too many rows is kept equally often."""
     counts = np.zeros(5)
     for seed in range(2000):
         counts[UnitIndex.from_ids([0] * 5, 2, np.random.default_rng(seed)).rows] += 1
@@ -125,7 +125,7 @@ def test_missing_id_is_refused_with_its_row(missing: Any) -> None:
 
 
 def test_mixed_ids_are_refused() -> None:
-    """The number 7 and the text "7" could be one user counted twice."""
+    """The number 7 and the text "7" could be one user who is counted twice."""
     with pytest.raises(ValueError, match="mix text and numbers; the first row that differs is row 1"):
         UnitIndex.from_ids([7, "7"])
 
@@ -139,7 +139,7 @@ def test_bound_below_one_is_refused() -> None:
 @pytest.mark.parametrize("units", [[-1], [2]])
 def test_unit_out_of_range_is_refused(units: list[int]) -> None:
     """A unit that does not exist is an error, not the last one."""
-    with pytest.raises(ValueError, match=r"must lie in 0\.\.1"):
+    with pytest.raises(ValueError, match=r"must be in 0\.\.1"):
         UnitIndex.one_row_per_unit(2).rows_of(np.array(units))
 
 
@@ -149,7 +149,7 @@ def test_unit_out_of_range_is_refused(units: list[int]) -> None:
         ([0, 2], [1, 1], "a row belongs to two units"),
         ([0, 3], [1, 0, 1], "a row belongs to two units"),
         (range(0, 3, 2), range(3), "must rise from 0"),
-        ([[0, 1]], [0], "two arrays of one dimension"),
+        ([[0, 1]], [0], "two one-dimensional arrays"),
         ([0, 1, 1], [0], "every unit has at least one row"),
         ([1, 2], [0, 1], "must rise from 0"),
         ([], [], "offsets with at least one entry"),
@@ -170,7 +170,7 @@ def test_index_is_read_only() -> None:
 
 
 def test_each_row_by_itself_keeps_the_bound_of_its_owner() -> None:
-    """The rows that were kept, each a unit of its own, and how many of them one owner has at most."""
+    """Each row that was kept is a unit, and the index gives the most rows that one owner has."""
     users = UnitIndex.from_ids(["a", "b", "a", "a", "b"], max_rows_per_unit=2)
     rows = users.each_row()
     assert list(rows.rows) == [0, 1, 2, 4] and rows.num_units == rows.num_rows == 4 and rows.max_rows == 1
@@ -193,7 +193,7 @@ def test_each_row_by_itself_keeps_the_bound_of_its_owner() -> None:
         ("ann", "ann\0"),
     ],
 )
-def test_ids_that_look_alike_are_refused(one: str, other: str) -> None:
+def test_ids_that_look_equal_are_refused(one: str, other: str) -> None:
     """One person's id in two spellings would be two units; the message has their rows, and no id."""
     with pytest.raises(ValueError, match=r"the unit ids of rows 0 and 2 are .*privacy\.normalize_ids"):
         UnitIndex.from_ids([one, "bob", other])
@@ -203,7 +203,7 @@ def test_ids_that_look_alike_are_refused(one: str, other: str) -> None:
 
 @pytest.mark.parametrize("kind", [object, str], ids=["objects", "fixed width"])
 def test_texts_in_an_array_are_compared_like_those_in_a_list(kind: type) -> None:
-    """As a table's column comes: `frame["user"].to_numpy()`."""
+    """Such an array is a table's column: `frame["user"].to_numpy()`."""
     with pytest.raises(ValueError, match=r"the unit ids of rows 0 and 2 are .*privacy\.normalize_ids"):
         UnitIndex.from_ids(np.array(["ann", "bob", "ann "], dtype=kind))
     assert UnitIndex.from_ids(np.array(["ann", "bob", "Ann"], dtype=kind)).differ_in_case

@@ -617,7 +617,7 @@ def test_too_many_units_per_step_and_an_empty_data_set_are_refused(tmp_path):
     ("row", "match"),
     [
         ({"input_ids": [3, 4], "labels": [3, 4, 5]}, "row 1 has 3 labels for 2 input tokens"),
-        ({"input_ids": [3, 4], "labels": [3, -100]}, "row 1 has no target, all its labels are masked"),
+        ({"input_ids": [3, 4], "labels": [3, -100]}, "row 1 has no target: all its labels are masked"),
         ({"input_ids": [], "labels": []}, "row 1 has no input_ids"),
     ],
 )
