@@ -51,7 +51,7 @@ from counting import LiveBytes, count_flops
 
 from dpllm.data.labels import IGNORE
 from dpllm.engines.single import SingleProcess
-from dpllm.ghost import Forms, GhostClipper
+from dpllm.ghost import GhostClipper, NormMethod
 from dpllm.models.losses import per_sequence_loss
 
 CLIP_NORM = 1.0
@@ -199,10 +199,10 @@ class Step:
 class GhostStep(Step):
     """This package: norms and clipped sum from one backward pass, and gradients as the engine of one process leaves."""
 
-    def __init__(self, model: nn.Module, forms: Forms | None = None) -> None:
+    def __init__(self, model: nn.Module, norm_method: NormMethod | None = None) -> None:
         """Attach the hooks."""
         super().__init__(model)
-        self.clipper = GhostClipper(model, CLIP_NORM, forms)
+        self.clipper = GhostClipper(model, CLIP_NORM, norm_method)
         self.engine = SingleProcess(torch.optim.SGD(self.clipper.parameters.values(), lr=0.0))
         self.engine.guard.done = True  # its check of the first step isn't what is measured
 
@@ -289,7 +289,7 @@ class FastDPStep(Step):
 
 def two_passes(model: nn.Module) -> Step:
     """This package with a second backward pass for the sum, which holds one layer's factors at a time."""
-    return GhostStep(model, Forms(passes=2))
+    return GhostStep(model, NormMethod(backward_passes=2))
 
 
 METHODS: dict[str, Callable[[nn.Module], Step]] = {

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from dpllm.config import PrivacyConfig as PrivacyConfig
     from dpllm.config import load_recipe as load_recipe
     from dpllm.ghost import ClipResult as ClipResult
-    from dpllm.ghost import Forms as Forms
     from dpllm.ghost import GhostClipper as GhostClipper
     from dpllm.ghost import GhostError as GhostError
+    from dpllm.ghost import NormMethod as NormMethod
     from dpllm.mechanism.events import Step as Step
     from dpllm.mechanism.events import dp_sgd as dp_sgd
     from dpllm.mechanism.generators import NoiseSource as NoiseSource
@@ -45,7 +45,7 @@ _HOME = {
     "PrivacyConfig": "dpllm.config",
     "load_recipe": "dpllm.config",
     "ClipResult": "dpllm.ghost",
-    "Forms": "dpllm.ghost",
+    "NormMethod": "dpllm.ghost",
     "GhostClipper": "dpllm.ghost",
     "GhostError": "dpllm.ghost",
     "classification_loss": "dpllm.models.losses",

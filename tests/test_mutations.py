@@ -131,9 +131,9 @@ MUTATIONS = [
     Mutation(
         "the cross term between a unit's rows is deleted",
         "dpllm/ghost/contributions.py",
-        "        sq_norm_G, mass_G = forms.outer_norms("
+        "        sq_norm_G, mass_G = norm_method.outer_norms("
         "units.fold(group[0].input), [units.fold(c.grad) for c in group])\n",
-        "        each = forms.outer_norms(group[0].input, [c.grad for c in group])\n"
+        "        each = norm_method.outer_norms(group[0].input, [c.grad for c in group])\n"
         "        sq_norm_G, mass_G = (x_B[units.rows_GN].sum(1) for x_B in each)\n",
         ("tests/ghost/test_contributions.py",),
     ),
@@ -147,8 +147,8 @@ MUTATIONS = [
     Mutation(
         "rows of a large unit are forgotten",
         "dpllm/ghost/passes.py",
-        "join(self._contributions.get(key, []), contributions, one.forms)",
-        "join([], contributions, one.forms)",
+        "join(self._contributions.get(key, []), contributions, one.norm_method)",
+        "join([], contributions, one.norm_method)",
         ("tests/invariant/test_large_units.py",),
     ),
     Mutation(
@@ -163,7 +163,7 @@ MUTATIONS = [
         "dpllm/ghost/kernels.py",
         "2 * terms[:, :, :start].sum((1, 2))",
         "terms[:, :, :start].sum((1, 2))",
-        ("tests/ghost/test_forms.py",),
+        ("tests/ghost/test_norm_method.py",),
     ),
     Mutation(
         "rows that are drawn singly are accounted for as whole units",

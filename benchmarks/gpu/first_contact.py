@@ -17,7 +17,7 @@ import numpy as np
 import scipy.stats
 import torch
 
-from dpllm.ghost import Forms, kernels, triton_kernels
+from dpllm.ghost import NormMethod, kernels, triton_kernels
 from dpllm.ghost.rounding import _MOST, _SHAPES, shortfalls, slack_factor
 from dpllm.mechanism.noise import _BLOCK, NoiseSource
 from gpu.memory_limits import automatic_budget, memory_runs_out
@@ -138,13 +138,14 @@ def rounding(figures: Figures, setting: Setting) -> None:
     sizes = [(17, 200)] if setting.toy else [*_SHAPES]
     for fused in (True, False):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            forms, name = Forms(fused=fused), f"{'fused' if fused else 'PyTorch'} {str(dtype).removeprefix('torch.')}"
-            found = [shortfalls(forms, setting.device, dtype, *size) for size in sizes]
+            name = f"{'fused' if fused else 'PyTorch'} {str(dtype).removeprefix('torch.')}"
+            method = NormMethod(fused=fused)
+            found = [shortfalls(method, setting.device, dtype, *size) for size in sizes]
             figures[name] = {what: max(one[what] for one in found) for what in found[0]}
             for what, value in figures[name].items():
                 figures.require(value <= _MOST, f"{name}: {what} is {value:.3g} times the slack")
             if not setting.toy:
-                figures[f"{name}, slack times"] = slack_factor(forms, setting.device, dtype)
+                figures[f"{name}, slack times"] = slack_factor(method, setting.device, dtype)
 
 
 def noise(figures: Figures, setting: Setting) -> None:
@@ -241,8 +242,11 @@ def tf32(figures: Figures, setting: Setting) -> None:
                 continue
             before, sums = flags(), torch.zeros(width, width, device=device)
             with kernels.exact_matmul():
-                norms = [form.outer_norms(x, [y])[0] for form in (Forms("gram"), Forms("tiled"), Forms("gram", False))]
-                Forms().add_weighted_outer_(sums, x, y, torch.ones(2, device=device))
+                norms = [
+                    form.outer_norms(x, [y])[0]
+                    for form in (NormMethod("gram"), NormMethod("tiled"), NormMethod("gram", False))
+                ]
+                NormMethod().add_weighted_outer_(sums, x, y, torch.ones(2, device=device))
             figures.require(flags() == before, f"{name}: the settings are not what they were")
             worst = max(relative_error(norm, exact) for norm in norms)
             figures.check(f"{name}, norms", worst, at_most=1e-5)
@@ -284,7 +288,7 @@ def without_triton(figures: Figures, setting: Setting) -> None:
     for dtype in ("float32", "bfloat16"):
         case = Case("llama", dtype=dtype)
         model, batch = build_model(case).to(setting.device), make_batch(case.spec)
-        fused, plain = (clipped_sum(model, case, batch, 0.1, forms=Forms(fused=fused)) for fused in (True, False))
+        fused, plain = (clipped_sum(model, case, batch, 0.1, forms=NormMethod(fused=fused)) for fused in (True, False))
         bound = 1e-5 if dtype == "float32" else 5e-3
         figures.check(f"{dtype}, norms", relative_error(plain.norms, fused.norms), at_most=bound)
         figures.check(f"{dtype}, sums", relative_error(plain.total, fused.total), at_most=bound)

@@ -3,4 +3,4 @@
 from dpllm.ghost.clipper import ClipResult as ClipResult
 from dpllm.ghost.clipper import GhostClipper as GhostClipper
 from dpllm.ghost.errors import GhostError as GhostError
-from dpllm.ghost.forms import Forms as Forms
+from dpllm.ghost.norm_method import NormMethod as NormMethod

@@ -31,8 +31,8 @@ from dpllm.ghost.checks import (
 )
 from dpllm.ghost.contributions import Rows, Use
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.forms import Forms
 from dpllm.ghost.hooks import Hooks
+from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.passes import AddUp, HeldUnit, Keep, Measure, Pass, Receiver
 from dpllm.ghost.rounding import is_measured, slack_factor
 from dpllm.ghost.rules import (
@@ -82,22 +82,22 @@ class Book:
 
     Args:
         model: any module whose inputs and outputs have the rows of the batch first.
-        forms: how norms are computed.
+        norm_method: how norms are computed.
 
     Raises:
         GhostError: a module that couples rows, a parameter no rule can serve, no trainable parameter, a compiled or
             data-parallel model.
     """
 
-    def __init__(self, model: nn.Module, forms: Forms | None = None) -> None:
+    def __init__(self, model: nn.Module, norm_method: NormMethod | None = None) -> None:
         """Check the model and attach the hooks."""
-        self.forms = forms or Forms()
+        self.norm_method = norm_method or NormMethod()
         refuse_wrapped(model)
         refuse_coupled_modules(model)
         refuse_skipped_layers(model)
         self._parameters = trainable_parameters(model)
         self.sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self._parameters.values())
-        if self.sharded and self.forms.passes == 2:
+        if self.sharded and self.norm_method.backward_passes == 2:
             raise two_passes_over_shards()
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._flows: set[tuple[torch.device, torch.dtype]] = set()  # of all that norms were computed from
@@ -208,7 +208,7 @@ class Book:
 
     def _begin(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> Pass:
         self._hooks.calls.differentiated(len(loss_B))
-        self._pass = Pass(Rows.of(unit_B, num_units, loss_B.device), self.forms)
+        self._pass = Pass(Rows.of(unit_B, num_units, loss_B.device), self.norm_method)
         return self._pass
 
     def _differentiate(self, one: Pass, loss_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:
@@ -238,11 +238,11 @@ class Book:
     def _tally(self, one: Pass, max_waiting: int | None = None) -> NormTally:
         wide = any(p.dtype == torch.float64 for p in self._parameters.values())
         dtype = torch.float64 if wide else torch.float32
-        return NormTally(one.rows, self.forms, dtype, self._slack_factor, max_waiting)
+        return NormTally(one.rows, self.norm_method, dtype, self._slack_factor, max_waiting)
 
     def _slack_factor(self) -> float:
         """The largest of all devices and dtypes that norms and sums were computed from."""
-        return max((slack_factor(self.forms, *flow) for flow in self._flows), default=1.0)
+        return max((slack_factor(self.norm_method, *flow) for flow in self._flows), default=1.0)
 
     # ---------------------------------------------------------- independence of rows
 
@@ -305,8 +305,8 @@ class Book:
     # -------------------------------------------------------------------- two passes
 
     def _passes(self, loss_B: Tensor) -> int:
-        if self.forms.passes != "auto":
-            return self.forms.passes
+        if self.norm_method.backward_passes != "auto":
+            return self.norm_method.backward_passes
         calls = self._hooks.calls
         return 1 if self.sharded else self._memory.needed(calls.rows or len(loss_B), calls.tokens, loss_B.device)
 

@@ -84,7 +84,7 @@ def used_again(name: str) -> GhostError:
     """Say that a parameter has a use that no call since the last backward pass made."""
     return GhostError(
         f"{name} is used more often in the loss than in the calls of the model since the last backward pass. Compute "
-        "the losses from calls of the model that follow that pass, or clip in one pass (Forms(passes=1))."
+        "the losses from calls of the model that follow that pass, or clip in one pass (NormMethod(backward_passes=1))."
     )
 
 
@@ -93,5 +93,5 @@ def not_repeatable() -> GhostError:
     return GhostError(
         "The second backward pass gave a unit a longer gradient than the first, from which its clip factor comes: some "
         "operation isn't repeatable. Call torch.use_deterministic_algorithms(True), or clip in one pass "
-        "(Forms(passes=1))."
+        "(NormMethod(backward_passes=1))."
     )

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from dpllm.ghost.book import Book
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import clip_factors
-from dpllm.ghost.forms import Forms
 from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.ghost.norm_method import NormMethod
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.parts import Clipping
 
@@ -47,7 +47,7 @@ class GhostClipper:
         model: any module whose inputs and outputs have the rows of the batch first; a transformers model,
             PEFT-wrapped or not.
         clip_norm: C > 0, where clipping is flat.
-        forms: how norms are computed; the default takes what costs least.
+        norm_method: how norms are computed; the default takes what costs least.
         clipping: another way to bound a contribution, in place of ``clip_norm``: one of `dpllm.mechanism.catalogue`, or
             one of your own, whose factors are then checked against its sensitivity in each call.
 
@@ -69,14 +69,14 @@ class GhostClipper:
         self,
         model: nn.Module,
         clip_norm: float | None = None,
-        forms: Forms | None = None,
+        norm_method: NormMethod | None = None,
         clipping: Clipping | None = None,
     ) -> None:
         """Attach to the model."""
         if (clip_norm is None) == (clipping is None):
             raise ValueError("Give one of clip_norm (flat clipping) and clipping (another kind).")
         self.clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else clipping  # type: ignore[assignment]
-        self._book = Book(model, forms)
+        self._book = Book(model, norm_method)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dpllm.ghost import kernels
-from dpllm.ghost.forms import Forms
+from dpllm.ghost.norm_method import NormMethod
 
 _MAX_ENTRIES = 1 << 26  # of the rows' gradients that are formed at a time, where a unit has several rows
 
@@ -160,9 +160,9 @@ class Instance:
         """Keep the given units."""
         return Instance(self.value_U[units])
 
-    def add_weighted_(self, total: Tensor, factor_U: Tensor, forms: Forms) -> None:
+    def add_weighted_(self, total: Tensor, factor_U: Tensor, norm_method: NormMethod) -> None:
         """``total += sum_u factor_u g_u``."""
-        del forms
+        del norm_method
         total += torch.tensordot(factor_U.to(total.dtype), self.value_U.to(total.dtype), dims=1)
 
 
@@ -225,9 +225,9 @@ class Outer:
         """Keep the given rows."""
         return Outer(self.left_BTL[rows], self.right_BTR[rows], self.input_side)
 
-    def add_weighted_(self, total: Tensor, factor_B: Tensor, forms: Forms) -> None:
+    def add_weighted_(self, total: Tensor, factor_B: Tensor, norm_method: NormMethod) -> None:
         """``total += sum_b factor_b g_b``."""
-        forms.add_weighted_outer_(total, self.left_BTL, self.right_BTR, factor_B)
+        norm_method.add_weighted_outer_(total, self.left_BTL, self.right_BTR, factor_B)
 
     def mass(self) -> Tensor:
         """(B,): sum_t |left_t| |right_t|, the scale of the rounding error of norms and sums."""
@@ -282,9 +282,9 @@ class Lookup:
         """Keep the given rows."""
         return Lookup(self.index_BT[rows], self.right_BTR[rows], self.num_entries)
 
-    def add_weighted_(self, total: Tensor, factor_B: Tensor, forms: Forms) -> None:
+    def add_weighted_(self, total: Tensor, factor_B: Tensor, norm_method: NormMethod) -> None:
         """``total += sum_b factor_b g_b``."""
-        del forms
+        del norm_method
         weighted = self.right_BTR.to(total.dtype) * factor_B.to(total.dtype)[:, None, None]
         total.index_add_(0, self.index_BT.flatten(), weighted.flatten(0, 1))
 
@@ -303,9 +303,9 @@ def _one_row(x: Tensor) -> Tensor:
     return x.flatten(0, 1)[None]
 
 
-def held(use: Use, rows: Rows, forms: Forms) -> Contribution:
+def held(use: Use, rows: Rows, norm_method: NormMethod) -> Contribution:
     """What is kept of a use until the clipped sum is formed: whichever takes less memory."""
-    if isinstance(use, RowGradients) or forms.holds_instance(use.factor_bytes(), use.instance_bytes(rows)):
+    if isinstance(use, RowGradients) or norm_method.holds_instance(use.factor_bytes(), use.instance_bytes(rows)):
         return Instance(use.instance(rows))
     return use
 
@@ -320,7 +320,7 @@ def merge(contributions: Sequence[Contribution], rows: Rows) -> list[Contributio
     return [Instance(sum_of(contribution.instance(rows) for contribution in contributions))]
 
 
-def join(already: Sequence[Contribution], more: Sequence[Contribution], forms: Forms) -> list[Contribution]:
+def join(already: Sequence[Contribution], more: Sequence[Contribution], norm_method: NormMethod) -> list[Contribution]:
     """Bring together what the rows of one unit contribute to one parameter in several passes, as of a single row.
 
     A sum over rows of sums over tokens is one sum over tokens. It is held in factors, or as the gradient itself as soon
@@ -329,7 +329,7 @@ def join(already: Sequence[Contribution], more: Sequence[Contribution], forms: F
     Args:
         already: what `join` returned for the passes before; empty at first.
         more: every use of the parameter in one more pass.
-        forms: says which takes less.
+        norm_method: says which takes less.
     """
     folded = [*already, *(contribution.fold() for contribution in more)]
     outers = [c for c in folded if isinstance(c, Outer)]
@@ -342,20 +342,20 @@ def join(already: Sequence[Contribution], more: Sequence[Contribution], forms: F
         indexes, rights = [c.index_BT for c in lookups], [c.right_BTR for c in lookups]
         joined.append(Lookup(torch.cat(indexes, 1), torch.cat(rights, 1), lookups[0].num_entries))
     one = Rows.one_unit(_device(joined[0]))
-    return merge([c if isinstance(c, Instance) else held(c, one, forms) for c in joined], one)
+    return merge([c if isinstance(c, Instance) else held(c, one, norm_method) for c in joined], one)
 
 
 def _device(contribution: Contribution) -> torch.device:
     return (contribution.value_U if isinstance(contribution, Instance) else contribution.right_BTR).device
 
 
-def squared_norms(contributions: Sequence[Contribution], rows: Rows, forms: Forms) -> tuple[Tensor, Tensor]:
+def squared_norms(contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod) -> tuple[Tensor, Tensor]:
     """Squared norm of each unit's gradient of one parameter, cross terms included.
 
     Args:
         contributions: every use of the parameter, as returned by `merge`.
         rows: the units of the rows.
-        forms: how norms are computed.
+        norm_method: how norms are computed.
 
     Returns:
         ``(sq_norm_U, slack_U)``: the squared norms, and what rounding may have taken from them or add to the clipped
@@ -366,7 +366,7 @@ def squared_norms(contributions: Sequence[Contribution], rows: Rows, forms: Form
         return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * sq_norm_U
     factored = [c for c in contributions if not isinstance(c, Instance)]
     assert len(factored) == len(contributions), "merge() leaves no mixture of instances and factors"
-    sq_norm_U = sum_of(_square(c, rows, forms) for c in factored)
+    sq_norm_U = sum_of(_square(c, rows, norm_method) for c in factored)
     for i, x in enumerate(factored):
         for y in factored[:i]:
             sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows, sq_norm_U)
@@ -374,12 +374,12 @@ def squared_norms(contributions: Sequence[Contribution], rows: Rows, forms: Form
     return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * mass_U.square()
 
 
-def shared_norms(group: Sequence[Outer], rows: Rows, forms: Forms) -> tuple[Tensor, Tensor]:
+def shared_norms(group: Sequence[Outer], rows: Rows, norm_method: NormMethod) -> tuple[Tensor, Tensor]:
     """`squared_norms` of several parameters together, each used once, in layers that read one input."""
     slack = kernels.rounding_slack(kernels.accumulation_dtype(group[0].input.dtype))
 
     def norms(units: Group) -> Tensor:
-        sq_norm_G, mass_G = forms.outer_norms(units.fold(group[0].input), [units.fold(c.grad) for c in group])
+        sq_norm_G, mass_G = norm_method.outer_norms(units.fold(group[0].input), [units.fold(c.grad) for c in group])
         return torch.stack([sq_norm_G, slack * mass_G], 1)
 
     like = torch.empty(0, 2, dtype=kernels.accumulation_dtype(group[0].input.dtype), device=group[0].input.device)
@@ -395,11 +395,11 @@ def _by_groups(rows: Rows, like: Tensor, of: Callable[[Group], Tensor]) -> Tenso
     return total_U
 
 
-def _square(x: Outer | Lookup, rows: Rows, forms: Forms) -> Tensor:
+def _square(x: Outer | Lookup, rows: Rows, norm_method: NormMethod) -> Tensor:
     """(U,): the squared norm of one use."""
     if isinstance(x, Outer):
-        return shared_norms([x], rows, forms)[0]
-    return forms.lookup_norms(x.index_BT, x.right_BTR, rows.unit_B, rows.num_units, x.num_entries)
+        return shared_norms([x], rows, norm_method)[0]
+    return norm_method.lookup_norms(x.index_BT, x.right_BTR, rows.unit_B, rows.num_units, x.num_entries)
 
 
 def _cross(x: Outer | Lookup, y: Outer | Lookup, rows: Rows, like: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """How much the book would hold between a backward pass and the clipped sum, and how much there is.
 
 Place in the flow: asked by the book before each backward pass, where it may choose between one pass and two
-(`Forms.passes`).
+(`NormMethod.backward_passes`).
 """
 
 from __future__ import annotations

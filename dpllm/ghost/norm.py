@@ -48,7 +48,7 @@ class LayerNormRule:
             self.book.record(self.bias, RowGradients(sum_tokens(grad, keep)))
         if self.weight is not None:
             normed = F.layer_norm(self.book.by_rows(saved[0]), self.shape, eps=self.eps)
-            self.book.record(self.weight, RowGradients(self.book.forms.scale_grads(normed, grad, keep)))
+            self.book.record(self.weight, RowGradients(self.book.norm_method.scale_grads(normed, grad, keep)))
 
 
 def offset_of(call: Call, name: str, weight: Tensor, output: Tensor) -> str | None:
@@ -96,7 +96,7 @@ class ScaleRule:
                 if self.offset != "zero":
                     at_zero = torch.zeros(shape, dtype=dtype, device=device)
                     normed = normed - call.again({self.name: at_zero}, saved)
-            per_row = self.book.forms.scale_grads(self.book.by_rows(normed), self.book.by_rows(grad))
+            per_row = self.book.norm_method.scale_grads(self.book.by_rows(normed), self.book.by_rows(grad))
             self.book.record(self.weight, RowGradients(per_row))
 
         return self.book.tap(output, receive, *tensors)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dpllm.ghost import kernels
 from dpllm.ghost.calls import Calls, used_again
 from dpllm.ghost.contributions import Contribution, Instance, Rows, Use, held, join, merge
-from dpllm.ghost.forms import Forms
+from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.tally import NormTally, Weights
 
 
@@ -44,21 +44,21 @@ class Pass:
 
     Attributes:
         rows: which unit each row is of.
-        forms: how norms and sums are computed.
+        norm_method: how norms and sums are computed.
         contributions: by parameter, all of its uses.
         sums: clipped sums that are complete already.
         weights: of the rows and of the units; None until the clip factors are known.
     """
 
     rows: Rows
-    forms: Forms
+    norm_method: NormMethod
     contributions: dict[int, list[Contribution]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[int, Tensor] = field(default_factory=dict)
     weights: tuple[Weights, Weights] | None = None
 
     def keep(self, parameter: nn.Parameter, use: Use) -> None:
         """Keep a contribution until the sum is formed."""
-        self.contributions[id(parameter)].append(held(use, self.rows, self.forms))
+        self.contributions[id(parameter)].append(held(use, self.rows, self.norm_method))
 
     def add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
         """Add the norms of what is kept; return ``(sq_norm_U, slack_U)`` of all parameters."""
@@ -85,7 +85,7 @@ class Pass:
         """Add one contribution, weighted, to ``total``."""
         assert self.weights is not None, "the sum is formed after weigh()"
         of_rows, of_units = self.weights
-        (of_units if isinstance(contribution, Instance) else of_rows).add_(total, contribution, self.forms)
+        (of_units if isinstance(contribution, Instance) else of_rows).add_(total, contribution, self.norm_method)
 
 
 class Keep:
@@ -127,7 +127,7 @@ class Measure:
         if id(parameter) in self._done:
             raise used_again(name)
         self._done.add(id(parameter))
-        contribution = held(use, self._pass.rows, self._pass.forms)
+        contribution = held(use, self._pass.rows, self._pass.norm_method)
         self.tally.add([contribution])
         self._finish(parameter, contribution)
 
@@ -166,7 +166,7 @@ class HeldUnit:
         self.joining = True
         with kernels.exact_matmul(), torch.no_grad():
             for key, contributions in one.contributions.items():
-                self._contributions[key] = join(self._contributions.get(key, []), contributions, one.forms)
+                self._contributions[key] = join(self._contributions.get(key, []), contributions, one.norm_method)
         one.contributions.clear()
         self.joining = False
 
@@ -175,7 +175,7 @@ class HeldUnit:
         self.add(one)
         self.joining = True
         contributions, self._contributions = defaultdict(list, self._contributions), {}
-        return Pass(Rows.one_unit(device), one.forms, contributions)
+        return Pass(Rows.one_unit(device), one.norm_method, contributions)
 
     def clear(self) -> None:
         """Forget what is held."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpllm.ghost import kernels
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.forms import Forms
+from dpllm.ghost.norm_method import NormMethod
 
 _NARROW = 128  # of the widths, for sums: a matrix of so many by so many
 _MOST = 32.0  # times the slack
@@ -29,32 +29,34 @@ def is_measured(x: Tensor) -> bool:
 
 
 @functools.cache
-def slack_factor(forms: Forms, device: torch.device, dtype: torch.dtype) -> float:
+def slack_factor(norm_method: NormMethod, device: torch.device, dtype: torch.dtype) -> float:
     """By how much the slack of norms has to be larger here than `kernels.rounding_slack`.
 
     Guarantee: with it, what rounding may take from a norm or add to a clipped sum is allowed for twice over, as far as
     the worst case measured here shows. It makes clip factors smaller, by some millionths.
 
     Args:
-        forms: how norms are computed.
+        norm_method: how norms are computed.
         device: where.
         dtype: of activations and output gradients.
 
     Raises:
         GhostError: so far off that it can't be rounding.
     """
-    measured = [found for shape in _SHAPES for found in shortfalls(forms, device, dtype, *shape).items()]
+    measured = [found for shape in _SHAPES for found in shortfalls(norm_method, device, dtype, *shape).items()]
     what, worst = max(measured, key=lambda found: math.inf if math.isnan(found[1]) else found[1])
     if not worst <= _MOST:
         raise GhostError(
             f"On {device}, {what} of {dtype} are off by {worst:.1f} times what the clip factors allow for, which can't "
-            "be rounding, so that a unit could contribute more than the clip norm. Pass forms=Forms(fused=False), or "
-            "train in float32"
+            "be rounding, so that a unit could contribute more than the clip norm. Pass "
+            "norm_method=NormMethod(fused=False), or train in float32"
         )
     return 1.0 if worst <= 1 else 2 * worst
 
 
-def shortfalls(forms: Forms, device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> dict[str, float]:
+def shortfalls(
+    norm_method: NormMethod, device: torch.device, dtype: torch.dtype, tokens: int, width: int
+) -> dict[str, float]:
     """How far norms and sums of one-signed terms are from those in float64, over the slack; at most 1 is sound.
 
     For sums the slack is that of a norm's square, 16 units in the last place, of what is added up.
@@ -66,26 +68,26 @@ def shortfalls(forms: Forms, device: torch.device, dtype: torch.dtype, tokens: i
         exact_B, mass_B = kernels.gram_norms(x_BTD.double(), [y_BTD.double()])
         slack_B = kernels.rounding_slack(dtype) * mass_B
         for norm in ("gram", "tiled"):
-            sq_norm_B, _ = Forms(norm, forms.fused).outer_norms(x_BTD, [y_BTD])
+            sq_norm_B, _ = NormMethod(norm, norm_method.fused).outer_norms(x_BTD, [y_BTD])
             excess[f"{norm} norms"] = float(((exact_B - sq_norm_B).abs() / slack_B).max())
         index_BT = torch.zeros(1, tokens, dtype=torch.int64, device=device)
         unit_B = torch.zeros(1, dtype=torch.int64, device=device)
-        lookup_B = forms.lookup_norms(index_BT, x_BTD, unit_B, 1, 1)
+        lookup_B = norm_method.lookup_norms(index_BT, x_BTD, unit_B, 1, 1)
         exact_B = x_BTD.double().sum(1).square().sum(1)
         root = float(torch.linalg.vector_norm(x_BTD, dim=2, dtype=torch.float64).sum())
         excess["lookup norms"] = float((exact_B - lookup_B).abs().max()) / (kernels.rounding_slack(dtype) * root**2)
-        excess |= _of_sums(forms, x_BTD[:, :, :_NARROW], y_BTD[:, :, :_NARROW])
+        excess |= _of_sums(norm_method, x_BTD[:, :, :_NARROW], y_BTD[:, :, :_NARROW])
     return excess
 
 
-def _of_sums(forms: Forms, x_BTD: Tensor, y_BTD: Tensor) -> dict[str, float]:
+def _of_sums(norm_method: NormMethod, x_BTD: Tensor, y_BTD: Tensor) -> dict[str, float]:
     slack = 2 * kernels.rounding_slack(x_BTD.dtype)
     total = torch.zeros(
         x_BTD.shape[2], y_BTD.shape[2], dtype=kernels.accumulation_dtype(x_BTD.dtype), device=x_BTD.device
     )
-    forms.add_weighted_outer_(total, x_BTD, y_BTD, total.new_full((1,), 0.3))
+    norm_method.add_weighted_outer_(total, x_BTD, y_BTD, total.new_full((1,), 0.3))
     exact = 0.3 * x_BTD[0].double().mT @ y_BTD[0].double()
-    scale_BD = forms.scale_grads(x_BTD, y_BTD)
+    scale_BD = norm_method.scale_grads(x_BTD, y_BTD)
     exact_BD = (x_BTD.double() * y_BTD.double()).sum(1)
     return {
         "clipped sums": float(((exact - total).abs() / (slack * exact)).max()),

@@ -80,9 +80,9 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def two_passes_over_shards() -> GhostError:
     """Say why a sharded model cannot be clipped in two passes."""
     return GhostError(
-        "Two backward passes (Forms(passes=2)) need parameters that stay whole from the first to the second, and a "
-        "process that holds a gradient of the whole model; this one's are sharded. Use passes=1 with smaller "
-        "microbatches, or a replicated model."
+        "Two backward passes (NormMethod(backward_passes=2)) need parameters that stay whole from the first to the "
+        "second, and a process that holds a gradient of the whole model; this one's are sharded. Use "
+        "NormMethod(backward_passes=1) with smaller microbatches, or a replicated model."
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpllm.ghost.contributions import Contribution, Outer, Rows, shared_norms, squared_norms
-from dpllm.ghost.forms import Forms
+from dpllm.ghost.norm_method import NormMethod
 
 
 class NormTally:
@@ -24,7 +24,7 @@ class NormTally:
 
     Args:
         rows: the units of the rows.
-        forms: how norms are computed.
+        norm_method: how norms are computed.
         dtype: in which the norms add up.
         slack: gives how many times `dpllm.ghost.kernels.rounding_slack` is allowed for; asked by `total`, when every
             dtype and device that occurs is known.
@@ -35,13 +35,13 @@ class NormTally:
     def __init__(
         self,
         rows: Rows,
-        forms: Forms,
+        norm_method: NormMethod,
         dtype: torch.dtype,
         slack: Callable[[], float] | None = None,
         max_waiting: int | None = None,
     ) -> None:
         """Start at zero."""
-        self._rows, self._forms, self._slack, self._max_waiting = rows, forms, slack, max_waiting
+        self._rows, self._norm_method, self._slack, self._max_waiting = rows, norm_method, slack, max_waiting
         self._total_U = torch.zeros(rows.num_units, dtype=dtype, device=rows.unit_B.device)
         self._slack_U = torch.zeros_like(self._total_U)
         self._waiting: dict[tuple, list[Outer]] = {}
@@ -53,7 +53,7 @@ class NormTally:
             contributions: every use of it, as returned by `dpllm.ghost.contributions.merge`.
         """
         if len(contributions) > 1 or not isinstance(contributions[0], Outer):
-            self._add(*squared_norms(contributions, self._rows, self._forms))
+            self._add(*squared_norms(contributions, self._rows, self._norm_method))
             return
         self._waiting.setdefault(contributions[0].input_key(), []).append(contributions[0])
         while self._max_waiting is not None and len(self._waiting) > self._max_waiting:
@@ -66,7 +66,7 @@ class NormTally:
         return self._total_U, (self._slack() if self._slack else 1.0) * self._slack_U
 
     def _add_group(self, key: tuple) -> None:
-        self._add(*shared_norms(self._waiting.pop(key), self._rows, self._forms))
+        self._add(*shared_norms(self._waiting.pop(key), self._rows, self._norm_method))
 
     def _add(self, sq_norm_U: Tensor, slack_U: Tensor) -> None:
         self._total_U += sq_norm_U
@@ -91,8 +91,8 @@ class Weights:
         (keep,) = torch.nonzero(factor, as_tuple=True)
         return cls(None, factor) if keep.numel() == factor.numel() else cls(keep, factor[keep])
 
-    def add_(self, total: Tensor, contribution: Contribution, forms: Forms) -> None:
+    def add_(self, total: Tensor, contribution: Contribution, norm_method: NormMethod) -> None:
         """``total += sum factor g``."""
         if self.factor.numel():
             kept = contribution if self.keep is None else contribution.select(self.keep)
-            kept.add_weighted_(total, self.factor, forms)
+            kept.add_weighted_(total, self.factor, norm_method)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpllm.ghost.contributions import Use
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.forms import Forms
+from dpllm.ghost.norm_method import NormMethod
 
 Receive = Callable[[Tensor, "list[Tensor]"], None]
 
@@ -60,10 +60,10 @@ class Recorder(Protocol):
     """What a rule needs of the book.
 
     Attributes:
-        forms: how norms are computed.
+        norm_method: how norms are computed.
     """
 
-    forms: Forms
+    norm_method: NormMethod
 
     def tap(self, output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
         """`tap`, with modules that ``receive`` runs on its own account not taken for uses of their parameters."""

@@ -374,7 +374,7 @@ def _book(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
 
 
 def _prefers_instance(inputs: int, outputs: int, run: Run, width: int) -> bool:
-    """The rule of `dpllm.ghost.Forms.holds_instance`, for units of one row."""
+    """The rule of `dpllm.ghost.NormMethod.holds_instance`, for units of one row."""
     return inputs * outputs * _FLOAT32 <= run.tokens * width * (inputs + outputs)
 
 

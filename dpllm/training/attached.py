@@ -20,7 +20,7 @@ from dpllm.engines import DeepSpeedZero, engine_for, model_inside
 from dpllm.engines.processes import Processes
 from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import check_model
-from dpllm.ghost import Forms, GhostClipper
+from dpllm.ghost import GhostClipper, NormMethod
 from dpllm.models.ended import RunWeights, sums_of_trained
 from dpllm.models.starting_point import check_start, note_trained
 from dpllm.privacy.identity import RunName, run_in
@@ -158,7 +158,7 @@ def attach(
     ledger: SharedLedger,
     processes: Processes,
     before: RunWeights | None,
-    forms: Forms | None,
+    norm_method: NormMethod | None,
     start_is_independent: bool,
 ) -> Attached:
     """Make all parts of an attached model. Called by all processes together.
@@ -171,7 +171,7 @@ def attach(
         ledger: of the run; open points of the start are noted there.
         processes: of the run.
         before: the weights of the model that was attached to this run before.
-        forms: how norms are computed.
+        norm_method: how norms are computed.
         start_is_independent: see `dpllm.training.run.PrivateRun.attach`.
 
     Raises:
@@ -192,7 +192,7 @@ def attach(
                 f"{type(engine).__name__} all of them pass through each layer together. Give a number of tokens "
                 "(microbatch_tokens); `dpllm plan --memory` says what a microbatch takes"
             )
-        clipper = GhostClipper(inside, forms=forms, clipping=plan.mechanism.clipping)
+        clipper = GhostClipper(inside, norm_method=norm_method, clipping=plan.mechanism.clipping)
         undo.callback(clipper.remove)
         processes.agree(
             {"the trainable parameters": _digest(clipper.parameters), **agreement.computation(inside, optimizer)}

@@ -28,7 +28,7 @@ from dpllm.config import ConfigError
 from dpllm.engines import DeepSpeedZero
 from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.replicas import check_before_saving
-from dpllm.ghost import Forms
+from dpllm.ghost import NormMethod
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.ended import RunWeights, refuse_other_weights
@@ -156,7 +156,7 @@ class PrivateRun:
         self,
         model: Any,
         optimizer: Any,
-        forms: Forms | None = None,
+        norm_method: NormMethod | None = None,
         start_is_independent: bool = False,
         schedule_is_independent: bool = False,
     ) -> None:
@@ -165,7 +165,7 @@ class PrivateRun:
         Args:
             model: what ``accelerator.prepare`` returned (in one process: any module).
             optimizer: likewise.
-            forms: how norms are computed; the default takes what costs least.
+            norm_method: how norms are computed; the default takes what costs least.
             start_is_independent: declares that starting weights and adapters hold nothing of the private rows, where
                 that can be doubted (`dpllm.models.starting_point`). It becomes an open point of the report.
             schedule_is_independent: declares that learning rates and other hyperparameters that the loop sets by itself
@@ -192,7 +192,7 @@ class PrivateRun:
                 ledger=self.ledger,
                 processes=self.processes,
                 before=self.weights,
-                forms=forms,
+                norm_method=norm_method,
                 start_is_independent=start_is_independent,
             )
             self.weights = self._attached.weights

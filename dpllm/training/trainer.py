@@ -35,7 +35,7 @@ from dpllm.engines import whole_state
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.engines.processes import Processes
 from dpllm.engines.weights import NonfiniteSteps, require_finite
-from dpllm.ghost import Forms, GhostClipper
+from dpllm.ghost import GhostClipper, NormMethod
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.ended import note_changes
 from dpllm.models.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss, take_labels
@@ -141,7 +141,7 @@ class DPTrainer(CoveredTrainer):
             refused where the model is sharded.
         pack_rows: lay the rows of a microbatch end to end, without padding, for causal language models. The attention
             runs each row by itself (`dpllm.models.packing`) while `train` lasts; evaluation pads as before.
-        forms: how norms are computed (`dpllm.ghost.Forms`); the default takes what costs least.
+        norm_method: how norms are computed (`dpllm.ghost.NormMethod`); the default takes what costs least.
         eval_is_public: declares that ``eval_dataset`` is public: schedules may follow it, and it is no disclosure.
         start_is_independent: as for `dpllm.PrivateRun.attach`.
 
@@ -164,7 +164,7 @@ class DPTrainer(CoveredTrainer):
         public: Sequence[str] = (),
         max_tokens_per_microbatch: int | str | None = None,
         pack_rows: bool = False,
-        forms: Forms | None = None,
+        norm_method: NormMethod | None = None,
         eval_is_public: bool = False,
         start_is_independent: bool = False,
     ) -> None:
@@ -176,7 +176,7 @@ class DPTrainer(CoveredTrainer):
             raise ConfigError(f"max_tokens_per_microbatch must be at least 1, got {max_tokens_per_microbatch}")
         if pack_rows:
             refuse_unpackable(model, _task(model), data_collator, compute_loss_func)
-        self._pack_rows, self._forms = pack_rows, forms
+        self._pack_rows, self._norm_method = pack_rows, norm_method
         self.eval_is_public, self._start_is_independent = eval_is_public, start_is_independent
         refuse_steering(args, callbacks or [], optimizers[1], eval_is_public)
         check_start(model, args.output_dir, start_is_independent)
@@ -263,7 +263,7 @@ class DPTrainer(CoveredTrainer):
         self.interrupted_by = None
         checkpoint = checkpoint_to_resume(folder, restart.checkpoint, self.processes)
         if not self._attached:  # refused before anything is charged or written
-            GhostClipper(self._module, forms=self._forms, clipping=self.plan.mechanism.clipping).remove()
+            GhostClipper(self._module, norm_method=self._norm_method, clipping=self.plan.mechanism.clipping).remove()
         self.processes.from_main(lambda: check_output_folder("train.output_dir", folder))
         self.ledger = self._open_ledger(folder, resume=restart.continues)
         self.args.max_steps = self._steps_planned
@@ -365,7 +365,7 @@ class DPTrainer(CoveredTrainer):
         if not self._attached:
             if self._resumed_from and self.is_deepspeed_enabled:
                 complete_load(self.model_wrapped, self._resumed_from, self.processes)
-            self._run.attach(self.model_wrapped, self.optimizer, self._forms, self._start_is_independent)
+            self._run.attach(self.model_wrapped, self.optimizer, self._norm_method, self._start_is_independent)
             self._attached = True
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:

@@ -129,7 +129,7 @@ BUGS = [
                 "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 1.0, 1.0)",
             ),
             (
-                "dpllm/ghost/forms.py",
+                "dpllm/ghost/norm_method.py",
                 "return instance_bytes <= factor_bytes",
                 "return 0 < instance_bytes <= factor_bytes",
             ),

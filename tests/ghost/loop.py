@@ -40,14 +40,14 @@ def row_gradients(model, losses, batch):
     return torch.stack(rows)
 
 
-def assert_is_the_loop(model, losses, batch, forms=None, unit_index=None, microbatches=1):
+def assert_is_the_loop(model, losses, batch, norm_method=None, unit_index=None, microbatches=1):
     """Norms and clipped sum are those of the loop, at a clip norm that clips some units and not others.
 
     Args:
         model: in float64.
         losses: of a model and a batch, one per row.
         batch: tensors with rows first.
-        forms: how norms are computed.
+        norm_method: how norms are computed.
         unit_index: the unit of each row; None: its own.
         microbatches: how often the batch is clipped, one after another.
     """
@@ -57,7 +57,7 @@ def assert_is_the_loop(model, losses, batch, forms=None, unit_index=None, microb
         units = rows.new_zeros(int(unit_index.max()) + 1, rows.shape[1]).index_add(0, unit_index, rows)
     norms = units.norm(dim=1)
     clip_norm = float(norms.median()) * (1 + 1e-9)
-    clipper = GhostClipper(model, clip_norm, forms)
+    clipper = GhostClipper(model, clip_norm, norm_method)
     try:
         for _ in range(microbatches):
             result = clipper.backward(losses(model, batch), unit_index)

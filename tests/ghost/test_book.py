@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 from dpllm import GhostClipper, GhostError, per_sequence_loss
 from dpllm.ghost.book import Book
 from dpllm.ghost.contributions import Instance
-from dpllm.ghost.forms import Forms
+from dpllm.ghost.norm_method import NormMethod
 from tests.conftest import tiny_llama_config
 
 
@@ -437,7 +437,7 @@ def test_padding_rows_get_no_gradient_even_if_they_are_not_finite():
 def test_the_loss_of_a_padding_row_has_weight_zero():
     """Nothing comes back from it in the backward pass, before any factor is applied."""
     net = Net()
-    book = Book(net, Forms(norm="gram"))
+    book = Book(net, NormMethod(algorithm="gram"))
     book.backward(net(x(3)), torch.tensor([0, -1, 1]), num_units=2)
     factored = [c for (c,) in book._pass.contributions.values() if not isinstance(c, Instance)]
     assert factored

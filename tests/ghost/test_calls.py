@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper, GhostError, per_sequence_loss
-from dpllm.ghost import Forms
+from dpllm.ghost import NormMethod
 from tests.conftest import tiny_llama_config
 from tests.ghost.loop import assert_is_the_loop, perturbed
 
@@ -38,7 +38,9 @@ def numbers(rows=5):
 @pytest.mark.parametrize("passes", PASSES)
 def test_two_calls_per_loss_match_the_loop(passes, unit_index):
     """A preference loss; the two calls have rows of different lengths."""
-    assert_is_the_loop(perturbed(Net()), pair, numbers(), Forms(passes=passes), unit_index, microbatches=2)
+    assert_is_the_loop(
+        perturbed(Net()), pair, numbers(), NormMethod(backward_passes=passes), unit_index, microbatches=2
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -64,7 +66,7 @@ def test_two_calls_of_a_language_model_match_the_loop(passes, mode, checkpointin
         chosen, other = (per_sequence_loss(model(input_ids=batch[n]).logits, batch[n]) for n in ("x", "y"))
         return torch.nn.functional.softplus(chosen - other)
 
-    assert_is_the_loop(perturbed(model), losses, {"x": ids[0], "y": ids[1]}, Forms(passes=passes))
+    assert_is_the_loop(perturbed(model), losses, {"x": ids[0], "y": ids[1]}, NormMethod(backward_passes=passes))
 
 
 @pytest.mark.parametrize("passes", PASSES)
@@ -75,7 +77,7 @@ def test_a_call_that_no_loss_comes_from_changes_nothing(passes):
         model(batch["x"][:1])
         return model(batch["x"]).square()
 
-    assert_is_the_loop(perturbed(Net()), losses, numbers(), Forms(passes=passes))
+    assert_is_the_loop(perturbed(Net()), losses, numbers(), NormMethod(backward_passes=passes))
 
 
 @pytest.mark.parametrize("rows", [1, 10])
@@ -83,7 +85,7 @@ def test_a_call_that_no_loss_comes_from_changes_nothing(passes):
 def test_two_calls_with_different_numbers_of_rows_are_refused(passes, rows):
     """Whose gradient it is could not be told."""
     model, batch = perturbed(Net()), numbers()
-    clipper = GhostClipper(model, 1.0, Forms(passes=passes))
+    clipper = GhostClipper(model, 1.0, NormMethod(backward_passes=passes))
     other = batch["y"].repeat(2, 1, 1)[:rows]
     with pytest.raises(GhostError, match=rf"works on {rows} rows, the losses on 5.*need the same rows"):
         clipper.backward(model(batch["x"]) + model(other)[:5])
@@ -92,7 +94,7 @@ def test_two_calls_with_different_numbers_of_rows_are_refused(passes, rows):
 def test_two_passes_over_a_call_from_before_the_last_backward_are_refused():
     """A use that was not counted would otherwise be left out of the sum."""
     model, batch = perturbed(Net()), numbers()
-    clipper = GhostClipper(model, 1.0, Forms(passes=2))
+    clipper = GhostClipper(model, 1.0, NormMethod(backward_passes=2))
     early = model(batch["x"])
     clipper.backward(model(batch["y"]))
     with pytest.raises(GhostError, match="used more often in the loss than in the calls of the model"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dpllm.ghost.contributions import Instance, Lookup, Outer, RowGradients, Rows, held, merge, squared_norms
-from dpllm.ghost.forms import Forms
+from dpllm.ghost.norm_method import NormMethod
 
 V, R, B = 11, 3, 6
 UNITS = {
@@ -39,7 +39,7 @@ USES = {
 }
 
 
-FORMS = {form: Forms(norm=form, fused=False) for form in ("auto", "gram", "instance", "tiled")}
+METHODS = {name: NormMethod(name, fused=False) for name in ("auto", "gram", "instance", "tiled")}
 
 
 def gradient_of_rows(use):
@@ -56,19 +56,19 @@ def units_of(gradient_B, unit_of_row, num_units):
     return gradient_U
 
 
-@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize("norm_method", METHODS.values(), ids=METHODS.keys())
 @pytest.mark.parametrize("uses", USES.values(), ids=USES.keys())
 @pytest.mark.parametrize("unit_of_row", UNITS.values(), ids=UNITS.keys())
-def test_norms_and_sums_equal_those_of_the_instances(uses, unit_of_row, forms):
+def test_norms_and_sums_equal_those_of_the_instances(uses, unit_of_row, norm_method):
     """Cross terms between uses, and between the rows of a unit, are part of the norm."""
     made = [make() for make in uses]
     unit_B = torch.tensor(unit_of_row)
     num_units = int(unit_B.max()) + 1
     rows = Rows.of(unit_B, num_units)
-    contributions = merge([held(use, rows, forms) for use in made], rows)
+    contributions = merge([held(use, rows, norm_method) for use in made], rows)
     gradient_B = sum(gradient_of_rows(use) for use in made)
     gradient_U = units_of(gradient_B, unit_of_row, num_units)
-    sq_norm_U, slack_U = squared_norms(contributions, rows, forms)
+    sq_norm_U, slack_U = squared_norms(contributions, rows, norm_method)
     torch.testing.assert_close(sq_norm_U, gradient_U.square().sum((1, 2)))
     assert (slack_U >= 0).all() and (slack_U < 1e-9 * (1 + sq_norm_U)).all()
 
@@ -76,14 +76,14 @@ def test_norms_and_sums_equal_those_of_the_instances(uses, unit_of_row, forms):
     factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)], 0)
     total = torch.zeros(V, R).double()
     for contribution in contributions:
-        contribution.add_weighted_(total, factor_U if isinstance(contribution, Instance) else factor_B, forms)
+        contribution.add_weighted_(total, factor_U if isinstance(contribution, Instance) else factor_B, norm_method)
     torch.testing.assert_close(total, torch.einsum("u,uvr->vr", factor_U, gradient_U))
 
     keep = torch.tensor([0, 2])
     some = torch.zeros(V, R).double()
     for contribution in contributions:
         factor = factor_U if isinstance(contribution, Instance) else factor_B
-        contribution.select(keep).add_weighted_(some, factor[keep], forms)
+        contribution.select(keep).add_weighted_(some, factor[keep], norm_method)
     instances = isinstance(contributions[0], Instance)
     expected = torch.einsum("u,uvr->vr", factor_U[keep], gradient_U[keep]) if instances else None
     if expected is None:
@@ -95,7 +95,7 @@ def test_merge_turns_a_mixture_into_one_instance():
     """Instances and factors of one parameter can't be combined in a norm without becoming one."""
     rows = Rows.of(torch.arange(B), B)
     uses = [outer(), instance()]
-    (merged,) = merge([held(use, rows, Forms(norm="gram")) for use in uses], rows)
+    (merged,) = merge([held(use, rows, NormMethod(algorithm="gram")) for use in uses], rows)
     assert isinstance(merged, Instance)
     torch.testing.assert_close(merged.value_U, sum(gradient_of_rows(use) for use in uses))
 
@@ -105,13 +105,13 @@ def test_the_cheaper_form_is_held():
     rows = Rows.of(torch.arange(2), 2)
     narrow = Outer(torch.zeros(2, 64, 4), torch.zeros(2, 64, 512), "right")
     wide = Outer(torch.zeros(2, 64, 128), torch.zeros(2, 64, 129), "right")
-    assert isinstance(held(narrow, rows, Forms()), Instance) and isinstance(held(wide, rows, Forms()), Outer)
-    assert isinstance(held(wide, rows, Forms(norm="instance")), Instance)
-    assert isinstance(held(narrow, rows, Forms(norm="gram")), Outer)
-    assert isinstance(held(wide, Rows.of(torch.zeros(2, dtype=torch.int64), 1), Forms()), Instance)
+    assert isinstance(held(narrow, rows, NormMethod()), Instance) and isinstance(held(wide, rows, NormMethod()), Outer)
+    assert isinstance(held(wide, rows, NormMethod(algorithm="instance")), Instance)
+    assert isinstance(held(narrow, rows, NormMethod(algorithm="gram")), Outer)
+    assert isinstance(held(wide, Rows.of(torch.zeros(2, dtype=torch.int64), 1), NormMethod()), Instance)
     table = Lookup(torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64, 3), 65)
-    assert isinstance(held(table, rows, Forms()), Lookup)
-    assert isinstance(held(table, Rows.of(torch.zeros(2, dtype=torch.int64), 1), Forms()), Instance)
+    assert isinstance(held(table, rows, NormMethod()), Lookup)
+    assert isinstance(held(table, Rows.of(torch.zeros(2, dtype=torch.int64), 1), NormMethod()), Instance)
 
 
 def test_large_instances_of_a_unit_are_formed_a_few_rows_at_a_time(monkeypatch):
@@ -143,6 +143,6 @@ def test_rows_are_viewed_where_they_lie_as_their_units_do():
 def test_a_unit_without_rows_has_no_norm():
     """Units may be missing from a microbatch; all rows may be padding."""
     rows = Rows.of(torch.tensor([0, -1, 2, 2, 0, -1]), 4)
-    sq_norm_U, slack_U = squared_norms([outer()], rows, Forms())
+    sq_norm_U, slack_U = squared_norms([outer()], rows, NormMethod())
     assert (sq_norm_U[[0, 2]] > 0).all() and (sq_norm_U[[1, 3]] == 0).all() and slack_U[1] == 0
-    assert squared_norms([lookup()], Rows.of(torch.full((B,), -1), 0), Forms())[0].shape == (0,)
+    assert squared_norms([lookup()], Rows.of(torch.full((B,), -1), 0), NormMethod())[0].shape == (0,)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dpllm import GhostClipper
-from dpllm.ghost import Forms, kernels
+from dpllm.ghost import NormMethod, kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -124,18 +124,18 @@ def test_a_step_works_after_tf32_was_set_by_any_interface(ways, matmul_settings)
     net, x = torch.nn.Linear(300, 200), torch.randn(3, 5, 300)
     clipper = GhostClipper(net, 1e-3)
     results, inside = [], []
-    outer_norms = Forms.outer_norms
+    outer_norms = NormMethod.outer_norms
     for precision in ("ieee", "tf32"):
         for way in ways:
             way(precision)
         before = flags()
 
-        class Watching(Forms):
+        class Watching(NormMethod):
             def outer_norms(self, *args):
                 inside.append([f.fp32_precision for f in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)])
                 return outer_norms(self, *args)
 
-        clipper._book.forms = Watching("gram")
+        clipper._book.norm_method = Watching("gram")
         with torch.no_grad():
             grad = torch.ones(3, 5, 200)
         results.append(clipper.backward((net(x) * grad).sum((1, 2))).norms)

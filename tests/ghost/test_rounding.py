@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dpllm import GhostClipper
-from dpllm.ghost import Forms, GhostError, book, kernels, triton_kernels
+from dpllm.ghost import GhostError, NormMethod, book, kernels, triton_kernels
 from dpllm.ghost.contributions import Outer, Rows
 from dpllm.ghost.rounding import _SHAPES, shortfalls, slack_factor
 from dpllm.ghost.tally import NormTally
@@ -20,14 +20,14 @@ def test_norms_of_one_signed_terms_are_within_the_slack(size, dtype, fused):
     """Every form, at the length at which cut-off bits add up."""
     if fused and triton_kernels.INTERPRETED:
         size = (min(size[0], 64), min(size[1], 300))
-    excess = shortfalls(Forms(fused=fused), torch.device("cpu"), dtype, *size)
+    excess = shortfalls(NormMethod(fused=fused), torch.device("cpu"), dtype, *size)
     names = {"gram norms", "tiled norms", "lookup norms", "clipped sums", "gradients of scales"}
     assert excess.keys() == names and max(excess.values()) <= 1
 
 
 def test_a_machine_that_rounds_as_allowed_needs_no_more_slack():
     """And is measured once."""
-    assert slack_factor(Forms(fused=False), torch.device("cpu"), torch.bfloat16) == 1.0
+    assert slack_factor(NormMethod(fused=False), torch.device("cpu"), torch.bfloat16) == 1.0
     assert slack_factor.cache_info().currsize >= 1
 
 
@@ -46,7 +46,7 @@ def careless(error):
 def test_a_machine_that_rounds_more_gets_twice_the_slack_it_needs(monkeypatch):
     """Norms 2 x 1e-6 too small, about twice the slack: it is multiplied by about four."""
     monkeypatch.setattr(kernels, "_products", careless(1e-6))
-    factor = slack_factor.__wrapped__(Forms(fused=False), torch.device("cpu"), torch.bfloat16)
+    factor = slack_factor.__wrapped__(NormMethod(fused=False), torch.device("cpu"), torch.bfloat16)
     assert 3.5 < factor < 8
 
 
@@ -55,13 +55,13 @@ def test_a_machine_that_computes_something_else_is_refused(monkeypatch, error):
     """What is too far off for rounding stops the run with the device and what is off."""
     monkeypatch.setattr(kernels, "_products", careless(error))
     with pytest.raises(GhostError, match=r"On cpu, gram norms of torch.bfloat16 are off by .* times"):
-        slack_factor.__wrapped__(Forms(fused=False), torch.device("cpu"), torch.bfloat16)
+        slack_factor.__wrapped__(NormMethod(fused=False), torch.device("cpu"), torch.bfloat16)
 
 
 def test_slack_is_what_a_unit_is_clipped_by():
     """A tally that allows for more says so, and the norms stay."""
     rows, uses = Rows.of(torch.arange(2), 2), [Outer(torch.randn(2, 3, 4), torch.randn(2, 3, 5), "right")]
-    tallies = [NormTally(rows, Forms(), torch.float32, slack) for slack in (None, lambda: 6.0)]
+    tallies = [NormTally(rows, NormMethod(), torch.float32, slack) for slack in (None, lambda: 6.0)]
     for tally in tallies:
         tally.add(uses)
     (norm_U, slack_U), (same_U, more_U) = (tally.total() for tally in tallies)
@@ -74,7 +74,7 @@ def test_the_dtypes_that_flow_are_the_ones_that_are_measured(monkeypatch, autoca
     """Under autocast with float32 weights norms are computed from bfloat16, whatever the parameters are."""
     asked = []
 
-    def factor(forms, device, dtype):
+    def factor(norm_method, device, dtype):
         asked.append((device.type, dtype))
         return 5.0 if dtype == torch.bfloat16 else 1.0
 

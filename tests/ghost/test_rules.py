@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from dpllm import GhostClipper, GhostError
-from dpllm.ghost import Forms
+from dpllm.ghost import NormMethod
 from dpllm.models.losses import per_sequence_loss, seq2seq_loss
 from tests.ghost.loop import assert_is_the_loop, perturbed
 
@@ -64,7 +64,9 @@ def causal_lm(model, batch):
 @pytest.mark.parametrize("name", HEADS)
 def test_a_bias_tied_between_a_head_and_its_decoder_counts_once(name, passes):
     """Transformers' own tie: ``predictions.bias`` is ``predictions.decoder.bias``."""
-    assert_is_the_loop(perturbed(HEADS[name]()), masked_lm, token_batch(), Forms(passes=passes), microbatches=2)
+    assert_is_the_loop(
+        perturbed(HEADS[name]()), masked_lm, token_batch(), NormMethod(backward_passes=passes), microbatches=2
+    )
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
@@ -88,7 +90,7 @@ def test_a_tied_bias_counts_once_under_activation_checkpointing():
     """What the head uses is decided where it is first seen: also in the backward pass."""
     model = perturbed(HEADS["bert"]())
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_is_the_loop(model, masked_lm, token_batch(), Forms(passes=2))
+    assert_is_the_loop(model, masked_lm, token_batch(), NormMethod(backward_passes=2))
 
 
 class Head(nn.Module):
@@ -113,7 +115,9 @@ def test_all_uses_of_a_parameter_add_up_whoever_makes_them(passes):
     def losses(model, batch):
         return model(batch["x"]).square().sum((1, 2))
 
-    assert_is_the_loop(net, losses, {"x": torch.randn(4, 3, 3, dtype=torch.float64)}, Forms(passes=passes))
+    assert_is_the_loop(
+        net, losses, {"x": torch.randn(4, 3, 3, dtype=torch.float64)}, NormMethod(backward_passes=passes)
+    )
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -124,7 +128,7 @@ def test_a_model_that_adds_in_place_to_what_a_layer_returned(name, mode, passes)
     model = transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES, use_cache=False, **FALCONS[name]))
     if mode == "lora":
         model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
-    assert_is_the_loop(perturbed(model), causal_lm, token_batch(), Forms(passes=passes))
+    assert_is_the_loop(perturbed(model), causal_lm, token_batch(), NormMethod(backward_passes=passes))
 
 
 def test_in_place_additions_under_activation_checkpointing():
@@ -175,7 +179,7 @@ def test_the_output_of_any_module_may_be_changed_in_place(kind):
 def test_linear_layers_of_another_class_are_served_as_such():
     """They hold factors, not a gradient for each row."""
     net = nn.Sequential(Middle("product"), Middle("transposed product"))
-    clipper = GhostClipper(net, 1.0, Forms("gram"))
+    clipper = GhostClipper(net, 1.0, NormMethod("gram"))
     clipper._book.backward(net(torch.randn(3, 5, 4)).square().sum((1, 2)), torch.arange(3), 3)
     held = [type(c).__name__ for uses in clipper._book._pass.contributions.values() for c in uses]
     assert held == ["Outer", "Outer"]
@@ -296,7 +300,7 @@ def test_a_bank_of_vectors_that_layers_share_is_the_loop(passes):
     """VB-LoRA: one parameter in a container that each adapted layer holds, and the model around them keeps."""
     model = perturbed(vblora(HEADS["bert"](), target_modules=["query", "output.dense"]))
     assert any("vector_bank" in name for name, p in model.named_parameters() if p.requires_grad)
-    assert_is_the_loop(model, masked_lm, token_batch(), Forms(passes=passes))
+    assert_is_the_loop(model, masked_lm, token_batch(), NormMethod(backward_passes=passes))
 
 
 def test_a_bank_of_vectors_on_a_llama_is_the_loop():

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from dpllm import GhostClipper, GhostError
-from dpllm.ghost import Forms
+from dpllm.ghost import NormMethod
 from dpllm.models.losses import per_sequence_loss, seq2seq_loss
 from dpllm.training.trainer import default_row_loss
 from tests.conftest import tiny_llama_config
@@ -59,7 +59,7 @@ def batch_of(rows=4):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_soft_prompts_match_the_loop(name, passes):
     """Norms and sum, over several microbatches."""
-    assert_is_the_loop(causal(name), losses, batch_of(), Forms(passes=passes), microbatches=2)
+    assert_is_the_loop(causal(name), losses, batch_of(), NormMethod(backward_passes=passes), microbatches=2)
 
 
 @pytest.mark.parametrize("name", ["prompt tuning", "p-tuning, MLP", "prefix tuning"])
@@ -89,7 +89,7 @@ def test_two_calls_per_loss():
     def pair(model, batch):
         return losses(model, batch) * losses(model, batch | {"ids": batch["ids"].flip(1)})
 
-    assert_is_the_loop(causal("p-tuning, MLP"), pair, batch_of(), Forms(passes=2))
+    assert_is_the_loop(causal("p-tuning, MLP"), pair, batch_of(), NormMethod(backward_passes=2))
 
 
 @pytest.mark.parametrize("name", ["prompt tuning", "prefix tuning"])
@@ -144,7 +144,9 @@ def test_wherever_a_prompt_meets_the_rows(meet, passes):
     """By broadcasting, expanding or repeating, once or several times."""
     x = torch.randn(4, 2, 4, dtype=torch.float64, requires_grad=False)
     model = nn.Sequential(nn.Linear(4, 4), Prompted(meet))
-    assert_is_the_loop(perturbed(model), lambda model, batch: model(batch["x"]), {"x": x}, Forms(passes=passes))
+    assert_is_the_loop(
+        perturbed(model), lambda model, batch: model(batch["x"]), {"x": x}, NormMethod(backward_passes=passes)
+    )
 
 
 def test_a_prompt_that_hides_the_rows_is_refused():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper, per_sequence_loss
-from dpllm.ghost import Forms, GhostError, memory
+from dpllm.ghost import GhostError, NormMethod, memory
 from dpllm.ghost.book import Book
 from tests.conftest import tiny_llama_config
 from tests.reference.oracle import clipped_sum, relative_error
@@ -38,7 +38,8 @@ def test_two_passes_give_what_one_gives(case, unit_index, checkpointing):
     clip_norm = float(clipped_sum(model, case, batch, 1.0, unit_index).norms.median())
     batches, indices = [batch, batch.rows([0, 1, 2, 3, 4])], [unit_index, unit_index]
     once, twice = (
-        clipped_sum(model, case, batches, clip_norm, indices, forms=Forms(passes=passes)) for passes in (1, 2)
+        clipped_sum(model, case, batches, clip_norm, indices, forms=NormMethod(backward_passes=passes))
+        for passes in (1, 2)
     )
     tolerance = 1e-9 if case.dtype == "float64" else 1e-5
     torch.testing.assert_close(twice.norms, once.norms, rtol=tolerance, atol=0)
@@ -52,7 +53,7 @@ def stack(layers=6, width=32):
 def peak_of_factors(passes, layers=6):
     """How many layers' output gradients are alive at most when a tap receives one."""
     net, alive, most = stack(layers), [], 0
-    clipper = GhostClipper(net, 1.0, Forms("gram", passes=passes))
+    clipper = GhostClipper(net, 1.0, NormMethod("gram", backward_passes=passes))
     book = clipper._book
     record = Book.record
 
@@ -80,7 +81,7 @@ def test_a_nonfinite_unit_contributes_nothing():
     net = stack(2)
     inputs = torch.randn(3, 4, 32)
     inputs[1] = math.inf
-    clipper = GhostClipper(net, 1e-3, Forms(passes=2))
+    clipper = GhostClipper(net, 1e-3, NormMethod(backward_passes=2))
     result = clipper.backward(net(inputs).square().sum((1, 2)))
     assert float(result.factors[1]) == 0
     total = torch.cat([p.grad.flatten() for p in net.parameters()])
@@ -102,7 +103,7 @@ class _Growing(torch.autograd.Function):
 def test_a_second_pass_with_longer_gradients_is_refused():
     """The factors come from the first pass: what isn't repeatable could exceed the clip norm."""
     net = stack(2)
-    clipper = GhostClipper(net, 1e-3, Forms(passes=2))
+    clipper = GhostClipper(net, 1e-3, NormMethod(backward_passes=2))
     clipper._book.checked.rows = True
     losses = _Growing.apply(net(torch.randn(3, 4, 32)), [1.0]).square().sum((1, 2))
     with pytest.raises(GhostError, match="second backward pass gave a unit a longer gradient"):
@@ -115,7 +116,7 @@ def test_a_held_unit_is_clipped_in_one_pass():
     for passes in (1, 2):
         torch.manual_seed(1)
         net = stack(2)
-        clipper = GhostClipper(net, 1e-3, Forms(passes=passes))
+        clipper = GhostClipper(net, 1e-3, NormMethod(backward_passes=passes))
         clipper.hold(net(inputs[:2]).square().sum((1, 2)))
         norm = clipper.backward(net(inputs[2:]).square().sum((1, 2)), torch.tensor([0, 0])).norms
         expected = norm if expected is None else expected
@@ -135,7 +136,7 @@ def test_a_parameter_without_gradient_is_an_error():
             return self.net[0](x)
 
     model = Half()
-    clipper = GhostClipper(model, 1.0, Forms(passes=2))
+    clipper = GhostClipper(model, 1.0, NormMethod(backward_passes=2))
     with pytest.raises(GhostError, match="No gradient reached 2 trainable parameter"):
         clipper.backward(model(torch.randn(2, 3)).sum(1))
 
@@ -145,7 +146,7 @@ def test_sharded_parameters_are_refused():
     net = stack(1)
     net[0].weight.ds_id = 0  # how DeepSpeed marks a partitioned parameter
     with pytest.raises(GhostError, match="this one's are sharded"):
-        GhostClipper(net, 1.0, Forms(passes=2))
+        GhostClipper(net, 1.0, NormMethod(backward_passes=2))
 
 
 @pytest.mark.parametrize(
@@ -176,8 +177,8 @@ def test_what_one_pass_holds_is_the_smaller_form_of_each_layer():
 
 def test_unknown_numbers_of_passes_are_refused():
     """There are two ways."""
-    with pytest.raises(ValueError, match="passes is 3; choose auto, 1 or 2"):
-        Forms(passes=3)
+    with pytest.raises(ValueError, match="backward_passes is 3; choose auto, 1 or 2"):
+        NormMethod(backward_passes=3)
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "nonreentrant"])

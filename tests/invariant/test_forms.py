@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dpllm import GhostClipper
-from dpllm.ghost import Forms, triton_kernels
+from dpllm.ghost import NormMethod, triton_kernels
 from tests.reference.oracle import LOSSES, clipped_sum, relative_error, row_gradients, trainable, unit_gradients
 from tests.reference.zoo import Case, build_model, float64_copy, forward_context, make_batch
 
@@ -45,7 +45,7 @@ def test_every_form_matches_the_float64_loop(case, unit_index, norm, fused):
     gradient_UP = unit_gradients(row_gradients(float64_copy(model), case.spec.task, batch), unit_index)
     expected_U = gradient_UP.norm(dim=1)
     clip_norm = float(expected_U.median())
-    result = clipped_sum(model, case, batch, clip_norm, unit_index, forms=Forms(norm, fused))
+    result = clipped_sum(model, case, batch, clip_norm, unit_index, forms=NormMethod(norm, fused))
     torch.testing.assert_close(result.norms.double(), expected_U, rtol=1e-4, atol=0)
     assert relative_error(result.total, result.factors.double() @ gradient_UP) <= 1e-4
 
@@ -57,7 +57,7 @@ def test_a_unit_contributes_at_most_the_clip_norm(case, norm, fused):
     """Sensitivity: the released share of a single unit is no longer than C, and nearly C where its norm is larger."""
     model, batch = build_model(case), make_batch(case.spec, num_rows=NUM_ROWS)
     for row in range(NUM_ROWS):
-        result = clipped_sum(model, case, batch.rows([row]), 1e-3, forms=Forms(norm, fused))
+        result = clipped_sum(model, case, batch.rows([row]), 1e-3, forms=NormMethod(norm, fused))
         assert float(result.norms) > 1e-3
         assert 0.99 * 1e-3 <= float(result.total.norm()) <= 1e-3
 
@@ -69,7 +69,7 @@ def test_an_update_moves_the_parameters_by_at_most_lr_clip_norm_batch(case, norm
     """With a tiny C and SGD, two microbatches of B units together move the parameters by at most lr * C * B."""
     model, batch = build_model(case), make_batch(case.spec, num_rows=NUM_ROWS)
     clip_norm, learning_rate = 1e-6, 1e10
-    clipper = GhostClipper(model, clip_norm, Forms(norm, fused))
+    clipper = GhostClipper(model, clip_norm, NormMethod(norm, fused))
     before = [parameter.detach().double() for parameter in trainable(model).values()]
     for rows in ([0, 1, 2], [3, 4]):
         part = batch.rows(rows)
@@ -90,7 +90,7 @@ def test_an_update_moves_the_parameters_by_at_most_lr_clip_norm_batch(case, norm
 def test_microbatches_and_row_order_do_not_change_the_sum(case, norm, fused):
     """Invariance: one sum from all rows at once, in another order, and from microbatches."""
     model, batch = build_model(case), make_batch(case.spec, num_rows=NUM_ROWS)
-    forms = Forms(norm, fused)
+    forms = NormMethod(norm, fused)
     clip_norm = float(clipped_sum(model, case, batch, 1.0).norms.median())
     expected = clipped_sum(model, case, batch, clip_norm)
     order = [3, 1, 4, 0, 2]
@@ -112,7 +112,7 @@ def test_a_nonfinite_unit_contributes_nothing(value, fused):
     case = Case("llama").but(dtype="float32")
     model, batch = build_model(case), make_batch(case.spec, num_rows=3)
     for norm in ("auto", "gram", "instance", "tiled"):
-        clipper = GhostClipper(model, 1e-3, Forms(norm, fused))
+        clipper = GhostClipper(model, 1e-3, NormMethod(norm, fused))
         model.zero_grad(set_to_none=True)
         losses = LOSSES[case.spec.task](model(**batch.inputs).logits, batch.labels)
         result = clipper.backward(losses * torch.tensor([1, value, 1]))

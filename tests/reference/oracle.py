@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpllm import GhostClipper, per_sequence_loss
-from dpllm.ghost import Forms
+from dpllm.ghost import NormMethod
 from dpllm.models.losses import classification_loss, seq2seq_loss
 
 from .zoo import IGNORED, Batch, Case, build_model, enable_checkpointing, float64_copy, forward_context, make_batch
@@ -118,7 +118,7 @@ def clipped_sum(
     clip_norm: float,
     unit_index: Tensor | list[Tensor] | None = None,
     seed: int | None = None,
-    forms: Forms | None = None,
+    forms: NormMethod | None = None,
 ) -> Clipped:
     """Runs the clipper under test over one microbatch, or over several that add up.
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dpllm.config import ConfigError
-from dpllm.ghost import Forms
+from dpllm.ghost import NormMethod
 from tests.training.test_trainer import arguments, privacy, trainer
 
 
@@ -57,14 +57,16 @@ def test_a_shortage_of_memory_in_the_middle_of_training(tmp_path, caplog):
 def test_every_form_gives_the_same_update(tmp_path):
     """Two steps at σ = 0 under activation checkpointing: norms from Gram matrices or tiles, in one pass or two."""
     updates = []
-    for number, forms in enumerate((None, Forms("gram", passes=2), Forms("tiled", passes=1), Forms("instance"))):
+    for number, norm_method in enumerate(
+        (None, NormMethod("gram", backward_passes=2), NormMethod("tiled", backward_passes=1), NormMethod("instance"))
+    ):
         torch.manual_seed(0)
         folder = tmp_path / str(number)
         run = trainer(
             folder,
             config=privacy(noise_multiplier=0.0, clip_norm=0.05, seed=3),
             args=arguments(folder, max_steps=2, optim="sgd", gradient_checkpointing=True),
-            forms=forms,
+            norm_method=norm_method,
         )
         before = torch.cat([p.detach().flatten().double() for p in run.model.parameters()])
         run.train()

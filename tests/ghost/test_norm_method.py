@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dpllm.ghost import Forms, kernels, triton_kernels
+from dpllm.ghost import NormMethod, kernels, triton_kernels
 
 needs_triton = pytest.mark.skipif(not triton_kernels.available(), reason="Triton is not installed")
 
@@ -19,7 +19,7 @@ def exact(a, grads):
 def test_forms_of_a_matrix_agree(tokens, norm, fused):
     """Norms are exact in every form, and the mass bounds (sum_t |a_t| |g_t|)^2."""
     a, grads = torch.randn(2, tokens, 9), [torch.randn(2, tokens, 5), torch.randn(2, tokens, 12)]
-    sq_norm_B, mass_B = Forms(norm, fused).outer_norms(a, grads)
+    sq_norm_B, mass_B = NormMethod(norm, fused).outer_norms(a, grads)
     torch.testing.assert_close(sq_norm_B.double(), exact(a, grads), rtol=1e-4, atol=0)
     one_by_one = [(a.norm(dim=2) * g.norm(dim=2)).sum(1).square() for g in grads]
     assert (mass_B >= 0.999 * sum(one_by_one)).all()
@@ -27,30 +27,30 @@ def test_forms_of_a_matrix_agree(tokens, norm, fused):
 
 def test_the_tiled_form_is_taken_where_it_costs_less():
     """2 T D P operations against T^2 (D + P): T decides."""
-    forms = Forms()
+    norm_method = NormMethod()
     for tokens, tiles in ((100, False), (300, True)):
-        assert forms._tiles(torch.zeros(1, tokens, 128), [torch.zeros(1, tokens, 128)]) is tiles
-    assert Forms("tiled")._tiles(torch.zeros(1, 1, 9), [torch.zeros(1, 1, 9)])
-    assert not Forms("gram")._tiles(torch.zeros(1, 99, 2), [torch.zeros(1, 99, 2)])
+        assert norm_method._tiles(torch.zeros(1, tokens, 128), [torch.zeros(1, tokens, 128)]) is tiles
+    assert NormMethod("tiled")._tiles(torch.zeros(1, 1, 9), [torch.zeros(1, 1, 9)])
+    assert not NormMethod("gram")._tiles(torch.zeros(1, 99, 2), [torch.zeros(1, 99, 2)])
 
 
 def test_the_instance_is_held_where_it_takes_no_more_memory():
     """Unless a form is asked for."""
-    assert Forms().holds_instance(factor_bytes=8, instance_bytes=8) and not Forms().holds_instance(7, 8)
-    assert Forms("instance").holds_instance(1, 8) and not Forms("gram").holds_instance(8, 1)
+    assert NormMethod().holds_instance(factor_bytes=8, instance_bytes=8) and not NormMethod().holds_instance(7, 8)
+    assert NormMethod("instance").holds_instance(1, 8) and not NormMethod("gram").holds_instance(8, 1)
 
 
 def test_kernels_are_left_alone_on_the_cpu():
     """Triton's interpreter is for tests: the PyTorch forms work on the CPU unless it is asked for."""
-    assert not Forms().fuses(torch.zeros(2))
-    assert not Forms().fuses(torch.zeros(2, dtype=torch.float64))
+    assert not NormMethod().fuses(torch.zeros(2))
+    assert not NormMethod().fuses(torch.zeros(2, dtype=torch.float64))
 
 
 @needs_triton
 def test_kernels_can_be_asked_for():
     """And are then used: a float64 tensor, which they don't take, is refused by them."""
     with pytest.raises(ValueError, match="float64; the kernels take bfloat16"):
-        Forms("gram", fused=True).outer_norms(torch.zeros(1, 2, 3).double(), [torch.zeros(1, 2, 3).double()])
+        NormMethod("gram", fused=True).outer_norms(torch.zeros(1, 2, 3).double(), [torch.zeros(1, 2, 3).double()])
 
 
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_triton)])
@@ -59,20 +59,22 @@ def test_forms_of_a_scale_agree(shape, fused):
     """The gradient of what scales the features of each row."""
     normed, grad = torch.randn(shape), torch.randn(shape).bfloat16()
     expected = (normed.double() * grad.double()).flatten(1, -2).sum(1)
-    torch.testing.assert_close(Forms(fused=fused).scale_grads(normed, grad).double(), expected, rtol=1e-5, atol=1e-5)
-    assert Forms(fused=fused).scale_grads(normed[:, 0], grad[:, 0]).shape == (2, 7)
-    whole = Forms(fused=fused).scale_grads(normed, grad, keep=2)
+    torch.testing.assert_close(
+        NormMethod(fused=fused).scale_grads(normed, grad).double(), expected, rtol=1e-5, atol=1e-5
+    )
+    assert NormMethod(fused=fused).scale_grads(normed[:, 0], grad[:, 0]).shape == (2, 7)
+    whole = NormMethod(fused=fused).scale_grads(normed, grad, keep=2)
     torch.testing.assert_close(whole, kernels.sum_tokens(normed * grad.float(), 2))
 
 
 def test_unknown_forms_are_refused():
     """A typo doesn't pass for the default."""
-    with pytest.raises(ValueError, match="norm is 'grams'; choose one of auto, gram, instance, tiled"):
-        Forms(norm="grams")
+    with pytest.raises(ValueError, match="algorithm is 'grams'; choose one of auto, gram, instance, tiled"):
+        NormMethod(algorithm="grams")
 
 
 def test_kernels_that_cannot_run_are_refused(monkeypatch):
     """Asking for them where they aren't is an error, not the other form."""
     monkeypatch.setattr(triton_kernels, "available", lambda: False)
     with pytest.raises(ValueError, match="Triton or a CUDA device is missing"):
-        Forms(fused=True)
+        NormMethod(fused=True)

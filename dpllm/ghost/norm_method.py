@@ -25,42 +25,43 @@ from torch import Tensor
 
 from dpllm.ghost import kernels, triton_kernels
 
-NormForm = Literal["auto", "gram", "instance", "tiled"]
+NormAlgorithm = Literal["auto", "gram", "instance", "tiled"]
 
 
 @dataclass(frozen=True)
-class Forms:
+class NormMethod:
     """How norms of matrices are computed, and how often the backward pass runs for them.
 
     Attributes:
-        norm: the form, or "auto", the one that costs least for the shape at hand.
+        algorithm: the form, or "auto", the one that costs least for the shape at hand.
         fused: the Triton kernels (True), the PyTorch forms (False), or the kernels on CUDA where Triton is installed
             and takes the dtype (None).
-        passes: 1, one backward pass: the factors of all layers are held from its beginning to the clipped sum. 2: a
-            first one for the norms, which holds one layer's factors at a time, and a second one for the sum, whose
-            norms are compared with the first's. Costs the activation gradients twice, under activation checkpointing
-            the recomputed forward pass as well (about 6 units of work in place of 4), and one float32 gradient of the
-            model where microbatches accumulate. Worth it for full fine-tuning under activation checkpointing with
-            long rows, where the factors are most of the memory; LoRA holds next to nothing in either case. "auto": 2
-            only under activation checkpointing, where what one pass would hold doesn't fit into a GPU's free memory.
+        backward_passes: the number of backward passes. 1: the factors of all layers are kept from the beginning of
+            the pass to the clipped sum. 2: the first pass computes the norms and holds one layer's factors at a time;
+            the second computes the sum, and its norms are compared with the first's. Two passes compute the activation
+            gradients twice, and under activation checkpointing also the recomputed forward pass (about 6 units of work
+            instead of 4); they need one float32 gradient of the model where microbatches accumulate. They are worth it
+            for full fine-tuning under activation checkpointing with long rows, where the factors take most of the
+            memory. LoRA keeps very little in either case. "auto": 2 only under activation checkpointing, where one
+            pass would not fit in a GPU's free memory.
 
     Raises:
         ValueError: an unknown form; kernels asked for that can't run here.
 
-    >>> Forms(norm="gram", fused=False).fuses(torch.zeros(1))
+    >>> NormMethod(algorithm="gram", fused=False).fuses(torch.zeros(1))
     False
     """
 
-    norm: NormForm = "auto"
+    algorithm: NormAlgorithm = "auto"
     fused: bool | None = None
-    passes: Literal["auto", 1, 2] = "auto"
+    backward_passes: Literal["auto", 1, 2] = "auto"
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        if self.norm not in get_args(NormForm):
-            raise ValueError(f"norm is {self.norm!r}; choose one of {', '.join(get_args(NormForm))}.")
-        if self.passes not in ("auto", 1, 2):
-            raise ValueError(f"passes is {self.passes!r}; choose auto, 1 or 2.")
+        if self.algorithm not in get_args(NormAlgorithm):
+            raise ValueError(f"algorithm is {self.algorithm!r}; choose one of {', '.join(get_args(NormAlgorithm))}.")
+        if self.backward_passes not in ("auto", 1, 2):
+            raise ValueError(f"backward_passes is {self.backward_passes!r}; choose auto, 1 or 2.")
         if self.fused and not triton_kernels.available():
             raise ValueError(
                 "fused=True asks for the Triton kernels, which can't run here: Triton or a CUDA device is missing. "
@@ -83,9 +84,9 @@ class Forms:
             factor_bytes: what the factors take, of all rows.
             instance_bytes: what the gradients take, of all units.
         """
-        if self.norm == "auto":
+        if self.algorithm == "auto":
             return instance_bytes <= factor_bytes
-        return self.norm == "instance"
+        return self.algorithm == "instance"
 
     def outer_norms(self, shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Squared norms of the gradients of several layers that read one input, summed over the layers.
@@ -105,8 +106,8 @@ class Forms:
         return kernels.gram_norms(shared_BTD, grads)
 
     def _tiles(self, shared_BTD: Tensor, grads: list[Tensor]) -> bool:
-        if self.norm != "auto":
-            return self.norm == "tiled"
+        if self.algorithm != "auto":
+            return self.algorithm == "tiled"
         tokens, width = shared_BTD.shape[1:]
         outputs = sum(grad.shape[2] for grad in grads)
         return 2 * tokens * width * outputs < tokens * tokens * (width + outputs)
