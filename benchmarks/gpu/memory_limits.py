@@ -83,10 +83,11 @@ def stepped(model: Any, rows: Rows, max_rows: int, setting: Setting) -> tuple[Te
     privacy = PrivacyConfig(noise_multiplier=0.0, clip_norm=0.3, expected_batch_size=num_rows // 4)
     plan = make_plan(privacy, num_rows, 3)
     engine, clipper = SingleProcess(torch.optim.SGD(model.parameters(), lr=0.1)), GhostClipper(model, plan.clip_norm)
+    noise = plan.mechanism.noise.stream(NoiseSource(), plan.num_steps)
     free_memory()
     try:
         done = private_step(
-            clipper, rows.cut(max_rows), loss_of(model, setting.device), plan, engine, NoLedger(), NoiseSource()
+            clipper, rows.cut(max_rows), loss_of(model, setting.device), plan, engine, NoLedger(), noise
         )
     finally:
         clipper.remove()

@@ -130,7 +130,7 @@ def movement(
     rank, size = runner.processes.rank, runner.processes.size
     owners = owners or list(range(NUM_ROWS))
     every = list(range(max(owners) + 1)) if units is None else units
-    ledger, noise = NoLedger(), NoiseSource()
+    ledger, noise = NoLedger(), plan.mechanism.noise.stream(NoiseSource(), plan.num_steps)
     released = []
     for _ in range(steps):
         before = whole_parameters(prepared, inner)
