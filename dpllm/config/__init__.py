@@ -2,6 +2,7 @@
 
 from dpllm.config.recipe import PRETRAINED_FOLDER as PRETRAINED_FOLDER
 from dpllm.config.recipe import RECIPE_FILE as RECIPE_FILE
+from dpllm.config.recipe import ROWS_KEPT as ROWS_KEPT
 from dpllm.config.recipe import SAMPLINGS as SAMPLINGS
 from dpllm.config.recipe import TASKS as TASKS
 from dpllm.config.recipe import UNITS as UNITS

@@ -12,6 +12,7 @@ from typing import Any
 
 from dpllm.report.disclosures import DESTINATIONS, not_kept
 from dpllm.report.markdown import values_in_words
+from dpllm.report.models import Findings, PrivacyReport
 
 MOST_DIFFERENCE = 0.01
 """Two accountants that differ by more than this share of ε disagree."""
@@ -20,6 +21,18 @@ REFUTED = "FAIL"
 _LEAST_DIFFERENCE = 0.002  # the PRV estimate is itself no more accurate than that
 
 _Lines = list[tuple[str, str | None]]
+
+
+def completed(findings: Findings) -> PrivacyReport:
+    """Return a report with its checklist and its open points.
+
+    Args:
+        findings: everything else of the report.
+    """
+    plain: dict[str, Any] = findings.model_dump(mode="json", by_alias=True)
+    plain["checklist"] = checklist(plain)
+    plain["open_points"] = open_points(plain)
+    return PrivacyReport.model_validate(plain)
 
 
 def checklist(report: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -7,10 +7,11 @@ what may be released, what is not covered, and what the guarantee assumes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpllm.data.units import ONE_ROW
 from dpllm.privacy.ledger import LedgerContents
+from dpllm.report.models import Assumption, Definition, Fact, NeverCovered, WrittenOut
 
 if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan
@@ -29,27 +30,39 @@ ADJACENCY_WORDS = {
     "replace-one": "two data sets of the same public size, equal but that one unit is another in one of them",
 }
 
-_NEVER_COVERED = (
-    ("hyper-parameter tuning (other runs on the same data)", "each run has its own ε; add them up"),
-    (
-        "choosing a run's noise, length or batch by what earlier private runs released",
-        "plan runs independently of each other's results; composition is proved for those",
-    ),
-    ("choosing the model, a checkpoint or a stopping point by its results on private data", "choose on public data"),
-    ("evaluation on private data", "keep the results to yourself, or evaluate on public data"),
-    ("a tokenizer, vocabulary or normalisation fitted to the private text", "fit them on public text"),
-    ("private records that the pretrained model had seen already", "check the source of the pretrained weights"),
-    (
-        "training loss, gradient norms before the noise, and realised batch sizes",
-        "treat logs and plots of them like the data itself",
-    ),
-    ("running time and memory use, as seen by someone on the same machine", "train on a machine you control"),
-    ("the exactness of floating-point noise", "the noise is a float32 Gaussian, as in all common DP libraries"),
+_NEVER_COVERED = tuple(
+    NeverCovered(what=what, advice=advice)
+    for what, advice in (
+        ("hyper-parameter tuning (other runs on the same data)", "each run has its own ε; add them up"),
+        (
+            "choosing a run's noise, length or batch by what earlier private runs released",
+            "plan runs independently of each other's results; composition is proved for those",
+        ),
+        (
+            "choosing the model, a checkpoint or a stopping point by its results on private data",
+            "choose on public data",
+        ),
+        ("evaluation on private data", "keep the results to yourself, or evaluate on public data"),
+        ("a tokenizer, vocabulary or normalisation fitted to the private text", "fit them on public text"),
+        ("private records that the pretrained model had seen already", "check the source of the pretrained weights"),
+        (
+            "training loss, gradient norms before the noise, and realised batch sizes",
+            "treat logs and plots of them like the data itself",
+        ),
+        ("running time and memory use, as seen by someone on the same machine", "train on a machine you control"),
+        ("the exactness of floating-point noise", "the noise is a float32 Gaussian, as in all common DP libraries"),
+    )
+)
+_RELEASED = (
+    "the final weights",
+    "every checkpoint",
+    "the sequence of noisy gradients, and the optimizer's state, which is computed from them "
+    "(`noisy_grad_norm` in the logs is the norm of a noisy gradient)",
 )
 
 
-def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) -> dict[str, Any]:
-    """Return the definition of a run: plain values that JSON can hold.
+def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) -> Definition:
+    """Return the definition of a run.
 
     Args:
         plan: the plan of the run.
@@ -62,28 +75,23 @@ def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) 
             "the number of users N, the exact number of rows to draw from (the sampling rate is computed from it, so "
             "this number is published and must be public), and all settings in this report"
         )
-    return {
-        "dataset": plan.dataset,
-        "unit": _unit(plan, contents),
-        "adjacency": ADJACENCY_WORDS[plan.adjacency],
-        "mechanism": mechanism(plan),
-        "public": [*public, *contents.public],
-        "data_accesses_covered": [
-            f"the {contents.num_steps} training steps in the ledger, of {len(contents.runs)} run(s)"
-        ],
-        "other_uses_of_the_data": other_uses,
-        "released_under_the_guarantee": [
-            "the final weights",
-            "every checkpoint",
-            "the sequence of noisy gradients, and the optimizer's state, which is computed from them "
-            "(`noisy_grad_norm` in the logs is the norm of a noisy gradient)",
-        ],
-        "written_out_and_not_covered": [
-            {"what": what, "count": count} for what, count in sorted(_written_out(contents).items())
-        ],
-        "never_covered": [{"what": what, "advice": advice} for what, advice in _NEVER_COVERED],
-        "facts": [{"name": name, "values": list(values)} for name, values in sorted(contents.notes.facts.items())],
-    }
+    return Definition(
+        dataset=plan.dataset,
+        unit=_unit(plan, contents),
+        adjacency=ADJACENCY_WORDS[plan.adjacency],
+        mechanism=mechanism(plan),
+        public=(*public, *contents.public),
+        data_accesses_covered=(
+            f"the {contents.num_steps} training steps in the ledger, of {len(contents.runs)} run(s)",
+        ),
+        other_uses_of_the_data=other_uses,
+        released_under_the_guarantee=_RELEASED,
+        written_out_and_not_covered=tuple(
+            WrittenOut(what=what, count=count) for what, count in sorted(_written_out(contents).items())
+        ),
+        never_covered=_NEVER_COVERED,
+        facts=tuple(Fact(name=name, values=tuple(values)) for name, values in sorted(contents.notes.facts.items())),
+    )
 
 
 def _written_out(contents: LedgerContents) -> dict[str, int]:
@@ -145,7 +153,7 @@ def event(plan: PrivacyPlan) -> str:
     return plan.event.words().accounted_as
 
 
-def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> list[dict[str, str]]:
+def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> tuple[Assumption, ...]:
     """Return what the numbers rest on, and for each how the run ensured it."""
     entropy = ", ".join(dict.fromkeys(run["entropy"] for run in contents.runs))
     torn = f"; {contents.torn_steps} step(s) torn by a crash are charged" if contents.torn_steps else ""
@@ -177,7 +185,7 @@ def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> list[dict[str, s
             + torn,
         ),
     )
-    return [{"assumption": assumption, "how_ensured": how} for assumption, how in pairs]
+    return tuple(Assumption(assumption=assumption, how_ensured=how) for assumption, how in pairs)
 
 
 def _bounded(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:

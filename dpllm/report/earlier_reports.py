@@ -1,31 +1,71 @@
 """Reports that earlier versions wrote, in the form of today's: for `dpllm verify`.
 
 Place in the flow: before the comparisons of `dpllm.report.verify`. A report of format 2 lacks keys that were added
-since, and some of its sentences had other words. It is held to its own schema. Then its numbers, names and hashes are
-compared with those that are computed today; a sentence may have other words, and must have the same numbers.
+since, and some of its sentences had other words. It is held to the keys of its own format. Then its numbers, names and
+hashes are compared with those that are computed today; a sentence may have other words, and must have the same numbers.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.resources
-import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-EARLIER_FORMATS = (2,)
-"""Formats of reports that are verified beside today's."""
+from pydantic import Field, create_model
+
+from dpllm.report.models import (
+    Accounting,
+    Checkable,
+    Count,
+    Definition,
+    Part,
+    PrivacyReport,
+    Run,
+    Steps,
+    Strength,
+)
+
+
+def _earlier(today: type[Part], without: tuple[str, ...] = (), **changed: Any) -> type[Part]:
+    """Return the model that a part of the report had in an earlier format.
+
+    Args:
+        today: the part as it is.
+        without: keys that were added since.
+        changed: types of keys that had another one, and keys that were dropped since, as (type, field).
+    """
+    kept = {
+        name: (changed.pop(name, field.annotation), field)
+        for name, field in today.model_fields.items()
+        if name not in without
+    }
+    return create_model(today.__name__, __base__=Part, __doc__=today.__doc__, **{**kept, **changed})
+
+
+_left_out = Field(description="Rows that the bound on rows per user left out; depends on the private data.")
+_Run = _earlier(Run, without=("file",))
+_Format2 = _earlier(
+    PrivacyReport,
+    without=("noted_open_points",),
+    format=Literal[2],
+    definition=_earlier(Definition, without=("facts",), rows_left_out=(Count | None, _left_out)),
+    accounting=_earlier(Accounting, steps=_earlier(Steps, without=("stated",))),
+    strength=_earlier(Strength, without=("audit_noted",)),
+    checkable=_earlier(Checkable, runs=tuple[_Run, ...]),  # type: ignore[valid-type]
+)
+
+EARLIER_FORMATS: dict[int, type[Part]] = {2: _Format2}
+"""Formats of reports that are verified beside today's, and their keys."""
 
 _DROPPED_LINES = ("Rows left out by the bound on rows per user",)
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
 
 
-def schema_of(report_format: int) -> dict[str, Any]:
-    """Return the schema that an earlier version published for its reports."""
-    name = f"report/schemas/privacy_report.format{report_format}.schema.json"
-    schema: dict[str, Any] = json.loads(importlib.resources.files("dpllm").joinpath(name).read_text(encoding="utf-8"))
-    return schema
+def format_of(recorded: Mapping[str, Any] | None) -> int | None:
+    """Return the format that a JSON file names; None where it names none."""
+    number = None if recorded is None else recorded.get("format")
+    return number if isinstance(number, int) and not isinstance(number, bool) else None
 
 
 def in_todays_form(recorded: Mapping[str, Any], due: Mapping[str, Any], keep_words: bool) -> dict[str, Any]:

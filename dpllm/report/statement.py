@@ -1,14 +1,13 @@
-"""The privacy statement of a run: what ran, what it guarantees, and what it doesn't, as plain values.
+"""The privacy statement of a run: what ran, what it guarantees, and what it doesn't.
 
 Place in the flow: last. ε is computed from the ledger, so from what ran; the plan only names the numbers. The same
-values are written three times: as JSON for programs (``dpllm/schemas/privacy_report.schema.json`` describes each key),
-and as Markdown and HTML for people. What a statement must say follows Ponomareva et al., "How to DP-fy ML" (JAIR 77,
-2023). A point that only people can fill in is listed as open, and an open point is a reason not to release yet.
+values (`dpllm.report.models`) are written three times: as JSON for programs, and as Markdown and HTML for people. What
+a statement must say follows Ponomareva et al., "How to DP-fy ML" (JAIR 77, 2023). A point that only people can fill in
+is listed as open, and an open point is a reason not to release yet.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import math
@@ -22,17 +21,35 @@ from typing import TYPE_CHECKING, Any
 
 import dpllm
 from dpllm.mechanism.events import Event
+from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.privacy import accounting, comparison
 from dpllm.privacy.accounting import merge
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
 from dpllm.privacy.risk import attack_risk, in_plain_words
 from dpllm.privacy.stated import planned_steps, stated_history
-from dpllm.report.checklist import REFUTED, checklist, open_points
+from dpllm.report.checklist import REFUTED, completed
 from dpllm.report.curves import curves
 from dpllm.report.definition import ROWS_LEFT_OUT, assumptions, define, event
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.markdown import render_markdown as render_markdown
+from dpllm.report.models import (
+    FORMAT,
+    Accounting,
+    BudgetEntry,
+    Checkable,
+    CrossCheck,
+    CurveRow,
+    EpsilonByAdjacency,
+    Findings,
+    Parameters,
+    PrivacyReport,
+    Setting,
+    Statement,
+    Steps,
+    Strength,
+    Versions,
+)
 
 if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan
@@ -41,19 +58,7 @@ MARKDOWN_FILE = "privacy_report.md"
 JSON_FILE = "privacy_report.json"
 HTML_FILE = "privacy_report.html"
 
-FORMAT = 3
-"""Format of the report's JSON. Format 2 had no facts of the run and no open points of the ledger."""
 _CURVE_FACTORS = (1.0, 0.1, 0.01)
-_PACKAGES = (
-    "dp_accounting",
-    "prv_accountant",
-    "numpy",
-    "scipy",
-    "matplotlib",
-    "torch",
-    "transformers",
-    "peft",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,31 +90,34 @@ def privacy_report(
     Raises:
         ValueError: the ledger belongs to another plan, or charges steps that are not the plan's.
     """
-    _check_belongs(plan, ledger_contents)
-    notes = notes or ReleaseNotes()
-    seeded = plan.seeded or ledger_contents.seeded
-    history = stated_history(plan, ledger_contents)
-    epsilons = {name: accounting.epsilon(history, plan.delta, name) for name in ("zero-out", "replace-one")}
-    headline = epsilons[plan.adjacency]
-    report = {
-        "format": FORMAT,
-        "statement": _statement(plan, ledger_contents, epsilons, seeded),
-        "setting": {
-            "model": "central differential privacy: the trainer sees the data and is trusted; the release is protected",
-            "data_holder": notes.data_holder,
-            "audience": notes.audience,
-        },
-        "definition": define(plan, ledger_contents, notes.other_uses),
-        "accounting": _accounting(plan, ledger_contents, epsilons),
-        "strength": _strength(plan, ledger_contents, headline, seeded, notes.audit),
-        "curves": curves(history, plan.delta, plan.adjacency, headline, plan.target_epsilon),
-        "checkable": _checkable(plan, ledger_contents),
-        "noted_open_points": list(ledger_contents.notes.open_points),
-        "utility": dict(notes.utility) or None,
-    }
-    report["checklist"] = checklist(report)
-    report["open_points"] = open_points(report)
-    return report
+    return _report(plan, ledger_contents, notes or ReleaseNotes()).to_dict()
+
+
+def _report(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> PrivacyReport:
+    _check_belongs(plan, contents)
+    seeded = plan.seeded or contents.seeded
+    history = stated_history(plan, contents)
+    epsilons = EpsilonByAdjacency.model_validate(
+        {name: accounting.epsilon(history, plan.delta, name) for name in ADJACENCIES}
+    )
+    headline = epsilons.of(plan.adjacency)
+    findings = Findings(
+        format=FORMAT,
+        statement=_statement(plan, contents, epsilons, seeded),
+        setting=Setting(
+            model="central differential privacy: the trainer sees the data and is trusted; the release is protected",
+            data_holder=notes.data_holder,
+            audience=notes.audience,
+        ),
+        definition=define(plan, contents, notes.other_uses),
+        accounting=_accounting(plan, contents, epsilons),
+        strength=_strength(plan, contents, headline, seeded, notes.audit),
+        curves=curves(history, plan.delta, plan.adjacency, headline, plan.target_epsilon),
+        checkable=_checkable(plan, contents),
+        noted_open_points=tuple(contents.notes.open_points),
+        utility=json.loads(json.dumps(dict(notes.utility), allow_nan=False)) or None,
+    )
+    return completed(findings)
 
 
 def write_report(
@@ -195,14 +203,8 @@ def _check_belongs(plan: PrivacyPlan, contents: LedgerContents) -> None:
         raise ValueError(f"{contents.path} charges steps that are not those of its plan; restore both from a copy")
 
 
-def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else "inf"
-
-
-def _statement(
-    plan: PrivacyPlan, contents: LedgerContents, epsilons: Mapping[str, float], seeded: bool
-) -> dict[str, Any]:
-    epsilon = epsilons[plan.adjacency]
+def _statement(plan: PrivacyPlan, contents: LedgerContents, epsilons: EpsilonByAdjacency, seeded: bool) -> Statement:
+    epsilon = epsilons.of(plan.adjacency)
     unit = "record" if plan.unit == "sequence" else "user"
     if seeded:
         words = (
@@ -218,22 +220,22 @@ def _statement(
         words = "No step has been charged: nothing has been learnt from the private data so far."
     else:
         words = _guarantee(plan, epsilons, unit) + _about_the_stop(plan, contents)
-    return {
-        "private": not seeded and math.isfinite(epsilon),
-        "words": words,
-        "epsilon": _json_number(epsilon),
-        "delta": plan.delta,
-        "adjacency": plan.adjacency,
-        "epsilon_by_adjacency": {name: _json_number(value) for name, value in epsilons.items()},
-        "unit": plan.unit,
-    }
+    return Statement(
+        private=not seeded and math.isfinite(epsilon),
+        words=words,
+        epsilon=epsilon,
+        delta=plan.delta,
+        adjacency=plan.adjacency,
+        epsilon_by_adjacency=epsilons,
+        unit=plan.unit,
+    )
 
 
-def _guarantee(plan: PrivacyPlan, epsilons: Mapping[str, float], unit: str) -> str:
+def _guarantee(plan: PrivacyPlan, epsilons: EpsilonByAdjacency, unit: str) -> str:
     changes = {"zero-out": "contributed nothing", "replace-one": f"been another {unit}"}
-    epsilon = epsilons[plan.adjacency]
+    epsilon = epsilons.of(plan.adjacency)
     other = "replace-one" if plan.adjacency == "zero-out" else "zero-out"
-    value = f"ε = {_up(epsilons[other])}" if math.isfinite(epsilons[other]) else "ε is infinite"
+    value = f"ε = {_up(epsilons.of(other))}" if math.isfinite(epsilons.of(other)) else "ε is infinite"
     return (
         f"The training satisfies (ε, δ)-differential privacy with ε = {_up(epsilon)} and δ = {plan.delta:.3g} for "
         f"every single {unit}. Whatever is released of the model would have come out almost as likely had any one "
@@ -270,40 +272,40 @@ def _factor(epsilon: float) -> str:
     return f"{math.ceil(value * 10**digits) / 10**digits:,g}" if value < 1e5 else f"{math.ceil(value):,}"
 
 
-def _accounting(plan: PrivacyPlan, contents: LedgerContents, epsilons: Mapping[str, float]) -> dict[str, Any]:
+def _accounting(plan: PrivacyPlan, contents: LedgerContents, epsilons: EpsilonByAdjacency) -> Accounting:
     history = stated_history(plan, contents)
     budgets = (run.get("budget") for run in contents.runs)
-    return {
-        "kind": "privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT; "
+    return Accounting(
+        kind="privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT; "
         f"computed by dpllm.mechanism.pld and {accounting.TOOL}, to whose results tests hold it",
-        "event": event(plan),
-        "tool": accounting.TOOL,
-        "tool_version": accounting.tool_version(),
-        "discretization": accounting.discretization_used(history, plan.adjacency),
-        "composition": "all steps of all runs in the ledger, those lost in a crash included",
-        "budget": [dict(entry) for entry in {str(entry): entry for entry in budgets if entry}.values()],
-        "cross_checks": _cross_checks(history, plan.delta),
-        "zcdp_rho": _json_number(comparison.zcdp_rho(history)),
-        "epsilon": {name: _json_number(value) for name, value in epsilons.items()},
-        "curve": _curve(history, plan.delta),
-        "steps": _steps(plan, contents),
-        "parameters": _parameters(plan, contents),
-        "assumptions": assumptions(plan, contents),
-    }
+        event=event(plan),
+        tool=accounting.TOOL,
+        tool_version=accounting.tool_version(),
+        discretization=accounting.discretization_used(history, plan.adjacency),
+        composition="all steps of all runs in the ledger, those lost in a crash included",
+        budget=tuple(dict.fromkeys(BudgetEntry.model_validate(entry) for entry in budgets if entry)),
+        cross_checks=_cross_checks(history, plan.delta),
+        zcdp_rho=comparison.zcdp_rho(history),
+        epsilon=epsilons,
+        curve=_curve(history, plan.delta),
+        steps=_steps(plan, contents),
+        parameters=_parameters(plan, contents),
+        assumptions=assumptions(plan, contents),
+    )
 
 
-def _curve(history: tuple[tuple[Event, int], ...], delta: float) -> list[dict[str, Any]]:
+def _curve(history: tuple[tuple[Event, int], ...], delta: float) -> tuple[CurveRow, ...]:
     """Return ε at a few δ; one too small for so many steps is left out, unless it is that of the run."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for factor in _CURVE_FACTORS:
         try:
-            row = {name: accounting.epsilon(history, delta * factor, name) for name in ("zero-out", "replace-one")}
+            row = {name: accounting.epsilon(history, delta * factor, name) for name in ADJACENCIES}
         except ValueError:
             if factor == 1:
                 raise
             continue
-        rows.append({"delta": delta * factor, **{name: _json_number(value) for name, value in row.items()}})
-    return rows
+        rows.append(CurveRow.model_validate({"delta": delta * factor, **row}))
+    return tuple(rows)
 
 
 def _reason(plan: PrivacyPlan, contents: LedgerContents) -> str | None:
@@ -314,7 +316,7 @@ def _reason(plan: PrivacyPlan, contents: LedgerContents) -> str | None:
     return contents.end
 
 
-def _steps(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
+def _steps(plan: PrivacyPlan, contents: LedgerContents) -> Steps:
     wanted, taken, planned = plan.num_steps_wanted or plan.num_steps, contents.num_steps, planned_steps(plan, contents)
     budget = (
         f"{wanted} steps were asked for, and the target ε = {plan.target_epsilon:g} allows {plan.num_steps}; "
@@ -331,105 +333,96 @@ def _steps(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
     early = 0 < taken < planned
     how = "taken: the stop was declared independent" if contents.notes.stopped_independently else "planned"
     stated = f"; ε is stated for all steps {how}" if early else ""
-    return {
-        "wanted": wanted,
-        "planned": planned,
-        "charged": taken,
-        "stated": sum(count for _, count in stated_history(plan, contents)),
-        "torn_by_a_crash": contents.torn_steps,
-        "words": f"{budget}{taken} of {planned} planned steps were taken; {resumed}{ended}{stated}",
-    }
+    return Steps(
+        wanted=wanted,
+        planned=planned,
+        charged=taken,
+        stated=sum(count for _, count in stated_history(plan, contents)),
+        torn_by_a_crash=contents.torn_steps,
+        words=f"{budget}{taken} of {planned} planned steps were taken; {resumed}{ended}{stated}",
+    )
 
 
 @lru_cache(maxsize=8)
-def _cross_checks_of(history: tuple[tuple[Event, int], ...], delta: float) -> tuple[dict[str, Any], ...]:
+def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple[CrossCheck, ...]:
     """Return ε under zero-out by other ways.
 
     The PRV accountant knows no truncation, so it is held against the PLD of the same steps without truncation.
     """
     plain = accounting.untruncated(history)
-    library = comparison.library_epsilon(history, delta)
     prv = comparison.prv_epsilon(history, delta)
     renyi = comparison.renyi_epsilon(history, delta)
     no_rows = "does not apply: it has no event for the rows of a user drawn each by itself"
     return (
-        {
-            "name": "PRV",
-            "epsilon": _json_number(prv.estimate) if prv else None,
-            "bounds": [_json_number(prv.lower), _json_number(prv.upper)] if prv else None,
-            "pld_of_the_same_steps": _json_number(accounting.epsilon(plain, delta)) if prv else None,
-            "note": "an estimate with bounds, under zero-out, without the effect of truncation (arXiv:2106.02848); "
+        CrossCheck(
+            name="PRV",
+            epsilon=prv.estimate if prv else None,
+            bounds=(prv.lower, prv.upper) if prv else None,
+            pld_of_the_same_steps=accounting.epsilon(plain, delta) if prv else None,
+            note="an estimate with bounds, under zero-out, without the effect of truncation (arXiv:2106.02848); "
             "held against the PLD of the same steps without truncation"
             if prv
             else "does not apply to these steps",
-        },
-        {
-            "name": "PLD of dp_accounting",
-            "epsilon": _json_number(library),
-            "bounds": None,
-            "pld_of_the_same_steps": _json_number(accounting.epsilon(history, delta)),
-            "note": "an upper bound by that library's own accountant, under zero-out, on the coarser grid 0.001",
-        },
-        {
-            "name": "Rényi",
-            "epsilon": None if renyi is None else _json_number(renyi),
-            "bounds": None,
-            "pld_of_the_same_steps": None if renyi is None else _json_number(accounting.epsilon(plain, delta)),
-            "note": no_rows
+        ),
+        CrossCheck(
+            name="PLD of dp_accounting",
+            epsilon=comparison.library_epsilon(history, delta),
+            bounds=None,
+            pld_of_the_same_steps=accounting.epsilon(history, delta),
+            note="an upper bound by that library's own accountant, under zero-out, on the coarser grid 0.001",
+        ),
+        CrossCheck(
+            name="Rényi",
+            epsilon=renyi,
+            bounds=None,
+            pld_of_the_same_steps=None if renyi is None else accounting.epsilon(plain, delta),
+            note=no_rows
             if renyi is None
             else "an upper bound, looser by nature, under zero-out, without the effect of truncation",
-        },
+        ),
     )
 
 
-def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> list[dict[str, Any]]:
-    return [dict(check) for check in _cross_checks_of(history, delta)]
-
-
-def _parameters(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
+def _parameters(plan: PrivacyPlan, contents: LedgerContents) -> Parameters:
     share = plan.delta * plan.num_units
-    return {
-        "sampling": plan.sampling,
-        "num_units": plan.num_units,
-        "num_examples": plan.num_examples,
-        "sampling_rate": plan.sampling_rate,
-        "expected_batch_size": plan.expected_batch_size,
-        "max_batch_size": plan.max_batch_size,
-        "num_steps_planned": planned_steps(plan, contents),
-        "num_steps_charged": contents.num_steps,
-        "noise_multiplier": plan.noise_multiplier,
-        "clip_norm": plan.clip_norm,
-        "noise_stddev": plan.noise_stddev,
-        "target_epsilon": plan.target_epsilon,
-        "delta": plan.delta,
-        "why_this_delta": (
-            f"δ = {share:.3g}/N. At 1/N, publishing one unit outright would pass; the usual choice is at most 0.1/N"
-        ),
-        "max_rows_per_unit": plan.max_rows_per_unit,
-        "rows_kept": plan.rows_kept,
-    }
+    return Parameters(
+        sampling=plan.sampling,
+        num_units=plan.num_units,
+        num_examples=plan.num_examples,
+        sampling_rate=plan.sampling_rate,
+        expected_batch_size=plan.expected_batch_size,
+        max_batch_size=plan.max_batch_size,
+        num_steps_planned=planned_steps(plan, contents),
+        num_steps_charged=contents.num_steps,
+        noise_multiplier=plan.noise_multiplier,
+        clip_norm=plan.clip_norm,
+        noise_stddev=plan.noise_stddev,
+        target_epsilon=plan.target_epsilon,
+        delta=plan.delta,
+        why_this_delta=f"δ = {share:.3g}/N. At 1/N, publishing one unit outright would pass; the usual choice is at "
+        "most 0.1/N",
+        max_rows_per_unit=plan.max_rows_per_unit,
+        rows_kept=plan.rows_kept,
+    )
 
 
-def _strength(
-    plan: PrivacyPlan, contents: LedgerContents, epsilon: float, seeded: bool, audit: str | None
-) -> dict[str, Any]:
+def _strength(plan: PrivacyPlan, contents: LedgerContents, epsilon: float, seeded: bool, audit: str | None) -> Strength:
     risk = attack_risk(stated_history(plan, contents), plan.adjacency)
     tier, words = _tier(epsilon, seeded)
     sentences = in_plain_words(risk, "record" if plan.unit == "sequence" else "user")
     if seeded:
         sentences = ["Not with the fixed seed of this run, but with secret randomness: " + line for line in sentences]
-    figures = dataclasses.asdict(risk)
-    return {
-        "tier": tier,
-        "words": words,
-        "advantage": figures["advantage"],
-        "bayes_success": {f"{prior:g}": value for prior, value in figures["bayes_success"].items()},
-        "true_positive_rate": {f"{rate:g}": value for rate, value in figures["true_positive_rate"].items()},
-        "reconstruction": {f"{prior:g}": value for prior, value in figures["reconstruction"].items()},
-        "in_plain_words": sentences,
-        "audit": _audits(contents, audit),
-        "audit_noted": audit,
-    }
+    return Strength(
+        tier=tier,
+        words=words,
+        advantage=risk.advantage,
+        bayes_success={f"{prior:g}": value for prior, value in risk.bayes_success.items()},
+        true_positive_rate={f"{rate:g}": value for rate, value in risk.true_positive_rate.items()},
+        reconstruction={f"{prior:g}": value for prior, value in risk.reconstruction.items()},
+        in_plain_words=tuple(sentences),
+        audit=_audits(contents, audit),
+        audit_noted=audit,
+    )
 
 
 def _audits(contents: LedgerContents, noted: str | None) -> str | None:
@@ -455,7 +448,7 @@ def _tier(epsilon: float, seeded: bool) -> tuple[str, str]:
     )
 
 
-def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
+def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> Checkable:
     (one, _), *_ = merge(plan.history)
     sample = one.words().options
     rounds = sum(count for _, count in merge(stated_history(plan, contents)))
@@ -463,26 +456,29 @@ def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> dict[str, Any]:
         f"dpllm epsilon --noise-multiplier {plan.noise_multiplier!r} --sampling-rate {one.sampling_rate!r} "
         f"--steps {rounds} --delta {plan.delta!r} {sample} --adjacency {plan.adjacency}"
     )
-    return {
-        "verify": "dpllm verify OUTPUT_DIR",
-        "recompute_from_the_ledger": "dpllm report OUTPUT_DIR",
-        "recompute_from_the_numbers": command,
-        "plan": plan.to_dict(),
-        "plan_hash": plan.hash,
-        "ledger_sha256": contents.sha256,
-        "runs": [{**run, "budget": run.get("budget"), "file": run.get("file")} for run in contents.runs],
-        "ended": _reason(plan, contents),
-        "torn_lines": contents.torn_lines,
-        "diagnostics_not_covered": {
-            name: value for name, value in contents.diagnostics.items() if name != ROWS_LEFT_OUT
-        },
-        "machine": platform.machine(),
-        "versions": {
-            "dpllm": dpllm.__version__,
-            "python": platform.python_version(),
-            **{package: _version(package) for package in _PACKAGES},
-        },
-    }
+    runs = [{**run, "budget": run.get("budget"), "file": run.get("file")} for run in contents.runs]
+    return Checkable.model_validate(
+        {
+            "verify": "dpllm verify OUTPUT_DIR",
+            "recompute_from_the_ledger": "dpllm report OUTPUT_DIR",
+            "recompute_from_the_numbers": command,
+            "plan": plan.to_dict(),
+            "plan_hash": plan.hash,
+            "ledger_sha256": contents.sha256,
+            "runs": runs,
+            "ended": _reason(plan, contents),
+            "torn_lines": contents.torn_lines,
+            "diagnostics_not_covered": {
+                name: value for name, value in contents.diagnostics.items() if name != ROWS_LEFT_OUT
+            },
+            "machine": platform.machine(),
+            "versions": {
+                **{package: _version(package) for package in Versions.model_fields},
+                "dpllm": dpllm.__version__,
+                "python": platform.python_version(),
+            },
+        }
+    )
 
 
 def _version(package: str) -> str | None:

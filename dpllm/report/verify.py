@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
-import importlib.resources
 import json
 import math
 import platform
@@ -21,17 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
 import dpllm
 from dpllm.privacy import accounting
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.report.checklist import checklist, open_points
-from dpllm.report.earlier_reports import EARLIER_FORMATS, in_todays_form, in_todays_lines, schema_of
+from dpllm.report.earlier_reports import EARLIER_FORMATS, format_of, in_todays_form, in_todays_lines
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.markdown import render_markdown
 from dpllm.report.model_card import CARD_FILE, guarantee_section, metadata_in, own_lines, privacy_metadata
+from dpllm.report.models import FORMAT, Part, PrivacyReport, complaints, listed
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
 from dpllm.report.verify_release import foreign_claims, missing_points, release_checks
 
@@ -41,7 +39,6 @@ TOLERANCE = 1e-6
 _SAME = 1e-9  # otherwise: the last digits depend on the order of additions, and so on the number of threads
 
 _NUMERIC = ("dp_accounting", "prv_accountant", "numpy", "scipy", "python")
-_MOST_LISTED = 12
 
 
 @dataclass(frozen=True)
@@ -82,13 +79,6 @@ def verification_rows(verification: Verification) -> list[tuple[str, str]]:
     return [(check.what, f"{'ok' if check.ok else 'FAILED'}: {check.detail}") for check in verification.checks]
 
 
-def report_schema() -> dict[str, Any]:
-    """Return the published JSON Schema (draft 2020-12) of the report."""
-    file = importlib.resources.files("dpllm").joinpath("report/schemas/privacy_report.schema.json")
-    schema: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return schema
-
-
 def verify(folder: str | Path) -> Verification:
     """Recompute everything from the plan and the ledger, and compare it with what the folder says.
 
@@ -122,10 +112,10 @@ def verify(folder: str | Path) -> Verification:
         checks += [Check(*result) for result in release_checks(folder, contents)]
     if recorded is not None:
         checks.append(_schema_check(recorded))
-        if contents is not None and recorded.get("format") in EARLIER_FORMATS:
+        if contents is not None and format_of(recorded) in EARLIER_FORMATS:
             checks.append(_age_check(contents))
     due = _recomputed(checks, plan, contents, recorded)
-    earlier = recorded is not None and recorded.get("format") in EARLIER_FORMATS
+    earlier = format_of(recorded) in EARLIER_FORMATS
     if due is not None and recorded is not None:
         found = in_todays_form(recorded, due, keep_words=False) if earlier else recorded
         checks.append(_json_check(found, due, recorded))
@@ -224,14 +214,20 @@ def _step_count(contents: LedgerContents, recorded: Mapping[str, Any]) -> Check:
 
 def _schema_check(recorded: Mapping[str, Any]) -> Check:
     what = f"{JSON_FILE} fits the published schema"
-    known = "every key known, none missing"
-    schema = report_schema()
-    if (earlier := recorded.get("format")) in EARLIER_FORMATS:
-        schema = schema_of(int(earlier))
-        known += f" in format {earlier}, of an earlier version: its sentences are compared by their numbers"
-    errors = jsonschema.Draft202012Validator(schema).iter_errors(recorded)
-    lines = [f"{error.json_path}: {' '.join(error.message.split())[:160]}" for error in errors]
-    return Check(what, not lines, _listed(lines) if lines else known)
+    known: dict[int, type[Part]] = {FORMAT: PrivacyReport, **EARLIER_FORMATS}
+    written = format_of(recorded)
+    if written is None or written not in known:
+        return Check(
+            what,
+            False,
+            f"it has format {_short(recorded.get('format'))}, and this version of dpllm reads "
+            f"{', '.join(map(str, sorted(known)))}: verify it with the version that wrote it",
+        )
+    lines = complaints(known[written], recorded)
+    found = "every key known, none missing"
+    if written in EARLIER_FORMATS:
+        found += f" in format {written}, of an earlier version: its sentences are compared by their numbers"
+    return Check(what, not lines, listed(lines) if lines else found)
 
 
 def _age_check(contents: LedgerContents) -> Check:
@@ -245,11 +241,6 @@ def _age_check(contents: LedgerContents) -> Check:
         else "it has the format of an earlier version, and the ledger is of a later one: `dpllm report FOLDER` makes "
         "the report again",
     )
-
-
-def _listed(lines: list[str]) -> str:
-    more = f"; and {len(lines) - _MOST_LISTED} more" if len(lines) > _MOST_LISTED else ""
-    return "; ".join(lines[:_MOST_LISTED]) + more
 
 
 def _recomputed(
@@ -304,7 +295,7 @@ def _json_check(found: Mapping[str, Any], due: Mapping[str, Any], recorded: Mapp
     tolerance = TOLERANCE if changed else _SAME
     lines = [_difference(path, one, right) for path, one, right in _differences(found, due, "", tolerance)]
     if lines:
-        return Check(what, False, f"{_listed(lines)}{_other_dpllm(recorded)}")
+        return Check(what, False, f"{listed(lines)}{_other_dpllm(recorded)}")
     why = f", since other versions computed it ({', '.join(changed)})" if changed else ""
     return Check(what, True, f"every key agrees, numbers to {tolerance:g}{why}")
 
@@ -334,7 +325,7 @@ def _installed(name: str) -> str | None:
 
 
 def _other_dpllm(recorded: Mapping[str, Any]) -> str:
-    if recorded.get("format") in EARLIER_FORMATS:
+    if format_of(recorded) in EARLIER_FORMATS:
         return (
             ". An earlier version wrote it, which stated the ε of the steps taken where a run had stopped early: "
             "`dpllm report FOLDER` makes the report again"
@@ -435,7 +426,7 @@ def _card_check(path: Path, text: str, due: Mapping[str, Any]) -> tuple[bool, st
     if found is _ABSENT:
         claims, words = foreign_claims(text, ())
         if claims:
-            return False, f"its block differential_privacy is missing, and it claims: {_listed([*map(_short, claims)])}"
+            return False, f"its block differential_privacy is missing, and it claims: {listed([*map(_short, claims)])}"
         return True, f"it claims no ε{_not_checked(words)}"
     right = json.loads(json.dumps(privacy_metadata(due)))
     lines = [_difference(*found_) for found_ in _differences(found, right, "differential_privacy", 0.0)]
@@ -444,9 +435,9 @@ def _card_check(path: Path, text: str, due: Mapping[str, Any]) -> tuple[bool, st
     foreign, words = foreign_claims(text, own_lines(due, metadata_in(path).get("base_model")))
     lines += [f"another claim: {_short(line)}" for line in foreign]
     if lines:
-        return False, _listed(lines)
+        return False, listed(lines)
     return True, f"its numbers, its guarantee and its open points are the report's{_not_checked(words)}"
 
 
 def _not_checked(words: list[str]) -> str:
-    return f"; not checked, since people wrote it: {_listed([_short(line) for line in words])}" if words else ""
+    return f"; not checked, since people wrote it: {listed([_short(line) for line in words])}" if words else ""

@@ -24,6 +24,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         runs=[{**run, "public": [], "planned_step": planned, "budget": None}],
         history=[(plan.event, 5)],
         end="completed",
+        sha256="0" * 64,
     )
     return privacy_report(plan, contents, ReleaseNotes(data_holder="the clinic"))
 

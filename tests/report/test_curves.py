@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from pydantic import ValidationError
 
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
@@ -15,7 +16,8 @@ DELTA = 1e-4
 
 
 def curves_of(history: tuple[tuple[Step, int], ...], adjacency: str = "zero-out") -> dict:
-    return curves(history, DELTA, adjacency, epsilon(history, DELTA, adjacency), None)
+    made = curves(history, DELTA, adjacency, epsilon(history, DELTA, adjacency), None)
+    return made.model_dump(mode="json", by_alias=True)
 
 
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
@@ -65,13 +67,12 @@ def test_tradeoff_is_at_most_what_epsilon_alone_says() -> None:
     assert curve["from_epsilon_and_delta_alone"][0] == pytest.approx(math.exp(value) * 1e-8 + DELTA)
 
 
-def test_a_curve_is_nobodys_but_the_callers() -> None:
-    """Changing what was returned doesn't change what is returned next."""
-    first = curves_of(((STEP, 50),))
-    first["tradeoff"]["true_positive_rate"].clear()
-    first["epsilon_over_delta"]["delta"]["zero-out"][0] = None
-    second = curves_of(((STEP, 50),))
-    assert second["tradeoff"]["true_positive_rate"] and second["epsilon_over_delta"]["delta"]["zero-out"][0]
+def test_a_curve_cannot_be_changed() -> None:
+    """It is kept for the next report of the same run."""
+    made = curves(((STEP, 50),), DELTA, "zero-out", 1.0, None)
+    with pytest.raises(ValidationError, match="frozen"):
+        made.tradeoff = made.tradeoff  # type: ignore[misc]
+    assert isinstance(made.tradeoff.true_positive_rate, tuple)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dpllm.report.earlier_reports import EARLIER_FORMATS, in_todays_form, schema_of
+from dpllm.report.earlier_reports import EARLIER_FORMATS, in_todays_form
 from dpllm.report.html import draw_figures
+from dpllm.report.models import PrivacyReport, complaints
 from dpllm.report.verify import verify
 
 WRITTEN = Path(__file__).with_name("earlier_reports")
@@ -45,7 +46,7 @@ def test_an_untouched_folder_verifies(number, tmp_path):
     assert f"in format {number}, of an earlier version" in details["privacy_report.json fits the published schema"]
     assert "the ledger names no files (an older run" in details["the model's files are those that were saved"]
     assert json.loads((WRITTEN / f"format{number}" / "privacy_report.json").read_text())["format"] == number
-    assert schema_of(number)["properties"]["format"] == {**schema_of(number)["properties"]["format"], "const": number}
+    assert EARLIER_FORMATS[number].model_json_schema()["properties"]["format"]["const"] == number
 
 
 @pytest.mark.parametrize(
@@ -87,3 +88,18 @@ def test_sentences_may_have_other_words_and_not_other_numbers():
     assert in_todays_form(found, due, keep_words=False) == {**due, "b": "two"}
     assert in_todays_form(found, due, keep_words=True) == {**due, "a": "has 5 rows", "b": "two"}
     assert in_todays_form({**found, "a": "has 6 rows"}, due, keep_words=False)["a"] == "has 6 rows"
+
+
+def test_each_format_has_its_own_keys():
+    """A report of format 2 has none of those that were added since, and all that were dropped."""
+    report = json.loads((WRITTEN / "format2" / "privacy_report.json").read_text())
+    assert complaints(EARLIER_FORMATS[2], report) == []
+    found = "; ".join(complaints(PrivacyReport, report))
+    for words in (
+        *("noted_open_points is missing", "definition.facts is missing", "checkable.runs[0].file is missing"),
+        *("accounting.steps.stated is missing", "strength.audit_noted is missing"),
+        "definition.rows_left_out is no key of the report",
+    ):
+        assert words in found
+    report["definition"]["facts"] = []
+    assert complaints(EARLIER_FORMATS[2], report) == ["definition.facts is no key of the report"]

@@ -1,0 +1,602 @@
+"""The privacy report as typed values: every key of its JSON, and what each means.
+
+Place in the flow: below everything else of the report. `dpllm.report.statement` fills these models in; the JSON file,
+its schema, the Markdown and HTML pages and the model card are made from them. A key that they do not know, or a value
+out of range, is refused: a report that was forged or that a later version wrote is never half understood.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    JsonValue,
+    PlainSerializer,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import core_schema
+
+from dpllm.config import ROWS_KEPT, SAMPLINGS, UNITS
+from dpllm.mechanism.catalogue import clipping_of, from_fields, noise_of
+from dpllm.mechanism.limits import ADJACENCIES
+from dpllm.mechanism.parts import Spec
+
+FORMAT: Final = 3
+"""Format of the report's JSON. Format 2 had no facts of the run and no open points of the ledger."""
+INFINITE = "inf"
+"""The infinite ε in JSON, which has no number for it; in Python it is `math.inf`."""
+TIERS = ("strong", "reasonable", "weak", "none")
+_MOST_LISTED = 12
+SECTIONS = ("setting", "definition", "accounting", "strength", "checkable", "utility")
+
+
+@dataclass(frozen=True)
+class _OneOf:
+    """One of a few values, which another module lists."""
+
+    values: Sequence[str | None]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        """Return the schema of the values."""
+        return core_schema.literal_schema(list(self.values))
+
+
+def _read_epsilon(value: Any) -> Any:
+    return math.inf if value == INFINITE else value
+
+
+def _write_epsilon(value: float) -> float | str:
+    return value if math.isfinite(value) else INFINITE
+
+
+def _known(make: Callable[[Any], Any]) -> AfterValidator:
+    """Refuse an event, a clipping or a noise that the catalogue of this version does not make of these values."""
+
+    def checked(values: Any) -> Any:
+        try:
+            make(values)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        return values
+
+    return AfterValidator(checked)
+
+
+def _kind_of_run(value: Any) -> str:
+    resumed = "num_steps" in value if isinstance(value, dict) else isinstance(value, ResumedRun)
+    return "resumed" if resumed else "started"
+
+
+_EPSILON_SCHEMA = {
+    "description": f'A number of at least 0, or "{INFINITE}".',
+    "oneOf": [{"type": "number", "minimum": 0}, {"const": INFINITE}],
+}
+_CHANCES_SCHEMA = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9.e-]+$"},
+    "additionalProperties": {"type": "number", "minimum": 0, "maximum": 1},
+}
+_EVENT_SCHEMA = {
+    "type": "object",
+    "required": ["sampling_rate", "noise_multiplier"],
+    "additionalProperties": {"type": ["number", "string", "null"]},
+}
+_SPEC_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "object", "required": ["kind"]}]}
+
+Adjacency = Annotated[str, _OneOf(ADJACENCIES)]
+Unit = Annotated[str, _OneOf(UNITS)]
+Sampling = Annotated[str, _OneOf(SAMPLINGS)]
+RowsKept = Annotated[str | None, _OneOf((*ROWS_KEPT, None))]
+Epsilon = Annotated[
+    float,
+    AllowInfNan(),
+    Field(ge=0),
+    BeforeValidator(_read_epsilon),
+    PlainSerializer(_write_epsilon, when_used="json"),
+    WithJsonSchema(_EPSILON_SCHEMA),
+]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Chances = Annotated[dict[Annotated[str, Field(pattern="^[0-9.e-]+$")], Probability], WithJsonSchema(_CHANCES_SCHEMA)]
+Event = Annotated[dict[str, str | int | float | None], _known(from_fields), WithJsonSchema(_EVENT_SCHEMA)]
+ClippingSpec = Annotated[
+    str | dict[str, JsonValue], _known(lambda plain: clipping_of(Spec.of(plain), 1.0)), WithJsonSchema(_SPEC_SCHEMA)
+]
+NoiseSpec = Annotated[
+    str | dict[str, JsonValue], _known(lambda plain: noise_of(Spec.of(plain))), WithJsonSchema(_SPEC_SCHEMA)
+]
+
+
+class Part(BaseModel):
+    """A part of a report: frozen, and without a key that it does not know."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class _ByAdjacency(Part):
+    model_config: ClassVar[ConfigDict] = ConfigDict(alias_generator=lambda name: name.replace("_", "-"))
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return the keys as the JSON has them, with their values."""
+        return [(name.replace("_", "-"), value) for name, value in self]
+
+
+class EpsilonByAdjacency(_ByAdjacency):
+    """ε under each adjacency."""
+
+    zero_out: Epsilon = Field(
+        description="Under zero-out: a unit's contribution is replaced by nothing, the public number of units stays."
+    )
+    replace_one: Epsilon = Field(description="Under replace-one: a unit is replaced by another.")
+
+    def of(self, adjacency: str) -> float:
+        """Return ε under "zero-out" or "replace-one"."""
+        return dict(self.items())[adjacency]
+
+
+class Statement(Part):
+    """The guarantee in one place."""
+
+    private: bool = Field(description="Whether there is a guarantee: finite ε, and no fixed seed.")
+    words: str = Field(description="The guarantee in plain words, numbers rounded up.")
+    epsilon: Epsilon = Field(description="ε of the headline.")
+    delta: Probability = Field(description="δ of the headline.")
+    adjacency: Adjacency = Field(description="The headline's neighbouring data sets.")
+    epsilon_by_adjacency: EpsilonByAdjacency = Field(description="ε at the same δ under each adjacency.")
+    unit: Unit = Field(description="Unit of privacy.")
+
+
+class Setting(Part):
+    """Who is trusted with what."""
+
+    model: str = Field(description="The setting of differential privacy.")
+    data_holder: str | None = Field(description="Who holds the raw data; null: not filled in.")
+    audience: str | None = Field(description="Who will see the released model; null: not filled in.")
+
+
+class WrittenOut(Part):
+    """A result that depends on the private data and was written out."""
+
+    what: str = Field(description="What was written out.")
+    count: AtLeastOne = Field(description="How often.")
+
+
+class NeverCovered(Part):
+    """A use of the data that ε never covers."""
+
+    what: str = Field(description="What is not covered.")
+    advice: str = Field(description="What to do about it.")
+
+
+class Fact(Part):
+    """A fact of the run that it noted in its ledger."""
+
+    name: str = Field(description="Its name.")
+    values: tuple[str | int | float, ...] = Field(
+        min_length=1, description="Its distinct values, in the order in which they were noted."
+    )
+
+    @property
+    def in_words(self) -> str:
+        """The values for people, in their order."""
+        return ", then ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in self.values)
+
+
+class Definition(Part):
+    """The definition of differential privacy as this run instantiates it."""
+
+    dataset: str | None = Field(description="Public name of the data set; null: not filled in.")
+    unit: str = Field(description="What one unit of privacy is.")
+    adjacency: str = Field(description="Which data sets are neighbours.")
+    mechanism: str = Field(description="What one step does, with all its parameters.")
+    public: tuple[str, ...] = Field(description="What is taken as public.")
+    data_accesses_covered: tuple[str, ...] = Field(description="Uses of the data that the guarantee covers.")
+    other_uses_of_the_data: str | None = Field(
+        description="Other uses of the same data; their ε adds up. null: not filled in."
+    )
+    released_under_the_guarantee: tuple[str, ...] = Field(description="What may be released.")
+    written_out_and_not_covered: tuple[WrittenOut, ...] = Field(
+        description="What the run wrote out although it depends on the private data."
+    )
+    never_covered: tuple[NeverCovered, ...] = Field(description="What ε never covers.")
+    facts: tuple[Fact, ...] = Field(description="Facts of the run that it noted in its ledger.")
+
+
+class BudgetEntry(Part):
+    """An entry in the budget file of a data set."""
+
+    file: str = Field(description="Name of the file, without folder.")
+    entry: str = Field(description="Id of the entry.")
+
+
+class CrossCheck(Part):
+    """ε by another accountant."""
+
+    name: str = Field(description="Which.")
+    epsilon: Epsilon | None = Field(description="Its ε; null where it does not apply.")
+    bounds: tuple[Epsilon, Epsilon] | None = Field(
+        description="Lower and upper bound of an estimate; null where ε is an upper bound itself."
+    )
+    pld_of_the_same_steps: Epsilon | None = Field(
+        description="The ε of this report's accountant that it is held against; null where it does not apply."
+    )
+    note: str = Field(description="What it is and what it leaves out.")
+
+
+class CurveRow(_ByAdjacency):
+    """ε at one δ."""
+
+    delta: Probability = Field(description="δ.")
+    zero_out: Epsilon = Field(description="ε under zero-out.")
+    replace_one: Epsilon = Field(description="ε under replace-one.")
+
+
+class Steps(Part):
+    """How many steps, and why no more."""
+
+    wanted: AtLeastOne = Field(description="Steps asked for.")
+    planned: AtLeastOne = Field(description="Steps planned; fewer than wanted where the budget allows fewer.")
+    charged: Count = Field(description="Steps taken and charged.")
+    stated: Count = Field(
+        description="Steps whose ε is stated: those charged, or all planned ones where the run stopped before them."
+    )
+    torn_by_a_crash: Count = Field(description="Of those, steps whose line in the ledger a crash left incomplete.")
+    words: str = Field(description="The same in words, and why the run ended.")
+
+
+class Parameters(Part):
+    """Every parameter of the mechanism."""
+
+    sampling: Sampling = Field(description="What is drawn: units or rows.")
+    num_units: AtLeastOne = Field(description="N.")
+    num_examples: AtLeastOne | None = Field(description="Rows to draw with example-level sampling; null otherwise.")
+    sampling_rate: Rate = Field(description="q.")
+    expected_batch_size: AtLeastOne = Field(description="b.")
+    max_batch_size: AtLeastOne = Field(description="B_max.")
+    num_steps_planned: AtLeastOne = Field(description="T planned.")
+    num_steps_charged: Count = Field(description="T taken.")
+    noise_multiplier: NotNegative = Field(description="σ.")
+    clip_norm: Positive = Field(description="C.")
+    noise_stddev: NotNegative = Field(description="σC.")
+    target_epsilon: Positive | None = Field(description="The ε that the run may cost, or null.")
+    delta: Probability = Field(description="δ.")
+    why_this_delta: str = Field(description="δ in terms of 1/N.")
+    max_rows_per_unit: AtLeastOne | None = Field(description="k; null at sequence level.")
+    rows_kept: RowsKept = Field(description="Which k rows of a user; null at sequence level.")
+
+
+class Assumption(Part):
+    """One thing that the numbers rest on."""
+
+    assumption: str = Field(description="What is assumed.")
+    how_ensured: str = Field(description="How this run ensured it.")
+
+
+class Accounting(Part):
+    """How the numbers were computed."""
+
+    kind: str = Field(description="Kind of accounting.")
+    event: str = Field(description="The privacy event that one step is accounted as, with its source.")
+    tool: str = Field(description="Library behind the numbers.")
+    tool_version: str = Field(description="Its version.")
+    discretization: Positive = Field(description="Width of the grid of privacy losses.")
+    composition: str = Field(description="What was composed.")
+    budget: tuple[BudgetEntry, ...] = Field(
+        description="Budgets of the data set that the runs were charged to, each once."
+    )
+    cross_checks: tuple[CrossCheck, ...] = Field(description="ε by other accountants, under zero-out.")
+    zcdp_rho: Epsilon = Field(
+        description="ρ of zero-concentrated privacy under zero-out, without the gain from sampling."
+    )
+    epsilon: EpsilonByAdjacency = Field(description="ε at δ.")
+    curve: tuple[CurveRow, ...] = Field(min_length=1, description="ε at a few δ.")
+    steps: Steps = Field(description="How many steps, and why no more.")
+    parameters: Parameters = Field(description="Every parameter of the mechanism.")
+    assumptions: tuple[Assumption, ...] = Field(min_length=1, description="What the numbers rest on.")
+
+
+class Strength(Part):
+    """How strong the guarantee is, in terms of attacks."""
+
+    tier: Annotated[str, _OneOf(TIERS)] = Field(
+        description="strong: ε at most 1; reasonable: at most 10; weak: above; none: no guarantee."
+    )
+    words: str = Field(description="The tier in words.")
+    advantage: Probability = Field(description="Largest true minus false positive rate of any attack.")
+    bayes_success: Chances = Field(
+        description="Largest probability of guessing right whether a unit took part, by the probability beforehand."
+    )
+    true_positive_rate: Chances = Field(
+        description="Largest true positive rate of any attack, by its false positive rate."
+    )
+    reconstruction: Chances = Field(
+        description="Largest probability of guessing a unit's contents with the release (arXiv:2302.07225), by the "
+        "probability of guessing them without it."
+    )
+    in_plain_words: tuple[str, ...] = Field(description="The same as sentences.")
+    audit: str | None = Field(description="What an empirical audit found; null: none noted.")
+    audit_noted: str | None = Field(description="What people noted of an audit; null: nothing.")
+
+
+class Tradeoff(Part):
+    """The best attack's true positive rate over its false positive rate; three lists of one length."""
+
+    adjacency: Adjacency = Field(description="The two worlds the attacker tells apart.")
+    false_positive_rate: tuple[Probability, ...] = Field(
+        description="Shares of those outside the data that are accused."
+    )
+    true_positive_rate: tuple[Probability, ...] = Field(
+        description="Largest shares of those in the data that are found."
+    )
+    from_epsilon_and_delta_alone: tuple[Probability, ...] = Field(description="The same as far as (ε, δ) alone says.")
+
+
+class EpsilonOverSteps(Part):
+    """ε over the steps; two lists of one length."""
+
+    adjacency: Adjacency = Field(description="Under which adjacency.")
+    delta: Probability = Field(description="At which δ.")
+    target_epsilon: Positive | None = Field(description="The budget, or null.")
+    steps: tuple[AtLeastOne, ...] = Field(description="Numbers of steps.")
+    epsilon: tuple[NotNegative, ...] = Field(description="ε after each.")
+
+
+class DeltasByAdjacency(_ByAdjacency):
+    """The δ of each ε, under each adjacency."""
+
+    zero_out: tuple[Probability | None, ...] = Field(description="Under zero-out.")
+    replace_one: tuple[Probability | None, ...] = Field(description="Under replace-one.")
+
+
+class EpsilonOverDelta(Part):
+    """δ for each ε; lists of one length."""
+
+    delta_of_the_headline: Probability = Field(description="δ that is stated.")
+    epsilon_of_the_headline: NotNegative | None = Field(
+        description="ε that is stated; null without a step or without noise."
+    )
+    adjacency: Adjacency = Field(description="Adjacency of the headline.")
+    epsilon: tuple[NotNegative, ...] = Field(description="Values of ε.")
+    delta: DeltasByAdjacency = Field(description="The δ of each ε; null where it is too small to be resolved.")
+
+
+class Curves(Part):
+    """The values that the pictures are drawn from; lists are empty without a step or without noise."""
+
+    tradeoff: Tradeoff = Field(description="The best attack's true positive rate over its false positive rate.")
+    epsilon_over_steps: EpsilonOverSteps = Field(description="ε over the steps.")
+    epsilon_over_delta: EpsilonOverDelta = Field(description="δ for each ε.")
+
+
+class Plan(Part):
+    """Every number that the guarantee rests on, fixed before the run."""
+
+    format: Literal[2] = Field(description="Format of the plan: 2 where clipping is flat and noise independent.")
+    unit: Unit = Field(description="Unit of privacy.")
+    adjacency: Adjacency = Field(description="Adjacency of the headline ε.")
+    num_units: AtLeastOne = Field(description="N, the number of units; public.")
+    sampling_rate: Rate = Field(description="q.")
+    expected_batch_size: AtLeastOne = Field(description="b, which the noisy sum is divided by.")
+    max_batch_size: AtLeastOne = Field(description="B_max.")
+    num_steps: AtLeastOne = Field(description="T, the steps planned.")
+    noise_multiplier: NotNegative = Field(description="σ, without unit.")
+    clip_norm: Positive = Field(description="C, in units of the gradient.")
+    delta: Probability = Field(description="δ.")
+    target_epsilon: Positive | None = Field(description="The ε that the run may cost; null when none was given.")
+    max_rows_per_unit: AtLeastOne | None = Field(
+        description="k, rows of one user that may be used; null at sequence level."
+    )
+    unit_column: str | None = Field(description="Column of the user's id; null at sequence level.")
+    rows_kept: RowsKept = Field(description="Which k rows of a user with more were kept; null at sequence level.")
+    sampling: Sampling = Field(description="What is drawn and clipped as a whole: units, or rows.")
+    num_examples: AtLeastOne | None = Field(
+        description="Rows there are to draw with example-level sampling; null otherwise."
+    )
+    num_steps_wanted: AtLeastOne | None = Field(
+        description="Steps asked for where the budget allows fewer; null otherwise."
+    )
+    dataset: str | None = Field(description="Public name of the data set.")
+    seeded: bool = Field(description="Whether sampling and noise come from a fixed seed; then nothing is private.")
+
+
+class PlanOfParts(Plan):
+    """A plan whose clipping or noise is not that of DP-SGD."""
+
+    format: Literal[3] = Field(description="Format of the plan: 3 where it names clipping and noise.")  # type: ignore[assignment]
+    clipping: ClippingSpec = Field(description="How a contribution is bounded.")
+    noise: NoiseSpec = Field(description="How the noise of the steps hangs together.")
+
+
+class Run(Part):
+    """A start or resumption of the run."""
+
+    run: str = Field(description="Random id.")
+    plan_hash: Sha256 = Field(description="SHA-256 of the plan it ran under.")
+    version: str = Field(description="Version of dpllm.")
+    started_at: str = Field(description="When, in UTC (ISO 8601).")
+    entropy: str = Field(description="Where sampling and noise took their randomness from.")
+    public: tuple[str, ...] = Field(description="What it had learnt from public data before.")
+    planned_step: Event = Field(
+        description="The parameters of a step that determine its privacy cost, and the kind of its event, which is "
+        "missing in ledgers of earlier versions."
+    )
+    budget: BudgetEntry | None = Field(
+        description="The budget of the data set that the run is charged to; null without one."
+    )
+    file: str | None = Field(description="Keyed hash of the ledger file's inode; null: an older ledger.")
+
+
+class ResumedRun(Run):
+    """A resumption that costs more than going on would have, so that the run has fewer steps than planned."""
+
+    num_steps: AtLeastOne = Field(description="Steps of all starts together that this resume allows.")
+
+
+class Versions(Part):
+    """Versions of the software; null: not installed."""
+
+    dpllm: str = Field(description="dpllm.")
+    python: str = Field(description="Python.")
+    dp_accounting: str | None = Field(description="dp_accounting.")
+    prv_accountant: str | None = Field(description="prv_accountant.")
+    numpy: str | None = Field(description="numpy.")
+    scipy: str | None = Field(description="scipy.")
+    matplotlib: str | None = Field(description="matplotlib.")
+    torch: str | None = Field(description="torch.")
+    transformers: str | None = Field(description="transformers.")
+    peft: str | None = Field(description="peft.")
+
+    @property
+    def in_words(self) -> str:
+        """Those that are installed, for people."""
+        return ", ".join(f"{name} {version}" for name, version in self if version)
+
+
+class Checkable(Part):
+    """How to check all of it."""
+
+    verify: str = Field(description="Command that recomputes everything and fails on any difference.")
+    recompute_from_the_ledger: str = Field(description="Command that makes the report again.")
+    recompute_from_the_numbers: str = Field(description="Command that computes ε from the parameters.")
+    plan: Annotated[Plan | PlanOfParts, Discriminator("format")] = Field(
+        description="Every number that the guarantee rests on, fixed before the run."
+    )
+    plan_hash: Sha256 = Field(description="SHA-256 of the plan's fields.")
+    ledger_sha256: Sha256 = Field(description="SHA-256 of the ledger's file.")
+    runs: tuple[
+        Annotated[
+            Annotated[Run, Tag("started")] | Annotated[ResumedRun, Tag("resumed")],
+            Discriminator(_kind_of_run),
+        ],
+        ...,
+    ] = Field(min_length=1, description="Every start and resumption.")
+    ended: str | None = Field(description="Why the last run ended; null: it has not, or crashed.")
+    torn_lines: tuple[AtLeastOne, ...] = Field(
+        description="Lines of the ledger that a crash left incomplete, counted from 1."
+    )
+    diagnostics_not_covered: dict[str, AtLeastOne] = Field(
+        description="Counts that depend on the private data and that ε does not cover."
+    )
+    machine: str = Field(description="Kind of processor that computed the numbers.")
+    versions: Versions = Field(description="Versions of the software; null: not installed.")
+
+
+class Line(Part):
+    """A line that every report must answer (Ponomareva et al., JAIR 2023)."""
+
+    section: Annotated[str, _OneOf(SECTIONS)] = Field(description="Which part of the report it belongs to.")
+    question: str = Field(description="The question.")
+    answer: str | None = Field(description="The answer; null: not filled in.")
+    filled: bool = Field(description="Whether there is an answer.")
+
+
+class Findings(Part):
+    """A report but for its checklist and its open points, which follow from the rest."""
+
+    format: Literal[3] = Field(description="Format of the report; changes when a key does.")
+    statement: Statement = Field(description="The guarantee in one place.")
+    setting: Setting = Field(description="Who is trusted with what.")
+    definition: Definition = Field(description="The definition as this run instantiates it.")
+    accounting: Accounting = Field(description="How the numbers were computed.")
+    strength: Strength = Field(description="How strong the guarantee is, in terms of attacks.")
+    curves: Curves = Field(description="The values that the pictures are drawn from.")
+    checkable: Checkable = Field(description="How to check all of it.")
+    noted_open_points: tuple[str, ...] = Field(description="Reasons not to release that the run noted in its ledger.")
+    utility: dict[str, JsonValue] | None = Field(
+        description="Held-out metric, the same without privacy, hardware, cost: name to value; null: not filled in."
+    )
+
+
+class PrivacyReport(Findings):
+    """The guarantee of a differentially private run, what it rests on, and what it does not cover.
+
+    All bounds are upper bounds.
+    """
+
+    checklist: tuple[Line, ...] = Field(
+        min_length=1, description="Every line that a report must answer (Ponomareva et al., JAIR 2023)."
+    )
+    open_points: tuple[str, ...] = Field(description="Reasons not to release yet.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that JSON can hold; an infinite ε is "inf"."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        """Return the report that plain values are, such as those of its JSON file.
+
+        Raises:
+            ValueError: they are no report of this format; one line names the keys.
+        """
+        try:
+            return cls.model_validate_json(json.dumps(values), strict=True)
+        except ValidationError as error:
+            raise ValueError(" ".join(listed(list(_complaints(error, values))).split())) from error
+
+
+def report_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of the report; it is made from the models, so it always fits them."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **PrivacyReport.model_json_schema(by_alias=True),
+        "title": "Privacy report of dpllm",
+    }
+
+
+def complaints(model: type[Part], values: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with plain values that should be a report, one line for each place.
+
+    Args:
+        model: of the report's format.
+        values: as the JSON file holds them.
+    """
+    try:
+        model.model_validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        return list(_complaints(error, values))
+    return []
+
+
+def listed(lines: Sequence[str], most: int | None = None) -> str:
+    """Return lines as one; of more than 12, or than ``most``, the last are only counted."""
+    most = most or _MOST_LISTED
+    more = f"; and {len(lines) - most} more" if len(lines) > most else ""
+    return "; ".join(lines[:most]) + more
+
+
+def _complaints(error: ValidationError, values: Any) -> Iterator[str]:
+    for found in error.errors(include_url=False, include_context=False, include_input=False):
+        path = _path(found["loc"], values)
+        words = {"missing": "is missing", "extra_forbidden": "is no key of the report"}
+        yield f"{path} {words.get(found['type'], ': ' + found['msg'])}".replace(" :", ":")
+
+
+def _path(place: tuple[int | str, ...], values: Any) -> str:
+    """Return a place in a report as people write it, without the names that alternatives of a key have here."""
+    path, part = "", values
+    for number, key in enumerate(place):
+        if isinstance(part, list) and isinstance(key, int):
+            path, part = f"{path}[{key}]", part[key] if key < len(part) else None
+        elif (isinstance(part, dict) and key in part) or number == len(place) - 1:
+            path, part = f"{path}.{key}" if path else str(key), part.get(key) if isinstance(part, dict) else None
+    return path
