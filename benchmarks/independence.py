@@ -79,6 +79,7 @@ class Charged:
     """Counts steps in memory."""
 
     num_steps = 0
+    steps_planned = None
 
     def append_step(self, *_: Any) -> None:
         """Charge."""

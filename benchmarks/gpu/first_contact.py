@@ -19,7 +19,7 @@ import torch
 
 from dpllm.ghost import NormMethod, kernels, triton_kernels
 from dpllm.ghost.rounding import _MOST, _SHAPES, shortfalls, slack_factor
-from dpllm.mechanism.noise import _BLOCK, NoiseSource
+from dpllm.mechanism.generators import _BLOCK, NoiseSource
 from gpu.memory_limits import automatic_budget, memory_runs_out
 from gpu.record import Figures, Skipped, Step
 from gpu.setting import ROOT, Setting, free_memory

@@ -31,6 +31,8 @@ MEMORY = Path("/dev/shm")  # thousands of lines are flushed to the disk one by o
 class Charged:
     """Counts steps in memory; what a ledger writes is tested elsewhere."""
 
+    steps_planned = None
+
     def __init__(self) -> None:
         self.num_steps = 0
         self.steps_planned: int | None = None

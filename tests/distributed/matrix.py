@@ -16,6 +16,7 @@ from dpllm.data.rows import RowCollator, load_records, tokenize_records
 from dpllm.data.units import UnitIndex
 from dpllm.engines import engine_for, model_inside
 from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.noise import IndependentStream
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step
@@ -68,9 +69,20 @@ class NoLedger:
         pass
 
 
-def plan_of(clip_norm: float, noise_multiplier: float, num_units: int = NUM_ROWS, num_steps: int = 9) -> PrivacyPlan:
+def plan_of(
+    clip_norm: float,
+    noise_multiplier: float,
+    num_units: int = NUM_ROWS,
+    num_steps: int = 9,
+    batch_size: int | None = None,
+    **mechanism: Any,
+) -> PrivacyPlan:
     privacy = PrivacyConfig(
-        noise_multiplier=noise_multiplier, clip_norm=clip_norm, expected_batch_size=num_units, delta=1e-2
+        noise_multiplier=noise_multiplier,
+        clip_norm=clip_norm,
+        expected_batch_size=batch_size or num_units,
+        delta=1e-2,
+        **mechanism,
     )
     return make_plan(privacy, num_units, num_steps)
 
@@ -116,8 +128,23 @@ def movement(
     steps: int = 1,
     lr: float = 1e3,
     sabotage: Any = None,
+    white: Any = None,
 ) -> list[Tensor]:
-    """Per step, what was released: the movement of all parameters under SGD, over lr/b, (P,) in float64."""
+    """Per step, what was released: the movement of all parameters under SGD, over lr/b, (P,) in float64.
+
+    Args:
+        engine: as in `setups`.
+        model: to train.
+        case: what it is.
+        plan: the constants.
+        max_rows: of a microbatch.
+        units: of each step; None: all.
+        owners: unit of each row; None: each row is one.
+        steps: how many to take.
+        lr: of SGD.
+        sabotage: called with the engine and the prepared model.
+        white: makes other noise of the plan than its mechanism's.
+    """
     batch = make_batch(case.spec, num_rows=NUM_ROWS)
     dtype = "bfloat16" if case.dtype == "bfloat16" else "float32"
     prepared, optimizer = prepare(engine, model, lr, dtype)
@@ -126,16 +153,17 @@ def movement(
     runner = engine_for(prepared, optimizer)
     if sabotage is not None:
         sabotage(runner, prepared)
-    clipper = GhostClipper(inner, plan.clip_norm)
+    clipper = GhostClipper(inner, clipping=plan.mechanism.clipping)
     rank, size = runner.processes.rank, runner.processes.size
     owners = owners or list(range(NUM_ROWS))
     every = list(range(max(owners) + 1)) if units is None else units
-    ledger, noise = NoLedger(), plan.mechanism.noise.stream(NoiseSource(), plan.num_steps)
+    ledger = NoLedger()
+    stream = white(plan) if white is not None else plan.mechanism.noise.stream(NoiseSource(), plan.num_steps)
     released = []
     for _ in range(steps):
         before = whole_parameters(prepared, inner)
         mine = batches_of(batch, owners, every, max_rows, rank, size)
-        private_step(clipper, mine, loss_of(inner, case), plan, runner, ledger, noise)
+        private_step(clipper, mine, loss_of(inner, case), plan, runner, ledger, stream)
         if not hasattr(prepared, "zero_optimization_stage"):
             optimizer.step()
             optimizer.zero_grad()
@@ -196,6 +224,29 @@ def noise(engine: str, steps: int = 3, noise_multiplier: float = 2.0, clip_norm:
     plan = plan_of(clip_norm, noise_multiplier)
     released = movement(engine, build_model(case), case, plan, units=[], steps=steps)
     return {"released": [r.float().numpy() for r in released], "noise_stddev": plan.noise_stddev}
+
+
+def mechanism(engine: str, steps: int = 4, clip_norm: float = 1e-6) -> dict[str, Any]:
+    """Banded noise and automatic clipping on an engine: how far units reach, the noise of each step, white noise."""
+    case = Case("llama", tied=True, dtype="float32")
+    parts = {"clipping": {"kind": "automatic", "stability": 0.01}, "batch_size": 1}
+    silent = plan_of(clip_norm, 0.0, **parts)
+    every = list(range(NUM_ROWS))
+    reached = movement(engine, build_model(case), case, silent, units=every)[0].norm() / (clip_norm * NUM_ROWS)
+    plan = plan_of(0.5, 2.0, num_steps=steps, noise={"kind": "banded", "bands": 3}, **parts)
+    released = movement(engine, build_model(case), case, plan, units=[], steps=steps)
+    try:
+        refusal = None
+        movement(engine, build_model(case), case, plan, units=[], white=lambda _: IndependentStream(NoiseSource()))
+    except Exception as error:
+        refusal = f"{type(error).__name__}: {error}"
+    return {
+        "reached": float(reached),
+        "variance": [float((r / plan.noise_stddev).square().mean()) for r in released],
+        "expected": [plan.mechanism.noise.variance(step, plan.num_steps) for step in range(steps)],
+        "entries": released[0].numel(),
+        "refusal": refusal,
+    }
 
 
 def real(

@@ -140,6 +140,19 @@ def test_noise_is_drawn_exactly_once(engine, tmp_path, table):
         )
 
 
+@pytest.mark.parametrize("engine", [*ENGINES, "fsdp2-hybrid", "zero3-offload"])
+def test_other_mechanisms_hold_on_every_engine(engine, tmp_path, table):
+    """Automatic clipping reaches C at most; banded noise has each step's variance; white noise is no such noise."""
+    results = run(tmp_path, "tests.distributed.matrix:mechanism", size=size_of(engine), engine=engine)
+    found = results[0]
+    table(engine, f"reach {found['reached']:.4f}", *[f"{value:.3f}" for value in found["variance"]])
+    assert 0.1 < found["reached"] <= 1 + 1e-5
+    assert found["variance"] == pytest.approx(found["expected"], rel=8 * (2 / found["entries"]) ** 0.5 + 1e-3)
+    assert max(found["expected"]) > 1.4 * min(1.0, min(found["expected"]))  # unlike white noise
+    for result in results:
+        assert str(result["refusal"]).startswith("UpdateError: What reaches the optimizer is not the private sum: its")
+
+
 def test_an_engine_that_is_broken_from_outside_stops_in_its_first_step(tmp_path, table):
     """Hooks that no longer fire, clipping switched on, a missing reduction, something added: every process stops."""
     results = run(tmp_path, "tests.distributed.matrix:broken")
