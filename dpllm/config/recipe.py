@@ -23,7 +23,6 @@ from dpllm.config.train_values import check_train
 from dpllm.config.values import ConfigError as ConfigError
 from dpllm.config.values import nearest as nearest
 from dpllm.config.yaml12 import read_yaml, write_yaml
-from dpllm.mechanism.catalogue import clipping_of, noise_of
 from dpllm.mechanism.limits import (
     ADJACENCIES,
     MAX_CLIP_NORM,
@@ -33,7 +32,7 @@ from dpllm.mechanism.limits import (
     MIN_CLIP_NORM,
     MIN_NOISE,
 )
-from dpllm.mechanism.parts import Clipping, Spec
+from dpllm.mechanism.parts import Spec
 
 UNITS = ("sequence", "user")
 SAMPLINGS = ("unit", "example")
@@ -199,7 +198,9 @@ class PrivacyConfig:
 
     def _check_parts(self) -> None:
         """Construct clipping and noise once, so that a wrong option is found now."""
-        for name, made in (("clipping", self._make_clipping), ("noise", noise_of)):
+        from dpllm.mechanism.catalogue import clipping_of, noise_of  # the command line's help does not wait for it
+
+        for name, made in (("clipping", lambda spec: clipping_of(spec, self.clip_norm)), ("noise", noise_of)):
             try:
                 spec = Spec.of(getattr(self, name))
                 made(spec)
@@ -207,9 +208,6 @@ class PrivacyConfig:
                 words = str(error)
                 raise ConfigError(words if words.startswith(name) else f"{name}: {words}") from error
             self._set(name, spec.to_plain())
-
-    def _make_clipping(self, spec: Spec) -> Clipping:
-        return clipping_of(spec, self.clip_norm)
 
     def _check_sampling(self) -> None:
         if self.sampling in _NOT_POISSON:

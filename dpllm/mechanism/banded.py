@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, signal
 
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
 from dpllm.mechanism.noise import slice_of
@@ -55,6 +54,8 @@ def coefficients(bands: int, num_steps: int) -> tuple[float, ...]:
     """
     if bands > num_steps:
         return (*coefficients(num_steps, num_steps), *[0.0] * (bands - num_steps))
+    from scipy import optimize, signal  # takes as long to load as all of the command line's help
+
     share = 1 - np.arange(num_steps) / num_steps
 
     def loss(rest: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
@@ -86,6 +87,8 @@ def prefix_error(bands: int, num_steps: int) -> float:
 @lru_cache(maxsize=64)
 def _inverse(bands: int, num_steps: int) -> NDArray[np.float64]:
     """Return the first column of M⁻¹."""
+    from scipy import signal
+
     return np.asarray(signal.lfilter([1.0], coefficients(bands, num_steps), np.eye(1, num_steps)[0]))
 
 

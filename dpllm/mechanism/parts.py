@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dpllm.mechanism.events import Event
-
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from dpllm.mechanism.events import Event
 
 
 class Sampler(Protocol):

@@ -66,6 +66,7 @@ def epsilon(
     Raises:
         ValueError: δ is out of range, or below what is cut off the tails of so many steps.
 
+    >>> from dpllm import Step
     >>> step = Step(sampling_rate=0.02, noise_multiplier=1.0)
     >>> round(epsilon([(step, 1500)], delta=1e-5), 3)
     4.814

@@ -39,6 +39,7 @@ def steps_within(
         adjacency: "zero-out" or "replace-one".
         before: (step, count) pairs that have run already.
 
+    >>> from dpllm import Step
     >>> steps_within(4.0, 1e-5, Step(sampling_rate=0.02, noise_multiplier=1.0), 1500)
     1051
     """

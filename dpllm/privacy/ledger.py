@@ -74,6 +74,7 @@ class Ledger:
         self._size = 0 if reader is None else reader.num_bytes  # bytes that the file must have
         # As the file holds them, so that none is written twice.
         self._notes = LedgerNotes() if reader is None else reader.contents.notes
+        self.steps_planned: int | None = None  # of all starts together, where a resume allows fewer than the plan
         self._running = False
         self._torn = False
 
@@ -328,6 +329,7 @@ class Ledger:
         steps_allowed: int | None = None,
     ) -> None:
         run = secrets.token_hex(8)
+        self.steps_planned = steps_allowed
         self._append(
             {
                 "kind": "run",
