@@ -18,7 +18,7 @@ from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
 from tests.distributed.checks import caught
 from tests.scarce import more_than
-from tests.training.test_microbatch_size import Counted, Measured, gated
+from tests.training.test_microbatch_size import Counted, gated, known
 from tests.training.test_run import flat, loss_of, plan_of, rows_of
 
 STEPS = 3
@@ -49,14 +49,14 @@ def steps(folder: Path, refuse: Any, max_tokens: Any, model_and_gate: Any = None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     rows = dataclasses.replace(rows_of(), max_rows=None, max_tokens=max_tokens)
     # The seed settles who has which units: with other shares a later step may have to divide once more.
-    run = Measured(plan, rows, SharedLedger.create(folder / LEDGER_FILE, plan, here), seed=3)
-    run.memory = memory
+    run = PrivateRun(plan, rows, SharedLedger.create(folder / LEDGER_FILE, plan, here), seed=3)
     run.attach(model, optimizer)
     done = []
-    for number in range(STEPS):
-        done.append(run.step(run.choose(np.arange(30 if number != 1 else 0)), loss_of))
-        optimizer.step()
-        optimizer.zero_grad()
+    with known(memory):
+        for number in range(STEPS):
+            done.append(run.step(run.choose(np.arange(30 if number != 1 else 0)), loss_of))
+            optimizer.step()
+            optimizer.zero_grad()
     run.detach()
     return {
         "parameters": flat(model),

@@ -1,6 +1,7 @@
 """The largest microbatch that fits: a search over trials, on memory that is known; and what a run does with it."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from dpllm import GhostClipper
 from dpllm.config import ConfigError
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.training import attached
 from dpllm.training.microbatch_size import (
     TOKENS_WITHOUT_MEASURE,
     largest_that_fits,
@@ -145,13 +147,9 @@ def test_trials_of_a_model_leave_nothing_behind(limit, expected, direction):
     clipper.remove()
 
 
-class Measured(PrivateRun):
-    """A run on a device that is known."""
-
-    memory = None
-
-    def _memory(self):
-        return self.memory
+def known(memory):
+    """A device whose memory is known, while the block lasts."""
+    return mock.patch.object(attached, "memory_of", lambda device, needed_later: memory)
 
 
 def run_on(folder, model, memory=None, max_tokens="auto"):
@@ -159,15 +157,15 @@ def run_on(folder, model, memory=None, max_tokens="auto"):
     plan = plan_of(noise_multiplier=0.0)
     rows = dataclasses.replace(rows_of(), max_rows=None, max_tokens=max_tokens)
     folder.mkdir()
-    run = Measured(plan, rows, ledger_of(folder, plan))
-    run.memory = memory
+    run = PrivateRun(plan, rows, ledger_of(folder, plan))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.attach(model, optimizer)
     before, done = flat(model), []
-    for _ in range(2):
-        done.append(run.step(run.choose(np.arange(30)), loss_of))
-        optimizer.step()
-        optimizer.zero_grad()
+    with known(memory):
+        for _ in range(2):
+            done.append(run.step(run.choose(np.arange(30)), loss_of))
+            optimizer.step()
+            optimizer.zero_grad()
     return run, done, flat(model) - before
 
 
