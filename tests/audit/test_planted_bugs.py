@@ -71,10 +71,10 @@ BUGS = [
         (
             (
                 "dpllm/training/run.py",
-                "                self._noise,\n                complete,\n",
+                "                self._noise,\n                before_update,\n",
                 "                self.plan.mechanism.noise.stream(NoiseSource("
                 "self._deal_key + (self.ledger.num_steps - 1) // 2), self.plan.num_steps),\n"
-                "                complete,\n",
+                "                before_update,\n",
             ),
         ),
         quick=True,
@@ -95,7 +95,7 @@ BUGS = [
             ),
             (
                 "dpllm/training/run.py",
-                "        self._check_rows(lambda model, inputs: watch.look(loss_of(model, inputs)), max_tokens)\n",
+                "        attached.check_rows(loss_of, self.max_tokens, self.ledger, self.steps_planned)\n",
                 "",
             ),
         ),
@@ -105,13 +105,13 @@ BUGS = [
         "epochs",
         (
             (
-                "dpllm/training/run.py",
-                "        for _ in range(num_steps):\n            self._outstanding.require_steps()\n",
-                "        order = np.random.default_rng(0).permutation(self.plan.num_units)\n"
-                "        for shuffled in np.array_split(order, num_steps):\n"
-                "            self._outstanding.require_steps()\n",
+                "dpllm/training/draws.py",
+                "        self._ledger, self._drawn = ledger, drawn\n",
+                "        order = np.random.default_rng(0).permutation(plan.num_units)\n"
+                "        epoch = np.array_split(order, plan.num_units // plan.expected_batch_size)\n"
+                "        self._ledger = ledger\n"
+                "        self._drawn = (np.sort(units) for _ in range(plan.num_steps) for units in epoch)\n",
             ),
-            ("dpllm/training/run.py", "lambda: next(self._drawn)", "lambda: np.sort(shuffled)"),
         ),
     ),
     Bug(
