@@ -16,6 +16,7 @@ from dpllm.models.load import load_base_model, load_tokenizer
 from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.plan import make_plan
 from dpllm.training.arguments import num_private_steps, private_arguments, training_arguments
+from tests import tiers
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(FOLDER.rglob("*.yaml"))
@@ -141,38 +142,45 @@ class TestEveryRecipe:
         assert plan.delta <= 1 / (10 * num_units)
         assert load_recipe(path).privacy.target_epsilon == 8
 
-    def test_it_runs_on_a_tiny_model(self, path, finetune, tmp_path, capsys):
-        """Overrides alone bring it to a small model and local data, and everything a run must leave is there."""
-        overrides = small_run(tmp_path, path)
-        recipe, output = load_recipe(path), tmp_path / "out"
-        finetune.run(load_recipe(path, overrides))
-        report = json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))
-        assert "evaluation on private rows" in json.dumps(report)
-        for name in (
-            "privacy_plan.json",
-            "privacy_ledger.jsonl",
-            "privacy_report.md",
-            "training.png",
-            "tokenizer.json",
-        ):
-            assert (output / name).stat().st_size > 0
-        adapter = "adapter_model.safetensors" if recipe.model.peft else "model.safetensors"
-        assert (output / adapter).stat().st_size > 0
-        assert load_recipe(output / "recipe.yaml") == load_recipe(path, overrides)
-        printed = capsys.readouterr().out
-        metric = "accuracy" if recipe.model.task == "sequence_classification" else "perplexity"
-        for words in (
-            f"held-out {metric} before",
-            f"held-out {metric} after",
-            "ε = ",
-            "privacy_report.md",
-            "training.png",
-        ):
-            assert words in printed
 
-        assert json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))["utility"]
-        with pytest.raises(ValueError, match="already holds a private run"):
-            finetune.run(load_recipe(path, overrides))
+QUICK = ("gpt2_e2e_lora", "roberta_sst2_full")  # an adapter and a whole model, text and classes
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, id=p.stem, marks=() if p.stem in QUICK else tiers.deep) for p in RECIPES]
+)
+def test_a_recipe_runs_on_a_tiny_model(path, finetune, tmp_path, capsys):
+    """Overrides alone bring it to a small model and local data, and everything a run must leave is there."""
+    overrides = small_run(tmp_path, path)
+    recipe, output = load_recipe(path), tmp_path / "out"
+    finetune.run(load_recipe(path, overrides))
+    report = json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))
+    assert "evaluation on private rows" in json.dumps(report)
+    for name in (
+        "privacy_plan.json",
+        "privacy_ledger.jsonl",
+        "privacy_report.md",
+        "training.png",
+        "tokenizer.json",
+    ):
+        assert (output / name).stat().st_size > 0
+    adapter = "adapter_model.safetensors" if recipe.model.peft else "model.safetensors"
+    assert (output / adapter).stat().st_size > 0
+    assert load_recipe(output / "recipe.yaml") == load_recipe(path, overrides)
+    printed = capsys.readouterr().out
+    metric = "accuracy" if recipe.model.task == "sequence_classification" else "perplexity"
+    for words in (
+        f"held-out {metric} before",
+        f"held-out {metric} after",
+        "ε = ",
+        "privacy_report.md",
+        "training.png",
+    ):
+        assert words in printed
+
+    assert json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))["utility"]
+    with pytest.raises(ValueError, match="already holds a private run"):
+        finetune.run(load_recipe(path, overrides))
 
 
 def test_a_run_without_held_out_records_discloses_no_evaluation(finetune, tmp_path, capsys):

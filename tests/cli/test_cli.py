@@ -214,6 +214,7 @@ def test_memory_errors_are_one_line(recipe: Path, arguments: list[str], message:
     assert message in refuse(["plan", str(recipe), *arguments])
 
 
+@pytest.mark.deep
 def test_rows_drawn_singly_cost_more() -> None:
     """--rows-per-unit is the k of the accounting, in both directions."""
     one, four = (as_json([*EPSILON, "--rows-per-unit", k])["epsilon"] for k in ("1", "4"))

@@ -34,6 +34,7 @@ def outcome(dataset, task):
         return str(error)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("block", [1, 3, 4096])
 @settings(max_examples=40, deadline=None)

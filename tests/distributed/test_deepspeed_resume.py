@@ -25,8 +25,13 @@ each_job = pytest.mark.parametrize("number", range(len(JOBS)), ids=[str(job) for
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder of all runs: two processes to step 3; of a copy, step 1 to 2 on one; of that, step 2 to 3 on two."""
+    """The runs of all jobs, in interpreters of their own."""
     folder = tmp_path_factory.mktemp("runs")
+    return folder, resumed(folder, JOBS, fresh=True)
+
+
+def resumed(folder, jobs, fresh=False):
+    """Train on two processes to step 3; a copy from step 1 to 2 on one; a copy of that from step 2 to 3 on two."""
     parts = (("whole", None, 0, 3, 2), ("one", "whole", 1, 2, 1), ("two", "one", 2, 3, 2))
     results = {}
     for part, source, begin, stop, size in parts:
@@ -34,14 +39,15 @@ def runs(tmp_path_factory):
             folder / f"processes-{part}",
             "tests.distributed.resuming:parts",
             size=size,
-            jobs=JOBS,
+            fresh=fresh,
+            jobs=jobs,
             runs=folder,
             source=source,
             begin=begin,
             part=part,
             stop=stop,
         )[0]
-    return folder, results
+    return results
 
 
 def apart(left, right):
@@ -49,31 +55,48 @@ def apart(left, right):
     return float((left - right).norm() / right.norm())
 
 
-@pytest.mark.deep
-@each_job
-def test_loading_brings_back_parameters_and_moments_exactly(runs, number):
+def check_loaded(whole, one, two):
     """Master parameters entry by entry, and the moments' norms, are those of the moment of saving."""
-    whole, one, two = (runs[1][part][number] for part in ("whole", "one", "two"))
     for loaded, saved in ((one["loaded"], whole[1]), (two["loaded"], one[2])):
         assert torch.equal(loaded["parameters"], saved["parameters"])
         for name in MOMENTS:
             assert apart(loaded[name], saved[name]) < 1e-7 and saved[name] > 0
 
 
-@pytest.mark.deep
-@each_job
-def test_training_goes_on_as_if_it_had_never_stopped(runs, number, table):
+def check_trained(job, whole, one, two, table):
     """With every unit in every step and no noise: the parameters of the run that was not stopped, after each change."""
-    whole, one, two = (runs[1][part][number] for part in ("whole", "one", "two"))
     moved = apart(whole[1]["parameters"], whole[3]["parameters"])
     differences = [
         apart(one[2]["parameters"], whole[2]["parameters"]),
         apart(two[3]["parameters"], whole[3]["parameters"]),
     ]
-    table(str(JOBS[number]), *(f"{difference:.1e}" for difference in differences))
-    rounding = 1e-6 if JOBS[number].dtype == "float32" else 1e-3  # whose course in bfloat16 depends on the processes
+    table(str(job), *(f"{difference:.1e}" for difference in differences))
+    rounding = 1e-6 if job.dtype == "float32" else 1e-3  # whose course in bfloat16 depends on the processes
     assert moved > 1e-2 and max(differences) < rounding
     assert set(one["counted"]) == {2.0} and set(two["counted"]) == {3.0}
+
+
+def test_a_run_goes_on_with_one_process_and_with_two_again(tmp_path, table):
+    """One job of those below: what is loaded, how training goes on, and what is charged."""
+    job = Job("zero3", mode="partly")
+    parts = [results[0] for results in resumed(tmp_path, [job]).values()]
+    check_loaded(*parts)
+    check_trained(job, *parts, table)
+    assert [part["charged"] for part in parts] == [3, 4, 5]
+
+
+@pytest.mark.deep
+@each_job
+def test_loading_brings_back_parameters_and_moments_exactly(runs, number):
+    """See `check_loaded`."""
+    check_loaded(*(runs[1][part][number] for part in ("whole", "one", "two")))
+
+
+@pytest.mark.deep
+@each_job
+def test_training_goes_on_as_if_it_had_never_stopped(runs, number, table):
+    """See `check_trained`."""
+    check_trained(JOBS[number], *(runs[1][part][number] for part in ("whole", "one", "two")), table)
 
 
 @pytest.mark.deep

@@ -67,6 +67,7 @@ def test_a_copy_of_trained_weights_is_refused_or_declared(how, tmp_path):
     assert not any("a copy of those" in point for point in open_points(again))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_weights_of_a_run_that_did_not_end_are_known_again(error, steps, tmp_path):

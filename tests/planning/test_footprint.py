@@ -514,7 +514,6 @@ def scale_table():
     return "\n".join(lines)
 
 
-@pytest.mark.deep
 def test_table_of_the_readme():
     """The table in launch/README.md is what the formulas give."""
     assert scale_table() in (ROOT / "launch/README.md").read_text(encoding="utf-8"), (
