@@ -154,7 +154,7 @@ MUTATIONS = [
     Mutation(
         "the second pass is not compared with the first",
         "dpllm/ghost/book.py",
-        "        if bool(((sq_norm_U > again.sq_norm_U + again.slack_U) & (factor_U > 0)).any()):\n",
+        "        if bool(((sq_norm_GU > again.sq_norm_GU + again.slack_GU) & (factor_GU > 0)).any()):\n",
         "        if False:\n",
         ("tests/ghost/test_two_passes.py",),
     ),

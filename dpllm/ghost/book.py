@@ -5,7 +5,7 @@ modules that hold them give the book each use's input and output gradient. From 
 the clip factors are known, the clipped sum, which costs what autograd's own weight gradients would have cost
 (book-keeping, Bu et al. 2023, arXiv:2210.00038).
 
-Shape suffixes: B rows, U units.
+Shape suffixes: B rows, G groups of parameters, U units.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dpllm.ghost.checks import (
 )
 from dpllm.ghost.contributions import Rows, Use
 from dpllm.ghost.errors import GhostError
+from dpllm.ghost.groups import Groups, numbered, one_group
 from dpllm.ghost.hooks import Hooks
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.passes import AddUp, HeldUnit, Keep, Measure, Pass, Receiver
@@ -73,8 +74,8 @@ class Again:
     """Losses (B,) that are differentiated twice, and what came out the first time."""
 
     loss_B: Tensor
-    sq_norm_U: Tensor
-    slack_U: Tensor
+    sq_norm_GU: Tensor
+    slack_GU: Tensor
 
 
 class Book:
@@ -83,13 +84,14 @@ class Book:
     Args:
         model: any module whose inputs and outputs have the rows of the batch first.
         norm_method: how norms are computed.
+        groups: gives names of parameters whose norms are told apart, for all names and shapes; None: one group.
 
     Raises:
         GhostError: a module that couples rows, a parameter no rule can serve, no trainable parameter, a compiled or
             data-parallel model.
     """
 
-    def __init__(self, model: nn.Module, norm_method: NormMethod | None = None) -> None:
+    def __init__(self, model: nn.Module, norm_method: NormMethod | None = None, groups: Groups | None = None) -> None:
         """Check the model and attach the hooks."""
         self.norm_method = norm_method or NormMethod()
         refuse_wrapped(model)
@@ -100,6 +102,7 @@ class Book:
         if self.sharded and self.norm_method.backward_passes == 2:
             raise two_passes_over_shards()
         self._names = {id(p): name for name, p in self._parameters.items()}
+        self._num_groups, self._groups = numbered(groups or one_group, self._parameters)
         self._flows: set[tuple[torch.device, torch.dtype]] = set()  # of all that norms were computed from
         self._held = HeldUnit()
         self._pass: Pass | None = None
@@ -170,8 +173,8 @@ class Book:
             num_units: U.
 
         Returns:
-            ``(sq_norm_U, slack_U)`` in float32 (float64 for a float64 model): squared norms, and an upper bound of
-            what rounding may add to the square of the clipped sum's share of a unit.
+            ``(sq_norm_GU, slack_GU)`` in float32 (float64 for a float64 model): squared norms of each group of
+            parameters, and an upper bound of what rounding may add to the square of the clipped sum's share of a unit.
         """
         if self._held and (num_units != 1 or bool((unit_B != 0).any())):
             raise GhostError(
@@ -186,8 +189,8 @@ class Book:
             one = self._pass = self._held.complete(one, loss_B.device)
         refuse_missing(self._parameters, one.contributions.keys())
         with kernels.exact_matmul(), torch.no_grad():
-            sq_norm_U, slack_U = one.add_norms(self._tally(one))
-        return self._settled(unit_B, sq_norm_U), slack_U
+            sq_norm_GU, slack_GU = one.add_norms(self._tally(one))
+        return self._settled(unit_B, sq_norm_GU), slack_GU
 
     def hold(self, loss_B: Tensor) -> None:
         """Run the backward pass of some rows of one unit, and hold their share of its gradient for the next pass.
@@ -199,16 +202,17 @@ class Book:
         self._differentiate(one, loss_B, Keep(one))
         self._held.add(one)
 
-    def _settled(self, unit_B: Tensor, sq_norm_U: Tensor) -> Tensor:
+    def _settled(self, unit_B: Tensor, sq_norm_GU: Tensor) -> Tensor:
         """Refuse norms that aren't finite where they might be those of other units."""
         several = self.is_packed and not self.checked.spread and bool((unit_B != unit_B[0]).any())
-        if several and not bool(torch.isfinite(sq_norm_U).all()):
+        if several and not bool(torch.isfinite(sq_norm_GU).all()):
             raise unmeasured_spread()
-        return sq_norm_U
+        return sq_norm_GU
 
     def _begin(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> Pass:
         self._hooks.calls.differentiated(len(loss_B))
-        self._pass = Pass(Rows.of(unit_B, num_units, loss_B.device), self.norm_method)
+        rows = Rows.of(unit_B, num_units, loss_B.device)
+        self._pass = Pass(rows, self.norm_method, groups=self._groups)
         return self._pass
 
     def _differentiate(self, one: Pass, loss_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:
@@ -238,7 +242,7 @@ class Book:
     def _tally(self, one: Pass, max_waiting: int | None = None) -> NormTally:
         wide = any(p.dtype == torch.float64 for p in self._parameters.values())
         dtype = torch.float64 if wide else torch.float32
-        return NormTally(one.rows, self.norm_method, dtype, self._slack_factor, max_waiting)
+        return NormTally(one.rows, self.norm_method, dtype, self._slack_factor, max_waiting, self._num_groups)
 
     def _slack_factor(self) -> float:
         """The largest of all devices and dtypes that norms and sums were computed from."""
@@ -317,12 +321,12 @@ class Book:
         self._differentiate(one, loss_B, measure, retain_graph=True)
         refuse_missing(self._parameters, measure.seen)
         with kernels.exact_matmul(), torch.no_grad():
-            sq_norm_U, slack_U = one.add_norms(measure.tally)
+            sq_norm_GU, slack_GU = one.add_norms(measure.tally)
         one.contributions.clear()
-        self._again = Again(loss_B, sq_norm_U, slack_U)
-        return self._settled(unit_B, sq_norm_U), slack_U
+        self._again = Again(loss_B, sq_norm_GU, slack_GU)
+        return self._settled(unit_B, sq_norm_GU), slack_GU
 
-    def _second_pass(self, again: Again, factor_U: Tensor) -> None:
+    def _second_pass(self, again: Again, factor_GU: Tensor) -> None:
         """Differentiate again, add up each layer's weighted gradient as it arrives, and check its norm."""
         first = self._of_now()
         one = self._begin(again.loss_B, first.rows.unit_B, first.rows.num_units)
@@ -330,27 +334,27 @@ class Book:
         add_up = AddUp(one, self._hooks.calls.counts, self._tally(one, max_waiting=1))
         self._differentiate(one, again.loss_B, add_up)
         with kernels.exact_matmul(), torch.no_grad():
-            sq_norm_U, _ = one.add_norms(add_up.tally)
-        if bool(((sq_norm_U > again.sq_norm_U + again.slack_U) & (factor_U > 0)).any()):
+            sq_norm_GU, _ = one.add_norms(add_up.tally)
+        if bool(((sq_norm_GU > again.sq_norm_GU + again.slack_GU) & (factor_GU > 0)).any()):
             raise not_repeatable()
 
     # ------------------------------------------------------------------ clipped sums
 
-    def weigh(self, factor_U: Tensor) -> None:
+    def weigh(self, factor_GU: Tensor) -> None:
         """Fix the factors of the clipped sum, which `add_clipped_sum_` then forms one parameter at a time.
 
         Args:
-            factor_U: (U,) clip factors; a unit with factor 0 contributes exactly zero, even if its gradient isn't
+            factor_GU: (G, U) clip factors; a unit with factor 0 contributes exactly zero, even if its gradient isn't
                 finite.
 
         Raises:
             GhostError: with two passes, the second gave other gradients than the first.
         """
-        self._of_now().weigh(factor_U)
+        self._of_now().weigh(factor_GU)
         self._held.joining = False
         if self._again is not None:
             again, self._again = self._again, None
-            self._second_pass(again, factor_U)
+            self._second_pass(again, factor_GU)
 
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Add sum_u factor_u g_u of one parameter to ``total``, once, and forget what it was made of.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dpllm.ghost.book import Book
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import clip_factors
+from dpllm.ghost.groups import numbered
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.mechanism.clipping import FlatClipping
@@ -25,11 +26,14 @@ class ClipResult:
 
     Attributes:
         norms: (U,) float32, each unit's gradient norm over all trainable parameters.
-        factors: (U,) float32, what its gradient was multiplied by; exactly 0 for a non-finite one.
+        factors: (U,) float32, what its gradient was multiplied by; exactly 0 for a non-finite one. (G, U) where the
+            clipping has several groups of parameters.
+        parameter_norms: name to (U,) float32, each unit's norm in one parameter; empty unless asked for.
     """
 
     norms: Tensor
     factors: Tensor
+    parameter_norms: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def num_nonfinite(self) -> int:
@@ -50,6 +54,8 @@ class GhostClipper:
         norm_method: how norms are computed; the default takes what costs least.
         clipping: another way to bound a contribution, in place of ``clip_norm``: one of `dpllm.mechanism.catalogue`, or
             one of your own, whose factors are then checked against its sensitivity in each call.
+        parameter_norms: also return each unit's norm in each parameter (`ClipResult.parameter_norms`). They depend on
+            the data and are not private.
 
     Raises:
         ValueError: both of ``clip_norm`` and ``clipping``, or neither.
@@ -71,12 +77,18 @@ class GhostClipper:
         clip_norm: float | None = None,
         norm_method: NormMethod | None = None,
         clipping: Clipping | None = None,
+        parameter_norms: bool = False,
     ) -> None:
         """Attach to the model."""
         if (clip_norm is None) == (clipping is None):
             raise ValueError("Give one of clip_norm (flat clipping) and clipping (another kind).")
         self.clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else clipping  # type: ignore[assignment]
-        self._book = Book(model, norm_method)
+        groups = self.clipping.groups
+        self._book = Book(model, norm_method, _one_by_one if parameter_norms else groups)
+        self._group_P: Tensor | None = None  # of each parameter, where norms of parameters are told apart
+        if parameter_norms:
+            self._num_groups, numbers = numbered(groups, self.parameters)
+            self._group_P = torch.tensor([numbers[id(p)] for p in self.parameters.values()])
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -126,11 +138,23 @@ class GhostClipper:
         For engines that shard the model, where no process can hold the sum of all parameters.
         """
         unit_B, num_units = self._check(losses, unit_index)
-        sq_norm_U, slack_U = self._book.backward(losses, unit_B, num_units)
-        factor_U = clip_factors(self.clipping, sq_norm_U, slack_U)
-        result = ClipResult(sq_norm_U.clamp_min(0).sqrt().float(), factor_U.float())
-        self._book.weigh(factor_U)  # last: where memory runs out before it, the microbatch can be taken anew
+        sq_norm_GU, slack_GU = self._book.backward(losses, unit_B, num_units)
+        by_parameter: dict[str, Tensor] = {}
+        if self._group_P is not None:
+            by_parameter = dict(zip(self.parameters, sq_norm_GU.clamp_min(0).sqrt().float(), strict=True))
+            sq_norm_GU, slack_GU = self._grouped(sq_norm_GU), self._grouped(slack_GU)
+        factor_GU = clip_factors(self.clipping, sq_norm_GU, slack_GU)
+        factors = factor_GU.float() if len(factor_GU) > 1 else factor_GU[0].float()
+        result = ClipResult(sq_norm_GU.sum(dim=0).clamp_min(0).sqrt().float(), factors, by_parameter)
+        # Last: where memory runs out before it, the microbatch can be taken anew.
+        self._book.weigh(factor_GU if self._group_P is None else factor_GU[self._group_P.to(factor_GU.device)])
         return result
+
+    def _grouped(self, value_PU: Tensor) -> Tensor:
+        """Add the values of parameters up to those of the clipping's groups, (G, U)."""
+        assert self._group_P is not None, "norms of parameters were asked for"
+        total_GU = value_PU.new_zeros(self._num_groups, value_PU.shape[1])
+        return total_GU.index_add_(0, self._group_P.to(value_PU.device), value_PU)
 
     @property
     def rows_checked(self) -> bool:
@@ -209,6 +233,10 @@ class GhostClipper:
     def remove(self) -> None:
         """Undo the hooks; the model is as before."""
         self._book.remove()
+
+
+def _one_by_one(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+    return [[name] for name in shapes]
 
 
 def _accumulator(parameter: nn.Parameter) -> Tensor:

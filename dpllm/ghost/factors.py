@@ -14,46 +14,47 @@ from dpllm.mechanism.catalogue import CLIPPINGS
 from dpllm.mechanism.parts import Clipping
 
 
-def clip_factors(clipping: Clipping, sq_norm_U: Tensor, slack_U: Tensor | None = None) -> Tensor:
-    """Return what each unit's gradient is multiplied by.
+def clip_factors(clipping: Clipping, sq_norm_GU: Tensor, slack_GU: Tensor | None = None) -> Tensor:
+    """Return the factor by which each unit's gradient is multiplied, in each group of parameters.
 
-    Guarantee: factor times norm is at most the clipping's sensitivity under zero-out, also after rounding.
+    Guarantee: the norm of a unit's scaled gradient over all groups is at most the clipping's sensitivity under
+    zero-out, also after rounding.
 
     Args:
         clipping: one of `dpllm.mechanism.catalogue`, or another one, whose factors are then checked, which waits for
             the device.
-        sq_norm_U: (U,) squared norms; may be non-finite.
-        slack_U: (U,) what rounding may have taken from them. It is added before the root, and the root is raised by
-            what rounding may add later.
+        sq_norm_GU: (G, U) squared norms of each group; may be non-finite.
+        slack_GU: (G, U) what rounding may have taken from them. It is added before the root, and the root is raised
+            by what rounding may add later.
 
     Returns:
-        (U,) factors; exactly 0 where the norm is not finite.
+        (G, U) factors; exactly 0 in all groups of a unit where a norm is not finite.
 
     Raises:
         GhostError: a clipping of somebody else gives a factor beyond its sensitivity.
 
     >>> from dpllm.mechanism.clipping import FlatClipping
-    >>> clip_factors(FlatClipping(1.0), torch.tensor([4.0, 0.25, float("inf")]))
-    tensor([0.5000, 1.0000, 0.0000])
+    >>> clip_factors(FlatClipping(1.0), torch.tensor([[4.0, 0.25, float("inf")]]))
+    tensor([[0.5000, 1.0000, 0.0000]])
     """
-    upper_U = sq_norm_U if slack_U is None else sq_norm_U + slack_U
-    finite_U = torch.isfinite(upper_U)
-    kind = torch.finfo(upper_U.dtype)
-    norm_U = torch.where(finite_U, upper_U, 1).clamp_min(kind.tiny).sqrt() * (1 + 8 * kind.eps)
-    factor_U = clipping.factors(norm_U)
+    upper_GU = sq_norm_GU if slack_GU is None else sq_norm_GU + slack_GU
+    finite_U = torch.isfinite(upper_GU).all(dim=0)
+    kind = torch.finfo(upper_GU.dtype)
+    norm_GU = torch.where(finite_U, upper_GU, 1).clamp_min(kind.tiny).sqrt() * (1 + 8 * kind.eps)
+    factor_GU = clipping.factors(norm_GU)
     if CLIPPINGS.get(clipping.kind) is not type(clipping):
-        _check(clipping, norm_U, factor_U)
-    return torch.where(finite_U, factor_U, 0)
+        _check(clipping, norm_GU, factor_GU)
+    return torch.where(finite_U, factor_GU, 0)
 
 
-def _check(clipping: Clipping, norm_U: Tensor, factor_U: Tensor) -> None:
+def _check(clipping: Clipping, norm_GU: Tensor, factor_GU: Tensor) -> None:
     bound = clipping.sensitivity("zero-out")
-    if factor_U.shape == norm_U.shape:
-        wrong_U = ~((factor_U >= 0) & (factor_U * norm_U <= bound * (1 + 1e-6)))
-        if not bool(wrong_U.any()):
+    if factor_GU.shape == norm_GU.shape:
+        reach_U = (factor_GU * norm_GU).double().square().sum(dim=0).sqrt()
+        if bool((factor_GU >= 0).all() & (reach_U <= bound * (1 + 1e-6)).all()):
             return
     raise GhostError(
         f"Clipping {clipping.kind!r} gives a factor that times the norm exceeds its sensitivity {bound:g}, or that is "
-        "negative or not a number: the noise would be too small for it. Give factors (U,) with 0 <= factor * norm <= "
-        "sensitivity."
+        "negative or not a number: the noise would be too small for it. Give factors (G, U), at least 0, under which "
+        "the norm over all groups is at most the sensitivity."
     )

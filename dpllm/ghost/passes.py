@@ -5,12 +5,13 @@ arrives at a tap goes to one *receiver*: it keeps the contribution (`Keep`), mea
 (`Measure`, the first of two passes), adds up the clipped sum at once (`AddUp`, the second), or probes whether rows are
 independent (`dpllm.ghost.checks`).
 
-Shape suffixes: B rows, U units.
+Shape suffixes: B rows, G groups of parameters, U units.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,31 +48,35 @@ class Pass:
         norm_method: how norms and sums are computed.
         contributions: by parameter, all of its uses.
         sums: clipped sums that are complete already.
-        weights: of the rows and of the units; None until the clip factors are known.
+        weights: of the rows and of the units, for each group of parameters; None until the clip factors are known.
+        groups: the number of each parameter's group, by its id; 0 where it is not named.
     """
 
     rows: Rows
     norm_method: NormMethod
     contributions: dict[int, list[Contribution]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[int, Tensor] = field(default_factory=dict)
-    weights: tuple[Weights, Weights] | None = None
+    weights: list[tuple[Weights, Weights]] | None = None
+    groups: Mapping[int, int] = field(default_factory=dict)
 
     def keep(self, parameter: nn.Parameter, use: Use) -> None:
         """Keep a contribution until the sum is formed."""
         self.contributions[id(parameter)].append(held(use, self.rows, self.norm_method))
 
     def add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
-        """Add the norms of what is kept; return ``(sq_norm_U, slack_U)`` of all parameters."""
+        """Add the norms of what is kept; return ``(sq_norm_GU, slack_GU)`` of all parameters."""
         for key, contributions in self.contributions.items():
             self.contributions[key] = merge(contributions, self.rows)
-            tally.add(self.contributions[key])
+            tally.add(self.contributions[key], self.groups.get(key, 0))
         return tally.total()
 
-    def weigh(self, factor_U: Tensor) -> None:
-        """Fix the factors (U,) of the clipped sum."""
+    def weigh(self, factor_GU: Tensor) -> None:
+        """Fix the factors (G, U) of the clipped sum."""
         unit_B = self.rows.unit_B
-        factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
-        self.weights = Weights.of(factor_B), Weights.of(factor_U)
+        self.weights = []
+        for factor_U in factor_GU:
+            factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
+            self.weights.append((Weights.of(factor_B), Weights.of(factor_U)))
 
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Add sum_u factor_u g_u of one parameter to ``total``, once, and forget what it was made of."""
@@ -79,12 +84,12 @@ class Pass:
             total += self.sums.pop(id(parameter))
             return
         for contribution in self.contributions.pop(id(parameter)):
-            self.add_weighted_(total, contribution)
+            self.add_weighted_(parameter, total, contribution)
 
-    def add_weighted_(self, total: Tensor, contribution: Contribution) -> None:
-        """Add one contribution, weighted, to ``total``."""
+    def add_weighted_(self, parameter: nn.Parameter, total: Tensor, contribution: Contribution) -> None:
+        """Add one contribution to a parameter's gradient, weighted, to ``total``."""
         assert self.weights is not None, "the sum is formed after weigh()"
-        of_rows, of_units = self.weights
+        of_rows, of_units = self.weights[self.groups.get(id(parameter), 0)]
         (of_units if isinstance(contribution, Instance) else of_rows).add_(total, contribution, self.norm_method)
 
 
@@ -128,7 +133,7 @@ class Measure:
             raise used_again(name)
         self._done.add(id(parameter))
         contribution = held(use, self._pass.rows, self._pass.norm_method)
-        self.tally.add([contribution])
+        self.tally.add([contribution], self._pass.groups.get(id(parameter), 0))
         self._finish(parameter, contribution)
 
     def _finish(self, parameter: nn.Parameter, contribution: Contribution) -> None:
@@ -142,7 +147,7 @@ class AddUp(Measure):
         dtype = kernels.accumulation_dtype(parameter.dtype)
         total = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         self._pass.sums[id(parameter)] = total
-        self._pass.add_weighted_(total, contribution)
+        self._pass.add_weighted_(parameter, total, contribution)
 
 
 class HeldUnit:
@@ -175,7 +180,7 @@ class HeldUnit:
         self.add(one)
         self.joining = True
         contributions, self._contributions = defaultdict(list, self._contributions), {}
-        return Pass(Rows.one_unit(device), one.norm_method, contributions)
+        return Pass(Rows.one_unit(device), one.norm_method, contributions, groups=one.groups)
 
     def clear(self) -> None:
         """Forget what is held."""

@@ -2,7 +2,7 @@
 
 Place in the flow: between the contributions of one microbatch, as the book receives them, and the clip factors.
 
-Shape suffixes: B rows, U units.
+Shape suffixes: B rows, G groups of parameters, U units.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class NormTally:
         dtype: in which the norms add up.
         slack: gives how many times `dpllm.ghost.kernels.rounding_slack` is allowed for; asked by `total`, when every
             dtype and device that occurs is known.
+        num_groups: G, groups of parameters whose norms are told apart.
         max_waiting: inputs whose layers wait at a time; None: all, until `total`. Where activations are to be freed
             one after another, 1: layers that share an input follow each other in a backward pass.
     """
@@ -39,38 +40,40 @@ class NormTally:
         dtype: torch.dtype,
         slack: Callable[[], float] | None = None,
         max_waiting: int | None = None,
+        num_groups: int = 1,
     ) -> None:
         """Start at zero."""
         self._rows, self._norm_method, self._slack, self._max_waiting = rows, norm_method, slack, max_waiting
-        self._total_U = torch.zeros(rows.num_units, dtype=dtype, device=rows.unit_B.device)
-        self._slack_U = torch.zeros_like(self._total_U)
+        self._total_GU = torch.zeros(num_groups, rows.num_units, dtype=dtype, device=rows.unit_B.device)
+        self._slack_GU = torch.zeros_like(self._total_GU)
         self._waiting: dict[tuple, list[Outer]] = {}
 
-    def add(self, contributions: Sequence[Contribution]) -> None:
+    def add(self, contributions: Sequence[Contribution], group: int = 0) -> None:
         """Add one parameter's norm.
 
         Args:
             contributions: every use of it, as returned by `dpllm.ghost.contributions.merge`.
+            group: that the parameter belongs to.
         """
         if len(contributions) > 1 or not isinstance(contributions[0], Outer):
-            self._add(*squared_norms(contributions, self._rows, self._norm_method))
+            self._add(group, *squared_norms(contributions, self._rows, self._norm_method))
             return
-        self._waiting.setdefault(contributions[0].input_key(), []).append(contributions[0])
+        self._waiting.setdefault((group, *contributions[0].input_key()), []).append(contributions[0])
         while self._max_waiting is not None and len(self._waiting) > self._max_waiting:
-            self._add_group(next(iter(self._waiting)))
+            self._add_waiting(next(iter(self._waiting)))
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """``(sq_norm_U, slack_U)``: squared norms over all parameters, and what rounding may add to a unit's share."""
+        """``(sq_norm_GU, slack_GU)``: squared norms of each group, and what rounding may add to a unit's share."""
         for key in list(self._waiting):
-            self._add_group(key)
-        return self._total_U, (self._slack() if self._slack else 1.0) * self._slack_U
+            self._add_waiting(key)
+        return self._total_GU, (self._slack() if self._slack else 1.0) * self._slack_GU
 
-    def _add_group(self, key: tuple) -> None:
-        self._add(*shared_norms(self._waiting.pop(key), self._rows, self._norm_method))
+    def _add_waiting(self, key: tuple) -> None:
+        self._add(key[0], *shared_norms(self._waiting.pop(key), self._rows, self._norm_method))
 
-    def _add(self, sq_norm_U: Tensor, slack_U: Tensor) -> None:
-        self._total_U += sq_norm_U
-        self._slack_U += slack_U
+    def _add(self, group: int, sq_norm_U: Tensor, slack_U: Tensor) -> None:
+        self._total_GU[group] += sq_norm_U
+        self._slack_GU[group] += slack_U
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dpllm.mechanism.clipping import check_clip_norm, sensitivity_of
+from dpllm.mechanism.parts import OneGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class AutomaticClipping:
+class AutomaticClipping(OneGroup):
     """Scale each unit's gradient by C / (norm + stability), AUTO-S (Bu et al. 2022, arXiv:2206.07136).
 
     A contribution is always shorter than C, so the privacy event is that of `FlatClipping`. C only scales the learning
@@ -36,20 +37,20 @@ class AutomaticClipping:
         if not known or not math.isfinite(self.stability) or self.stability <= 0:
             raise ValueError(f"stability is {self.stability!r}; a finite number above 0 is needed, usually 0.01")
 
-    def factors(self, norm_U: Tensor) -> Tensor:
+    def factors(self, norm_GU: Tensor) -> Tensor:
         """c_u = C / (||g_u|| + γ).
 
         Args:
-            norm_U: (U,) l2 norms, rounded up, above 0 and finite.
+            norm_GU: (G, U) l2 norms, rounded up, above 0 and finite.
 
         Returns:
-            (U,) factors; above 1 where a gradient is shorter than C - γ.
+            (G, U) factors; above 1 where a gradient is shorter than C - γ.
 
         >>> import torch
         >>> AutomaticClipping(1.0).factors(torch.tensor([0.99, 0.09]))
         tensor([ 1., 10.])
         """
-        return self.clip_norm / (norm_U + self.stability)
+        return self.clip_norm / (norm_GU + self.stability)
 
     def sensitivity(self, adjacency: str) -> float:
         """Largest change of the clipped sum, in l2 norm, between neighbouring data sets (`sensitivity_of`)."""

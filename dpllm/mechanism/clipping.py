@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from dpllm.mechanism.parts import OneGroup
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -33,7 +35,7 @@ def check_clip_norm(clip_norm: float) -> None:
 
 
 @dataclass(frozen=True)
-class FlatClipping:
+class FlatClipping(OneGroup):
     """Scale each unit's whole gradient to a norm of at most ``clip_norm`` (Abadi et al. 2016, arXiv:1607.00133).
 
     Attributes:
@@ -47,20 +49,20 @@ class FlatClipping:
         """Refuse a bound that bounds nothing."""
         check_clip_norm(self.clip_norm)
 
-    def factors(self, norm_U: Tensor) -> Tensor:
+    def factors(self, norm_GU: Tensor) -> Tensor:
         """c_u = min(1, C / ||g_u||).
 
         Args:
-            norm_U: (U,) l2 norms, rounded up, above 0 and finite.
+            norm_GU: (G, U) l2 norms, rounded up, above 0 and finite.
 
         Returns:
-            (U,) factors in [0, 1].
+            (G, U) factors in [0, 1].
 
         >>> import torch
         >>> FlatClipping(1.0).factors(torch.tensor([2.0, 0.5]))
         tensor([0.5000, 1.0000])
         """
-        return (self.clip_norm / norm_U).clamp_max(1)
+        return (self.clip_norm / norm_GU).clamp_max(1)
 
     def sensitivity(self, adjacency: str) -> float:
         """Largest change of the clipped sum, in l2 norm, between neighbouring data sets (`sensitivity_of`)."""

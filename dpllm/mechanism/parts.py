@@ -10,7 +10,7 @@ A new mechanism is one file beside this one and one line in `dpllm.mechanism.cat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -47,14 +47,23 @@ class Clipping(Protocol):
         """C."""
         ...
 
-    def factors(self, norm_U: Tensor) -> Tensor:
-        """Return what each unit's gradient is multiplied by.
+    def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Sequence[str]]:
+        """Return the names of the parameters of each group, each parameter in one.
 
         Args:
-            norm_U: (U,) l2 norms, rounded up, finite. A unit whose gradient is not finite gets the factor 0 elsewhere.
+            shapes: name and shape of each trainable parameter.
+        """
+        ...
+
+    def factors(self, norm_GU: Tensor) -> Tensor:
+        """Return the factor by which each unit's gradient is multiplied, in each group.
+
+        Args:
+            norm_GU: (G, U) l2 norms, rounded up, finite. A unit whose gradient is not finite gets the factor 0
+                elsewhere.
 
         Returns:
-            (U,) factors with ``0 <= factor * norm <= sensitivity("zero-out")``.
+            (G, U) factors, at least 0, under which the norm over all groups is at most ``sensitivity("zero-out")``.
         """
         ...
 
@@ -65,6 +74,14 @@ class Clipping(Protocol):
     def words(self) -> str:
         """Return how a gradient is bounded, for the report: "is clipped ..."."""
         ...
+
+
+class OneGroup:
+    """A clipping that has one norm over all parameters together."""
+
+    def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Sequence[str]]:
+        """All parameters."""
+        return [list(shapes)]
 
 
 class NormalGenerator(Protocol):

@@ -11,12 +11,13 @@ from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import clip_factors
 from dpllm.mechanism.automatic import AutomaticClipping
 from dpllm.mechanism.clipping import FlatClipping, sensitivity_of
+from dpllm.mechanism.parts import OneGroup
 
 
 def test_a_unit_is_scaled_to_the_clip_norm_or_left_alone():
     """min(1, C / norm)."""
-    factors = clip_factors(FlatClipping(2.0), torch.tensor([16.0, 4.0, 1.0, 0.0]))
-    torch.testing.assert_close(factors, torch.tensor([0.5, 1.0, 1.0, 1.0]), rtol=1e-5, atol=0)
+    factors = clip_factors(FlatClipping(2.0), torch.tensor([[16.0, 4.0, 1.0, 0.0]]))
+    torch.testing.assert_close(factors[0], torch.tensor([0.5, 1.0, 1.0, 1.0]), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -24,7 +25,7 @@ def test_a_unit_is_scaled_to_the_clip_norm_or_left_alone():
 def test_the_scaled_norm_never_exceeds_the_bound(clipping, dtype):
     """Also after rounding, over sixty orders of magnitude."""
     norms = torch.logspace(-15, 15, 4001, dtype=dtype)
-    factors = clip_factors(clipping, norms.square())
+    (factors,) = clip_factors(clipping, norms.square()[None])
     released = factors.double() * norms.double()
     assert (released <= 0.3).all()
     clipped = norms > 3000
@@ -34,33 +35,33 @@ def test_the_scaled_norm_never_exceeds_the_bound(clipping, dtype):
 def test_flat_clipping_leaves_short_gradients_alone():
     """A factor of exactly 1."""
     norms = torch.logspace(-15, 15, 4001)
-    assert (clip_factors(FlatClipping(0.3), norms.square())[norms < 0.3 * (1 - 1e-5)] == 1).all()
+    assert (clip_factors(FlatClipping(0.3), norms.square()[None])[0, norms < 0.3 * (1 - 1e-5)] == 1).all()
 
 
 def test_slack_lowers_the_factor():
     """What rounding may have taken from the norm is added before the root."""
-    sq_norm = torch.tensor([4.0])
-    assert float(clip_factors(FlatClipping(1.0), sq_norm, torch.tensor([5.0]))) == pytest.approx(1 / 3, rel=1e-5)
+    sq_norm = torch.tensor([[4.0]])
+    assert float(clip_factors(FlatClipping(1.0), sq_norm, torch.tensor([[5.0]]))) == pytest.approx(1 / 3, rel=1e-5)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("clipping", [FlatClipping(1.0), AutomaticClipping(1.0)])
 def test_a_nonfinite_unit_counts_exactly_zero(clipping, bad):
     """The step goes on without it."""
-    factors = clip_factors(clipping, torch.tensor([bad, 1.0]))
+    (factors,) = clip_factors(clipping, torch.tensor([[bad, 1.0]]))
     assert float(factors[0]) == 0.0 and float(factors[1]) > 0
 
 
 @dataclass(frozen=True)
-class Doubled:
+class Doubled(OneGroup):
     """A clipping of somebody's own, which may exceed its bound."""
 
     kind: ClassVar[str] = "doubled"
     clip_norm: float
     by: float
 
-    def factors(self, norm_U):
-        return self.by * self.clip_norm / norm_U
+    def factors(self, norm_GU):
+        return self.by * self.clip_norm / norm_GU
 
     def sensitivity(self, adjacency):
         return sensitivity_of(self.clip_norm, adjacency)
@@ -73,12 +74,12 @@ class Doubled:
 def test_factors_beyond_the_sensitivity_are_refused(by):
     """The noise is scaled to the sensitivity that the clipping states."""
     with pytest.raises(GhostError, match=r"'doubled' gives a factor that times the norm exceeds its sensitivity 0\.5"):
-        clip_factors(Doubled(0.5, by), torch.tensor([4.0, 1.0]))
+        clip_factors(Doubled(0.5, by), torch.tensor([[4.0, 1.0]]))
 
 
 def test_a_clipping_of_ones_own_within_its_sensitivity_is_used():
     """Its factors are the ones taken."""
-    factors = clip_factors(Doubled(0.5, 0.5), torch.tensor([4.0]))
+    factors = clip_factors(Doubled(0.5, 0.5), torch.tensor([[4.0]]))
     assert float(factors) == pytest.approx(0.125, rel=1e-5)
 
 
@@ -86,8 +87,8 @@ def test_factors_of_another_shape_are_refused():
     """One factor per unit."""
 
     class One(Doubled):
-        def factors(self, norm_U):
-            return norm_U.new_ones(())
+        def factors(self, norm_GU):
+            return norm_GU.new_ones(())
 
-    with pytest.raises(GhostError, match=r"Give factors \(U,\)"):
-        clip_factors(One(0.5, 1.0), torch.tensor([4.0, 1.0]))
+    with pytest.raises(GhostError, match=r"Give factors \(G, U\)"):
+        clip_factors(One(0.5, 1.0), torch.tensor([[4.0, 1.0]]))

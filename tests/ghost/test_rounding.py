@@ -64,9 +64,9 @@ def test_slack_is_what_a_unit_is_clipped_by():
     tallies = [NormTally(rows, NormMethod(), torch.float32, slack) for slack in (None, lambda: 6.0)]
     for tally in tallies:
         tally.add(uses)
-    (norm_U, slack_U), (same_U, more_U) = (tally.total() for tally in tallies)
-    assert torch.equal(norm_U, same_U) and (slack_U > 0).all()
-    torch.testing.assert_close(more_U, 6 * slack_U)
+    (norm_GU, slack_GU), (same_GU, more_GU) = (tally.total() for tally in tallies)
+    assert torch.equal(norm_GU, same_GU) and (slack_GU > 0).all()
+    torch.testing.assert_close(more_GU, 6 * slack_GU)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
