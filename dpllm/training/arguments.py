@@ -1,4 +1,4 @@
-"""Training arguments: strict reading of a recipe's ``train`` section, and refusal of what cannot be kept private."""
+"""Training arguments: strict reading of a recipe's ``train`` section, and refusal of options that break privacy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dpllm.training.launch_environment import refuse_environment
 
 # Options of TrainingArguments that would change what reaches the optimizer, with the reason.
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "fp16": (False, "its loss scaler skips steps by what the data does; use bf16"),
+    "fp16": (False, "its loss scaler skips steps depending on the data; use bf16"),
     "gradient_accumulation_steps": (
         1,
         "the logical batch is privacy.expected_batch_size; per_device_train_batch_size is the microbatch",
@@ -38,26 +38,26 @@ _REFUSED: dict[str, tuple[Any, str]] = {
         "NEFTune scales its noise by the padded length, which other rows decide; leave it out",
     ),
     "use_liger_kernel": (False, "its fused head hides the head's weight gradient from the norms"),
-    "torch_compile": (False, "a compiled graph may fuse layers away from under the hooks that compute the norms"),
+    "torch_compile": (False, "a compiled graph may fuse layers, so the hooks that compute the norms are lost"),
     "load_best_model_at_end": (
         False,
         "the best of several checkpoints is chosen by evaluation rows, which no ε covers; keep the last",
     ),
     "train_sampling_strategy": (
         "random",
-        "units are drawn by Poisson sampling, on which ε rests, and no order of batches is; microbatches are sorted by "
+        "ε assumes that units are drawn by Poisson sampling, which has no order of batches; microbatches are sorted by "
         "length already",
     ),
     "save_on_each_node": (
         False,
         "a checkpoint is one folder that all machines share; node-local copies lack the other nodes' shards",
     ),
-    "dataloader_drop_last": (False, "a step's batch is what was drawn; nothing of it may be dropped"),
-    "debug": ([], "it prints what a model computes from private rows, which no ε covers; leave it out"),
-    "full_determinism": (False, "it fixes random seeds for the whole process, and with them what should be secret"),
+    "dataloader_drop_last": (False, "a step's batch is the whole draw; no unit of it may be dropped"),
+    "debug": ([], "it prints values computed from private rows, which no ε covers; leave it out"),
+    "full_determinism": (False, "it fixes random seeds for the whole process, although they must be secret"),
 }
-# What the classes of arguments, optimizers and schedules raise for values that they cannot use. Anything else, such as
-# a lack of memory, is no mistake in a recipe.
+# Errors that the classes of arguments, optimizers and schedules raise for unusable values. Any other error, such as a
+# lack of memory, is not a mistake in a recipe.
 _UNUSABLE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, AssertionError, ImportError, OSError)
 # Optimizers that update inside backward() or scale by the loss, before clipping and noise have taken place.
 _REFUSED_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
@@ -78,7 +78,7 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
         if name not in known:
             raise ConfigError(f"train.{name} is unknown{nearest(str(name), known)}")
     if "output_dir" not in section:
-        raise ConfigError("train.output_dir is missing: the folder for model, ledger and report.")
+        raise ConfigError("train.output_dir is missing: name the folder for model, ledger and report.")
     check_train("train", section)
     given = {name: value for name, value in section.items() if value is not None}  # null: the default
     try:
@@ -90,8 +90,8 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
 def check_optimizer(args: TrainingArguments) -> None:
     """Build the optimizer and the schedule of the arguments once, over a single number, and drop them.
 
-    Their options are checked by the classes themselves; without this they would be found after the model was loaded and
-    the run had begun.
+    The classes themselves check their options; without this call a mistake would be found only after the model was
+    loaded and the run had begun.
 
     Raises:
         ConfigError: one of them cannot be built; the message has its name and options.
@@ -126,7 +126,7 @@ def check_optimizer(args: TrainingArguments) -> None:
 
 
 def _processes_on_cpu() -> dict[str, Any]:
-    """What several processes need on a machine without an accelerator: gloo."""
+    """Return the option that several processes need on a machine without an accelerator: gloo."""
     if "WORLD_SIZE" not in os.environ or torch.accelerator.is_available():
         return {}
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
@@ -134,15 +134,15 @@ def _processes_on_cpu() -> dict[str, Any]:
 
 
 def private_arguments(args: TrainingArguments) -> TrainingArguments:
-    """A copy of the arguments for private training, or an error naming the option that cannot be kept private.
+    """Return a copy of the arguments for private training; raise for an option that cannot be kept private.
 
     ``max_grad_norm`` is set to 0: the Trainer's own clipping would rescale the noisy gradient. Batches are not
-    replayed after a resume (``ignore_data_skip``): they are drawn afresh. A DeepSpeed configuration gets what private
-    training needs (`dpllm.engines.private_config`).
+    replayed after a resume (``ignore_data_skip``): new ones are drawn. A DeepSpeed configuration gets the settings that
+    private training needs (`dpllm.engines.private_config`).
 
     Raises:
         ConfigError: a value out of range, or an option in conflict with the guarantee.
-        EngineError: one in the DeepSpeed configuration.
+        EngineError: the same for an option in the DeepSpeed configuration.
     """
     refuse_options(args)
     if args.n_gpu > 1:
@@ -159,7 +159,7 @@ def private_arguments(args: TrainingArguments) -> TrainingArguments:
 
 
 def checked_arguments(args: TrainingArguments, own_optimizer: bool) -> TrainingArguments:
-    """As `private_arguments`, once the optimizer was built, too, unless the caller brings one (``own_optimizer``)."""
+    """Do as `private_arguments`, after building the optimizer, unless the caller passes one (``own_optimizer``)."""
     private = private_arguments(args)
     if not own_optimizer:
         check_optimizer(args)
@@ -167,7 +167,7 @@ def checked_arguments(args: TrainingArguments, own_optimizer: bool) -> TrainingA
 
 
 def refuse_options(args: TrainingArguments) -> None:
-    """Refuse the options that cannot be kept private, on whatever machine the run will be.
+    """Refuse the options that cannot be kept private on any machine.
 
     Raises:
         ConfigError: a value out of range, or an option in conflict with the guarantee.
@@ -182,7 +182,7 @@ def refuse_options(args: TrainingArguments) -> None:
         if (getattr(args.parallelism_config, kind, None) or 1) > 1:
             raise ConfigError(
                 f"parallelism_config sets {kind} above 1: tensor, context and sequence parallelism split a unit's "
-                "layers or rows over processes, and its norm with them. Use dp_shard_size and dp_replicate_size alone."
+                "layers or rows over processes, and its norm with them. Use only dp_shard_size and dp_replicate_size."
             )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if any(part in optimizer for part in _REFUSED_OPTIMIZERS):
@@ -191,19 +191,19 @@ def refuse_options(args: TrainingArguments) -> None:
         )
     if "schedule_free" in optimizer:
         raise ConfigError(
-            f"train.optim={optimizer} keeps two sets of weights, and puts one in the place of the other outside of its "
-            "step, where weights may not change. Use adamw_torch with lr_scheduler_type=constant."
+            f"train.optim={optimizer} keeps two sets of weights and swaps them outside of its step, where weights may "
+            "not change. Use adamw_torch with lr_scheduler_type=constant."
         )
     refuse_uploads(args)
 
 
 def plan_for(args: TrainingArguments, privacy: PrivacyConfig, units: UnitIndex) -> PrivacyPlan:
-    """Fix the numbers of a run on these data; see `dpllm.privacy.plan.make_plan`.
+    """Compute the plan of a run on these data; see `dpllm.privacy.plan.make_plan`.
 
     Args:
-        args: of the private training.
-        privacy: what to guarantee.
-        units: which rows each unit has, within the bound on rows per user.
+        args: arguments of the private training.
+        privacy: the privacy guarantee.
+        units: index of the rows of each unit, within the bound on rows per user.
     """
     population = units.num_rows if privacy.sampling == "example" else units.num_units
     num_steps = num_private_steps(args, privacy, population)
@@ -211,7 +211,7 @@ def plan_for(args: TrainingArguments, privacy: PrivacyConfig, units: UnitIndex) 
 
 
 def num_private_steps(args: TrainingArguments, privacy: PrivacyConfig, population: int) -> int:
-    """T: ``max_steps``, or as many steps as ``num_train_epochs`` expected passes over what is drawn take."""
+    """Return T: ``max_steps``, or the number of steps of ``num_train_epochs`` expected passes over the data."""
     if args.max_steps > 0:
         return args.max_steps
     return math.ceil(args.num_train_epochs * population / privacy.expected_batch_size)

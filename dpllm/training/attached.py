@@ -1,6 +1,6 @@
-"""A model that is attached to a run: its engine, its norms, and what watches it, from `PrivateRun.attach` to the end.
+"""A model attached to a run: its engine, its norms and its checks, from `PrivateRun.attach` to the end.
 
-Place in the flow: under `dpllm.training.run`. All parts are made together, and are removed together.
+Place in the flow: under `dpllm.training.run`. All parts are created together and removed together.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from dpllm.training.step import refuse_leftovers
 
 @dataclass(kw_only=True)
 class Attached:
-    """The parts that hold while a model is attached; see `attach`.
+    """The parts that exist while a model is attached; see `attach`.
 
     Attributes:
-        model: the module that losses are computed with.
-        optimizer: as prepared.
-        engine: how the model is spread over the processes.
-        clipper: its norms and clipped sums.
-        independence: of the rows.
-        watch: of weights and buffers.
-        weights: that the run begins at, and leaves.
-        steering: of hyperparameters, in a loop of one's own; the Trainer notes its callbacks.
-        is_noted: whether it is remembered that the run trains this model.
+        model: the module that computes the losses.
+        optimizer: the prepared optimizer.
+        engine: engine of the model's distribution over the processes.
+        clipper: per-unit norms and clipped sums.
+        independence: check of the rows' independence.
+        watch: watch over weights and buffers.
+        weights: initial and final weights of the run.
+        steering: watch over hyperparameters in a custom loop; the Trainer notes its callbacks instead.
+        is_noted: whether it is recorded that the run trains this model.
     """
 
     model: Any
@@ -64,19 +64,19 @@ class Attached:
     is_noted: bool = False
 
     def make_ready(self) -> None:
-        """Make sure that nothing reached weights and gradients since the last update; looks at this process only."""
+        """Check that weights and gradients are unchanged since the last update; checks this process only."""
         self.watch.before_step()
         refuse_leftovers(self.clipper, self.engine)
 
     def loss(self, loss_of: LossOf) -> Callable[[Mapping[str, Any]], Tensor]:
-        """Return a microbatch's inputs to one loss per row (B,)."""
+        """Return the function from a microbatch's inputs to one loss per row (B,)."""
         return lambda inputs: loss_of(self.model, inputs)
 
     def check_rows(self, loss_of: LossOf, max_tokens: int | None, ledger: SharedLedger, steps_planned: int) -> None:
-        """Make sure, in the first step and ever more rarely, that no row's contribution depends on other rows.
+        """Check, in the first step and then less and less often, that no row's contribution depends on other rows.
 
         Raises:
-            IndependenceError: one does; what the message tells of single rows is noted.
+            IndependenceError: one does; the losses of single rows in the message are noted as a disclosure.
         """
         try:
             self.independence.before_step(
@@ -90,7 +90,7 @@ class Attached:
             raise
 
     def note_trained(self, num_steps: int) -> None:
-        """Remember, from the first step on, that this run trains the model."""
+        """Record, from the first step on, that this run trains the model."""
         if not self.is_noted and self.weights.run is not None:
             note_trained(self.model, self.weights.run, begins=num_steps == 1)
             self.weights.note_step()
@@ -103,13 +103,13 @@ class Attached:
             self.steering.before_update()
 
     def after_step(self) -> None:
-        """Take note of the private gradient, and of what an engine's own update changed."""
+        """Record the private gradient, and the changes made by an engine's own update."""
         self.watch.note_gradients()
         if self.steering is not None:
             self.steering.after_update()
 
     def find_max_tokens(self, loss_of: LossOf, rows: TrainingRows, plan: PrivacyPlan, processes: Processes) -> int:
-        """Return the most tokens of a microbatch that fit on every process, by trials; nothing is charged for them.
+        """Return the most tokens of a microbatch that fit on every process, by trials that are not charged.
 
         Raises:
             MicrobatchTooLargeError: one row does not fit.
@@ -124,24 +124,24 @@ class Attached:
         fewest = min(processes.gather(fit))
         if fewest == 0:
             raise MicrobatchTooLargeError(
-                "Memory runs out on the longest row alone. Shorten the rows (data.max_length), recompute activations "
+                "Memory runs out on one row, the longest. Shorten the rows (data.max_length), recompute activations "
                 "(train.gradient_checkpointing=true), train fewer parameters (LoRA), or shard the model "
                 "(accelerate_configs/fsdp2.yaml)"
             )
         return fewest * int(rows.lengths[units.rows].max())
 
     def sums(self) -> dict[str, Any]:
-        """Return checksums of the trained weights, for a checkpoint; none of those that an engine holds in parts."""
+        """Return checksums of the trained weights for a checkpoint; weights that an engine shards have none."""
         return {} if isinstance(self.engine, DeepSpeedZero) else sums_of_trained(self.model)
 
     def take_restored(self) -> None:
-        """Take weights and hyperparameters that a checkpoint has just restored as those to compare with."""
+        """Use the weights and hyperparameters that a checkpoint has just restored for later comparisons."""
         self.watch.rebase()
         if self.steering is not None:
             self.steering.take()
 
     def remove(self) -> None:
-        """Undo the hooks; the model is as before."""
+        """Remove the hooks and restore the model."""
         self.clipper.remove()
         self.engine.guard.remove()
         self.watch.remove()
@@ -161,15 +161,15 @@ def attach(
     norm_method: NormMethod | None,
     start_is_independent: bool,
 ) -> Attached:
-    """Make all parts of an attached model. Called by all processes together.
+    """Create all parts of an attached model. Called by all processes together.
 
     Args:
-        model: what ``accelerator.prepare`` returned.
-        optimizer: likewise.
-        plan: of the run.
-        rows: of the run.
-        ledger: of the run; open points of the start are noted there.
-        processes: of the run.
+        model: the result of ``accelerator.prepare``.
+        optimizer: the optimizer, prepared in the same way.
+        plan: plan of the run.
+        rows: rows of the run.
+        ledger: ledger of the run; open points about the starting weights are noted there.
+        processes: processes of the run.
         before: the weights of the model that was attached to this run before.
         norm_method: how norms are computed.
         start_is_independent: see `dpllm.training.run.PrivateRun.attach`.
@@ -188,9 +188,9 @@ def attach(
         undo.callback(engine.guard.remove)
         if rows.max_tokens == AUTO and engine.lockstep:
             raise ConfigError(
-                f'A microbatch of "auto" tokens is found by each process by itself, and under '
+                f'The number of tokens for "auto" is found by each process separately, but under '
                 f"{type(engine).__name__} all of them pass through each layer together. Give a number of tokens "
-                "(microbatch_tokens); `dpllm plan --memory` says what a microbatch takes"
+                "(microbatch_tokens); `dpllm plan --memory` shows the memory of a microbatch"
             )
         clipper = GhostClipper(inside, norm_method=norm_method, clipping=plan.mechanism.clipping)
         undo.callback(clipper.remove)

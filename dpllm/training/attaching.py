@@ -1,7 +1,7 @@
-"""When the Trainer hooks the model: after it was spread over the processes, and before the first draw is charged.
+"""The moment at which the Trainer hooks the model: after its distribution and before the first draw is charged.
 
-Place in the flow: below the trainer. An engine, or a part of the model, that cannot train privately is refused here,
-with nothing charged.
+Place in the flow: below the trainer. An engine or a part of the model that cannot be trained privately is refused here,
+before any charge.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class _Trainer(Protocol):
 
 
 class AttachFirst(TrainerCallback):
-    """Calls the trainer's `attach` before an epoch's first batch is drawn; the later calls do nothing."""
+    """Callback that calls the trainer's `attach` before an epoch's first draw; later calls do nothing."""
 
     def __init__(self, trainer: _Trainer) -> None:
-        """Remember the trainer."""
+        """Store the trainer."""
         self._trainer = trainer
 
     def on_epoch_begin(
@@ -31,19 +31,19 @@ class AttachFirst(TrainerCallback):
 
 
 class WhenAttached(TrainerCallback):
-    """Calls a function once, when the run is opened and attached: nothing can refuse the start or the resume any more.
+    """Callback that calls a function once, when the run is open and attached, so its start can no longer be refused.
 
-    To be added to a trainer that exists, so that it comes after `AttachFirst`.
+    Add it to an existing trainer, so that it comes after `AttachFirst`.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
-        """Remember what to do."""
+        """Store the function."""
         self._action: Callable[[], None] | None = action
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Do it."""
+        """Call the function the first time."""
         action, self._action = self._action, None
         if action is not None:
             action()

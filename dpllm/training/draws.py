@@ -1,4 +1,4 @@
-"""The draws of a run: made by rank 0, charged when they are made, and taken by one step each.
+"""The draws of a run: rank 0 makes them, each is charged when it is made, and each is used by one step.
 
 Place in the flow: between the sampler and `dpllm.training.run.PrivateRun.step`.
 """
@@ -18,11 +18,11 @@ from dpllm.training.shared_ledger import SharedLedger
 
 
 class Draws:
-    """Makes the draws of a run, the same on every process.
+    """The draws of a run, the same on every process.
 
     Args:
-        plan: of the run.
-        ledger: where each draw is charged.
+        plan: plan of the run.
+        ledger: the ledger to charge.
         processes: all processes of the run; they call each method together.
         drawn: the sampler's draws; rank 0's are used.
     """
@@ -38,7 +38,7 @@ class Draws:
         """Draw and charge the units of the next step.
 
         Args:
-            present_N: (N,) bool, units that are there; None: all.
+            present_N: (N,) bool, the units present. None: all.
 
         Raises:
             ValueError, LedgerError, DisagreementError: see `dpllm.training.run.PrivateRun.draws`.
@@ -55,12 +55,12 @@ class Draws:
         """Return the outstanding draw and its charge, for one step.
 
         Args:
-            unit_ids: (U,) as `next` gave them last.
-            mode: settings that decide what is computed.
-            error: why this process cannot take the step; raised on every process.
+            unit_ids: (U,) the last result of `next`.
+            mode: settings that determine the computation.
+            error: the reason why this process cannot take the step; raised on every process.
 
         Raises:
-            DrawError: other units, or a draw that was used.
+            DrawError: these are other units, or the draw was used.
             DisagreementError: the processes take different steps.
         """
         self._turns.step(np.asarray(unit_ids), self._ledger.num_steps - 1, mode, error)

@@ -1,7 +1,7 @@
-"""How good a model is on held-out records: perplexity per token, or accuracy.
+"""The quality of a model on held-out records: perplexity per token, or accuracy.
 
-Place in the flow: before and after the private steps. What is measured on private records is not covered by ε, not even
-when they were never trained on: note it with `DPTrainer.disclose`, and the report counts it.
+Place in the flow: before and after the private steps. ε does not cover measurements on private records, even if the
+model was never trained on them: note each with `DPTrainer.disclose`, and the report counts it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Measurement:
     loss: float
     """Mean loss in nats: per target token, or per record for a classifier."""
     row_loss: float
-    """Mean over the rows of each row's own mean loss: what the private steps minimise."""
+    """Mean over the rows of each row's own mean loss, which the private steps minimise."""
 
 
 @torch.no_grad()
@@ -46,14 +46,14 @@ def measure(
 ) -> Measurement:
     """Return the model's perplexity, or its accuracy for a classifier, over all rows.
 
-    Every target token has the same weight, whatever the row it stands in. The model is left in the mode it was in.
+    Every target token has the same weight, in any row. The model's training or evaluation mode is restored.
 
     Args:
-        model: a transformers model, on the device where it shall run.
+        model: a transformers model, on the device on which to run it.
         rows: tokenized rows, as `dpllm.data.rows.tokenize_records` makes them.
-        collator: knows the task.
-        max_rows: rows of a forward pass.
-        processes: divide the rows over them; all call this together, with the same rows.
+        collator: collator of the rows; it determines the task.
+        max_rows: number of rows of a forward pass.
+        processes: divide the rows over these; all call this function together, with the same rows.
 
     Raises:
         DataError: there is no row, or no target in any.
@@ -66,7 +66,7 @@ def measure(
     starts = list(range(0, len(order), max_rows))
     rank, size = (processes.rank, processes.size) if processes else (0, 1)
     for turn in range(-(-len(starts) // size)):
-        # A sharded model runs on all processes or on none: one without rows of its own runs some that do not count.
+        # A sharded model runs on all processes or on none: a process without rows runs some that are not counted.
         mine = turn * size + rank
         start = starts[mine] if mine < len(starts) else starts[0]
         batch = collator(list(rows.select(order[start : start + max_rows])))
@@ -79,7 +79,7 @@ def measure(
     loss, row_loss, correct, count = processes.sum(sums) if processes else sums
     model.train(was_training)
     if count == 0:
-        raise DataError("no held-out row has a target: nothing can be measured on them")
+        raise DataError("no held-out row has a target, so nothing can be measured: give rows with labels")
     name, value = "perplexity", _exp(loss / count)
     if collator.task == "sequence_classification":
         name, value = "accuracy", correct / count
@@ -87,7 +87,7 @@ def measure(
 
 
 def _score(model: nn.Module, inputs: dict[str, Any], labels: Tensor, task: str) -> tuple[Tensor, Tensor, float]:
-    """Return per row: how many targets it has and their mean loss; and the number of rows classified correctly."""
+    """Return each row's number of targets and their mean loss, and the number of rows classified correctly."""
     if task == "seq2seq_lm":
         logits = model(**inputs).logits
         return (labels != IGNORE).sum(1), seq2seq_loss(logits, labels), 0.0
@@ -99,5 +99,5 @@ def _score(model: nn.Module, inputs: dict[str, Any], labels: Tensor, task: str) 
 
 
 def _exp(loss: float) -> float:
-    """exp, infinite where a float cannot hold it."""
+    """Return exp(loss); infinity if it exceeds the largest float."""
     return math.exp(loss) if loss < 700 else math.inf

@@ -1,4 +1,4 @@
-"""Rows of the private data set as they are read in a step, and what of a ``Trainer`` a private step does not use.
+"""Reading rows of the private data set, and refusal of data sets and overrides that a private step cannot use.
 
 Place in the flow: between the data set and `dpllm.training.microbatches`.
 """
@@ -22,7 +22,7 @@ def fetch_rows(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
     """Read rows by number.
 
     Guarantee: a row is computed from its own record. ``set_transform`` and ``with_transform`` of a `datasets.Dataset`
-    call their function with all rows that are read together; here they are called with one row at a time.
+    call their function with all rows that are read together; here the function is called with one row at a time.
 
     Args:
         dataset: a `datasets.Dataset`, or anything with ``__getitem__``.
@@ -44,17 +44,17 @@ def _rows_of(columns: Any) -> list[dict[str, Any]]:
 
 
 def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.ndarray], list[dict[str, Any]]]:
-    """Return `fetch_rows` of a data set, for the collator that it is made for.
+    """Return `fetch_rows` of a data set, with the columns that the collator needs.
 
     A collator of transformers makes a tensor of every column and fails on text, such as the user's id. As in its
-    ``Trainer`` it is given the columns that the model takes, unless ``remove_unused_columns`` is false. Any other
-    collator is given all of them.
+    ``Trainer``, it receives the columns that the model takes, unless ``remove_unused_columns`` is false. Any other
+    collator receives all columns.
 
     Args:
-        dataset: of the run.
-        model: that is trained.
-        collate: what rows are collated with.
-        args: of the training.
+        dataset: data set of the run.
+        model: the model to train.
+        collate: the collator of the rows.
+        args: arguments of the training.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     taken = {*inspect.signature(inner.forward).parameters, *_COLLATED, *(args.label_names or ())}
@@ -67,7 +67,7 @@ def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.nd
 
 
 def refuse_unreadable(dataset: Any) -> None:
-    """Make sure that rows can be read by their numbers, and that they are dictionaries.
+    """Check that rows can be read by their numbers, and that they are dictionaries.
 
     Raises:
         ConfigError: the data set is a stream or missing, or its rows are of another kind.
@@ -75,25 +75,25 @@ def refuse_unreadable(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
             f"train_dataset is of type {type(dataset).__name__}, whose rows cannot be read by number. A private step "
-            "draws its rows from all of them: load the data without streaming, or write them down first "
+            "draws its rows from the whole data set: load the data without streaming, or store them first "
             "(datasets.Dataset.from_generator)"
         )
     if isinstance(dataset, Mapping):
         raise ConfigError(
-            f"train_dataset is of type {type(dataset).__name__}, with the keys {', '.join(map(str, dataset))}, and no "
-            "list of rows: take one of its splits (data['train']), or make rows of its columns "
+            f"train_dataset is of type {type(dataset).__name__}, with the keys {', '.join(map(str, dataset))}, and not "
+            "a list of rows: pass one of its splits (data['train']), or make rows of its columns "
             "(datasets.Dataset.from_dict)"
         )
     row = dataset[0] if not hasattr(dataset, "column_names") and len(dataset) else {}
     if not isinstance(row, Mapping) and not hasattr(row, "keys"):
         raise ConfigError(
-            f"Row 0 of train_dataset is of type {type(row).__name__}. Rows are dictionaries with input_ids, and "
-            "labels where these are not the input itself"
+            f"Row 0 of train_dataset is of type {type(row).__name__}. Pass rows that are dictionaries with input_ids, "
+            "and labels if these are not the input itself"
         )
 
 
 def refuse_ignored(trainer: Trainer) -> None:
-    """Make sure that a subclass overrides no method that private steps do not call.
+    """Check that a subclass overrides no method that private steps do not call.
 
     Raises:
         ConfigError: it overrides ``compute_loss``, which would be ignored.
@@ -107,13 +107,13 @@ def refuse_ignored(trainer: Trainer) -> None:
 
 
 def refuse_replaced(now: Any, given: Any) -> None:
-    """Make sure that a trainer has the data set with which its plan was made.
+    """Check that a trainer still has the data set with which its plan was made.
 
     Raises:
         ConfigError: ``train_dataset`` was set to another object.
     """
     if now is not given:
         raise ConfigError(
-            "train_dataset was replaced after the DPTrainer was made: its units, its lengths and the number of units "
-            f"in the plan are those of the first one ({len(given)} rows). Make a new DPTrainer for the other data set"
+            "train_dataset was replaced after the DPTrainer was made, but the plan's units and lengths are those of "
+            f"the first data set ({len(given)} rows). Make a new DPTrainer for the other data set"
         )

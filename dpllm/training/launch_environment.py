@@ -1,7 +1,7 @@
-"""Settings that reach a run past its arguments: the environment of `accelerate launch`.
+"""Settings that affect a run without being arguments: the environment of `accelerate launch`.
 
-Place in the flow: called by `dpllm.training.arguments.private_arguments`, before data are touched. An accelerate
-configuration speaks through environment variables, which TrainingArguments do not show.
+Place in the flow: called by `dpllm.training.arguments.private_arguments`, before data are read. An accelerate
+configuration sets environment variables, which TrainingArguments do not contain.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ _SPLITTING = {"TP": "tensor", "CP": "context", "SP": "sequence"}
 
 
 def refuse_environment(environment: Mapping[str, str] | None = None) -> None:
-    """Refuse what the accelerate configuration asks for and private training cannot keep private.
+    """Refuse settings of the accelerate configuration that cannot be kept private.
 
     Args:
-        environment: variables of the process; None: its own.
+        environment: environment variables. None: those of this process.
 
     Raises:
-        ConfigError: torch.compile, fp16 or fp8, FSDP version 1, or a way of splitting a unit's layers or rows; by name.
+        ConfigError: torch.compile, fp16 or fp8, FSDP version 1, or parallelism that splits a unit's layers or rows is
+            set; the message names it.
 
     >>> refuse_environment({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -34,14 +35,14 @@ def refuse_environment(environment: Mapping[str, str] | None = None) -> None:
     if compiler.lower() not in ("", "no"):
         raise ConfigError(
             f"The accelerate configuration sets dynamo_backend (ACCELERATE_DYNAMO_BACKEND={compiler}): a compiled "
-            'graph may fuse layers away from under the hooks that compute the norms. Set dynamo_backend: "NO"'
+            'graph may fuse layers, so the hooks that compute the norms are lost. Set dynamo_backend: "NO"'
         )
     precision = given.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision.lower() in ("fp16", "fp8"):
         raise ConfigError(
             f"The accelerate configuration sets mixed_precision to {precision} (ACCELERATE_MIXED_PRECISION): "
             + (
-                "its loss scaler skips steps by what the data does. "
+                "its loss scaler skips steps depending on the data. "
                 if precision.lower() == "fp16"
                 else "its scales are chosen over all rows of a microbatch. "
             )
@@ -49,7 +50,7 @@ def refuse_environment(environment: Mapping[str, str] | None = None) -> None:
         )
     if given.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and given.get("FSDP_VERSION", "1") == "1":
         raise ConfigError(
-            "The accelerate configuration asks for FSDP version 1, whose flat parameters hide the layers' own. Set "
+            "The accelerate configuration sets FSDP version 1, whose flat parameters hide the layers' parameters. Set "
             "fsdp_version: 2 (accelerate_configs/fsdp2.yaml)"
         )
     for short, long in _SPLITTING.items():
@@ -62,14 +63,14 @@ def refuse_environment(environment: Mapping[str, str] | None = None) -> None:
 
 
 def find_deepspeed_config(root: Path, environment: MutableMapping[str, str] | None = None) -> None:
-    """Let the DeepSpeed file of the shipped accelerate configurations be found from any working directory.
+    """Make the DeepSpeed file of the shipped accelerate configurations available from any working directory.
 
-    accelerate takes its path from the folder in which ``accelerate launch`` was called. A path that leads nowhere from
-    there is looked up below the folder that holds ``accelerate_configs``.
+    accelerate resolves its path from the folder in which ``accelerate launch`` was called. A path that does not exist
+    there is resolved from the folder that contains ``accelerate_configs``.
 
     Args:
-        root: that folder.
-        environment: variables of the process, changed in place; None: its own.
+        root: the folder that contains ``accelerate_configs``.
+        environment: environment variables, changed in place. None: those of this process.
     """
     given = os.environ if environment is None else environment
     name = given.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")

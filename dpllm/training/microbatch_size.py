@@ -1,14 +1,14 @@
-"""How many tokens a microbatch may have: the largest budget that fits into the memory of a GPU, found by trial.
+"""Search by trial for the largest number of tokens of a microbatch that fits on a GPU.
 
-Place in the flow: above `dpllm.training.out_of_memory`, whose `attempt` a trial is; `dpllm.training.run` asks once,
-before the first step.
+Place in the flow: above `dpllm.training.out_of_memory`, whose `attempt` runs each trial; `dpllm.training.run` calls
+this module once, before the first step.
 
-A trial runs rows of the greatest length through the model, up to their clipped sums, and drops everything. Peak memory
-is close to a + b * rows, so two small trials predict how many rows fit; the prediction is tried, and corrected where
-memory grows otherwise. Long rows are the dear ones: what grows with the square of the length is largest for them. What
-a trial cannot know (units whose rows take several passes, memory that others take meanwhile) is left to
-`dpllm.training.out_of_memory`. The trials are not part of the mechanism: nothing of them is kept but the budget, which,
-like the way a logical batch is cut, has no influence on what is released.
+A trial runs rows of the greatest length through the model, up to their clipped sums, and discards all results. Peak
+memory is close to a + b * rows, so two small trials predict the number of rows that fit; the prediction is tried, and
+corrected if memory grows differently. Long rows are the most expensive: memory that grows with the square of the length
+is largest for them. Cases that a trial cannot foresee (units whose rows take several passes, memory taken by others
+meanwhile) are handled by `dpllm.training.out_of_memory`. The trials are not part of the mechanism: only the number of
+tokens is kept. Like the division of a logical batch, it has no influence on the release.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from dpllm.training.microbatches import Microbatch
 from dpllm.training.out_of_memory import OutOfMemory, attempt, free_memory
 
 AUTO = "auto"
-"""In place of a number of tokens: find it."""
+"""Value that replaces a number of tokens: the number is found by trial."""
 TOKENS_WITHOUT_MEASURE = 2048
-"""The budget where there is no GPU whose memory could be measured.
+"""The number of tokens if there is no GPU whose memory could be measured.
 
-A CPU's memory is no measure: the system hands out more than there is, and ends the process when it is used. What counts
-is speed, and matrix products gain nothing beyond a thousand rows or so, while activations outgrow the caches: a token
-has 12 KiB of them in one feed-forward layer of GPT-2's smallest model in float32, 2048 tokens 24 MiB.
+A CPU's memory cannot be used as a bound: the system allocates more than there is, and kills the process when it is
+used. The number is therefore chosen for speed. Matrix products gain nothing beyond about a thousand rows, while
+activations outgrow the caches: in one feed-forward layer of GPT-2's smallest model in float32, a token has 12 KiB of
+them and 2048 tokens have 24 MiB.
 """
 MARGIN = 0.9
-"""Share of the free memory that is used: the rest is for fragments, CUDA libraries, and rows that need more."""
+"""Share of the free memory to use; the rest is for fragmentation, CUDA libraries, and rows that need more."""
 _MAX_TRIALS = 12
-_MAX_GROWTH = 8  # of a trial over the last that fitted: small trials say little about far larger ones
+_MAX_GROWTH = 8  # of a trial over the last that fitted: small trials predict far larger ones badly
 _WORTH_IT = 1.05  # a smaller gain is not worth another trial
 
 
@@ -46,17 +47,17 @@ class Memory(Protocol):
     """A device whose memory can be measured.
 
     Attributes:
-        capacity: bytes that a trial may take at its peak.
+        capacity: the most bytes that a trial may take at its peak.
     """
 
     capacity: int
 
     def reset_peak(self) -> None:
-        """Begin to watch."""
+        """Begin to measure."""
         ...
 
     def peak(self) -> int:
-        """The largest number of bytes that were taken at any moment since then, by whatever was there."""
+        """Return the largest number of bytes in use at any moment since then."""
         ...
 
 
@@ -64,12 +65,12 @@ class CudaMemory:
     """The memory of one GPU, as PyTorch's allocator counts it.
 
     Args:
-        device: of the model.
-        needed_later: bytes that are kept free for what does not exist yet; see `needed_later`.
+        device: device of the model.
+        needed_later: bytes to keep free for tensors that do not exist yet; see `needed_later`.
     """
 
     def __init__(self, device: torch.device, needed_later: int) -> None:
-        """Ask the device what is free; what the allocator holds in reserve is, too."""
+        """Read the free memory of the device; memory that the allocator holds in reserve counts as free."""
         self._device = device
         free_memory()
         free, _ = torch.cuda.mem_get_info(device)
@@ -86,16 +87,16 @@ class CudaMemory:
 
 
 def memory_of(device: torch.device, needed_later: int) -> Memory | None:
-    """The device's memory, None where it cannot be measured."""
+    """Return the device's memory, None if it cannot be measured."""
     return CudaMemory(device, needed_later) if device.type == "cuda" else None
 
 
 def needed_later(parameters: Iterable[nn.Parameter], optimizer: Any) -> int:
-    """Bytes that the first step will add and that stay: the sums over microbatches, and the optimizer's state.
+    """Return the bytes that the first step adds permanently: sums over microbatches, and the optimizer's state.
 
     Args:
-        parameters: those that are trained.
-        optimizer: two values per entry are counted, which is what Adam keeps, less what it already holds.
+        parameters: the trained parameters.
+        optimizer: counted with two values per entry, as for Adam, less the state that it already holds.
 
     >>> needed_later([nn.Parameter(torch.zeros(10, dtype=torch.bfloat16))], optimizer=None)
     80
@@ -108,16 +109,16 @@ def needed_later(parameters: Iterable[nn.Parameter], optimizer: Any) -> int:
 
 
 def largest_that_fits(peak_of: Callable[[int], int | None], capacity: int, most: int) -> int:
-    """The largest number of rows whose peak stays within the capacity, to within a tenth.
+    """Return the largest number of rows whose peak stays within the capacity, to within a tenth.
 
     Args:
-        peak_of: peak bytes of a trial with so many rows, rising with them; None: memory ran out.
-        capacity: bytes that a peak may reach.
-        most: rows at most, at least 1.
+        peak_of: number of rows -> peak bytes of a trial, rising with the number; None: memory ran out.
+        capacity: the most bytes that a peak may reach.
+        most: the most rows, at least 1.
 
     Returns:
-        A number that was tried and fits; 1 where a single row exceeds the capacity and still runs; 0 where memory runs
-        out on it.
+        A number that was tried and fits; 1 if a single row exceeds the capacity but still runs; 0 if memory runs out
+        on a single row.
 
     >>> largest_that_fits(lambda rows: 1000 + 30 * rows, capacity=4000, most=500)
     100
@@ -140,7 +141,7 @@ def largest_that_fits(peak_of: Callable[[int], int | None], capacity: int, most:
 
 
 def _predicted(fitting: list[tuple[int, int]], capacity: int) -> int:
-    """The rows that fill the capacity by the line through the last two trials."""
+    """Return the number of rows that fills the capacity, by the line through the last two trials."""
     last, last_peak = fitting[-1]
     if len(fitting) == 1:
         return last + 1
@@ -157,17 +158,17 @@ def rows_that_fit(
     memory: Memory,
     most: int,
 ) -> int:
-    """How many rows of the greatest length a microbatch may have; see `largest_that_fits`.
+    """Return the number of rows of the greatest length that a microbatch may have; see `largest_that_fits`.
 
-    Guarantee: no gradient, no sum and no charge is left behind. That rows are independent, and that every use of a
-    parameter is seen, is measured here already, since these are the first passes of the model.
+    Guarantee: no gradient, no sum and no charge is left behind. These are the first passes of the model, so they
+    already measure that rows are independent and that every use of a parameter is seen.
 
     Args:
         clipper: attached to the model; it may not hold rows of a unit.
         loss_of: a microbatch's inputs to one loss per row (B,).
-        microbatch_of: makes one of so many rows.
-        memory: of the device.
-        most: rows at most.
+        microbatch_of: number of rows -> a microbatch of them.
+        memory: memory of the device.
+        most: the most rows.
     """
 
     def peak_of(rows: int) -> int | None:
@@ -179,7 +180,7 @@ def rows_that_fit(
 
 
 def _trial(clipper: GhostClipper, microbatch: Microbatch, loss_of: Callable[[Mapping], Tensor]) -> bool:
-    """Run a microbatch as a step does, form its clipped sums and drop them; whether memory sufficed."""
+    """Run a microbatch as a step does, form its clipped sums and drop them; return whether memory sufficed."""
     check_rows = not clipper.rows_checked and len(microbatch.unit_index) > 1
     if isinstance(attempt(clipper, microbatch, loss_of, check_rows), OutOfMemory):
         return False

@@ -1,11 +1,11 @@
-"""A logical batch divided over processes and cut into microbatches that fit in memory.
+"""Division of a logical batch over processes and into microbatches that fit in memory.
 
-Clipping is per unit, so neither changes anything but speed. Drawn units are put in a secret random order and dealt to
-the processes in turn (`deal`): equally many to each, and no unit's process depends on the length or the content of
-another unit. Within a process they are sorted by length, and the cuts between microbatches are those that leave the
-least padding (`best_cuts`). A unit stays in one microbatch, unless it has more rows than fit: then it has several to
-itself, all but the last marked as to be continued. Every process gets the same number of microbatches: one with
-nothing left, like a step without any unit, runs a single padding row, whose loss has weight 0.
+Clipping is per unit, so the division changes nothing but speed. Drawn units are put in a secret random order and dealt
+to the processes in turn (`deal`): each process gets the same number, and no unit's process depends on the length or the
+content of another unit. Within a process units are sorted by length, and the cuts between microbatches leave the least
+padding (`best_cuts`). A unit stays in one microbatch, unless it has more rows than fit: then it gets several
+microbatches for itself, all but the last marked as continued. Every process gets the same number of microbatches: a
+process with none left, like a step without any unit, runs a single padding row, whose loss has weight 0.
 
 Shape suffixes: B rows, U units.
 """
@@ -23,21 +23,21 @@ from torch import Tensor
 from dpllm.data.units import UnitIndex
 
 _WORD = 2**64 - 1
-_BOUNDARIES = "cu_seq_lens_q"  # the input that says where packed rows begin
+_BOUNDARIES = "cu_seq_lens_q"  # the input with the boundaries of packed rows
 PADDING_UNIT = -1  # the unit of a row that belongs to none; its loss has weight 0
 TOKENS_PER_MICROBATCH = 1024
-"""What one more microbatch may save in padding before it is worth having.
+"""Cost of one more microbatch, in tokens of padding.
 
-Each one reads the weights for forward and backward and adds a gradient to a float32 sum, about 16 bytes per parameter,
-where a token costs 6 operations per parameter: at the 100 operations that a large GPU does per byte that is some 270
-tokens. Beside it stands Python's time for the launches, some thousand tokens for a model of 10^9 parameters. Too large
-a value leaves padding, too small a one makes microbatches that the device does not fill.
+Each microbatch reads the weights for forward and backward and adds a gradient to a float32 sum, about 16 bytes per
+parameter, while a token costs 6 operations per parameter: at the 100 operations per byte of a large GPU that equals
+about 270 tokens. Python's time for the launches adds about a thousand tokens for a model of 10^9 parameters. Too
+large a value leaves padding; too small a value makes microbatches that do not fill the device.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class RowsTaken:
-    """The rows of a microbatch as they were before they were collated, so that smaller ones can be made of them.
+    """The rows of a microbatch before collation, from which smaller microbatches can be made.
 
     Attributes:
         rows: B of them, unit after unit.
@@ -50,11 +50,11 @@ class RowsTaken:
     collate: Callable[[list[Any]], Mapping[str, Any]]
 
     def __getitem__(self, part: slice) -> RowsTaken:
-        """Some of the rows."""
+        """Return some of the rows."""
         return RowsTaken(self.rows[part], self.lengths_B[part], self.collate)
 
     def microbatch(self, unit_index: np.ndarray, num_units: int, continues: bool = False) -> Microbatch:
-        """The microbatch of these rows; see `Microbatch`."""
+        """Return the microbatch of these rows; see `Microbatch`."""
         return Microbatch(*_collated(self.rows, self.collate, unit_index), num_units, continues, self)
 
 
@@ -63,12 +63,12 @@ class Microbatch:
     """Rows that go through the model together.
 
     Attributes:
-        inputs: what the collator made of the rows; every tensor has the rows first, or the rows are laid end to end
-            and `cu_seq_lens_q` (B + 1,) says where they begin.
+        inputs: output of the collator; every tensor has the rows as first dimension, or the rows are concatenated and
+            `cu_seq_lens_q` (B + 1,) gives their boundaries.
         unit_index: (B,) int64, each row's unit within this microbatch, 0..num_units-1; -1 for a padding row.
-        num_units: units that end in this microbatch.
-        continues: whether all rows belong to one unit, of which the next microbatch has more.
-        taken: what it was made of; None where it cannot be divided further.
+        num_units: number of units that end in this microbatch.
+        continues: whether all rows belong to one unit that continues in the next microbatch.
+        taken: the rows it was made of; None if it cannot be divided further.
     """
 
     inputs: Mapping[str, Any]
@@ -79,20 +79,20 @@ class Microbatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, padding included: rows times the longest, of packed rows their own; 0 where it is not known."""
+        """Number of tokens, padding included: rows times the longest; the rows' own if packed; 0 if unknown."""
         if self.taken is None:
             return 0
         lengths_B = self.taken.lengths_B
         return int(lengths_B.sum()) if _BOUNDARIES in self.inputs else len(lengths_B) * int(lengths_B.max())
 
     def halves(self) -> tuple[Microbatch, Microbatch] | None:
-        """Two microbatches with the same rows, collated anew: cut between units, or within the only one.
+        """Return two microbatches with the same rows, collated again: cut between units, or within the only unit.
 
-        Guarantee: every row is in one of them, the units are the same, and each ends in one of them; that of a
-        microbatch which continues goes on after the second.
+        Guarantee: every row is in one of the two, the units are the same, and each unit ends in one of them; the unit
+        of a microbatch that continues goes on after the second.
 
         Returns:
-            None: a single row, or rows that this cannot be done with.
+            The two; None for a single row, or for rows that cannot be divided.
         """
         if self.taken is None or len(self.unit_index) < 2:
             return None
@@ -126,16 +126,16 @@ def microbatches(
     Args:
         fetch: row numbers to rows.
         collate: rows to the model's inputs.
-        units: which rows each unit has.
+        units: index of the rows of each unit.
         lengths: (num_rows,) tokens of every row of the data set.
         unit_ids: all units of this step, the same on every process; may be empty.
-        max_rows: rows of a microbatch at most; None: as many as `max_tokens` allows.
-        rank: this process, 0 <= rank < size.
-        size: how many processes the units are divided over. Every process gets the same number of microbatches.
-        max_tokens: tokens of a microbatch at most, padding included: rows times the longest. A longer row is a
-            microbatch by itself.
-        packed: whether the collator lays rows end to end, without padding: ``max_tokens`` are then the rows' own.
-        key: of the order in which units are dealt to the processes; the same on all of them, and secret.
+        max_rows: the most rows of a microbatch. None: as many as `max_tokens` allows.
+        rank: rank of this process, 0 <= rank < size.
+        size: number of processes that share the units. Every process gets the same number of microbatches.
+        max_tokens: the most tokens of a microbatch, padding included: rows times the longest. A longer row is a
+            microbatch of one row.
+        packed: whether the collator concatenates rows without padding; ``max_tokens`` then counts the rows' own tokens.
+        key: key of the order in which units are dealt to the processes; the same on all processes, and secret.
 
     Raises:
         ValueError: the collator returned another number of rows than it was given.
@@ -173,19 +173,19 @@ def microbatches(
 
 
 def deal(unit_ids: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Which process gets which unit: in the order of a keyed hash of their ids, each process in turn.
+    """Return the process of each unit: in the order of a keyed hash of the ids, each process in turn.
 
-    Guarantee: the result depends on nothing but the ids that were drawn, the key and the number of processes. Units
-    whose lengths or contents differ are dealt alike, so that a row of one unit cannot move another unit to a process
-    that computes differently.
+    Guarantee: the result depends only on the ids that were drawn, the key and the number of processes. It does not
+    depend on lengths or contents of units, so a row of one unit cannot move another unit to a process that computes
+    differently.
 
     Args:
         unit_ids: (U,) the units of this step, each once.
-        size: processes.
+        size: number of processes.
         key: 128 bits, the same on every process.
 
     Returns:
-        (U,) the rank of each unit's process; the numbers of units of two processes differ by 1 at most.
+        (U,) the rank of each unit's process; two processes' numbers of units differ by at most 1.
 
     >>> sorted(deal(np.arange(5), 2, key=3).tolist())
     [0, 0, 0, 1, 1]
@@ -197,7 +197,7 @@ def deal(unit_ids: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def _scrambled(words: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words."""
+    """Apply the output function of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -205,7 +205,7 @@ def _scrambled(words: np.ndarray) -> np.ndarray:
 
 
 def _room(lengths: np.ndarray, max_rows: int | None, max_tokens: int | None, packed: bool) -> np.ndarray:
-    """(num_rows,): how many rows fit into a microbatch that begins with each of these, which stand longest first."""
+    """Return (num_rows,): the rows that fit into a microbatch beginning with each of these, sorted longest first."""
     room = np.full(len(lengths), len(lengths) if max_rows is None else max_rows)
     if max_tokens is None:
         return room
@@ -220,18 +220,18 @@ def _room(lengths: np.ndarray, max_rows: int | None, max_tokens: int | None, pac
 def best_cuts(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
     """Cut units sorted by length so that padded tokens plus `TOKENS_PER_MICROBATCH` per microbatch are fewest.
 
-    A microbatch costs its rows times its longest. Dynamic programming from the end: the best cost of what begins with
-    unit u is the least, over where the first microbatch ends, of that microbatch and the best of the rest. A cut
-    between two units that are alike need be tried only where the microbatch after it is full: otherwise the unit before
-    the cut can move over, and the sum does not rise.
+    A microbatch costs its rows times its longest row. Dynamic programming from the end: the best cost of the units from
+    u on is the minimum, over the end of the first microbatch, of its cost plus the best cost of the rest. A cut between
+    two equal units must be tried only if the microbatch after it is full; if it is not, the unit before the cut can
+    move over without raising the sum.
 
     Args:
-        rows_U: (U,) rows of each unit.
-        longest_U: (U,) tokens of the longest of them, falling.
-        room_U: (U,) rows of a microbatch that begins with this unit, not falling.
+        rows_U: (U,) number of rows of each unit.
+        longest_U: (U,) tokens of each unit's longest row, in falling order.
+        room_U: (U,) rows that fit into a microbatch that begins with this unit, not falling.
 
     Returns:
-        First and last unit + 1 of each microbatch. A unit with more rows than fit stands alone.
+        First and last unit + 1 of each microbatch. A unit with more rows than fit is in a microbatch by itself.
 
     >>> best_cuts(np.array([1, 1, 1, 1]), np.array([900, 20, 10, 10]), np.array([4, 4, 4, 4]))
     [(0, 1), (1, 4)]
@@ -254,7 +254,7 @@ def best_cuts(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> 
         strict=True,
     ):
         costs = best[low : high + 1] + (ends[low : high + 1] - ends[first]) * tokens
-        place = int(costs[::-1].argmin())  # of several the latest: the longest fill their microbatch
+        place = int(costs[::-1].argmin())  # among equal costs the latest: the longest rows fill their microbatch
         end_of[first] = high - place
         best[first] = costs[-1 - place] + TOKENS_PER_MICROBATCH
     cuts, first = [], 0
@@ -265,7 +265,7 @@ def best_cuts(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> 
 
 
 def full_cuts(rows_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
-    """As `best_cuts` for rows that leave no padding: each microbatch takes what fits."""
+    """Cut as `best_cuts` for rows without padding: each microbatch takes as many units as fit."""
     ends = np.concatenate(([0], np.cumsum(rows_U)))
     latest = np.maximum(np.arange(len(rows_U)) + 1, np.searchsorted(ends, ends[:-1] + room_U, side="right") - 1)
     cuts, first = [], 0
@@ -278,12 +278,12 @@ def full_cuts(rows_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
 def _pieces(
     rows_of_unit: np.ndarray, lengths: np.ndarray, room: np.ndarray, padded: bool
 ) -> Iterator[tuple[int, int, bool]]:
-    """Cut rows that stand unit after unit: where each microbatch begins and ends, and whether its unit goes on.
+    """Cut rows ordered by unit: return each microbatch's begin and end, and whether its unit continues.
 
     Args:
-        rows_of_unit: (U,) how many rows each unit has.
+        rows_of_unit: (U,) number of rows of each unit.
         lengths: (num_rows,) tokens of each row; the longest of a unit comes first.
-        room: (num_rows,) how many rows fit into a microbatch that begins with this row, the longest of it.
+        room: (num_rows,) rows that fit into a microbatch that begins with this row, its longest.
         padded: whether rows are padded to the longest of their microbatch.
     """
     ends = np.concatenate(([0], np.cumsum(rows_of_unit)))
@@ -306,23 +306,23 @@ def _collated(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray) ->
     for name, value in inputs.items():
         if boundaries is None and isinstance(value, Tensor) and (value.ndim == 0 or value.shape[0] != len(rows)):
             raise ValueError(
-                f"The collator turned {len(rows)} rows into '{name}' of shape {tuple(value.shape)}. Every row has to "
-                f"stay a row of its own, first dimension first: packing rows together would mix the gradients of "
-                "different units, unless 'cu_seq_lens_q' says where each begins (dpllm.data.rows.PackedCollator)."
+                f"The collator turned {len(rows)} rows into '{name}' of shape {tuple(value.shape)}. Return one row per "
+                f"input row, as the first dimension: packing rows together would mix the gradients of different units, "
+                "unless 'cu_seq_lens_q' gives their boundaries (dpllm.data.rows.PackedCollator)."
             )
     return inputs, torch.from_numpy(unit_index.astype(np.int64))
 
 
 def _check_packed(inputs: Mapping[str, Any], boundaries: Tensor, num_rows: int) -> None:
-    """Make sure that rows laid end to end are as many as were given, and all inputs as long as they are together."""
+    """Check that packed rows are as many as the given rows, and that all inputs have their total length."""
     if boundaries.shape != (num_rows + 1,) or int(boundaries[0]) != 0 or int(boundaries.diff().min()) < 1:
         raise ValueError(
-            f"The collator turned {num_rows} rows into packed ones that begin at {boundaries.tolist()}: these are the "
-            "gradients of other units. Give one boundary for each row and the end of the last."
+            f"The collator turned {num_rows} rows into packed rows with the boundaries {boundaries.tolist()}, so the "
+            "gradients would be those of other units. Give one boundary for each row and the end of the last."
         )
     for name, value in inputs.items():
         if isinstance(value, Tensor) and not name.startswith("cu_seq_lens") and value.shape[:2] != (1, boundaries[-1]):
             raise ValueError(
-                f"The collator packed {int(boundaries[-1])} tokens, and '{name}' has shape {tuple(value.shape)}; one "
-                "row of all tokens is needed."
+                f"The collator packed {int(boundaries[-1])} tokens, but '{name}' has shape {tuple(value.shape)}; "
+                "return one row of all tokens."
             )

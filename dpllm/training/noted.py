@@ -1,4 +1,4 @@
-"""What the ledger of a run says of its units and its data.
+"""Notes in the ledger about the units and the data of a run.
 
 Place in the flow: beside run; after the data are read and before the first step.
 """
@@ -17,17 +17,17 @@ from dpllm.privacy.ledger import Ledger
 from dpllm.report.definition import UNITS_MADE_OF
 from dpllm.training.shared_ledger import SharedLedger
 
-_BLOCKS, _FEWEST_BLOCKS = 0.95, 20  # this share of at least this many rows, all of the largest length
+_BLOCKS, _FEWEST_BLOCKS = 0.95, 20  # this share, of at least this many rows, has the largest length
 _MOST_NAMES = 20  # of files, in the report
 
 
 def note_users(ledger: Ledger | SharedLedger, units: UnitIndex, column: str | None) -> None:
-    """Note in the ledger the reasons for doubt that an id is a person's.
+    """Note in the ledger the reasons to doubt that an id is a person's.
 
     Args:
-        ledger: of the run that begins.
-        units: users, or the rows of users that are drawn singly.
-        column: that the ids are from.
+        ledger: ledger of the run that begins.
+        units: users, or rows of users that are drawn separately.
+        column: column of the ids.
     """
     each = units.num_units == units.num_rows > 1 and units.rows_dropped == 0 and units.rows_per_owner == 1
     if each:
@@ -44,12 +44,12 @@ def note_users(ledger: Ledger | SharedLedger, units: UnitIndex, column: str | No
 
 
 def note_units(ledger: Ledger | SharedLedger, units: UnitIndex, lengths: np.ndarray | None = None) -> None:
-    """Note in the ledger how the units were made, and a doubt where rows look like blocks cut from joined documents.
+    """Note in the ledger how the units were made, and a doubt if rows look like blocks cut from joined documents.
 
     Args:
-        ledger: of the run that begins.
-        units: of the rows.
-        lengths: (num_rows,) tokens of every row; None: not looked at.
+        ledger: ledger of the run that begins.
+        units: units of the rows.
+        lengths: (num_rows,) tokens of every row. None: lengths are not checked.
     """
     if units.made_of is not None:
         ledger.append_fact(UNITS_MADE_OF, units.made_of)
@@ -66,13 +66,13 @@ def note_units(ledger: Ledger | SharedLedger, units: UnitIndex, lengths: np.ndar
 
 
 def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, privacy: PrivacyConfig) -> None:
-    """Note in the ledger which files the rows came from, and the reasons for people to look at them before a release.
+    """Note in the ledger the files of the rows, and the reasons for people to check them before a release.
 
     Args:
-        ledger: of the run that begins.
-        dataset: the rows, which carry what was noted when their records were loaded.
-        units: of the rows.
-        privacy: what a unit is. At user level the numbers of records are left out: there only N is public.
+        ledger: ledger of the run that begins.
+        dataset: the rows, with the notes made when their records were loaded.
+        units: units of the rows.
+        privacy: definition of a unit. At user level the numbers of records are left out: only N is public.
     """
     files = sources_of(dataset)
     counted = privacy.unit == "sequence"

@@ -1,9 +1,9 @@
-"""Going on where memory ran out: the microbatch is taken again in parts, and no unit is lost or counted twice.
+"""Retry after running out of memory: the microbatch is run again in parts, and no unit is lost or counted twice.
 
 Place in the flow: between `dpllm.training.microbatches`, which cuts by a budget, and `dpllm.training.step`, which runs
-what was cut. Until the clipped sum of a microbatch is added to that of the step, nothing of it has left the clipper, so
-a pass that broke off leaves nothing behind once the clipper has forgotten it. Clipping is per unit: how the rows are
-divided over passes changes the sum by rounding alone.
+the microbatches. The clipper holds all results of a microbatch until its clipped sum is added to the sum of the step,
+so an aborted pass leaves nothing behind once the clipper has forgotten it. Clipping is per unit: the division of rows
+into passes changes the sum only by rounding.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _Item = TypeVar("_Item")
 
 
 class MicrobatchTooLargeError(RuntimeError):
-    """Memory ran out on a microbatch that cannot be divided further, or not by one process alone."""
+    """Memory ran out on a microbatch that cannot be divided further, or that one process cannot divide by itself."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What the pass of a microbatch gave, beside what the clipper holds of it.
+    """The results of a microbatch's pass, besides those that the clipper holds.
 
     Attributes:
         loss_B: (B,) the rows' losses.
-        norm_U: (U,) norms of the units that end in it; None where none does.
+        norm_U: (U,) norms of the units that end in it; None if no unit ends in it.
     """
 
     loss_B: Tensor
@@ -42,10 +42,10 @@ class Passed:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """A pass that broke off, and was forgotten.
+    """An aborted pass whose results were forgotten.
 
     Attributes:
-        message: what the device said.
+        message: the error message of the device.
     """
 
     message: str
@@ -56,23 +56,23 @@ def attempt(
 ) -> Passed | OutOfMemory:
     """Run a microbatch up to its clip factors.
 
-    Guarantee: after `OutOfMemory` the clipper is as before, with what it holds of a unit that continues, and the
-    memory of the pass is free again.
+    Guarantee: after `OutOfMemory` the clipper is in its previous state, including the parts of a unit that continues,
+    and the memory of the pass is free again.
 
     Args:
         clipper: attached to the model.
-        microbatch: what to run.
+        microbatch: the microbatch to run.
         loss_of: a microbatch's inputs to one loss per row (B,).
-        check_rows: measure before that rows are independent.
+        check_rows: measure first that rows are independent.
 
     Raises:
-        GhostError: what the clipper raises; memory ran out when the parts of a unit were brought together.
+        GhostError: the clipper raised it; or memory ran out when the parts of a unit were combined.
     """
     try:
         return _pass(clipper, microbatch, loss_of, check_rows)
     except torch.OutOfMemoryError as error:
         message = str(error)
-    # Here the exception is gone, and with it the frames that held the tensors of the pass.
+    # The exception was deleted, and with it the frames that held the tensors of the pass.
     clipper.forget()
     free_memory()
     return OutOfMemory(message)
@@ -91,23 +91,23 @@ def _pass(
 
 
 def free_memory() -> None:
-    """Give back to the device what nobody refers to any more, reference cycles included."""
+    """Return to the device all memory without references, including reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 class Portions:
-    """The microbatches of a step as they are run: those that turn out too large in parts, in the same order.
+    """The microbatches of a step in the order in which they are run; one that is too large is run in parts.
 
     Args:
         batch: the microbatches of this process, at least one.
-        divisible: whether this process may run more microbatches than the others. Not where they run in lockstep,
-            since each waits for all at every layer.
+        divisible: whether this process may run more microbatches than the others. False where the processes run in
+            lockstep, since each waits for all at every layer.
 
     Attributes:
-        max_tokens: tokens of a microbatch at most, padding included, since memory ran out; None: it did not.
-        num_divided: how often it ran out.
+        max_tokens: the most tokens of a microbatch, padding included, after memory ran out. None: it did not run out.
+        num_divided: how often memory ran out.
     """
 
     def __init__(self, batch: Iterable[Microbatch], divisible: bool) -> None:
@@ -118,7 +118,7 @@ class Portions:
         self.num_divided = 0
 
     def __iter__(self) -> Iterator[tuple[Microbatch, bool]]:
-        """Each portion, and whether it is the last of the step unless it is divided."""
+        """Yield each portion, and whether it is the last of the step (unless it is divided)."""
         for microbatch, last in _with_last(self._batch):
             self._waiting.append(microbatch)
             while self._waiting:
@@ -130,14 +130,14 @@ class Portions:
                     yield portion, last and not self._waiting
 
     def divide(self, portion: Microbatch, shortage: OutOfMemory) -> None:
-        """Take the portion that was yielded last again, in halves, and all that follow no larger than these.
+        """Repeat the last portion in halves, and yield no later portion that is larger than these.
 
         Args:
-            portion: on which memory ran out, and of which nothing was collected.
-            shortage: what `attempt` returned.
+            portion: the portion on which memory ran out; no part of it was collected.
+            shortage: the result of `attempt`.
 
         Raises:
-            MicrobatchTooLargeError: it cannot be divided; says what to do.
+            MicrobatchTooLargeError: it cannot be divided; the message has the remedy.
         """
         rows = len(portion.unit_index)
         halves = portion.halves() if self._divisible else None
@@ -153,25 +153,25 @@ class Portions:
     def _advice(self, portion: Microbatch, rows: int, shortage: OutOfMemory) -> str:
         if rows > 1:
             why = (
-                "it was not made by dpllm.training.microbatches, which knows how to divide it"
+                "it was not made by dpllm.training.microbatches, so it cannot be divided"
                 if self._divisible
-                else "all processes pass through each layer together, so that one of them cannot divide it alone"
+                else "all processes pass through each layer together, so one of them cannot divide it by itself"
             )
             return (
                 f"Memory ran out on a microbatch of {rows} rows, and {why}. Give a smaller microbatch_tokens (in the "
                 "Trainer max_tokens_per_microbatch), or per_device_train_batch_size. The step is charged; resume from "
-                f"a checkpoint. The device said: {shortage.message}"
+                f"a checkpoint. Error of the device: {shortage.message}"
             )
         return (
             "Memory ran out on a microbatch of a single row, which cannot be divided. Shorten the rows "
             "(data.max_length), recompute activations (train.gradient_checkpointing=true), train fewer parameters "
             "(LoRA), or shard the model (accelerate_configs/fsdp2.yaml). The step is charged; resume from a "
-            f"checkpoint. The device said: {shortage.message}"
+            f"checkpoint. Error of the device: {shortage.message}"
         )
 
 
 def _with_last(items: Iterable[_Item]) -> Iterator[tuple[_Item, bool]]:
-    """Each item, and whether it is the last."""
+    """Yield each item, and whether it is the last."""
     iterator = iter(items)
     held = next(iterator)
     for following in iterator:

@@ -1,4 +1,4 @@
-"""Everything that leaves a private run by way of the Trainer: logged figures, the model card, uploads to the Hub.
+"""All outputs of a private run that the Trainer makes: logged figures, the model card, uploads to the Hub.
 
 Place in the flow: between transformers' ``Trainer`` and `dpllm.DPTrainer`. Each of the Trainer's own outlets is
 overridden here: a figure that ε does not cover is counted in the ledger, the card keeps the guarantee, and an upload
@@ -45,7 +45,7 @@ LOST_NOTES = (
 
 
 class Outlets(Trainer):
-    """The Trainer's outlets, with the guarantee; `dpllm.DPTrainer` is the class to use."""
+    """The Trainer's outputs, with the guarantee; `dpllm.DPTrainer` is the class to use."""
 
     ledger: SharedLedger | None
     plan: PrivacyPlan
@@ -63,18 +63,18 @@ class Outlets(Trainer):
 
     @property
     def epsilon(self) -> float:
-        """ε spent so far at the plan's δ."""
+        """Return ε spent so far at the plan's δ."""
         raise NotImplementedError
 
     def disclose(self, what: str, count: int = 1) -> None:
-        """Note in the ledger that something was written out that the guarantee does not cover; the report lists it.
+        """Note in the ledger an output that the guarantee does not cover; the report lists it.
 
         Args:
-            what: for instance "evaluation on private rows".
-            count: how often.
+            what: the output, for instance "evaluation on private rows".
+            count: number of outputs.
         """
         if self.ledger is None:
-            raise ValueError("There is no ledger yet; train() opens it.")
+            raise ValueError("There is no ledger yet: call train() first, which opens it.")
         self.ledger.append_disclosure(what, count)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -97,8 +97,8 @@ class Outlets(Trainer):
         """Evaluate as ``Trainer`` does; the ledger counts it, unless the rows were declared public.
 
         Args:
-            eval_dataset: rows; None or the name of one of several: the ``eval_dataset`` of the constructor, for which
-                alone ``eval_is_public`` speaks.
+            eval_dataset: rows; or None or the name of one of several: the ``eval_dataset`` of the constructor.
+                ``eval_is_public`` is a declaration about that one only.
             ignore_keys: as for ``Trainer``.
             metric_key_prefix: as for ``Trainer``.
         """
@@ -128,7 +128,7 @@ class Outlets(Trainer):
         return bool(getattr(self, "eval_is_public", False))
 
     def _note(self, what: str, count: int) -> None:
-        """Count a disclosure, also one from before there was a ledger."""
+        """Count a disclosure, including one from before the ledger was opened."""
         if self.ledger is None:
             self._noted_before[what] += count
         else:
@@ -139,7 +139,7 @@ class Outlets(Trainer):
         return self.__dict__.setdefault("_noted_before_the_ledger", Counter())
 
     def _note_outlets(self) -> None:
-        """Write into the ledger, now open, where figures go, what was declared, and what was written out before."""
+        """Write the destinations of figures, the declarations and the earlier outputs into the ledger, now open."""
         assert self.ledger is not None
         self.ledger.append_fact(DESTINATIONS, receivers(self.callback_handler.callbacks))
         for point in self.declared_points:
@@ -154,7 +154,7 @@ class Outlets(Trainer):
         self._noted_before.clear()
 
     def _renew_report(self) -> None:
-        """Write report and card of a finished run again: something was counted after they were made."""
+        """Write the report and card of a finished run again, because something was counted after they were made."""
         if self.ledger is None or self.is_in_train or not self.processes.is_main:
             return
         folder = self.ledger.path.parent
@@ -167,14 +167,14 @@ class Outlets(Trainer):
     def _write_guarantee(self, folder: Path, with_card: bool = True, **metadata: Any) -> None:
         """Write plan, ledger so far, report and card beside the model; for one process.
 
-        What people or an audit added to the folder's report stays, where `notes` says nothing of it.
+        Additions of people or of an audit to the folder's report are kept, unless `notes` replaces them.
         """
         assert self.ledger is not None
         folder.mkdir(parents=True, exist_ok=True)
         if folder.resolve() != self.ledger.path.parent.resolve():
             self.plan.save(folder / PLAN_FILE)
             (folder / LEDGER_FILE).write_bytes(self.ledger.path.read_bytes())
-        notes = self._notes_for(folder)  # first: what it finds is an open point of this report
+        notes = self._notes_for(folder)  # first: its findings are open points of this report
         report = write_report(folder, self.plan, read_ledger(self.ledger.path), notes)
         if not with_card:
             return
@@ -195,7 +195,7 @@ class Outlets(Trainer):
             return self.notes
         try:
             earlier = notes_in(folder)
-        except (ValueError, OSError):  # the report is written all the same, and says what it lacks
+        except (ValueError, OSError):  # the report is written anyway, and states the notes it lacks
             self.ledger.append_open_point(LOST_NOTES)
             return self.notes
         fields = (item.name for item in dataclasses.fields(ReleaseNotes))
@@ -226,10 +226,10 @@ class Outlets(Trainer):
         Args:
             language: ISO code.
             license: the Hub's identifier.
-            tags: beside those of dpllm.
-            model_name: not used; the card speaks of "this model".
-            finetuned_from: the base model's Hub id; None: the name that it was loaded by.
-            tasks: refused, as all that goes into ``model-index``.
+            tags: tags in addition to those of dpllm.
+            model_name: not used; the card says "this model".
+            finetuned_from: the base model's Hub id. None: the name under which it was loaded.
+            tasks: refused, like all arguments for ``model-index``.
             dataset_tags: public data sets' Hub ids, for the metadata.
             dataset: the same.
             dataset_args: refused.
@@ -245,7 +245,7 @@ class Outlets(Trainer):
                 "Leave it out; figures for the report go into DPTrainer.notes"
             )
         if self.ledger is None:
-            raise ValueError("There is no guarantee to write a card of before train().")
+            raise ValueError("There is no guarantee for a card before train(): call it first.")
         if not self.processes.is_main:
             return
         keep_own_card(Path(str(self.args.output_dir)))
@@ -261,7 +261,7 @@ class Outlets(Trainer):
     # ------------------------------------------------------------------ uploads
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository of ``hub_model_id`` where it does not exist."""
+        """Create the repository of ``hub_model_id`` if it does not exist."""
         if not self.is_world_process_zero():
             return
         url = HfApi().create_repo(
@@ -291,13 +291,13 @@ class Outlets(Trainer):
     ) -> Any:
         """Save the model with its guarantee, and upload it: weights, tokenizer, card, report, plan and ledger only.
 
-        Nothing else of the folder is uploaded (`dpllm.report.publishing.files_to_publish`). Called by all processes
+        No other file of the folder is uploaded (`dpllm.report.publishing.files_to_publish`). Called by all processes
         together.
 
         Args:
-            commit_message: of the commit.
+            commit_message: message of the commit.
             blocking: whether to wait for the upload.
-            token: of the Hub; None: ``hub_token``.
+            token: token for the Hub. None: ``hub_token``.
             revision: the branch; None: ``hub_revision``.
             private: whether a new repository is visible to its owner only.
             force_open_points: upload although points of the report are open; the card lists them.
@@ -310,13 +310,13 @@ class Outlets(Trainer):
             dataset: as for `create_model_card`.
 
         Returns:
-            The commit, or its future where not ``blocking``; None on other processes than the first.
+            The commit, or its future if not ``blocking``; None on all processes except the first.
 
         Raises:
             PublishError: an open point, a run that is not private, a failed audit, files that contradict each other.
         """
         if self.ledger is None:
-            raise PublishError("There is nothing to publish before train(): a model goes out with its guarantee")
+            raise PublishError("There is nothing to publish before train(): call it first; a model needs its guarantee")
         folder = Path(str(self.args.output_dir))
         self._save_whole(folder)
         self.create_model_card(

@@ -1,9 +1,9 @@
-"""Everything about a recipe that can be checked without its data, before anything is read, trained or written.
+"""The checks of a recipe that need no data, before anything is read, trained or written.
 
-Place in the flow: first, in `recipes/finetune.py`, `recipes/compare.py` and `dpllm plan` alike. The values of a recipe
-were checked by kind and range when it was read (`dpllm.config`); here they meet the libraries, the machine and the
-model: the options of both trainings, optimizer and schedule, the output folder, the budget file, the tokenizer, and the
-model, built without weights.
+Place in the flow: first, in `recipes/finetune.py`, `recipes/compare.py` and `dpllm plan`. The values of a recipe were
+checked by kind and range when it was read (`dpllm.config`). Here they are checked against the libraries, the machine
+and the model: the options of both trainings, optimizer and schedule, the output folder, the budget file, the tokenizer,
+and the model, built without weights.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from dpllm.privacy.budget import read_budget
 from dpllm.training.arguments import check_optimizer, refuse_options, training_arguments
 
 PLAIN = {"save_strategy": "no", "report_to": "none"}
-"""Options of a recipe's trainings where it does not say otherwise."""
+"""Default options of a recipe's trainings."""
 
 
 def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
-    """Check all of a recipe that does not need its records.
+    """Check every part of a recipe that does not need its records.
 
     Args:
-        recipe: as read.
-        to_train: whether this machine is to train: a model on the Hub is then looked at as well, and loggers must be
-            installed. Otherwise (`dpllm plan`) nothing is downloaded.
+        recipe: the recipe.
+        to_train: whether this machine will train: then a model on the Hub is checked as well, and loggers must be
+            installed. If false (`dpllm plan`), nothing is downloaded.
 
     Returns:
-        What was not checked, one line each.
+        The parts that were not checked, one line each.
 
     Raises:
-        ConfigError: something that training would end at, with the remedy.
+        ConfigError: training would fail; the message has the remedy.
         BudgetError: the budget file cannot be read.
     """
     public = recipe.public_pretrain
@@ -75,15 +75,15 @@ def require_positions(model: nn.Module, longest: int, what: str) -> None:
     Args:
         model: with or without weights.
         longest: tokens of the longest row.
-        what: says what has this length, and the remedy follows it.
+        what: the subject of the message; the length and the remedy follow it.
 
     Raises:
-        ConfigError: they may.
+        ConfigError: rows may be longer.
     """
     most = num_positions(model)
     if most is not None and longest > most:
         raise ConfigError(
-            f"{what} {longest} tokens, and the model has {most} positions: set data.max_length={most} or less"
+            f"{what} {longest} tokens, but the model has {most} positions: set data.max_length={most} or less"
         )
 
 
@@ -112,6 +112,6 @@ def _check_positions(recipe: Recipe, model: nn.Module) -> None:
 
 
 def _saved_bytes(model: nn.Module, recipe: Recipe) -> int:
-    """Bytes of the weights that the run saves at its end: of the adapter, or of the whole model."""
+    """Return the bytes of the weights that the run saves at its end: the adapter's, or the whole model's."""
     parameters = [p for p in model.parameters() if recipe.model.peft is None or p.requires_grad]
     return sum(p.numel() * p.element_size() for p in parameters)

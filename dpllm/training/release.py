@@ -1,8 +1,8 @@
-"""What one step releases: clipped sums and their noise, handed to the engine parameter by parameter.
+"""The release of one step: clipped sums and their noise, passed to the engine parameter by parameter.
 
-Place in the flow: between the norms of a microbatch and the engine, which adds up over microbatches and processes. Here
-is the one place where clipped sum and noise meet. The update's guard is told what is handed in, and what the mechanism
-says of it.
+Place in the flow: between the norms of a microbatch and the engine, which adds up over microbatches and processes. Only
+this module adds noise to the clipped sum. The update's guard receives the tensors that are passed in, and the
+mechanism's statement about them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Release:
     Args:
         clipper: attached to the model.
         plan: the constants.
-        engine: where the sums go; it holds parts of them until `finish`.
-        noise: of this process, at its start or resume.
-        step: the number of the step, counted from there.
+        engine: receives the sums and holds parts of them until `finish`.
+        noise: noise stream of this process, since its start or resume.
+        step: number of the step, counted from that start or resume.
     """
 
     def __init__(self, clipper: GhostClipper, plan: PrivacyPlan, engine: Engine, noise: NoiseStream, step: int) -> None:
-        """Begin; from now on the engine takes no other step until this one is finished."""
+        """Begin the step; the engine takes no other step until this one is finished."""
         self._clipper, self._plan, self._engine, self._noise, self._step = clipper, plan, engine, noise, step
         self._names = {id(parameter): name for name, parameter in clipper.parameters.items()}
         self._num_entries = 0
@@ -38,10 +38,10 @@ class Release:
         noise.begin(step)
 
     def collect(self, microbatch: Microbatch, last: bool) -> None:
-        """Hand in the clipped sum of a microbatch, and with the last one the noise.
+        """Pass the clipped sum of a microbatch to the engine, and with the last one the noise.
 
         Args:
-            microbatch: whose units were clipped last.
+            microbatch: the microbatch whose units were clipped last.
             last: whether it is the last one of the step; the same on every process.
         """
 
@@ -62,14 +62,14 @@ class Release:
 
     @property
     def _scale(self) -> float:
-        """1/b, a public constant, never the realised size."""
+        """Return 1/b, a public constant; never the realised size."""
         return 1 / self._plan.expected_batch_size
 
     def finish(self, num_units: int) -> None:
-        """Tell the guard what a private update looks like, and let the engine make it.
+        """Give the guard the properties of a private update, and let the engine make the update.
 
         Args:
-            num_units: that took part, over all processes.
+            num_units: number of units in the step, over all processes.
         """
         variance = self._plan.mechanism.noise.variance(self._step, self._plan.num_steps)
         stddev = self._plan.noise_stddev * math.sqrt(variance)

@@ -1,7 +1,7 @@
 """One command for the first start and for every restart: `train.resume_from_checkpoint: auto`.
 
-Place in the flow: below `dpllm.training.trainer`. A scheduler starts a job again with the command it was submitted
-with. This module looks at the output folder and says what that command has to do there; nothing is changed.
+Place in the flow: below `dpllm.training.trainer`. A scheduler restarts a job with the same command. This module reads
+the output folder and decides whether that command starts or resumes a run; it changes nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class RunCompletedError(ConfigError):
 
 @dataclass(frozen=True)
 class Restart:
-    """What a start has to do in its output folder.
+    """The decision for a start in its output folder.
 
     Attributes:
-        checkpoint: a checkpoint, True for the latest that is whole, False for none.
+        checkpoint: the checkpoint to resume from; True for the latest complete one, False for none.
         continues: whether the folder's ledger is continued.
     """
 
@@ -41,13 +41,14 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
 
     Args:
         folder: the output folder.
-        wanted: ``train.resume_from_checkpoint``: a checkpoint, True, nothing, or "auto": without a ledger the run
-            starts; with one and a whole checkpoint it resumes; with one that charges no step it starts again.
+        wanted: ``train.resume_from_checkpoint``: a checkpoint, True, nothing, or "auto". With "auto" the run starts if
+            there is no ledger, resumes if there is a ledger and a complete checkpoint, and starts again if the ledger
+            charges no step.
 
     Raises:
         RunCompletedError: "auto", and the run in the folder has ended as planned.
-        CheckpointError: "auto", and the folder's ledger charges steps of which no whole checkpoint is left; or
-            checkpoints are there without a ledger.
+        CheckpointError: "auto", and the folder's ledger charges steps but no complete checkpoint is left; or the folder
+            has checkpoints without a ledger.
         LedgerError: the ledger was edited.
 
     >>> restart_of("a/new/folder", "auto")
@@ -62,7 +63,7 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
     if not (folder / LEDGER_FILE).exists():
         if checkpoint is not None:
             raise CheckpointError(
-                f"{folder} holds {checkpoint.name} and no {LEDGER_FILE}: the steps of that run are charged nowhere. "
+                f"{folder} holds {checkpoint.name} but no {LEDGER_FILE}: the steps of that run are not charged. "
                 "Put the run's own ledger back, or set train.output_dir to an empty folder"
             )
         return Restart(False, False)
@@ -81,18 +82,18 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
             "is nothing to resume from. The steps stay charged; set train.output_dir to another folder for a new run, "
             "and save more often (train.save_steps)"
         )
-    return Restart(False, False)  # nothing was charged: a new run may begin over it (`dpllm.privacy.unused`)
+    return Restart(False, False)  # nothing was charged: a new run may replace it (`dpllm.privacy.unused`)
 
 
 def refuse_to_go_back(folder: str | Path, checkpoint: str | Path) -> None:
-    """Make sure that the finished model of a run is not replaced by older weights.
+    """Check that the finished model of a run is not replaced by older weights.
 
-    All steps of such a run are charged, so a resume takes none and would save the checkpoint's weights as the model. A
-    run whose last save failed has no finished model, and can be resumed to write one.
+    All steps of such a run are charged, so a resume takes no step and would save the checkpoint's weights as the model.
+    A run whose last save failed has no finished model, and can be resumed to write one.
 
     Args:
-        folder: of the run.
-        checkpoint: that is to be resumed.
+        folder: folder of the run.
+        checkpoint: the checkpoint to resume from.
 
     Raises:
         CheckpointError: the run ended as planned, its model is in the folder, and the checkpoint has taken fewer steps.
@@ -102,7 +103,7 @@ def refuse_to_go_back(folder: str | Path, checkpoint: str | Path) -> None:
         return
     if any(not differing(folder, release["files"]) for release in reversed(ledger.notes.released)):
         raise CheckpointError(
-            f"The run in {folder} is completed ({ledger.num_steps} steps) and its model is there; {checkpoint} has "
+            f"The run in {folder} is completed ({ledger.num_steps} steps) and its model is saved; {checkpoint} has "
             f"taken {taken}. A resume would take no step and replace the model by older weights. To use the older "
             f"weights, load {checkpoint}, whose report states the same ε; for another run, set train.output_dir to "
             "another folder"
@@ -110,11 +111,11 @@ def refuse_to_go_back(folder: str | Path, checkpoint: str | Path) -> None:
 
 
 def begin_in(folder: str | Path, wanted: str | bool | None, processes: Processes) -> Restart:
-    """As `restart_of`, for all processes together: they make sure that they see one folder, and rank 0 looks at it.
+    """Do as `restart_of` on all processes together: they check that they see one folder, and rank 0 reads it.
 
     Raises:
-        ConfigError: the processes do not see one folder.
-        ValueError: what `restart_of` raises; on every process.
+        ConfigError: the processes do not see the same folder.
+        ValueError: `restart_of` raised it; on every process.
     """
     require_shared_folder(folder, processes)
     return processes.from_main(lambda: restart_of(folder, wanted))

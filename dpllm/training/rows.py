@@ -1,6 +1,6 @@
-"""The rows of a run: which units have them, how long they are, and how they become a model's inputs.
+"""The rows of a run: their units, their lengths, and the functions that make a model's inputs of them.
 
-Place in the flow: made by `dpllm.training.trainer` or a loop of one's own, read by `dpllm.training.run`.
+Place in the flow: made by `dpllm.training.trainer` or a custom loop, read by `dpllm.training.run`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dpllm.training.microbatch_size import AUTO
 from dpllm.training.microbatches import Microbatch, RowsTaken
 
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
-"""A module and a microbatch's inputs to one loss per row (B,), each from its own row alone."""
+"""Function from a module and a microbatch's inputs to one loss per row (B,), each computed only from its own row."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class TrainingRows:
     """The rows of a run; the same on every process.
 
     Attributes:
-        units: which rows each unit has.
+        units: index of the rows of each unit.
         lengths: (num_rows,) tokens of every row.
         fetch: row numbers to rows.
         collate: rows to the model's inputs, rows first.
-        max_rows: rows of a microbatch at most; None: as many as ``max_tokens`` allows.
-        max_tokens: tokens of a microbatch at most, padding included; None: as many as ``max_rows`` have; "auto": as
-            many as fit into the memory of the GPU, found before the first step (`dpllm.training.microbatch_size`).
-        packed: whether ``collate`` lays rows end to end (`dpllm.data.rows.PackedCollator`): there is no padding then.
-            The loss is `dpllm.packed_sequence_loss`, and the model runs within `dpllm.models.packing.attention_by_row`.
+        max_rows: the most rows of a microbatch. None: as many as ``max_tokens`` allows.
+        max_tokens: the most tokens of a microbatch, padding included. None: as many as ``max_rows`` have. "auto": the
+            largest number that fits on the GPU, found before the first step (`dpllm.training.microbatch_size`).
+        packed: whether ``collate`` concatenates rows without padding (`dpllm.data.rows.PackedCollator`). The loss is
+            then `dpllm.packed_sequence_loss`, and the model runs within `dpllm.models.packing.attention_by_row`.
 
     Raises:
-        ConfigError: ``max_tokens`` is none of these.
+        ConfigError: ``max_tokens`` is another value.
     """
 
     units: UnitIndex
@@ -51,12 +51,12 @@ class TrainingRows:
     packed: bool = False
 
     def __post_init__(self) -> None:
-        """Check what may be a word."""
+        """Check the value of `max_tokens`, which may be a word."""
         if isinstance(self.max_tokens, str) and self.max_tokens != AUTO:
-            raise ConfigError(f'max_tokens is {self.max_tokens!r}; a whole number, "auto" or None is needed')
+            raise ConfigError(f'max_tokens is {self.max_tokens!r}; give a whole number, "auto" or None')
 
     def longest(self, count: int) -> Microbatch:
-        """A microbatch of the longest row, taken so many times; as many of them to a unit as one has at most."""
+        """Return a microbatch of `count` copies of the longest row, each unit with the most rows that a unit has."""
         rows = self.units.rows
         number = rows[self.lengths[rows].argmax()]
         unit_index = np.arange(count) // self.units.max_rows
@@ -65,11 +65,11 @@ class TrainingRows:
 
     @functools.cached_property
     def contents(self) -> str:
-        """Hash of the rows (`dpllm.training.checks.agreement.contents`); computed once."""
+        """Return the hash of the rows (`dpllm.training.checks.agreement.contents`); it is computed once."""
         return agreement.contents(self.lengths, self.fetch)
 
     def facts(self) -> dict[str, Any]:
-        """Facts that must be identical on every process; otherwise processes would split different draws."""
+        """Return facts that must be identical on every process; otherwise processes would split different draws."""
         return agreement.rows(
             self.units,
             self.lengths,

@@ -1,7 +1,7 @@
 """A private run: the parts that all steps share, on one process or on many.
 
-Place in the flow: above the engines, below `dpllm.training.trainer`, which is one way of driving it. A loop of one's
-own is another:
+Place in the flow: above the engines, below `dpllm.training.trainer`, which drives it in one way. A custom loop is
+another way:
 
     model, optimizer = accelerator.prepare(model, optimizer)
     run = PrivateRun.start("runs/mine", plan, rows)
@@ -56,46 +56,47 @@ class PrivateRun:
     """Draws units, divides them over the processes, and takes private steps; the same on every process.
 
     Guarantee: `draws` makes one truncated Poisson draw per step over all units, on rank 0 from 256 bits of its
-    operating system, and sends it to every process; each process draws its share of the noise from entropy of its own.
-    Neither is stored, so that a resumed run repeats nothing. Before every step the processes compare the step's number,
-    its units and, for replicas, the trainable weights.
+    operating system, and sends it to every process; each process draws its share of the noise from its own entropy.
+    Neither is stored, so a resumed run repeats no draw and no noise. Before every step the processes compare the step's
+    number, its units and, for replicas, the trainable weights.
 
     Attributes:
-        max_tokens: of a microbatch, in the next step: as ``rows`` say, as was found, or less after a step in which
-            memory ran out.
+        max_tokens: the most tokens of a microbatch in the next step: given by ``rows``, found by trial, or reduced
+            after a step that ran out of memory.
 
     Args:
         plan: the constants.
         rows: the data.
-        ledger: where the steps are charged.
-        seed: None, or a fixed seed for tests; nothing is private then, and the report says so.
+        ledger: the ledger to charge.
+        seed: None, or a fixed seed for tests; then nothing is private, and the report says so.
 
     Raises:
         DisagreementError: the processes differ in plan, data or versions.
-        ConfigError: a seed without a seeded plan, or the other way round; rows that are not what the plan counts.
+        ConfigError: a seed is given without a seeded plan, or a seeded plan without a seed; or the plan counts other
+            rows.
     """
 
     def __init__(self, plan: PrivacyPlan, rows: TrainingRows, ledger: SharedLedger, seed: int | None = None) -> None:
-        """Make sure that the processes agree, and share the entropy of the draws."""
+        """Check that the processes agree, and share the entropy of the draws."""
         if (seed is not None) != plan.seeded:
             raise ConfigError(
-                f"The seed of the run is {seed} and the plan says seeded={plan.seeded}: the report would say the wrong "
-                "thing about the entropy. Set privacy.seed, from which both come, or neither"
+                f"The seed of the run is {seed} and the plan has seeded={plan.seeded}: the report would state the "
+                "entropy wrongly. Set privacy.seed, which sets both, or neither"
             )
         self.processes = Processes()
         self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
-        agreement.check_rows(plan, rows.units)  # now: what is raised is raised by all processes
+        agreement.check_rows(plan, rows.units)  # now, so that an error is raised by all processes
         self._plan, self.rows, self.ledger = plan, rows, ledger
         rng = seeded_rng(int.from_bytes(secrets.token_bytes(32), "little") if seed is None else seed)
         self._draws = Draws(plan, ledger, self.processes, plan.mechanism.sampler.steps(rng))  # rank 0's are used
         self._deal_key = dealing_key(self.processes, lambda: secrets.randbits(128) if seed is None else seed)
         generator = NoiseSource(seed, stream=self.processes.rank)
-        self._first = ledger.num_steps  # of this start or resume, with which draws and noise begin anew
+        self._first = ledger.num_steps  # number of steps at this start or resume, at which draws and noise begin again
         self._noise = plan.mechanism.noise.stream(generator, plan.num_steps)
         self._streams = SecretStreams(self.processes, seed)
         self.max_tokens = rows.max_tokens
         self._attached: Attached | None = None
-        self.weights: RunWeights | None = None  # of the model that is, or was, attached
+        self.weights: RunWeights | None = None  # of the attached model, or of the last one
         # In a loop of one's own: files in the folder before; the ledger ends when `attach` fails. None: the Trainer's.
         self._files_before: dict[str, tuple[int, int, int]] | None = None
 
@@ -108,19 +109,19 @@ class PrivateRun:
         public: Sequence[str] = (),
         budget_file: str | None = None,
     ) -> PrivateRun:
-        """Begin a run in an empty folder, where plan and ledger are written. Called by all processes together.
+        """Begin a run in an empty folder and write plan and ledger there. Called by all processes together.
 
         Args:
-            folder: of the run.
+            folder: folder of the run.
             plan: the constants.
             rows: the data.
-            public: what was learnt from public data before, one line each.
-            budget_file: what all runs on ``plan.dataset`` may cost together; charged at once. None: not counted.
+            public: earlier training on public data, one line each.
+            budget_file: file with the privacy budget of all runs on ``plan.dataset``; charged at once. None: no budget.
 
         Raises:
             LedgerError: the folder holds another run.
             BudgetError: the run would exceed the budget.
-            ConfigError: the processes do not see one folder.
+            ConfigError: the processes do not see the same folder.
         """
         path = Path(folder) / LEDGER_FILE
         require_shared_folder(folder, Processes())
@@ -142,8 +143,7 @@ class PrivateRun:
         """Continue the run of a folder; its steps stay charged. Called by all processes together.
 
         Raises:
-            LedgerError: the folder holds no run, one of another plan, one of other rows, or one charged to another
-                budget file.
+            LedgerError: the folder holds no run, or a run with another plan, other rows or another budget file.
         """
         require_shared_folder(folder, Processes())
         ledger = SharedLedger.open(Path(folder) / LEDGER_FILE, plan, Processes(), budget_file, rows.contents)
@@ -163,24 +163,25 @@ class PrivateRun:
         """Hook a model that was prepared for its engine.
 
         Args:
-            model: what ``accelerator.prepare`` returned (in one process: any module).
-            optimizer: likewise.
-            norm_method: how norms are computed; the default takes what costs least.
+            model: the result of ``accelerator.prepare`` (in one process: any module).
+            optimizer: the optimizer, prepared in the same way.
+            norm_method: method of computing norms; the default is the cheapest for each layer.
             start_is_independent: declares that starting weights and adapters hold nothing of the private rows, where
-                that can be doubted (`dpllm.models.starting_point`). It becomes an open point of the report.
-            schedule_is_independent: declares that learning rates and other hyperparameters that the loop sets by itself
-                follow neither losses nor anything else of the private rows (`dpllm.training.checks.steering`). It
+                this is in doubt (`dpllm.models.starting_point`). It becomes an open point of the report.
+            schedule_is_independent: declares that learning rates and other hyperparameters set by the loop do not
+                depend on losses or anything else computed from private rows (`dpllm.training.checks.steering`). It
                 becomes a fact of the report; without it such a change is an open point.
 
         Raises:
-            EngineError: an engine or an option of it under which the guarantee would not hold.
-            GhostError: a part of the model that cannot be clipped exactly.
+            EngineError: the guarantee would not hold under the engine or one of its options.
+            GhostError: a part of the model cannot be clipped exactly.
             DisagreementError: the processes train different parameters.
             WatchError: the optimizer holds a trainable parameter that is not clipped.
-            ConfigError: ``rows.max_tokens`` is "auto", and the processes run in lockstep; a module or the collator has
-                a random generator of its own; an adapter or weights that may depend on the private rows.
+            ConfigError: ``rows.max_tokens`` is "auto" and the processes run in lockstep; a module or the collator keeps
+                its own random generator; or an adapter or weights may depend on the private rows.
 
-        A run that `start` or `resume` made has ended then, and its budget has back what no step was charged for.
+        After such an error, a run made by `start` or `resume` has ended, and its budget has its uncharged steps
+        back.
         """
         own_loop = self._files_before is not None
         with self.ledger.ended_on_failure() if own_loop else contextlib.nullcontext():
@@ -201,19 +202,19 @@ class PrivateRun:
                 self._attached.steering = Steering(optimizer, self.ledger, schedule_is_independent, by_engine)
 
     def draws(self, num_steps: int, present_N: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """The unit numbers of the next steps, the same on every process; drawn by rank 0, independently of each other.
+        """Yield the unit numbers of the next steps: independent draws of rank 0, the same on every process.
 
         A draw is charged when it is made, whether or not a step is taken over it. Called by all processes together.
 
         Args:
-            num_steps: how many to make.
-            present_N: (N,) bool, units that are there; the others contribute nothing, which makes these the draws of a
-                neighbouring data set under zero-out. For audits: it is an open point. None: all are there.
+            num_steps: number of draws.
+            present_N: (N,) bool, the units present; the others contribute nothing, so these are the draws of a
+                neighbouring data set under zero-out. For audits; it is an open point. None: all units are present.
 
         Raises:
             ValueError: the plan has no step left.
             LedgerError: a step cannot be charged.
-            DisagreementError: a process draws more or less often than the others.
+            DisagreementError: a process draws more often or less often than the others.
         """
         if present_N is not None and not bool(np.all(present_N)):
             self.ledger.append_open_point(LEFT_OUT)
@@ -221,13 +222,13 @@ class PrivateRun:
             yield self._draws.next(present_N)
 
     def choose(self, unit_ids: ArrayLike) -> np.ndarray:
-        """Charge units of one's own choice as a draw, for tests, in a run that is not private.
+        """Charge chosen units as a draw, for tests, in a run that is not private.
 
         Args:
             unit_ids: (U,) the units of the next step.
 
         Returns:
-            What `step` takes.
+            The units to pass to `step`.
 
         Raises:
             DrawError: the run has secret randomness and noise, so its report would state an ε that is not true.
@@ -242,18 +243,18 @@ class PrivateRun:
     def step(self, unit_ids: np.ndarray, loss_of: LossOf) -> StepDiagnostics:
         """Take a private step over these units; see `dpllm.training.step.private_step`.
 
-        Afterwards the private gradient stands in ``.grad`` for ``optimizer.step()``; DeepSpeed's engine has already
-        updated the parameters, and its optimizer's ``step()`` as accelerate wraps it does nothing.
+        Afterwards the private gradient is in ``.grad`` for ``optimizer.step()``. DeepSpeed's engine has already updated
+        the parameters, and ``step()`` of its optimizer, as wrapped by accelerate, does nothing.
 
-        Before steps 1, 2, 4, 8, … of this process, and before the last of the plan, it is measured that rows are
-        independent (`dpllm.training.checks.independence`).
+        Before steps 1, 2, 4, 8, … of this process, and before the last step of the plan, the independence of rows is
+        measured (`dpllm.training.checks.independence`).
 
         Args:
-            unit_ids: as `draws` gave them last; each draw is for one step.
+            unit_ids: the last result of `draws`; each draw is for one step.
             loss_of: called with the module to run and a microbatch's inputs.
 
         Raises:
-            DrawError: other units, or a draw that was used.
+            DrawError: these are other units, or the draw was used.
             DisagreementError: the processes take different steps, or their weights differ.
             WatchError: something other than the noisy gradient reached weights or buffers
                 (`dpllm.training.checks.watch`).
@@ -289,7 +290,7 @@ class PrivateRun:
                 self._first,
             )
         except BaseException:
-            self._streams.share()  # a state that is saved now must not tell how many numbers the rows took
+            self._streams.share()  # a state saved from now on must not reveal how many numbers the rows took
             raise
         attached.after_step()
         self._note(done)
@@ -312,16 +313,16 @@ class PrivateRun:
         )
 
     def _note(self, done: StepDiagnostics) -> None:
-        """Note what a step met, and go on with smaller microbatches where memory ran out."""
+        """Note the diagnostics of a step, and continue with smaller microbatches if memory ran out."""
         if done.num_nonfinite:
             self.ledger.append_diagnostic("units with a non-finite gradient, contributing zero", done.num_nonfinite)
         if done.num_divided:
             self.ledger.append_diagnostic("microbatches taken again in halves for lack of memory", done.num_divided)
-        if done.max_tokens is not None:  # the same on every process, since all of them cut alike
+        if done.max_tokens is not None:  # the same on every process, since all of them cut in the same way
             self.max_tokens = done.max_tokens
 
     def detach(self) -> None:
-        """Undo the hooks; the model is as before."""
+        """Remove the hooks and restore the model."""
         with contextlib.suppress(RuntimeError):  # of a device that fails: must not hide what failed first
             self.end_weights()
         if self._attached is not None:
@@ -331,20 +332,20 @@ class PrivateRun:
     def finish(self, reason: str = COMPLETED, stopped_independently: bool = False) -> dict[str, Any] | None:
         """End the run: undo the hooks, close the ledger, and write the privacy report beside it.
 
-        Save the model in the run's folder before: its files are then named in the ledger, and `dpllm verify` knows
-        them.
+        Save the model in the run's folder first: the ledger then names its files, and `dpllm verify` recognises them.
 
         Args:
-            reason: why it ends, for the ledger; "completed" becomes "stopped early" where planned steps are missing.
-            stopped_independently: whether a run with fewer steps than planned was stopped there for a reason that
-                depends neither on the private data nor on what the run released
-                (`dpllm.privacy.stated.stated_history`). Without it the report states the ε of all planned steps.
+            reason: reason for the end, for the ledger; "completed" becomes "stopped early" if planned steps are
+                missing.
+            stopped_independently: whether a run with fewer steps than planned was stopped for a reason that depends
+                neither on the private data nor on the run's releases (`dpllm.privacy.stated.stated_history`). If false,
+                the report states the ε of all planned steps.
 
         Returns:
             The report, on rank 0.
 
         Raises:
-            WatchError: weights or buffers changed past the mechanism, on any process; the ledger stays open.
+            WatchError: weights or buffers changed outside of the mechanism, on any process; the ledger stays open.
             DisagreementError: the weights of two processes differ after the last update; the ledger stays open.
         """
         self.check_before_saving()
@@ -357,34 +358,34 @@ class PrivateRun:
         return write_report(self.ledger.path.parent, self.plan, read_ledger(self.ledger.path)) if self.is_main else None
 
     def check_saved_state(self) -> None:
-        """Make sure before a save that buffers and frozen parameters are as they were when the run was attached.
+        """Check before a save that buffers and frozen parameters are unchanged since the run was attached.
 
-        Looks at this process only; `check_before_saving` raises on all.
+        Checks this process only; `check_before_saving` raises on all.
 
         Raises:
-            WatchError: one is not, by its path.
+            WatchError: one changed; the message names its path.
         """
         if self._attached is not None:
             self._attached.watch.check_everything()
 
     def check_before_saving(self) -> None:
-        """As `check_saved_state`, and compare the weights of the processes; called by all of them together.
+        """Do as `check_saved_state`, and compare the weights of the processes; called by all of them together.
 
         Raises:
-            WatchError: a buffer or a frozen parameter is not what it was, on any process.
+            WatchError: a buffer or a frozen parameter changed, on any process.
             DisagreementError: the trainable weights of two replicas differ after the last update.
         """
         parameters = {} if self._attached is None else self._attached.clipper.parameters
         check_before_saving(parameters, self.processes, found_by(self.check_saved_state))
 
     def end_weights(self) -> None:
-        """Take the weights of now for those that the run leaves; see `dpllm.models.ended`."""
+        """Store the present weights as the final weights of the run; see `dpllm.models.ended`."""
         if self._attached is not None and self.ledger.num_steps > 0:
             self._attached.weights.end()
 
     @property
     def steps_planned(self) -> int:
-        """Steps of all starts together: those of the plan, or fewer where a resume costs more than going on."""
+        """Number of steps of all starts: the plan's, or fewer if a resume costs more than an uninterrupted run."""
         return self.ledger.steps_planned or self.plan.num_steps
 
     @property
@@ -399,14 +400,14 @@ class PrivateRun:
 
     @property
     def engine_name(self) -> str:
-        """How the attached model is spread over the processes, as the name of a class; "none" while it is not."""
+        """Class name of the engine of the attached model; "none" while no model is attached."""
         return "none" if self._attached is None else type(self._attached.engine).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """For ``accelerator.register_for_checkpointing``: which plan, and how far. Never entropy.
+        """Return plan and progress for ``accelerator.register_for_checkpointing``; never entropy.
 
         Raises:
-            WatchError: a buffer or a frozen parameter is not what it was when the run was attached.
+            WatchError: a buffer or a frozen parameter changed since the run was attached.
         """
         self.check_saved_state()
         head = self.ledger.head
@@ -415,21 +416,21 @@ class PrivateRun:
         return {**state, "weights": trained} if trained else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make sure that a checkpoint belongs to this run; draws and noise are fresh. Called by all processes together.
+        """Check that a checkpoint belongs to this run; draws and noise are fresh. Called by all processes together.
 
         Raises:
-            LedgerError: it is of another plan or run, of a copy of the folder that went on by itself, or of steps that
-                the ledger does not hold; or the weights are not those that it was saved with.
+            LedgerError: the checkpoint is of another plan or run, of a copy of the folder that was continued, or of
+                steps that the ledger does not hold; or the weights are not those that it was saved with.
         """
         if state["plan_hash"] != self.plan.hash:
             raise LedgerError(
-                f"The checkpoint was made under the plan {state['plan_hash'][:12]}, and this one is "
+                f"The checkpoint was made under the plan {state['plan_hash'][:12]}, but the plan of this run is "
                 f"{self.plan.hash[:12]}: data, batch size, noise or steps differ. Resume with the configuration of the "
-                "first run"
+                "first start"
             )
         model = None if self._attached is None else self._attached.model
         refuse_other_weights(model, state.get("weights", {}), self.processes)
-        if self._attached is not None:  # accelerate has written to the weights before it calls this
+        if self._attached is not None:  # accelerate writes to the weights before it calls this method
             self._attached.take_restored()
         if "ledger" in state:
             self.ledger.require_prefix(LedgerHead.of(state["ledger"]), "The checkpoint")

@@ -1,7 +1,7 @@
-"""Whether all processes see one output folder, asked before a ledger is opened there.
+"""Check that all processes see the same output folder, before a ledger is opened there.
 
-Where each machine has a folder of its own under one name, rank 0 writes the ledger and every machine writes its shards
-beside other ledgers' names: checkpoints look whole on each machine, and none of them can be resumed.
+If each machine has a separate folder of the same name, rank 0 writes the ledger and every machine writes its shards
+into different folders: checkpoints look complete on each machine, but none of them can be resumed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _PAUSE = 0.2
 
 
 def require_shared_folder(folder: str | Path, processes: Processes) -> None:
-    """Make sure that every process reads in the folder what rank 0 writes there; all processes call this together.
+    """Check that every process can read the files that rank 0 writes; all processes call this together.
 
-    Rank 0 makes the folder, writes a random number into a file, and deletes the file afterwards. Nothing else changes.
+    Rank 0 creates the folder, writes a random number into a file, and deletes the file afterwards. Nothing else is
+    changed.
 
     Args:
         folder: the output folder of a run.
@@ -59,21 +60,21 @@ def require_shared_folder(folder: str | Path, processes: Processes) -> None:
     if blind:
         shown = ", ".join(blind[:8]) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
         raise ConfigError(
-            f"The output folder {told} of rank 0 (on {answers[0][1]}) is not the one that {shown} sees: nothing "
-            "that rank 0 writes there can be read. Set train.output_dir to one folder on "
+            f"The output folder {told} of rank 0 (on {answers[0][1]}) is not the one that {shown} sees, so files "
+            "written by rank 0 cannot be read there. Set train.output_dir to one folder on "
             "a file system that all machines share, the same on every process; nothing was charged"
         )
 
 
 def _reads(path: Path, nonce: str) -> bool:
-    """Return whether the file comes into sight in time with the right content."""
+    """Return whether the file becomes visible in time with the right content."""
     end = time.monotonic() + _WAIT
     while True:
         with contextlib.suppress(OSError):
             if path.read_text(encoding="ascii") == nonce:
                 return True
-            os.listdir(path.parent)  # makes a network file system look again
-        # A folder that is not there at all is no matter of waiting for a cache.
+            os.listdir(path.parent)  # makes a network file system refresh its view
+        # If the folder itself does not exist, waiting for a cache does not help.
         if time.monotonic() >= end or not _may_appear(path.parent):
             return False
         time.sleep(_PAUSE)

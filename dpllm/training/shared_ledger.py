@@ -1,4 +1,4 @@
-"""One ledger for all processes of a run: rank 0 writes it, and no process goes on before a step is on the disk."""
+"""One ledger for all processes of a run: rank 0 writes it, and all processes wait until a step is on the disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_SETTLED = (
 
 
 class SharedLedger:
-    """A `dpllm.privacy.ledger.Ledger` as every process of a run sees it.
+    """A `dpllm.privacy.ledger.Ledger` shared by all processes of a run.
 
     Guarantee: when `append_step` returns on any process, the step is on the disk of rank 0. When it cannot be written,
     every process raises the same error, and the step is not taken.
@@ -43,11 +43,11 @@ class SharedLedger:
         budget: tuple[str, str] | None = None,
         planned: int | None = None,
     ) -> None:
-        """Take over what rank 0 opened; use `create` or `open`."""
+        """Store the ledger opened by rank 0; use `create` or `open`."""
         self.path, self._ledger, self._head, self._processes = path, ledger, head, processes
         self._budget = budget  # on rank 0: the file and the run's entry in it
         self._planned = planned  # steps
-        self._stated: int | None = None  # steps whose ε is stated, once the run has ended
+        self._stated: int | None = None  # number of steps whose ε is stated, set when the run ends
 
     @classmethod
     def create(
@@ -58,13 +58,13 @@ class SharedLedger:
         public: Sequence[str] = (),
         budget_file: str | None = None,
     ) -> SharedLedger:
-        """Start the ledger of a new run, with the plan beside it, charged to the data set's budget where there is one.
+        """Start the ledger of a new run, with the plan beside it, and charge the data set's budget if there is one.
 
         The ledger of a run that failed before its first step is replaced (`dpllm.privacy.unused`).
 
         Raises:
             LedgerError: the file exists.
-            BudgetError: the run would exceed the budget, or the budget is another data set's.
+            BudgetError: the run would exceed the budget, or the budget is for another data set.
         """
 
         def start() -> tuple[Ledger, tuple[str, str] | None]:
@@ -98,22 +98,22 @@ class SharedLedger:
         contents: str | None = None,
         public: Sequence[str] = (),
     ) -> SharedLedger:
-        """Continue the ledger of a run that is resumed; everything in it stays charged.
+        """Continue the ledger of a resumed run; all its steps stay charged.
 
         Args:
-            path: the file.
-            plan: the privacy plan, which must be the one the ledger was started with.
+            path: path of the ledger.
+            plan: the privacy plan; it must be the plan with which the ledger was started.
             processes: all processes of the run.
-            budget_file: the one that the run was charged to.
-            contents: hash of the rows, compared with those of the first start (`dpllm.privacy.same_rows`); None: not
+            budget_file: the budget file to which the run was charged.
+            contents: hash of the rows, compared with those of the first start (`dpllm.privacy.same_rows`). None: not
                 compared.
-            public: what was learnt from public data, as this start says it; lines that the ledger lacks are added.
+            public: earlier training on public data, as stated by this start; lines that the ledger lacks are added.
 
         Raises:
-            LedgerError: it is missing, edited, a copy, of another plan, of other rows or other public weights; the plan
-                beside it is missing or another one; or the budget file is not the one that it names.
-            BudgetError: what the run gave back when it ended is needed again, and was spent by others; or the run went
-                on in another copy of the folder.
+            LedgerError: the ledger is missing, edited or a copy; it is of another plan, other rows or other public
+                weights; the plan beside it is missing or different; or it names another budget file.
+            BudgetError: the run needs budget that it gave back when it ended and other runs have spent; or the run
+                continued in another copy of the folder.
         """
         points: list[str | None] = []
 
@@ -128,13 +128,13 @@ class SharedLedger:
             if (named or {}).get("file") != (None if budget_file is None else Path(budget_file).name):
                 raise LedgerError(
                     f"{path} is charged to {named['file'] if named else 'no budget file'}, and privacy.budget_file is "
-                    f"{budget_file}: its steps would be counted twice, or not at all. Resume with the first run's file"
+                    f"{budget_file}: its steps would be counted twice, or not at all. Resume with the first file"
                 )
             ours = all(run["plan_hash"] == plan.hash for run in read_ledger(path).runs)
             if ours and PrivacyPlan.load(Path(path).parent / PLAN_FILE).hash != plan.hash:
                 raise LedgerError(
-                    f"{Path(path).parent / PLAN_FILE} is another plan than the one of this run. Restore the file that "
-                    "the run wrote, and resume with the configuration of the first start"
+                    f"{Path(path).parent / PLAN_FILE} is not the plan of this run. Restore the file that the run "
+                    "wrote, and resume with the configuration of the first start"
                 )
             if ours:
                 require_public_start(path)
@@ -184,30 +184,30 @@ class SharedLedger:
 
     @property
     def num_steps(self) -> int:
-        """Steps charged so far, those of earlier runs included."""
+        """Number of steps charged so far, including those of earlier runs."""
         return self._head.num_steps
 
     @property
     def steps_planned(self) -> int | None:
-        """Steps of all starts together: those of the plan, or what a resume allows; None for a stand-in of a test."""
+        """Number of steps of all starts: the plan's, or the number a resume allows; None for a test's stand-in."""
         return self._planned
 
     @property
     def stated_steps(self) -> int:
-        """Steps charged; after the end those whose ε the report states (`dpllm.privacy.stated.stated_history`)."""
+        """Number of charged steps; after the end, of the steps in the report's ε (`dpllm.privacy.stated`)."""
         return self.num_steps if self._stated is None else self._stated
 
     @property
     def head(self) -> LedgerHead:
-        """Where the ledger was after the last step, the same on every process; on rank 0 it may have more lines."""
+        """Head of the ledger after the last step, the same on every process; on rank 0 it may have more lines."""
         return self._head
 
     def require_prefix(self, head: LedgerHead, owner: str) -> None:
-        """As `dpllm.privacy.identity.require_prefix`, with one outcome everywhere. Called by all processes together."""
+        """Do as `dpllm.privacy.identity.require_prefix`, with the same result on all processes, called together."""
         self._processes.from_main(lambda: require_prefix(self.path, head, owner))
 
     def mark(self) -> LedgerHead:
-        """Make sure that the file is intact, write its head into the budget, and return it; on rank 0, at each save.
+        """Check that the file is intact, write its head into the budget, and return it; on rank 0, at each save.
 
         Raises:
             LedgerError: the file was replaced, cut, or written by another process.
@@ -219,7 +219,7 @@ class SharedLedger:
         return self._ledger.head
 
     def append_step(self, step_number: int, step: Event) -> None:
-        """Charge a step, on the disk before any process goes on. Called by all processes together.
+        """Charge a step; it is on the disk before any process continues. Called by all processes together.
 
         Raises:
             LedgerError: the number is not the next one, or the run has ended.
@@ -234,35 +234,35 @@ class SharedLedger:
         self._head = self._processes.from_main(charge)
 
     def append_disclosure(self, what: str, count: int = 1) -> None:
-        """As `Ledger.append_disclosure`, on rank 0; other ranks write nothing."""
+        """Do as `Ledger.append_disclosure` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_disclosure(what, count)
 
     def append_diagnostic(self, what: str, count: int = 1) -> None:
-        """As `Ledger.append_diagnostic`, on rank 0; other ranks write nothing."""
+        """Do as `Ledger.append_diagnostic` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_diagnostic(what, count)
 
     def append_fact(self, name: str, value: str | int | float) -> None:
-        """As `Ledger.append_fact`, on rank 0; other ranks write nothing."""
+        """Do as `Ledger.append_fact` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_fact(name, value)
 
     def append_open_point(self, text: str) -> None:
-        """As `Ledger.append_open_point`, on rank 0; other ranks write nothing."""
+        """Do as `Ledger.append_open_point` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_open_point(text)
 
     def append_released(self, folder: str, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """As `Ledger.append_released`, on rank 0; other ranks write nothing."""
+        """Do as `Ledger.append_released` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_released(folder, files)
 
     def append_end(self, reason: str, independent: bool = False) -> None:
-        """As `Ledger.append_end`, on rank 0; other ranks write nothing. The budget is charged what is stated.
+        """Do as `Ledger.append_end` on rank 0; other ranks write nothing. The budget is charged the stated ε.
 
-        A run that has taken fewer steps than planned is never "completed". Its planned steps stay charged to the
-        budget, unless its stop was declared independent or it took none.
+        A run with fewer steps than planned is never "completed". Its planned steps stay charged to the budget, unless
+        its stop was declared independent or it took no step.
         """
         taken = self.num_steps
         early = self._planned is not None and taken < self._planned
@@ -276,16 +276,16 @@ class SharedLedger:
             keep = early and taken > 0 and not independent
             try:
                 settle(*self._budget, taken, self._ledger.head, keep_reserved=keep)
-            except (BudgetError, OSError) as error:  # all planned steps stay reserved: no reason to lose the model
+            except (BudgetError, OSError) as error:  # all planned steps stay reserved; the model is kept
                 self._ledger.append_open_point(NOT_SETTLED.format(file=self._budget[0], error=error))
 
     @contextlib.contextmanager
     def ended_on_failure(self) -> Iterator[None]:
-        """End the ledger when the block raises, which gives back to the budget what no step was charged for."""
+        """End the ledger when the block raises; this returns the uncharged steps to the budget."""
         try:
             yield
         except BaseException:
-            with contextlib.suppress(OSError, ValueError):  # must not hide what failed first
+            with contextlib.suppress(OSError, ValueError):  # must not hide the first error
                 self.append_end("failed")
             raise
 
@@ -297,10 +297,10 @@ class SharedLedger:
 
 @contextlib.contextmanager
 def _given_back_on_failure(budget_file: str, entry: str) -> Iterator[None]:
-    """Settle an entry without steps when the ledger that was to name it could not be made: no run will settle it."""
+    """Settle an entry without steps when its ledger could not be created: no run will settle it later."""
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError, ValueError):  # must not hide what failed first
+        with contextlib.suppress(OSError, ValueError):  # must not hide the first error
             settle(budget_file, entry, 0)
         raise

@@ -1,18 +1,18 @@
-"""Signals that end a run in order: after the current step, with a checkpoint, a ledger line and a report.
+"""Handling of signals that end a run in order: after the current step, with a checkpoint, a ledger line and a report.
 
 Place in the flow: around `DPTrainer.train` and the programs that call it. Python runs a handler between two bytecodes
-of the main thread, so a handler only takes a note here; the training loop asks for it after each step.
+of the main thread, so a handler only sets a flag here; the training loop reads it after each step.
 
-Who sends what (Linux):
+Senders of signals (Linux):
 
 * Ctrl-C in a terminal goes to the whole foreground process group: to this process and to a launcher above it.
-* ``accelerate launch`` with one process waits for its child and nothing else. Ctrl-C ends it with a traceback while the
-  child goes on; SIGTERM and SIGHUP end it and leave the child behind. So the child asks the kernel for SIGTERM when the
-  launcher dies (PR_SET_PDEATHSIG), and takes the terminal's foreground for itself while it runs (`Terminal`): Ctrl-C
-  then reaches it alone, and the launcher ends as its child does.
-* ``torchrun``, and with it ``accelerate launch`` with several processes, starts workers in sessions of their own. It
-  forwards SIGINT, SIGTERM and SIGHUP to them, waits for 30 seconds, kills what is left, and ends with a traceback of
-  its own, which a worker cannot prevent.
+* ``accelerate launch`` with one process only waits for its child. Ctrl-C ends it with a traceback while the child
+  continues; SIGTERM and SIGHUP end it and leave the child behind. So the child asks the kernel for SIGTERM when the
+  launcher dies (PR_SET_PDEATHSIG), and takes the terminal's foreground while it runs (`Terminal`): Ctrl-C then reaches
+  only the child, and the launcher ends with the child's exit code.
+* ``torchrun``, and with it ``accelerate launch`` with several processes, starts each worker in a new session. It
+  forwards SIGINT, SIGTERM and SIGHUP to them, waits for 30 seconds, kills the remaining workers, and ends with its own
+  traceback, which a worker cannot prevent.
 
 A signal that arrives twice within `ONCE` seconds, from the terminal and from a launcher, counts once.
 """
@@ -34,7 +34,7 @@ ONCE = 2.0
 """Seconds within which further signals belong to the first one."""
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-"""SIGUSR1 is what Slurm sends ahead of a time limit (``--signal=B:USR1@300``)."""
+"""Slurm sends SIGUSR1 ahead of a time limit (``--signal=B:USR1@300``)."""
 
 _LAUNCHERS = frozenset(
     {
@@ -47,14 +47,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by which signal.
+    """The record of whether a signal asked this process to stop, and which signal.
 
     Args:
-        then: what the program does about it, for the user.
+        then: the program's reaction, in words for the user.
     """
 
     def __init__(self, then: str = "finishing this step, then saving a checkpoint and the privacy report") -> None:
-        """Nothing was asked yet."""
+        """Begin without a request."""
         self._then = then
         self.number: int | None = None
         """The first signal that arrived."""
@@ -68,7 +68,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take note of signals while the block runs; only the main thread can handle signals, others pass through.
+        """Record signals while the block runs; only the main thread can handle signals, in others nothing is done.
 
         A signal that this process was started to ignore (``nohup``, a background job of a script) stays ignored,
         unless a launcher forwards it. SIGUSR1 is left to a program that handles it.
@@ -90,7 +90,7 @@ class StopRequest:
 
     @staticmethod
     def _is_ours(number: int, handler: Any) -> bool:
-        if handler is None:  # not set from Python: nothing could put it back
+        if handler is None:  # not set from Python, so it could not be restored
             return False
         if handler == signal.SIG_IGN:
             return forwarded_by_a_launcher()
@@ -107,7 +107,7 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def _leave_the_terminal(self) -> None:
-        """Write to nowhere in place of a terminal that has gone: an error there would end the run unsaved."""
+        """Redirect output from a closed terminal to nowhere: a write error would end the run unsaved."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in self._terminals:
             os.dup2(nowhere, descriptor)
@@ -115,22 +115,22 @@ class StopRequest:
 
 
 def _say(text: str) -> None:
-    """Write to the screen, on each machine's first process; the handler may have interrupted the writing of a log."""
+    """Write to the screen on each machine's first process; the handler may have interrupted a log line."""
     if int(os.environ.get("LOCAL_RANK", "0")) < 1:
         with contextlib.suppress(OSError):
             os.write(2, f"\n{text}\n".encode())
 
 
 def exit_code(number: int) -> int:
-    """Return the exit code of a program that a signal ended in order: 128 + its number, as shells count.
+    """Return the exit code of a program that ended in order on a signal: 128 + its number, as in shells.
 
-    After Ctrl-C below a launcher it is 0: the launcher would report any other as a crash, with a traceback.
+    After Ctrl-C under a launcher it is 0: the launcher would report any other code as a crash, with a traceback.
     """
     return 0 if number == signal.SIGINT and launched() else 128 + number
 
 
 def launched() -> bool:
-    """Whether the parent of this process is a launcher: accelerate, torchrun or deepspeed. Known on Linux only."""
+    """Return whether the parent of this process is a launcher: accelerate, torchrun or deepspeed. Linux only."""
     try:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode("utf-8", errors="replace")
     except OSError:
@@ -145,29 +145,29 @@ def forwarded_by_a_launcher() -> bool:
 
 
 def end_with_the_launcher() -> None:
-    """Ask for SIGTERM when the launcher above this process dies, however it dies; does nothing without a launcher.
+    """Ask for SIGTERM when the launcher of this process dies for any reason; does nothing without a launcher.
 
-    Without it a process goes on unseen after its launcher was killed.
+    Without this a process continues unnoticed after its launcher was killed.
     """
     parent = os.getppid()
     if not sys.platform.startswith("linux") or not launched():
         return
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != parent:  # it died in between
+    if os.getppid() != parent:  # the launcher died in between
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Terminal:
     """The terminal's foreground, taken from a launcher that would end with a traceback at Ctrl-C.
 
-    Only where the launcher and this process share a process group that is in the foreground; elsewhere nothing is done.
-    Ctrl-Z gives the foreground back and suspends the whole job, as without this class, and ``fg`` takes it again. A
-    shell takes the foreground back by itself when the launcher ends.
+    It acts only if the launcher and this process share a process group in the foreground. Ctrl-Z gives the foreground
+    back and suspends the whole job, as without this class; ``fg`` takes the foreground again. A shell takes the
+    foreground back by itself when the launcher ends.
     """
 
     def __init__(self) -> None:
-        """Nothing was taken yet."""
+        """Begin without the foreground."""
         self._descriptor: int | None = None
         self._group = 0
 
@@ -203,7 +203,7 @@ class Terminal:
                 self._descriptor, self._group = descriptor, group
                 self._make_foreground(os.getpgrp())
                 return True
-        except OSError:  # not ours to take
+        except OSError:  # this process may not take it
             pass
         if self._descriptor is None:
             os.close(descriptor)
@@ -215,7 +215,7 @@ class Terminal:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
-        with contextlib.suppress(OSError):  # the launcher, or the terminal, has gone
+        with contextlib.suppress(OSError):  # the launcher has ended, or the terminal is closed
             if os.tcgetpgrp(descriptor) == os.getpgrp():
                 self._descriptor = descriptor
                 self._make_foreground(self._group)
@@ -226,7 +226,7 @@ class Terminal:
 
     def _make_foreground(self, group: int) -> None:
         assert self._descriptor is not None
-        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a background process stops on this call
+        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # without this, the call stops a background process
         try:
             os.tcsetpgrp(self._descriptor, group)
         finally:

@@ -1,7 +1,7 @@
-"""One private step, as the algorithm reads: charge, clip each microbatch, add the sums and the noise, update.
+"""One private step in the order of the algorithm: charge, clip each microbatch, add the sums and the noise, update.
 
 This is DP-SGD's gradient (Abadi et al. 2016, arXiv:1607.00133) over a truncated Poisson batch, as a sum divided by a
-public constant. What the optimizer then does with it is post-processing.
+public constant. The optimizer's use of this gradient is post-processing.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from dpllm.training.release import Release
 
 @dataclass(frozen=True)
 class StepDiagnostics:
-    """What happened in a step, over all processes. Depends on the data: nothing of it is covered by the guarantee.
+    """Counts of a step, over all processes. They depend on the data, and the guarantee covers none of them.
 
     Attributes:
         mean_loss: mean of the rows' losses; NaN for an empty step.
-        num_units: units that took part.
-        num_nonfinite: units whose gradient was not finite and which therefore contributed zero.
-        num_clipped: units whose gradient was longer than the clip norm.
-        num_divided: how often memory ran out, and a microbatch was taken again in halves.
-        max_tokens: tokens of a microbatch at most, padding included, with which the rest of the step was run; None
-            where memory sufficed.
+        num_units: number of units in the step.
+        num_nonfinite: number of units whose gradient was not finite, so that they contributed zero.
+        num_clipped: number of units whose gradient norm exceeded the clip norm.
+        num_divided: how often memory ran out and a microbatch was run again in halves.
+        max_tokens: the most tokens of a microbatch, padding included, in the rest of the step; None if memory
+            sufficed.
     """
 
     mean_loss: float
@@ -60,10 +60,10 @@ def private_step(
 ) -> StepDiagnostics:
     """Take one private step up to the optimizer, charged to the ledger.
 
-    Guarantee: with ``batch`` this process's share of what the plan's sampler drew, what the optimizer receives is the
-    output of the mechanism whose event is ``plan.event``, also when the batch is empty. The ledger holds the step
-    durably before anything of it is computed, so no crash can lose it. A microbatch on which memory runs out is
-    taken again in halves, where the processes do not run in lockstep; each unit still enters the sum once.
+    Guarantee: if ``batch`` is this process's share of the plan's draw, the optimizer receives the output of the
+    mechanism whose event is ``plan.event``, also when the batch is empty. The step is durable in the ledger before it
+    is computed, so no crash can lose it. A microbatch that runs out of memory is split in half and retried, unless the
+    processes run in lockstep; each unit still enters the sum once.
 
     Args:
         clipper: attached to the model, with the plan's clip norm.
@@ -72,24 +72,24 @@ def private_step(
         plan: the constants.
         engine: `dpllm.engines.engine_for` the prepared model. It leaves the private gradient in ``.grad`` for
             ``optimizer.step()``, or, DeepSpeed, has updated the parameters.
-        ledger: where the step is charged.
-        noise: where this process's share of the noise comes from; begun anew at each start and resume.
-        first: the steps that were charged before that start or resume.
-        before_update: called when the private gradient is complete, before an engine updates the parameters. Where it
+        ledger: the ledger to charge.
+        noise: source of this process's share of the noise; created again at each start and resume.
+        first: number of steps charged before that start or resume.
+        before_update: called when the private gradient is complete, before an engine updates the parameters. If it
             raises on one process, all processes raise its error.
 
     Raises:
-        ValueError: the clipper's norm is not the plan's, gradients are in ``.grad`` already, the plan's steps are used
-            up, or a step on this engine failed half-way, whose sums would be released under this one's noise.
-        UpdateError: in the first step, when what reaches the optimizer is not the private sum.
-        DisagreementError: the trainable weights of two replicas differ; nothing of the step reaches the optimizer.
+        ValueError: the clipper's norm is not the plan's; ``.grad`` already holds gradients; the plan's steps are used
+            up; or a step on this engine failed half-way, so its sums would be released under this step's noise.
+        UpdateError: in the first step, if the optimizer receives something other than the private sum.
+        DisagreementError: the trainable weights of two replicas differ; no part of the step reaches the optimizer.
         MicrobatchTooLargeError: memory ran out on a microbatch that cannot be divided.
     """
     _check(clipper, plan, ledger, engine)
     number = ledger.num_steps
     ledger.append_step(number, plan.event)
     release = Release(clipper, plan, engine, noise, number - first)
-    replicas = Replicas(clipper.parameters, engine.processes)  # as they are now; compared before any use
+    replicas = Replicas(clipper.parameters, engine.processes)  # the present weights; compared before any use
     tally = _Tally(plan.clip_norm)
     portions = Portions(batch, divisible=not engine.lockstep)
     for microbatch, last in portions:
@@ -113,10 +113,10 @@ def private_step(
 
 
 def refuse_leftovers(clipper: GhostClipper, engine: Engine) -> None:
-    """Make sure that nothing of an earlier step would be released with the next one; looks at this process only.
+    """Check that no part of an earlier step would be released with the next one; checks this process only.
 
     Raises:
-        ValueError: a step on this engine failed half-way, or a gradient is there.
+        ValueError: a step on this engine failed half-way, or a parameter already has a gradient.
     """
     if engine.unfinished:
         raise ValueError(
@@ -126,8 +126,8 @@ def refuse_leftovers(clipper: GhostClipper, engine: Engine) -> None:
     stale = [name for name, p in clipper.parameters.items() if p.grad is not None]
     if stale:
         raise ValueError(
-            f"{stale[0]} has a gradient from before the step; it would be released with it. Call zero_grad() after "
-            "each update, with set_to_none=True, its default: a gradient of zeros is one, too."
+            f"{stale[0]} has a gradient from before the step, which would be released with the step. Call zero_grad() "
+            "after each update, with set_to_none=True, its default: a gradient of zeros counts as a gradient."
         )
 
 
@@ -141,13 +141,13 @@ def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges, engine: En
     planned = ledger.steps_planned or plan.num_steps
     if ledger.num_steps >= planned:
         raise ValueError(
-            f"All {planned} steps of the plan are taken and charged; another one would exceed its epsilon. "
+            f"All {planned} steps of the plan are taken and charged; another step would exceed its epsilon. "
             f"Make a plan with more steps."
         )
 
 
 def _has_to_check_rows(clipper: GhostClipper, microbatch: Microbatch, engine: Engine) -> bool:
-    """Return whether to measure that rows are independent: once, in processes in lockstep in all at the same time."""
+    """Return whether to measure that rows are independent: once; at the same time on processes in lockstep."""
     if clipper.rows_checked:
         return False
     several = int((microbatch.unit_index >= 0).sum()) > 1
@@ -155,7 +155,7 @@ def _has_to_check_rows(clipper: GhostClipper, microbatch: Microbatch, engine: En
 
 
 class _Tally:
-    """Counts what happened in a step; read from the device once."""
+    """The counts of a step, read from the device once."""
 
     def __init__(self, clip_norm: float) -> None:
         self._clip_norm = clip_norm
@@ -180,7 +180,7 @@ class _Tally:
     def over(
         self, processes: Processes, portions: Portions, replicas: Replicas, error: Exception | None
     ) -> tuple[StepDiagnostics, list[list[float]], list[float]]:
-        """Over all processes; and every process's numbers for `Replicas.check`, and whether it has an error."""
+        """Return the counts over all processes, and each process's numbers for `Replicas.check` and error flag."""
         assert self._counts is not None, "every step has a microbatch"
         here = [*self._counts.tolist(), self._units, portions.num_divided]
         everywhere = processes.gather_numbers([*here, *replicas.numbers(), float(error is not None)])

@@ -85,7 +85,7 @@ from dpllm.training.training_log import CoveredTrainer, LogKeeper
 logger = logging.get_logger(__name__)
 
 RowLoss = Callable[[Any, Tensor], Tensor]
-"""Model outputs and labels to one loss per row (B,), each from its own row alone."""
+"""Function from model outputs and labels to one loss per row (B,), each computed only from its own row."""
 
 
 class LogicalBatches:
@@ -96,7 +96,7 @@ class LogicalBatches:
     """
 
     def __init__(self, run: PrivateRun, dataset: Any) -> None:
-        """Take the draws of this run."""
+        """Load the draws of this run."""
         self.dataset, self._run = dataset, run
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class LogicalBatches:
         return max(1, round(1 / self._run.plan.sampling_rate))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Draw one pass; the draws of all passes are independent. There is none left once all steps are charged."""
+        """Draw one pass; the draws of all passes are independent. It ends when all steps are charged."""
         if self._run.ledger.num_steps >= self._run.steps_planned:
             return
         for unit_ids in self._run.draws(len(self)):
@@ -123,30 +123,30 @@ class DPTrainer(CoveredTrainer):
         args: ``per_device_train_batch_size`` is the microbatch, ``max_steps`` the number of private steps T (or
             ``num_train_epochs``, then T = ceil(epochs N / b)). ``gradient_accumulation_steps`` stays 1: the logical
             batch is ``privacy.expected_batch_size``.
-        privacy: what to guarantee.
+        privacy: the privacy guarantee.
         train_dataset: tokenized rows with ``input_ids`` and ``labels`` (without labels, a causal language model
             learns all its input).
         eval_dataset: rows for evaluation; its results are not covered by the guarantee.
         processing_class: the tokenizer, for padding and for saving.
-        data_collator: rows to inputs, one row each; the default pads to the longest row. One of transformers' own is
-            given the columns that the model takes (``remove_unused_columns``), any other one all columns.
-        compute_loss_func: ``(outputs, labels) -> (B,)`` losses, each from its own row alone; the default fits the
-            model's task.
+        data_collator: rows to inputs, one row each; the default pads to the longest row. A collator of transformers
+            receives the columns that the model takes (``remove_unused_columns``), any other collator all columns.
+        compute_loss_func: ``(outputs, labels) -> (B,)`` losses, each computed only from its own row; the default fits
+            the model's task.
         callbacks: as for ``Trainer``.
         optimizers: as for ``Trainer``.
-        public: what was learnt from public data before, one line each, for the report.
-        max_tokens_per_microbatch: tokens of a microbatch, padding included, in place of the rows that
-            ``per_device_train_batch_size`` counts: short rows then go through the model many at a time. "auto": as
-            many as fit into the memory of the GPU, found before the first step (`dpllm.training.microbatch_size`);
-            refused where the model is sharded.
-        pack_rows: lay the rows of a microbatch end to end, without padding, for causal language models. The attention
-            runs each row by itself (`dpllm.models.packing`) while `train` lasts; evaluation pads as before.
-        norm_method: how norms are computed (`dpllm.ghost.NormMethod`); the default takes what costs least.
-        eval_is_public: declares that ``eval_dataset`` is public: schedules may follow it, and it is no disclosure.
+        public: earlier training on public data, one line each, for the report.
+        max_tokens_per_microbatch: tokens of a microbatch, padding included. It replaces the number of rows,
+            ``per_device_train_batch_size``, so that a microbatch of short rows has many. "auto": the largest number
+            that fits on the GPU, found before the first step (`dpllm.training.microbatch_size`); refused if the model
+            is sharded.
+        pack_rows: concatenate the rows of a microbatch without padding, for causal language models. The attention
+            processes each row separately (`dpllm.models.packing`) during `train`; evaluation pads as before.
+        norm_method: method of computing norms (`dpllm.ghost.NormMethod`); the default is the cheapest for each layer.
+        eval_is_public: declares that ``eval_dataset`` is public: schedules may follow it, and it is not a disclosure.
         start_is_independent: as for `dpllm.PrivateRun.attach`.
 
     Raises:
-        ConfigError, ValueError: anything that would make the guarantee untrue, before any training.
+        ConfigError, ValueError: an option would make the guarantee untrue; raised before any training.
     """
 
     def __init__(
@@ -168,10 +168,10 @@ class DPTrainer(CoveredTrainer):
         eval_is_public: bool = False,
         start_is_independent: bool = False,
     ) -> None:
-        """Resolve the plan and set the Trainer up."""
+        """Compute the plan and set up the Trainer."""
         refuse_ignored(self)
         self.privacy, self.public = privacy, list(public)
-        self.notes = ReleaseNotes()  # what only people know about the release; set it before save_model()
+        self.notes = ReleaseNotes()  # facts about the release that only people know; set them before save_model()
         if isinstance(max_tokens_per_microbatch, int) and max_tokens_per_microbatch < 1:
             raise ConfigError(f"max_tokens_per_microbatch must be at least 1, got {max_tokens_per_microbatch}")
         if pack_rows:
@@ -183,7 +183,7 @@ class DPTrainer(CoveredTrainer):
         self.processes = Processes()
         private = self.processes.together(lambda: checked_arguments(args, own_optimizer=optimizers[0] is not None))
         self.processes.agree({**agreement.software(), **agreement.training(args)})
-        refuse_unreadable(train_dataset)  # the first look at data: everything before it speaks of options
+        refuse_unreadable(train_dataset)  # the first access to data: all earlier errors are about options
         self.units: UnitIndex = unit_index_of(train_dataset, privacy, self._draw_of_rows())
         drawn = self.units.each_row() if privacy.sampling == "example" else self.units
         self.processes.agree(
@@ -237,15 +237,15 @@ class DPTrainer(CoveredTrainer):
         """Train for the plan's steps and write the privacy report beside the model.
 
         Args:
-            resume_from_checkpoint: a checkpoint of this output folder, True for its latest that is whole, or "auto" to
-                start where there is nothing to resume (`dpllm.training.restarting`). Any number of processes may
+            resume_from_checkpoint: a checkpoint of this output folder, True for its latest complete one, or "auto" to
+                start if there is nothing to resume (`dpllm.training.restarting`). Any number of processes may
                 continue it. The ledger is continued: steps lost in a crash stay charged, and batches and noise are
                 drawn from fresh entropy.
             trial: refused; hyper-parameter search on the private data costs privacy.
             ignore_keys_for_eval: as for ``Trainer``.
 
         Raises:
-            ValueError: the folder holds another run, its ledger is of another plan, or no checkpoint is whole.
+            ValueError: the folder holds another run, its ledger is of another plan, or no checkpoint is complete.
             RunCompletedError: "auto", and the run in the folder has ended as planned.
         """
         if trial is not None:
@@ -304,7 +304,7 @@ class DPTrainer(CoveredTrainer):
         return self.interrupted_by is not None
 
     def _end(self, folder: Path, reason: str) -> None:
-        """Note the end and write the report; after a failure, what fails here must not hide what failed first."""
+        """Note the end and write the report; after a failure, an error here must not hide the first error."""
         assert self.ledger is not None
         try:
             self.ledger.append_end(reason, independent=self.privacy.stop == "independent")
@@ -323,12 +323,12 @@ class DPTrainer(CoveredTrainer):
 
     @property
     def _steps_planned(self) -> int:
-        """Steps of all starts together; see `PrivateRun.steps_planned`."""
+        """Return the number of steps of all starts together; see `PrivateRun.steps_planned`."""
         allowed = None if self.ledger is None else self.ledger.steps_planned
         return allowed or self.plan.num_steps
 
     def _draw_of_rows(self) -> np.random.Generator:
-        """For the rows that a user with too many keeps: secret, and the same on every process."""
+        """Return the generator that draws the rows a user keeps: secret, and the same on every process."""
         entropy = self.processes.from_main(lambda: int.from_bytes(secrets.token_bytes(32), "little"))
         return seeded_rng(entropy if self.privacy.seed is None else self.privacy.seed)
 
@@ -355,12 +355,12 @@ class DPTrainer(CoveredTrainer):
         return ledger
 
     def get_train_dataloader(self) -> Any:
-        """The units of each step, drawn by the plan's sampler; every process sees all of them and takes its share."""
+        """Return the units of each step, drawn by the plan's sampler; each process sees all and takes its share."""
         assert self._run is not None, "train() makes the run"
         return LogicalBatches(self._run, self.train_dataset)
 
     def attach(self) -> None:
-        """Hook the model, which the Trainer has by now spread over the processes; before the first draw is charged."""
+        """Hook the model after the Trainer has distributed it, and before the first draw is charged."""
         assert self._run is not None, "train() makes the run"
         if not self._attached:
             if self._resumed_from and self.is_deepspeed_enabled:
@@ -369,7 +369,7 @@ class DPTrainer(CoveredTrainer):
             self._attached = True
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Take one private step up to the optimizer; returns the mean loss, which is a diagnostic and not private."""
+        """Take one private step up to the optimizer; return the mean loss, a diagnostic that is not private."""
         del num_items_in_batch
         assert self._run is not None, "train() makes the run"
         model.train()
@@ -378,9 +378,9 @@ class DPTrainer(CoveredTrainer):
         self._nonfinite.look(done.num_units, done.num_nonfinite, self.ledger.num_steps if self.ledger else 0)
         if done.num_divided:
             logger.warning(
-                "Memory ran out %d time(s), and microbatches were taken again in halves; no step was lost. From now "
-                "on a microbatch has %d tokens at most: start with max_tokens_per_microbatch (in a recipe "
-                "microbatch_tokens) at that.",
+                "Memory ran out %d time(s), and microbatches were split in half and retried; no step was lost. A "
+                "microbatch has at most %d tokens from now on: set max_tokens_per_microbatch (in a recipe "
+                "microbatch_tokens) to this number in the next run.",
                 done.num_divided,
                 self._run.max_tokens,
             )
@@ -406,15 +406,15 @@ class DPTrainer(CoveredTrainer):
 
     @property
     def epsilon(self) -> float:
-        """ε spent so far at the plan's δ, from the ledger; after `train` the ε that the report states."""
+        """Return ε spent so far at the plan's δ, from the ledger; after `train`, the ε stated by the report."""
         if self.ledger is None or self.ledger.num_steps == 0:
             return 0.0
         return epsilon([(self.plan.event, self.ledger.stated_steps)], self.plan.delta, self.plan.adjacency)
 
     def privacy_report(self) -> dict[str, Any]:
-        """The privacy statement of what ran so far, from the ledger; the same as ``privacy_report.json``."""
+        """Return the privacy statement of all steps so far, from the ledger; the same as ``privacy_report.json``."""
         if self.ledger is None:
-            raise ValueError("There is nothing to report before train().")
+            raise ValueError("There is nothing to report before train(): call it first.")
         return privacy_report(self.plan, read_ledger(self.ledger.path), self.notes)
 
     # ------------------------------------------------------------------- saving
@@ -423,8 +423,8 @@ class DPTrainer(CoveredTrainer):
         """Save the model, consolidated, and beside it the plan, the ledger so far, the privacy report and a model card.
 
         Called by all processes together; rank 0 writes. The model loads in plain transformers, an adapter in plain
-        PEFT. A checkpoint of a fully sharded, fully trained model holds shards alone, as the accelerate configuration
-        asks for.
+        PEFT. A checkpoint of a fully sharded, fully trained model holds only shards, as set in the accelerate
+        configuration.
         """
         folder = Path(output_dir or str(self.args.output_dir))
         self._save_with_guarantee(
@@ -441,7 +441,7 @@ class DPTrainer(CoveredTrainer):
         require_finite(self._module, self.processes, f"{folder} is not written: the model has")
         if self.args.should_save and (kept := keep_own_card(folder)) is not None:
             logger.warning(
-                "%s was not written by dpllm; it is kept as %s, and a model card takes its place",
+                "%s was not written by dpllm; it is kept as %s, and a model card replaces it",
                 folder / "README.md",
                 kept.name,
             )
@@ -462,7 +462,7 @@ class DPTrainer(CoveredTrainer):
         return "SHARDED" in kind and not _is_adapter(self.model)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint that is whole or not there; see `dpllm.privacy.checkpoints`."""
+        """Save a checkpoint completely or not at all; see `dpllm.privacy.checkpoints`."""
         output, step = Path(str(self.args.output_dir)), self.state.global_step
         require_finite(self._module, self.processes, f"checkpoint-{step} is not written: the model has")
         if self._run is not None:
@@ -489,7 +489,7 @@ class DPTrainer(CoveredTrainer):
             publish(staging_folder(output, step), checkpoint_folder(output, step), ledger=head, made_by=made_by)
             if limit := self.args.save_total_limit:
                 rotate(output, limit)
-            with contextlib.suppress(OSError):  # not empty: an older checkpoint waits there to be put back
+            with contextlib.suppress(OSError):  # not empty: it holds an older checkpoint to be restored
                 (output / STAGING_FOLDER).rmdir()
 
         self.processes.from_main(finish)
@@ -499,15 +499,16 @@ class DPTrainer(CoveredTrainer):
         return str(Path(output) / STAGING_FOLDER) if self._staging else output
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Not estimated: the Trainer's formula needs the tokens of a step, which depend on the secret draw."""
+        """Return no estimate: the Trainer's formula needs the tokens of a step, which depend on the secret draw."""
         del inputs
         return 0
 
 
 class _Interrupt(TrainerCallback):
-    """A signal ends the run after the current step, with a checkpoint and a true report (`dpllm.training.signals`).
+    """Callback that ends the run after the current step on a signal, with a checkpoint and a correct report.
 
-    Also ends a resumed run when the plan's steps are used up, since steps lost in a crash were charged.
+    See `dpllm.training.signals`. It also ends a resumed run when the plan's steps are used up, since steps lost in a
+    crash were charged.
     """
 
     def __init__(self, trainer: DPTrainer) -> None:
@@ -526,26 +527,26 @@ class _Interrupt(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Stop and save where it was asked for or where the plan ends."""
+        """Stop and save on a request or at the end of the plan."""
         ledger = self._trainer.ledger
         self.agreed = self._trainer.processes.any(self.stop.requested)  # all stop after the same step, or none
         if self.agreed or (ledger is not None and ledger.num_steps >= self._trainer._steps_planned):
             control.should_training_stop = True
             control.should_save = control.should_save or self.agreed
-            control.should_evaluate = control.should_evaluate and not self.agreed  # a launcher waits for seconds only
+            control.should_evaluate = control.should_evaluate and not self.agreed  # a launcher waits only for seconds
         return control
 
 
 def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Processes) -> Path | None:
-    """The checkpoint to continue from, made sure to be whole; None for a new run.
+    """Return the checkpoint to continue from, after checking that it is complete; None for a new run.
 
     Args:
         folder: the run's output folder.
-        wanted: a checkpoint, True for the latest that is whole, None or False for none.
+        wanted: a checkpoint, True for the latest complete one, None or False for none.
         processes: all of them call this together.
 
     Raises:
-        CheckpointError: the one that was asked for is not whole, or none is; or the run is completed, and it is older.
+        CheckpointError: the requested checkpoint, or every one, is incomplete; or it is older than a completed run.
         LedgerError: it is of another run than the folder's ledger, or the ledger was cut or restored from a copy.
     """
     if not wanted:
@@ -563,11 +564,11 @@ def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Pro
             return Path(wanted)
         found, passed_over = latest_whole(folder)
         for path, reason in passed_over:
-            logger.warning("%s is passed over: %s", path, reason)
+            logger.warning("%s is skipped: %s", path, reason)
         if found is None:
             raise CheckpointError(
-                f"{folder} holds no checkpoint that is whole, so there is nothing to resume. Its ledger stays as "
-                "evidence of the steps that ran; start a new run in another train.output_dir"
+                f"{folder} holds no complete checkpoint, so there is nothing to resume. Its ledger stays as evidence "
+                "of the steps that ran; start a new run in another train.output_dir"
             )
         logger.warning("resuming from %s", found)
         return found
@@ -580,7 +581,7 @@ def _is_adapter(model: Any) -> bool:
 
 
 def _task(model: Any) -> str | None:
-    """The task of `dpllm.config.ModelConfig` that the model's class serves, None for any other."""
+    """Return the task of `dpllm.config.ModelConfig` of the model's class, None for any other class."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     kind = type(inner).__name__
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
@@ -600,17 +601,17 @@ _ROW_LOSSES = {
 
 
 def default_row_loss(model: nn.Module) -> RowLoss:
-    """The loss per row that fits the model's task.
+    """Return the loss per row that fits the model's task.
 
     Raises:
-        ConfigError: a task without one; pass ``compute_loss_func``.
+        ConfigError: the task has no default loss; pass ``compute_loss_func``.
     """
     task = _task(model)
     if task is None:
         raise ConfigError(
             f"There is no default loss per row for {type(model).__name__}. Pass compute_loss_func=(outputs, labels) "
             f"-> (B,), each row's loss "
-            "from that row alone."
+            "from that row only."
         )
     loss = _ROW_LOSSES[task]
     if task != "sequence_classification" and getattr(

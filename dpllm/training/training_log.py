@@ -1,11 +1,11 @@
-"""Where training losses and metrics are kept, and a Trainer state without them.
+"""The file of training losses and metrics, and a Trainer state without them.
 
-Place in the flow: beside the checkpoints. A checkpoint is covered by ε, and so must be every file in it: its
+Place in the flow: beside the checkpoints. ε covers a checkpoint, so it must cover every file in it: its
 ``trainer_state.json`` keeps the step, the epoch, the learning rate and ε of each log entry. Losses, gradient norms and
 metrics depend on private rows; they go to one file outside all checkpoints, which the report lists as not covered.
 
-The file is written only by appending, one JSON object per line. A run that is resumed marks the step at which it goes
-on, so that entries of steps that were lost are passed over.
+The file is written only by appending, one JSON object per line. A resumed run marks the step from which it continues,
+so that entries of lost steps are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpllm.report.disclosures import LOG_FILE, LOGGED
 from dpllm.training.outlets import Outlets
 
 _PUBLIC_ENTRIES = ("step", "epoch", "learning_rate", "epsilon")
-# Of a TrainerState; everything else is reset, also a field that a later release adds.
+# Fields of a TrainerState; every other field is reset, including those that a later release adds.
 _PUBLIC_FIELDS = (
     *("epoch", "global_step", "max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size"),
     *("num_train_epochs", "is_local_process_zero", "is_world_process_zero"),
@@ -39,8 +39,8 @@ def covered_state(state: TrainerState, eval_is_public: bool = False) -> TrainerS
     """Return a copy of a Trainer's state with the figures that ε covers, and without all others.
 
     Args:
-        state: of the Trainer; it is left as it is.
-        eval_is_public: whether evaluation rows are declared public; then evaluation stays in.
+        state: state of the Trainer; it is not changed.
+        eval_is_public: whether evaluation rows are declared public; then evaluation results are kept.
 
     >>> state = TrainerState(log_history=[{"loss": 2.5, "step": 1, "epsilon": 0.5}, {"eval_loss": 2.0, "step": 1}])
     >>> covered_state(state).log_history
@@ -68,16 +68,16 @@ def covered_state(state: TrainerState, eval_is_public: bool = False) -> TrainerS
 
 
 def refuse_random_states(folder: Path) -> None:
-    """Make sure that a checkpoint holds no file with the state of a random generator.
+    """Check that a checkpoint holds no file with the state of a random generator.
 
     Raises:
-        CheckpointError: it does, by name.
+        CheckpointError: it holds one; the message names the file.
     """
     found = sorted(path for pattern in _RANDOM_STATES for path in folder.rglob(pattern))
     if found:
         raise CheckpointError(
-            f"{found[0]} holds the state of random generators, which tells how many random numbers private rows took. "
-            "A checkpoint is released without it: take out the callback or hook that writes it"
+            f"{found[0]} holds the state of random generators, which reveals how many random numbers private rows "
+            "took. A checkpoint must not contain it: remove the callback or hook that writes it"
         )
 
 
@@ -85,25 +85,25 @@ class TrainingLog:
     """The file of one run's losses and metrics; one process writes it.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Remember where it is."""
+        """Store the path of the file."""
         self.path = Path(folder) / LOG_FILE
 
     def begin(self, step: int) -> list[dict[str, Any]]:
-        """Mark where a run begins or goes on.
+        """Mark the step at which a run begins or continues.
 
         Args:
-            step: of the checkpoint that it goes on from, or 0.
+            step: step of the checkpoint from which it continues, or 0.
 
         Returns:
-            What was logged up to this step.
+            The entries logged up to this step.
         """
         kept = [entry for entry in self.read() if entry.get("step", 0) <= step] if step else []
         if self.path.exists():
-            if not self.path.read_bytes().endswith(b"\n"):  # a line that a crash cut off would swallow the next one
+            if not self.path.read_bytes().endswith(b"\n"):  # a line truncated by a crash would swallow the next one
                 with self.path.open("a", encoding="utf-8") as file:
                     file.write("\n")
             self._append({"resumed_at": step})
@@ -114,7 +114,7 @@ class TrainingLog:
         self._append(entry)
 
     def read(self) -> list[dict[str, Any]]:
-        """The entries, without those of steps that were lost; a line that a crash cut off is left out."""
+        """Return the entries, without those of lost steps; a line truncated by a crash is left out."""
         entries: list[dict[str, Any]] = []
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         for line in lines:
@@ -135,10 +135,10 @@ class TrainingLog:
 
 
 class LogKeeper(TrainerCallback):
-    """Gives a resumed Trainer the losses back that its checkpoint does not hold."""
+    """Callback that restores in a resumed Trainer the losses that its checkpoint does not hold."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Take the run's folder."""
+        """Store the run's folder."""
         self.log = TrainingLog(folder)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -170,9 +170,9 @@ class CoveredTrainer(Outlets):
             self._log_keeper.log.append(self.state.log_history[-1])
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint; nothing that ε does not cover is written to it at any moment."""
+        """Save a checkpoint; figures that ε does not cover are never written to it."""
         whole, covered = self.state, covered_state(self.state, self.eval_is_public)
-        # The Trainer looks up the states of callbacks by name, so these are taken out afterwards.
+        # The Trainer looks up the states of callbacks by name, so these are removed afterwards.
         self.state = dataclasses.replace(covered, stateful_callbacks=whole.stateful_callbacks)
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{whole.global_step}"
         try:
@@ -187,7 +187,7 @@ class CoveredTrainer(Outlets):
         """Load a checkpoint's weights.
 
         Raises:
-            CheckpointError: they are of a model of another shape.
+            CheckpointError: the weights are of a model of another shape.
         """
         try:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -207,10 +207,10 @@ class CoveredTrainer(Outlets):
             covered_state(self.state, self.eval_is_public).save_to_json(str(folder / TRAINER_STATE_NAME))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save nothing: the state of a generator tells how many random numbers private rows took."""
+        """Save nothing: the state of a generator reveals how many random numbers private rows took."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load nothing: each step draws from fresh entropy, whatever an old or foreign checkpoint holds."""
+        """Load nothing: each step draws from fresh entropy, even if an old or foreign checkpoint holds a state."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the norm of the noisy gradient, measured without writing to it: the watch refuses any write."""
@@ -222,8 +222,8 @@ class CoveredTrainer(Outlets):
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the expected logical batch, from which the Trainer computes ``train_samples_per_second``.
 
-        It counts units of privacy (rows, where they are drawn singly), expected rather than realised. The Trainer's
-        own count is of microbatches.
+        It is the expected, not the realised, number of units of privacy (of rows, if they are drawn separately). The
+        Trainer's own number counts microbatches.
         """
         del args
         return self.plan.expected_batch_size

@@ -113,7 +113,7 @@ def test_a_plan_that_was_edited_or_deleted_is_refused_at_resume(tmp_path: Path) 
     """It is evidence for the model beside it."""
     begin(tmp_path, 1)
     dataclasses.replace(PLAN, num_steps=11).save(tmp_path / PLAN_FILE)
-    with pytest.raises(LedgerError, match="is another plan than the one of this run"):
+    with pytest.raises(LedgerError, match="is not the plan of this run"):
         resume(tmp_path)
     (tmp_path / PLAN_FILE).unlink()
     with pytest.raises(ValueError, match="can't be read"):

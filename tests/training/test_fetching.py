@@ -51,9 +51,9 @@ def test_a_replaced_data_set_is_refused(tmp_path):
         (torch.utils.data.TensorDataset(torch.ones(64, 4)), "Row 0 of train_dataset is of type tuple. Rows are dict"),
         (
             {"input_ids": [[5, 6]]},
-            r"of type dict, with the keys input_ids, and no list of rows: take one of",
+            r"of type dict, with the keys input_ids, and not a list of rows: pass one of",
         ),
-        (DatasetDict({"train": rows()}), r"of type DatasetDict, with the keys train, and no list of rows: take one"),
+        (DatasetDict({"train": rows()}), r"of type DatasetDict, with the keys train, and not a list of rows: pass one"),
     ],
 )
 def test_a_data_set_of_another_kind_is_refused(dataset, says, tmp_path):

@@ -198,7 +198,7 @@ def test_auto_is_no_larger_than_a_share_of_an_expected_batch(tmp_path):
 def test_auto_without_room_for_one_row_charges_its_draw_only(tmp_path):
     """It is refused before the first step."""
     model, gate = gated(more_than(0))
-    with pytest.raises(MicrobatchTooLargeError, match=r"longest row alone.*max_length"):
+    with pytest.raises(MicrobatchTooLargeError, match=r"one row, the longest.*max_length"):
         run_on(tmp_path / "run", model, Counted(gate, 10**6))
     assert read_ledger(tmp_path / "run" / LEDGER_FILE).num_steps == 1
 

@@ -77,7 +77,7 @@ BAD_OPTIONS = [
     (["model.peft.modules_to_save=[nope]"], "modules_to_save names 'nope'"),
     (["model.peft.rr=3"], "LoraConfig has no argument 'rr'; did you mean 'r'"),
     (["model.freeze=['nope.*']"], "no parameter is named like 'nope"),
-    (["data.max_length=513"], "data.max_length allows rows of 513 tokens, and the model has 512 positions"),
+    (["data.max_length=513"], "data.max_length allows rows of 513 tokens, but the model has 512 positions"),
     (["public_pretrain.data.max_length=513"], "public_pretrain.data.max_length allows rows of 513"),
     (["model.task=seq2seq_lm"], "no model for model.task=seq2seq_lm can be built"),
     (["train.output_dir=/dev/null"], "/dev/null is a file"),

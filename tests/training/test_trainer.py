@@ -488,7 +488,7 @@ def test_resuming_passes_over_a_torn_checkpoint_and_says_so(tmp_path, saved_twic
     run = trainer(tmp_path, args=saved_twice)
     run.train(resume_from_checkpoint=True)
     text = caplog.text
-    assert "checkpoint-4 is passed over" in text and "model.safetensors has" in text
+    assert "checkpoint-4 is skipped" in text and "model.safetensors has" in text
     assert f"resuming from {tmp_path / 'checkpoint-2'}" in text
     assert run.state.global_step == 3 and read_ledger(tmp_path / FILES[1]).num_steps == 6
 
@@ -497,7 +497,7 @@ def test_resuming_takes_the_latest_checkpoint_that_is_whole(tmp_path, saved_twic
     """Nothing is passed over."""
     run = trainer(tmp_path, args=saved_twice)
     run.train(resume_from_checkpoint=True)
-    assert f"resuming from {tmp_path / 'checkpoint-4'}" in caplog.text and "passed over" not in caplog.text
+    assert f"resuming from {tmp_path / 'checkpoint-4'}" in caplog.text and "skipped" not in caplog.text
     assert run.state.global_step == 5
 
 
@@ -507,7 +507,7 @@ def test_a_torn_checkpoint_is_refused_when_it_is_asked_for_and_when_there_is_no_
     with pytest.raises(CheckpointError, match=r"checkpoint-4/optimizer\.pt has \d+ bytes instead of"):
         trainer(tmp_path, args=saved_twice).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     tear(tmp_path / "checkpoint-2" / "privacy_ledger.jsonl")
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint that is whole.*start a new run in another"):
+    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint.*start a new run in another"):
         trainer(tmp_path, args=saved_twice).train(resume_from_checkpoint=True)
     assert read_ledger(tmp_path / FILES[1]).num_steps == 5 and len(read_ledger(tmp_path / FILES[1]).runs) == 1
 
@@ -560,7 +560,7 @@ def test_rotation_keeps_the_checkpoints_published_last(tmp_path):
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*averages over the batch"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         ({"torch_compile": True}, "torch_compile=True"),
-        ({"debug": "underflow_overflow"}, "prints what a model computes from private rows"),
+        ({"debug": "underflow_overflow"}, "prints values computed from private rows"),
         ({"use_liger_kernel": True}, "use_liger_kernel=True"),
         ({"optim": "lomo"}, "optim=lomo updates parameters during backward"),
         ({"optim": "schedule_free_adamw"}, "optim=schedule_free_adamw keeps two sets of weights"),
@@ -680,7 +680,7 @@ def test_a_finished_model_is_not_replaced_by_older_weights(tmp_path, wanted):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     again = trainer(tmp_path, args=arguments(tmp_path, **settings))
     with pytest.raises(
-        CheckpointError, match=r"completed \(4 steps\) and its model is there; .*checkpoint-2 has taken 2"
+        CheckpointError, match=r"completed \(4 steps\) and its model is saved; .*checkpoint-2 has taken 2"
     ):
         again.train(resume_from_checkpoint=wanted if wanted is True else str(tmp_path / wanted))
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -47,7 +47,7 @@ def test_a_shortage_of_memory_in_the_middle_of_training(tmp_path, caplog):
     run.model.model.layers[1].mlp.register_forward_pre_hook(before_layer)
     run.train()
     assert run.ledger.num_steps == 4 and max(sizes) > 32 >= sizes[-1]
-    assert "microbatches were taken again in halves" in caplog.text
+    assert "microbatches were split in half and retried" in caplog.text
     counted = run.privacy_report()["checkable"]["diagnostics_not_covered"]
     assert counted["microbatches taken again in halves for lack of memory"] >= 1
     with pytest.raises(ConfigError, match="max_tokens is 'most'"):
