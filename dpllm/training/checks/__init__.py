@@ -1,1 +1,1 @@
-"""What is checked while a run goes on, so that the program that ran is the one whose ε is printed."""
+"""Checks during a run, so that the printed ε is that of the program that ran."""

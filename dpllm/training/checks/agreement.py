@@ -1,8 +1,8 @@
-"""Facts that must be identical on every process, since they decide what each of them computes.
+"""Facts that must be identical on every process, since they determine its computation.
 
 Place in the flow: beside `dpllm.training.run`, which compares them (`dpllm.engines.processes.Processes.agree`):
-software and rows when a run begins, training arguments before data are touched, model and optimizer when they are
-attached. All facts are texts or numbers that do not depend on Python's hash seed or on addresses in memory.
+software and rows when a run begins, training arguments before data are read, model and optimizer when they are
+attached. All facts are texts or numbers that do not depend on Python's hash seed or on memory addresses.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from dpllm.training.checks.repeatable import same_randomness
 
 _PACKAGES = ("numpy", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes")
 _BLOCK = 1 << 20  # lengths hashed together
-_SAMPLE = 256  # rows that are also compared as the collator leaves them
-_TOKENS = 1 << 25  # tokens of all rows that are compared: some seconds. Of larger data, evenly spaced rows are
+_SAMPLE = 256  # rows that are also compared after collation
+_TOKENS = 1 << 25  # most tokens compared, which takes seconds; of larger data, evenly spaced rows are compared
 _FETCHED = 1024  # rows fetched together
 _STATE = 0  # of the random generators: transforms and collators that draw numbers are compared from one state
 _DEEPEST, _DEEPEST_UNKNOWN = 4, 2
-_OWN = re.compile("^_|rank|process|pid|path|time")  # attributes of unknown objects that may be of one process
-# Training arguments that name places or say how a process reports, and decide nothing that is computed.
+_OWN = re.compile("^_|rank|process|pid|path|time")  # attributes of unknown objects that may differ between processes
+# Training arguments that name places or set how a process reports, and do not influence the computation.
 _OF_ONE_PROCESS = {
     *("output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "log_level", "log_level_replica"),
     *("log_on_each_node", "logging_nan_inf_filter", "local_rank", "hub_token", "hub_model_id", "push_to_hub"),
@@ -48,7 +48,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def software() -> dict[str, str]:
-    """Versions of the software that computes, and a hash of dpllm's sources."""
+    """Return the versions of the software, and a hash of dpllm's sources."""
     versions = {"the version of python": platform.python_version(), "the sources of dpllm": _hash_of_sources()}
     for package in _PACKAGES:
         try:
@@ -68,18 +68,18 @@ def _hash_of_sources() -> str:
 
 
 def training(args: Any) -> dict[str, str]:
-    """What a `TrainingArguments` decides about the computation, one fact per option."""
+    """Return the options of a `TrainingArguments` that influence the computation, one fact per option."""
     options = [field.name for field in dataclasses.fields(args) if field.init and field.name not in _OF_ONE_PROCESS]
     facts = {f"train.{name}": described(getattr(args, name, None)) for name in options}
     return {**facts, "the kind of device": torch.device(args.device).type, "mixed precision": str(args.mixed_precision)}
 
 
 def computation(model: nn.Module, optimizer: Any) -> dict[str, str]:
-    """What a prepared model and its optimizer decide: devices, dtypes, attention, precision, hyper-parameters.
+    """Return facts of a prepared model and its optimizer: devices, dtypes, attention, precision, hyperparameters.
 
     Args:
-        model: the module inside (`dpllm.engines.model_inside`).
-        optimizer: as it was prepared; wrappers are looked through.
+        model: the module inside the wrapper (`dpllm.engines.model_inside`).
+        optimizer: the prepared optimizer; wrappers are removed.
     """
     parameters = list(model.parameters())
     config = getattr(model, "config", None)
@@ -102,15 +102,15 @@ def rows(
     limits: Mapping[str, Any],
     hash_of_contents: str,
 ) -> dict[str, Any]:
-    """The rows of a run, the units they belong to, and how they become microbatches; 256 rows as they are collated.
+    """Return facts of a run's rows, their units and their microbatches, and of 256 rows after collation.
 
     Args:
-        units: which rows each unit has.
+        units: index of the rows of each unit.
         lengths: (num_rows,) tokens of every row.
         fetch: row numbers to rows.
         collate: rows to the model's inputs.
         limits: the bounds of a microbatch, by name.
-        hash_of_contents: of the rows (`contents`).
+        hash_of_contents: hash of the rows (`contents`).
     """
     order = hashlib.sha256()
     for block in units.blocks():
@@ -129,44 +129,44 @@ def rows(
 
 
 def check_rows(plan: PrivacyPlan, units: UnitIndex) -> None:
-    """Make sure that rows are those that a plan counts.
+    """Check that a plan was made for these rows.
 
     Args:
-        plan: of the run.
-        units: of the rows.
+        plan: plan of the run.
+        units: units of the rows.
 
     Raises:
-        ConfigError: the plan's event would not be what runs.
+        ConfigError: the plan's event would not describe the run.
     """
     bound = plan.max_rows_per_unit
     if units.num_units != plan.population:
         what = "rows to draw" if plan.sampling == "example" else "units"
         raise ConfigError(
-            f"The plan is for {plan.population} {what}, and the data have {units.num_units}: q would be another. Make "
-            "the plan with make_plan from these data"
+            f"The plan is for {plan.population} {what}, but the data have {units.num_units}, so q would be different. "
+            "Make the plan with make_plan from these data"
         )
     if plan.unit == "user" and units.made_of == ONE_ROW:
         raise ConfigError(
-            f"The plan protects users (column {plan.unit_column!r}), and the index makes each row a unit by itself "
-            "(UnitIndex.one_row_per_unit): ε would be that of a single row. Make the index with "
+            f"The plan protects users (column {plan.unit_column!r}), but the index makes each row a unit "
+            "(UnitIndex.one_row_per_unit): ε would hold only for a single row. Make the index with "
             "UnitIndex.from_ids(ids, max_rows_per_unit, column=...) from the users' ids"
         )
     if units.rows_per_owner > plan.event.moves:
         raise ConfigError(
-            f"Up to {units.rows_per_owner} rows of one user are drawn singly, and the plan accounts for "
+            f"Up to {units.rows_per_owner} rows of one user are drawn separately, but the plan accounts for "
             f"{plan.event.moves}. Make both from the same max_rows_per_unit and sampling"
         )
     if plan.sampling == "unit" and bound is not None and units.max_rows > bound:
         raise ConfigError(
-            f"A user has {units.max_rows} rows, and the plan says at most {bound}. Make the index with "
+            f"A user has {units.max_rows} rows, but the plan allows at most {bound}. Make the index with "
             "UnitIndex.from_ids(ids, max_rows_per_unit)"
         )
 
 
 def contents(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) -> str:
-    """Return a hash of the rows in their order, which takes seconds.
+    """Return a hash of the rows in their order; it takes seconds.
 
-    All rows are hashed while they have 2^25 tokens at most; of larger data evenly spaced rows of that many tokens.
+    All rows are hashed if they have at most 2^25 tokens; of larger data, evenly spaced rows with this many tokens.
 
     Args:
         lengths: (num_rows,) tokens of every row.
@@ -227,10 +227,11 @@ def _numbers(value: Any) -> np.ndarray | None:
 
 
 def described(value: Any, depth: int = 0) -> str:
-    """A text that is the same wherever an object has the same settings.
+    """Return a text that is equal for objects with equal settings.
 
-    Primitive values, containers, data classes and functions are described whole, to a depth of 4; of other objects the
-    class and, to a depth of 2, public attributes that are primitive. Order within sets and addresses play no part.
+    Primitive values, containers, data classes and functions are described completely, to a depth of 4. Other objects
+    are described by their class and, to a depth of 2, by public attributes with primitive values. The order of sets and
+    memory addresses have no influence.
 
     >>> described({"b", "a"}), described(len)
     ("{'a', 'b'}", 'builtins.len')
@@ -308,7 +309,7 @@ def _optimizer(optimizer: Any) -> dict[str, str]:
 
 
 def _mixed_precision() -> str:
-    """What accelerate was set up with; of one process of several, too."""
+    """Return accelerate's mixed precision, also on one process of several."""
     from accelerate.state import AcceleratorState
 
     return str(AcceleratorState._shared_state.get("_mixed_precision", "none"))

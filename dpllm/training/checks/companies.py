@@ -1,8 +1,8 @@
-"""Rows of a check of independence: which of them go through the model together.
+"""The rows of an independence check, and the groups (companies) in which they pass through the model.
 
 Place in the flow: `dpllm.training.checks.independence` draws a sample for each check and runs its companies.
-A sample is chosen by the operating system's randomness from all rows, within what a microbatch may hold. It has the
-shortest row that has a target, because padding shows there first, and one of the longest.
+A sample is drawn by the operating system's randomness from all rows, within the limits of a microbatch. It has the
+shortest row with a target, because effects of padding are largest there, and one of the longest.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from dpllm.training.rows import TrainingRows
 
 SHORTEST = 8
-"""Rows looked at for the shortest one with a target, and for random numbers in how rows are read."""
-_MOST_CANDIDATES = 1 << 20  # rows that those of a check are chosen from
+"""Number of rows searched for the shortest one with a target, and for random numbers in the reading of rows."""
+_MOST_CANDIDATES = 1 << 20  # the most rows from which those of a check are chosen
 _IGNORE = -100
 
 
 @dataclass(frozen=True)
 class Company:
-    """Rows that go through the model together.
+    """Rows that pass through the model together.
 
     Attributes:
         numbers: their row numbers.
-        words: how the rows stand to those of the pass before.
+        words: their relation to the rows of the pass before, in words.
     """
 
     numbers: tuple[int, ...]
@@ -47,15 +47,15 @@ class Sample:
     """The rows of a check.
 
     Attributes:
-        rows: by number, as they were fetched.
-        refetched: whether rows are fetched again for each pass, so that one shows which changes them by the others; a
-            fetch that draws random numbers is not repeated.
-        together: numbers; the shortest row comes first. Of three rows or more it is the last one, too: two equal
+        rows: the fetched rows by number.
+        refetched: whether rows are fetched again for each pass, so that a fetch which changes a row by the others is
+            found; a fetch that draws random numbers is not repeated.
+        together: numbers; the shortest row comes first. With three rows or more it is also the last one: two equal
             records are ordinary, and a loss may count them.
         replaced: numbers of other rows, among them a long one, and rows of ``together`` in another order.
-        crowd: numbers of as many rows as a microbatch has, those of ``together`` that fit first; empty where these are
-            as many.
-        equals: the shortest row twice, for a pass of the first check where ``together`` has no room for it.
+        crowd: numbers of as many rows as a microbatch has, first those of ``together`` that fit; empty if ``together``
+            has as many.
+        equals: the shortest row twice, for a pass of the first check if ``together`` has no room for it.
     """
 
     rows: Mapping[int, Any]
@@ -66,21 +66,21 @@ class Sample:
     refetched: bool = False
 
     def fetched(self, numbers: Sequence[int], fetch: Callable[[np.ndarray], Sequence[Any]]) -> list[Any]:
-        """The rows of a pass; collators may take them apart."""
+        """Return the rows of a pass; collators may modify them."""
         distinct = list(dict.fromkeys(numbers))
         found = dict(zip(distinct, fetch(np.array(distinct)), strict=True)) if self.refetched else self.rows
         return [copy.deepcopy(found[number]) for number in numbers]
 
     @classmethod
     def draw(cls, rows: TrainingRows, max_tokens: int | None, wanted: int, first: bool, crowd: int = 0) -> Sample:
-        """Choose rows by the operating system's randomness, within what a microbatch may hold.
+        """Choose rows by the operating system's randomness, within the limits of a microbatch.
 
         Args:
-            rows: of the run.
-            max_tokens: of a microbatch; None: ``rows.max_rows`` bounds it.
-            wanted: rows of a pass at most.
-            first: take the longest row that fits; later a long one.
-            crowd: rows that a process takes in a step, for one pass that is as large as a microbatch; 0: no such pass.
+            rows: rows of the run.
+            max_tokens: the most tokens of a microbatch. None: ``rows.max_rows`` bounds it.
+            wanted: the most rows of a pass.
+            first: whether to take the longest row that fits; if false, a long one.
+            crowd: rows of a process in a step, for one pass that is as large as a microbatch. 0: no such pass.
         """
         rng = np.random.default_rng(secrets.randbits(128))
         numbers = _some(rows.units.rows, rng)
@@ -92,7 +92,7 @@ class Sample:
         most = min(wanted, len(numbers) if rows.max_rows is None else rows.max_rows)
 
         def others(size: int, without: Sequence[int]) -> list[int]:
-            """Rows that fit into a pass of ``size`` rows with those it has already, in random order."""
+            """Return rows that fit into a pass of ``size`` rows beside those it has already, in random order."""
             count = size - len(without)
             cap = math.inf if max_tokens is None else max_tokens // max(1, size)
             if count < 1 or cap < shortest:
@@ -107,7 +107,7 @@ class Sample:
         size = min(crowd, len(numbers) if rows.max_rows is None else rows.max_rows)
         while size > most and max_tokens is not None and max_tokens // size < shortest:
             size -= 1
-        # Which rows are drawn must not decide whether there is a pass: other processes draw others, and wait for it.
+        # The draw of rows must not decide whether there is a pass: other processes draw other rows, and wait for it.
         room = math.inf if max_tokens is None else max_tokens // max(1, size)
         fit = [n for n in together if rows.lengths[n] <= room]
         crowded = [*fit, *others(size, fit)]
@@ -128,7 +128,7 @@ class Sample:
         missing = np.array([n for n in {*together, *replaced, *crowded} if n not in fetched], dtype=numbers.dtype)
         if len(missing):
             fetched.update(zip(missing.tolist(), rows.fetch(missing), strict=True))
-        again = []  # the longest rows: random numbers show there, if anywhere; each by itself, or rows could mix
+        again = []  # the longest rows, where random numbers show most likely; each separately, or rows could mix
         for seed in (seed_between(0, 0.5), seed_between(0.5, 1)):
             with same_randomness(seed):
                 picked = sorted(fetched, key=lambda n: -rows.lengths[n])[:SHORTEST]
@@ -137,11 +137,11 @@ class Sample:
 
     @property
     def probed(self) -> tuple[int, ...]:
-        """The first rows that go through the model together in the first check, which `probe` measures before."""
+        """Numbers of the first rows that pass through the model together; `probe` measures them first."""
         return self.together if len(self.together) > 1 else self.equals
 
     def companies(self, first: bool) -> list[Company]:
-        """The passes of a check, the shortest row alone before the others."""
+        """Return the passes of a check, first the shortest row alone."""
         short = self.together[0]
         passes = [Company((short,), "alone")]
         if len(self.together) > 1:
@@ -156,13 +156,13 @@ class Sample:
             passes.append(Company(self.equals, "beside its equal"))
         if len(self.together) > 2 or first:
             passes += [Company((n,), "alone") for n in self.together[1:2]]
-        if len(passes) < 3:  # no company ever: what remains is state that is carried from pass to pass
+        if len(passes) < 3:  # never several rows: the only risk left is state that is carried from pass to pass
             passes.append(Company((short,), "alone, after another pass"))
         return passes
 
 
 def _some(rows: Any, rng: np.random.Generator) -> np.ndarray:
-    """All row numbers, or a million of them drawn at random where there are more."""
+    """Return all row numbers, or a million of them drawn at random if there are more."""
     if len(rows) <= _MOST_CANDIDATES:
         return np.asarray(rows)
     places = np.unique(rng.integers(0, len(rows), _MOST_CANDIDATES))
@@ -170,7 +170,7 @@ def _some(rows: Any, rng: np.random.Generator) -> np.ndarray:
 
 
 def _smallest(lengths: np.ndarray, count: int) -> np.ndarray:
-    """The places of the smallest few, in rising order."""
+    """Return the positions of the smallest few, in rising order."""
     if len(lengths) <= count:
         return np.argsort(lengths, kind="stable")
     few = np.argpartition(lengths, count)[:count]
@@ -191,7 +191,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _has_target(inputs: Mapping[str, Any]) -> bool:
-    """Return whether a row's loss can be other than 0, as far as labels tell."""
+    """Return whether a row's loss can differ from 0, as far as its labels show."""
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.ndim < 2:
         return True

@@ -1,10 +1,10 @@
-"""Collators that draw random numbers, as for masked tokens: what of them can be compared.
+"""Comparison of rows for collators that draw random numbers, for example to mask tokens.
 
-Place in the flow: below `dpllm.training.checks.independence`. Such a collator gives one row other values in every call,
-since its numbers depend on how many were drawn before. So the rows of a check are collated once, and each pass takes
-its rows out of that batch, cut to their own length. Whether the collator itself mixes rows is seen by its result:
-beside another row of the same length, from the same random state, a row has to come out the same. Whether the model
-reads padding is seen where rows can be cut to their own length, so the batch has to tell padding from tokens.
+Place in the flow: below `dpllm.training.checks.independence`. Such a collator gives a row different values in every
+call, since its numbers depend on how many were drawn before. So the rows of a check are collated once, and each pass
+takes its rows out of that batch, cut to their own length. A mixture of rows by the collator shows in its result:
+beside another row of the same length, from the same random state, a row must have the same values. Whether the model
+reads padding can be checked only if rows can be cut to their own length, so the batch must mark padding.
 
 Shape suffixes: B rows, T tokens.
 """
@@ -23,27 +23,28 @@ from torch import Tensor
 
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 
-_GATES = 8  # random states: what is done in one microbatch in eight or more is met for certain
+_GATES = 8  # random states: an effect in at least one of eight microbatches is found with certainty
 _IGNORE = -100
 _MOST = 1 << 20
 
 MIXED = (
     "The collator draws random numbers, and gives a row other values beside another row of the same length: it mixes "
-    "rows, or what it draws for one row depends on the others. A unit cannot be bounded then, and ε would not hold. "
-    "Let it make each row from that row only"
+    "rows, or its numbers for one row depend on the others. A unit then cannot be bounded, and ε would not hold. "
+    "Change it so that it makes each row from that row only"
 )
 UNMEASURED = (
-    "The collator draws random numbers, and no two rows have one length, so it cannot be measured whether it mixes "
-    "rows. Draw the numbers before the training, or train with one row per microbatch (per_device_train_batch_size: 1)"
+    "The collator draws random numbers, but no two rows have the same length, so it cannot be measured whether it "
+    "mixes rows. Draw the numbers before the training, or train with one row per microbatch "
+    "(per_device_train_batch_size: 1)"
 )
 OWN_NUMBERS = (
-    "The collator draws random numbers from a generator that it makes by itself in each call "
+    "The collator draws random numbers from a generator that it creates in each call "
     "(np.random.default_rng(), os.urandom), so it cannot be measured whether it mixes rows. Draw from the global "
     "generators (np.random.rand, random.random, torch.rand), which are seeded from the operating system in every step"
 )
 UNTOLD = (
     "The collator draws random numbers, and '{name}' of a row is padded beside longer rows in a way that its batch "
-    "does not tell, so it cannot be measured whether the row's loss depends on padding, which other rows decide. "
+    "does not mark, so it cannot be measured whether the row's loss depends on padding, which other rows decide. "
     "Return an attention_mask (B, T) that is 0 at padding, and labels that are -100 there"
 )
 
@@ -52,17 +53,17 @@ Collate = Callable[[list[Any]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Alone:
-    """What a collator makes of single rows, each from several random states.
+    """The batches that a collator makes of single rows, each from several random states.
 
     Attributes:
-        batches: for each random state, those of the rows.
+        batches: for each random state, the batches of the rows.
     """
 
     batches: Sequence[Sequence[Mapping[str, Any]]]
 
     @classmethod
     def of(cls, collate: Collate, rows: Sequence[Any]) -> Alone:
-        """Collate each row by itself."""
+        """Collate each row separately."""
         batches = []
         for part in range(_GATES):
             with same_randomness(seed_between(part / _GATES, (part + 1) / _GATES)):
@@ -75,17 +76,17 @@ class Alone:
         return not all(_same_row(*two, any_shape=False) for other in others for two in zip(first, other, strict=True))
 
     def labels_apart(self) -> bool:
-        """Return whether labels have lengths of their own, as those of an encoder-decoder, and not one per class."""
+        """Return whether labels have their own lengths, as for an encoder-decoder, and are not class numbers."""
         every = [one for batches in self.batches for one in batches if _width(one, "labels") is not None]
         apart = any(_width(one, "labels") != _width(one, "input_ids") for one in every)
         return apart and len({_width(one, "labels") for one in every}) > 1
 
     def untold(self, part: Mapping[str, Any], place: int) -> str | None:
-        """What to say where a row taken out of a batch is longer than by itself: it holds padding that nothing tells.
+        """Return a message if a row taken out of a batch is longer than alone: it holds padding that is not marked.
 
         Args:
             part: the row, by `part_of`.
-            place: its place among the rows of this object.
+            place: its position among the rows of this object.
         """
         for name, value in part.items():
             widths = [_width(batches[place], name) for batches in self.batches]
@@ -98,24 +99,24 @@ class Alone:
 def unmeasured(
     collate: Collate, fetch: Callable[[np.ndarray], Sequence[Any]], row: int, numbers: np.ndarray, lengths: np.ndarray
 ) -> str | None:
-    """What to say where a collator that draws numbers mixes rows, or where that cannot be measured.
+    """Return a message if a collator that draws numbers mixes rows, or if that cannot be measured.
 
     Args:
         collate: rows to a batch.
         fetch: row numbers to rows.
-        row: that others must not change.
-        numbers: of all rows.
-        lengths: of all rows.
+        row: the row that others must not change.
+        numbers: numbers of all rows.
+        lengths: lengths of all rows.
     """
     pair = equally_long(numbers, lengths)
     return UNMEASURED if pair is None else mixing(collate, *fetch(np.array([row, *pair])))
 
 
 def mixing(collate: Collate, row: Any, *others: Any) -> str | None:
-    """What to say where a row comes out differently beside one of two rows of the same length than beside the other.
+    """Return a message if a row's values differ between batches with each of two rows of the same length.
 
-    From the same random state, with the row first, the same numbers are drawn for it. Where the two batches have other
-    shapes nothing is said.
+    From the same random state, with the row first, the same numbers are drawn for it. If the two batches have different
+    shapes, there is no message.
     """
     for part in range(_GATES):
         seed, batches = seed_between(part / _GATES, (part + 1) / _GATES), []
@@ -131,10 +132,10 @@ def mixing(collate: Collate, row: Any, *others: Any) -> str | None:
 
 
 def equally_long(numbers: np.ndarray, lengths: np.ndarray) -> tuple[int, int] | None:
-    """Two rows of one length, drawn at random, for `mixing`; None where there are none.
+    """Return two rows of the same length, drawn at random, for `mixing`; None if there are none.
 
     Args:
-        numbers: of the rows, each once; of more than a million, the first million are looked at.
+        numbers: numbers of the rows, each once; of more than a million, only the first million are used.
         lengths: (num_rows,) tokens of every row.
     """
     numbers = numbers[:_MOST]
@@ -147,7 +148,7 @@ def equally_long(numbers: np.ndarray, lengths: np.ndarray) -> tuple[int, int] | 
 
 
 def _same_row(one: Mapping[str, Any], other: Mapping[str, Any], any_shape: bool) -> bool:
-    """Return whether the first rows of two batches are equal; with ``any_shape`` as far as these have one shape."""
+    """Return whether the first rows of two batches are equal; ``any_shape`` skips values of different shapes."""
     names = [name for name, value in one.items() if isinstance(value, Tensor) and value.ndim > 0]
     pairs = [(one[name], other[name]) for name in names if isinstance(other.get(name), Tensor)]
     return all(torch.equal(a[0], b[0]) for a, b in pairs if a.shape == b.shape or not any_shape)
@@ -159,13 +160,13 @@ def _width(inputs: Mapping[str, Any], name: str) -> int | None:
 
 
 def part_of(inputs: Mapping[str, Any], places: Sequence[int], labels_apart: bool = False) -> dict[str, Any]:
-    """Some rows of a collated batch, in this order, without the columns that are padding in all of them.
+    """Return some rows of a collated batch, in this order, without the columns that are padding in all of them.
 
     Args:
-        inputs: rows first; columns are cut where there is an ``attention_mask`` (B, T).
-        places: of the rows.
-        labels_apart: whether ``labels`` (B, T) have a length of their own, up to the last target; what the decoder is
-            given has the same.
+        inputs: rows first; columns are cut if there is an ``attention_mask`` (B, T).
+        places: positions of the rows.
+        labels_apart: whether ``labels`` (B, T) have their own length, up to the last target; the decoder's inputs have
+            the same length.
     """
     part = {
         name: value[list(places)] if isinstance(value, Tensor) else [value[place] for place in places]

@@ -1,15 +1,15 @@
-"""Independence of rows, by value: a row's loss and gradient are the same alone and in company.
+"""Independence of rows, by value: a row's loss and gradient are the same alone and with other rows.
 
 Place in the flow: before a private step, on the same engine; `dpllm.training.run` asks at steps 1, 2, 4, 8, … of a
 process and at the last of the plan.
-Clipping bounds a unit's contribution, which bounds the change of the sum only while no row changes what the others
-contribute. A gradient shows some couplings (`dpllm.ghost.checks`), a comparison of values shows the rest: padding that
-the model reads, losses divided by counts of the batch, detached statistics, collators that mix or reorder rows, scales
-chosen over all rows, and state that is carried from one microbatch to the next. What happens at random in some
-microbatches only is looked for with several random states.
+Clipping bounds a unit's contribution; this bounds the change of the sum only if no row changes the contributions of
+others. A gradient shows some couplings (`dpllm.ghost.checks`), a comparison of values shows the rest: padding that the
+model reads, losses divided by counts of the batch, detached statistics, collators that mix or reorder rows, scales
+chosen over all rows, and state that is carried from one microbatch to the next. Couplings that occur at random, in some
+microbatches only, are searched with several random states.
 
 A microbatch of very unequal lengths is made for it. The shortest row is run alone, then beside other rows, then
-beside replaced, longer rows in another order, once beside its equal; each row is a unit of its own, and dropout is off
+beside replaced, longer rows in another order, once beside its equal; each row is a separate unit, and dropout is off
 (`dpllm.training.checks.repeatable.Repeatable`). The passes are not part of the mechanism: nothing of them is kept.
 
 Shape suffixes: B rows.
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from dpllm.training.rows import TrainingRows
 
 FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)
-"""Rows run together in the first check of a process and in later ones: at least, as a share of those of a step, and at
-most. A run of 100 steps has eight checks (benchmarks/results.md has their cost)."""
+"""Number of rows run together in the first check of a process and in later ones: the fewest, the share of a step's
+rows, and the most. A run of 100 steps has eight checks (benchmarks/results.md has their cost)."""
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""How far a row's loss and norm may differ, by the coarsest dtype of the pass; `FINE` for float32 and float64.
+"""The largest difference of a row's loss and norm, by the coarsest dtype of the pass; `FINE` for float32 and float64.
 
 Relative to the larger of the loss and 1. In float32, sound models differ by at most 8e-6 and coupled ones by at least
 3.6e-5, except one whose random weights are too small (benchmarks/independence.py).
 """
 FINE = 2e-5
-_LOOSEST = 500  # times the tolerance: how far norms of units that are clipped may differ where the loss is nearly 0
-_GATES = 8  # random states of the first check: a mixture of one microbatch in eight or more is met for certain
+_LOOSEST = 500  # times the tolerance: the largest difference of clipped units' norms if the loss is nearly 0
+_GATES = 8  # random states of the first check: a coupling in at least one of eight microbatches is found with certainty
 _Result = TypeVar("_Result")
 
 
@@ -59,14 +59,14 @@ class IndependenceError(GhostError):
 
 @dataclass(frozen=True)
 class Seen:
-    """What one pass gave for one row.
+    """The result of one pass for one row.
 
     Attributes:
-        row: its number.
-        place: in the microbatch.
-        loss: of the row.
-        norm: of its gradient over all trainable parameters.
-        company: of the pass.
+        row: number of the row.
+        place: its position in the microbatch.
+        loss: loss of the row.
+        norm: norm of its gradient over all trainable parameters.
+        company: the rows of the pass.
     """
 
     row: int
@@ -78,12 +78,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest differences of a check, relative as `TOLERANCE` says.
+    """The largest differences of a check, relative as defined by `TOLERANCE`.
 
     Attributes:
-        loss: of a row's loss alone and in company.
-        norm: of its gradient norm.
-        tolerance: up to which either is rounding.
+        loss: difference of a row's loss alone and with other rows.
+        norm: difference of its gradient norm.
+        tolerance: the largest difference that rounding explains.
     """
 
     loss: float
@@ -92,21 +92,21 @@ class Differences:
 
 
 class IndependenceCheck:
-    """Compares rows alone and in company before steps 1, 2, 4, 8, … of a process, and before the last step.
+    """Comparison of rows alone and with others, before steps 1, 2, 4, 8, … of a process and before the last step.
 
     Guarantee: a check that passes leaves no gradient, no sum, no charge and no random state behind. All processes
     run the same number of passes and reach the same verdict.
 
     Args:
         clipper: attached to the model; it may not hold rows of a unit.
-        model: the module that losses are computed with.
-        rows: of the run.
-        engine: of the run.
-        expected_batch_size: units of a step, over all processes.
+        model: the module that computes the losses.
+        rows: rows of the run.
+        engine: engine of the run.
+        expected_batch_size: expected number of units of a step, over all processes.
 
     Attributes:
-        last: what the last check measured; None before the first.
-        num_passes: what went through the model for checks: (rows, tokens with padding).
+        last: result of the last check; None before the first.
+        num_passes: (rows, tokens with padding) that went through the model for checks.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class IndependenceCheck:
     def before_step(self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, is_last: bool = False) -> None:
         """Check, if a check is due before this step. Called by all processes together.
 
-        Where one has failed, every step has a check as whole as the first, until one passes.
+        After a failed check every step has a check as complete as the first, until one passes.
 
         Args:
             loss_of: a microbatch's inputs to one loss per row (B,).
-            max_tokens: tokens of a microbatch at most, padding included; None: as many as ``rows.max_rows`` have.
-            is_last: the step is the last one of the plan: a loss that changed since the last check is seen.
+            max_tokens: the most tokens of a microbatch, padding included. None: as many as ``rows.max_rows`` have.
+            is_last: whether the step is the last one of the plan; then a loss function that changed is found.
 
         Raises:
             IndependenceError: rows are not independent; the same message on every process.
@@ -139,7 +139,7 @@ class IndependenceCheck:
         if self._steps & (self._steps - 1) and not is_last and not self._has_failed:
             return
         first, self._has_failed = self._steps == 1 or self._has_failed, True
-        self._seed = seed_between(0, 1)  # unlike that of the last check
+        self._seed = seed_between(0, 1)  # different from the seed of the last check
         before = {name: parameter.grad for name, parameter in self._clipper.parameters.items()}
         try:
             self._check(loss_of, max_tokens, first)
@@ -155,7 +155,7 @@ class IndependenceCheck:
         )
         if not any(everywhere):
             return
-        # From here all processes run the same passes, whichever of them found something.
+        # From here on all processes run the same passes, even if only one of them found a difference.
         if any(self._agreed(passes.is_random, bool)[1]):
             with _evaluating(self._model):  # randomness that could not be switched off: fused attention, custom kernels
                 worst, everywhere = self._agreed(lambda: self._worst(passes, first=False), bool)
@@ -168,7 +168,7 @@ class IndependenceCheck:
     def _measured(
         self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, first: bool
     ) -> tuple[_Passes, tuple[Seen, Seen] | None]:
-        """Passes over rows drawn for them, fewer where memory runs out, and `_worst` of them."""
+        """Return the passes over rows drawn for them (fewer rows if memory runs out), and `_worst` of them."""
         wanted = _rows_wanted(self._per_step, first)
         crowd = min(FIRST[2], math.ceil(self._per_step)) if first else 0
         while True:
@@ -183,9 +183,10 @@ class IndependenceCheck:
             free_memory()
             if self._engine.lockstep or max(wanted, crowd) <= 1:
                 raise MicrobatchTooLargeError(
-                    f"Memory ran out on {max(wanted, crowd)} row(s), while it was measured that rows are independent. "
+                    f"Memory ran out on {max(wanted, crowd)} row(s) while the independence of rows was measured. "
                     "Give a smaller microbatch_tokens (in the Trainer max_tokens_per_microbatch) or "
-                    f"per_device_train_batch_size, or shorten the rows (data.max_length). The device said: {message}"
+                    f"per_device_train_batch_size, or shorten the rows (data.max_length). "
+                    f"Error of the device: {message}"
                 )
             if crowd > wanted:
                 crowd = 0
@@ -193,7 +194,7 @@ class IndependenceCheck:
                 wanted //= 2
 
     def _worst(self, passes: _Passes, first: bool) -> tuple[Seen, Seen] | None:
-        """The two values of one row that differ most, None if none differ by more than rounding."""
+        """Return the two results of one row that differ most, None if none differ by more than rounding."""
         if first and len(passes.sample.probed) > 1:
             passes.probe()
         passes.seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
@@ -201,36 +202,36 @@ class IndependenceCheck:
         for part in range(_GATES if first and len(passes.sample.together) > 1 else 0):
             seen = passes.with_seed(seed_between(part / _GATES, (part + 1) / _GATES))
             found = _compare(seen, self._clipper.clipping.clip_norm, passes.tolerance())[1]
-            if found is not None and worst is None:  # the others are run all the same: as many on every process
+            if found is not None and worst is None:  # all processes run all passes
                 passes.seen, worst = seen, found
         return worst
 
     def _agreed(
         self, function: Callable[[], _Result], is_true: Callable[[_Result], bool]
     ) -> tuple[_Result, list[bool]]:
-        """A function's result here, and whether ``is_true`` of it on each process.
+        """Return a function's result on this process, and whether ``is_true`` holds for it on each process.
 
         Raises:
-            Exception: what the function raised on this process, or on another.
+            Exception: the function raised it on this process or on another.
         """
         result = self._engine.processes.together(function)
         return result, self._engine.processes.gather(is_true(result))
 
     def count(self, numbers: Sequence[int]) -> None:
-        """Count rows that go through the model."""
+        """Count rows that pass through the model."""
         lengths = self._rows.lengths[list(numbers)]
         tokens = lengths.sum() if self._rows.packed else len(lengths) * lengths.max()
         self.num_passes = (self.num_passes[0] + len(lengths), self.num_passes[1] + int(tokens))
 
 
 def _rows_wanted(per_step: float, first: bool) -> int:
-    """Rows that are run together: few, unless a step has many more."""
+    """Return the number of rows to run together: few, unless a step has many more."""
     least, share, most = FIRST if first else LATER
     return min(most, max(least, int(per_step * share)))
 
 
 class _Passes:
-    """Runs the passes of one check."""
+    """The passes of one check."""
 
     def __init__(
         self, check: IndependenceCheck, loss_of: Callable[[Mapping], Tensor], sample: Sample, is_drawn: bool
@@ -248,7 +249,7 @@ class _Passes:
             self._refuse_unmeasured(short)
 
     def _refuse_unmeasured(self, short: int) -> None:
-        """Make sure that a collator which draws numbers mixes no rows, and that its batch tells padding from tokens."""
+        """Check that a collator which draws numbers mixes no rows, and that its batch marks padding."""
         rows = self._check._rows
         message = unmeasured(rows.collate, rows.fetch, short, np.asarray(rows.units.rows), rows.lengths)
         part = self._drawn(Company((short,), ""), self._check._seed)
@@ -258,12 +259,12 @@ class _Passes:
             raise IndependenceError(message)
 
     def run(self, company: Company, seed: int | None = None, start: int | None = None) -> list[Seen]:
-        """Loss and norm of each row of one pass.
+        """Return loss and norm of each row of one pass.
 
         Args:
             company: the rows.
-            seed: of the global generators; None: that of the check.
-            start: of the numbers that `Repeatable` gives; None: ``seed``.
+            seed: seed of the global generators. None: the seed of the check.
+            start: seed of the numbers given by `Repeatable`. None: ``seed``.
         """
         seed = self._check._seed if seed is None else seed
         taken = self._drawn(company, seed if start is None else self._check._seed)
@@ -286,7 +287,7 @@ class _Passes:
         ]
 
     def with_seed(self, seed: int) -> list[Seen]:
-        """Loss and norm of the shortest row alone and beside another, with other random numbers."""
+        """Return loss and norm of the shortest row alone and beside another, with other random numbers."""
         pair = self.sample.together[:2]
         companies = (Company(pair[:1], "alone"), Company(pair, "beside another row, with other random numbers"))
         return [one for company in companies for one in self.run(company, seed)]
@@ -301,28 +302,28 @@ class _Passes:
         self._has_probed = True
 
     def is_random(self) -> bool:
-        """Return whether the shortest row alone comes out differently with other random numbers."""
+        """Return whether the result of the shortest row alone changes with other random numbers."""
         alone, start = Company(self.sample.together[:1], "alone"), self._check._seed
         seen = [one for part in (0.0, 0.5) for one in self.run(alone, seed_between(part, part + 0.5), start)]
         return _compare(seen, self._check._clipper.clipping.clip_norm, self.tolerance())[1] is not None
 
     def is_carried(self) -> bool:
-        """Return whether the shortest row alone comes out differently than in the first pass."""
+        """Return whether the result of the shortest row alone differs from the first pass."""
         again = [self.seen[0], *self.run(replace(self.seen[0].company, words="alone, again"))]
         return _compare(again, self._check._clipper.clipping.clip_norm, self.tolerance())[1] is not None
 
     def tolerance(self) -> float:
-        """By the coarsest dtype of the passes so far."""
+        """Tolerance for the coarsest dtype of the passes so far."""
         if self._on_gpu and self._dtype == torch.float32 and _rounds_products():
             return TOLERANCE[torch.float16]
         return TOLERANCE.get(self._dtype, FINE)
 
     def _too_short(self, row: int, error: Exception) -> str:
-        """What to say of a row that the model takes beside longer rows, and not alone."""
+        """Return the message for a row that the model accepts beside longer rows, but not alone."""
         return (
-            f"A row of {int(self._check._rows.lengths[row])} tokens goes through the model beside longer rows and not "
-            f"alone ({type(error).__name__}: {error}), so what the model makes of it depends on how far it is padded. "
-            "A unit cannot be bounded then, and ε would not hold. Leave out rows this short, or pad all rows to one "
+            f"A row of {int(self._check._rows.lengths[row])} tokens passes through the model beside longer rows but "
+            f"not alone ({type(error).__name__}: {error}), so the model's result for it depends on its padding. A "
+            "unit then cannot be bounded, and ε would not hold. Leave out rows this short, or pad all rows to one "
             "length in the collator"
         )
 
@@ -337,7 +338,7 @@ class _Passes:
         return taken.microbatch(np.arange(len(own)), len(own))
 
     def _drawn(self, company: Company, seed: int) -> Microbatch | None:
-        """Rows out of the batch of all, where the collator draws random numbers; None where it does not."""
+        """Return rows out of the batch of all rows if the collator draws random numbers; None if it does not."""
         if not self.is_drawn:
             return None
         every = tuple(dict.fromkeys([*self.sample.together, *self.sample.replaced, *self.sample.crowd]))
@@ -354,7 +355,7 @@ class _Passes:
             try:
                 yield
             finally:
-                self._check._clipper.forget()  # also what broke off
+                self._check._clipper.forget()  # also an aborted pass
         self._dtype = max(self._dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
 
@@ -362,13 +363,13 @@ def _rounds_products() -> bool:
     """Return whether float32 products are formed from rounded factors (TF32)."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # both of torch's interfaces were used
+    except RuntimeError:  # both of torch's interfaces were used for the setting
         return True
 
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode while the block lasts."""
+    """Put a model in evaluation mode for the duration of the block."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -379,16 +380,16 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _compare(seen: Sequence[Seen], clip_norm: float, tolerance: float) -> tuple[Differences, tuple[Seen, Seen] | None]:
-    """The largest differences between what passes gave for the same row, and where they exceed rounding.
+    """Return the largest differences between passes for the same row, and the pair that exceeds rounding most.
 
     Losses are compared relative to the larger of their size and 1, which is the rounding of logits. A gradient norm
-    near a loss of 0 is the small difference of numbers near 1, so its tolerance grows as 1/loss, up to a bound where
-    the unit is clipped.
+    near a loss of 0 is the small difference of numbers near 1, so its tolerance grows as 1/loss, up to a bound if the
+    unit is clipped.
     """
     alone: dict[int, Seen] = {}
     for one in sorted(seen, key=lambda one: len(one.company.numbers)):
         alone.setdefault(one.row, one)
-    largest, worst, excess = [0.0, 0.0], None, (False, 1.0)  # a row that was seen alone is told before others
+    largest, worst, excess = [0.0, 0.0], None, (False, 1.0)  # a row that was also run alone is reported before others
     for one in seen:
         first = alone[one.row]
         loss = _difference(first.loss, one.loss, 1.0)
@@ -410,7 +411,7 @@ def _difference(one: float, other: float, floor: float) -> float:
 
 
 def _message(worst: tuple[Seen, Seen], seen: Sequence[Seen], tolerance: float, carried: bool) -> str:
-    """One line: which row relation failed, by how much, why it may be, and what to do."""
+    """Return one line: the two passes that differ, by how much, the likely cause, and the remedy."""
     first, other = worst
     by_loss = _difference(first.loss, other.loss, 1.0) > tolerance
     name = "loss" if by_loss else "gradient norm"
@@ -419,12 +420,12 @@ def _message(worst: tuple[Seen, Seen], seen: Sequence[Seen], tolerance: float, c
     return (
         f"The {name} of a row depends on other rows: {first.company.words} it is {values[0]:.6g}, "
         f"{other.company.words} {values[1]:.6g} (dropout off; rounding explains {tolerance:.0e}). "
-        f"A unit cannot be bounded then, and ε would not hold. {cause}. {remedy}"
+        f"A unit then cannot be bounded, and ε would not hold. {cause}. {remedy}"
     )
 
 
 def _is_moved(company: Company, seen: Sequence[Seen], tolerance: float) -> bool:
-    """Whether the losses of a pass are those of its rows alone, at other places; each place counts for one row."""
+    """Return whether the losses of a pass are those of its rows alone, but at other positions, one row each."""
     alone = {one.row: one.loss for one in seen if len(one.company.numbers) == 1}
     losses = [one.loss for one in seen if one.company is company]
     for row in company.numbers:
@@ -445,7 +446,7 @@ def _cause(first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, car
         )
     if _is_moved(other.company, seen, tolerance):
         return (
-            "Its loss came out at another row's place: the collator or the loss reorders rows, and units would be "
+            "Its loss is at another row's position: the collator or the loss reorders rows, and units would be "
             "charged with the gradients of others",
             "Return rows in the order they were given; dpllm sorts microbatches by length itself",
         )
@@ -454,7 +455,7 @@ def _cause(first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, car
         "positions from, padding (left padding under absolute positions); the loss divides by the batch's number of "
         "targets, counts equal rows or uses batch statistics; the collator mixes rows; int8 or fp8 scales over all "
         "rows; random numbers from a seed that is set within the step",
-        "Set both pad ids alike, pad on the right, and compute each row's loss from its own row "
+        "Set both pad ids to one value, pad on the right, and compute each row's loss from its own row "
         "(dpllm.RowCollator, dpllm.per_sequence_loss); a model that reads padding can be trained with one row per "
         "microbatch (per_device_train_batch_size: 1)",
     )

@@ -1,9 +1,9 @@
-"""The one draw that a step may be taken over, and only once.
+"""The outstanding draw: the only draw that the next step may use, and only once.
 
-Place in the flow: between the sampler and `dpllm.training.step`. ε is that of units which the plan's sampler drew.
-Steps over other units (a shuffled epoch, a unit twice, a chosen batch) have another ε, and so have steps over draws
-that somebody looked at and kept or dropped. So a draw is charged when it is made, and a step takes the draw that was
-made last and was not yet used, entire and unchanged.
+Place in the flow: between the sampler and `dpllm.training.step`. ε holds for units drawn by the plan's sampler. Steps
+over other units (a shuffled epoch, a unit twice, a chosen batch) have another ε, and so have steps over draws that
+somebody inspected and then kept or dropped. So a draw is charged when it is made, and a step takes the last unused
+draw, completely and unchanged.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ LEFT_OUT = (
     "Units were left out of draws by hand (present_N). The guarantee covers that only where it does not depend on the "
     "records, their losses or anything else that was computed from them: confirm it."
 )
-"""The open point of a run some of whose draws lack units."""
+"""The open point of a run with draws from which units were left out."""
 
 
 class DrawError(ValueError):
-    """A step over other units than those of the outstanding draw."""
+    """A step was requested over other units than those of the outstanding draw."""
 
 
 class Charges(Protocol):
-    """Where steps are charged: `Ledger`, or `SharedLedger` for several processes."""
+    """The ledger that steps are charged to: `Ledger`, or `SharedLedger` for several processes."""
 
     @property
     def num_steps(self) -> int:
-        """Steps charged so far."""
+        """Number of steps charged so far."""
         ...
 
     @property
     def steps_planned(self) -> int | None:
-        """Steps of all starts together: those of the plan, or what a resume allows; None: those of the plan."""
+        """Number of steps of all starts: the plan's, or the number that a resume allows. None: the plan's."""
         ...
 
     def append_step(self, step_number: int, step: Event) -> None:
@@ -48,10 +48,10 @@ class Charges(Protocol):
 
 @dataclass
 class Charged:
-    """The charge of one draw, as `private_step` wants it: already on the disk, and good for one step."""
+    """The charge of one draw, in the form that `private_step` needs: already on the disk, and valid for one step."""
 
     num_steps: int
-    """Number of the step, which is how many were charged before it."""
+    """Number of the step, equal to the number of steps charged before it."""
     step: Event
     """The step that was charged."""
     used: bool = False
@@ -61,11 +61,11 @@ class Charged:
         """Confirm that the step is the one that was charged when its units were drawn.
 
         Raises:
-            DrawError: it was taken before, or is another one.
+            DrawError: the step was taken before, or is another step.
         """
         if step != self.step:
             raise DrawError(
-                f"The draw was charged with {self.step}, and the step to take is {step}: the plan was changed after "
+                f"The draw was charged with {self.step}, but the step to take is {step}: the plan was changed after "
                 "the run began. Make a new run with the other plan"
             )
         if self.used or step_number != self.num_steps:
@@ -74,11 +74,11 @@ class Charged:
 
 
 class Outstanding:
-    """Charges each draw when it is made, and hands it to one step.
+    """The outstanding draw: each draw is charged when it is made, and used by one step.
 
     Args:
-        plan: whose steps are charged.
-        ledger: where.
+        plan: the plan whose steps are charged.
+        ledger: the ledger to charge.
     """
 
     def __init__(self, plan: PrivacyPlan, ledger: Charges) -> None:
@@ -88,26 +88,26 @@ class Outstanding:
         self._charged: Charged | None = None
 
     def require_steps(self) -> None:
-        """Make sure that the plan has a step left.
+        """Check that the plan has a step left.
 
         Raises:
-            ValueError: all are charged.
+            ValueError: all steps are charged.
         """
         planned = self._ledger.steps_planned or self._plan.num_steps
         if self._ledger.num_steps >= planned:
             raise ValueError(
-                f"All {planned} steps of the plan are taken and charged; another one would exceed its "
+                f"All {planned} steps of the plan are taken and charged; another step would exceed its "
                 "epsilon. Make a plan with more steps."
             )
 
     def made(self, unit_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Charge a draw and remember it; the one before it, if it was not used, is lost and stays charged.
+        """Charge a draw and store it; an unused draw before it is lost and stays charged.
 
         Args:
-            unit_ids: (U,) the units, no two alike.
+            unit_ids: (U,) the units, no two equal.
 
         Returns:
-            A copy; `take` compares it with what was charged.
+            A copy; `take` compares it with the charged draw.
 
         Raises:
             ValueError: the plan has no step left.
@@ -126,15 +126,15 @@ class Outstanding:
         """Return the outstanding draw and its charge, and leave none.
 
         Args:
-            unit_ids: (U,) what the caller wants to step over.
+            unit_ids: (U,) the units for which the caller requests a step.
 
         Raises:
-            DrawError: there is no outstanding draw, or these are other units; nothing is used up.
+            DrawError: there is no outstanding draw, or these are other units; the draw is then not used up.
         """
         if self._unit_ids is None or self._charged is None:
             raise DrawError(
                 "There is no draw to step over: each draw of `draws` is for one step, and this one was used, or none "
-                "was made. Take each step's units from `for unit_ids in run.draws(num_steps)`, and step once over them"
+                "was made. Take each step's units from `for unit_ids in run.draws(num_steps)`, one step per draw"
             )
         given = np.asarray(unit_ids)
         if given.shape != self._unit_ids.shape or not np.array_equal(given, self._unit_ids):

@@ -1,17 +1,17 @@
-"""The global random generators of a private run: dropout, stochastic rounding, and whatever else draws from them.
+"""The global random generators of a private run, from which dropout, stochastic rounding and other code draw.
 
 Place in the flow: around each private step. A public seed (``set_seed``) would fix the dropout masks of all steps:
-removing a row shifts the masks of the rows after it, so that their contributions change too, and ε is not true. The
-state of a generator also tells how many numbers were drawn, and so how long the rows were. Therefore:
+removing a row shifts the masks of the rows after it, so their contributions change too, and ε is not true. The state of
+a generator also reveals how many numbers were drawn, and so how long the rows were. Therefore:
 
-* at the start of a step, each process seeds Python's, NumPy's and PyTorch's global generators from a secret stream of
-  its own: rows on different processes get independent masks;
+* at the start of a step, each process seeds Python's, NumPy's and PyTorch's global generators from its own secret
+  stream: rows on different processes get independent masks;
 * when the private gradient is formed, all processes seed them from one secret stream that they share: replicas then
   make the same update, also with stochastic rounding. The state that a checkpoint could hold from then on is a function
   of this stream and of the number of the step, and not of the rows.
 
-Both streams are SHAKE-256 of 256 bits of the operating system and the step's number. They are never stored, and nothing
-is read from the device.
+Both streams are SHAKE-256 of 256 bits from the operating system and the step's number. They are never stored, and no
+data is read from the device.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ _WORDS_PER_SECOND = 2_000_000_000  # more than any processor draws from one gene
 _MOST_WORDS = 2**31  # that a process draws from one generator in a step
 _BLOCK = 2**20  # words that are drawn again at once
 _MT_OFFSET = 24  # bytes before these words in the state of PyTorch's CPU generator, each word in 8 bytes
-_DEEPEST = 2  # of attributes that are looked through for generators
+_DEEPEST = 2  # depth to which attributes are searched for generators
 _LIBRARIES = {"builtins", "numpy", "torch", "transformers", "datasets", "tokenizers", "peft", "dpllm"}
-_State = tuple[bytes, int]  # words of a Mersenne Twister, and how many of them are used up
+_State = tuple[bytes, int]  # words of a Mersenne Twister, and the number of them already used
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class SecretStreams:
-    """Seeds the global generators of this process from secret entropy.
+    """Secret streams that seed the global generators of this process.
 
-    Guarantee: what a process draws in a step is independent of all other steps and processes. After `share`, the
-    generators of all processes are in the same state, which depends on secret entropy and the step's number only.
+    Guarantee: the numbers that a process draws in a step are independent of all other steps and processes. After
+    `share`, the generators of all processes are in the same state, which depends only on secret entropy and the step's
+    number.
 
     Args:
         processes: the processes of the run; all of them make this object together.
@@ -58,7 +59,7 @@ class SecretStreams:
     """
 
     def __init__(self, processes: Processes, seed: int | None = None) -> None:
-        """Draw the entropy; rank 0's is shared."""
+        """Draw the entropy; rank 0's shared entropy is sent to all processes."""
         if seed is None:
             self._own = secrets.token_bytes(_ENTROPY_BYTES)
             self._shared = processes.from_main(lambda: secrets.token_bytes(_ENTROPY_BYTES))
@@ -81,13 +82,13 @@ class SecretStreams:
         _seed_all(_stream(self._shared, self._step))
 
     def check(self) -> None:
-        """Make sure that nothing seeded the global generators since `separate`.
+        """Check that the global generators were not seeded since `separate`.
 
-        PyTorch keeps the seed. NumPy's and Python's generators are at a place in the stream of numbers that the step
-        began with, unless something seeded them: the stream is drawn again until that place.
+        PyTorch stores the seed. NumPy's and Python's generators must be at a position in the stream of numbers with
+        which the step began: the stream is drawn again up to that position.
 
         Raises:
-            ConfigError: something did: model, loss or collator called ``manual_seed``, ``set_seed`` or ``seed``.
+            ConfigError: model, loss or collator called ``manual_seed``, ``set_seed`` or ``seed``.
         """
         if self._seeded_with is None:
             return
@@ -95,7 +96,7 @@ class SecretStreams:
             raise ConfigError(
                 f"PyTorch's generator was seeded with {torch.initial_seed()} during a private step, by the model, the "
                 "loss or the collator (torch.manual_seed, set_seed). Its random numbers are then public and shift when "
-                "a row is removed, so epsilon would not be true. Take the call out, or put it into "
+                "a row is removed, so epsilon would not be true. Remove the call, or put it into "
                 "torch.random.fork_rng()"
             )
         began, before = self._began
@@ -105,26 +106,26 @@ class SecretStreams:
                 raise ConfigError(
                     f"{name} was seeded during a private step, by the model, the loss or the collator (seed, set_seed, "
                     "set_state). Its random numbers are then public and shift when a row is removed, so epsilon would "
-                    "not be true. Take the call out, or put the generator back into the state of before"
+                    "not be true. Remove the call, or restore the previous state of the generator"
                 )
 
 
 def refuse_own_generators(
     model: nn.Module, others: Iterable[tuple[str, Any]] = (), sources: Iterable[tuple[str, Any]] = ()
 ) -> None:
-    """Make sure that no module and no other object keeps a random generator of its own.
+    """Check that no module and no other object keeps its own random generator.
 
-    Such a generator is not seeded with the global ones: its seed is public as a rule, and the numbers of one row shift
+    Such a generator is not seeded with the global ones: its seed is usually public, and the numbers of one row shift
     when another row is removed.
 
     Args:
-        model: looked through with all its modules.
+        model: the model, searched with all its modules.
         others: names and objects, such as the collator.
-        sources: names and functions that rows are read with. A seed is allowed there, since a row may be changed by a
-            seed and its own number.
+        sources: names and functions that read rows. A seed is allowed there, since a row may be changed by a seed and
+            its own number.
 
     Raises:
-        ConfigError: one has a generator, by its path; or a collator has a fixed seed.
+        ConfigError: an object has a generator (the message gives its path), or a collator has a fixed seed.
     """
     named = [(f"The module {path or type(module).__name__}", module) for path, module in model.named_modules()]
     others = [(name, inside) for name, other in others for inside in _objects_of(other)]
@@ -140,7 +141,7 @@ def refuse_own_generators(
         seed = getattr(holder, "seed", None)
         if isinstance(seed, int) and not isinstance(seed, bool):
             raise ConfigError(
-                f"{name} has seed={seed}: what it draws for one row is public and shifts when another row is removed. "
+                f"{name} has seed={seed}: its numbers for one row are public and shift when another row is removed. "
                 "Leave the seed out; the global generators are seeded from the operating system in every step"
             )
 
@@ -154,9 +155,10 @@ def _own_generator(name: str, what: str) -> ConfigError:
 
 
 def _enclosed(function: Any) -> list[Any]:
-    """A callable, the objects that it is bound to, and those that its closures hold; generators that its code names.
+    """Return a callable, the objects bound to it or held by its closures, and the generators that its code names.
 
-    Of an object of one's own also what its attributes hold, to a depth of 2, and what the code of its class names.
+    For objects of user-defined classes, include the values of attributes, to a depth of 2, and the names in the code of
+    the class.
     """
     found = _objects_of(function)
     for one in list(found):
@@ -177,18 +179,18 @@ def _enclosed(function: Any) -> list[Any]:
 
 
 def _names_in(code: CodeType) -> list[str]:
-    """Global names and attributes that code uses, also within its comprehensions and inner functions."""
+    """Return the global names and attributes used in code, including its comprehensions and inner functions."""
     inner = [one for one in code.co_consts if isinstance(one, CodeType)]
     return [*code.co_names, *(name for one in inner for name in _names_in(one))]
 
 
 def _is_own(kind: type) -> bool:
-    """Return whether a class is neither Python's nor of a library whose objects keep no generator unseen."""
+    """Return whether a class is neither Python's nor of a library whose objects hide no generator."""
     return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def _objects_of(function: Any) -> list[Any]:
-    """A callable and the objects that it is bound to."""
+    """Return a callable and the objects bound to it."""
     found = [function]
     while isinstance(found[-1], functools.partial) or hasattr(found[-1], "__self__"):
         last = found[-1]
@@ -197,7 +199,7 @@ def _objects_of(function: Any) -> list[Any]:
 
 
 def _twisters() -> dict[str, _State]:
-    """The states of the two global generators that do not tell their seed; both are Mersenne Twisters."""
+    """Return the states of the two global generators that do not store their seed; both are Mersenne Twisters."""
     numpy_state = np.random.get_state(legacy=False)["state"]
     *words, position = random.getstate()[1]
     return {
@@ -207,11 +209,11 @@ def _twisters() -> dict[str, _State]:
 
 
 def _leads_to(before: _State, now: _State, limit: int) -> bool:
-    """Whether a generator comes from one state to another by giving about ``limit`` words at most: draws them again."""
+    """Return whether a generator reaches a state from another by at most about ``limit`` words, drawing them again."""
     start, here = np.random.RandomState(0), np.random.RandomState(0)
     for generator, (key, position) in ((start, before), (here, now)):
         generator.set_state(("MT19937", np.frombuffer(key, dtype=np.uint32), position, 0, 0.0))
-    ahead = here.randint(0, 2**32, 8, dtype=np.uint32)  # 256 bits, which tell a place in the stream
+    ahead = here.randint(0, 2**32, 8, dtype=np.uint32)  # 256 bits, which identify a position in the stream
     stream, drawn = np.empty(0, dtype=np.uint32), 0
     while drawn <= limit:
         count = min(_BLOCK, max(_MT_WORDS, drawn))
@@ -224,12 +226,12 @@ def _leads_to(before: _State, now: _State, limit: int) -> bool:
 
 
 def _stream(entropy: bytes, step: int) -> bytes:
-    """Bytes enough to seed all generators, from which neither the entropy nor other steps can be computed."""
+    """Return enough bytes to seed all generators; neither the entropy nor other steps can be computed from them."""
     return hashlib.shake_256(entropy + step.to_bytes(8, "little")).digest(8 + 16 + 32 + 4 * _MT_WORDS)
 
 
 def _seed_all(stream: bytes) -> int:
-    """Seed Python's, NumPy's and PyTorch's generators, on the CPU and on accelerators; returns PyTorch's seed."""
+    """Seed Python's, NumPy's and PyTorch's generators, on the CPU and on accelerators; return PyTorch's seed."""
     seed = int.from_bytes(stream[:8], "little")
     torch.manual_seed(seed)  # the CPU and every accelerator, also one that is not in use yet
     words = np.frombuffer(stream[56:], dtype="<u4")
@@ -246,8 +248,8 @@ def _seed_all(stream: bytes) -> int:
 def _fill_cpu_state(words: np.ndarray) -> None:
     """Replace all words of the CPU generator's state: ``manual_seed`` keeps only 32 bits of a seed.
 
-    The words are followed by what says that they are used up or not; right after ``manual_seed``, the next draw mixes
-    all of them first.
+    The state stores after the words how many of them are used; right after ``manual_seed``, the next draw mixes all of
+    them first.
 
     Raises:
         ConfigError: the state has another layout than in PyTorch 2.
@@ -256,15 +258,15 @@ def _fill_cpu_state(words: np.ndarray) -> None:
     held = state.numpy()[_MT_OFFSET : _MT_OFFSET + 8 * _MT_WORDS].view("<u8")
     if int(held[0]) != torch.initial_seed() & 0xFFFFFFFF:
         raise ConfigError(
-            f"PyTorch {torch.__version__} keeps the state of its CPU generator in an unknown layout, so that only 32 "
-            "secret bits could be put into it. Use the versions of PyTorch that dpllm names (pyproject.toml)"
+            f"PyTorch {torch.__version__} stores the state of its CPU generator in an unknown layout, so only 32 "
+            "secret bits could be put into it. Use a version of PyTorch that dpllm supports (pyproject.toml)"
         )
     held[:] = words
     torch.set_rng_state(state)
 
 
 def _fill_philox_state(generator: torch.Generator, key: int, offset: int) -> None:
-    """A random offset besides the random key: 126 bits. ``manual_seed`` sets the key only."""
+    """Set a random offset besides the random key: 126 bits in total. ``manual_seed`` sets only the key."""
     signed = int(np.uint64(key).astype(np.int64))
     position = (offset & (2**62 - 1)) & ~3  # a signed 64-bit number, in multiples of four
     generator.set_state(torch.tensor([signed, position], dtype=torch.int64).view(torch.uint8))

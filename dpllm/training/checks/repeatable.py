@@ -1,10 +1,10 @@
-"""Passes that can be compared: the same rows give the same numbers, whatever stands beside them.
+"""Comparable passes: the same rows give the same numbers, independent of the other rows of the microbatch.
 
-Dropout and other random numbers are drawn for a whole microbatch, so that a row's own share of them depends on its
-place and on the shape of its company. Within `Repeatable` nothing is dropped, and every other random number depends
-on its position within its row only. The model stays in training mode: what is only computed there is computed.
+Dropout and other random numbers are drawn for a whole microbatch, so a row's numbers depend on its position and on the
+shape of the other rows. Within `Repeatable` nothing is dropped, and every other random number depends only on its
+position within its row. The model stays in training mode, so code that runs only in that mode is checked too.
 
-Place in the flow: below `dpllm.training.checks.independence`, which compares rows alone and in company.
+Place in the flow: below `dpllm.training.checks.independence`, which compares rows alone and with other rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DROPPING: tuple[Any, ...] = (
     F.rrelu,
     F.multi_head_attention_forward,
 )
-"""Functions in Python with an argument ``training``."""
+"""Python functions with an argument ``training``."""
 _DROPPING_BUILT_IN: dict[Any, tuple[str, int]] = {
     torch.dropout: ("train", 2),
     torch.dropout_: ("train", 2),
@@ -49,19 +49,19 @@ _DROPPING_BUILT_IN: dict[Any, tuple[str, int]] = {
     torch.rrelu_: ("training", 3),
     F.scaled_dot_product_attention: ("dropout_p", 4),
 }
-"""Built-in functions: the argument that drops when it is not 0, by name and place."""
+"""Built-in functions: name and position of the argument that causes dropout when it is not 0."""
 _BACKWARD: tuple[Any, ...] = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 _IRRATIONAL = [math.sqrt(p) % 1 for p in (2, 3, 5, 7, 11, 13, 17)]
 _COARSE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Repeatable(TorchFunctionMode):
-    """Switches dropout off, and makes random numbers depend on the position within a row only.
+    """Mode that disables dropout, and makes random numbers depend only on the position within a row.
 
-    A random tensor (B, ...) is filled with a fixed irregular sequence over its dimensions after the first (after the
-    first two of packed rows, whose second counts the tokens of all rows). Each number has the wanted distribution
-    over these dimensions, and rows get the same ones. So noise whose *scale* depends on the company still shows.
-    Numbers from a generator that was seeded within the pass are left as they are.
+    A random tensor (B, ...) is filled with a fixed irregular sequence over its dimensions after the first (for packed
+    rows after the first two, since the second counts the tokens of all rows). Its numbers have the right distribution
+    over these dimensions, and all rows get the same numbers. So noise whose *scale* depends on other rows is still
+    found. Numbers from a generator that was seeded within the pass are not changed.
 
     Attributes:
         dtype: the coarsest floating dtype that a function returned, down to 16 bits; its rounding limits how closely
@@ -69,11 +69,11 @@ class Repeatable(TorchFunctionMode):
     """
 
     def __init__(self, packed: bool, seed: int = 0) -> None:
-        """Start with nothing seen.
+        """Start without a recorded dtype.
 
         Args:
-            packed: whether rows are laid end to end.
-            seed: decides where the sequence begins, and so every single number: `seed_between`.
+            packed: whether rows are concatenated.
+            seed: determines the beginning of the sequence, and so every single number: `seed_between`.
         """
         super().__init__()
         self._packed, self._start = packed, _first(seed)
@@ -82,12 +82,12 @@ class Repeatable(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _BACKWARD:  # PyTorch takes a mode off while it handles a function
+        if func in _BACKWARD:  # PyTorch disables a mode while the mode handles a function
             with self._in_modules():
                 return func(*args, **kwargs)
         if (func in _DROPPING or func in _DROPPING_BUILT_IN or func in _DRAWS) and (
             torch.initial_seed() != self._drawn_from
-        ):  # seeded within the pass: such numbers are public, and where they depend on a row's place, they have to show
+        ):  # seeded within the pass: such numbers are public, and a dependence on a row's position must be found
             result = func(*args, **kwargs)
         elif func in _DROPPING:
             bound = inspect.signature(func).bind(*args, **kwargs)
@@ -103,8 +103,8 @@ class Repeatable(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _in_modules(self) -> Iterator[None]:
-        """Put the mode on again in the calls of modules: activation checkpointing repeats them in a backward pass."""
-        here = threading.local()  # a GPU's backward pass has a thread of its own
+        """Enable the mode again in calls of modules: activation checkpointing repeats them in a backward pass."""
+        here = threading.local()  # a GPU's backward pass runs in its own thread
 
         def begin(module: Any, args: Any) -> None:
             here.depth = getattr(here, "depth", 0) + 1
@@ -127,7 +127,7 @@ class Repeatable(TorchFunctionMode):
                 handle.remove()
 
     def uniform(self, like: Tensor) -> Tensor:
-        """Numbers in (0, 1) of this shape, device and dtype; equal in all rows."""
+        """Return numbers in (0, 1) of this shape, device and dtype; equal in all rows."""
         rows = min(like.ndim, 2 if self._packed else 1)
         total = torch.full((), self._start, dtype=torch.float64, device=like.device)
         for dimension in range(rows, like.ndim):
@@ -139,7 +139,7 @@ class Repeatable(TorchFunctionMode):
 
 
 def _without(args: tuple, kwargs: dict, name: str, place: int) -> tuple:
-    """The arguments with one of them zero; a keyword is changed in place."""
+    """Return the arguments with one of them set to zero; a keyword is changed in place."""
     off: Any = 0.0 if name == "dropout_p" else False
     if name in kwargs or len(args) <= place:
         if name in kwargs:
@@ -152,7 +152,7 @@ _Draw = Callable[[Repeatable, Any, tuple, dict], Any]
 
 
 def _like(shape_from: Callable[[Repeatable, Tensor], Tensor]) -> _Draw:
-    """A function that makes a new tensor: its shape, dtype and device are those of an ordinary call."""
+    """Return a function that makes a new tensor with the shape, dtype and device of an ordinary call."""
 
     def draw(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
         result = func(*args, **kwargs)
@@ -192,7 +192,7 @@ def _bernoulli(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _pair(args: tuple, kwargs: dict, *wanted: tuple[str, Any]) -> list[Any]:
-    """Arguments behind the tensor, by place or by name."""
+    """Return the arguments after the tensor, by position or by name."""
     return [args[n] if len(args) > n else kwargs.get(name, default) for n, (name, default) in enumerate(wanted, 1)]
 
 
@@ -211,14 +211,14 @@ _DRAWS: dict[Any, _Draw] = {
 
 
 def seed_between(least: float, most: float) -> int:
-    """A secret seed with which the first uniform number of each generator is in an interval.
+    """Return a secret seed with which the first uniform number of each generator is in an interval.
 
     For Python's and numpy's generators after `same_randomness`, and for single numbers of torch within `Repeatable`.
-    What is done at random in a share of all microbatches is done with some of the seeds of intervals of that size.
+    An effect that occurs at random in a share of all microbatches occurs with some seed of intervals of that size.
 
     Args:
-        least: 0 or more.
-        most: 1 or less; the interval is tried for, so it may not be tiny.
+        least: lower end, 0 or more.
+        most: upper end, 1 or less; seeds are drawn until one fits, so the interval must not be tiny.
 
     >>> 0.25 <= random.Random(seed_between(0.25, 0.5)).random() < 0.5
     True
@@ -235,9 +235,9 @@ def _first(seed: int) -> float:
 
 @contextlib.contextmanager
 def same_randomness(seed: int) -> Iterator[None]:
-    """Begin the block with random states that ``seed`` fixes; those of before are back after it.
+    """Run the block with random states fixed by ``seed``; the previous states are restored after it.
 
-    Covers torch on every device, numpy's and Python's global generators. The seed decides nothing that is released.
+    Covers torch on every device, numpy's and Python's global generators. The seed has no influence on the release.
 
     Args:
         seed: a whole number of at most 32 bits.

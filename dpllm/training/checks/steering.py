@@ -1,12 +1,12 @@
-"""Hyperparameters of an optimizer that change between two updates, in a loop of one's own.
+"""Detection of hyperparameters of an optimizer that change between two updates, in a custom loop.
 
-Place in the flow: on the optimizer, from `dpllm.training.run.PrivateRun.attach` to its end. A step tells its loop the
-exact mean loss of private rows (`dpllm.training.step.StepDiagnostics`). A learning rate that follows the loss carries
-it into the weights, and ε does not cover that. A schedule that was fixed before does no harm. The numbers do not tell
-one from the other, so people have to: a change is an open point of the report, unless a scheduler of PyTorch made it or
-it was declared. The schedulers of PyTorch compute their rates from the number of the step, with the exception of
-``ReduceLROnPlateau``. Most of them multiply the rate that they find, which may have been changed before: where one
-scheduler alone sets the rate, and has a closed form, the rate has to be that of the form.
+Place in the flow: on the optimizer, from `dpllm.training.run.PrivateRun.attach` to its end. A step returns to its loop
+the exact mean loss of private rows (`dpllm.training.step.StepDiagnostics`). A learning rate that follows the loss
+carries it into the weights, and ε does not cover that. A schedule that was fixed before does no harm. The numbers do
+not distinguish the two, so people must: a change is an open point of the report, unless a scheduler of PyTorch made it
+or it was declared. The schedulers of PyTorch compute their rates from the number of the step, except
+``ReduceLROnPlateau``. Most of them multiply the present rate, which may have been changed before. If a single scheduler
+sets the rate and has a closed form, the rate must therefore equal that form.
 
 The values are compared on the host, before each update.
 """
@@ -36,17 +36,18 @@ class _Ledger(Protocol):
 
 
 class Steering:
-    """Notes each hyperparameter that something else than the optimizer or a scheduler of PyTorch changes, once.
+    """Watch that notes once each hyperparameter changed by anything but the optimizer or a scheduler of PyTorch.
 
     Args:
-        optimizer: as prepared; wrappers are looked through.
-        ledger: of the run.
-        is_declared: whether people declared that changes follow nothing of the private rows: they are a fact then.
-        by_engine: the engine updates within the private step (DeepSpeed): `before_update` and `after_update` say when.
+        optimizer: the prepared optimizer; wrappers are removed.
+        ledger: ledger of the run.
+        is_declared: whether people declared that changes do not depend on private rows; they are then a fact.
+        by_engine: whether the engine updates within the private step (DeepSpeed), between `before_update` and
+            `after_update`.
     """
 
     def __init__(self, optimizer: Any, ledger: _Ledger, is_declared: bool = False, by_engine: bool = False) -> None:
-        """Take the present values, and hook the optimizer."""
+        """Store the present values, and hook the optimizer."""
         self._optimizer, self._ledger, self._is_declared = innermost(optimizer), ledger, is_declared
         self._by_engine = by_engine
         self._noted: set[str] = set()
@@ -60,7 +61,7 @@ class Steering:
         self.take()
 
     def take(self) -> None:
-        """Take the present values as those to compare with: what an optimizer changes by itself is no steering."""
+        """Store the present values for comparison: changes made by the optimizer itself are allowed."""
         self._taken = self._values()
 
     def before_update(self) -> None:
@@ -75,12 +76,12 @@ class Steering:
         self._taken = now
 
     def after_update(self) -> None:
-        """Take the values after the engine's own update."""
+        """Store the values after the engine's own update."""
         if self._by_engine:
             self.take()
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -121,19 +122,19 @@ class Steering:
 
 
 def _comparable(value: Any) -> Any:
-    """A value that can be compared without reading the device."""
+    """Return a value that can be compared without reading the device."""
     return (id(value), value._version) if isinstance(value, Tensor) else value
 
 
 def _schedulers_of(optimizer: Any) -> Iterable[LRScheduler]:
-    """The schedulers of an optimizer, which know it and are not known to it."""
+    """Return the schedulers of an optimizer, which refer to it while it does not refer to them."""
     for one in gc.get_objects():
         if issubclass(type(one), LRScheduler) and innermost(one.__dict__.get("optimizer")) is optimizer:
             yield one
 
 
 def _has_its_form(scheduler: Any, rate: Any, place: int) -> bool:
-    """Return whether a rate is what a scheduler alone makes of its first one, as far as that can be computed."""
+    """Return whether a rate follows from a scheduler and its first rate only, as far as that can be computed."""
     form = getattr(scheduler, "_get_closed_form_lr", None)
     if form is None or isinstance(rate, Tensor) or not type(scheduler).__module__.startswith("torch."):
         return True
@@ -142,6 +143,6 @@ def _has_its_form(scheduler: Any, rate: Any, place: int) -> bool:
 
 def _has_set(scheduler: LRScheduler, rate: Any, place: int) -> bool:
     if isinstance(rate, Tensor) or not type(scheduler).__module__.startswith("torch."):
-        return True  # a subclass may keep its last rates elsewhere
+        return True  # a subclass may store its last rates elsewhere
     rates = getattr(scheduler, "_last_lr", ())
     return place < len(rates) and bool(rates[place] == rate)

@@ -1,9 +1,9 @@
-"""Roll calls: before a draw and before a step every process says what it is about to do, and rank 0 draws for all.
+"""The order of calls: before a draw and before a step all processes compare their next call, and rank 0 draws for all.
 
-Place in the flow: under `dpllm.training.run`. A process that is one call ahead of the others, or that takes a step over
-other units than the rest, would add sums of different draws, and a unit could be in two shares of one step. All calls
-therefore begin with one small collective of the same shape, so that processes which are out of step meet in it and
-stop, before anything is charged.
+Place in the flow: under `dpllm.training.run`. A process that is one call ahead of the others, or takes a step over
+other units, would add sums of different draws, and a unit could be in two shares of one step. All calls therefore begin
+with one small collective of the same shape, in which processes that are out of step find each other and stop, before
+any charge.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Turns:
     """
 
     def __init__(self, processes: Processes) -> None:
-        """Nothing has been drawn."""
+        """Begin without a draw."""
         self._processes = processes
 
     def draw(self, draw_on_main: Callable[[], np.ndarray], step: int) -> np.ndarray:
-        """The units of a step, drawn by rank 0 only and sent to the others. Called by all processes together.
+        """Return the units of a step, drawn by rank 0 only and sent to the others. Called by all processes together.
 
         Args:
             draw_on_main: makes the draw; called on rank 0.
             step: the number of steps charged so far.
 
         Raises:
-            DisagreementError: the processes are not at the same place of the run; on every process.
+            DisagreementError: the processes are at different points of the run; on every process.
         """
         drawn = draw_on_main() if self._processes.is_main else np.empty(0, dtype=np.int64)
         everywhere = self._meet(_DRAW, step, [float(len(drawn))])
@@ -47,13 +47,13 @@ class Turns:
         return self._processes.int64s_from_main(drawn, count)
 
     def step(self, unit_ids: np.ndarray, step: int, mode: str, error: Exception | None = None) -> None:
-        """Make sure that all processes take one step, over the same units and in one mode, before it is computed.
+        """Check that all processes take one step, over the same units and in one mode, before it is computed.
 
         Args:
             unit_ids: (U,) the units of the step.
             step: the number of steps before this one.
-            mode: settings that decide what is computed and may change from step to step.
-            error: why this process cannot take the step.
+            mode: settings that determine the computation and may change from step to step.
+            error: the reason why this process cannot take the step.
 
         Raises:
             DisagreementError: they differ; on every process.
@@ -71,18 +71,18 @@ class Turns:
                 modes = self._processes.gather(mode) if part.start == 5 else []
                 shown = told_by_rank(modes or [_digest(one[3:5]) for one in everywhere])
                 raise DisagreementError(
-                    f"The processes differ in {what} ({shown}), so their sums would not be those of one draw. No "
-                    "further step is charged. Pass every draw of PrivateRun.draws to PrivateRun.step as it is, in "
+                    f"The processes differ in {what} ({shown}), so their sums would not belong to one draw. No "
+                    "further step is charged. Pass every draw of PrivateRun.draws to PrivateRun.step unchanged, in "
                     "the same order and with the same settings on every process"
                 )
 
     def _meet(self, kind: float, step: int, rest: list[float]) -> list[list[float]]:
-        """Everybody's numbers, once all are at the same place."""
+        """Return the numbers of all processes, after checking that all are at the same point."""
         everywhere = self._processes.gather_numbers([kind, float(step), *(rest + [0.0] * 6)[:6]])
         if any(one[:2] != everywhere[0][:2] for one in everywhere):
             shown = told_by_rank([_NAMES[one[0]].format(int(one[1]) + 1) for one in everywhere])
             raise DisagreementError(
-                f"The processes are at different places of the run ({shown}): one of them took an extra draw or left a "
+                f"The processes are at different points of the run ({shown}): one of them took an extra draw or left a "
                 "step out. No further step is charged. Call next() on PrivateRun.draws and PrivateRun.step equally "
                 "often, and in the same order, on every process"
             )
@@ -90,19 +90,19 @@ class Turns:
 
 
 def dealing_key(processes: Processes, secret: Callable[[], int]) -> int:
-    """128 bits that all processes share, for `dpllm.training.microbatches.deal`."""
+    """Return 128 bits shared by all processes, for `dpllm.training.microbatches.deal`."""
     return processes.from_main(secret) & (2**128 - 1)
 
 
 def mode_now(training: bool) -> str:
-    """Settings that decide what a forward pass computes and that a context manager may change."""
+    """Return the settings that influence a forward pass and that a context manager may change."""
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     cast = [f"{kind} autocast {torch.get_autocast_dtype(kind)}" for kind in kinds if torch.is_autocast_enabled(kind)]
     return ", ".join([*cast, "training" if training else "evaluation mode"])
 
 
 def _words(data: bytes) -> list[float]:
-    """96 bits of a hash as two numbers that float64 holds exactly."""
+    """Return 96 bits of a hash as two numbers that float64 represents exactly."""
     digest = hashlib.sha256(data).digest()
     return [float(int.from_bytes(digest[at : at + 6], "little")) for at in (0, 6)]
 

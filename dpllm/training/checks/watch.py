@@ -1,24 +1,23 @@
-"""A watch over everything that reaches the weights and the saved state, in every step of a run.
+"""The watch over all changes of weights and saved state, in every step of a run.
 
 Place in the flow: around each private step, and on the optimizer. The guarantee covers the noisy sum that a private
-step leaves for the optimizer. Private data could reach the weights past it: a running statistic in a buffer, a frozen
-embedding that is renormalised in its forward pass, a parameter that is unfrozen in mid-run, a loss with a parameter of
-its own, a second optimizer. The watch refuses each of them when it happens:
+step leaves for the optimizer. Private data could reach the weights in other ways: a running statistic in a buffer, a
+frozen embedding that is renormalised in its forward pass, a parameter that is unfrozen during the run, a loss with its
+own parameter, a second optimizer. The watch refuses each of them when it happens:
 
-* buffers and frozen parameters stay the same. In every step their version counters are compared, which PyTorch raises
-  at each write; a write through ``.data`` raises none, so a checksum of all of them is compared in the steps 1, 2, 4,
-  8, … and before each save. A write that leaves the same values is allowed, and so is a cache that grows;
-* parameters that are trained change only within the optimizer's own ``step``, and not by its closure; writes through
-  ``.data`` are seen by sums over all bits, which every step compares on the device and every save reads
-  (`dpllm.training.checks.written`). Other values may stand in their place for a while, as averages do for an
-  evaluation;
-* the optimizer sees exactly the gradients that the private step left, and none of another parameter;
-* trainable tensors outside the model, such as a head within the loss, stay the same while losses depend on them: the
-  losses of the independence check are looked through for them, in the steps 1, 2, 4, 8, …;
-* the set of trainable parameters stays as it was when the run was attached, and no parameter or buffer takes the place
-  of another: looked at in the steps 1, 2, 4, 8, … and before each save.
+* Buffers and frozen parameters do not change. Every step compares their version counters, which PyTorch raises at each
+  write. A write through ``.data`` does not raise them, so a checksum of all of them is compared in the steps 1, 2, 4,
+  8, … and before each save. A write that leaves the same values is allowed, and so is a cache that grows.
+* Trained parameters change only within the optimizer's own ``step``, and not by its closure. Writes through ``.data``
+  are found by sums over all bits, which every step compares on the device and every save reads
+  (`dpllm.training.checks.written`). Other values may replace them temporarily, as averages do for an evaluation.
+* The optimizer receives exactly the gradients of the private step, and none of another parameter.
+* Trainable tensors outside the model, such as a head within the loss, do not change while losses depend on them: the
+  graph of the independence check's losses is searched for them, in the steps 1, 2, 4, 8, ….
+* The set of trainable parameters stays as it was when the run was attached, and no parameter or buffer is replaced by
+  another: this is checked in the steps 1, 2, 4, 8, … and before each save.
 
-Version counters are numbers on the host: the watch reads the device only where a checksum is due.
+Version counters are numbers on the host: the watch reads the device only when a checksum is due.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ Stamp = tuple[tuple[int, int], ...]
 
 
 class WatchError(ValueError):
-    """Private data reached, or may have reached, weights or saved state past the mechanism."""
+    """Private data reached, or may have reached, weights or saved state outside of the mechanism."""
 
 
 @dataclass
 class _Fixed:
-    """A tensor that must stay as it is.
+    """A tensor that must not change.
 
     Attributes:
         name: its path in the model.
         kind: "buffer" or "frozen parameter".
         holder: the module that has it.
-        attribute: its name there.
-        held: the object, where the engine puts others in its place for a while (FSDP2); None: the holder's.
-        saved: whether it is part of the state that is saved.
+        attribute: its name in that module.
+        held: the object, if the engine replaces it temporarily (FSDP2). None: the holder's object.
+        saved: whether it is part of the saved state.
         shape: its shape.
         stamp: see `Stamp`.
-        checksum: of its values.
+        checksum: checksum of its values.
     """
 
     name: str
@@ -83,14 +82,14 @@ class Watch:
 
     Args:
         model: the module inside its engine's wrapper.
-        optimizer: as prepared; wrappers are looked through.
-        trainable: the parameters that are clipped, by name.
+        optimizer: the prepared optimizer; wrappers are removed.
+        trainable: the clipped parameters, by name.
         hands_in: for an engine that updates within the private step and takes gradients through autograd (DeepSpeed):
-            whether it hands them in at the moment; any other gradient is refused. None: the private step leaves
+            returns whether it passes them at the moment; any other gradient is refused. None: the private step leaves
             gradients for the optimizer, which are compared before each update.
-        several: there are other processes, which wait for this one in the next collective: a gradient that was touched
-            is dropped, this process takes no update, and the error is raised in the next step or save, where all
-            processes meet. False: it is raised at once.
+        several: whether there are other processes, which wait for this one in the next collective: a changed gradient
+            is dropped, this process takes no update, and the error is raised in the next step or save, which all
+            processes enter together. False: the error is raised at once.
 
     Raises:
         WatchError: the optimizer holds a trainable parameter that is not clipped.
@@ -104,7 +103,7 @@ class Watch:
         hands_in: Callable[[], bool] | None = None,
         several: bool = False,
     ) -> None:
-        """Take the state of everything that is watched, and hook the optimizer."""
+        """Store the state of all watched tensors, and hook the optimizer."""
         self._model, self._trainable, self._hands_in = model, dict(trainable), hands_in
         self._several = several
         self._deferred: WatchError | None = None
@@ -127,7 +126,7 @@ class Watch:
         self.rebase()
 
     def rebase(self) -> None:
-        """Take the present state as the one to keep: after a checkpoint was loaded."""
+        """Store the present state for later comparisons, after a checkpoint was loaded."""
         self._fixed = {(fixed.name, fixed.kind): fixed for fixed in self._find_fixed()}
         _take(self._fixed.values())
         self._stamps = self._trainable_stamps()
@@ -136,7 +135,7 @@ class Watch:
         self._left: dict[int, tuple[Tensor | None, Stamp]] = {}
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -147,7 +146,7 @@ class Watch:
         """Compare with the state after the step before.
 
         Raises:
-            WatchError: something was written, unfrozen or frozen in between.
+            WatchError: a tensor was written, unfrozen or frozen in between.
         """
         self._raise_deferred()
         self._check_trainable_set()
@@ -159,10 +158,10 @@ class Watch:
         self._left = {}
 
     def complete(self) -> None:
-        """Compare when the private gradient is formed, before anything updates.
+        """Compare when the private gradient is formed, before any update.
 
         Raises:
-            WatchError: forward or backward pass, loss or collator wrote to what they must leave alone.
+            WatchError: forward or backward pass, loss or collator wrote to a watched tensor.
         """
         self._steps += 1
         due = self._is_due(self._steps)
@@ -181,11 +180,11 @@ class Watch:
             if tensor is not None and tensor.grad is not None:
                 raise WatchError(
                     f"{fixed.name} is not trained and received a gradient {_DURING}: it is not clipped, and no noise "
-                    "covers it. Decide what is trained before the run is attached"
+                    "covers it. Set requires_grad of all parameters before the run is attached"
                 )
 
     def explain(self) -> None:
-        """Name what was written, where passes that belong to a step have failed: it is a likelier cause than others.
+        """Name a written tensor when the passes of a step have failed, since it is the likeliest cause.
 
         Raises:
             WatchError: a buffer or a frozen parameter changed.
@@ -193,7 +192,7 @@ class Watch:
         self._check_fixed(_DURING, everything=True)
 
     def note_gradients(self) -> None:
-        """Remember what the private step left in ``.grad``; the optimizer must see that and nothing else."""
+        """Store the gradients of the private step in ``.grad``; the optimizer must receive exactly these."""
         if self._hands_in is not None:
             self._weights.take(self._trainable.values())
             return
@@ -219,8 +218,8 @@ class Watch:
         """Compare all buffers and frozen parameters by their values; before each save, and at the end.
 
         Raises:
-            WatchError: one is not what it was when the run was attached, or a trained one was written by others than
-                the optimizer.
+            WatchError: one changed since the run was attached, or something other than the optimizer wrote to a trained
+                parameter.
         """
         self._raise_deferred()
         self._check_fixed("after a private step, before weights were saved", everything=True)
@@ -243,13 +242,13 @@ class Watch:
         if self._weights.found():
             raise WatchError(
                 "A trained parameter was written between two updates past PyTorch's version counters (through .data, "
-                "or another view of its memory). The guarantee covers weights that change by the noisy gradient only. "
-                "Take out what writes to it (a model, loss, collator or callback that uses .data); nothing of this run "
-                "may be released"
+                "or another view of its memory). The guarantee covers only weights that change by the noisy gradient. "
+                "Remove the code that writes to it (a model, loss, collator or callback that uses .data); do not "
+                "release any output of this run"
             )
 
     def _find_places(self) -> dict[str, int]:
-        """Which tensor stands at each path of the model; nothing where the engine puts others there for a while."""
+        """Return the tensor at each path of the model, except where the engine replaces it temporarily."""
         if self._sharded:
             return {}
         return {name: id(p) for name, p in self._model.named_parameters(remove_duplicate=False)}
@@ -260,8 +259,8 @@ class Watch:
         if moved:
             raise WatchError(
                 f"{min(moved)} is another parameter than when the run was attached: it, or a module that holds it, was "
-                "replaced, added or taken out. No noise covers what is in its place. Change the model before the run "
-                "is attached, or after it has ended, in a copy that is saved elsewhere"
+                "replaced, added or removed. No noise covers the new one. Change the model before the run is attached, "
+                "or after it has ended, in a copy that is saved elsewhere"
             )
 
     def _find_fixed(self) -> list[_Fixed]:
@@ -275,7 +274,7 @@ class Watch:
                     if id(tensor) in seen:
                         continue
                     seen.add(id(tensor))
-                    # What is saved: a public list of it would gather the whole state.
+                    # The names of the saved buffers: a public list of them would gather the whole state.
                     saved = attribute not in getattr(module, "_non_persistent_buffers_set", ())
                     held = tensor if isinstance(tensor, DTensor) else None
                     name = f"{path}.{attribute}" if path else attribute
@@ -288,7 +287,7 @@ class Watch:
         Raises:
             WatchError: one is part of the saved state, or a trainable parameter was added.
         """
-        if self._sharded:  # modules hold other tensors for a while
+        if self._sharded:  # modules hold other tensors temporarily
             return
         new = [fixed for fixed in self._find_fixed() if (fixed.name, fixed.kind) not in self._fixed]
         for fixed in new:
@@ -310,10 +309,10 @@ class Watch:
                 tensor = fixed.tensor()
                 if checksum != fixed.checksum and not _has_grown(fixed, tensor):
                     raise WatchError(
-                        f"The {fixed.kind} {fixed.name} changed {when}. What is computed from private rows must reach "
-                        "the model only through the noisy gradient (running statistics, max_norm of an embedding, "
-                        "weights written by a callback do not). Freeze the statistic, leave max_norm out, or take the "
-                        "callback out; nothing of this run may be released"
+                        f"The {fixed.kind} {fixed.name} changed {when}. Values computed from private rows must reach "
+                        "the model only through the noisy gradient, unlike running statistics, max_norm of an "
+                        "embedding, or weights written by a callback. Freeze the statistic, leave max_norm out, or "
+                        "remove the callback; do not release any output of this run"
                     )
                 fixed.checksum, fixed.stamp, fixed.shape = checksum, _stamp(tensor), _shape(tensor)
 
@@ -323,10 +322,10 @@ class Watch:
             if leaf is not None and _stamp(leaf) != stamp:
                 raise WatchError(
                     f"A trainable tensor of shape {tuple(leaf.shape)}, which the losses depend on and the model does "
-                    "not hold, was written between two private steps (by an optimizer of its own, perhaps). Its "
-                    "gradients are not clipped and get no noise, so private rows would reach all later losses through "
-                    "it. Make it a part of the model, train it on public data only, or take it out of the graph "
-                    "(requires_grad_(False)) where it follows the private weights"
+                    "not hold, was written between two private steps (perhaps by its own optimizer). Its gradients are "
+                    "not clipped and get no noise, so private rows would reach all later losses through it. Make it a "
+                    "part of the model, train it on public data only, or, if it follows the private weights, remove it "
+                    "from the graph (requires_grad_(False))"
                 )
 
     def _check_trainable_set(self) -> None:
@@ -339,8 +338,8 @@ class Watch:
         if frozen or unfrozen:
             what = f"{unfrozen[0]} was unfrozen" if unfrozen else f"{frozen[0]} was frozen"
             raise WatchError(
-                f"{what} after the run was attached: the clip norm covers the parameters that were trainable then. Set "
-                "requires_grad before training starts; to change it, end the run and start another one"
+                f"{what} after the run was attached: the clip norm covers only parameters that were trainable then. "
+                "Set requires_grad before training starts; to change it, end the run and start another one"
             )
 
     def _trainable_stamps(self) -> list[Stamp]:
@@ -356,9 +355,10 @@ class Watch:
         for name, before, now in zip(self._trainable, self._stamps, stamps, strict=False):
             if before != now:
                 raise WatchError(
-                    f"{name} was written {when}. The guarantee covers weights that change by the noisy gradient only. "
-                    "Take out what writes to it (a callback, a second optimizer, max_norm of an embedding); load a "
-                    "checkpoint before attach(), or register the run with accelerator.register_for_checkpointing(run)"
+                    f"{name} was written {when}. The guarantee covers only weights that change by the noisy gradient. "
+                    "Remove the code that writes to it (a callback, a second optimizer, max_norm of an embedding). "
+                    "Load a checkpoint before attach(), or register the run with "
+                    "accelerator.register_for_checkpointing(run)"
                 )
 
     # -------------------------------------------------------------- optimizer
@@ -380,8 +380,8 @@ class Watch:
         missing = [name for name, parameter in self._trainable.items() if id(parameter) not in held]
         if missing:
             raise WatchError(
-                f"{missing[0]} is trainable, and the optimizer does not hold it ({len(missing)} parameter(s) are "
-                "missing): it would take its share of the clip norm, and never be trained. Give the run one optimizer "
+                f"{missing[0]} is trainable, but the optimizer does not hold it ({len(missing)} parameter(s) are "
+                "missing): it would take its share of the clip norm and never be trained. Give the run one optimizer "
                 "with all trainable parameters (several can be joined in a torch.optim.Optimizer whose step() calls "
                 "theirs), or freeze it before the run is attached"
             )
@@ -404,7 +404,7 @@ class Watch:
 
     def _check_update(self, optimizer: Optimizer) -> None:
         self._refuse_extra(optimizer)
-        if not self._left:  # before the first step; the guard refuses that
+        if not self._left:  # before the first step, which the guard refuses
             return
         with torch.no_grad():
             for name, parameter in self._trainable.items():
@@ -433,7 +433,7 @@ class Watch:
         self._stamps = self._trainable_stamps()
         self._weights.take(self._trainable.values())
         self._gradients = Written()
-        # The gradients themselves are let go of here, since their memory is needed.
+        # References to the gradients are dropped here, since their memory is needed.
         with torch.no_grad():
             self._left = {key: (None, _stamp(grad)) for key, (grad, _) in self._left.items() if grad is not None}
 
@@ -442,7 +442,7 @@ class Watch:
             name = self._known.get(id(parameter), "A parameter")
             raise WatchError(
                 f"{name} received a gradient from a backward pass that is not part of a private step; DeepSpeed would "
-                "add it to the private sum without noise. Run nothing but private steps on this model while a run is "
+                "add it to the private sum without noise. Run only private steps on this model while a run is "
                 "attached, or use torch.no_grad()"
             )
 
@@ -477,7 +477,7 @@ def _take(all_fixed: Iterable[_Fixed]) -> None:
 
 
 def _has_grown(fixed: _Fixed, tensor: Any) -> bool:
-    """Whether a cache that is not saved became longer along one dimension and still begins with the old values."""
+    """Return whether a cache that is not saved grew along one dimension and still begins with the old values."""
     if fixed.saved or tensor is None or len(tensor.shape) != len(fixed.shape) or not fixed.shape:
         return False
     longer = [dim for dim, (new, old) in enumerate(zip(tensor.shape, fixed.shape, strict=True)) if new != old]
@@ -487,5 +487,5 @@ def _has_grown(fixed: _Fixed, tensor: Any) -> bool:
 
 
 def _checksums(tensors: Iterable[Any]) -> list[int]:
-    """Of each tensor, with one read per device."""
+    """Return the checksum of each tensor, with one read per device."""
     return values([Checksum([tensor]) for tensor in tensors])

@@ -1,9 +1,9 @@
-"""Whether something wrote to tensors past PyTorch's version counters: through ``.data``, or by another view of memory.
+"""Detection of writes to tensors past PyTorch's version counters: through ``.data``, or another view of the memory.
 
 Place in the flow: under `dpllm.training.checks.watch`. Sums over the bits of the trained weights are queued on their
 device right after an update and right before the next one, and compared there. A difference sets a flag on the device
-that stays set. The flag is read where the host waits for the device anyway, and before anything is saved, so that a
-step costs one pass over the weights before and one after the update, and no wait.
+permanently. The flag is read when the host waits for the device anyway, and before each save. A step therefore costs
+one pass over the weights before and one after the update, and no wait.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 
 from dpllm.engines.checksums import pieces
 
-_BLOCK = {"cpu": 1 << 16}  # words added up at a time, so that a core's cache holds them
+_BLOCK = {"cpu": 1 << 16}  # words added up at a time, few enough for a core's cache
 _LARGE_BLOCK = 1 << 22  # elsewhere, where launches cost
-_WIDTH = 1024  # words that share a row of a block; each row and each column has a multiplier of its own
+_WIDTH = 1024  # words that share a row of a block; each row and each column has its own multiplier
 _SEED = 0x7772697474656E  # of the multipliers
-_NEXT = 0x5851F42D4C957F2D  # an odd number: a block's place in the sequence counts
+_NEXT = 0x5851F42D4C957F2D  # an odd number: a block's position in the sequence counts
 _WORD = 8  # bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Written:
-    """Compares the bits of tensors at two moments, without waiting for their device.
+    """Comparison of the bits of tensors at two moments, without waiting for their device.
 
-    A write goes unseen only where it leaves all sums as they were, which a write that does not aim at it does with a
-    probability of about 2^-32.
+    A write is missed only if it leaves all sums unchanged; for a write that does not aim at this, the probability is
+    about 2^-32.
 
     >>> weight, watched = torch.zeros(9), Written()
     >>> watched.take([weight])
@@ -41,17 +41,17 @@ class Written:
     """
 
     def __init__(self) -> None:
-        """Begin without anything to compare with."""
+        """Begin without sums."""
         self._sums: dict[torch.device, Tensor] = {}
         self._differ: dict[torch.device, Tensor] = {}
 
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Queue the sums that `compare` compares with."""
+        """Queue the sums that `compare` uses."""
         with torch.no_grad():
             self._sums = _sums(tensors)
 
     def compare(self, tensors: Iterable[Tensor]) -> None:
-        """Queue a comparison with the last `take`; before the first one, nothing happens."""
+        """Queue a comparison with the last `take`; do nothing before the first one."""
         if not self._sums:
             return
         with torch.no_grad():
@@ -64,7 +64,7 @@ class Written:
                 self._differ[device] = differs.bool() | self._differ.get(device, torch.zeros_like(differs)).bool()
 
     def differ(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether tensors differ from the last `take` now, which `found` does not remember; waits for the devices."""
+        """Return whether tensors differ now from the last `take`; `found` ignores this; waits for the devices."""
         with torch.no_grad():
             now = _sums(tensors)
         both = self._sums.keys() & now.keys()
@@ -81,7 +81,7 @@ class Written:
 
 
 def _sums(tensors: Iterable[Tensor]) -> dict[torch.device, Tensor]:
-    """A scalar of 64 bits per device, modulo 2^64."""
+    """Return a scalar of 64 bits per device, modulo 2^64."""
     totals: dict[torch.device, Tensor] = {}
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
 
@@ -108,9 +108,9 @@ def _sums(tensors: Iterable[Tensor]) -> dict[torch.device, Tensor]:
 
 
 def _of_rows(words: Tensor) -> Tensor:
-    """A scalar of (R, _WIDTH) words: by columns, and by rows, since rows that change places leave every column's sum.
+    """Return a scalar of (R, _WIDTH) words: by columns, and by rows, since exchanged rows keep every column's sum.
 
-    Upper halves count once more by themselves, since two flipped highest bits cancel.
+    Upper halves are added once more separately, since two flipped highest bits cancel.
     """
     upper, multipliers = words >> 32, _multipliers(words.device)
     columns, rows = (words.sum(dim) + upper.sum(dim) * 5 for dim in (0, 1))
@@ -122,7 +122,7 @@ def _size(device: torch.device) -> int:
 
 
 def _words(piece: Tensor) -> Tensor:
-    """A flat view of integers, of 64 bits where length and place allow it."""
+    """Return a flat view of integers, of 64 bits if length and alignment allow it."""
     flat = piece.detach()
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().view(-1)
     words = flat.view(torch.uint8) if flat.dtype == torch.bool else flat.view(_INTEGERS[flat.element_size()])
@@ -133,6 +133,6 @@ def _words(piece: Tensor) -> Tensor:
 
 @functools.cache
 def _multipliers(device: torch.device) -> Tensor:
-    """As many odd numbers of 64 bits as a block has rows or columns, the same always."""
+    """Return one odd number of 64 bits for each row or column of a block, always the same."""
     generator = torch.Generator().manual_seed(_SEED)
     return (torch.randint(-(2**62), 2**62, (_LARGE_BLOCK // _WIDTH,), generator=generator) * 2 + 1).to(device)

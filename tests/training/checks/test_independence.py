@@ -205,7 +205,7 @@ def test_a_model_that_takes_a_row_in_company_only_is_refused_in_one_line(tmp_pat
         (llama, {"compute_loss_func": over_all_targets}, DEPENDS),
         (llama, {"compute_loss_func": over_detached_mean}, DEPENDS),
         (llama, {"data_collator": mixed}, DEPENDS),
-        (llama, {"data_collator": sorted_by_length}, "came out at another row's place: the collator or the loss"),
+        (llama, {"data_collator": sorted_by_length}, "is at another row's position: the collator or the loss"),
     ],
     ids=["left padding", "batch's targets", "detached mean", "mixed rows", "sorted rows"],
 )
@@ -756,7 +756,7 @@ def test_a_collator_may_draw_numbers_for_each_row_and_not_mix_rows(mixes, tmp_pa
 def test_a_collator_that_draws_numbers_is_refused_where_mixing_cannot_be_measured(tmp_path):
     """No two rows have one length, so a row cannot be compared beside one and beside the other."""
     dataset = [{"input_ids": list(range(4, 4 + length))} for length in range(3, 27)]
-    with pytest.raises(IndependenceError, match=r"no two rows have one length, so it cannot be measured"):
+    with pytest.raises(IndependenceError, match=r"no two rows have the same length, so it cannot be measured"):
         trainer(tmp_path, llama(), dataset, data_collator=Spans(mixes=True)).train()
 
 
@@ -801,7 +801,7 @@ def test_a_collator_that_draws_numbers_has_to_tell_padding(lacks, tmp_path):
 
 def test_a_collator_with_a_generator_of_each_call_is_told_apart_from_one_that_mixes_rows(tmp_path):
     dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
-    with pytest.raises(IndependenceError, match=r"from a generator that it makes by itself in each call"):
+    with pytest.raises(IndependenceError, match=r"from a generator that it creates in each call"):
         trainer(tmp_path, llama(), dataset, data_collator=Masked(generator=np.random.default_rng)).train()
 
 
