@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import datasets
+import filelock
 import pyarrow as pa
 
 PREFIX = "dpllm-private-"
@@ -57,7 +57,7 @@ def _made_in(place: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=place))
     descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     with contextlib.suppress(OSError):  # a file system without locks: only this process removes the folder
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        filelock.lock_descriptor(descriptor, blocking=False)
     _descriptors.append(descriptor)
     return folder.rename(place / folder.name.removeprefix("new-"))
 
@@ -138,13 +138,14 @@ def _batches(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
 
 def _remove_abandoned(place: Path) -> None:
     """Remove the folders of this user's processes that are gone: nobody holds their locks."""
+    user = os.getuid() if hasattr(os, "getuid") else 0  # on Windows every file is of user 0
     for folder in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            if folder.is_symlink() or folder.stat().st_uid != user:
                 continue
             descriptor = os.open(folder / _LOCK, os.O_RDWR)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                if filelock.lock_descriptor(descriptor, blocking=False):
+                    shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(descriptor)

@@ -8,7 +8,6 @@ copy (git, a backup) has forgotten runs that were charged since: it has a lower 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -17,6 +16,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import filelock
 
 _LOCK_PATIENCE, _LOCK_LIMIT = 2.0, 600.0  # seconds
 _MOST = 4096  # bytes of the lock file
@@ -116,33 +117,45 @@ def _wait_for_lock(descriptor: int, budget: Path) -> None:
     """Take the lock; whoever waits for more than two seconds is told for whom, and gives up after some minutes.
 
     Raises:
-        BudgetError: another process has held it for all that time.
+        BudgetError: another process has held it for all that time, or the file system has no locks.
     """
     began, told = time.monotonic(), False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            waited = time.monotonic() - began
-            lines = os.pread(descriptor, _MOST, 0).decode("utf-8", errors="replace").split("\n")
-            holder = lines[0].strip() or "another process"
-            if waited > _LOCK_LIMIT:
-                raise BudgetError(
-                    f"{budget} is locked by {holder} since {waited:.0f} s. End that process if it hangs, and start "
-                    "again"
-                ) from None
-            if waited > _LOCK_PATIENCE and not told:
-                told = True
-                print(f"waiting for {budget}, which is locked by {holder}", file=sys.stderr, flush=True)
-            time.sleep(0.05)
+    while not _try_lock(descriptor, budget):
+        waited = time.monotonic() - began
+        holder = "another process"
+        with contextlib.suppress(OSError):  # Windows lets only the holder read it
+            holder = _lines(descriptor)[0].strip() or holder
+        if waited > _LOCK_LIMIT:
+            raise BudgetError(
+                f"{budget} is locked by {holder} since {waited:.0f} s. End that process if it hangs, and start again"
+            )
+        if waited > _LOCK_PATIENCE and not told:
+            told = True
+            print(f"waiting for {budget}, which is locked by {holder}", file=sys.stderr, flush=True)
+        time.sleep(0.05)
     _put(descriptor, None)
+
+
+def _try_lock(descriptor: int, budget: Path) -> bool:
+    try:
+        return filelock.lock_descriptor(descriptor, blocking=False)
+    except OSError as error:  # ENOSYS, ENOLCK, EOPNOTSUPP of network file systems
+        raise BudgetError(
+            f"{budget} cannot be locked ({error.strerror}), so another run could charge it at the same time. Move it "
+            "to a file system with locks that hold on all machines (Lustre: mount it with -o flock; NFS: version 4)"
+        ) from error
+
+
+def _lines(descriptor: int) -> list[str]:
+    """Return the lines of a lock file, at least one."""
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return os.read(descriptor, _MOST).decode("utf-8", errors="replace").split("\n")
 
 
 def _noted(descriptor: int) -> tuple[int, str] | None:
     """Return number and hash of the last write; None where no readable note of one is there."""
     try:
-        noted = json.loads(os.pread(descriptor, _MOST, 0).decode("utf-8").split("\n")[1])
+        noted = json.loads(_lines(descriptor)[1])
         return int(noted["written"]), str(noted["sha256"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
@@ -151,8 +164,9 @@ def _noted(descriptor: int) -> tuple[int, str] | None:
 def _put(descriptor: int, noted: dict[str, int | str] | None) -> None:
     """Write who holds the lock, and the note; None: the one that is there. Nothing depends on the holder's name."""
     with contextlib.suppress(OSError):
-        lines = os.pread(descriptor, _MOST, 0).decode("utf-8", errors="replace").split("\n")
+        lines = _lines(descriptor)
         kept = json.dumps(noted) if noted is not None else (lines[1] if len(lines) > 1 else "")
         text = f"process {os.getpid()} on {socket.gethostname()}\n{kept}\n".encode()
-        os.pwrite(descriptor, text, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.write(descriptor, text)
         os.ftruncate(descriptor, len(text))

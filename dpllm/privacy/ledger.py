@@ -15,21 +15,22 @@ began with, by hash), "released" (the files of a saved model, by hash), "audit" 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+import filelock
+
 import dpllm
 from dpllm.mechanism.catalogue import to_fields
 from dpllm.mechanism.events import Event
+from dpllm.privacy import locks
 from dpllm.privacy.ledger_reader import (
     CHAIN_START,
     LedgerHead,
@@ -46,8 +47,6 @@ from dpllm.privacy.ledger_reader import read_ledger as read_ledger
 from dpllm.privacy.writer import known_writer
 
 LEDGER_FILE = "privacy_ledger.jsonl"
-
-_GET_GENERATION = 0x80087601  # FS_IOC_GETVERSION of Linux: changes when an inode is used for another file
 
 
 class _Plan(Protocol):
@@ -263,7 +262,7 @@ class Ledger:
         self._append({"kind": "end", "reason": reason, **({"independent": True} if independent else {})})
         self._running = False
         assert self._descriptor is not None
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        filelock.unlock_descriptor(self._descriptor)
 
     def close(self) -> None:
         """Close the file; nothing can be appended afterwards."""
@@ -407,12 +406,8 @@ def require_own_file(contents: LedgerContents) -> None:
 def _identities(descriptor: int) -> list[str]:
     """Return what a file is known by, the most precise last: its inode, and with the generation where there is one."""
     inode = str(os.fstat(descriptor).st_ino)
-    generation = bytearray(8)
-    try:
-        fcntl.ioctl(descriptor, _GET_GENERATION, generation)
-    except OSError:  # tmpfs, which uses no inode twice, and network file systems
-        return [inode]
-    return [inode, f"{inode}.{int.from_bytes(generation[:4], sys.byteorder)}"]
+    generation = locks.generation(descriptor)
+    return [inode] if generation is None else [inode, f"{inode}.{generation}"]
 
 
 def is_being_written(path: str | Path) -> bool:
@@ -423,13 +418,9 @@ def is_being_written(path: str | Path) -> bool:
     """
     try:
         with open(path, "rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+            return locks.is_locked(file.fileno())
     except OSError as error:
         raise LedgerError(f"{path} can't be read ({error.strerror})") from error
-    return False
 
 
 def _lock(path: Path, descriptor: int) -> None:
@@ -439,13 +430,7 @@ def _lock(path: Path, descriptor: int) -> None:
         LedgerError: another process is writing it, or its file system has no locks. The descriptor is closed.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise LedgerError(
-            f"{path} is being written by another run at this moment{known_writer(path.parent)}, whose steps and these "
-            "would be charged over each other. Wait for it to end, or stop it"
-        ) from error
+        held = locks.lock(descriptor)
     except OSError as error:  # ENOSYS, ENOLCK, EOPNOTSUPP of network file systems
         os.close(descriptor)
         if path.stat().st_size == 0:  # made by this call
@@ -455,6 +440,12 @@ def _lock(path: Path, descriptor: int) -> None:
             "train.output_dir to a file system with locks that hold on all machines (Lustre: mount it with -o flock; "
             "NFS: version 4)"
         ) from error
+    if not held:
+        os.close(descriptor)
+        raise LedgerError(
+            f"{path} is being written by another run at this moment{known_writer(path.parent)}, whose steps and these "
+            "would be charged over each other. Wait for it to end, or stop it"
+        )
 
 
 def _one_line(what: str, text: str) -> str:

@@ -94,7 +94,7 @@ class StopRequest:
             return False
         if handler == signal.SIG_IGN:
             return forwarded_by_a_launcher()
-        return number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) or handler == signal.SIG_DFL
+        return number != getattr(signal, "SIGUSR1", None) or handler == signal.SIG_DFL
 
     def _on_signal(self, number: int, frame: Any) -> None:
         now = time.monotonic()

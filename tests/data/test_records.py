@@ -535,7 +535,7 @@ def test_no_folder_has_its_name_before_it_is_locked(tmp_path, monkeypatch):
         return flock(descriptor, operation)
 
     flock = fcntl.flock
-    monkeypatch.setattr("dpllm.data.scratch.fcntl.flock", look)
+    monkeypatch.setattr("fcntl.flock", look)
     assert private_folder().is_dir() and seen == [[]]
 
 

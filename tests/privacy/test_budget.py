@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -379,6 +380,19 @@ def test_a_lock_file_that_is_removed_lets_nobody_write_over_another(
         lock.rename(lock.with_name("aside"))
     waiting.join()
     assert len(read_budget(path).entries) == 2 and lock.is_file()
+
+
+def test_a_budget_that_cannot_be_locked_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre and NFS answer without the option: two runs could each charge what is left."""
+    before = path.read_bytes()
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(BudgetError, match=r"cannot be locked \(No locks available\).*to a file system with locks"):
+        charge(path, make(), "chats")
+    assert path.read_bytes() == before
 
 
 def test_those_who_may_read_a_budget_still_may_after_a_charge(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -467,7 +468,43 @@ def test_a_file_system_without_locks_is_refused(path: Path, monkeypatch: pytest.
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("dpllm.privacy.ledger.fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(LedgerError, match=r"cannot be locked .* file system with locks"):
         Ledger.create(path, PLAN)
     assert not path.exists()
+
+
+def test_a_system_whose_locks_hide_a_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Windows: the package can be imported there, and no run begins unlocked."""
+    write(path, 1, end=None)
+    monkeypatch.setattr("dpllm.privacy.locks.fcntl", None)
+    for use in (lambda: Ledger.open(path, PLAN), lambda: Ledger.create(path.with_name("new.jsonl"), PLAN)):
+        with pytest.raises(LedgerError, match=r"cannot be locked \(this system hides a locked file .* Linux, macOS"):
+            use()
+    assert not path.with_name("new.jsonl").exists()
+    with pytest.raises(LedgerError, match="hides a locked file"):
+        is_being_written(path)
+
+
+def test_the_lock_of_a_process_that_was_killed_is_free(path: Path) -> None:
+    """While it lives, nobody else writes; another version's plain flock of the same file is respected."""
+    code = (
+        "import sys, time; from dpllm.privacy.ledger import Ledger; ledger = Ledger.annotate(sys.argv[1]); "
+        "print('held', flush=True); time.sleep(3600)"
+    )
+    write(path, 1, end=None)
+    holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        assert is_being_written(path)
+        with pytest.raises(LedgerError, match="is being written by another run"):
+            Ledger.open(path, PLAN)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert not is_being_written(path)
+    with open(path, "r+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(LedgerError, match="is being written by another run"):
+            Ledger.open(path, PLAN)
+    Ledger.open(path, PLAN).close()

@@ -1,0 +1,33 @@
+"""Every module can be imported where an operating system or an installation has less than this one."""
+
+import sys
+
+from tests import children
+
+EVERY_MODULE = """
+for module in pkgutil.walk_packages(dpllm.__path__, "dpllm."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+
+
+def test_every_module_is_imported_without_what_windows_lacks():
+    """Libraries look after themselves; they are imported before."""
+    code = f"""
+import importlib, os, pkgutil, signal, sys
+import accelerate, datasets, filelock, peft, torch, transformers, transformers.trainer
+for name in ("fcntl", "grp", "pwd", "resource", "termios"):
+    sys.modules[name] = None
+for name in ("fork", "geteuid", "getpgid", "getuid", "killpg", "pread", "pwrite", "sched_getaffinity"):
+    delattr(os, name)
+for name in ("SIGCONT", "SIGHUP", "SIGTSTP", "SIGTTOU", "SIGUSR1"):
+    delattr(signal, name)
+import dpllm
+{EVERY_MODULE}
+from dpllm.training.signals import STOPPING
+assert STOPPING == (signal.SIGINT, signal.SIGTERM)
+from dpllm.privacy.locks import fcntl
+assert fcntl is None
+"""
+    run = children.run([sys.executable, "-c", code], check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
