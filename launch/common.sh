@@ -1,5 +1,5 @@
-# Sourced by the scripts beside it: what they have in common. `read_arguments` leaves `recipe`, `config` and `overrides`,
-# and in `environment` the variables that the accelerate config needs besides itself.
+# The common part of the scripts in this folder, which source it. `read_arguments` sets `recipe`, `config` and `overrides`,
+# and in `environment` the variables that the accelerate config needs in addition.
 # shellcheck shell=bash disable=SC2034
 
 # The comment at the head of a script, up to the first empty line, is its usage.
@@ -13,7 +13,7 @@ fail() {
     exit 2
 }
 
-# read_arguments ROOT SCRIPT "$@": goes to the root, which relative paths in recipes and accelerate configs count from.
+# read_arguments ROOT SCRIPT "$@": changes to the root, to which paths in recipes and accelerate configs are relative.
 read_arguments() {
     local root="$1" script="$2"
     shift 2
@@ -29,7 +29,7 @@ read_arguments() {
     done
     environment=()
     if grep -q '^use_cpu: true' "$config"; then
-        # Without these accelerate would take a GPU where there is one, or each process for the only one.
+        # Without these accelerate would use a GPU if there is one, or treat each process as the only one.
         environment=(env CUDA_VISIBLE_DEVICES=)
         grep -q '^distributed_type: DEEPSPEED' "$config" || environment+=(ACCELERATE_USE_CPU=true)
     fi
@@ -52,7 +52,7 @@ attend() {
     trap 'pass_on 2' INT
     trap 'pass_on 15' TERM
     trap 'pass_on 10' USR1
-    set -m # a process group of its own, which the terminal does not send signals to
+    set -m # a separate process group, to which the terminal does not send signals
     "$@" &
     launcher=$!
     set +m
@@ -62,7 +62,7 @@ attend() {
         wait "$launcher" || code=$?
         kill -0 "$launcher" 2>/dev/null || break
     done
-    # A signal may have ended the last wait in the place of the launcher, whose code bash keeps.
+    # A signal, and not the launcher, may have ended the last wait; bash keeps the launcher's exit code.
     wait "$launcher" 2>/dev/null && code=0 || code=$?
     if ((asked && code == 0)); then exit $((128 + asked)); fi
     exit "$code"

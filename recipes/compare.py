@@ -3,10 +3,10 @@
     accelerate launch recipes/compare.py --config recipes/quickstart.yaml train.output_dir=runs/compared
     accelerate launch recipes/compare.py --config audit/recipe.yaml --canaries audit/canaries.json --epochs 10
 
-The private fine-tuning is that of recipes/finetune.py; the other starts at the same weights and trains on the same rows
-with the stock Trainer, as many steps of as many rows, or for --epochs with batches of per_device_train_batch_size rows.
-In train.output_dir: the folders private/ and plain/, compare.json and compare.png. A training that is finished already
-is not repeated. What is found comes from private records, and ε does not cover it.
+The private fine-tuning is that of recipes/finetune.py. The other starts at the same weights and trains on the same rows
+with the stock Trainer, with the same number of steps and rows, or for --epochs with batches of
+per_device_train_batch_size rows. train.output_dir then has the folders private/ and plain/, compare.json and
+compare.png. A finished training is not repeated. The results come from private records, and ε does not cover them.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
     code = 0
     try:
         code = run(load_recipe(options.config, options.overrides), options)
-    except Exception as error:  # any: nothing goes on after it, and `tell` prints the traceback of a fault
+    except Exception as error:  # any: the program ends here, and `tell` prints the traceback of a fault
         code = tell(error, (lambda text: None) if finetune.console.quiet and words_of(error) else None)
         if torch.distributed.is_initialized():
             finetune.leave(code, together=False)
@@ -65,38 +65,38 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the recipe, a YAML file")
-    parser.add_argument("--epochs", type=float, help="of the plain fine-tuning; default: the steps of the private one")
-    parser.add_argument("--learning-rate", type=float, help="of the plain fine-tuning; default: the recipe's")
+    parser.add_argument("--epochs", type=float, help="epochs of the plain fine-tuning; default: the private steps")
+    parser.add_argument("--learning-rate", type=float, help="rate of the plain fine-tuning; default: the recipe's")
     parser.add_argument(
         "--canaries", type=Path, help="canaries.json of `dpllm audit prepare`, whose recipe is compared"
     )
-    parser.add_argument("--records", type=int, default=1000, help="members, and held-out records, at most")
+    parser.add_argument("--records", type=int, default=1000, help="most members, and most held-out records")
     parser.add_argument("--extract", type=int, default=200, help="texts sampled per kind of prompt; 0: none")
     parser.add_argument("--span", type=int, default=20, help="tokens in a row that count as verbatim")
     parser.add_argument("--prefix", type=int, default=10, help="target tokens given before a record is continued")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling")
-    parser.add_argument("--top-k", type=int, default=40, help="sample among the likeliest so many tokens; 0: all")
+    parser.add_argument("--temperature", type=float, default=1.0, help="temperature of the sampling")
+    parser.add_argument("--top-k", type=int, default=40, help="sample among this many of the likeliest tokens; 0: all")
     parser.add_argument("--shadows", type=int, default=0, help="shadow adapters of LiRA for each of the two; 0: none")
     parser.add_argument("--shadow-epochs", type=float, default=4.0, help="passes of each over its half of the records")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw of records, the samples and the shadows")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw of records, the samples and the shadows")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as privacy.target_epsilon=3")
     return parser.parse_args(words)
 
 
 def run(recipe: Recipe, options: argparse.Namespace) -> int:
-    """From the recipe to the table; returns the exit code, which is not 0 where a signal ended the private training."""
+    """Run the comparison; return the exit code, which is not 0 if a signal ended the private training."""
     settings = settings_of(options)
     check_recipe(recipe)  # before anything is read
     output = Path(training_arguments({**finetune.PLAIN, **recipe.train}).output_dir)
     recipes = {name: in_folder(recipe, output / name) for name in (PRIVATE, PLAIN)}
     check(recipe, options.canaries)
     if is_finished(recipes[PRIVATE], LEDGER_FILE):
-        finetune.console.print(f"{output / PRIVATE} is finished already: not trained again")
+        finetune.console.print(f"{output / PRIVATE} is already finished and is not trained again")
     elif code := finetune.run(recipes[PRIVATE]):
         return code
     recipes[PLAIN] = from_start(recipes[PLAIN], output / PRIVATE / PRETRAINED_FOLDER, options)
     if is_finished(recipes[PLAIN], "config.json" if recipe.model.peft is None else "adapter_config.json"):
-        finetune.console.print(f"{output / PLAIN} is finished already: not trained again")
+        finetune.console.print(f"{output / PLAIN} is already finished and is not trained again")
     else:
         train_plainly(recipes[PLAIN])
     leave_helpers()
@@ -122,7 +122,7 @@ def run(recipe: Recipe, options: argparse.Namespace) -> int:
 
 
 def settings_of(options: argparse.Namespace) -> AttackSettings:
-    """What the command line asks for."""
+    """Return the attack settings of the command line."""
     extraction = None
     if options.extract:
         extraction = ExtractionSettings(
@@ -144,40 +144,40 @@ def settings_of(options: argparse.Namespace) -> AttackSettings:
 
 
 def check(recipe: Recipe, canaries: Path | None) -> None:
-    """Say before any training what could not be compared after it."""
+    """Raise before any training if its result could not be compared."""
     if recipe.model.task != "causal_lm":
         raise AuditError(
-            f"model.task={recipe.model.task}: the attacks read the probability of each token, which a causal language "
-            "model alone gives"
+            f"model.task={recipe.model.task}: the attacks read the probability of each token, so set "
+            "model.task=causal_lm"
         )
     if recipe.model.name is None and recipe.public_pretrain is None:
         raise AuditError(
-            "the recipe starts at random weights, so the two trainings would start at different ones: give model.name, "
-            "or a section public_pretrain"
+            "the recipe starts at random weights, so the two trainings would start at different weights: give "
+            "model.name, or a section public_pretrain"
         )
     if recipe.train.get("resume_from_checkpoint"):
-        raise AuditError("a comparison is not resumed: finish the run with recipes/finetune.py, or take another folder")
+        raise AuditError("a comparison cannot be resumed: finish the run with recipes/finetune.py, or set a new folder")
     if load_train_and_eval(recipe.data, recipe.privacy)[1] is None:
         raise AuditError(
-            "the recipe holds no records out, so there is no non-member to compare with: data.eval_fraction=0.1"
+            "the recipe holds no records out, so there are no non-members to compare with: set data.eval_fraction=0.1"
         )
     if canaries is not None and CanarySet.load(canaries).data_name != Path(recipe.data.path).name:
         raise AuditError(
-            f"the recipe trains on {recipe.data.path}, into which {canaries} put nothing: give the recipe that "
+            f"the recipe trains on {recipe.data.path}, which has no canaries of {canaries}: give the recipe that "
             "`dpllm audit prepare` wrote beside it"
         )
 
 
 def in_folder(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe with another output folder."""
+    """Return the recipe with another output folder."""
     return dataclasses.replace(recipe, train={**recipe.train, "output_dir": str(folder)})
 
 
 def is_finished(recipe: Recipe, last_file: str) -> bool:
-    """Return whether the folder holds this very run, ended as it should.
+    """Return whether the folder holds exactly this run, completed.
 
     Raises:
-        AuditError: it holds another one, or one that was broken off.
+        AuditError: it holds another run, or an incomplete one.
     """
     folder = Path(recipe.train["output_dir"])
     if not (folder / RECIPE_FILE).exists():
@@ -186,14 +186,12 @@ def is_finished(recipe: Recipe, last_file: str) -> bool:
     if whole and last_file == LEDGER_FILE:
         whole = read_ledger(folder / LEDGER_FILE).end == "completed"
     if not whole or load_recipe(folder / RECIPE_FILE) != recipe:
-        raise AuditError(
-            f"{folder} holds another run, or one that was broken off: set train.output_dir to a new folder"
-        )
+        raise AuditError(f"{folder} holds another run, or an incomplete one: set train.output_dir to a new folder")
     return True
 
 
 def from_start(recipe: Recipe, pretrained: Path, options: argparse.Namespace) -> Recipe:
-    """The plain recipe: the public training, if there was one, is done, and the arguments are the Trainer's own."""
+    """Return the plain recipe: a public training is already done, and the arguments are those of the Trainer."""
     train = dict(recipe.train)
     if options.learning_rate is not None:
         train["learning_rate"] = options.learning_rate
@@ -218,7 +216,7 @@ def from_start(recipe: Recipe, pretrained: Path, options: argparse.Namespace) ->
 
 
 def train_plainly(recipe: Recipe) -> None:
-    """Fine-tune with the stock Trainer on the rows that the private steps drew from."""
+    """Fine-tune with the stock Trainer on the rows from which the private steps drew."""
     finetune.console.rule("fine-tuning without privacy")
     args = training_arguments({**finetune.PLAIN, **recipe.train})
     folder = Path(args.output_dir)
@@ -244,7 +242,7 @@ def train_plainly(recipe: Recipe) -> None:
 
 
 def leave_helpers() -> None:
-    """End all processes but the first: attacks run on one."""
+    """End all processes except the first: attacks run on one."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -254,20 +252,20 @@ def leave_helpers() -> None:
 
 
 def claim(report: AttackReport) -> str:
-    """The guarantee, in words."""
+    """Return the guarantee, in words."""
     if report.epsilon is None:
         return "no guarantee"
     return f"ε = {format_epsilon(report.epsilon)} at δ = {report.delta:g}"
 
 
 def comparison_rows(reports: Mapping[str, AttackReport], audits: Mapping[str, AuditResult]) -> list[tuple[str, ...]]:
-    """The one table: what is measured, and its value for each model."""
+    """Return the rows of the table: each measured quantity, and its value for each model."""
     columns = [column_of(report, audits.get(name)) for name, report in reports.items()]
     return [("", *reports), *((name, *(column[name] for column in columns)) for name in columns[0])]
 
 
 def column_of(report: AttackReport, audit: AuditResult | None) -> dict[str, str]:
-    """What is measured of one model -> its value."""
+    """Return the measured quantities of one model and their values."""
     values = {"guarantee": claim(report), "records attacked": f"{report.num_records} members, as many others"}
     values |= {
         name: value for name, value in attack_facts(report) if name != "note" and not name.startswith("left out")
@@ -287,7 +285,7 @@ def column_of(report: AttackReport, audit: AuditResult | None) -> dict[str, str]
 
 
 def canary_column(audit: AuditResult | None) -> dict[str, str]:
-    """What the audit by canaries says."""
+    """Return the results of the audit by canaries."""
     if audit is None:
         return {}
     values = {f"canaries, {attack.name}: AUROC": interval(attack.auroc) for attack in audit.attacks}

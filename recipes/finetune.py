@@ -3,9 +3,9 @@
     accelerate launch recipes/finetune.py --config recipes/quickstart.yaml
     accelerate launch recipes/finetune.py --config recipes/gpt2_e2e_lora.yaml privacy.target_epsilon=3 train.seed=1
 
-Ordinary training on public text comes first, where the recipe asks for it; the held-out records are measured before and
-after the private training. `train.resume_from_checkpoint=true` continues a run that was stopped; `auto` starts where
-there is nothing to continue, and does nothing where the run is completed.
+Ordinary training on public text comes first if the recipe has it; the held-out records are measured before and after
+the private training. `train.resume_from_checkpoint=true` continues a stopped run; `auto` starts if there is nothing to
+continue, and does nothing if the run is completed.
 """
 
 import argparse
@@ -73,8 +73,8 @@ def main() -> None:
     except RunCompletedError as done:
         console.print(str(done), markup=False)
         code, together = 0, True
-    except Exception as error:  # any: nothing goes on after it, and `tell` prints the traceback of a fault
-        get_error_handler().record_exception(error)  # `record` sees the exit code only
+    except Exception as error:  # any: the program ends here, and `tell` prints the traceback of a fault
+        get_error_handler().record_exception(error)  # `record` sees only the exit code
         code = tell(error, (lambda text: None) if console.quiet and words_of(error) else None)
     except KeyboardInterrupt:
         if not console.quiet:
@@ -89,8 +89,8 @@ def main() -> None:
 def leave(code: int, together: bool) -> None:
     """End one process of several.
 
-    Together where all went well: rank 0 may still be writing. And without the interpreter's own end, under which
-    threads of communication libraries that wait for it abort the process.
+    After success all processes end together, since rank 0 may still be writing. The interpreter's normal shutdown is
+    skipped: waiting threads of communication libraries would abort the process during it.
     """
     if together:
         torch.distributed.barrier()
@@ -102,7 +102,7 @@ def leave(code: int, together: bool) -> None:
 
 
 def run(recipe: Recipe) -> int:
-    """From the recipe to the model and its report; returns the exit code, which is not 0 after most signals."""
+    """Run the recipe up to the model and its report; return the exit code, which is not 0 after most signals."""
     began = time.monotonic()
     check_recipe(recipe)  # before anything is read
     args = training_arguments({**PLAIN, **recipe.train})
@@ -117,10 +117,10 @@ def run(recipe: Recipe) -> int:
         train_records, eval_records = load_train_and_eval(recipe.data, recipe.privacy)
     plan = plan_for(args, recipe.privacy, unit_index_of(train_records, recipe.privacy))
     show("privacy plan", format_plan(plan))
-    if recipe.privacy.budget_file and not resume:  # at once, rather than after the public training
+    if recipe.privacy.budget_file and not resume:  # now, and not only after the public training
         require_room(recipe.privacy.budget_file, plan, recipe.privacy.dataset)
 
-    # What is public: starting weights, and text for a tokenizer and for ordinary training.
+    # The public parts: starting weights, and text for a tokenizer and for ordinary training.
     public = [f"starting weights: {recipe.model.name}"] if recipe.model.name else []
     public_records = public_texts = None
     declared: list[str] = []
@@ -138,7 +138,7 @@ def run(recipe: Recipe) -> int:
     start = recipe.model
     if public_records is not None:
         start = pretrain(recipe, tokenizer, public_records, num_labels, restart.continues)
-        args = training_arguments({**PLAIN, **recipe.train})  # anew: the engine was set up for the other training
+        args = training_arguments({**PLAIN, **recipe.train})  # again: the engine was set up for the other training
     model = load_base_model(start, tokenizer, num_labels)
 
     task, num_labels = recipe.model.task, model.config.num_labels
@@ -166,7 +166,7 @@ def run(recipe: Recipe) -> int:
     )
     trainer.declared_points = declared
     console.rule("private fine-tuning")
-    if args.should_save:  # not before: a resume that is refused leaves the folder as it was
+    if args.should_save:  # not earlier: a refused resume leaves the folder unchanged
         trainer.add_callback(WhenAttached(lambda: save_recipe(recipe, output / RECIPE_FILE)))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if trainer.interrupted_by is not None:
@@ -188,7 +188,7 @@ def finish(
     args, plan, output = trainer.args, trainer.plan, Path(trainer.args.output_dir)
     after = measure(trainer.model, eval_rows, collator, processes=trainer.processes) if eval_rows else None
 
-    # What was measured on private records is on the screen and in the picture; the report says so.
+    # Measurements on private records are on the screen and in the picture; the report counts them.
     figures = {"before": before.result, "after": after}
     utility = {f"held-out {figure.name} {when}": f"{figure.value:.4g}" for when, figure in figures.items() if figure}
     if utility and not recipe.data.eval_is_public:
@@ -208,7 +208,7 @@ def finish(
 
 
 def stopped(trainer: DPTrainer, number: int) -> int:
-    """Say where a run that a signal ended can be continued; returns the exit code."""
+    """Print how to continue a run that a signal ended; return the exit code."""
     step, output = trainer.state.global_step, Path(trainer.args.output_dir)
     if trainer.args.should_save:
         rows = [
@@ -222,7 +222,7 @@ def stopped(trainer: DPTrainer, number: int) -> int:
 
 
 def what_ran(trainer: DPTrainer, picture: Path, began: float) -> list[tuple[str, str]]:
-    """The second half of the summary: steps, files and time."""
+    """Return the second half of the summary: steps, files and time."""
     output, processes = Path(trainer.args.output_dir), trainer.args.world_size
     return [
         ("private steps", f"{trainer.state.global_step} of {trainer.plan.num_steps}"),
@@ -235,17 +235,17 @@ def what_ran(trainer: DPTrainer, picture: Path, began: float) -> list[tuple[str,
 
 
 def use_all_cores() -> None:
-    """Compute on every core of a machine without an accelerator: `accelerate launch` allows one thread otherwise."""
+    """Compute on every core of a machine without an accelerator; `accelerate launch` would allow only one thread."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and not torch.accelerator.is_available():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 class MeasureBefore(TrainerCallback):
-    """Measures the held-out records before the first private step, when the model is spread over the processes."""
+    """Callback that measures the held-out records before the first private step, after the model's distribution."""
 
     def __init__(self, rows: datasets.Dataset | None, collator: RowCollator) -> None:
-        """Remember what to measure on."""
+        """Store the rows and the collator."""
         self.rows, self.collator = rows, collator
         self.result: Measurement | None = None
 
@@ -262,10 +262,10 @@ def pretrain(
     num_labels: int | None,
     continues: bool,
 ) -> ModelConfig:
-    """Train on the public text, without privacy; returns the trained model as the start of the private training.
+    """Train on the public text, without privacy; return the trained model as the start of the private training.
 
-    The model is saved and read again, so that nothing of the engine of this training (hooks, shards) is left on it. A
-    run that goes on (``continues``) finds it there; its ledger names these files. Any other model there may be of
+    The model is saved and loaded again, so that hooks and shards of this training's engine are removed from it. A run
+    that is continued (``continues``) finds it there; its ledger names these files. Any other model there may be from
     another text.
     """
     public = recipe.public_pretrain
@@ -304,7 +304,7 @@ def draw(trainer: DPTrainer, path: Path, before: Measurement | None, after: Meas
 
 
 def show(title: str, rows: list[tuple[str, str]]) -> None:
-    """Print names and values; a path is never broken."""
+    """Print names and values; a path is never wrapped."""
     console.print(f"\n{title}", style="bold")
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -313,4 +313,4 @@ def show(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 if __name__ == "__main__":
-    record(main)()  # torch's launcher then says which process failed first, and of what
+    record(main)()  # torch's launcher then reports the first process that failed, and its error

@@ -292,11 +292,11 @@ def test_the_number_of_a_node_is_that_of_the_job(more, rank):
 
 
 def test_interfaces_are_named_and_the_network_is_to_be_trusted():
-    """What the processes compare goes over gloo, so its interface is named beside NCCL's; nothing is encrypted."""
+    """The processes compare over gloo, so its interface is named beside that of NCCL; traffic is not encrypted."""
     for manifest in ("kubernetes.yaml", "kubernetes_trainjob.yaml"):
         text = (ROOT / "launch" / manifest).read_text()
         assert all(f"name: {name}_SOCKET_IFNAME" in text for name in ("NCCL", "GLOO"))
-    assert "has to be trusted" in (ROOT / "launch/README.md").read_text()
+    assert "must be trusted" in (ROOT / "launch/README.md").read_text()
 
 
 def test_placeholders():

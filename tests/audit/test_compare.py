@@ -110,7 +110,7 @@ def test_what_is_finished_is_not_trained_again_and_another_run_is_not_taken_for_
     options, _ = compared
     changed = compare.parse(["--config", options.config, "--epochs", "40", *SMALL, "--extract", "0"])
     compare.run(load_recipe(options.config), changed)
-    assert capsys.readouterr().out.count("is finished already") == 2
+    assert capsys.readouterr().out.count("is already finished") == 2
     with pytest.raises(AuditError, match="plain holds another run"):
         compare.run(load_recipe(options.config), compare.parse(["--config", options.config, "--epochs", "3", *SMALL]))
     with pytest.raises(AuditError, match="private holds another run"):

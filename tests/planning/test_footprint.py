@@ -486,7 +486,7 @@ BATCH, TOKENS, BANDWIDTH, USABLE = 1024, 2048, 50e9, 0.9
 
 
 def scale_table():
-    """The table "Scale on paper", in Markdown."""
+    """Return the table of launch/README.md, in Markdown."""
     names = ["model", "GPUs", "engine", "weights", "sum", "optimizer", "gathered", "activations", "logits", "book"]
     names += ["forming", "**total**", "CPU", "80 GiB", "141 GB", "sent: microbatch", "step", "at 50 GB/s"]
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
