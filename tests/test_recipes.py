@@ -1,4 +1,4 @@
-"""Every recipe that ships is read, planned and run: on a tiny model and local files, through overrides alone."""
+"""Every shipped recipe is read, planned and run: on a tiny model and local files, only through overrides."""
 
 import errno
 import importlib.util
@@ -120,7 +120,7 @@ def small_run(tmp_path: Path, path: Path) -> list[str]:
 
 
 def test_there_are_recipes():
-    """The glob below finds what it is meant to find."""
+    """The glob below finds the recipes."""
     assert {path.stem for path in RECIPES} == set(NUM_UNITS)
 
 
@@ -184,7 +184,7 @@ def test_a_recipe_runs_on_a_tiny_model(path, finetune, tmp_path, capsys):
 
 
 def test_a_run_without_held_out_records_discloses_no_evaluation(finetune, tmp_path, capsys):
-    """What was not measured is neither printed nor counted."""
+    """Figures that were not measured are neither printed nor counted."""
     path = FOLDER / "gpt2_e2e_full.yaml"
     overrides = [*small_run(tmp_path, path), "data.eval_path=null"]
     finetune.run(load_recipe(path, overrides))
@@ -241,7 +241,7 @@ def test_errors_of_other_libraries_are_one_line(finetune, monkeypatch, capsys, e
 
 
 def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(finetune, tmp_path):
-    """Also the recipe in it, which says what the run was made with; a resume that goes on writes its own."""
+    """This includes the recipe in it, with the settings of the run; a resume that continues writes its own."""
     path, output = FOLDER / "gpt2_e2e_full.yaml", tmp_path / "out"
     first = [*small_run(tmp_path, path), "data.eval_path=null", "train.save_strategy=steps", "train.save_steps=1"]
     finetune.run(load_recipe(path, first))
@@ -320,7 +320,7 @@ def test_private_text_that_is_declared_public_is_refused(finetune, tmp_path):
 
 
 def test_a_new_run_trains_on_its_own_public_text(finetune, tmp_path, monkeypatch):
-    """Whatever model an earlier start left in the folder: it may have seen other text, even these private records."""
+    """Any model left by an earlier start in the folder may have seen other text, even these private records."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     left = tiny_model(tmp_path / "out" / "public_pretrain", "gpt2") / "model.safetensors"
@@ -340,7 +340,7 @@ def test_a_new_run_trains_on_its_own_public_text(finetune, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_launched_run_on_a_cpu_uses_all_cores(finetune, monkeypatch, launched):
-    """`accelerate launch` allows one thread; a process started by hand keeps what its user set."""
+    """`accelerate launch` allows one thread; a process started by hand keeps the user's setting."""
     threads = []
     monkeypatch.setattr(finetune.torch, "set_num_threads", threads.append)
     monkeypatch.setattr(finetune.torch.accelerator, "is_available", lambda: False)

@@ -89,7 +89,7 @@ class TestText:
 
     @pytest.mark.parametrize("max_length", [2, 3, 7, 11])
     def test_a_split_record_has_every_target_exactly_once(self, tokenizer, max_length):
-        """The rows of a record predict together what the whole record predicts."""
+        """The rows of a record predict together the same tokens as the whole record."""
         whole = rows_of([{"text": text} for text in TEXTS], tokenizer)
         rows = rows_of([{"text": text} for text in TEXTS], tokenizer, max_length=max_length, long_records="split")
         for number, labels in enumerate(whole["labels"]):

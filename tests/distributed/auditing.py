@@ -1,4 +1,4 @@
-"""What runs in the processes of `test_gradient_audit`: the gradient audit of every engine, in one start of them."""
+"""The program in the processes of `test_gradient_audit`: the gradient audit of every engine, in one start of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in the processes of `test_agreement`: collectives, the shared ledger, runs, refusals and evaluation.
+"""The program in the processes of `test_agreement`: collectives, the shared ledger, runs, refusals and evaluation.
 
 Each check returns what this process saw; the tests compare it between the ranks. All of them share one start of the
 processes, since that is what costs time, so a check must leave the group usable: an error is the same on all ranks.
@@ -159,7 +159,7 @@ def numbered(rows: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def disagreeing_runs(folder: Path) -> dict[str, Any]:
-    """What the ranks may not differ in; each pair would otherwise make two halves of no run."""
+    """Settings that must be equal on all ranks; a difference would make two halves of different runs."""
     here, plan = Processes(), plan_of()
     odd = here.rank == 1
 
@@ -248,7 +248,7 @@ def guards(folder: Path) -> dict[str, Any]:
 
 
 def model_and_rows(count: int) -> tuple[Any, Any, Any]:
-    """A tiny language model, rows of different lengths, and what pads them."""
+    """A tiny language model, rows of different lengths, and their collator."""
     import datasets
     from transformers import LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""A table of what the distributed tests measured, below pytest's own summary."""
+"""A table of the distributed tests' measurements, below pytest's own summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs in the processes of `test_replicas`: what one process does differently, and what every process then says."""
+"""Runs in the processes of `test_replicas`: one process does something different, and all processes report it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def local(model: Any) -> torch.Tensor:
 def drift(
     folder: Path, disturb: Callable, optimizer_class: Any = torch.optim.SGD, wrap: Any = DistributedDataParallel
 ) -> dict[str, Any]:
-    """Take steps, disturbed after the first: where it stopped, with what, and whether anything moved then."""
+    """Take steps, disturbed after the first; return the stop, its error, and whether any weight changed then."""
     run, model, optimizer = begin(folder, optimizer_class, wrap)
     taken, before = 0, local(model)
 

@@ -1,4 +1,4 @@
-"""What runs in the processes of `test_independence`: sound and coupled losses on engines, in one launch."""
+"""The program in the processes of `test_independence`: sound and coupled losses on engines, in one launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_ROWS = 12
 
 
 class Disclosing(NoLedger):
-    """Counts what an error showed as well."""
+    """Counts disclosures of an error message as well."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ def start(config: str, folder: Path, *overrides: str, **options: Any) -> childre
 
 
 def launch(config: str, folder: Path, *overrides: str, **options: Any) -> str:
-    """Run to the end; returns what it printed.
+    """Run to the end and return the output.
 
     Raises:
         AssertionError: it failed.

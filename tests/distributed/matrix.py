@@ -1,4 +1,4 @@
-"""What runs in the processes of `test_engines`: private steps on every engine, and what came of them."""
+"""The program in the processes of `test_engines`: private steps on every engine, and their results."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Job:
 
 
 class NoLedger:
-    """Counts steps; what a ledger writes is tested elsewhere."""
+    """Counts steps; the lines of a ledger are tested elsewhere."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -130,7 +130,7 @@ def movement(
     sabotage: Any = None,
     white: Any = None,
 ) -> list[Tensor]:
-    """Per step, what was released: the movement of all parameters under SGD, over lr/b, (P,) in float64.
+    """Return each step's release: the movement of all parameters under SGD, over lr/b, (P,) in float64.
 
     Args:
         engine: as in `setups`.
@@ -219,7 +219,7 @@ def reach(jobs: list[Job], clip_norm: float = 1e-6) -> list[tuple[float, float]]
 
 
 def noise(engine: str, steps: int = 3, noise_multiplier: float = 2.0, clip_norm: float = 0.5) -> dict[str, Any]:
-    """What empty steps release, which is noise alone, and whether the processes hold the same parameters after them."""
+    """The releases of empty steps, which are only noise, and whether the processes hold equal parameters after them."""
     case = Case("llama", tied=True, dtype="float32")
     plan = plan_of(clip_norm, noise_multiplier)
     released = movement(engine, build_model(case), case, plan, units=[], steps=steps)
@@ -323,7 +323,7 @@ def real(
 
 
 def broken() -> dict[str, str | None]:
-    """Engines whose reduction was broken from outside, and what became of their first step."""
+    """Engines whose reduction was broken from outside, and the result of their first step."""
 
     def nothing_reduced(runner: Any, prepared: Any) -> None:
         runner._reduce = lambda totals: None

@@ -1,4 +1,4 @@
-"""What runs in the processes of `test_packed`: a private step on packed rows, against padded ones in one process."""
+"""The program in the processes of `test_packed`: a private step on packed rows, against padded ones in one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def errors(engine: str, clip_norm: float = 0.5) -> list[float]:
 
 
 def movement(engine: str, model: Any, case: Case, owners: list[int], batch: Any, clip_norm: float) -> torch.Tensor:
-    """What one step releases, from microbatches of at most 22 tokens: two or three rows."""
+    """Return the release of one step, from microbatches of at most 22 tokens: two or three rows."""
     lengths = batch.inputs["attention_mask"].sum(1).numpy()
     rows = [
         {"input_ids": ids[:length], "labels": labels[:length]}

@@ -1,4 +1,4 @@
-"""What runs in the processes of `test_deepspeed_resume`: parts of one run through DPTrainer, and what was trained."""
+"""The program in the processes of `test_deepspeed_resume`: parts of one run through DPTrainer, and its weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Job:
 
 
 class Record(TrainerCallback):
-    """Stops after a step, and keeps what the optimizer holds after loading and at every checkpoint."""
+    """Stops after a step, and records the optimizer's state after loading and at every checkpoint."""
 
     def __init__(self, stop: int) -> None:
         self._stop = stop
@@ -82,7 +82,7 @@ def model_of(job: Job, resumed: bool) -> Any:
 
 
 def deepspeed_settings(engine: str) -> dict[str, Any]:
-    """What accelerate_configs ships; ZeRO-3 divides small parameters too."""
+    """The files of accelerate_configs; ZeRO-3 divides small parameters too."""
     settings = json.loads((ROOT / f"accelerate_configs/deepspeed/{engine}.json").read_text())
     settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     return settings

@@ -60,7 +60,7 @@ def _shard(model: nn.Module, hybrid: bool, dtype: str) -> None:
 
 
 def deepspeed_config(engine: str, dtype: str = "float32") -> dict[str, Any]:
-    """A configuration as a user writes it; `private_config` adds what private training needs."""
+    """A configuration as a user writes it; `private_config` adds the settings of private training."""
     zero: dict[str, Any] = {
         "stage": int(engine[4]),
         "overlap_comm": engine.endswith("overlap"),
@@ -104,6 +104,6 @@ def _whole(parameter: Any) -> torch.Tensor:
 
 
 def dispose(prepared: Any) -> None:
-    """Free what DeepSpeed holds, so that the next one starts afresh."""
+    """Free DeepSpeed's memory, so that the next engine starts without leftovers."""
     if hasattr(prepared, "destroy"):
         prepared.destroy()

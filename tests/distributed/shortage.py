@@ -1,4 +1,4 @@
-"""What runs in the processes of `test_shortage`: memory that runs out on one of two, and budgets found by all."""
+"""The program in the processes of `test_shortage`: memory that runs out on one of two, and budgets found by all."""
 
 from __future__ import annotations
 

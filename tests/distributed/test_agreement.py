@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    """What each of two processes saw."""
+    """The results of each of two processes."""
     return world.run(folder / "world", "tests.distributed.checks:everything", size=2, root=folder)
 
 
@@ -109,7 +109,7 @@ def test_every_rank_draws_the_same_units_and_takes_its_share(seen, name):
 
 
 def test_replicas_stay_equal_and_are_those_of_one_process(seen, tmp_path):
-    """Bit by bit between the ranks, noise included; without noise, up to rounding, what one process computes."""
+    """Bit by bit between the ranks, noise included; without noise, equal to one process up to rounding."""
     for name in ("noisy", "noiseless"):
         first, second = (result["parameters"] for result in seen("runs", name))
         assert torch.equal(first, second)
@@ -138,7 +138,7 @@ def test_replicas_stay_equal_and_are_those_of_one_process(seen, tmp_path):
     ],
 )
 def test_ranks_that_disagree_stop_before_the_first_step(seen, what, text):
-    """Noise, data or model: all ranks end with one message that says what to do."""
+    """Noise, data or model: all ranks end with one message that has the remedy."""
     assert same_error(
         seen("disagreeing_runs", what), "DisagreementError", text, "with the same recipe, data and package versions"
     )
@@ -155,7 +155,7 @@ def test_ranks_that_disagree_stop_before_the_first_step(seen, what, text):
     ],
 )
 def test_ways_of_spreading_a_model_that_are_refused_by_name(seen, what, kind, texts):
-    """Each under which the sum would not be the private one, with what to use instead."""
+    """Under each of them the sum would not be the private one; the message names a replacement."""
     assert same_error(seen("engines", what), kind, *texts)
 
 
@@ -175,7 +175,7 @@ def test_the_guard_stops_every_rank_when_one_of_them_differs(seen):
 
 @pytest.mark.parametrize("name", EVALUATED)
 def test_a_measurement_over_ranks_is_that_of_one_process(seen, name):
-    """Each row counts once, on whatever rank it runs, also where a rank has none."""
+    """Each row counts once, on any rank, also if a rank has none."""
     count, max_rows = EVALUATED[name]
     alone = measure(*model_and_rows(count), max_rows=max_rows)
     assert seen("evaluations", name)[0] == seen("evaluations", name)[1]

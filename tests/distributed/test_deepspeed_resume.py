@@ -77,7 +77,7 @@ def check_trained(job, whole, one, two, table):
 
 
 def test_a_run_goes_on_with_one_process_and_with_two_again(tmp_path, table):
-    """One job of those below: what is loaded, how training goes on, and what is charged."""
+    """One job of those below: the loaded state, the training after it, and the charges."""
     job = Job("zero3", mode="partly")
     parts = [results[0] for results in resumed(tmp_path, [job]).values()]
     check_loaded(*parts)
@@ -108,7 +108,7 @@ def test_the_ledger_goes_on(runs, number):
 
 @pytest.mark.deep
 def test_a_conversion_is_used_again_and_made_anew_where_it_is_torn(runs):
-    """What stands in the checkpoint's folder is whole, or is not used; the checkpoint itself stays whole."""
+    """An incomplete file in the checkpoint's folder is not used; the checkpoint itself stays complete."""
     checkpoint = runs[0] / "one" / str(JOBS[0]) / "checkpoint-1"
     manifest, config = checkpoint / UNIVERSAL_FOLDER / MANIFEST_FILE, {"zero_optimization": {"stage": 1}}
     made = manifest.stat().st_mtime_ns
@@ -145,7 +145,7 @@ def made_by_two(folder, model="mp_rank_00_model_states.pt"):
 
 
 def test_a_conversion_that_fails_names_the_number_of_processes_to_resume_with(tmp_path):
-    """What DeepSpeed said, the room on the disk, and a remedy; nothing half made is left."""
+    """The message has DeepSpeed's error, the room on the disk, and a remedy; no incomplete file is left."""
     checkpoint = made_by_two(tmp_path / "checkpoint-2")
     with pytest.raises(EngineError, match=r"was made by 2 processes .* for 1 \(ds_to_universal .* it was made with, 2"):
         prepare_to_load(checkpoint, {"zero_optimization": {"stage": 2}}, Processes())

@@ -1,4 +1,4 @@
-"""Every engine releases what one process would: the same clipped sum, the same bound, noise exactly once."""
+"""Every engine releases the same as one process: the same clipped sum, the same bound, noise exactly once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_errors(jobs: list[Job], results: list, table: Callable[..., None]) -> 
         table(f"{job}", f"{to_float64:.1e}", f"{to_same_precision:.1e}")
         if job.case.dtype == "float32":
             assert to_float64 < 2e-5 and to_same_precision < 1e-6, job
-        else:  # activations in bfloat16: what the engine adds to the error of one process is nothing, or one rounding
+        else:  # activations in bfloat16: the engine adds at most one rounding to the error of one process
             assert to_float64 < 2e-2, job
             assert to_same_precision < (5e-3 if job.case.mode == "full" else 2e-2), job
     assert all(result == results[0] for result in results)

@@ -16,7 +16,7 @@ ALL = ENGINES  # one process is audited in tests.audit
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the two processes observed."""
+    """The observations of the two processes."""
     return run(tmp_path_factory.mktemp("audit"), "tests.distributed.auditing:every_engine", engines=list(ALL))
 
 

@@ -1,4 +1,4 @@
-"""What one process does differently from the others stops all of them, and nothing is charged wrongly."""
+"""A difference on one process stops all of them, and no step is charged wrongly."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from tests.distributed import world
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each of two processes saw."""
+    """The results of each of two processes."""
     folder = tmp_path_factory.mktemp("replicas")
     return world.run(folder / "world", "tests.distributed.drifting:everything", size=2, root=folder)
 
 
 @pytest.fixture
 def seen(ranks):
-    """What a case returned, the same on both ranks unless they are told apart."""
+    """Return a case's result, the same on both ranks unless they are distinguished."""
 
     def of(case):
         assert ranks[0][case]["error"] == ranks[1][case]["error"]
@@ -88,7 +88,7 @@ def test_an_extra_draw_on_one_process_stops_all_of_them(seen):
     ("case", "text"), [("other units", "the units of this step"), ("autocast", "rank 1: cpu autocast torch.bfloat16")]
 )
 def test_a_step_that_differs_is_refused_before_anything_is_computed(seen, case, text):
-    """Other units, or a context that changes what is computed, on one process."""
+    """Other units, or a context that changes the computation, on one process."""
     assert said(seen(case), "DisagreementError", text, "No further step is charged")
     assert [one["charged"] for one in seen(case)] == [1, 1]  # for its draw
 

@@ -1,4 +1,4 @@
-"""Whole runs by `accelerate launch` in two processes: what they leave, and what remains after a crash."""
+"""Whole runs by `accelerate launch` in two processes: their files, and the files that remain after a crash."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def losses(folder: Path) -> list[float]:
-    """What the Trainer logged, step by step, without the steps that a crash lost."""
+    """The Trainer's log, step by step, without the steps lost in a crash."""
     return [entry["loss"] for entry in TrainingLog(folder / "out").read() if "loss" in entry]
 
 
@@ -132,7 +132,7 @@ def test_after_a_kill_a_run_resumes_on_one_and_on_two_processes(config, folder, 
         assert ledger.num_steps == 14 and len(ledger.runs) == 2 and ledger.end == "completed"
         assert len({run["run"] for run in ledger.runs}) == 2
         taken = int(re.search(r"private steps\s+(\d+) of 14", printed)[1])
-        assert taken == saved + 14 - lost  # what the crash cost is not spent again
+        assert taken == saved + 14 - lost  # the cost of the lost steps is not spent again
         epsilon = float(re.search(r"guarantee\s+ε = ([0-9.]+)", printed)[1])
         assert epsilon <= 8
         report = json.loads((again / "out" / "privacy_report.json").read_text())

@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    """What each of two processes saw."""
+    """The results of each of two processes."""
     return world.run(folder / "world", "tests.distributed.shortage:everything", size=2, root=folder)
 
 
@@ -35,13 +35,13 @@ def test_every_process_ends_with_the_undisturbed_parameters(ranks, folder, name,
 
 
 def test_the_smallest_of_the_budgets_is_taken(ranks):
-    """Three rows fit on rank 0 and four on rank 1; all processes have to cut alike."""
+    """Three rows fit on rank 0 and four on rank 1; all processes must cut in the same way."""
     assert [rank["auto"]["max_tokens"] for rank in ranks] == [3 * 11] * 2
     torch.testing.assert_close(ranks[1]["auto"]["parameters"], ranks[0]["never, forward"]["parameters"])
 
 
 def test_a_sharded_model_needs_a_number(ranks):
-    """Its processes pass through each layer together, so none of them can try alone."""
+    """Its processes pass through each layer together, so none of them can try separately."""
     for rank in ranks:
         kind, message = rank["sharded"]
         assert kind == "ConfigError" and "FullySharded" in message and "dpllm plan --memory" in message

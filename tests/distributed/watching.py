@@ -1,4 +1,4 @@
-"""On every engine: sound runs pass the watch, and what reaches weights or state past the mechanism is refused."""
+"""On every engine: sound runs pass the watch, and changes of weights or state outside of the mechanism are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ODD_ONE = 1  # the rank on which something happens, while the other one is soun
 
 
 class Statistic(nn.Module):
-    """Adds up what passes, in a buffer, on one process."""
+    """Adds up its inputs in a buffer, on one process."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torch.distributed, accelerate and DeepSpeed read; one thread each, for two cores."""
+    """The variables of torch.distributed, accelerate and DeepSpeed; one thread each, for two cores."""
     return {
         **os.environ,
         "RANK": str(rank),

@@ -1,4 +1,4 @@
-"""Perplexity and accuracy are what their names say."""
+"""Perplexity and accuracy follow their definitions."""
 
 import math
 
@@ -78,7 +78,7 @@ def test_rows_without_a_target_are_refused():
 
 
 class Rank:
-    """One of several processes, played in turn: notes what it would add up, and gets the sum of all the second time."""
+    """One of several processes, simulated in turn: records its summands, and gets the sum of all the second time."""
 
     def __init__(self, rank, size, everybodys=()):
         self.rank, self.size, self.everybodys, self.own = rank, size, everybodys, None

@@ -1,4 +1,4 @@
-"""What an accelerate configuration may not ask for is refused by name, from its environment."""
+"""Settings of an accelerate configuration that break privacy are refused by name, from its environment."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_saving_on_each_node_is_refused(tmp_path):
 
 
 def test_a_deepspeed_file_is_found_from_any_folder(tmp_path, monkeypatch):
-    """Below the repository where it is not in the working directory; one that is there is left alone."""
+    """A missing path is resolved from the repository; a path that exists in the working directory is unchanged."""
     monkeypatch.chdir(tmp_path)
     name, variable = "accelerate_configs/deepspeed/zero2.json", "ACCELERATE_DEEPSPEED_CONFIG_FILE"
     found = {variable: name}

@@ -1,4 +1,4 @@
-"""The largest microbatch that fits: a search over trials, on memory that is known; and what a run does with it."""
+"""The largest microbatch that fits: a search over trials on known memory, and its use by a run."""
 
 import dataclasses
 from unittest import mock
@@ -30,7 +30,7 @@ DEVICE = 2000
 
 
 class Trials:
-    """Peaks by a formula, and what was asked for."""
+    """Peaks by a formula, and the numbers of rows that were tried."""
 
     def __init__(self, peak, device=DEVICE):
         self.peak, self.device, self.asked = peak, device, []
@@ -92,7 +92,7 @@ def test_the_ends_of_the_search(peak, most, expected):
 
 
 def test_what_is_needed_later_is_kept_free():
-    """Float32 sums and two values per entry for the optimizer, less what it holds already."""
+    """Float32 sums and two values per entry for the optimizer, less the state it already holds."""
     model = nn.Linear(3, 5)
     optimizer = torch.optim.AdamW(model.parameters())
     before = needed_later(model.parameters(), optimizer)
@@ -104,7 +104,7 @@ def test_what_is_needed_later_is_kept_free():
 
 
 def test_a_cpu_is_not_measured():
-    """What the system hands out there is not what there is."""
+    """A CPU's system allocates more memory than there is."""
     assert memory_of(torch.device("cpu"), 0) is None
 
 
@@ -153,7 +153,7 @@ def known(memory):
 
 
 def run_on(folder, model, memory=None, max_tokens="auto"):
-    """A run of two noiseless steps over all units; returns it, its diagnostics, and what it moved."""
+    """Return a run of two noiseless steps over all units, its diagnostics, and the change of the weights."""
     plan = plan_of(noise_multiplier=0.0)
     rows = dataclasses.replace(rows_of(), max_rows=None, max_tokens=max_tokens)
     folder.mkdir()
@@ -170,7 +170,7 @@ def run_on(folder, model, memory=None, max_tokens="auto"):
 
 
 def test_auto_takes_what_fits_and_moves_the_parameters_as_any_budget(tmp_path):
-    """The trials change nothing: neither the update nor what is charged."""
+    """The trials change neither the update nor the charge."""
     _, _, expected = run_on(tmp_path / "given", gated()[0], max_tokens=22)
     model, gate = gated()
     run, done, moved = run_on(tmp_path / "auto", model, Counted(gate, 100 + 10 * 9))
@@ -204,7 +204,7 @@ def test_auto_without_room_for_one_row_charges_its_draw_only(tmp_path):
 
 
 def test_steps_after_a_shortage_are_cut_smaller(tmp_path):
-    """The budget is halved once, the ledger counts it among what is not private, and the update is the same."""
+    """The budget is halved once, the ledger lists it among the figures that are not private; the update is equal."""
     _, _, expected = run_on(tmp_path / "given", gated()[0], max_tokens=22)
     model, _ = gated(more_than(16))
     run, done, moved = run_on(tmp_path / "run", model, max_tokens=2000)

@@ -48,7 +48,7 @@ def units_of(batches, units):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_row_of_every_unit_exactly_once(data):
-    """Any number of units, rows and any budget: a unit's rows stand together, in one microbatch or in its own."""
+    """For any number of units, rows and any budget: a unit's rows stay together, in one microbatch or in its own."""
     owner = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=30))
     units = UnitIndex.from_ids([str(o) for o in owner], None)
     chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
@@ -143,7 +143,7 @@ def test_every_unit_is_on_exactly_one_rank_and_ranks_have_equally_many_microbatc
 
 
 def test_the_share_of_a_rank_does_not_depend_on_who_asks():
-    """Each rank computes the whole division by itself, from what all of them know."""
+    """Each rank computes the whole division separately, from facts known to all of them."""
     units, lengths = UnitIndex.one_row_per_unit(20), np.arange(1, 21)
     again = [units_of(cut(units, lengths, range(20), 3, rank, 3), units) for rank in range(3)]
     assert again == [units_of(cut(units, lengths, range(20), 3, rank, 3), units) for rank in range(3)]
@@ -209,7 +209,7 @@ def test_a_rank_that_does_not_exist_is_refused(rank, size):
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_a_budget_of_tokens_is_kept(data):
-    """Rows times the longest of them never exceed the budget, but for a row that does so alone; nothing is lost."""
+    """Rows times the longest never exceed the budget, except for a single row above it; nothing is lost."""
     owner = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=30))
     units = UnitIndex.from_ids([str(o) for o in owner], None)
     chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
@@ -238,7 +238,7 @@ def test_a_budget_of_tokens_fills_microbatches_with_short_rows():
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_a_budget_of_tokens_of_packed_rows_is_kept(data):
-    """The rows' own tokens never exceed it, but for a row that does so alone; nothing is lost, no unit is split."""
+    """The rows' own tokens never exceed it, except for a single row; nothing is lost, no unit is split."""
     owner = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=30))
     units = UnitIndex.from_ids([str(o) for o in owner], None)
     chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
@@ -291,14 +291,14 @@ def test_a_microbatch_needs_a_bound(max_rows, max_tokens):
 
 
 def cost_of(cuts, rows, longest):
-    """Padded tokens, and what the microbatches cost in tokens."""
+    """Padded tokens, and the cost of the microbatches in tokens."""
     return sum(sum(rows[first:last]) * longest[first] + TOKENS_PER_MICROBATCH for first, last in cuts)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_cut_of_the_units_costs_less(data):
-    """Against every division of a few units into microbatches that fit; units of several rows, many of them alike."""
+    """Against every division of a few units into microbatches that fit; units of several rows, many of them equal."""
     scale = data.draw(st.sampled_from([1, 100, 600]))
     longest = sorted(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=9)), reverse=True)
     longest = np.array(longest) * scale
@@ -324,7 +324,7 @@ def test_a_few_long_rows_do_not_stretch_the_others():
     batches = cut(units, [1000] * 2 + [100] * 30, range(32), None, max_tokens=32_000)
     assert [len(batch.unit_index) for batch in batches] == [2, 30]
     short = cut(units, [10] * 2 + [1] * 30, range(32), None, max_tokens=32_000)
-    assert len(short) == 1  # padding of 270 tokens is less than what a microbatch costs
+    assert len(short) == 1  # padding of 270 tokens is less than the cost of a microbatch
 
 
 def test_the_first_of_equally_good_cuts_is_full():

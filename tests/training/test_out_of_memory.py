@@ -137,7 +137,7 @@ def single_units(owners):
 @pytest.mark.parametrize("limit", [30, 8])  # of up to 48 tokens: memory runs out once, and until rows are single
 @pytest.mark.parametrize("owners", OWNERS.values(), ids=OWNERS.keys())
 def test_the_sum_is_that_of_an_undisturbed_step(owners, limit, direction, tmp_path):
-    """And that of single-unit autograd; what is counted is the same, the step is charged once, and ends once."""
+    """The sum is that of single-unit autograd; the counts are equal, and the step is charged and ended once."""
     whole = undisturbed(owners)
     parts = Stepped(tmp_path / "parts", cut(owners), more_than(limit, direction)).done()
     torch.testing.assert_close(parts.gradient, whole.gradient, rtol=1e-10, atol=1e-12)
@@ -278,7 +278,7 @@ def test_a_first_pass_that_broke_off_has_not_shown_that_rows_are_independent(dir
 
 
 def test_single_rows_show_nothing_about_independence(tmp_path):
-    """Where memory suffices for single rows alone, the check waits for the first pass of several."""
+    """If memory suffices only for single rows, the check waits for the first pass of several."""
     step = Stepped(tmp_path / "run", cut(OWNERS["single rows"]), more_than(8)).done()
     assert step.diagnostics.max_tokens == 8 and not step.clipper.rows_checked
 

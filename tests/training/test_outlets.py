@@ -1,4 +1,4 @@
-"""Everything that leaves a run through the Trainer: logged figures, the card, uploads; with a stand-in for the Hub."""
+"""All outputs of a run through the Trainer: logged figures, the card, uploads; with a replacement for the Hub."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ STRAY_WEIGHTS = {
 
 
 class Hub:
-    """Takes what a client of the Hub would be sent."""
+    """Records the files that a client of the Hub would receive."""
 
     def __init__(self):
         self.created, self.uploads = [], []
@@ -68,7 +68,7 @@ def hub(monkeypatch):
 
 
 def settled():
-    """Notes that leave nothing open but what was written out and sent elsewhere."""
+    """Notes after which the only open points are outputs, and figures sent elsewhere."""
     return ReleaseNotes(
         data_holder="a hospital", audience="all", other_uses="none", audit="none", utility={"held-out loss": 3.2}
     )
@@ -155,7 +155,7 @@ def test_whoever_downloads_a_published_model_can_verify_it(finished, tmp_path):
 
 
 def test_weights_that_the_ledger_does_not_name_are_neither_uploaded_nor_passed_over(finished, tmp_path):
-    """Nobody knows what they were made with."""
+    """The settings that made these files are unknown."""
     folder = tmp_path / "copy"
     shutil.copytree(finished.ledger.path.parent, folder)
     require_publishable(folder)
@@ -175,7 +175,7 @@ class Tracker(TrainerCallback):
 
 @pytest.mark.parametrize("case", ["tracker", "evaluation", "own words"])
 def test_pushing_refuses_figures_that_went_elsewhere_unless_forced(tmp_path, hub, case):
-    """What a tracker received, what people may have noted, and what a program disclosed itself are open points."""
+    """Figures sent to a tracker, noted by people, or disclosed by a program are open points."""
     run = trainer(
         tmp_path, args=arguments(tmp_path, max_steps=1), config=privacy(dataset="notes"), eval_dataset=rows(8)
     )
@@ -270,7 +270,7 @@ def test_integrations_that_upload_checkpoints_are_refused(tmp_path, monkeypatch,
 
 
 def test_saving_with_push_to_hub_uploads_the_same_list(tmp_path, hub):
-    """The Trainer pushes whatever is in the folder when the program saves the model."""
+    """The Trainer pushes every file of the folder when the program saves the model."""
     run = trainer(tmp_path, args=arguments(tmp_path, push_to_hub=True, hub_strategy="end", max_steps=1))
     run.train()
     (tmp_path / "secret.txt").write_text("the data")
@@ -280,7 +280,7 @@ def test_saving_with_push_to_hub_uploads_the_same_list(tmp_path, hub):
 
 
 def test_every_evaluation_and_prediction_is_counted(tmp_path):
-    """Whatever its prefix, before and after training; the report and the card are renewed."""
+    """This holds for any prefix, before and after training; the report and the card are renewed."""
     run = trainer(tmp_path, args=arguments(tmp_path, logging_strategy="no", max_steps=1), eval_dataset=rows(8))
     run.evaluate()
     run.train()
@@ -335,7 +335,7 @@ def test_weights_that_are_not_finite_are_refused_before_a_step_is_charged(tmp_pa
 
 
 def test_weights_that_become_infinite_are_neither_saved_nor_called_completed(tmp_path):
-    """The run has failed, and says what to do."""
+    """The run has failed, and its message has the remedy."""
 
     class Overflow(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):

@@ -1,4 +1,4 @@
-"""Everything that can be known without the data is refused before the data are read, in training and in plan alike."""
+"""Mistakes that can be found without the data are refused before the data are read, in training and in plan."""
 
 from __future__ import annotations
 

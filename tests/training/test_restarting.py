@@ -1,4 +1,4 @@
-"""One command starts, resumes, and leaves a completed run alone."""
+"""One command starts and resumes a run, and does nothing for a completed one."""
 
 import pytest
 

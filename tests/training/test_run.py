@@ -51,7 +51,7 @@ def plan_of(noise_multiplier=0.8, num_units=UNITS, num_steps=4, seeded=False, cl
 
 
 def rows_of(num_units=UNITS, max_rows=5, record=None, reverse=False):
-    """Between one and three rows per unit, each of them numbers that depend on the row alone.
+    """Between one and three rows per unit, each made of numbers that depend only on the row.
 
     Args:
         num_units: units.
@@ -107,7 +107,7 @@ def attached(folder, plan, seed=None):
     ],
 )
 def test_rows_that_the_plan_does_not_count_are_refused(plan, units, match, tmp_path):
-    """Another number of units, or more rows of one than the accounting knows, would make ε another."""
+    """With another number of units, or more rows of one than in the accounting, ε would be different."""
     made = plan_of(**{name: value for name, value in plan.items() if name != "singly"})
     rows = rows_of()
     owner = np.repeat(np.arange(UNITS), 1 + np.arange(UNITS) % 3)
@@ -186,7 +186,7 @@ def test_a_loop_of_ones_own_takes_the_steps_that_private_step_takes(tmp_path):
 
 
 def test_two_runs_of_one_plan_draw_other_units_and_other_noise(tmp_path):
-    """Entropy comes from the operating system, whatever seeds are set."""
+    """Entropy comes from the operating system, even if seeds are set."""
     drawn, moved = [], []
     plan = dataclasses.replace(plan_of(), sampling_rate=1.0, expected_batch_size=UNITS, max_batch_size=UNITS)
     fewer = plan_of()
@@ -205,7 +205,7 @@ def test_two_runs_of_one_plan_draw_other_units_and_other_noise(tmp_path):
 
 
 def test_a_step_over_no_unit_is_taken_and_charged(tmp_path):
-    """Noise alone; skipping the step would tell that nobody was drawn."""
+    """Only noise; skipping the step would reveal that no unit was drawn."""
     run, model, _ = attached(tmp_path, plan_of(seeded=True), seed=7)
     done = run.step(run.choose([]), loss_of)
     assert done.num_units == 0 and run.ledger.num_steps == 1 and all(p.grad.all() for p in model.parameters())
@@ -258,7 +258,7 @@ def test_a_gradient_that_autograd_leaves_between_microbatches_is_refused(tmp_pat
 
 
 def test_an_optimizer_of_other_parameters_is_refused_when_it_is_attached(tmp_path):
-    """Before anything is charged: what no norm covers must not be in it."""
+    """Before any charge: a part of the model that no norm covers must not be in it."""
     plan, model = plan_of(), network()
     optimizer = torch.optim.SGD(network().parameters(), lr=0.3)
     run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
@@ -290,7 +290,7 @@ def numbered(rows):
 
 
 def test_rows_are_told_apart_by_their_lengths_and_units():
-    """What the processes compare before they divide the rows."""
+    """The facts that the processes compare before they divide the rows."""
     facts = rows_of().facts()
     assert facts == rows_of().facts() and facts != rows_of(max_rows=2).facts()  # in lockstep, all would wait for ever
     assert facts["the number of units"] == UNITS and facts["the number of rows"] == len(rows_of().lengths)
@@ -471,7 +471,7 @@ def test_the_plan_of_a_run_cannot_be_replaced(tmp_path):
 
 
 def test_a_model_that_a_loop_of_ones_own_saved_is_known_to_verify(tmp_path):
-    """What lies in the folder before the run is not its model; what is saved before `finish` is named by hash."""
+    """A file in the folder before the run is not its model; a file saved before `finish` is named by hash."""
     folder, model = tmp_path / "run", network()
     folder.mkdir()
     (folder / "notes.log").write_text("begun")

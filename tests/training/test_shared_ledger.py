@@ -23,7 +23,7 @@ def path(tmp_path):
 
 @contextlib.contextmanager
 def files_end_at(size):
-    """No file of this process may grow beyond so many bytes: what a full disk does to it."""
+    """Let no file of this process grow beyond this many bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -88,7 +88,7 @@ def test_a_step_out_of_turn_is_refused(path):
 
 @pytest.mark.parametrize("room", [0, 1, 60])
 def test_a_step_that_cannot_be_written_is_not_counted_and_a_torn_one_is_charged_on_resume(path, room):
-    """The caller gets the error and takes no step; what stands in the file half-written counts, to be safe."""
+    """The caller gets the error and takes no step; a half-written line in the file counts, to be safe."""
     ledger = SharedLedger.create(path, PLAN, Processes())
     ledger.append_step(0, PLAN.event)
     with files_end_at(path.stat().st_size + room), pytest.raises(OSError, match="File too large"):
@@ -99,7 +99,7 @@ def test_a_step_that_cannot_be_written_is_not_counted_and_a_torn_one_is_charged_
 
 
 def test_a_closed_ledger_takes_no_step(path):
-    """Nothing may run that can't be charged."""
+    """No step may run that cannot be charged."""
     ledger = SharedLedger.create(path, PLAN, Processes())
     ledger.close()
     with pytest.raises(LedgerError, match="is closed"):
@@ -108,7 +108,7 @@ def test_a_closed_ledger_takes_no_step(path):
 
 
 def budget_of(folder, epsilon=50.0):
-    """A budget file for what `PLAN` trains on."""
+    """A budget file for the data of `PLAN`."""
     return create_budget(
         folder / "mail.budget.json",
         dataset="mail",
@@ -155,7 +155,7 @@ def test_what_the_budget_does_not_allow_leaves_no_ledger(path, tmp_path):
 
 
 def test_a_budget_that_cannot_be_settled_does_not_take_the_model_along(path, tmp_path):
-    """The run has ended; its planned steps stay reserved, and the report says what is to be done."""
+    """The run has ended; its planned steps stay reserved, and the report states the remedy."""
     plan = dataclasses.replace(PLAN, dataset="mail")
     file = budget_of(tmp_path).path
     ledger = SharedLedger.create(path, plan, Processes(), budget_file=str(file))

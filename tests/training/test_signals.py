@@ -1,4 +1,4 @@
-"""Signals in real processes: below a launcher, in a terminal and without one; and what they leave behind."""
+"""Signals in real processes: under a launcher, in a terminal and without one; and the files they leave."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def environment():
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts commands; kills what is left of their sessions at the end."""
+    """Starts commands; kills the remaining processes of their sessions at the end."""
     started = []
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
@@ -168,7 +168,7 @@ def test_exit_codes(monkeypatch):
 
 
 def test_a_shell_is_no_launcher():
-    """Whatever its command line says beyond the program's name."""
+    """The rest of its command line, after the program's name, has no influence."""
     command = "from dpllm.training.signals import launched; print(launched())"
     line = f'cd /; : accelerate torchrun; "{sys.executable}" -c "{command}"; true'
     done = subprocess.run(["bash", "-c", line], env=environment(), capture_output=True, text=True, check=True)

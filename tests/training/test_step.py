@@ -85,7 +85,7 @@ def test_without_noise_the_gradient_is_the_clipped_sum_over_the_expected_batch_s
 
 
 def test_the_noise_has_deviation_sigma_c_over_b_and_is_added_once(tiny_llama, tmp_path):
-    """On every trainable entry, whatever the number of microbatches."""
+    """The noise is on every trainable entry, for any number of microbatches."""
     plan, ledger = make(tmp_path, noise_multiplier=2.0)
     _, noisy = step(tiny_llama, plan, ledger, [1, 2, 3, 4, 5], max_rows=1)
     tiny_llama.zero_grad()
@@ -109,7 +109,7 @@ def test_an_empty_step_is_taken_with_noise_alone(tiny_llama, tmp_path):
 
 
 def test_padding_rows_carry_weight_zero(tiny_llama, tmp_path):
-    """The row that stands in for an empty batch must not be trained on."""
+    """The padding row of an empty batch must not be trained on."""
     plan, ledger = make(tmp_path, noise_multiplier=0.0)
     _, gradient = step(tiny_llama, plan, ledger, [])
     assert not gradient.any()
@@ -177,7 +177,7 @@ def test_steps_beyond_the_plan_are_refused(tiny_llama, tmp_path):
 
 
 def test_gradients_left_over_are_refused(tiny_llama, tmp_path):
-    """What stands in .grad before the step would be released with it, unclipped."""
+    """A gradient in .grad before the step would be released with it, unclipped."""
     plan, ledger = make(tmp_path)
     step(tiny_llama, plan, ledger, [1])
     with pytest.raises(ValueError, match="has a gradient from before the step"):

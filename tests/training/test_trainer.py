@@ -1,4 +1,4 @@
-"""The Trainer door: private steps counted by the Trainer's loop, and everything refused that would make ε untrue."""
+"""The Trainer: private steps are counted by its loop, and every option that would make ε untrue is refused."""
 
 import contextlib
 import json
@@ -119,7 +119,7 @@ def test_without_noise_and_clipping_it_is_ordinary_training(tmp_path):
 
 
 def test_the_update_is_bounded_by_lr_c_b(tmp_path):
-    """C = 1e-6, no noise, SGD: what moved is the private gradient and nothing else."""
+    """C = 1e-6, no noise, SGD: the change of the weights is the private gradient and nothing else."""
     model = LlamaForCausalLM(tiny_llama_config())
     before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
     config = privacy(noise_multiplier=0.0, clip_norm=1e-6, expected_batch_size=16, max_batch_size=40)
@@ -199,7 +199,7 @@ def test_rows_of_users_drawn_singly(tmp_path):
     run.train()
     contents = read_ledger(run.ledger.path)
     assert contents.history == [(run.plan.event, 4)] and contents.history[0][0].moves == 6
-    assert contents.diagnostics == {}  # how many rows were left out depends on the rows: nobody is told
+    assert contents.diagnostics == {}  # the number of rows left out depends on the rows, so it is not published
     assert run.units.rows_dropped == 16
     whole = epsilon([(trainer(tmp_path / "other", config=privacy(expected_batch_size=4)).plan.event, 4)], 0.01)
     assert run.epsilon == epsilon([(run.plan.event, 4)], 0.01) > whole
@@ -318,7 +318,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_true_report(tmp_path):
     ledger = read_ledger(tmp_path / FILES[1])
     assert ledger.num_steps == 2 and ledger.end == "interrupted" and run.interrupted_by == signal.SIGINT
     assert (tmp_path / "checkpoint-2" / FILES[2]).exists()
-    assert run.epsilon == run.plan.epsilon  # the stop may depend on what the run showed
+    assert run.epsilon == run.plan.epsilon  # the stop may depend on the run's outputs
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
@@ -370,7 +370,7 @@ def test_a_signal_in_the_last_step_does_not_unfinish_a_run(tmp_path):
 
 
 def test_a_second_ctrl_c_stops_at_once_and_still_reports(tmp_path, monkeypatch):
-    """What was charged stays charged."""
+    """Charged steps stay charged."""
     monkeypatch.setattr("dpllm.training.signals.ONCE", -1.0)  # no time has to pass between them
 
     class Twice(TrainerCallback):
@@ -404,7 +404,7 @@ def test_a_nonfinite_unit_is_a_diagnostic_in_the_report(tmp_path):
 
 
 def test_evaluation_is_counted_as_not_covered(tmp_path):
-    """The guarantee does not cover what evaluation on private rows tells."""
+    """The guarantee does not cover results of an evaluation on private rows."""
     args = arguments(tmp_path, eval_strategy="steps", eval_steps=2)
     trainer(tmp_path, args=args, eval_dataset=rows(8)).train()
     assert read_ledger(tmp_path / FILES[1]).disclosures["evaluation during training"] == 2
@@ -457,7 +457,7 @@ def tear(path):
 
 @contextlib.contextmanager
 def files_end_at(size):
-    """No file may grow beyond so many bytes from when the yielded function is called: a disk that fills up."""
+    """No file may grow beyond this many bytes after the yielded function is called: a disk that fills up."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -530,7 +530,7 @@ def test_a_checkpoint_that_cannot_be_saved_leaves_the_one_before_and_names_it(tm
 
 
 def test_a_staging_folder_that_cannot_be_made_stops_the_run_with_the_checkpoint_before(tmp_path):
-    """Something else stands in its place."""
+    """Something else is in its place."""
 
     def occupy():
         staging = tmp_path / STAGING_FOLDER
@@ -649,7 +649,7 @@ class Plain(nn.Module):
 
 
 def test_a_module_without_a_configuration_is_trained_with_its_loss_and_refused_without_one(tmp_path):
-    """Any torch module can be trained, where somebody says what the loss of a row is."""
+    """Any torch module can be trained if the loss of a row is given."""
     run = trainer(tmp_path, Plain(), args=arguments(tmp_path, max_steps=1), compute_loss_func=per_sequence_loss)
     run.train()
     run.save_model()

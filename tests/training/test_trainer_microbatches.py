@@ -35,7 +35,7 @@ def test_microbatches_by_tokens_give_the_same_update(tmp_path):
 
 
 def test_a_shortage_of_memory_in_the_middle_of_training(tmp_path, caplog):
-    """All steps are taken and charged once; the report counts the shortage, and the log says what to set."""
+    """All steps are taken and charged once; the report counts the shortage, and the log has the remedy."""
     run = trainer(tmp_path, max_tokens_per_microbatch="auto")
     sizes = []
 

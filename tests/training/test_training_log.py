@@ -1,4 +1,4 @@
-"""Losses are kept outside of what ε covers, and no random state is saved."""
+"""Losses are stored outside of the files that ε covers, and no random state is saved."""
 
 import json
 import pickle
@@ -31,7 +31,7 @@ def names_in(value):
 
 
 def generator_states(value):
-    """Whether something loaded holds what looks like the state of a generator."""
+    """Return whether a loaded object holds a value that looks like the state of a generator."""
     if isinstance(value, torch.Tensor):
         return value.dtype == torch.uint8 and value.numel() in (16, torch.get_rng_state().numel())
     if isinstance(value, dict):
@@ -103,7 +103,7 @@ def test_a_resumed_run_has_its_losses_back_without_those_of_lost_steps(tmp_path)
 
 
 def test_a_half_line_of_a_crash_is_left_out(tmp_path):
-    """What comes after it is read."""
+    """The lines after it are read."""
     log = TrainingLog(tmp_path)
     log.append({"loss": 1.0, "step": 1})
     with log.path.open("a") as file:

@@ -1,4 +1,4 @@
-"""Rows are independent by value: what couples them is refused, in the first step and later; sound runs pass.
+"""Rows are independent by value: code that couples them is refused, in the first step and later; sound runs pass.
 
 Through the public API: `DPTrainer`, and `PrivateRun` with a loop of one's own.
 """
@@ -189,7 +189,7 @@ def test_a_classifier_that_reads_padding_is_refused_in_the_first_step(name, tmp_
 
 
 def test_a_model_that_takes_a_row_in_company_only_is_refused_in_one_line(tmp_path):
-    """CANINE shortens rows by its rate: one shorter than the rate fails alone, and passes where others pad it."""
+    """CANINE shortens rows by its rate: a row shorter than the rate fails alone, and passes if others pad it."""
     torch.manual_seed(0)
     config = CanineConfig(**{**SMALL, "vocab_size": 99}, num_hidden_layers=1, num_hash_buckets=64, downsampling_rate=4)
     model = head_only(CanineForSequenceClassification(config))
@@ -221,7 +221,7 @@ def test_a_coupling_by_the_collator_or_the_loss_is_refused(make, options, says, 
     ids=["python", "numpy", "torch", "torch scalar"],
 )
 def test_a_collator_that_mixes_rows_in_some_microbatches_is_refused(chance, tmp_path):
-    """In one microbatch of five, by each of the global generators; whatever these numbers come out as here."""
+    """In one microbatch of five, by each of the global generators, for any numbers that they give here."""
     run = trainer(
         tmp_path,
         llama(),
@@ -261,7 +261,7 @@ class BatchScaled(nn.Module):
 
 
 def test_scales_chosen_over_all_rows_are_refused(tmp_path):
-    """Per-tensor fp8 or int8: a row that is larger than all others changes what the others compute."""
+    """Per-tensor fp8 or int8: a row that is larger than all others changes the results of the others."""
     model = llama(initializer_range=0.2)
     for layer in model.model.layers:
         layer.mlp.down_proj = BatchScaled(layer.mlp.down_proj.requires_grad_(False))
@@ -307,7 +307,7 @@ def test_neftune_is_refused_before_data_is_read(tmp_path):
 
 
 def test_noise_scaled_by_the_padded_length_is_seen_by_value(tmp_path):
-    """A hook of one's own that does what NEFTune does: fixed noise, and a scale that the company decides."""
+    """A custom hook that works like NEFTune: fixed noise, with a scale that depends on the other rows."""
     model = llama()
 
     def hook(module, args, output):
@@ -683,7 +683,7 @@ class Shaky:
 
 
 def test_rows_that_are_read_with_random_numbers_are_not_taken_for_coupled(tmp_path):
-    """The shortest row may come out alike twice by chance, or always."""
+    """The results of the shortest row may be equal twice by chance, or always."""
     trainer(tmp_path, llama(), Shaky(unequal()), steps=4).train()
 
 
@@ -726,7 +726,7 @@ def test_a_loop_that_goes_on_after_a_refusal_has_a_check_in_every_step(tmp_path)
 
 
 class Spans:
-    """Cuts each row at a random place, and learns the rest from the first part; may take a token from the next row."""
+    """Cuts each row at a random place, to learn the second part from the first; may take a token from the next row."""
 
     def __init__(self, mixes):
         self.mixes = mixes
@@ -768,7 +768,7 @@ def test_a_coupling_is_seen_where_the_collator_draws_numbers(tmp_path):
 
 
 class Masked:
-    """Masks tokens at random, with targets there; and says as little about padding as it is told to."""
+    """Masks tokens at random, with targets there; marks only as much of the padding as requested."""
 
     def __init__(self, lacks="", generator=np.random):
         self.lacks, self.generator = lacks, generator
@@ -793,7 +793,7 @@ class Masked:
 
 @pytest.mark.parametrize("lacks", ["a mask", "a true mask", "masked targets"])
 def test_a_collator_that_draws_numbers_has_to_tell_padding(lacks, tmp_path):
-    """Its rows are compared out of one batch: what is not cut off there is the same for all of them, and unseen."""
+    """Its rows are compared out of one batch: padding that is not cut off is the same for all of them, and unseen."""
     dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
     with pytest.raises(IndependenceError, match=r"draws random numbers, and 'input_ids' of a row is padded"):
         trainer(tmp_path, llama(), dataset, data_collator=Masked(lacks)).train()
@@ -837,7 +837,7 @@ def test_the_targets_of_an_encoder_decoder_are_cut_where_its_collator_draws_numb
 
 
 def test_a_collator_that_draws_few_numbers_is_known_to_draw_them(tmp_path):
-    """In one row of seven and one random state of seven: what one look may miss, several see, and it is kept."""
+    """In one row of seven and one random state of seven: one search may miss it, several find it, and it is kept."""
 
     def collate(rows):
         made = [{"input_ids": [4] * 3 if random.random() < 1 / 7 else list(row["input_ids"])} for row in rows]

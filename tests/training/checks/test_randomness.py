@@ -49,7 +49,7 @@ def gpt2(dropout):
 
 
 def recorded(folder, **more):
-    """A run after set_seed(42): what a loss draws in each step, and the losses under dropout.
+    """A run after set_seed(42): the numbers that a loss draws in each step, and the losses under dropout.
 
     Without steps 1, 2, 4 and the last, in which rows are also compared with each other, with dropout off.
     """
@@ -114,7 +114,7 @@ def test_checkpointing_recomputes_with_the_masks_of_the_forward_pass(tmp_path):
 
 
 def after_steps(folder, takes, saved=None):
-    """States after each of two steps of a seeded run whose loss takes so many random numbers."""
+    """States after each of two steps of a seeded run whose loss takes this many random numbers."""
     plan = plan_of(seeded=True)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

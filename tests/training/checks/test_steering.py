@@ -54,7 +54,7 @@ def by_the_loss(optimizer, number, loss):
 
 
 def test_a_learning_rate_that_follows_the_loss_is_an_open_point(tmp_path):
-    """Once, whatever happens in later steps; the run's own hyperparameters are none."""
+    """The change is noted once, in spite of later steps; the run's own hyperparameters do not count."""
     assert noted(run_with(tmp_path / "followed", by_the_loss)) == ["The hyperparameter lr"]
     assert read_ledger(tmp_path / "followed" / LEDGER_FILE).num_steps == STEPS
     assert noted(run_with(tmp_path / "constant")) == []

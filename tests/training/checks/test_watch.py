@@ -60,7 +60,7 @@ class Data(RunningMean):
 
 
 class Same(RunningMean):
-    """Writes what is there already."""
+    """Writes the value that is already there."""
 
     def forward(self, x):
         self.mean.copy_(self.mean.clone())
@@ -139,7 +139,7 @@ def test_equal_values_and_growing_caches_are_not_refused(module, tmp_path):
     ],
 )
 def test_a_buffer_made_in_mid_run_is_watched_and_never_saved(module, match, tmp_path):
-    """The first forward pass would otherwise decide what is watched."""
+    """Otherwise the first forward pass would determine the watched tensors."""
     run, optimizer = run_of(tmp_path, Around(module))
     with pytest.raises(WatchError, match=match):
         take(run, optimizer, 4)
@@ -463,7 +463,7 @@ def test_averages_may_stand_in_the_place_of_the_weights_for_a_while(restore, tmp
 
 
 def test_a_checkpoint_whose_weights_were_replaced_is_refused(tmp_path):
-    """What `load_state_dict` is told of is taken for the state of the run: it has to be that."""
+    """The weights at `load_state_dict` are accepted as the state of the run, so they must be that state."""
     model = network()
     run, optimizer = run_of(tmp_path, model)
     take(run, optimizer)
