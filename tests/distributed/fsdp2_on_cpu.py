@@ -1,8 +1,8 @@
 """Runs a program under FSDP2 on the CPU: accelerate launch … tests/distributed/fsdp2_on_cpu.py PROGRAM ARGUMENTS…
 
-Accelerate sets FSDP2 up on accelerators alone. Its code has nothing that needs one: here its state is told that the
-gloo processes are accelerators, before the program begins, and the Trainer takes that state as it finds it
-(``use_configured_state``). What runs is the same path as on GPUs.
+Accelerate sets up FSDP2 only on accelerators, although its code does not need one: here its state declares the gloo
+processes to be accelerators, before the program begins, and the Trainer uses that state unchanged
+(``use_configured_state``). The same code runs as on GPUs.
 """
 
 from __future__ import annotations

@@ -134,8 +134,8 @@ def movement(
 
     Args:
         engine: as in `setups`.
-        model: to train.
-        case: what it is.
+        model: the model to train.
+        case: description of the case.
         plan: the constants.
         max_rows: of a microbatch.
         units: of each step; None: all.

@@ -20,7 +20,7 @@ def prepare(engine: str, model: nn.Module, lr: float, dtype: str = "float32", **
 
     Args:
         engine: one of `ENGINES` or `VARIANTS`, or "single".
-        model: the same on every process; what spreads it follows its device.
+        model: the same on every process; its engine uses its device.
         lr: learning rate.
         dtype: "bfloat16" computes in bfloat16: by the model's own dtype for DeepSpeed and DDP, by a mixed-precision
             policy over float32 weights for FSDP2, as accelerate sets it up.

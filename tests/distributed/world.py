@@ -61,10 +61,10 @@ def run(folder: Path, target: str, size: int = 2, fresh: bool = False, **argumen
         arguments: of the function.
 
     Returns:
-        What each rank returned, in order.
+        The result of each rank, in order.
 
     Raises:
-        AssertionError: a process failed; with what it printed.
+        AssertionError: a process failed; the message has its output.
     """
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
