@@ -1,8 +1,8 @@
 """The program in the processes of `test_agreement`: collectives, the shared ledger, runs, refusals and evaluation.
 
 Each check returns the observations of this process; the tests compare them between the ranks. All of them share one
-start of the processes, which takes most of the time, so a check must leave the group usable: an error is the same on all
-ranks.
+start of the processes, which takes most of the time, so a check must leave the group usable: an error is the same on
+all ranks.
 """
 
 from __future__ import annotations
