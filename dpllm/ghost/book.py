@@ -1,8 +1,8 @@
 """The book: per-unit gradient norms and the clipped sum from one backward pass.
 
-During a pass the trainable parameters are out of autograd, so it computes no weight gradients of its own; taps on the
-modules that hold them give the book each use's input and output gradient. From these come the exact norms, and after
-the clip factors are known, the clipped sum, which costs what autograd's own weight gradients would have cost
+During a pass the trainable parameters are out of autograd, so autograd computes no weight gradients. Taps on the
+modules that hold them give the book the input and the output gradient of each use. The exact norms are computed from
+these. Once the clip factors are known, so is the clipped sum, at the cost of autograd's own weight gradients
 (book-keeping, Bu et al. 2023, arXiv:2210.00038).
 
 Shape suffixes: B rows, G groups of parameters, U units.
@@ -49,13 +49,13 @@ from dpllm.ghost.tap import Receive, tap
 
 @dataclass
 class Checked:
-    """What was measured of the independence of rows.
+    """The measured facts about the independence of rows.
 
     Attributes:
-        rows: that a row's loss has no gradient in another row, of rows as the model was called with.
-        packed: the same, of packed rows.
-        spread: that values which are not finite stay within their packed row.
-        finite_B: packed rows that received finite values, while they are checked.
+        rows: whether a row's loss was seen to have no gradient in another row of the model's call.
+        packed: the same, for packed rows.
+        spread: whether values that are not finite were seen to stay within their packed row.
+        finite_B: the packed rows that received finite values, while they are checked.
     """
 
     rows: bool = False
@@ -64,14 +64,14 @@ class Checked:
     finite_B: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
 
     def note(self, packed: bool) -> None:
-        """Rows are independent, as they were given to the last call of the model: packed or not."""
+        """Note that rows are independent in the layout of the last call of the model, packed or not."""
         self.rows = True
         self.packed |= packed
 
 
 @dataclass(frozen=True)
 class Again:
-    """Losses (B,) that are differentiated twice, and what came out the first time."""
+    """Losses (B,) that are differentiated twice, and the norms of the first pass."""
 
     loss_B: Tensor
     sq_norm_GU: Tensor
@@ -79,15 +79,16 @@ class Again:
 
 
 class Book:
-    """Norms and clipped sums of one microbatch after the other.
+    """The norms and clipped sums of one microbatch after another.
 
     Args:
         model: any module whose inputs and outputs have the rows of the batch first.
         norm_method: how norms are computed.
-        groups: gives names of parameters whose norms are told apart, for all names and shapes; None: one group.
+        groups: returns the groups of parameter names that get separate norms, from all names and shapes; None: one
+            group.
 
     Raises:
-        GhostError: a module that couples rows, a parameter no rule can serve, no trainable parameter, a compiled or
+        GhostError: a module that couples rows, a parameter without a rule, no trainable parameter, a compiled or
             data-parallel model.
     """
 
@@ -112,19 +113,19 @@ class Book:
         self._memory = memory.Passes(model)
         self._hooks = Hooks(model, self, self._parameters, self._forget_pass)
 
-    # ------------------------------------------------------- what taps and rules talk to
+    # ------------------------------------------------------- interface for taps and rules
 
     @property
     def rows_in_pass(self) -> int | None:
-        """Rows of the call of the model that is going on; None outside of one, or where they are not known."""
+        """Rows of the current call of the model; None outside a call, or where they are not known."""
         return self._hooks.rows_in_pass
 
     def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Count a use of each parameter in this call of the model; what is recomputed was counted before."""
+        """Count a use of each parameter in this call of the model; a recomputed module was counted before."""
         self._hooks.note_uses(parameters)
 
     def pause(self) -> contextlib.AbstractContextManager[None]:
-        """Modules that a rule runs on its own account aren't uses of their parameters."""
+        """Pause the hooks: a module that a rule runs for itself is not a use of its parameters."""
         return self._hooks.pause()
 
     def tap(self, output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
@@ -145,9 +146,9 @@ class Book:
         return tap(output, receive_paused, *saved)
 
     def by_rows(self, x: Tensor) -> Tensor:
-        """View (B * T, D), what a module sees that flattens rows and tokens, as (B, T, D); cut packed rows apart.
+        """View (B * T, D), the input of a module that flattens rows and tokens, as (B, T, D); separate packed rows.
 
-        That the flattened order is rows first is part of what the check of the first batch establishes.
+        The check of the first batch also establishes that the flattened order is rows first.
         """
         if self.is_packed:
             return self._hooks.calls.packed.cut(x)
@@ -155,7 +156,7 @@ class Book:
         return x.unflatten(0, (rows, -1)) if x.ndim == 2 and x.shape[0] != rows and x.shape[0] % rows == 0 else x
 
     def record(self, parameter: nn.Parameter, use: Use) -> None:
-        """Take note of what one use of a parameter contributes to its gradient."""
+        """Record the contribution of one use of a parameter to its gradient."""
         assert self._receiver is not None, "gradients arrive in a backward pass"
         name = self._names[id(parameter)]
         refuse_other_rows(name, use.grad.shape, self._of_now().rows.unit_B.numel(), self.is_packed)
@@ -168,18 +169,18 @@ class Book:
         """Run the backward pass and return each unit's squared gradient norm.
 
         Args:
-            loss_B: (B,) losses with a graph, each depending on its own row alone.
+            loss_B: (B,) losses with a graph, each depending only on its own row.
             unit_B: (B,) int64 unit of each row, best on the CPU; -1 for a padding row, whose loss gets weight 0.
             num_units: U.
 
         Returns:
             ``(sq_norm_GU, slack_GU)`` in float32 (float64 for a float64 model): squared norms of each group of
-            parameters, and an upper bound of what rounding may add to the square of the clipped sum's share of a unit.
+            parameters, and an upper bound of the rounding error in the square of a unit's share of the clipped sum.
         """
         if self._held and (num_units != 1 or bool((unit_B != 0).any())):
             raise GhostError(
-                f"Rows of a unit are held, and this microbatch has rows of {num_units} units or padding. Give the rest "
-                "of that unit's rows by themselves, as unit 0."
+                f"Rows of a unit are held, and this microbatch has rows of {num_units} units or padding. Pass the "
+                "other rows of that unit in a call without other rows, as unit 0."
             )
         if self._passes(loss_B) == 2 and not self._held:
             return self._first_pass(loss_B, unit_B, num_units)
@@ -193,7 +194,7 @@ class Book:
         return self._settled(unit_B, sq_norm_GU), slack_GU
 
     def hold(self, loss_B: Tensor) -> None:
-        """Run the backward pass of some rows of one unit, and hold their share of its gradient for the next pass.
+        """Run the backward pass of some rows of one unit, and keep their share of its gradient for the next pass.
 
         Args:
             loss_B: (B,) losses with a graph, all of the same unit.
@@ -203,7 +204,7 @@ class Book:
         self._held.add(one)
 
     def _settled(self, unit_B: Tensor, sq_norm_GU: Tensor) -> Tensor:
-        """Refuse norms that aren't finite where they might be those of other units."""
+        """Refuse norms that are not finite if the values may have come from other units."""
         several = self.is_packed and not self.checked.spread and bool((unit_B != unit_B[0]).any())
         if several and not bool(torch.isfinite(sq_norm_GU).all()):
             raise unmeasured_spread()
@@ -216,7 +217,7 @@ class Book:
         return self._pass
 
     def _differentiate(self, one: Pass, loss_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:
-        """Give the receiver what these rows contribute."""
+        """Pass the contributions of these rows to the receiver."""
         if self._hooks.uses is not None:
             refuse_uses_in_loss(loss_B, self._names)
         weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)
@@ -227,7 +228,7 @@ class Book:
                     self._check_rows(loss_B, weight_B)
                 with self._receiving(receiver):
                     torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
-                self._hooks.uses = None  # every call of the model that the first losses come from was watched
+                self._hooks.uses = None  # every model call behind the first losses was watched
         finally:
             self._hooks.calls.packed.stop()
 
@@ -245,7 +246,7 @@ class Book:
         return NormTally(one.rows, self.norm_method, dtype, self._slack_factor, max_waiting, self._num_groups)
 
     def _slack_factor(self) -> float:
-        """The largest of all devices and dtypes that norms and sums were computed from."""
+        """Return the largest factor over all devices and dtypes from which norms and sums were computed."""
         return max((slack_factor(self.norm_method, *flow) for flow in self._flows), default=1.0)
 
     # ---------------------------------------------------------- independence of rows
@@ -261,12 +262,12 @@ class Book:
 
         Args:
             loss_B: (B,) losses with a graph.
-            which: one of the sets of rows that `dpllm.ghost.checks.probed_rows` names, from 0.
+            which: the index of one of the row sets of `dpllm.ghost.checks.probed_rows`, from 0.
             unit_B: (B,) the rows' units, -1 for padding.
             num_units: U.
 
         Returns:
-            How many sets there are; the same for every microbatch, as long as all are packed or none is.
+            The number of sets; the same for every microbatch, as long as all are packed or none is.
         """
         sets = probed_rows(unit_B >= 0, self.is_packed)
         probe = RowProbe(sets[which], self.is_packed)
@@ -276,9 +277,10 @@ class Book:
         return len(sets)
 
     def probe_spread(self, losses_of_row: Callable[[], Tensor], unit_B: Tensor, num_units: int) -> None:
-        """Make sure that values that aren't finite stay within their packed row, forward and backward.
+        """Make sure that values that are not finite stay within their packed row, forward and backward.
 
-        Rows that aren't finite by themselves, as `probe` saw, tell nothing; with these alone, nothing is measured.
+        Rows that `probe` saw to be non-finite by themselves give no information; a batch of only such rows measures
+        nothing.
         """
         poisoned_B = torch.zeros_like(self.checked.finite_B)
         poisoned_B[1::2] = True
@@ -290,7 +292,7 @@ class Book:
         self.checked.spread = len(unit_B) == 1 or bool(probe.healthy_B.any())
 
     def note_rows_checked(self) -> None:
-        """Rows are independent, as they were given to the last call of the model."""
+        """Note that rows are independent in the layout of the last call of the model."""
         self.checked.note(self.is_packed)
 
     def _probe_backward(
@@ -315,7 +317,7 @@ class Book:
         return 1 if self.sharded else self._memory.needed(calls.rows or len(loss_B), calls.tokens, loss_B.device)
 
     def _first_pass(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> tuple[Tensor, Tensor]:
-        """Measure each layer's norm as its gradient arrives, and hold nothing but what several uses contribute."""
+        """Measure each layer's norm as its gradient arrives; keep only parameters with several uses."""
         one = self._begin(loss_B, unit_B, num_units)
         measure = Measure(one, self._hooks.calls.counts, self._tally(one, max_waiting=1))
         self._differentiate(one, loss_B, measure, retain_graph=True)
@@ -344,8 +346,8 @@ class Book:
         """Fix the factors of the clipped sum, which `add_clipped_sum_` then forms one parameter at a time.
 
         Args:
-            factor_GU: (G, U) clip factors; a unit with factor 0 contributes exactly zero, even if its gradient isn't
-                finite.
+            factor_GU: (G, U) clip factors; a unit with factor 0 contributes exactly zero, even if its gradient is
+                not finite.
 
         Raises:
             GhostError: with two passes, the second gave other gradients than the first.
@@ -357,13 +359,13 @@ class Book:
             self._second_pass(again, factor_GU)
 
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Add sum_u factor_u g_u of one parameter to ``total``, once, and forget what it was made of.
+        """Add sum_u factor_u g_u of one parameter to ``total``, once, and drop its contributions.
 
         Args:
             parameter: a trainable parameter.
             total: of its full shape, in float32 (float64 for float64 parameters).
 
-        Guarantee: the sum is formed in the dtype of ``total`` from the very factors whose norm was returned by
+        Guarantee: the sum is formed in the dtype of ``total`` from the same factors whose norm was returned by
         `backward`; no rounding to the parameter's dtype takes place.
         """
         with torch.no_grad(), kernels.exact_matmul():
@@ -374,18 +376,17 @@ class Book:
         return self._pass
 
     def forget(self) -> None:
-        """Forget a microbatch whose pass broke off; what is held of a unit before it stays.
+        """Forget a microbatch whose pass failed; the rows of a unit held before it are kept.
 
         Raises:
-            GhostError: it broke off while it was joined to what is held, which is then neither with nor without it.
+            GhostError: the pass failed while it was joined to the held rows, which then contain only a part of it.
         """
         self._forget_pass()
         self._hooks.calls.counts.spend()
         if self._held.joining:
             raise GhostError(
-                "The parts of a unit that has more rows than fit at once could not be brought together, for lack of "
-                "memory. Allow fewer rows per unit (max_rows_per_unit), train fewer parameters (LoRA), or shard the "
-                "model."
+                "The parts of a unit that has more rows than fit at once could not be combined: out of memory. Allow "
+                "fewer rows per unit (max_rows_per_unit), train fewer parameters (LoRA), or shard the model."
             )
 
     def _forget_pass(self) -> None:

@@ -34,7 +34,7 @@ def replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 class _Bare(nn.Module):
-    """A module's own computation, without the hooks on it: those that gather and free weights are not for us."""
+    """A module's own computation, without the hooks on it: hooks that gather and free weights do not apply here."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -47,15 +47,15 @@ class _Bare(nn.Module):
 def call_with(module: nn.Module, parameters: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
     """Call a module, without its hooks, with other values of the named parameters.
 
-    Only the named places are replaced. Where a parameter has a second place in a module inside (a tied one), that use
-    belongs to the rule of the module inside, and keeps the parameter's own value here.
+    Only the named places are replaced. Where a parameter has a second place in an inner module (a tied one), that use
+    belongs to the rule of the inner module, and keeps the parameter's own value here.
     """
     values = {f"module.{name}": value for name, value in parameters.items()}
     return functional_call(_Bare(module), values, args, kwargs, tie_weights=False)
 
 
 class Call:
-    """How a module was called, with its tensors taken out, so that they can be saved by autograd and put back."""
+    """A module's call without its tensors, so that autograd can save them and they can be put back."""
 
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Keep everything but the tensors, and the automatic mixed precision under which the call was made."""
@@ -66,12 +66,12 @@ class Call:
         self._frame = replace_tensors((args, kwargs), iter([torch.empty(0)] * len(self.tensors)))
 
     def forget_tensors(self) -> list[Tensor]:
-        """Hand the tensors over; the call no longer holds them."""
+        """Return the tensors; the call no longer holds them."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
     def uses(self, names: Iterable[str]) -> set[str]:
-        """Which of the named parameters the module's output depends on, through these places alone."""
+        """Return those of the named parameters on which the module's output depends through these places only."""
         leaves = {name: self.module.get_parameter(name).detach().requires_grad_() for name in names}
         with torch.enable_grad():
             output = self.again(leaves, [t.detach() for t in self.tensors])

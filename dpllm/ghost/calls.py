@@ -1,7 +1,7 @@
 """The calls of a model between two backward passes: a loss may be computed from several of them.
 
 A contrastive or preference loss calls the model twice and differentiates once. Every parameter then has as many uses as
-there are calls, and only one row layout can be told from the gradients that arrive.
+there are calls, and the gradients can be assigned to rows only if all calls use one row layout.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dpllm.ghost.errors import GhostError
 class Calls:
     """Counts the uses of parameters, and compares the rows, of all calls since the last backward pass.
 
-    Calls that no loss is computed from only make the count too large; a parameter is then taken for one of several
+    A call that no loss depends on only makes the count too large. A parameter is then treated as one with several
     uses, which costs memory and stays exact.
     """
 
     def __init__(self) -> None:
-        """No call was made yet."""
+        """Start without calls."""
         self._start()
 
     def _start(self) -> None:
@@ -32,7 +32,7 @@ class Calls:
         self._spent = False
 
     def begin(self) -> None:
-        """A call of the model begins."""
+        """Note that a call of the model begins."""
         if self._spent:
             self._start()
 
@@ -55,7 +55,7 @@ class Calls:
         return self._uses[id(parameter)] == 1
 
     def rows(self, num_losses: int, lengths: Sequence[int], last: int | None) -> int | None:
-        """The rows of the calls that the losses, about to be differentiated, are computed from.
+        """Return the number of rows of the calls behind the losses that are about to be differentiated.
 
         Args:
             num_losses: of the losses.
@@ -70,18 +70,18 @@ class Calls:
             layouts = sorted(map(list, self._packed))
             raise GhostError(
                 f"The model was called {len(layouts)} times since the last backward pass with rows packed differently "
-                f"(lengths {layouts[0]} and {layouts[1]}), so that gradients cannot be told apart by rows. Use one "
+                f"(lengths {layouts[0]} and {layouts[1]}), so gradients cannot be assigned to rows. Use one "
                 "layout for all calls of a loss, and torch.no_grad() for calls that are not part of it."
             )
         return last if lengths or len(self._num_rows) <= 1 else num_losses
 
     def spend(self) -> None:
-        """A loss was differentiated or given up: the next call of the model belongs to another one."""
+        """Note that a loss was differentiated or dropped: the next call of the model belongs to another loss."""
         self._spent = True
 
 
 def used_again(name: str) -> GhostError:
-    """Say that a parameter has a use that no call since the last backward pass made."""
+    """Return the error for a use of a parameter outside the calls since the last backward pass."""
     return GhostError(
         f"{name} is used more often in the loss than in the calls of the model since the last backward pass. Compute "
         "the losses from calls of the model that follow that pass, or clip in one pass (NormMethod(backward_passes=1))."
@@ -89,9 +89,9 @@ def used_again(name: str) -> GhostError:
 
 
 def not_repeatable() -> GhostError:
-    """Say that the second of two backward passes differs from the first."""
+    """Return the error for a second backward pass that differs from the first."""
     return GhostError(
         "The second backward pass gave a unit a longer gradient than the first, from which its clip factor comes: some "
-        "operation isn't repeatable. Call torch.use_deterministic_algorithms(True), or clip in one pass "
+        "operation is not repeatable. Call torch.use_deterministic_algorithms(True), or clip in one pass "
         "(NormMethod(backward_passes=1))."
     )

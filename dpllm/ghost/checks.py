@@ -18,7 +18,7 @@ _ROW_ARGUMENTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "attention_
 
 
 def rows_of_call(args: tuple, kwargs: dict[str, Any]) -> int | None:
-    """The number of rows in a call of the model: the first dimension of its main input, or of its first tensor."""
+    """Return the number of rows in a call of the model: the first dimension of its main input, or first tensor."""
     for name in _ROW_ARGUMENTS:
         if isinstance(kwargs.get(name), Tensor):
             return kwargs[name].shape[0]
@@ -29,11 +29,11 @@ def rows_of_call(args: tuple, kwargs: dict[str, Any]) -> int | None:
 
 
 def tokens_by_themselves(model: nn.Module) -> int | None:
-    """Tokens up to which a row's position embeddings don't depend on the other rows; None: any number.
+    """Return the tokens up to which a row's position embeddings do not depend on other rows; None: any number.
 
     Rotary embeddings of the types "dynamic" and "longrope" choose their frequencies by the longest row of the batch
     (transformers, ``modeling_rope_utils.py``): beyond the length that the model was first trained for, a row's loss
-    depends on how long its company is. No gradient shows that.
+    depends on the length of the other rows. No gradient shows that.
     """
     config: Any = getattr(model, "config", None)
     described = config.to_dict() if hasattr(config, "to_dict") else {}
@@ -66,8 +66,8 @@ def refuse_other_rows(name: str, shape: Sequence[int], num_rows: int, packed: bo
         return
     if packed:
         raise GhostError(
-            f"{name}: what a module that uses it works on, {tuple(shape)}, can't be cut into the packed rows. Freeze "
-            "the parameter, or don't pack the rows (pack_rows: false)."
+            f"{name}: a module that uses it works on {tuple(shape)}, which cannot be cut into the packed rows. Freeze "
+            "the parameter, or do not pack the rows (pack_rows: false)."
         )
     raise GhostError(
         f"{name}: a module that uses it works on {shape[0]} rows, the losses on {num_rows}. Every module with "
@@ -77,10 +77,10 @@ def refuse_other_rows(name: str, shape: Sequence[int], num_rows: int, packed: bo
 
 
 def unmeasured_spread() -> GhostError:
-    """Say that a packed unit is not finite, and that others may have been reached."""
+    """Return the error for a packed unit that is not finite and may have reached other units."""
     return GhostError(
-        "A unit's gradient isn't finite, and it was not measured that such values stay within their packed row: they "
-        "may have reached other units. Call GhostClipper.check_rows() before the first step, or don't pack the rows "
+        "A unit's gradient is not finite, and it was not measured that such values stay within their packed row: they "
+        "may have reached other units. Call GhostClipper.check_rows() before the first step, or do not pack the rows "
         "(pack_rows: false)."
     )
 
@@ -100,8 +100,8 @@ def refuse_missing(parameters: Mapping[str, nn.Parameter], seen: Collection[int]
 def refuse_uses_in_loss(loss_B: Tensor, name_of: Mapping[int, str]) -> None:
     """Raise `GhostError` for a trainable parameter that the losses use outside the calls of the model.
 
-    While the model is called its parameters are out of autograd, so that a graph that leads to one of them holds such
-    a use. Its gradient would be missing from norm and sum.
+    While the model is called, its parameters are out of autograd. A graph that leads to one of them therefore contains
+    such a use. Its gradient would be missing from norm and sum.
 
     Args:
         loss_B: (B,) losses with a graph.
@@ -119,7 +119,7 @@ def refuse_uses_in_loss(loss_B: Tensor, name_of: Mapping[int, str]) -> None:
 class FunctionalUses(TorchFunctionMode):
     """Watches one forward pass for uses of trainable parameters outside the modules that hold them.
 
-    A hook on a module can't see ``F.linear(x, other.weight)``: the gradient of that use would silently be missing
+    A hook on a module cannot see ``F.linear(x, other.weight)``: the gradient of that use would silently be missing
     from norm and sum.
     """
 
@@ -134,7 +134,7 @@ class FunctionalUses(TorchFunctionMode):
         self._off = False
 
     def start(self, active: list[Any]) -> None:
-        """Begin to watch; ``active`` is the live stack of sites being run."""
+        """Begin to watch; ``active`` is the stack of sites that are running."""
         self._active = active
         self.__enter__()
 
@@ -145,7 +145,7 @@ class FunctionalUses(TorchFunctionMode):
     @staticmethod
     @contextlib.contextmanager
     def suspended(uses: FunctionalUses | None) -> Iterator[None]:
-        """Look away while a rule runs modules on its own account."""
+        """Ignore uses while a rule runs modules for itself."""
         if uses is None:
             yield
             return
@@ -158,7 +158,7 @@ class FunctionalUses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        # What is taken from detach() or .data has no gradient in ordinary training either.
+        # A tensor from detach() or .data has no gradient in ordinary training either.
         if not self._off and isinstance(result, Tensor) and func not in (Tensor.detach, Tensor.data.__get__):  # type: ignore[attr-defined]
             for value in (*args, *kwargs.values()):
                 if isinstance(value, nn.Parameter):
@@ -172,10 +172,10 @@ class FunctionalUses(TorchFunctionMode):
             self._found.setdefault(name, getattr(func, "__name__", str(func)))
 
     def _name(self, value: nn.Parameter) -> str | None:
-        """The name of a trainable parameter, None for another one.
+        """Return the name of a trainable parameter, None for any other tensor.
 
-        While a module of a sharded model runs, other tensors stand in for its parameters; they are known by the place
-        they stand in.
+        While a module of a sharded model runs, other tensors replace its parameters; they are recognised by their
+        place in the model.
         """
         if id(value) not in self._name_of:
             for name, live in self._model.named_parameters():
@@ -187,21 +187,21 @@ class FunctionalUses(TorchFunctionMode):
         """Raise for the first use that was found."""
         for name, function in self._found.items():
             raise GhostError(
-                f"{name} is used by {function}() outside the module that holds it, where its per-row gradient can't "
+                f"{name} is used by {function}() outside the module that holds it, where its per-row gradient cannot "
                 f"be seen. Call the module "
                 "instead of using its weight, or freeze the parameter."
             )
 
 
 def probed_rows(real_B: Tensor, packed: bool) -> list[Tensor]:
-    """The sets of rows whose losses are differentiated for the check; row numbers each.
+    """Return the sets of rows whose losses are differentiated for the check, each as row numbers.
 
-    The first and the last row. Of packed rows every other one, and then the others: what passes a boundary goes from
-    one set to the other, so that every boundary of the microbatch is looked at; and the last, which anything that skips
-    a whole row comes to as well.
+    Unpacked: the first row and the last row. Packed: every other row, then the remaining ones. A dependence across a
+    boundary goes from one set to the other, so every boundary of the microbatch is tested. The third set is the last
+    row: a dependence that skips a whole row reaches it as well.
 
     Args:
-        real_B: (B,) which rows aren't padding.
+        real_B: (B,) true for rows that are not padding.
         packed: whether the rows were laid end to end.
     """
     (real,) = torch.nonzero(real_B, as_tuple=True)
@@ -216,10 +216,10 @@ class RowProbe:
     def __init__(self, rows: Tensor, packed: bool) -> None:
         """Probe these rows."""
         self.rows, self._packed = rows, packed
-        self.finite_B: Tensor | None = None  # which rows received nothing but finite values
+        self.finite_B: Tensor | None = None  # rows that received only finite values
 
     def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
-        """Check what one use of a parameter received."""
+        """Check the gradient that one use of a parameter received."""
         others = use.grad.detach().flatten(1).clone()
         if self._packed:
             finite_B = torch.isfinite(others).all(1)
@@ -231,34 +231,34 @@ class RowProbe:
         other = int(torch.nonzero(touched)[0])
         if self._packed:
             raise GhostError(
-                f"A packed row's loss depends on the packed row {other} (seen at {name}), so a unit can't "
-                "be bounded: something in the model mixes tokens and doesn't stop where a row ends. Don't pack the "
+                f"A packed row's loss depends on the packed row {other} (seen at {name}), so a unit cannot "
+                "be bounded: something in the model mixes tokens across the end of a row. Do not pack the "
                 "rows of this model (pack_rows: false), or give it an attention that reads cu_seq_lens_q."
             )
         raise GhostError(
             f"The loss of row {int(self.rows[0])} depends on row {other} of the batch (seen at {name}), so a unit "
-            "can't be bounded. Remove what couples rows: batch statistics, in-batch negatives, several units packed "
-            "into one row, a loss normalised over the batch."
+            "cannot be bounded. Remove the parts that couple rows: batch statistics, in-batch negatives, several "
+            "units packed into one row, a loss normalised over the batch."
         )
 
 
 class SpreadProbe:
     """Receives the gradients of packed rows of which some were made NaN; any such value in another row is an error.
 
-    A gradient shows no such path: attention that multiplies what it masks by zero keeps finite rows apart, but
-    0 * NaN is NaN, and one unit that overflows would take all its neighbours out of the sum.
+    A gradient does not show such a path: attention that multiplies masked values by zero separates finite rows, but
+    0 * NaN is NaN, and one unit that overflows would remove all its neighbours from the sum.
     """
 
     def __init__(self, poisoned_B: Tensor, finite_B: Tensor) -> None:
-        """Know which rows (B,) are NaN, and which aren't finite by themselves."""
+        """Remember which rows (B,) are NaN, and which are not finite by themselves."""
         self.poisoned_B, self.healthy_B = poisoned_B, finite_B & ~poisoned_B
 
     def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
-        """Check what one use of a parameter received."""
+        """Check the gradient that one use of a parameter received."""
         if not bool(torch.isfinite(use.grad.detach().flatten(1)[self.healthy_B]).all()):
             raise GhostError(
-                f"A value that isn't finite reaches other packed rows (seen at {name}): the attention masks by "
-                "multiplying with zero, so one unit that overflows would change what the others contribute. Use an "
-                "attention that runs each row by itself (dpllm.models.packing, flash_attention_2), or don't pack "
+                f"A value that is not finite reaches other packed rows (seen at {name}): the attention masks by "
+                "multiplying with zero, so one unit that overflows would change the contributions of the others. Use "
+                "an attention that runs each row by itself (dpllm.models.packing, flash_attention_2), or do not pack "
                 "the rows (pack_rows: false)."
             )

@@ -1,4 +1,4 @@
-"""GhostClipper: exact per-unit clipping for a training loop of one's own."""
+"""GhostClipper: exact per-unit clipping for a custom training loop."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from dpllm.mechanism.parts import Clipping
 class ClipResult:
     """Norms and clip factors of the units of one microbatch.
 
-    They depend on the data: released, they aren't covered by any guarantee.
+    They depend on the data: no guarantee covers them if they are released.
 
     Attributes:
         norms: (U,) float32, each unit's gradient norm over all trainable parameters.
-        factors: (U,) float32, what its gradient was multiplied by; exactly 0 for a non-finite one. (G, U) where the
+        factors: (U,) float32, the factor of each unit's gradient; exactly 0 for a non-finite one. (G, U) if the
             clipping has several groups of parameters.
-        parameter_norms: name to (U,) float32, each unit's norm in one parameter; empty unless asked for.
+        parameter_norms: name to (U,) float32, each unit's norm in one parameter; empty unless requested.
     """
 
     norms: Tensor
@@ -37,7 +37,7 @@ class ClipResult:
 
     @property
     def num_nonfinite(self) -> int:
-        """How many units had a non-finite gradient and therefore contributed zero."""
+        """The number of units that had a non-finite gradient and therefore contributed zero."""
         return int((~torch.isfinite(self.norms)).sum())
 
 
@@ -51,15 +51,15 @@ class GhostClipper:
         model: any module whose inputs and outputs have the rows of the batch first; a transformers model,
             PEFT-wrapped or not.
         clip_norm: C > 0, where clipping is flat.
-        norm_method: how norms are computed; the default takes what costs least.
-        clipping: another way to bound a contribution, in place of ``clip_norm``: one of `dpllm.mechanism.catalogue`, or
-            one of your own, whose factors are then checked against its sensitivity in each call.
+        norm_method: how norms are computed; the default is the cheapest method.
+        clipping: another way to bound a contribution, instead of ``clip_norm``: one of `dpllm.mechanism.catalogue`, or
+            your own class, whose factors are then checked against its sensitivity in each call.
         parameter_norms: also return each unit's norm in each parameter (`ClipResult.parameter_norms`). They depend on
             the data and are not private.
 
     Raises:
         ValueError: both of ``clip_norm`` and ``clipping``, or neither.
-        GhostError: the model has a part whose per-row gradient can't be had exactly, with its path and the reason.
+        GhostError: the exact per-row gradient of a part of the model cannot be computed; names its path and the reason.
 
     >>> import torch
     >>> from dpllm import GhostClipper
@@ -99,7 +99,7 @@ class GhostClipper:
         """Differentiate, clip each unit, and add the clipped sum to ``.grad``.
 
         Args:
-            losses: (B,) one loss per row, with a graph, each depending on its own row alone
+            losses: (B,) one loss per row, with a graph, each depending only on its own row
                 (`dpllm.per_sequence_loss`).
             unit_index: (B,) integers: the unit of each row, 0 <= unit < U; a unit's gradient is the sum of its rows'.
                 -1 marks a padding row of weight 0. None: a row is a unit.
@@ -117,11 +117,11 @@ class GhostClipper:
         return result
 
     def hold(self, losses: Tensor) -> None:
-        """Take some rows of one unit that has more rows than fit into memory at once.
+        """Process some rows of one unit that has more rows than fit in memory at once.
 
-        Its gradient is complete, and clipped as one, with the next `clip` or `backward`, which must be given the rest
-        of that unit's rows and no others. In between, no more is held than the smaller of the unit's activations and
-        one gradient of the whole model.
+        The next `clip` or `backward` must get the other rows of that unit and no others. It completes the unit's
+        gradient, which is clipped as one. In between, the memory held is at most the smaller of the unit's activations
+        and one gradient of the whole model.
 
         Args:
             losses: (B,) one loss per row, with a graph, all of the same unit.
@@ -133,7 +133,7 @@ class GhostClipper:
         self._book.hold(losses)
 
     def clip(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
-        """As `backward`, without forming the sum: `add_clipped_sum_` does that, one parameter at a time.
+        """Do the same as `backward` without the sum, which `add_clipped_sum_` forms one parameter at a time.
 
         For engines that shard the model, where no process can hold the sum of all parameters.
         """
@@ -146,13 +146,13 @@ class GhostClipper:
         factor_GU = clip_factors(self.clipping, sq_norm_GU, slack_GU)
         factors = factor_GU.float() if len(factor_GU) > 1 else factor_GU[0].float()
         result = ClipResult(sq_norm_GU.sum(dim=0).clamp_min(0).sqrt().float(), factors, by_parameter)
-        # Last: where memory runs out before it, the microbatch can be taken anew.
+        # Last: if memory runs out before it, the microbatch can be retried.
         self._book.weigh(factor_GU if self._group_P is None else factor_GU[self._group_P.to(factor_GU.device)])
         return result
 
     def _grouped(self, value_PU: Tensor) -> Tensor:
-        """Add the values of parameters up to those of the clipping's groups, (G, U)."""
-        assert self._group_P is not None, "norms of parameters were asked for"
+        """Sum the values of parameters over the clipping's groups, (G, U)."""
+        assert self._group_P is not None, "norms of parameters were requested"
         total_GU = value_PU.new_zeros(self._num_groups, value_PU.shape[1])
         return total_GU.index_add_(0, self._group_P.to(value_PU.device), value_PU)
 
@@ -162,14 +162,14 @@ class GhostClipper:
         return self._book.checked.rows
 
     def check_rows(self, losses_of_row: Callable[[], Tensor], unit_index: Tensor) -> None:
-        """Measure that a row's loss has no gradient in other rows, by a forward and backward pass of its own each.
+        """Measure that a row's loss has no gradient in other rows, with a separate forward and backward pass per set.
 
-        `backward` does this by itself on the first batch, keeping the graph for several passes. An engine that frees
-        weights after their first use in a backward pass (ZeRO-3) can't do that. Of packed rows it is measured here
-        alone that values which aren't finite don't pass from one row to another.
+        `backward` does this by itself on the first batch and keeps the graph for several passes. An engine that frees
+        weights after their first use in a backward pass (ZeRO-3) cannot do that. Only this method measures, for packed
+        rows, that values which are not finite do not pass from one row to another.
 
         Args:
-            losses_of_row: runs the model and returns the losses (B,), anew at each call.
+            losses_of_row: runs the model again at each call and returns the losses (B,).
             unit_index: (B,), -1 for a padding row.
 
         Raises:
@@ -195,12 +195,12 @@ class GhostClipper:
         self._book.add_clipped_sum_(parameter, total)
 
     def forget(self) -> None:
-        """Forget a microbatch whose forward or backward pass broke off, so that its rows can be taken anew.
+        """Forget a microbatch whose forward or backward pass failed, so that its rows can be processed again.
 
-        What `hold` keeps of the rows before it stays. Nothing of the microbatch may have been added to a sum yet.
+        Rows that `hold` took before are kept. Nothing of the microbatch may have been added to a sum yet.
 
         Raises:
-            GhostError: it broke off while it was joined to what is held, which can't be undone.
+            GhostError: the pass failed while it was joined to the held rows, which cannot be undone.
         """
         self._book.forget()
 
@@ -208,9 +208,8 @@ class GhostClipper:
     def _check(losses: Tensor, unit_index: Tensor | None) -> tuple[Tensor, int]:
         if losses.ndim != 1 or losses.numel() == 0:
             raise GhostError(
-                f"The loss has shape {tuple(losses.shape)}; one loss per row (B,) is needed, each from its own row "
-                f"alone. Don't average "
-                "over the batch: see dpllm.per_sequence_loss."
+                f"The loss has shape {tuple(losses.shape)}; one loss per row (B,) is needed, each from only "
+                "its own row. Do not average over the batch: see dpllm.per_sequence_loss."
             )
         if not losses.requires_grad:
             raise GhostError(
@@ -231,7 +230,7 @@ class GhostClipper:
         return unit_index.long(), highest + 1
 
     def remove(self) -> None:
-        """Undo the hooks; the model is as before."""
+        """Remove the hooks; the model is as before."""
         self._book.remove()
 
 
@@ -240,7 +239,7 @@ def _one_by_one(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
 
 
 def _accumulator(parameter: nn.Parameter) -> Tensor:
-    """Return ``.grad`` in the accumulation dtype, made where there is none.
+    """Return ``.grad`` in the accumulation dtype; create it if there is none.
 
     A sum kept in bfloat16 would be rounded by up to its own size times 2^-9, more than one unit may change it.
     """

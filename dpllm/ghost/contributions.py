@@ -1,15 +1,15 @@
-"""What one use of a parameter adds to the gradient of each unit, in the cheapest exact form.
+"""The contribution of one use of a parameter to the gradient of each unit, in the cheapest exact form.
 
-A parameter's gradient is the sum of what its *uses* in the forward pass contribute: a tied embedding contributes once
-as a lookup and once as a matrix product. A use comes from a layer's rule as one of
+A parameter's gradient is the sum over its *uses* in the forward pass: a tied embedding contributes once as a lookup and
+once as a matrix product. A layer's rule describes a use as one of
 
 * `Outer`:        sum_t left[b, t] (x) right[b, t]          matrices: linear layers;
 * `Lookup`:       sum_t onehot(index[b, t]) (x) right[b, t] embeddings;
 * `RowGradients`: the gradient of each row                  biases, norms, and anything else.
 
-It is held in its factors, or as an `Instance`, the gradient of each *unit*, where that takes no more memory (LoRA
-factors, narrow layers, units with many rows). `squared_norms` adds up all pairs of contributions, and a unit's rows are
-one long row to it: the cross terms are part of the norm. `add_weighted_` forms the clipped sum.
+A use is kept as its factors, or as an `Instance`, the gradient of each *unit*, where that takes no more memory (LoRA
+factors, narrow layers, units with many rows). `squared_norms` adds up all pairs of contributions, and treats a unit's
+rows as one long row: the cross terms are part of the norm. `add_weighted_` forms the clipped sum.
 
 Shape suffixes: B rows, U units, T tokens, L and R the two dimensions of a weight, G units that have equally many rows,
 N rows of each of them.
@@ -27,7 +27,7 @@ from torch import Tensor
 from dpllm.ghost import kernels
 from dpllm.ghost.norm_method import NormMethod
 
-_MAX_ENTRIES = 1 << 26  # of the rows' gradients that are formed at a time, where a unit has several rows
+_MAX_ENTRIES = 1 << 26  # of the row gradients formed at a time, where a unit has several rows
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Group:
     """Units of a microbatch that have equally many rows.
 
     Attributes:
-        unit_G: which units.
+        unit_G: the numbers of the units.
         rows_GN: the rows of each.
         every: whether these are all rows of the microbatch, in order; they are then viewed, not copied.
     """
@@ -53,12 +53,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which unit each row of a microbatch belongs to.
+    """The unit of each row of a microbatch.
 
     Attributes:
         unit_B: (B,) int64, the unit of each row; -1 marks a padding row, which belongs to no unit.
         num_units: U.
-        groups: the units that have rows, by how many.
+        groups: the units that have rows, by their number of rows.
         in_order: whether row b is unit b, for all rows.
     """
 
@@ -72,9 +72,9 @@ class Rows:
         """Find the rows of each unit.
 
         Args:
-            unit_B: best on the CPU: from a GPU it has to be waited for.
+            unit_B: best on the CPU: reading it from a GPU waits for the GPU.
             num_units: U.
-            device: where the rows are computed with; None: where ``unit_B`` is.
+            device: the device on which the rows are used; None: that of ``unit_B``.
         """
         device = unit_B.device if device is None else device
         unit = unit_B.cpu().numpy()
@@ -92,11 +92,11 @@ class Rows:
 
     @classmethod
     def one_unit(cls, device: torch.device) -> Rows:
-        """A single row that is a unit."""
+        """Return a single row that is a unit."""
         return cls.of(torch.zeros(1, dtype=torch.int64), 1, device)
 
     def sum_rows(self, value_B: Tensor) -> Tensor:
-        """Add what each row carries to its unit, (B, ...) to (U, ...); padding rows are left out."""
+        """Sum the values of each unit's rows, (B, ...) to (U, ...); padding rows are left out."""
         if self.in_order:
             return value_B
         keep_B = self.unit_B >= 0
@@ -104,11 +104,11 @@ class Rows:
         return total.index_add_(0, self.unit_B[keep_B], value_B[keep_B])
 
     def sum_formed(self, form: Callable[[slice], Tensor], entries: int) -> Tensor:
-        """`sum_rows` of what ``form`` makes of a few rows at a time, where all of it would be too large.
+        """Apply `sum_rows` to values that ``form`` computes for a few rows at a time, to limit memory.
 
         Args:
-            form: some rows to what they carry.
-            entries: of what one row carries.
+            form: maps some rows to their values.
+            entries: the number of entries in one row's value.
         """
         num_rows = self.unit_B.numel()
         chunk = num_rows if self.in_order else max(1, _MAX_ENTRIES // max(1, entries))
@@ -133,11 +133,11 @@ class RowGradients:
 
     @property
     def grad(self) -> Tensor:
-        """What came back from the loss, rows first."""
+        """The gradient from the loss, rows first."""
         return self.value_B
 
     def instance(self, rows: Rows) -> Tensor:
-        """The gradients of the units."""
+        """Return the gradients of the units."""
         return rows.sum_rows(self.value_B)
 
 
@@ -148,12 +148,12 @@ class Instance:
     value_U: Tensor
 
     def instance(self, rows: Rows) -> Tensor:
-        """The gradients of the units."""
+        """Return the gradients of the units."""
         del rows
         return self.value_U
 
     def fold(self) -> Instance:
-        """The same: it is of one unit."""
+        """Return itself: it belongs to one unit."""
         return self
 
     def select(self, units: Tensor) -> Instance:
@@ -192,21 +192,21 @@ class Outer:
         return self.right_BTR if self.input_side == "left" else self.left_BTL
 
     def input_key(self) -> tuple:
-        """Equal for layers that read the same activation."""
+        """Return a key that is equal for layers that read the same activation."""
         x = self.input
         return x.data_ptr(), x.shape, x.stride(), x.dtype
 
     def factor_bytes(self) -> int:
-        """What the factors take."""
+        """Return the bytes of the factors."""
         return self.left_BTL.nbytes + self.right_BTR.nbytes
 
     def instance_bytes(self, rows: Rows) -> int:
-        """What the gradients of the units would take."""
+        """Return the bytes that the gradients of the units would take."""
         entries = rows.num_units * self.left_BTL.shape[2] * self.right_BTR.shape[2]
         return entries * kernels.accumulation_dtype(self.left_BTL.dtype).itemsize
 
     def instance(self, rows: Rows) -> Tensor:
-        """The gradients of the units (U, L, R)."""
+        """Return the gradients of the units (U, L, R)."""
 
         def form(here: slice) -> Tensor:
             return kernels.wide_bmm(self.left_BTL[here].mT, self.right_BTR[here])
@@ -214,11 +214,11 @@ class Outer:
         return rows.sum_formed(form, self.left_BTL.shape[2] * self.right_BTR.shape[2])
 
     def fold(self) -> Outer:
-        """The same, of a single row that has the tokens of all of them."""
+        """Return the same use with all tokens in a single row."""
         return Outer(_one_row(self.left_BTL), _one_row(self.right_BTR), self.input_side)
 
     def of(self, group: Group) -> Outer:
-        """The same, with the rows of each unit of a group laid end to end."""
+        """Return the same use with the rows of each unit of a group laid end to end."""
         return Outer(group.fold(self.left_BTL), group.fold(self.right_BTR), self.input_side)
 
     def select(self, rows: Tensor) -> Outer:
@@ -230,7 +230,7 @@ class Outer:
         norm_method.add_weighted_outer_(total, self.left_BTL, self.right_BTR, factor_B)
 
     def mass(self) -> Tensor:
-        """(B,): sum_t |left_t| |right_t|, the scale of the rounding error of norms and sums."""
+        """Return (B,): sum_t |left_t| |right_t|, the scale of the rounding error of norms and sums."""
         dtype = kernels.accumulation_dtype(self.left_BTL.dtype)
         left, right = (torch.linalg.vector_norm(x, dim=2, dtype=dtype) for x in (self.left_BTL, self.right_BTR))
         return (left * right).sum(1)
@@ -246,20 +246,20 @@ class Lookup:
 
     @property
     def grad(self) -> Tensor:
-        """What came back from the loss, rows first."""
+        """The gradient from the loss, rows first."""
         return self.right_BTR
 
     def factor_bytes(self) -> int:
-        """What is needed to hold it as it is."""
+        """Return the bytes of the factors."""
         return self.right_BTR.nbytes
 
     def instance_bytes(self, rows: Rows) -> int:
-        """What the gradients of the units would take."""
+        """Return the bytes that the gradients of the units would take."""
         entries = rows.num_units * self.num_entries * self.right_BTR.shape[2]
         return entries * kernels.accumulation_dtype(self.right_BTR.dtype).itemsize
 
     def instance(self, rows: Rows) -> Tensor:
-        """The gradients of the units (U, V, R)."""
+        """Return the gradients of the units (U, V, R)."""
         width = self.right_BTR.shape[2]
         dtype = kernels.accumulation_dtype(self.right_BTR.dtype)
 
@@ -271,11 +271,11 @@ class Lookup:
         return rows.sum_formed(form, self.num_entries * width)
 
     def fold(self) -> Lookup:
-        """The same, of a single row that has the tokens of all of them."""
+        """Return the same use with all tokens in a single row."""
         return Lookup(_one_row(self.index_BT), _one_row(self.right_BTR), self.num_entries)
 
     def of(self, group: Group) -> Lookup:
-        """The same, with the rows of each unit of a group laid end to end."""
+        """Return the same use with the rows of each unit of a group laid end to end."""
         return Lookup(group.fold(self.index_BT), group.fold(self.right_BTR), self.num_entries)
 
     def select(self, rows: Tensor) -> Lookup:
@@ -289,7 +289,7 @@ class Lookup:
         total.index_add_(0, self.index_BT.flatten(), weighted.flatten(0, 1))
 
     def mass(self) -> Tensor:
-        """(B,): sum_t |right_t|, the scale of the rounding error of norms and sums."""
+        """Return (B,): sum_t |right_t|, the scale of the rounding error of norms and sums."""
         dtype = kernels.accumulation_dtype(self.right_BTR.dtype)
         return torch.linalg.vector_norm(self.right_BTR, dim=2, dtype=dtype).sum(1)
 
@@ -304,14 +304,14 @@ def _one_row(x: Tensor) -> Tensor:
 
 
 def held(use: Use, rows: Rows, norm_method: NormMethod) -> Contribution:
-    """What is kept of a use until the clipped sum is formed: whichever takes less memory."""
+    """Return the form in which a use is kept until the clipped sum: the one that takes less memory."""
     if isinstance(use, RowGradients) or norm_method.holds_instance(use.factor_bytes(), use.instance_bytes(rows)):
         return Instance(use.instance(rows))
     return use
 
 
 def merge(contributions: Sequence[Contribution], rows: Rows) -> list[Contribution]:
-    """Bring the contributions to one parameter into a common form.
+    """Convert the contributions to one parameter to a common form.
 
     Instances simply add up; where one contribution is held as an instance, all of them become one.
     """
@@ -321,15 +321,15 @@ def merge(contributions: Sequence[Contribution], rows: Rows) -> list[Contributio
 
 
 def join(already: Sequence[Contribution], more: Sequence[Contribution], norm_method: NormMethod) -> list[Contribution]:
-    """Bring together what the rows of one unit contribute to one parameter in several passes, as of a single row.
+    """Combine the contributions of one unit's rows to one parameter over several passes, as those of a single row.
 
-    A sum over rows of sums over tokens is one sum over tokens. It is held in factors, or as the gradient itself as soon
-    as that takes less memory, however many rows follow.
+    A sum over rows of sums over tokens is one sum over tokens. It is kept as factors, or as the gradient itself as soon
+    as that takes less memory, for any number of rows that follow.
 
     Args:
-        already: what `join` returned for the passes before; empty at first.
+        already: the result of `join` for the previous passes; empty at first.
         more: every use of the parameter in one more pass.
-        norm_method: says which takes less.
+        norm_method: decides which form takes less memory.
     """
     folded = [*already, *(contribution.fold() for contribution in more)]
     outers = [c for c in folded if isinstance(c, Outer)]
@@ -350,7 +350,7 @@ def _device(contribution: Contribution) -> torch.device:
 
 
 def squared_norms(contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod) -> tuple[Tensor, Tensor]:
-    """Squared norm of each unit's gradient of one parameter, cross terms included.
+    """Return the squared norm of each unit's gradient of one parameter, cross terms included.
 
     Args:
         contributions: every use of the parameter, as returned by `merge`.
@@ -358,8 +358,8 @@ def squared_norms(contributions: Sequence[Contribution], rows: Rows, norm_method
         norm_method: how norms are computed.
 
     Returns:
-        ``(sq_norm_U, slack_U)``: the squared norms, and what rounding may have taken from them or add to the clipped
-        sum.
+        ``(sq_norm_U, slack_U)``: the squared norms, and the rounding error that they may have lost or that the
+        clipped sum may gain.
     """
     if isinstance(contributions[0], Instance):
         sq_norm_U = kernels.squared_norms(contributions[0].value_U)
@@ -375,7 +375,7 @@ def squared_norms(contributions: Sequence[Contribution], rows: Rows, norm_method
 
 
 def shared_norms(group: Sequence[Outer], rows: Rows, norm_method: NormMethod) -> tuple[Tensor, Tensor]:
-    """`squared_norms` of several parameters together, each used once, in layers that read one input."""
+    """Return `squared_norms` of several parameters together, each used once, in layers that read one input."""
     slack = kernels.rounding_slack(kernels.accumulation_dtype(group[0].input.dtype))
 
     def norms(units: Group) -> Tensor:
@@ -388,7 +388,7 @@ def shared_norms(group: Sequence[Outer], rows: Rows, norm_method: NormMethod) ->
 
 
 def _by_groups(rows: Rows, like: Tensor, of: Callable[[Group], Tensor]) -> Tensor:
-    """(U, ...): what ``of`` gives for the units of each group, 0 for a unit without rows."""
+    """Return (U, ...): the value of ``of`` for the units of each group, 0 for a unit without rows."""
     total_U = like.new_zeros(rows.num_units, *like.shape[1:])
     for group in rows.groups:
         total_U[group.unit_G] = of(group)
@@ -396,19 +396,19 @@ def _by_groups(rows: Rows, like: Tensor, of: Callable[[Group], Tensor]) -> Tenso
 
 
 def _square(x: Outer | Lookup, rows: Rows, norm_method: NormMethod) -> Tensor:
-    """(U,): the squared norm of one use."""
+    """Return (U,): the squared norm of one use."""
     if isinstance(x, Outer):
         return shared_norms([x], rows, norm_method)[0]
     return norm_method.lookup_norms(x.index_BT, x.right_BTR, rows.unit_B, rows.num_units, x.num_entries)
 
 
 def _cross(x: Outer | Lookup, y: Outer | Lookup, rows: Rows, like: Tensor) -> Tensor:
-    """(U,): <gradient of one use, gradient of another>, of each unit."""
+    """Return (U,): <gradient of one use, gradient of another>, of each unit."""
     return _by_groups(rows, like, lambda group: _inner(x.of(group), y.of(group)))
 
 
 def _inner(x: Outer | Lookup, y: Outer | Lookup) -> Tensor:
-    """(G,): <gradient of x in a row, gradient of y in the same row>."""
+    """Return (G,): <gradient of x in a row, gradient of y in the same row>."""
     if isinstance(x, Outer) and isinstance(y, Outer):
         return kernels.outer_inner(x.left_BTL, x.right_BTR, y.left_BTL, y.right_BTR)
     if isinstance(x, Lookup) and isinstance(y, Outer):
@@ -420,7 +420,7 @@ def _inner(x: Outer | Lookup, y: Outer | Lookup) -> Tensor:
 
 
 def sum_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Sum of one or more tensors."""
+    """Return the sum of one or more tensors."""
     total, *rest = tensors
     for tensor in rest:
         total = total + tensor

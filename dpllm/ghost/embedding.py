@@ -18,23 +18,21 @@ from dpllm.ghost.tap import Recorder
 
 
 def refuse_coupled_options(path: str, table: nn.Embedding) -> None:
-    """Refuse options of ``nn.Embedding`` under which a row's gradient depends on other rows or isn't a plain sum."""
+    """Refuse options of ``nn.Embedding`` under which a row's gradient depends on other rows or is not a plain sum."""
     if table.max_norm is not None:
-        raise GhostError(f"{path}: max_norm rewrites the table by what the batch looks up. Set max_norm=None.")
+        raise GhostError(f"{path}: max_norm rewrites the rows of the table that the batch looks up. Set max_norm=None.")
     if table.scale_grad_by_freq:
         raise GhostError(
             f"{path}: scale_grad_by_freq divides by counts over the whole batch, so a row's gradient depends on "
-            f"other rows. "
-            "Set scale_grad_by_freq=False."
+            "other rows. Set scale_grad_by_freq=False."
         )
 
 
 class EmbeddingRule:
     """Taps one embedding table.
 
-    A subclass that overrides ``forward`` (Gemma's scaled table, OPT's positions computed from the mask) is read by
-    looking up two columns in place of the table, the row number and one: they return the index and the scale that the
-    module applied.
+    A subclass that overrides ``forward`` (Gemma's scaled table, OPT's positions computed from the mask) is called with
+    a table of two columns, the row number and one: the output gives the index and the scale that the module applied.
     """
 
     def __init__(self, path: str, table: nn.Embedding, trainable: dict[str, nn.Parameter], book: Recorder) -> None:
@@ -48,14 +46,14 @@ class EmbeddingRule:
         self.verified = False
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor, rows: int | None) -> Tensor:
-        """Tap the output; where one index row serves the whole batch, give every row its own copy of the output."""
+        """Tap the output; if the whole batch shares one index row, give every row its own copy of the output."""
         if self.plain:
             index = args[0] if args else kwargs["input"]
             saved = [index]
         elif not isinstance(output, Tensor):
             raise GhostError(
-                f"{self.path} ({type(module).__name__}) returns {type(output).__name__}, and no tensor of looked up "
-                "rows, so its per-row gradient cannot be told; freeze it."
+                f"{self.path} ({type(module).__name__}) returns {type(output).__name__}, not a tensor of looked up "
+                "rows, so its per-row gradient is not known; freeze it."
             )
         else:
             index, scale = self._index_and_scale(module, args, kwargs, output)
@@ -63,8 +61,7 @@ class EmbeddingRule:
         if index.ndim != 2:
             raise GhostError(
                 f"{self.path}: the index has shape {tuple(index.shape)}; rows and tokens (B, T), or (1, T) for one "
-                f"index shared "
-                "by all rows, are needed to tell whose gradient is whose."
+                "index shared by all rows, are needed to assign gradients to rows."
             )
         if index.shape[0] == 1 and rows is not None and rows > 1:
             output = output.expand(rows, *output.shape[1:])
@@ -88,14 +85,16 @@ class EmbeddingRule:
             ones = weight.new_ones(entries, 1)
             scale = call_with(module, {"weight": ones}, args, kwargs)
             if index.min() < 0 or index.max() >= entries:
-                raise GhostError(f"{self.path} ({type(module).__name__}) is no scaled lookup in its table; freeze it.")
+                raise GhostError(
+                    f"{self.path} ({type(module).__name__}) is not a scaled lookup in its table; freeze it."
+                )
             if not self.verified:
                 again = (scale * weight[index]).to(output.dtype)
                 if again.shape != output.shape or not torch.allclose(
                     again, output, rtol=16 * torch.finfo(output.dtype).eps, atol=1e-12
                 ):
                     raise GhostError(
-                        f"{self.path} ({type(module).__name__}) is no scaled lookup in its table; freeze it."
+                        f"{self.path} ({type(module).__name__}) is not a scaled lookup in its table; freeze it."
                     )
                 self.verified = True
         return index, scale
@@ -119,7 +118,7 @@ def has_relative_bias(module: nn.Module) -> bool:
 
 
 class RelativeBiasRule:
-    """Supplies T5's position bias with one copy per row.
+    """Gives T5's attention its position bias with one copy per row.
 
     The attention computes one (1, heads, Q, K) bias for the whole batch, which has no gradient per row. It also takes
     the bias as an argument (that is how later layers share it); this rule computes the same bias, gives every row its
@@ -127,7 +126,7 @@ class RelativeBiasRule:
     """
 
     def __init__(self, path: str, attention: nn.Module, trainable: dict[str, nn.Parameter], book: Recorder) -> None:
-        """Check the table, and that the bias is T5's."""
+        """Check the table, and that the bias is computed as in T5."""
         (self.weight,) = trainable.values()
         self.path, self.book = path, book
         try:
@@ -135,21 +134,21 @@ class RelativeBiasRule:
             inspect.signature(attention.forward).parameters["position_bias"]
         except (TypeError, KeyError) as error:
             raise GhostError(
-                f"{path} ({type(attention).__name__}) computes or takes its relative position bias otherwise than T5, "
-                "so it can't be given to the attention row by row; freeze relative_attention_bias."
+                f"{path} ({type(attention).__name__}) computes or takes its relative position bias differently from "
+                "T5, so it cannot be given to the attention row by row; freeze relative_attention_bias."
             ) from error
         self.entries = 0
         self.table: nn.Embedding = attention.relative_attention_bias  # type: ignore[assignment]
         refuse_coupled_options(path, self.table)
 
     def before(self, attention: nn.Module, args: tuple, kwargs: dict, rows: int | None) -> tuple[tuple, dict] | None:
-        """Put ``position_bias`` among the arguments where the attention would compute it."""
+        """Add ``position_bias`` to the arguments if the attention would compute it."""
         if kwargs.get("position_bias") is not None:
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
         if rows is None or hidden.shape[0] != rows or len(args) > 1 or kwargs.get("key_value_states") is not None:
             raise GhostError(
-                f"{self.path}: the relative position bias can't be given to this attention row by row; freeze it."
+                f"{self.path}: the relative position bias cannot be given to this attention row by row; freeze it."
             )
         cache = kwargs.get("past_key_values")
         if cache is not None and cache.get_seq_length() > 0:

@@ -1,7 +1,7 @@
 """From squared norms to clip factors that keep the bound in floating point.
 
-Place in the flow: between the norms of a microbatch and its clipped sum. Which factors is the clipping's matter
-(`dpllm.mechanism`); that they hold after rounding, and for gradients that are not finite, is seen to here.
+Place in the flow: between the norms of a microbatch and its clipped sum. The clipping (`dpllm.mechanism`) chooses the
+factors; this module makes them hold after rounding and for gradients that are not finite.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def clip_factors(clipping: Clipping, sq_norm_GU: Tensor, slack_GU: Tensor | None
     zero-out, also after rounding.
 
     Args:
-        clipping: one of `dpllm.mechanism.catalogue`, or another one, whose factors are then checked, which waits for
-            the device.
+        clipping: one of `dpllm.mechanism.catalogue`, or another one. The factors of another one are checked, which
+            waits for the device.
         sq_norm_GU: (G, U) squared norms of each group; may be non-finite.
-        slack_GU: (G, U) what rounding may have taken from them. It is added before the root, and the root is raised
-            by what rounding may add later.
+        slack_GU: (G, U) the rounding error that they may have lost. It is added before the root is taken, and the
+            root is raised by the rounding error that later steps may add.
 
     Returns:
         (G, U) factors; exactly 0 in all groups of a unit where a norm is not finite.
 
     Raises:
-        GhostError: a clipping of somebody else gives a factor beyond its sensitivity.
+        GhostError: a clipping from outside the catalogue gives a factor beyond its sensitivity.
 
     >>> from dpllm.mechanism.clipping import FlatClipping
     >>> clip_factors(FlatClipping(1.0), torch.tensor([[4.0, 0.25, float("inf")]]))
@@ -54,7 +54,7 @@ def _check(clipping: Clipping, norm_GU: Tensor, factor_GU: Tensor) -> None:
         if bool((factor_GU >= 0).all() & (reach_U <= bound * (1 + 1e-6)).all()):
             return
     raise GhostError(
-        f"Clipping {clipping.kind!r} gives a factor that times the norm exceeds its sensitivity {bound:g}, or that is "
-        "negative or not a number: the noise would be too small for it. Give factors (G, U), at least 0, under which "
-        "the norm over all groups is at most the sensitivity."
+        f"Clipping {clipping.kind!r} gives a factor whose product with the norm exceeds its sensitivity {bound:g}, or "
+        "that is negative or not a number: the noise would be too small for it. Give factors (G, U), at least 0, under "
+        "which the norm over all groups is at most the sensitivity."
     )

@@ -1,4 +1,4 @@
-"""Any other parameter: the module is run once more for each row alone and differentiated. Slower, and still exact.
+"""The rule for any other parameter: run the module again for each single row and differentiate. Slower, still exact.
 
 Used for parameters that no rule covers (LoRA factors of an embedding, learned scales of unusual shape, convolutions).
 """
@@ -28,14 +28,12 @@ class PerRowRule:
             raise GhostError(
                 f"{self.path} ({self.kind}) holds the trainable parameters {sorted(self.trainable)} and returns "
                 f"{type(output).__name__}; per-row gradients need a module that returns one tensor. Freeze these "
-                f"parameters, or move "
-                "them into a module of their own."
+                "parameters, or move them into a separate module."
             )
         if rows is None or output.shape[0] != rows:
             raise GhostError(
                 f"{self.path} ({self.kind}) returns {tuple(output.shape)}; its first dimension has to be the {rows} "
-                f"rows of the "
-                "batch for exact per-row gradients. Freeze its parameters, or keep rows first."
+                "rows of the batch for exact per-row gradients. Freeze its parameters, or keep rows first."
             )
         call = Call(module, args, kwargs)
         tensors = call.forget_tensors()
@@ -44,13 +42,13 @@ class PerRowRule:
             *tensors, expected = saved
             self._receive(call, grad, tensors, expected)
 
-        # What is kept for the comparison must survive a model that adds to the output in place.
+        # The copy kept for the comparison must survive a model that adds to the output in place.
         return self.book.tap(output.clone(), receive, *tensors, output)
 
     def _receive(self, call: Call, grad_B: Tensor, saved: list[Tensor], expected_B: Tensor) -> None:
         rows = grad_B.shape[0]
-        # A tensor whose first dimension is the batch is cut into rows; any other is shared by all rows. Should a
-        # shared one happen to have that size, the repeated output differs from the first one, which is checked.
+        # A tensor whose first dimension is the batch is cut into rows; any other is shared by all rows. If a
+        # shared one happens to have that size, the repeated output differs from the first one; this is checked.
         row_dims = [0 if t.ndim > 0 and t.shape[0] == rows else None for t in saved]
         weights = {name: call.module.get_parameter(name).detach() for name in self.trainable}
 
@@ -67,14 +65,13 @@ class PerRowRule:
             raise
         except (RuntimeError, ValueError) as error:
             raise GhostError(
-                f"{self.path} ({self.kind}): the per-row gradients of {sorted(self.trainable)} can't be computed "
-                f"({error}). "
-                "Freeze these parameters; dropout inside this module has to be 0."
+                f"{self.path} ({self.kind}): the per-row gradients of {sorted(self.trainable)} cannot be computed "
+                f"({error}). Freeze these parameters; dropout inside this module has to be 0."
             ) from error
         eps = max(torch.finfo(expected_B.dtype).eps, torch.finfo(torch.float32).eps)
         if float((output_B - expected_B).abs().max()) > 16 * eps * (1 + float(expected_B.abs().max())):
             raise GhostError(
-                f"{self.path} ({self.kind}): run for each row alone it returns something else than for the batch, so "
+                f"{self.path} ({self.kind}): for each single row it returns a different output than for the batch, so "
                 f"its rows depend on each other. Freeze {sorted(self.trainable)}."
             )
         for name, parameter in self.trainable.items():

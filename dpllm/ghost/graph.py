@@ -1,4 +1,4 @@
-"""The graph behind losses: the tensors that a backward pass from them leads to."""
+"""The graph behind losses: the tensors that a backward pass from them reaches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors without a history of their own that losses have a gradient in, each at least once.
+    """Yield the leaf tensors in which the losses have a gradient, each at least once.
 
     Args:
         loss: with or without a graph; of any shape.

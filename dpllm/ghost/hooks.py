@@ -1,7 +1,7 @@
-"""Hooks on a model: trainable parameters stay out of autograd during a pass, and the modules that hold them are tapped.
+"""Hooks on a model: they take trainable parameters out of autograd during a pass and tap the modules that hold them.
 
-Place in the flow: between the model's call and the taps, which hand gradients to the book. Out of autograd means that a
-pass computes no weight gradients of its own: norms and sums are formed from what the taps see.
+Place in the flow: between the model's call and the taps, which hand gradients to the book. Out of autograd means that
+autograd computes no weight gradients: norms and sums are formed from the tensors at the taps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dpllm.ghost.rules import Served, find_sites, refuse_compiled
 
 
 class ModelCalls:
-    """What is known of the calls of the model since the last backward pass.
+    """The facts known about the calls of the model since the last backward pass.
 
     Attributes:
         counts: uses of parameters, and layouts of rows.
@@ -32,14 +32,14 @@ class ModelCalls:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """No call was made yet."""
+        """Start without calls."""
         self.counts, self.packed = Calls(), PackedRows()
         self.rows: int | None = None
         self.tokens = 1
         self._most_tokens = tokens_by_themselves(model)
 
     def begin(self, args: tuple, kwargs: dict) -> None:
-        """A call of the model begins.
+        """Note that a call of the model begins.
 
         Raises:
             GhostError: rows that are too long, or packed wrongly.
@@ -50,11 +50,11 @@ class ModelCalls:
         refuse_long_rows(max(self.packed.lengths, default=self.tokens), self._most_tokens)
 
     def end(self) -> None:
-        """It returned."""
+        """Note that the call returned."""
         self.counts.note(self.rows, self.packed.lengths)
 
     def differentiated(self, num_losses: int) -> None:
-        """Losses are about to be differentiated.
+        """Note that losses are about to be differentiated.
 
         Raises:
             GhostError: there are not as many as packed rows, or the calls had other layouts.
@@ -72,18 +72,18 @@ class Switch:
     """Takes parameters out of autograd for a while."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remember which are trained."""
+        """Remember the trained parameters."""
         self._parameters = list(parameters)
         self._off: dict[int, nn.Parameter] = {}
 
     def off(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Take these out; None: all that are trained."""
+        """Take these parameters out; None: all that are trained."""
         for parameter in self._parameters if parameters is None else parameters:
             parameter.requires_grad = False
             self._off[id(parameter)] = parameter
 
     def on(self) -> None:
-        """Put all back that were taken out."""
+        """Put back all parameters that were taken out."""
         for parameter in self._off.values():
             parameter.requires_grad = True
         self._off.clear()
@@ -94,17 +94,17 @@ class Hooks:
 
     Args:
         model: any module whose inputs and outputs have the rows of the batch first.
-        host: what taps and rules talk to.
+        host: the interface of taps and rules.
         parameters: the trainable ones by name.
         forget: called when another microbatch begins.
 
     Attributes:
         calls: of the model.
-        uses: what watches for uses outside the modules that hold a parameter; None once that was seen not to happen.
-        in_backward: whether a backward pass of ours is going on.
+        uses: watches for uses outside the modules that hold a parameter; None after a batch without such uses.
+        in_backward: whether a backward pass of the clipper is running.
 
     Raises:
-        GhostError: a parameter that no rule can serve.
+        GhostError: a parameter without a rule.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Hooks:
             with self.pause():
                 return served.after(module, args, kwargs, output, self.calls.rows)
 
-        # Innermost: after whatever gathers a sharded module's weights, and before whatever frees them again.
+        # Innermost: after the hooks that gather a sharded module's weights, and before the hooks that free them again.
         self._handles += [
             module.register_forward_pre_hook(before, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True),
@@ -167,22 +167,22 @@ class Hooks:
 
     @property
     def in_pass(self) -> bool:
-        """Whether a call of the model or a backward pass of ours is going on."""
+        """Whether a call of the model or a backward pass of the clipper is running."""
         return self._in_forward or self.in_backward
 
     @property
     def rows_in_pass(self) -> int | None:
-        """Rows of the call of the model that is going on; None outside of one, or where they are not known."""
+        """Rows of the current call of the model; None outside a call, or where they are not known."""
         return self.calls.rows if self.in_pass and not self._paused else None
 
     def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Count a use of each parameter in this call of the model; what is recomputed was counted before."""
+        """Count a use of each parameter in this call of the model; a recomputed module was counted before."""
         if self._in_forward:
             self.calls.counts.note_uses(parameters)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Modules that a rule runs on its own account aren't uses of their parameters."""
+        """Pause the hooks: a module that a rule runs for itself is not a use of its parameters."""
         before, self._paused = self._paused, True
         with FunctionalUses.suspended(self.uses):
             try:
@@ -197,9 +197,8 @@ class Hooks:
             and any(p.requires_grad for p in served.site.trainable.values())
         ):
             raise GhostError(
-                f"{served.site.path} was called on its own, with gradients on. Call the model that was given to "
-                f"GhostClipper, so that "
-                "every use of a parameter is seen; wrap evaluation in torch.no_grad()."
+                f"{served.site.path} was called directly, with gradients on. Call the model given to GhostClipper, so "
+                "that every use of a parameter is seen; wrap evaluation in torch.no_grad()."
             )
 
     def _begin_forward(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -221,14 +220,14 @@ class Hooks:
         self._switch.on()
         if self.uses is not None:
             self.uses.stop()
-            if output is not None:  # a forward pass that broke off is watched again
+            if output is not None:  # a forward pass that failed is watched again
                 self.uses.raise_if_any()
         if output is not None:
             self.calls.end()
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """A backward pass of ours: parameters are out of autograd, and modules that are recomputed are tapped."""
+        """Enter a backward pass of the clipper: parameters are out of autograd, and recomputed modules are tapped."""
         self.in_backward = True
         self._switch.off()
         try:

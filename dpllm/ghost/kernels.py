@@ -1,6 +1,6 @@
 """The arithmetic of book-keeping: inner products and weighted sums of per-row gradients.
 
-Every per-row weight gradient met here is a sum of outer products over tokens,
+Every per-row weight gradient in this module is a sum of outer products over tokens,
 
     g_b = sum_t  left[b, t] (x) right[b, t]          (L, R),
 
@@ -13,8 +13,8 @@ and the clipped sum of all rows is one ordinary matrix product (*book-keeping*, 
 
 Shape suffixes: B rows, T tokens, L and R the two dimensions of a weight, N row pairs.
 
-All products are accumulated in float32 (float64 for float64 inputs) whatever the model's dtype: norms rounded to
-bfloat16 are up to 2 % too small, and the released gradient then exceeds the clip norm by as much.
+All products are accumulated in float32 (float64 for float64 inputs) for every dtype of the model. Norms rounded to
+bfloat16 are up to 2 % too small, and the released gradient would then exceed the clip norm by as much.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch import Tensor
 
 # Temporaries of a Gram product are kept below this many entries by walking over the rows in chunks.
 _MAX_GRAM_ENTRIES = 1 << 26
-_MAX_TERMS = 128  # of an inner product that are added in one go; at 512, a single token of a unit passed the slack
+_MAX_TERMS = 128  # of an inner product that are added in one go; at 512, a single token of a unit exceeded the slack
 _STRIP = 128  # tokens of a symmetric product that are formed together
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of parameters or activations of ``dtype`` are summed.
+    """Return the dtype in which gradients of parameters or activations of ``dtype`` are summed.
 
     >>> accumulation_dtype(torch.bfloat16)
     torch.float32
@@ -43,12 +43,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widen(x: Tensor) -> Tensor:
-    """The tensor in its accumulation dtype."""
+    """Return the tensor in its accumulation dtype."""
     return x.to(accumulation_dtype(x.dtype))
 
 
 def rounding_slack(dtype: torch.dtype) -> float:
-    """Relative error allowed for in a squared Gram norm, per unit of (sum_t |left_t| |right_t|)^2.
+    """Return the relative error allowed in a squared Gram norm, per unit of (sum_t |left_t| |right_t|)^2.
 
     A Gram norm sums terms that may cancel, so its rounding error scales with the sum of their sizes, not with the
     result. Sixteen units in the last place of the accumulator cover the error of a blocked matrix product over
@@ -59,16 +59,16 @@ def rounding_slack(dtype: torch.dtype) -> float:
 
 @contextlib.contextmanager
 def exact_matmul() -> Iterator[None]:
-    """Keep float32 products in float32: no TF32, no bfloat16 and no autocast, whatever the process has set.
+    """Keep float32 products in float32: no TF32, no bfloat16 and no autocast, for every setting of the process.
 
     Norms and clipped sums decide the sensitivity; the model's own forward and backward keep the user's setting.
-    It does not matter through which of PyTorch's two interfaces the setting was made
-    (``set_float32_matmul_precision`` and ``allow_tf32``, or ``fp32_precision``), or through both.
+    The setting may have been made through either of PyTorch's two interfaces
+    (``set_float32_matmul_precision`` and ``allow_tf32``, or ``fp32_precision``), or both.
     """
     accelerator = _accelerator()
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(accelerator)
     rounds = any(flag.fp32_precision not in _EXACT for flag in _matmul_flags())
-    if not rounds and not autocast:  # entered for every layer: it must cost nothing where it changes nothing
+    if not rounds and not autocast:  # entered for every layer: free if nothing changes
         yield
         return
     with (
@@ -83,17 +83,17 @@ _EXACT = ("ieee", "none")
 
 
 def _matmul_flags() -> tuple[Any, Any]:
-    """The settings that products read, whichever interface they were made through."""
+    """Return the settings that products read, through whichever interface they were made."""
     backends: Any = torch.backends
     return backends.cuda.matmul, backends.mkldnn.matmul
 
 
 @contextlib.contextmanager
 def _exact_flags() -> Iterator[None]:
-    """Set float32 products to float32, and afterwards everything back to what it was.
+    """Set float32 products to float32, and restore all settings afterwards.
 
-    The older interface refuses to answer where the newer one disagrees with it; it is then left as it is. Where it
-    answers, it is set as well, so that the two agree all the time.
+    The older interface raises an error where the newer one disagrees with it; it is then left unchanged. Otherwise it
+    is set as well, so that the two always agree.
     """
     flags = _matmul_flags()
     before = [flag.fp32_precision for flag in flags]
@@ -123,10 +123,10 @@ def _accelerator() -> str:
 
 
 def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
-    """All inner products of the tokens of two sequences, (B, T, S), accumulated in float32 or float64.
+    """Return all inner products of the tokens of two sequences, (B, T, S), accumulated in float32 or float64.
 
-    At most `_MAX_TERMS` terms are added in one go, and their sums pairwise: of numbers of one sign, float32 sums of ten
-    thousand terms were seen to be 76 units in the last place too small, more than `rounding_slack` allows for.
+    At most `_MAX_TERMS` terms are added in one go, and their sums pairwise. Float32 sums of ten thousand terms of one
+    sign were seen to be 76 units in the last place too small, more than `rounding_slack` allows.
     """
     width = x_BTD.shape[2]
     parts = [
@@ -144,13 +144,13 @@ def _short_products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
 
 
 def on_tensor_cores(*tensors: Tensor) -> bool:
-    """Whether products of these are exact before they are added up in float32: 16 bits each, on a GPU."""
+    """Whether the products of these tensors are exact before they are added in float32: 16 bits each, on a GPU."""
     first = tensors[0].dtype
     return first in (torch.bfloat16, torch.float16) and all(t.is_cuda and t.dtype == first for t in tensors)
 
 
 def wide_bmm(x_BMK: Tensor, y_BKN: Tensor) -> Tensor:
-    """Batched matrix product, accumulated and returned in float32 (float64 for float64 inputs)."""
+    """Return the batched matrix product, accumulated and returned in float32 (float64 for float64 inputs)."""
     if on_tensor_cores(x_BMK, y_BKN):
         return torch.bmm(x_BMK, y_BKN, out_dtype=torch.float32)
     dtype = accumulation_dtype(x_BMK.dtype)
@@ -158,11 +158,11 @@ def wide_bmm(x_BMK: Tensor, y_BKN: Tensor) -> Tensor:
 
 
 def squared_norms(x_B: Tensor) -> Tensor:
-    """Squared norms of the rows of ``x_B`` (B, ...), in its dtype, float32 or float64; (B,).
+    """Return the squared norms of the rows of ``x_B`` (B, ...), in its dtype, float32 or float64; (B,).
 
     ``torch.linalg.vector_norm`` of a long float32 row adds up one entry after another on the CPU and was seen to be up
-    to 2 % too small at 16 million entries, whereupon the released gradient exceeds the clip norm. Here 64 entries at a
-    time are added, and then their sums, pairwise.
+    to 2 % too small at 16 million entries; the released gradient then exceeds the clip norm. Here 64 entries at a time
+    are added, and then their sums, pairwise.
 
     >>> x = torch.full((1, 1 << 20), 0.1)
     >>> torch.allclose(squared_norms(x).double(), x.double().square().sum(1), rtol=1e-6)
@@ -176,10 +176,10 @@ def squared_norms(x_B: Tensor) -> Tensor:
 
 
 def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Squared norms of the gradients of several layers that read one input, summed over the layers.
+    """Return the squared norms of the gradients of several layers that read one input, summed over the layers.
 
     The Gram matrix of the input is formed once; those of the output gradients are added before the contraction. Both
-    are symmetric: they are formed in strips of tokens, and of each strip only what lies left of its diagonal.
+    are symmetric: they are formed in strips of tokens, each only up to its diagonal.
 
     Args:
         shared_BTD: the input (B, T, D) that all the layers read.
@@ -220,10 +220,10 @@ def _diagonal(strip_BST: Tensor, start: int) -> Tensor:
 
 
 def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
-    """Squared norms ||sum_t left_bt (x) right_bt||^2 by way of the gradient itself, a few rows at a time; (B,).
+    """Return the squared norms ||sum_t left_bt (x) right_bt||^2 from the gradient itself, a few rows at a time; (B,).
 
     Where tokens cancel, an entry of the gradient has a rounding error that scales with sum_t |left_t| |right_t|, not
-    with the norm; the caller allows for it.
+    with the norm; the caller adds the slack for it.
     """
     dtype = accumulation_dtype(left_BTL.dtype)
     chunk = max(1, _MAX_GRAM_ENTRIES // max(1, left_BTL.shape[2] * right_BTR.shape[2]))
@@ -235,14 +235,14 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
 
 
 def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int) -> Tensor:
-    """Squared norm of each unit's gradient of a lookup table, sum_v ||sum of right_bt where index_bt = v||^2; (U,).
+    """Return each unit's squared gradient norm of a lookup table, sum_v ||sum of right_bt where index_bt = v||^2; (U,).
 
     Equal tokens of one unit are added up first, by their sorted (unit, token) keys, and then squared: neither a one-hot
     matrix nor a table is formed.
 
     Args:
         index_BT: integers in [0, V).
-        right_BTR: what goes to the entry looked up.
+        right_BTR: the gradient of the entry looked up.
         unit_B: unit of each row; a negative one marks a padding row, which belongs to no unit.
         num_units: U.
         num_entries: V, rows of the table.
@@ -265,7 +265,7 @@ def sum_tokens(grad: Tensor, keep: int = 1) -> Tensor:
 
 
 def outer_inner(left_NTL: Tensor, right_NTR: Tensor, left_NSL: Tensor, right_NSR: Tensor) -> Tensor:
-    """Inner products <g_n, h_n> of N pairs of gradients, each a sum of outer products; (N,)."""
+    """Return the inner products <g_n, h_n> of N pairs of gradients, each a sum of outer products; (N,)."""
     pairs, tokens = left_NTL.shape[:2]
     chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * left_NSL.shape[1]))
     parts = []
@@ -277,7 +277,7 @@ def outer_inner(left_NTL: Tensor, right_NTR: Tensor, left_NSL: Tensor, right_NSR
 
 
 def lookup_outer_inner(index_NT: Tensor, right_NTR: Tensor, left_NSL: Tensor, right_NSR: Tensor) -> Tensor:
-    """Inner products of lookup gradients with outer-product ones, the cross term of a tied head; (N,).
+    """Return the inner products of lookup gradients with outer-product ones, the cross term of a tied head; (N,).
 
     The gradient of a lookup is sum_t onehot(index_t) (x) right_t, so <onehot(index_t), left_s> is left_s[index_t]: no
     (T, V) one-hot and no (V, R) matrix is formed.
@@ -294,7 +294,7 @@ def lookup_outer_inner(index_NT: Tensor, right_NTR: Tensor, left_NSL: Tensor, ri
 
 
 def lookup_inner(index_NT: Tensor, right_NTR: Tensor, index_NS: Tensor, right_NSR: Tensor) -> Tensor:
-    """Inner products of N pairs of lookup gradients: of what goes to the same entry; (N,)."""
+    """Return the inner products of N pairs of lookup gradients, summed over equal entries; (N,)."""
     pairs, tokens = index_NT.shape
     chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * index_NS.shape[1]))
     parts = []
@@ -308,9 +308,9 @@ def lookup_inner(index_NT: Tensor, right_NTR: Tensor, index_NS: Tensor, right_NS
 def add_weighted_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, factor_B: Tensor) -> None:
     """``total += sum_b factor_b sum_t left_bt (x) right_bt`` in place, in the dtype of ``total``.
 
-    The factor meets numbers of the accumulator's dtype alone: scaling in bfloat16 would round the released gradient
-    away from the one whose norm was bounded. On tensor cores it multiplies what they made of a row's tokens, a few rows
-    at a time; elsewhere the narrower side, after its conversion.
+    The factor multiplies only numbers of the accumulator's dtype: scaling in bfloat16 would round the released gradient
+    away from the one whose norm was bounded. With tensor cores it multiplies the product over a row's tokens, a few
+    rows at a time; otherwise it multiplies the narrower side, after its conversion.
     """
     if on_tensor_cores(left_BTL, right_BTR) and total_LR.dtype == torch.float32:
         chunk = max(1, _MAX_GRAM_ENTRIES // max(1, total_LR.numel()))

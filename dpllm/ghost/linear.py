@@ -1,6 +1,6 @@
-"""Linear layers: ``nn.Linear`` (LoRA factors are such) and the transposed ``Conv1D`` of GPT-2, with or without bias.
+"""Linear layers: ``nn.Linear`` (including LoRA factors) and the transposed ``Conv1D`` of GPT-2, with or without bias.
 
-A module of another class that computes the same (Falcon's) is recognised by that at its first call.
+A module of another class that computes the same (Falcon's) is recognised by its output at its first call.
 
 For y = W x + b, row b's gradients are sum_t g_t (x) x_t for W and sum_t g_t for b.
 """
@@ -24,7 +24,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the forward pass is that of ``nn.Linear`` or ``Conv1D``, also in a subclass that doesn't override it."""
+    """Whether the forward pass is that of ``nn.Linear`` or ``Conv1D``, also in a subclass that does not override it."""
     return is_transposed(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
 
 
@@ -78,7 +78,7 @@ class LinearRule:
         weight: the matrix, where it is trainable.
         bias: where it is trainable.
         input_side: of the weight; "right" for ``nn.Linear``, whose weight is (outputs, inputs).
-        book: takes what is recorded.
+        book: receives the recorded uses.
     """
 
     def __init__(self, weight: nn.Parameter | None, bias: nn.Parameter | None, input_side: str, book: Recorder) -> None:
@@ -87,7 +87,7 @@ class LinearRule:
 
     @classmethod
     def of(cls, path: str, module: nn.Module, trainable: dict[str, nn.Parameter], book: Recorder) -> LinearRule:
-        """The rule of a module whose class says that it is linear.
+        """Return the rule of a module whose class is linear.
 
         Raises:
             GhostError: a trainable parameter beside weight and bias.
@@ -104,7 +104,7 @@ class LinearRule:
     def recognise(
         cls, module: nn.Module, trainable: dict[str, nn.Parameter], call: Call, output: Tensor, book: Recorder
     ) -> LinearRule | None:
-        """The rule of a module of any other class, if it is linear by what it computes."""
+        """Return the rule of a module of any other class if it computes a linear function, otherwise None."""
         matrices = [name for name, p in trainable.items() if p.ndim == 2]
         vectors = [name for name, p in trainable.items() if p.ndim == 1]
         if len(matrices) != 1 or len(vectors) > 1 or len(trainable) != len(matrices) + len(vectors):
@@ -122,15 +122,15 @@ class LinearRule:
         x, *more = flatten_tensors((args, kwargs))
         if more:
             raise GhostError(
-                f"{type(module).__name__} read one tensor at its first call, and reads {1 + len(more)} now, so that it "
-                "cannot be taken for a linear layer. Freeze its parameters."
+                f"{type(module).__name__} read one tensor at its first call, and reads {1 + len(more)} now, so it "
+                "is not a linear layer. Freeze its parameters."
             )
         if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
-            x = x.to(output.dtype)  # what the product really read
+            x = x.to(output.dtype)  # the tensor that the product read
         return self.book.tap(output, self.receive, x)
 
     def receive(self, grad: Tensor, saved: list[Tensor]) -> None:
-        """Record what this use adds to the weight and to the bias."""
+        """Record the contributions of this use to the weight and to the bias."""
         grad = self.book.by_rows(grad)
         if self.bias is not None:
             self.book.record(self.bias, RowGradients(sum_tokens(grad)))

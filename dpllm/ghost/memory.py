@@ -1,6 +1,6 @@
-"""How much the book would hold between a backward pass and the clipped sum, and how much there is.
+"""The memory that the book would hold between a backward pass and the clipped sum, and the memory that is free.
 
-Place in the flow: asked by the book before each backward pass, where it may choose between one pass and two
+Place in the flow: the book asks before each backward pass, if it may choose between one pass and two
 (`NormMethod.backward_passes`).
 """
 
@@ -19,7 +19,7 @@ _SHARE = 0.8  # of the free memory that may be filled: the backward pass needs s
 
 
 class Passes:
-    """Chooses between one backward pass and two, where neither was asked for.
+    """Chooses between one backward pass and two, if the user set neither.
 
     Args:
         model: that is trained.
@@ -31,7 +31,7 @@ class Passes:
         self._recomputing = [module for module in self._modules if may_recompute(module)]
 
     def needed(self, rows: int, tokens: int, device: torch.device) -> int:
-        """Return 2 where activations are recomputed and one pass would not fit, and 1 otherwise.
+        """Return 2 if activations are recomputed and one pass would not fit, otherwise 1.
 
         Args:
             rows: of the microbatch.
@@ -44,19 +44,19 @@ class Passes:
 
 
 def one_pass_fits(modules: Iterable[nn.Module], rows: int, tokens: int, free: int | None) -> bool:
-    """Whether inputs and output gradients of all trainable layers fit into what is free.
+    """Whether inputs and output gradients of all trainable layers fit in the free memory.
 
     Args:
         modules: of the model.
         rows: of the microbatch.
         tokens: of each of its rows.
-        free: bytes, from `free_bytes`; None: not known, and they are taken to fit.
+        free: bytes, from `free_bytes`; None: not known; they are then assumed to fit.
     """
     return free is None or held_bytes(modules, rows, tokens) <= _SHARE * free
 
 
 def held_bytes(modules: Iterable[nn.Module], rows: int, tokens: int) -> int:
-    """Bytes held of a microbatch whose units have a row each: per layer the factors, or the instances if smaller.
+    """Return the bytes held for a microbatch of one row per unit: per layer the factors, or the instances if smaller.
 
     >>> held_bytes([nn.Linear(100, 50, bias=False)], rows=2, tokens=10)
     12000
@@ -78,7 +78,7 @@ def _held_per_row(module: nn.Module, parameter: nn.Parameter, tokens: int) -> in
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What can still be allocated on a GPU; None elsewhere, where it isn't known."""
+    """Return the bytes that can still be allocated on a GPU; None on other devices, where it is not known."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -93,12 +93,12 @@ def may_recompute(module: nn.Module) -> bool:
 def recomputes(modules: Iterable[nn.Module]) -> bool:
     """Whether activation checkpointing is on, as transformers marks it.
 
-    Without it the activations are held by autograd until the end in any case, and a second pass saves little.
+    Without it, autograd holds the activations until the end in any case, and a second pass saves little.
     """
     return any(getattr(module, "gradient_checkpointing", False) for module in modules)
 
 
 def tokens_of_call(args: tuple, kwargs: dict) -> int:
-    """Tokens of each row, from the first of a model's inputs that has rows and tokens; 1 where none has."""
+    """Return the tokens of each row, from the first input of a model that has rows and tokens; 1 if none has."""
     shapes: Iterable[Tensor] = flatten_tensors((args, kwargs))
     return next((math.prod(t.shape[1:2]) for t in shapes if t.ndim >= 2), 1)

@@ -1,9 +1,8 @@
 """Layers that scale their features: LayerNorm, RMSNorm of any name, DoRA's magnitude, layer scale.
 
-Whatever the class is called, its output is affine in a weight w of the size of the features, one entry at a time:
-y = f_0(x) + w * n(x). Row b's gradient of w is then sum_t g_t * n(x_t), with n(x) = y|_{w=1} - y|_{w=0}. That the
-layer has this form is checked on the first batch with a random weight; a layer that doesn't is left to the per-row
-fallback.
+The output of such a layer, of any class, is affine in a weight w of the size of the features, one entry at a time:
+y = f_0(x) + w * n(x). Row b's gradient of w is then sum_t g_t * n(x_t), with n(x) = y|_{w=1} - y|_{w=0}. The first
+batch checks, with a random weight, that the layer has this form. The per-row fallback handles a layer that does not.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ class LayerNormRule:
 
 
 def offset_of(call: Call, name: str, weight: Tensor, output: Tensor) -> str | None:
-    """What the module's output is beside w * n, an elementwise product over the last dimension.
+    """Classify the part of the module's output beside w * n, an elementwise product over the last dimension.
 
     Returns:
-        "zero" for y = w * n, "some" for y = y_0 + w * n, None for a module of another form.
+        "zero" for y = w * n, "some" for y = y_0 + w * n, None for a module that has neither form.
     """
     if not isinstance(output, Tensor) or weight.ndim != 1 or output.shape[-1] != weight.numel():
         return None
@@ -79,7 +78,7 @@ class ScaleRule:
     """Taps a module whose only own trainable parameter scales its features."""
 
     def __init__(self, name: str, weight: nn.Parameter, offset: str, book: Recorder) -> None:
-        """Remember the parameter, its name within the module, and what `offset_of` found."""
+        """Remember the parameter, its name within the module, and the result of `offset_of`."""
         self.name, self.weight, self.offset, self.book = name, weight, offset, book
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor, rows: int | None) -> Tensor:

@@ -1,16 +1,16 @@
-"""Which of several equal ways of computing a norm is taken, and on what.
+"""The choice between equivalent algorithms for a norm, and between PyTorch and fused kernels.
 
-Place in the flow: between the arithmetic (`kernels` in PyTorch, `triton_kernels` fused) and what a layer contributes
-(`contributions`). The gradient of a matrix for one unit is sum_t a_t (x) g_t over its T tokens, D x P. Its norm can be
-had from
+Place in the flow: between the arithmetic (`kernels` in PyTorch, `triton_kernels` fused) and the contributions of a
+layer (`contributions`). The gradient of a matrix for one unit is sum_t a_t (x) g_t over its T tokens, D x P. Its norm
+can be computed from
 
-* the **Gram** matrices of a and g, T^2 (D + P) operations by symmetry, nothing but the factors held;
-* the **instance**, D x P entries, formed and held instead of the factors: it serves norm and sum alike, so that the
-  norm costs nothing beyond it;
-* the **tiled** instance, 2 T D P operations, of which no entry is held; the factors are.
+* the **Gram** matrices of a and g: T^2 (D + P) operations by symmetry, and only the factors are held;
+* the **instance** (the instantiated per-unit gradient): D x P entries, formed and held instead of the factors. Norm and
+  sum both use it, so the norm has no further cost;
+* the **tiled** instance: 2 T D P operations; no entry of it is held, only the factors.
 
-The choice is made from shapes, at each call, since lengths vary. All forms are exact: a choice can't change a norm
-beyond rounding.
+The choice is made from the shapes at each call, since lengths vary. All algorithms are exact: the choice changes a norm
+only by rounding.
 
 Shape suffixes: B rows, U units, T tokens, D, L, R, P widths.
 """
@@ -33,9 +33,9 @@ class NormMethod:
     """How norms of matrices are computed, and how often the backward pass runs for them.
 
     Attributes:
-        algorithm: the form, or "auto", the one that costs least for the shape at hand.
-        fused: the Triton kernels (True), the PyTorch forms (False), or the kernels on CUDA where Triton is installed
-            and takes the dtype (None).
+        algorithm: "gram", "instance" or "tiled" (see the module), or "auto": the cheapest for the given shape.
+        fused: True: the Triton kernels. False: the PyTorch functions. None: the kernels on CUDA if Triton is installed
+            and supports the dtype.
         backward_passes: the number of backward passes. 1: the factors of all layers are kept from the beginning of
             the pass to the clipped sum. 2: the first pass computes the norms and holds one layer's factors at a time;
             the second computes the sum, and its norms are compared with the first's. Two passes compute the activation
@@ -46,7 +46,7 @@ class NormMethod:
             pass would not fit in a GPU's free memory.
 
     Raises:
-        ValueError: an unknown form; kernels asked for that can't run here.
+        ValueError: an unknown algorithm; fused kernels that cannot run here.
 
     >>> NormMethod(algorithm="gram", fused=False).fuses(torch.zeros(1))
     False
@@ -64,8 +64,8 @@ class NormMethod:
             raise ValueError(f"backward_passes is {self.backward_passes!r}; choose auto, 1 or 2.")
         if self.fused and not triton_kernels.available():
             raise ValueError(
-                "fused=True asks for the Triton kernels, which can't run here: Triton or a CUDA device is missing. "
-                "Leave fused=None; the PyTorch forms compute the same."
+                "fused=True needs the Triton kernels, which cannot run here: Triton or a CUDA device is missing. "
+                "Leave fused=None; the PyTorch functions compute the same."
             )
 
     def fuses(self, *tensors: Tensor) -> bool:
@@ -75,21 +75,21 @@ class NormMethod:
         return triton_kernels.available() and all(t.is_cuda and t.dtype in triton_kernels.DTYPES for t in tensors)
 
     def holds_instance(self, factor_bytes: int, instance_bytes: int) -> bool:
-        """Whether a gradient is held as itself rather than in factors: where that takes no more memory.
+        """Whether a gradient is held as an instance rather than as factors: if that takes no more memory.
 
-        It is then no dearer either: the Gram form would cost T^2 (D + P) operations more, and has to cost less than
-        that of the clipped sum, 2 T D P, only while T < 2 D P / (D + P), where the factors of 16 bits are smaller.
+        It then costs no more operations either: the Gram norm would add T^2 (D + P). That is below the 2 T D P of
+        the clipped sum only while T < 2 D P / (D + P), where the factors of 16 bits are smaller.
 
         Args:
-            factor_bytes: what the factors take, of all rows.
-            instance_bytes: what the gradients take, of all units.
+            factor_bytes: the bytes of the factors of all rows.
+            instance_bytes: the bytes of the gradients of all units.
         """
         if self.algorithm == "auto":
             return instance_bytes <= factor_bytes
         return self.algorithm == "instance"
 
     def outer_norms(self, shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Squared norms of the gradients of several layers that read one input, summed over the layers.
+        """Return the squared norms of the gradients of several layers that read one input, summed over the layers.
 
         Args:
             shared_BTD: the input (B, T, D) that all the layers read.
@@ -125,24 +125,24 @@ class NormMethod:
 
     def add_weighted_outer_(self, total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, factor_B: Tensor) -> None:
         """``total += sum_b factor_b sum_t left_bt (x) right_bt`` in place; see `kernels.add_weighted_outer_`."""
-        narrow = left_BTL.element_size() == right_BTR.element_size() == 2  # wider ones are what cuBLAS is best at
+        narrow = left_BTL.element_size() == right_BTR.element_size() == 2  # cuBLAS is best for wider ones
         fused = narrow and total_LR.dtype == torch.float32 and self.fuses(left_BTL, right_BTR, total_LR)
         (triton_kernels if fused else kernels).add_weighted_outer_(total_LR, left_BTL, right_BTR, factor_B)
 
     def lookup_norms(
         self, index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int
     ) -> Tensor:
-        """Squared norm of each unit's gradient of a lookup table, (U,); see `kernels.lookup_norms`."""
+        """Return the squared norm of each unit's gradient of a lookup table, (U,); see `kernels.lookup_norms`."""
         norms = triton_kernels.lookup_norms if self.fuses(right_BTR) else kernels.lookup_norms
         return norms(index_BT, right_BTR, unit_B, num_units, num_entries)
 
     def scale_grads(self, normed: Tensor, grad: Tensor, keep: int = 1) -> Tensor:
-        """Per-row gradient of what scales the features, sum_t n_t * g_t, (B, ...) in the accumulation dtype.
+        """Return the per-row gradient of a feature scale, sum_t n_t * g_t, (B, ...) in the accumulation dtype.
 
         Args:
             normed: n(x), rows first.
             grad: output gradient of the same shape.
-            keep: how many of the last dimensions the scale has.
+            keep: the number of trailing dimensions of the scale.
         """
         if keep == 1 and normed.ndim in (3, 4) and self.fuses(normed, grad):
             return triton_kernels.norm_layer_grads(normed, grad)[0]

@@ -1,10 +1,10 @@
-"""Rows laid end to end: where each begins, and how what a module worked on is cut back into rows.
+"""Rows laid end to end: where each begins, and how the tensors of a module are cut into rows again.
 
 Rows of different lengths can go through a model without padding, as one row of all their tokens whose attention is
-block-diagonal. Where one row ends and the next begins is said once, by the argument ``cu_seq_lens_q`` that the
-attention itself needs (transformers' ``FlashAttentionKwargs``); the book reads it from the call of the model. Inputs
-and output gradients are cut into (B, T, ...) with exact zeros behind short rows. Zeros change no sum over tokens, so
-everything that follows is what it is for padded rows.
+block-diagonal. The argument ``cu_seq_lens_q`` gives the boundaries of the rows; the attention needs it as well
+(transformers' ``FlashAttentionKwargs``). The book reads it from the call of the model. Inputs and output gradients are
+cut into (B, T, ...) with exact zeros behind short rows. Zeros change no sum over tokens, so all later steps are the
+same as for padded rows.
 
 Shape suffixes: B rows, T tokens of the longest row, N tokens of all rows together.
 """
@@ -18,30 +18,30 @@ from torch import Tensor
 
 from dpllm.ghost.errors import GhostError
 
-BOUNDARIES = "cu_seq_lens_q"  # (B + 1,): where each row begins, and at last where all of them end
+BOUNDARIES = "cu_seq_lens_q"  # (B + 1,): where each row begins, and finally where the last one ends
 _KEPT = 2  # one output gradient, and the input that several layers share
 
 
 class PackedRows:
-    """Cuts what the modules worked on into the rows of the model's last call; does nothing where they weren't packed.
+    """Cuts the tensors of modules into the rows of the model's last call; does nothing if they were not packed.
 
     Attributes:
-        lengths: tokens of each row; empty where the rows weren't packed.
+        lengths: tokens of each row; empty where the rows were not packed.
     """
 
     def __init__(self) -> None:
-        """Nothing is packed yet."""
+        """Start without packed rows."""
         self.lengths: list[int] = []
         self._row_N = torch.empty(0, dtype=torch.int64)
         self._slot_N = self._row_N
-        self._token_dim: dict[int, int | None] = {}  # of tensors of so many dimensions; None: it varies
+        self._token_dim: dict[int, int | None] = {}  # by the number of dimensions of a tensor; None: it varies
         self._recent: list[tuple[tuple, Tensor, Tensor]] = []
 
     def start(self, kwargs: dict[str, Any]) -> None:
         """Read where the rows begin from a call of the model.
 
         Raises:
-            GhostError: boundaries that aren't those of one or more rows of at least one token each.
+            GhostError: boundaries that are not those of one or more rows of at least one token each.
         """
         self.lengths, self._recent = [], []
         boundaries = kwargs.get(BOUNDARIES)
@@ -52,7 +52,7 @@ class PackedRows:
         if not self.lengths or int(boundaries[0]) != 0 or min(self.lengths) < 1:
             raise GhostError(
                 f"{BOUNDARIES} is {boundaries.tolist()}; the places where packed rows begin are needed, rising from 0, "
-                "and at last the number of all their tokens."
+                "and finally the number of all their tokens."
             )
         lengths_B = lengths_B.long()
         num_rows, longest = len(self.lengths), max(self.lengths)
@@ -62,11 +62,11 @@ class PackedRows:
         self._slot_N = self._row_N * longest + torch.arange(len(self._row_N), device=boundaries.device) - begin_N
 
     def stop(self) -> None:
-        """Let go of what was cut."""
+        """Release the tensors that were cut."""
         self._recent = []
 
     def cut(self, x: Tensor) -> Tensor:
-        """(1, N, ...), (1, H, N, D) or (N, ...) as (B, T, ...); anything else as it is."""
+        """Return (1, N, ...), (1, H, N, D) or (N, ...) as (B, T, ...); any other tensor unchanged."""
         dim = self._dim_of_tokens(x)
         if dim is None:
             return x
@@ -81,19 +81,19 @@ class PackedRows:
         else:
             slots = x_N.new_zeros(num_rows * longest, *x_N.shape[1:])
             rows_BT = slots.index_copy_(0, self._slot_N, x_N).unflatten(0, (num_rows, longest))
-        # Layers that read one input must get one tensor; holding x keeps its address from being used again.
+        # Layers that read one input must get one tensor; holding x prevents reuse of its address.
         self._recent = [*self._recent[1 - _KEPT :], (key, x, rows_BT)]
         return rows_BT
 
     def fill(self, x: Tensor, rows_B: Tensor, value: float) -> Tensor:
-        """Put one value in place of all that belongs to the marked rows (B,)."""
+        """Replace all entries of the marked rows (B,) by one value."""
         dim = self._dim_of_tokens(x)
         if dim is None:
             return x
         return x.masked_fill(rows_B[self._row_N].view(-1, *[1] * (x.ndim - 1 - dim)), value)
 
     def _dim_of_tokens(self, x: Tensor) -> int | None:
-        """Which dimension runs over the tokens of all rows; None where there is none."""
+        """Return the dimension that runs over the tokens of all rows; None if there is none."""
         tokens = len(self._row_N)
         if not self.lengths or x.ndim < 2 or (len(self.lengths) == 1 and x.shape[0] == 1):
             return None
@@ -106,7 +106,7 @@ class PackedRows:
             return found[0]
         if found and self._token_dim.get(x.ndim) not in found:
             raise GhostError(
-                f"Of {tuple(x.shape)} it can't be told which dimension are the {tokens} tokens of the packed rows. "
-                "Don't pack the rows of this model (pack_rows: false)."
+                f"The shape {tuple(x.shape)} does not show which dimension has the {tokens} tokens of the packed rows. "
+                "Do not pack the rows of this model (pack_rows: false)."
             )
         return self._token_dim[x.ndim] if found else None

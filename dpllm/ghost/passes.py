@@ -1,7 +1,7 @@
-"""One backward pass over a microbatch: what its taps contribute, and who receives it.
+"""One backward pass over a microbatch: the contributions from its taps, and their receiver.
 
-Place in the flow: between the taps and the book. A `Pass` is made for each microbatch and dropped after its sum. What
-arrives at a tap goes to one *receiver*: it keeps the contribution (`Keep`), measures its norm and forgets it
+Place in the flow: between the taps and the book. A `Pass` is made for each microbatch and dropped after its sum. Each
+contribution at a tap goes to one *receiver*: it keeps the contribution (`Keep`), measures its norm and forgets it
 (`Measure`, the first of two passes), adds up the clipped sum at once (`AddUp`, the second), or probes whether rows are
 independent (`dpllm.ghost.checks`).
 
@@ -26,15 +26,15 @@ from dpllm.ghost.tally import NormTally, Weights
 
 
 class Receiver(Protocol):
-    """What takes the gradients that arrive at the taps."""
+    """The object that takes the gradients arriving at the taps."""
 
     def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
-        """Take what one use of a parameter contributes.
+        """Take the contribution of one use of a parameter.
 
         Args:
             name: of the parameter.
-            parameter: itself.
-            use: what it contributes to the gradient of each row.
+            parameter: the parameter.
+            use: the contribution to the gradient of each row.
         """
         ...
 
@@ -44,12 +44,12 @@ class Pass:
     """A microbatch, from its backward pass to its clipped sum.
 
     Attributes:
-        rows: which unit each row is of.
+        rows: the unit of each row.
         norm_method: how norms and sums are computed.
-        contributions: by parameter, all of its uses.
+        contributions: all uses of each parameter, by its id.
         sums: clipped sums that are complete already.
         weights: of the rows and of the units, for each group of parameters; None until the clip factors are known.
-        groups: the number of each parameter's group, by its id; 0 where it is not named.
+        groups: the number of each parameter's group, by its id; 0 if it has no entry.
     """
 
     rows: Rows
@@ -64,7 +64,7 @@ class Pass:
         self.contributions[id(parameter)].append(held(use, self.rows, self.norm_method))
 
     def add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
-        """Add the norms of what is kept; return ``(sq_norm_GU, slack_GU)`` of all parameters."""
+        """Add the norms of the contributions kept; return ``(sq_norm_GU, slack_GU)`` of all parameters."""
         for key, contributions in self.contributions.items():
             self.contributions[key] = merge(contributions, self.rows)
             tally.add(self.contributions[key], self.groups.get(key, 0))
@@ -79,7 +79,7 @@ class Pass:
             self.weights.append((Weights.of(factor_B), Weights.of(factor_U)))
 
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Add sum_u factor_u g_u of one parameter to ``total``, once, and forget what it was made of."""
+        """Add sum_u factor_u g_u of one parameter to ``total``, once, and drop its contributions."""
         if id(parameter) in self.sums:
             total += self.sums.pop(id(parameter))
             return
@@ -97,33 +97,33 @@ class Keep:
     """Keeps every contribution until the sum is formed."""
 
     def __init__(self, one: Pass) -> None:
-        """For this pass."""
+        """Remember the pass."""
         self._pass = one
 
     def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
-        """Keep it."""
+        """Keep the contribution."""
         self._pass.keep(parameter, use)
 
 
 class Measure:
-    """Measures each layer's norm as its gradient arrives; holds only what parameters with several uses contribute.
+    """Measures each layer's norm as its gradient arrives; keeps only contributions of parameters with several uses.
 
     Attributes:
         tally: the norms so far.
-        seen: ids of the parameters that something arrived for.
+        seen: ids of the parameters that received a gradient.
     """
 
     def __init__(self, one: Pass, calls: Calls, tally: NormTally) -> None:
-        """Begin without norms."""
+        """Start without norms."""
         self._pass, self._calls, self.tally = one, calls, tally
         self.seen: set[int] = set()
         self._done: set[int] = set()  # parameters whose only use has arrived
 
     def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
-        """Measure it.
+        """Measure the contribution.
 
         Raises:
-            GhostError: a parameter that the model's calls used once arrives twice.
+            GhostError: a parameter that the model's calls used once receives two gradients.
         """
         self.seen.add(id(parameter))
         if not self._calls.used_once(parameter):
@@ -137,7 +137,7 @@ class Measure:
         self._finish(parameter, contribution)
 
     def _finish(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        """Forget it."""
+        """Forget the contribution."""
 
 
 class AddUp(Measure):
@@ -154,11 +154,11 @@ class HeldUnit:
     """The share of a unit that has more rows than one pass takes, until its last rows arrive.
 
     Attributes:
-        joining: what is held and a pass are being brought together; broken off, it is neither with nor without it.
+        joining: true while a pass is added to the held rows; after a failure they contain only a part of it.
     """
 
     def __init__(self) -> None:
-        """Nothing is held."""
+        """Start without held rows."""
         self._contributions: dict[int, list[Contribution]] = {}
         self.joining = False
 
@@ -167,7 +167,7 @@ class HeldUnit:
         return bool(self._contributions)
 
     def add(self, one: Pass) -> None:
-        """Bring the contributions of a pass to what is held."""
+        """Add the contributions of a pass to the held ones."""
         self.joining = True
         with kernels.exact_matmul(), torch.no_grad():
             for key, contributions in one.contributions.items():
@@ -176,12 +176,12 @@ class HeldUnit:
         self.joining = False
 
     def complete(self, one: Pass, device: torch.device) -> Pass:
-        """Return a pass over the whole unit, of which ``one`` has the last rows; ``joining`` until it is weighed."""
+        """Return a pass over the whole unit, whose last rows are in ``one``; ``joining`` until it is weighed."""
         self.add(one)
         self.joining = True
         contributions, self._contributions = defaultdict(list, self._contributions), {}
         return Pass(Rows.one_unit(device), one.norm_method, contributions, groups=one.groups)
 
     def clear(self) -> None:
-        """Forget what is held."""
+        """Forget the held rows."""
         self._contributions.clear()

@@ -1,9 +1,9 @@
-"""Measures that norms and sums computed on this machine are what they should be, and round no more than allowed for.
+"""Measures that norms and sums on this machine are correct and have no more rounding error than allowed.
 
-Norms are accumulated in float32, and `kernels.rounding_slack` says how far they may be off. On a GPU that depends on
-what its tensor cores do with the last bits of a sum (Fasi et al. 2021, PeerJ Computer Science 7:e330), which differs
-between generations. So it is measured, once per device, dtype and form, on the worst case that needs no private data:
-long sums of terms of one sign, where what is cut off adds up.
+Norms are accumulated in float32, and `kernels.rounding_slack` gives their allowed error. On a GPU the error depends on
+how its tensor cores treat the last bits of a sum (Fasi et al. 2021, PeerJ Computer Science 7:e330), which differs
+between generations. So the error is measured once per device, dtype and method, on the worst case that needs no private
+data: long sums of terms of one sign, where the bits cut off add up.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dpllm.ghost import kernels
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.norm_method import NormMethod
 
-_NARROW = 128  # of the widths, for sums: a matrix of so many by so many
+_NARROW = 128  # the widths for sums: a matrix of this size in both dimensions
 _MOST = 32.0  # times the slack
-_SHAPES = ((256, 4096), (1, 300), (1, 512))  # tokens, width; with one token nothing averages out
+_SHAPES = ((256, 4096), (1, 300), (1, 512))  # tokens, width; with one token, errors do not average out
 
 
 def is_measured(x: Tensor) -> bool:
@@ -30,25 +30,25 @@ def is_measured(x: Tensor) -> bool:
 
 @functools.cache
 def slack_factor(norm_method: NormMethod, device: torch.device, dtype: torch.dtype) -> float:
-    """By how much the slack of norms has to be larger here than `kernels.rounding_slack`.
+    """Return the factor by which the slack of norms must exceed `kernels.rounding_slack` on this device.
 
-    Guarantee: with it, what rounding may take from a norm or add to a clipped sum is allowed for twice over, as far as
-    the worst case measured here shows. It makes clip factors smaller, by some millionths.
+    Guarantee: with it, the slack is twice the largest error measured here that rounding may take from a norm or add to
+    a clipped sum. It makes clip factors smaller by some millionths.
 
     Args:
         norm_method: how norms are computed.
-        device: where.
+        device: the device of the tensors.
         dtype: of activations and output gradients.
 
     Raises:
-        GhostError: so far off that it can't be rounding.
+        GhostError: the error is too large to be rounding.
     """
     measured = [found for shape in _SHAPES for found in shortfalls(norm_method, device, dtype, *shape).items()]
     what, worst = max(measured, key=lambda found: math.inf if math.isnan(found[1]) else found[1])
     if not worst <= _MOST:
         raise GhostError(
-            f"On {device}, {what} of {dtype} are off by {worst:.1f} times what the clip factors allow for, which can't "
-            "be rounding, so that a unit could contribute more than the clip norm. Pass "
+            f"On {device}, {what} of {dtype} are off by {worst:.1f} times the error that the clip factors allow. This "
+            "is too large for rounding: a unit could contribute more than the clip norm. Pass "
             "norm_method=NormMethod(fused=False), or train in float32"
         )
     return 1.0 if worst <= 1 else 2 * worst
@@ -57,9 +57,9 @@ def slack_factor(norm_method: NormMethod, device: torch.device, dtype: torch.dty
 def shortfalls(
     norm_method: NormMethod, device: torch.device, dtype: torch.dtype, tokens: int, width: int
 ) -> dict[str, float]:
-    """How far norms and sums of one-signed terms are from those in float64, over the slack; at most 1 is sound.
+    """Return the error of norms and sums of one-signed terms against float64, over the slack; at most 1 is sound.
 
-    For sums the slack is that of a norm's square, 16 units in the last place, of what is added up.
+    For sums the slack is that of a norm's square: 16 units in the last place of the terms' sum.
     """
     generator = torch.Generator().manual_seed(0)
     x_BTD, y_BTD = (torch.rand(1, tokens, width, generator=generator).to(device, dtype) for _ in range(2))

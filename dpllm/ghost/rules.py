@@ -1,4 +1,4 @@
-"""Which rule serves which module, and which modules no rule can serve."""
+"""The choice of a rule for each module, and the modules that have no rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpllm.ghost.tap import Recorder
 After = Callable[[nn.Module, tuple, dict, Any, "int | None"], Any]
 
 # Modules through which one row changes another row's loss or gradient, with the reason. Names, because most of them
-# live in libraries that this package doesn't import; the independence of rows is also measured on the first batch
+# live in libraries that this package does not import; the independence of rows is also measured on the first batch
 # (`book.Book`).
 _COUPLED = (
     (r"(Lazy|Sync|Frozen)?_?BatchNorm.*", "batch statistics mix the rows; use layer or group normalisation"),
@@ -37,7 +37,7 @@ _RANDOM = ("LycorisLayer",)  # base class of PEFT's LoHa and LoKr
 
 @dataclass
 class Site:
-    """One module that holds trainable parameters, and the rule that serves it.
+    """One module that holds trainable parameters.
 
     Attributes:
         path: the module's name within the model.
@@ -50,13 +50,13 @@ class Site:
     trainable: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def holders(self) -> list[tuple[nn.Module, str]]:
-        """Which module holds each of the parameters, under which name."""
+        """Return the module that holds each parameter, and its name there."""
         places = (name.rpartition(".") for name in self.trainable)
         return [(self.module.get_submodule(inside), name) for inside, _, name in places]
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name, each once.
+    """Return the trainable parameters by name, each once.
 
     Raises:
         GhostError: there is none, or a hook changes or reads the gradient of one.
@@ -64,21 +64,21 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise GhostError(
-            "The model has no trainable parameter. Set requires_grad on what is to be trained (for LoRA: wrap the "
+            "The model has no trainable parameter. Set requires_grad on the parameters to train (for LoRA: wrap the "
             "model with peft.get_peft_model before)."
         )
     for name, parameter in parameters.items():
         if parameter._backward_hooks:
             raise GhostError(
                 f"{name} has a hook on its gradient (Tensor.register_hook), and the clipped sum is formed without one: "
-                "a hook that masks the gradient would have no effect. Remove the hook; in place of PEFT's CPT, which "
+                "a hook that masks the gradient would have no effect. Remove the hook; instead of PEFT's CPT, which "
                 "sets one, use prompt tuning."
             )
     return parameters
 
 
 def two_passes_over_shards() -> GhostError:
-    """Say why a sharded model cannot be clipped in two passes."""
+    """Return the error for a sharded model that is to be clipped in two passes."""
     return GhostError(
         "Two backward passes (NormMethod(backward_passes=2)) need parameters that stay whole from the first to the "
         "second, and a process that holds a gradient of the whole model; this one's are sharded. Use "
@@ -110,19 +110,19 @@ def refuse_skipped_layers(model: nn.Module) -> None:
         if isinstance(rate, int | float) and rate > 0 and any(p.requires_grad for p in module.parameters()):
             raise GhostError(
                 f"{path} has layerdrop={rate}: whole layers are skipped at random, and their parameters then have no "
-                "gradient. Set layerdrop to 0 there (and in the model's config); use dropout in its place."
+                "gradient. Set layerdrop to 0 there (and in the model's config); use dropout instead."
             )
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise `GhostError` for a model around which something else runs: compiled, or with a reducer of its own."""
+    """Raise `GhostError` for a wrapped model: compiled, or with its own reducer."""
     if isinstance(model, nn.DataParallel):
         raise GhostError(
-            "nn.DataParallel splits the batch out of sight of the hooks. Use one process per device instead."
+            "nn.DataParallel splits the batch where the hooks cannot see it. Use one process per device instead."
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise GhostError(
-            "DistributedDataParallel reduces unclipped gradients by hooks of its own. Give GhostClipper the model "
+            "DistributedDataParallel reduces unclipped gradients with its own hooks. Give GhostClipper the model "
             "inside (model.module); dpllm.engines.engine_for reduces the clipped sum."
         )
     if hasattr(model, "_orig_mod"):
@@ -139,13 +139,13 @@ def refuse_compiled(path: str, module: nn.Module) -> None:
 
 def _compiled(path: str) -> GhostError:
     return GhostError(
-        f"{path} was compiled with torch.compile, which may fuse a layer away from under its hooks. Give GhostClipper "
+        f"{path} was compiled with torch.compile, which may fuse away a layer that has hooks. Give GhostClipper "
         "the model before compilation, and train that one."
     )
 
 
 def find_sites(model: nn.Module) -> list[Site]:
-    """Every module with trainable parameters of its own.
+    """Return every module that directly holds trainable parameters.
 
     Parameters in a container without a forward pass (``nn.ParameterDict``) belong to the nearest module around it
     that has one; T5's table of relative positions belongs to its attention. A container that several modules hold
@@ -165,7 +165,7 @@ def find_sites(model: nn.Module) -> list[Site]:
         paths = [owner_path for owner_path, _ in owners.values()]
         for key, (owner_path, path) in owners.items():
             if any(_is_around(owner_path, other) for other in paths):
-                continue  # a use of its own is refused, as any outside of the modules that hold a parameter
+                continue  # a use there is refused, like any use outside the modules that hold a parameter
             site = sites.setdefault(key, Site(owner_path, modules[owner_path]))
             inside = path[len(owner_path) :].lstrip(".")
             own = _own_trainable(modules[path])
@@ -179,7 +179,7 @@ def _own_trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _owner_of(modules: dict[str, nn.Module], path: str) -> str:
-    """The path of the module whose forward pass uses the parameters of the one at ``path``."""
+    """Return the path of the module whose forward pass uses the parameters of the one at ``path``."""
     owner_path = path
     while type(modules[owner_path]).forward is nn.Module.forward or _parent_supplies(modules, owner_path):
         if not owner_path:
@@ -195,16 +195,16 @@ def _is_around(path: str, other: str) -> bool:
 
 
 def _parent_supplies(modules: dict[str, nn.Module], path: str) -> bool:
-    """Whether the module is a table that the module around it looks up on behalf of all rows at once."""
+    """Whether the module is a table that its parent looks up once for all rows."""
     parent, _, name = path.rpartition(".")
     return name == "relative_attention_bias" and has_relative_bias(modules[parent])
 
 
 class Served:
-    """A site with its rule. The rule of an unknown module is decided at its first use, from what it computes."""
+    """A site with its rule. The rule of an unknown module is chosen at its first use, from its output."""
 
     def __init__(self, site: Site, book: Recorder) -> None:
-        """Choose the rule where the class decides it."""
+        """Choose the rule if the class determines it."""
         self.site, self.book = site, book
         self.before: Callable[[nn.Module, tuple, dict, int | None], tuple[tuple, dict] | None] | None = None
         self._after: After | None = None
@@ -218,17 +218,17 @@ class Served:
             self._after = LayerNormRule(path, module, trainable, book).after
         elif trainable.keys() == {"relative_attention_bias.weight"} and has_relative_bias(module):
             self.before = RelativeBiasRule(path, module, trainable, book).before
-        # What an unknown module read is looked at after its call: it must still be what it was before.
+        # The inputs of an unknown module are read after its call, so the call must not change them.
         self._unknown = self._after is None and self.before is None
         self._versions: list[list[int]] = []
 
     def enter(self, args: tuple, kwargs: dict) -> None:
-        """Note the state of what the module is about to read."""
+        """Note the versions of the tensors that the module is about to read."""
         if self._unknown:
             self._versions.append([t._version for t in flatten_tensors((args, kwargs))])
 
     def leave(self, args: tuple, kwargs: dict, broke_off: bool) -> None:
-        """Make sure that the module left its inputs as they were.
+        """Make sure that the module did not change its inputs.
 
         Raises:
             GhostError: it wrote to one of them.
@@ -236,9 +236,9 @@ class Served:
         before = self._versions.pop() if self._versions else []
         if self._unknown and not broke_off and [t._version for t in flatten_tensors((args, kwargs))] != before:
             raise GhostError(
-                f"{self.site.path} ({type(self.site.module).__name__}) changes its input in place, and what it read "
-                f"is lost for the per-row gradients of {sorted(self.site.trainable)}. Let it work on a copy, or freeze "
-                "these parameters."
+                f"{self.site.path} ({type(self.site.module).__name__}) changes its input in place, so its original "
+                f"input is lost for the per-row gradients of {sorted(self.site.trainable)}. Let it work on a copy, or "
+                "freeze these parameters."
             )
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any, rows: int | None) -> Any:
@@ -250,7 +250,7 @@ class Served:
         return self._after(module, args, kwargs, output, rows)
 
     def _decide(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> After:
-        """A module of unknown class: one that scales its features, a linear one, or the per-row fallback."""
+        """Choose the rule of a module of unknown class: a feature scale, a linear layer, or the per-row fallback."""
         call = Call(module, args, kwargs)
         trainable = self._used_here(module, call)
         if not trainable:
@@ -264,10 +264,10 @@ class Served:
         return linear.after if linear else PerRowRule(self.site.path, module, trainable, self.book).after
 
     def _used_here(self, module: nn.Module, call: Call) -> dict[str, nn.Parameter]:
-        """The trainable parameters, without those that only modules inside use.
+        """Return the trainable parameters without those that only inner modules use.
 
-        A parameter that a module inside holds as well is one parameter: each of its uses is counted by the rule of
-        the module that makes it. BERT's head keeps the bias of its decoder a second time, and does not use it.
+        A parameter that an inner module holds as well is one parameter: the rule of each module counts the uses in
+        that module. BERT's head keeps the bias of its decoder a second time, and does not use it.
         """
         own = {id(holder) for holder, _ in self.site.holders()}
         inside = {id(p) for m in module.modules() if id(m) not in own for p in m.parameters(recurse=False)}
@@ -277,16 +277,16 @@ class Served:
 
 
 def _refuse_random(path: str, module: nn.Module) -> None:
-    """Raise `GhostError` for a trained layer that draws random numbers in each pass, whatever its dropout is."""
+    """Raise `GhostError` for a trained layer that draws random numbers in each pass, for every dropout rate."""
     if any(kind.__name__ in _RANDOM for kind in type(module).__mro__):
         raise GhostError(
             f"{path} ({type(module).__name__}) is a layer of PEFT's LoHa or LoKr: it draws a random number in every "
             "training pass, also with module_dropout=0, so the gradients of single rows cannot be recomputed. Use LoRA "
-            "(also with use_dora or use_rslora) or IA3 in their place, or freeze this adapter."
+            "(also with use_dora or use_rslora) or IA3 instead, or freeze this adapter."
         )
 
 
 def _as_it_is(module: nn.Module, args: tuple, kwargs: dict, output: Any, rows: int | None) -> Any:
-    """The rule of a module that uses none of its trainable parameters itself."""
+    """Return the output unchanged: the rule of a module that uses none of its trainable parameters itself."""
     del module, args, kwargs, rows
     return output

@@ -1,7 +1,7 @@
 """Modules whose arithmetic on one row depends on the other rows, or on the padded length: refused by name.
 
-Their libraries need not be installed, so classes are known by name and module. The independence of rows is measured
-as well (`dpllm.training.checks.independence`); what is refused here is refused before anything is computed.
+Their libraries need not be installed, so classes are recognised by name and module. The independence of rows is
+measured as well (`dpllm.training.checks.independence`); the modules here are refused before anything is computed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _FP8 = ("transformer_engine", "msamp")
 
 
 def coupling(module: nn.Module) -> str | None:
-    """Why a module couples rows by its scales or its noise, with the remedy; None if it does not.
+    """Return the reason why a module couples rows by its scales or its noise, with the remedy; None if it does not.
 
     >>> coupling(nn.Linear(2, 2)) is None
     True
@@ -32,6 +32,6 @@ def coupling(module: nn.Module) -> str | None:
     if getattr(module, "neftune_noise_alpha", None):
         return (
             f"NEFTune (neftune_noise_alpha={module.neftune_noise_alpha}) scales its noise by the padded length, which "
-            "other rows decide. Leave it out; DP-SGD adds noise of its own"
+            "other rows decide. Leave it out; DP-SGD already adds noise"
         )
     return None

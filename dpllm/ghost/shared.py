@@ -1,10 +1,10 @@
 """Prompt encoders: modules that compute one value for all rows of a batch.
 
 PEFT's soft prompts (prompt tuning, p-tuning) are computed once, as (1, T, D), and repeated for every row. No module
-sees their rows, so that a tap inside has no gradient per row. Here the encoder runs outside the graph of the model, on
-copies of its parameters, and its result is a `Shared` tensor. Where that meets the rows of the batch, the result is
-tapped; each row's gradient there is then taken back through the encoder by itself. Exact for any encoder, LSTMs
-included; one small backward pass per row.
+inside sees the rows, so a tap there has no gradient per row. Here the encoder runs outside the graph of the model, on
+copies of its parameters, and returns a `Shared` tensor. The first result that combines it with the rows of the batch is
+tapped. Each row's gradient there is then propagated through the encoder separately. This is exact for any encoder,
+LSTMs included; it costs one small backward pass per row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpllm.ghost.tap import Recorder
 
 
 class Host(Recorder, Protocol):
-    """What the encoders' hooks need of the book.
+    """The interface of the book that the encoders' hooks need.
 
     Attributes:
         sharded: whether processes hold parts of the parameters.
@@ -34,11 +34,11 @@ class Host(Recorder, Protocol):
 
     @property
     def rows_in_pass(self) -> int | None:
-        """Rows of the call of the model that is going on; None outside of one, or where they are not known."""
+        """Rows of the current call of the model; None outside a call, or where they are not known."""
         ...
 
     def pause(self) -> contextlib.AbstractContextManager[None]:
-        """Modules that run within are not tapped."""
+        """Return a context in which modules are not tapped."""
         ...
 
     def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -47,7 +47,7 @@ class Host(Recorder, Protocol):
 
 
 def prompt_encoders(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that PEFT keeps as prompt encoders, with trainable parameters, by their paths."""
+    """Yield the modules that PEFT keeps as prompt encoders, with trainable parameters, and their paths."""
     for path, module in model.named_modules():
         encoders = getattr(module, "prompt_encoder", None)
         if isinstance(encoders, nn.ModuleDict):
@@ -57,7 +57,7 @@ def prompt_encoders(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def attach(model: nn.Module, host: Host) -> list[Any]:
-    """Hooks on the prompt encoders; to be attached before those of the modules inside them."""
+    """Attach hooks to the prompt encoders; to be called before hooks are attached to the modules inside them."""
     handles: list[Any] = []
     for path, encoder in prompt_encoders(model):
         hooks = _Encoder(path, encoder, host)
@@ -69,7 +69,7 @@ def attach(model: nn.Module, host: Host) -> list[Any]:
 
 
 class _Encoder:
-    """The hooks of one encoder. One that is called with the rows of the batch is left to the rules of its modules."""
+    """The hooks of one encoder. If it is called with the rows of the batch, the rules of its modules apply instead."""
 
     def __init__(self, path: str, encoder: nn.Module, host: Host) -> None:
         self.path, self.host = path, host
@@ -86,7 +86,7 @@ class _Encoder:
                 f"{self.path} computes one prompt for all rows, and its parameters are sharded. Train it on an engine "
                 "that keeps parameters whole (DDP, ZeRO-1, ZeRO-2)."
             )
-        for _ in range(2):  # several uses may follow from one call: it is never taken for a single one
+        for _ in range(2):  # one call may lead to several uses, so it never counts as a single one
             self.host.note_uses(self.trainable.values())
         self._rows = rows
         self._paused = contextlib.ExitStack()
@@ -96,7 +96,7 @@ class _Encoder:
         if self._paused is None:
             return None
         try:
-            if output is None:  # it broke off
+            if output is None:  # the call failed
                 return None
             leaves = {name: encoder.get_parameter(name).detach().requires_grad_() for name in self.trainable}
             value = call_with(encoder, leaves, args, kwargs)
@@ -131,13 +131,13 @@ class _Encoder:
 
 
 class _Source:
-    """Where a shared tensor comes from, and what becomes of what is computed from it."""
+    """The origin of a shared tensor; decides how results computed from it continue."""
 
     def __init__(self, path: str, rows: int, tap_rows: Callable[[Tensor], Tensor]) -> None:
         self.path, self.rows, self.tap_rows = path, rows, tap_rows
 
     def give(self, value: Any) -> Any:
-        """What the model sees: a tapped tensor where it has the rows of the batch, a `Shared` one before."""
+        """Return the tensor for the model: tapped if it has the rows of the batch, `Shared` before that."""
         if type(value) in (tuple, list):
             return type(value)(self.give(item) for item in value)
         if not isinstance(value, Tensor) or not value.requires_grad:
@@ -147,31 +147,31 @@ class _Source:
         if value.shape[:1] == (1,):
             return Shared.of(value, self)
         raise GhostError(
-            f"{self.path}: a prompt that all rows share was brought to the shape {tuple(value.shape)}, in which its "
+            f"{self.path}: a prompt that all rows share was changed to the shape {tuple(value.shape)}, in which its "
             f"{self.rows} rows cannot be found. Keep the rows of the batch as its first dimension."
         )
 
     def spread(self, value: Tensor) -> Tensor:
-        """A copy for every row."""
+        """Return a copy for every row."""
         return self.tap_rows(value.expand(self.rows, *value.shape[1:]).contiguous())
 
 
 class Shared(Tensor):
-    """A tensor (1, ...) that all rows of the batch share; operations on it see where it meets the rows."""
+    """A tensor (1, ...) that all rows of the batch share; its operations detect where it is combined with the rows."""
 
     _value: Tensor
     _source: _Source
 
     @staticmethod
     def of(value: Tensor, source: _Source) -> Shared:
-        """Mark a tensor with a graph of its own."""
+        """Mark a tensor that has its own graph."""
         shared = value.detach().as_subclass(Shared)
         shared._value, shared._source = value, source
         return shared
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute with the value itself while nothing else has a gradient, and with a copy for each row from then."""
+        """Compute with the value while no other input has a gradient, and with a copy for each row from then on."""
         del types
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,4 +1,4 @@
-"""Adds up the squared norms of all parameters' gradients, and fixes what each unit is multiplied by.
+"""Adds up the squared norms of all parameters' gradients, and holds the factor of each unit.
 
 Place in the flow: between the contributions of one microbatch, as the book receives them, and the clip factors.
 
@@ -18,7 +18,7 @@ from dpllm.ghost.norm_method import NormMethod
 
 
 class NormTally:
-    """Squared norms over parameters, added as they come.
+    """Squared norms over parameters, added as they arrive.
 
     Layers that read one input share its Gram matrix; they wait for each other.
 
@@ -26,11 +26,11 @@ class NormTally:
         rows: the units of the rows.
         norm_method: how norms are computed.
         dtype: in which the norms add up.
-        slack: gives how many times `dpllm.ghost.kernels.rounding_slack` is allowed for; asked by `total`, when every
-            dtype and device that occurs is known.
-        num_groups: G, groups of parameters whose norms are told apart.
-        max_waiting: inputs whose layers wait at a time; None: all, until `total`. Where activations are to be freed
-            one after another, 1: layers that share an input follow each other in a backward pass.
+        slack: returns the allowed multiple of `dpllm.ghost.kernels.rounding_slack`; called by `total`, when all dtypes
+            and devices are known.
+        max_waiting: the most inputs whose layers wait at a time; None: all, until `total`. 1 frees activations one
+            after another: layers that share an input follow each other in a backward pass.
+        num_groups: G, the groups of parameters with separate norms.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class NormTally:
 
         Args:
             contributions: every use of it, as returned by `dpllm.ghost.contributions.merge`.
-            group: that the parameter belongs to.
+            group: the group of the parameter.
         """
         if len(contributions) > 1 or not isinstance(contributions[0], Outer):
             self._add(group, *squared_norms(contributions, self._rows, self._norm_method))
@@ -78,10 +78,10 @@ class NormTally:
 
 @dataclass(frozen=True)
 class Weights:
-    """What each row's or each unit's gradient is multiplied by in the sum.
+    """The factor of each row's or each unit's gradient in the sum.
 
     Attributes:
-        keep: those that contribute; None: all.
+        keep: the rows or units that contribute; None: all.
         factor: their factors.
     """
 
@@ -90,7 +90,7 @@ class Weights:
 
     @classmethod
     def of(cls, factor: Tensor) -> Weights:
-        """0 * inf is NaN: what must contribute nothing is taken out rather than multiplied by zero."""
+        """Drop entries with factor 0 instead of multiplying by it, since 0 * inf is NaN."""
         (keep,) = torch.nonzero(factor, as_tuple=True)
         return cls(None, factor) if keep.numel() == factor.numel() else cls(keep, factor[keep])
 

@@ -1,7 +1,7 @@
 """A tap: the identity on a module's output, through which the output's gradient and the saved input reach the book.
 
 The input is kept with ``save_for_backward``, so activation checkpointing frees and recomputes it like any other
-activation; nothing is held between forward and backward that ordinary training would not hold.
+activation. Between forward and backward, no more is held than in ordinary training.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def tap(output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
     """Return ``output`` such that its backward calls ``receive(gradient, saved tensors)``.
 
     Args:
-        output: what the module returned. Where nothing before it requires a gradient, it is made to, so that the
-            backward pass reaches this module and stops there.
+        output: the output of the module. If no earlier tensor requires a gradient, it is set to require one, so that
+            the backward pass reaches this module and stops there.
         receive: called once per backward pass through this use, with the gradient of ``output``.
         saved: tensors kept for that call.
     """
@@ -57,7 +57,7 @@ def tap(output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
 
 
 class Recorder(Protocol):
-    """What a rule needs of the book.
+    """The interface of the book that a rule needs.
 
     Attributes:
         norm_method: how norms are computed.
@@ -66,13 +66,13 @@ class Recorder(Protocol):
     norm_method: NormMethod
 
     def tap(self, output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
-        """`tap`, with modules that ``receive`` runs on its own account not taken for uses of their parameters."""
+        """Do the same as `tap`; modules that ``receive`` runs for itself are not uses of their parameters."""
         ...
 
     def by_rows(self, x: Tensor) -> Tensor:
-        """View what a module worked on with the rows of the batch as first dimension."""
+        """View a tensor of a module with the rows of the batch as first dimension."""
         ...
 
     def record(self, parameter: nn.Parameter, use: Use) -> None:
-        """Add what one use of a parameter contributes to its gradient."""
+        """Record the contribution of one use of a parameter to its gradient."""
         ...

@@ -1,31 +1,31 @@
-"""Fused Triton forms of the norm arithmetic, drop-ins for what `dpllm.ghost.kernels` and its callers do in PyTorch.
+"""Fused Triton kernels for the norm arithmetic, drop-ins for the PyTorch code of `dpllm.ghost.kernels` and its callers.
 
 Place in the flow: activations and output gradients of one microbatch -> **squared norms per row or unit** -> clip
-factors. The PyTorch forms are the reference and the CPU path; these are for CUDA. Nothing here changes what is
-computed, only how often it travels through memory:
+factors. The PyTorch functions are the reference and the CPU path; these are for CUDA. They compute the same numbers
+with fewer transfers through memory:
 
 * `gram_norms`: ||sum_t a_t (x) g_t||^2 = sum_{s,t} <a_s, a_t> <g_s, g_t> (ghost norm, Li et al. 2022,
   arXiv:2110.05679). Both Gram matrices stay in registers, one tile pair at a time; only pairs with t <= s are
-  computed, T^2 (D + P) operations in place of 2 T^2 (D + P).
-* `instance_norms`: the same number by way of the (L, R) gradient, which is formed tile by tile, squared and never
-  written; 2 T L R operations, less than the Gram form where T > 2 L R / (L + R).
-* `add_weighted_outer_`: the clipped sum of a matrix. The factor meets a row's gradient after its tokens are added up,
-  in float32; scaling an input of 16 bits beforehand would round it, and would be one more pass over it.
+  computed, T^2 (D + P) operations instead of 2 T^2 (D + P).
+* `instance_norms`: the same number from the (L, R) gradient, which is formed tile by tile, squared and never written;
+  2 T L R operations, fewer than the Gram algorithm where T > 2 L R / (L + R).
+* `add_weighted_outer_`: the clipped sum of a matrix. The factor multiplies a row's gradient after its tokens are
+  summed, in float32; scaling an input of 16 bits beforehand would round it and read it once more.
 * `norm_layer_grads`: weight and bias gradients of LayerNorm and RMSNorm per row, from one pass over input and gradient.
-* `lookup_norms`: embedding norms; equal tokens of a unit lie side by side after a sort, and each run is summed,
+* `lookup_norms`: embedding norms; equal tokens of a unit are adjacent after a sort, and each run is summed,
   squared and reduced without a slot per token.
 
 Every product is accumulated in float32: bfloat16 and float16 inputs are multiplied exactly by the tensor cores, float32
-ones in float32 and never in TF32. Tensor cores align the terms of a block with their running sum and cut off what
-doesn't fit (Fasi et al. 2021, PeerJ Computer Science 7:e330, for V100, T4 and A100), so a long sum of one sign comes
-out too small, and with it a norm. It is therefore cut after `CHUNK` terms, and the parts are added with rounding to
-nearest. ``benchmarks/kernels.py`` measures what remains against `dpllm.ghost.kernels.rounding_slack`.
+ones in float32 and never in TF32. Tensor cores align the terms of a block with their running sum and cut off
+bits that do not fit (Fasi et al. 2021, PeerJ Computer Science 7:e330, for V100, T4 and A100). A long sum of one sign is
+therefore too small, and so is a norm. Sums are split after `CHUNK` terms, and the parts are added with rounding to
+nearest. ``benchmarks/kernels.py`` measures the remaining error against `dpllm.ghost.kernels.rounding_slack`.
 
 Programs write one partial result each, and a second pass adds those in a fixed order: no atomics, so equal inputs give
 equal bits. Tile sizes follow from the shapes by fixed rules, not from timing, for the same reason.
 
-Inputs are bfloat16, float16 or float32, of any strides and never copied; sizes need not divide by anything. Triton is
-imported if it is there. With ``TRITON_INTERPRET=1`` set before the first import of Triton in the process, the kernels
+Inputs are bfloat16, float16 or float32, of any strides and never copied; sizes may be any. Triton is imported if it is
+installed. With ``TRITON_INTERPRET=1`` set before the first import of Triton in the process, the kernels
 run on the CPU, slowly, which is how they are tested without a GPU.
 
 Shape suffixes: B rows, T tokens, U units, V table entries, D, L, R, P widths.
@@ -45,12 +45,12 @@ CHUNK = 1024
 """Terms that a tensor core adds up before its sum is added to a total with rounding to nearest."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Programs below which a smaller tile pays: about two for each of the 132 multiprocessors of an H100 or H200.
+# Below this many programs a smaller tile is faster: about two for each of the 132 multiprocessors of an H100 or H200.
 _MANY_PROGRAMS = 256
 
 
 def available() -> bool:
-    """Whether the kernels can run here: Triton is installed, and a CUDA device or the interpreter is there.
+    """Whether the kernels can run here: Triton is installed, and there is a CUDA device or the interpreter.
 
     >>> available() in (True, False)
     True
@@ -59,7 +59,7 @@ def available() -> bool:
 
 
 def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Squared norms of the gradients of several layers that read one input, summed over the layers.
+    """Return the squared norms of the gradients of several layers that read one input, summed over the layers.
 
     Drop-in for `dpllm.ghost.kernels.gram_norms`. The Gram tile of the input is formed once for all layers.
 
@@ -72,7 +72,7 @@ def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]
         which scales their rounding error.
 
     Raises:
-        ValueError: no gradient, shapes that don't fit, a dtype or device that the kernels don't take.
+        ValueError: no gradient, shapes that do not fit, a dtype or device that the kernels do not take.
     """
     if not grads:
         raise ValueError("gram_norms: no output gradient. Give one (B, T, P) tensor per layer.")
@@ -113,7 +113,7 @@ def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]
 
 
 def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
-    """Squared norms ||sum_t left_bt (x) right_bt||^2 by way of the gradient itself, of which no entry is written.
+    """Return the squared norms ||sum_t left_bt (x) right_bt||^2 from the gradient itself, of which no entry is written.
 
     Args:
         left_BTL: factor (B, T, L) along the first dimension of the weight.
@@ -124,7 +124,7 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
         sum_t |left_t| |right_t| (`Outer.mass`), not with the norm; the caller allows for it.
 
     Raises:
-        ValueError: shapes that don't fit, a dtype or device that the kernels don't take.
+        ValueError: shapes that do not fit, a dtype or device that the kernels do not take.
     """
     _require("instance_norms", left_BTL, right_BTR)
     _require_same_tokens("instance_norms", left_BTL, right_BTR)
@@ -166,16 +166,16 @@ def add_weighted_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, f
     """``total += sum_b factor_b sum_t left_bt (x) right_bt`` in place.
 
     Drop-in for `dpllm.ghost.kernels.add_weighted_outer_`. A factor multiplies a row's finished gradient, in float32 and
-    in registers: neither factor nor product is rounded to the inputs' 16 bits, and neither side is scaled before.
+    in registers: neither factor nor product is rounded to the inputs' 16 bits, and no input is scaled.
 
     Args:
         total_LR: float32, of the weight's shape.
         left_BTL: factor (B, T, L) along the first dimension of the weight.
         right_BTR: factor (B, T, R) along its second.
-        factor_B: what each row's gradient is multiplied by.
+        factor_B: the factor of each row's gradient.
 
     Raises:
-        ValueError: shapes that don't fit, a total that isn't float32, a dtype or device that the kernels don't take.
+        ValueError: shapes that do not fit, a total that is not float32, a dtype or device that the kernels do not take.
     """
     _require("add_weighted_outer_", left_BTL, right_BTR, total_LR)
     _require_same_tokens("add_weighted_outer_", left_BTL, right_BTR)
@@ -220,7 +220,7 @@ def add_weighted_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, f
 
 
 def norm_layer_grads(normed: Tensor, grad: Tensor, with_bias: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Per-row gradients of the weight (and bias) of a layer y = w * n(x) + b over the last dimension.
+    """Return the per-row gradients of the weight (and bias) of a layer y = w * n(x) + b over the last dimension.
 
     Args:
         normed: n(x), (B, T, D), or (B, T, H, D) for a norm per attention head.
@@ -231,7 +231,7 @@ def norm_layer_grads(normed: Tensor, grad: Tensor, with_bias: bool = False) -> t
         ``(weight_BD, bias_BD)`` in float32: sum_t n_t * g_t and sum_t g_t; the second is None without ``with_bias``.
 
     Raises:
-        ValueError: shapes that differ or have other than 3 or 4 dimensions, a dtype or device that the kernels don't
+        ValueError: shapes that differ or have other than 3 or 4 dimensions, a dtype or device that the kernels do not
             take.
     """
     _require("norm_layer_grads", normed, grad)
@@ -249,7 +249,7 @@ def norm_layer_grads(normed: Tensor, grad: Tensor, with_bias: bool = False) -> t
     tokens = outer * inner
     block_d, block_t = min(128, triton.next_power_of_2(width)), 32
     tiles_d = -(-width // block_d)
-    # Long rows are cut so that there are enough programs; what a cut yields is added up afterwards.
+    # Long rows are split so that there are enough programs; the partial results are added up afterwards.
     splits = max(1, min(-(-tokens // (4 * block_t)), 4 * _MANY_PROGRAMS // (rows * tiles_d)))
     span = -(-tokens // splits)
     partial = torch.empty(1 + with_bias, rows, splits, width, dtype=torch.float32, device=normed.device)
@@ -278,7 +278,7 @@ def norm_layer_grads(normed: Tensor, grad: Tensor, with_bias: bool = False) -> t
 
 
 def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int) -> Tensor:
-    """Squared norm of each unit's gradient of a lookup table, sum_v ||sum of right_bt where index_bt = v||^2.
+    """Return each unit's squared gradient norm of a lookup table, sum_v ||sum of right_bt where index_bt = v||^2.
 
     Drop-in for `dpllm.ghost.kernels.lookup_norms`. A sort of the (unit, token) keys brings equal tokens of one unit
     together, also from several rows; nothing of the size of ``right_BTR`` or of the table is written, and the host
@@ -286,7 +286,7 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
 
     Args:
         index_BT: (B, T) integers in [0, V).
-        right_BTR: what goes to the entry looked up, (B, T, R).
+        right_BTR: the gradient of the entry looked up, (B, T, R).
         unit_B: (B,) unit of each row; a negative one marks a padding row, which belongs to no unit.
         num_units: U.
         num_entries: V, rows of the table.
@@ -295,13 +295,13 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
         (U,) float32; 0 for a unit without rows.
 
     Raises:
-        ValueError: shapes that don't fit, a dtype or device that the kernels don't take.
+        ValueError: shapes that do not fit, a dtype or device that the kernels do not take.
     """
     _require("lookup_norms", right_BTR)
     if index_BT.shape != right_BTR.shape[:2] or unit_B.shape != right_BTR.shape[:1]:
         raise ValueError(
             f"lookup_norms: index {tuple(index_BT.shape)}, gradient {tuple(right_BTR.shape)} and unit "
-            f"{tuple(unit_B.shape)} don't fit. Give them as (B, T), (B, T, R) and (B,)."
+            f"{tuple(unit_B.shape)} do not fit. Give them as (B, T), (B, T, R) and (B,)."
         )
     rows, tokens, width = right_BTR.shape
     total_U = _zeros(right_BTR, num_units)
@@ -339,28 +339,29 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
 
 
 def _require(name: str, *tensors: Tensor) -> None:
-    """Refuse what the kernels would read wrongly."""
+    """Refuse tensors that the kernels would read wrongly."""
     if not available():
         raise ValueError(
-            f"{name}: Triton or a CUDA device is missing. Use the PyTorch form in dpllm.ghost, which computes the same."
+            f"{name}: Triton or a CUDA device is missing. Use the PyTorch function in dpllm.ghost, which computes "
+            "the same."
         )
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             raise ValueError(
                 f"{name}: an input is {tensor.dtype}; the kernels take bfloat16, float16 and float32. Use the PyTorch "
-                "form in dpllm.ghost, which takes any."
+                "function in dpllm.ghost, which takes any."
             )
         if tensor.device != tensors[0].device or not (tensor.is_cuda or INTERPRETED):
             raise ValueError(
-                f"{name}: an input is on {tensor.device}. Put all of them on one CUDA device, or use the PyTorch form "
-                "in dpllm.ghost."
+                f"{name}: an input is on {tensor.device}. Put all of them on one CUDA device, or use the PyTorch "
+                "function in dpllm.ghost."
             )
 
 
 def _require_same_tokens(name: str, x: Tensor, y: Tensor) -> None:
     if x.ndim != 3 or y.ndim != 3 or x.shape[:2] != y.shape[:2]:
         raise ValueError(
-            f"{name}: shapes {tuple(x.shape)} and {tuple(y.shape)} don't fit. Give (B, T, ·) tensors of equal B and T."
+            f"{name}: shapes {tuple(x.shape)} and {tuple(y.shape)} do not fit. Give (B, T, ·) tensors of equal B and T."
         )
 
 
@@ -369,7 +370,7 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
 
 
 def _gram_block(rows: int, tokens: int, exact: bool) -> int:
-    """Tile of tokens: as large as registers allow, smaller where that leaves multiprocessors without work."""
+    """Return the tile of tokens: as large as registers allow, smaller if multiprocessors would be idle."""
     if tokens <= 64:
         return max(16, triton.next_power_of_2(tokens))
     blocks = -(-tokens // 128)
@@ -377,7 +378,7 @@ def _gram_block(rows: int, tokens: int, exact: bool) -> int:
 
 
 def _instance_blocks(rows: int, left: int, right: int, exact: bool) -> tuple[int, int]:
-    """Tile of the gradient, by the same rule."""
+    """Return the tile of the gradient, by the same rule."""
     largest = 64 if exact or rows * -(-left // 128) * -(-right // 128) < _MANY_PROGRAMS else 128
     block_l, block_r = (min(largest, max(16, triton.next_power_of_2(size))) for size in (left, right))
     return block_l, block_r

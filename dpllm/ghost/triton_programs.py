@@ -1,8 +1,8 @@
-"""The programs that run on the device, written in Triton: one tile, run or unit each; `triton_kernels` launches them.
+"""The programs on the device, written in Triton, each for one tile, run or unit; `triton_kernels` launches them.
 
 Place in the flow: see `dpllm.ghost.triton_kernels`, which checks shapes, chooses tiles and adds up the partial results.
 
-Strides and widths come as tuples of integers, so that a size of 1 or a multiple of 16 is known to the compiler. Offsets
+Strides and widths come as tuples of integers, so that the compiler sees a size of 1 or a multiple of 16. Offsets
 are 64-bit: rows x tokens x vocabulary exceeds 2^31 for the head of a model. A sum over tokens or widths runs in one
 program from the first to the last, so its order is fixed.
 
@@ -18,7 +18,7 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
-except ImportError:  # optional: the PyTorch forms need nothing of it
+except ImportError:  # optional: the PyTorch functions do not need it
     triton = tl = None
 
 INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
@@ -26,7 +26,7 @@ INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
 
 
 def jit_if_present(function: Callable) -> Any:
-    """Compile where Triton is installed; elsewhere leave what nothing calls."""
+    """Compile the function if Triton is installed; otherwise return it unchanged, since nothing calls it."""
     return function if triton is None else triton.jit(function)
 
 
@@ -50,7 +50,7 @@ def product(
     SAME_DTYPE: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> tl.tensor:
-    """Tile of sum_{start <= k < end} left[m, k] right[n, k], (M, N), in float32."""
+    """Return the tile of sum_{start <= k < end} left[m, k] right[n, k], (M, N), in float32."""
     total_MN = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
     k_K = start + tl.arange(0, BLOCK_K)
     left_MK = left + m_M1 * left_m + k_K.to(tl.int64)[None, :] * left_k
@@ -109,7 +109,7 @@ def gram_program(
             s_S1, t_1T, tokens, tokens, start, end, BLOCK_T, BLOCK_T, BLOCK_K, True, WIDEN,
         )  # fmt: skip
 
-    # Linear in the Gram matrix of the gradients, so their parts needn't be added up first.
+    # Linear in the Gram matrix of the gradients, so their parts need not be added up first.
     norm_S = tl.full((BLOCK_T,), 0.0, tl.float32)
     size_S = tl.full((BLOCK_T,), 0.0, tl.float32)
     for i in tl.static_range(NUM_GRADS):
@@ -191,9 +191,9 @@ def weighted_outer_program(
     GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """One tile of the weighted sum over rows: each row's gradient is complete before its factor meets it."""
+    """One tile of the weighted sum over rows: each row's gradient is complete before it is multiplied by its factor."""
     program = tl.program_id(0)
-    # Tiles that run at the same time share what they read: GROUP tiles of the left side by all of the right.
+    # Tiles that run at the same time share their inputs: GROUP tiles of the left side by all of the right.
     first_l = (program // (GROUP * tiles_r)) * GROUP
     height = tl.minimum(GROUP, tiles_l - first_l)
     within = program % (GROUP * tiles_r)
@@ -285,7 +285,7 @@ def run_program(
     key = tl.load(keys + position)
     before = tl.load(keys + position - 1, mask=position > 0, other=-1)
     end = tl.load(ends + position).to(tl.int32)
-    # Elsewhere than at the start of a run of a unit there is nothing to add up.
+    # Only the start of a unit's run has something to add up.
     end = tl.where((key != before) & (key < end_of_units), end, position)
     sum_R = tl.full((BLOCK_R,), 0.0, tl.float32)
     for first in range(position, end, BLOCK_J):

@@ -1,4 +1,4 @@
-"""What the clipper refuses, and that it says which module, why, and what to do."""
+"""The clipper refuses unsuitable models and names the module, the reason and the remedy."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ class Scale(nn.Module):
 
 
 class Power(nn.Module):
-    """Not affine in its parameter: served by the per-row fallback."""
+    """Not affine in its parameter, so the per-row fallback handles it."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ def test_a_module_used_twice_adds_up_before_the_norm():
 
 
 def test_gradients_add_to_what_stood_there():
-    """Accumulation over microbatches, and over what the user put there."""
+    """Gradients accumulate over microbatches, and onto a gradient that the user set."""
     model, inputs = Net(), x(6)
     clipper = GhostClipper(model, 0.5)
     clipper.backward(model(inputs))
@@ -154,7 +154,7 @@ def test_evaluation_between_forward_passes_changes_nothing():
     ids=["scalar", "column", "no graph", "empty"],
 )
 def test_losses_of_another_form_are_refused(losses, match):
-    """A batch mean or a broadcast column can't be clipped per unit."""
+    """A batch mean or a broadcast column cannot be clipped per unit."""
     net = Net()
     clipper = GhostClipper(net, 1.0)
     with pytest.raises(GhostError, match=match):
@@ -286,7 +286,7 @@ def test_a_module_called_on_its_own_is_refused():
     """A use outside the model's forward pass would not be seen."""
     net = Net()
     GhostClipper(net, 1.0)
-    with pytest.raises(GhostError, match="first was called on its own"):
+    with pytest.raises(GhostError, match="first was called directly"):
         net.first(x())
 
 
@@ -302,7 +302,7 @@ class Transposed(nn.Module):
 
 
 def test_rows_that_leave_the_first_dimension_are_refused():
-    """Features would be taken for rows."""
+    """Features would be mistaken for rows."""
     net = Net(Transposed())
     clipper = GhostClipper(net, 1.0)
     with pytest.raises(GhostError, match=r"middle\.inner.*works on 4 rows, the losses on 5"):
@@ -338,7 +338,7 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize(
     ("module", "match"),
-    [(First(), r"pair \(Pair\).*returns tuple"), (Noisy(), r"middle \(Noisy\).*can't be computed")],
+    [(First(), r"pair \(Pair\).*returns tuple"), (Noisy(), r"middle \(Noisy\).*cannot be computed")],
     ids=["several outputs", "random inside"],
 )
 def test_modules_the_fallback_cannot_serve_are_refused(module, match):
@@ -350,7 +350,7 @@ def test_modules_the_fallback_cannot_serve_are_refused(module, match):
 
 
 class ShiftedTable(nn.Embedding):
-    """A table whose output isn't a scaled lookup."""
+    """A table whose output is not a scaled lookup."""
 
     def forward(self, index):
         return super().forward(index).cumsum(1)
@@ -370,12 +370,12 @@ def test_a_table_that_is_no_lookup_is_refused():
     """An overridden forward is read by probing, and the reading is verified."""
     net = Bag(ShiftedTable(7, 4))
     clipper = GhostClipper(net, 1.0)
-    with pytest.raises(GhostError, match=r"table \(ShiftedTable\) is no scaled lookup"):
+    with pytest.raises(GhostError, match=r"table \(ShiftedTable\) is not a scaled lookup"):
         clipper.backward(net(torch.randint(0, 7, (3, 4))))
 
 
 class NearlyLookup(nn.Embedding):
-    """A table with a little added to what it looks up."""
+    """A table that adds a small number to the rows it looks up."""
 
     def forward(self, index):
         return super().forward(index) + 1e-3
@@ -387,7 +387,7 @@ def test_a_table_that_is_nearly_a_lookup_is_refused():
     nn.init.uniform_(table.weight, 0.5, 1.5)
     net = Bag(table)
     clipper = GhostClipper(net, 1.0)
-    with pytest.raises(GhostError, match=r"table \(NearlyLookup\) is no scaled lookup"):
+    with pytest.raises(GhostError, match=r"table \(NearlyLookup\) is not a scaled lookup"):
         clipper.backward(net(torch.randint(0, 7, (3, 4))))
 
 
@@ -408,12 +408,12 @@ def test_a_table_that_returns_more_than_its_rows_is_refused():
 
     net = Model()
     GhostClipper(net, 1.0)
-    with pytest.raises(GhostError, match=r"table \(Both\) returns tuple, and no tensor of looked up rows.*freeze it"):
+    with pytest.raises(GhostError, match=r"table \(Both\) returns tuple, not a tensor of looked up rows.*freeze it"):
         net(torch.tensor([[0, 1], [2, 3]]))
 
 
 def test_an_index_without_rows_is_refused():
-    """A (T,) index leaves open whose gradient is whose."""
+    """With a (T,) index, gradients cannot be assigned to rows."""
     net = Bag(nn.Embedding(7, 4))
     clipper = GhostClipper(net, 1.0)
     with pytest.raises(GhostError, match=r"table: the index has shape \(4,\)"):
@@ -455,7 +455,7 @@ def test_only_padding_rows_leave_zero_gradients():
 
 
 def test_a_nonfinite_unit_contributes_exactly_zero(tiny_llama):
-    """And every other unit contributes what it would without it."""
+    """And every other unit contributes the same as without it."""
     ids = torch.randint(3, 61, (3, 6))
     clipper = GhostClipper(tiny_llama, 0.1)
     clipper.backward(per_sequence_loss(tiny_llama(input_ids=ids[:2]).logits, ids[:2]))
@@ -504,7 +504,7 @@ def test_what_a_unit_releases_through_a_large_layer_is_within_the_bound(tokens, 
     ids=["dynamic", "longrope"],
 )
 def test_position_embeddings_chosen_by_the_longest_row_are_refused_where_they_differ(rope, limit):
-    """Up to the original length a row has the loss it has alone; beyond it a longer neighbour would change it."""
+    """Up to the original length, other rows do not change a row's loss; beyond it a longer neighbour would."""
     model = LlamaForCausalLM(tiny_llama_config(max_position_embeddings=16, rope_parameters=rope))
     ids = torch.randint(3, 61, (2, limit + 1))
     short, mask = ids[:, :limit], torch.ones(2, limit + 1, dtype=torch.int64)
@@ -512,7 +512,7 @@ def test_position_embeddings_chosen_by_the_longest_row_are_refused_where_they_di
     with torch.no_grad():
         alone = model(input_ids=short[:1]).logits
         in_company = model(input_ids=ids, attention_mask=mask).logits[:1, :limit]
-        assert float((alone - in_company).abs().max()) > 1e-6  # what is refused is real
+        assert float((alone - in_company).abs().max()) > 1e-6  # the refused dependence is real
         model(input_ids=short[:, : limit - 1])  # resets the frequencies
     clipper = GhostClipper(model, 1.0)
     assert clipper.backward(per_sequence_loss(model(input_ids=short).logits, short)).norms.shape == (2,)

@@ -83,7 +83,7 @@ def test_a_call_that_no_loss_comes_from_changes_nothing(passes):
 @pytest.mark.parametrize("rows", [1, 10])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_two_calls_with_different_numbers_of_rows_are_refused(passes, rows):
-    """Whose gradient it is could not be told."""
+    """Gradients could not be assigned to rows."""
     model, batch = perturbed(Net()), numbers()
     clipper = GhostClipper(model, 1.0, NormMethod(backward_passes=passes))
     other = batch["y"].repeat(2, 1, 1)[:rows]
@@ -114,13 +114,13 @@ def test_a_submodule_called_for_the_loss_is_refused():
     model, batch = perturbed(Net()), numbers()
     clipper = GhostClipper(model, 1.0)
     for _ in range(2):
-        with pytest.raises(GhostError, match="first was called on its own, with gradients on"):
+        with pytest.raises(GhostError, match="first was called directly, with gradients on"):
             clipper.backward(model(batch["x"]) + model.first(batch["x"]).sum((1, 2)))
         clipper.backward(model(batch["x"]))
 
 
 def test_calls_packed_differently_are_refused():
-    """Rows are told apart by the boundaries of one call."""
+    """The boundaries of one call separate the rows."""
     model = perturbed(Net())
 
     class Packed(nn.Module):

@@ -92,7 +92,7 @@ def test_norms_and_sums_equal_those_of_the_instances(uses, unit_of_row, norm_met
 
 
 def test_merge_turns_a_mixture_into_one_instance():
-    """Instances and factors of one parameter can't be combined in a norm without becoming one."""
+    """Instances and factors of one parameter cannot be combined in a norm without becoming one."""
     rows = Rows.of(torch.arange(B), B)
     uses = [outer(), instance()]
     (merged,) = merge([held(use, rows, NormMethod(algorithm="gram")) for use in uses], rows)
@@ -115,7 +115,7 @@ def test_the_cheaper_form_is_held():
 
 
 def test_large_instances_of_a_unit_are_formed_a_few_rows_at_a_time(monkeypatch):
-    """The gradients of all rows of a unit never stand side by side; what is formed doesn't depend on it."""
+    """The gradients of all rows of a unit never exist at the same time, and the result is the same."""
     unit_B = torch.tensor([0, 1, 0, -1, 1, 0])
     rows, use = Rows.of(unit_B, 2), outer()
     whole = use.instance(rows)

@@ -1,4 +1,4 @@
-"""Clip factors bound what is released, in floating point, whatever the clipping."""
+"""Clip factors bound the released contribution in floating point, for every clipping."""
 
 import math
 from dataclasses import dataclass
@@ -73,7 +73,9 @@ class Doubled(OneGroup):
 @pytest.mark.parametrize("by", [1.01, 2.0, -0.5, math.nan])
 def test_factors_beyond_the_sensitivity_are_refused(by):
     """The noise is scaled to the sensitivity that the clipping states."""
-    with pytest.raises(GhostError, match=r"'doubled' gives a factor that times the norm exceeds its sensitivity 0\.5"):
+    with pytest.raises(
+        GhostError, match=r"'doubled' gives a factor whose product with the norm exceeds its sensitivity 0\.5"
+    ):
         clip_factors(Doubled(0.5, by), torch.tensor([[4.0, 1.0]]))
 
 

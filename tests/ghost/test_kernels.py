@@ -120,7 +120,7 @@ def matmul_settings():
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS.keys())
 def test_a_step_works_after_tf32_was_set_by_any_interface(ways, matmul_settings):
-    """Norms and sums are computed in float32, and afterwards every setting is what it was."""
+    """Norms and sums are computed in float32, and afterwards every setting is restored."""
     net, x = torch.nn.Linear(300, 200), torch.randn(3, 5, 300)
     clipper = GhostClipper(net, 1e-3)
     results, inside = [], []

@@ -1,4 +1,4 @@
-"""Which form a norm takes, and that every form gives the same number."""
+"""The choice of the algorithm for a norm; every algorithm gives the same number."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ def exact(a, grads):
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_triton)])
 @pytest.mark.parametrize("norm", ["auto", "gram", "tiled"])
 @pytest.mark.parametrize("tokens", [1, 17, 130, 300])
-def test_forms_of_a_matrix_agree(tokens, norm, fused):
-    """Norms are exact in every form, and the mass bounds (sum_t |a_t| |g_t|)^2."""
+def test_algorithms_for_a_matrix_agree(tokens, norm, fused):
+    """Norms are exact with every algorithm, and the mass bounds (sum_t |a_t| |g_t|)^2."""
     a, grads = torch.randn(2, tokens, 9), [torch.randn(2, tokens, 5), torch.randn(2, tokens, 12)]
     sq_norm_B, mass_B = NormMethod(norm, fused).outer_norms(a, grads)
     torch.testing.assert_close(sq_norm_B.double(), exact(a, grads), rtol=1e-4, atol=0)
@@ -25,7 +25,7 @@ def test_forms_of_a_matrix_agree(tokens, norm, fused):
     assert (mass_B >= 0.999 * sum(one_by_one)).all()
 
 
-def test_the_tiled_form_is_taken_where_it_costs_less():
+def test_the_tiled_algorithm_is_chosen_where_it_costs_less():
     """2 T D P operations against T^2 (D + P): T decides."""
     norm_method = NormMethod()
     for tokens, tiles in ((100, False), (300, True)):
@@ -35,28 +35,28 @@ def test_the_tiled_form_is_taken_where_it_costs_less():
 
 
 def test_the_instance_is_held_where_it_takes_no_more_memory():
-    """Unless a form is asked for."""
+    """Unless an algorithm is given."""
     assert NormMethod().holds_instance(factor_bytes=8, instance_bytes=8) and not NormMethod().holds_instance(7, 8)
     assert NormMethod("instance").holds_instance(1, 8) and not NormMethod("gram").holds_instance(8, 1)
 
 
 def test_kernels_are_left_alone_on_the_cpu():
-    """Triton's interpreter is for tests: the PyTorch forms work on the CPU unless it is asked for."""
+    """Triton's interpreter is for tests: on the CPU, PyTorch computes unless fused kernels are requested."""
     assert not NormMethod().fuses(torch.zeros(2))
     assert not NormMethod().fuses(torch.zeros(2, dtype=torch.float64))
 
 
 @needs_triton
 def test_kernels_can_be_asked_for():
-    """And are then used: a float64 tensor, which they don't take, is refused by them."""
+    """And are then used: they refuse a float64 tensor, which they do not support."""
     with pytest.raises(ValueError, match="float64; the kernels take bfloat16"):
         NormMethod("gram", fused=True).outer_norms(torch.zeros(1, 2, 3).double(), [torch.zeros(1, 2, 3).double()])
 
 
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_triton)])
 @pytest.mark.parametrize("shape", [(2, 5, 7), (2, 5, 3, 7)], ids=["features", "features of heads"])
-def test_forms_of_a_scale_agree(shape, fused):
-    """The gradient of what scales the features of each row."""
+def test_pytorch_and_kernels_agree_on_a_scale(shape, fused):
+    """The gradient of a feature scale, for each row."""
     normed, grad = torch.randn(shape), torch.randn(shape).bfloat16()
     expected = (normed.double() * grad.double()).flatten(1, -2).sum(1)
     torch.testing.assert_close(
@@ -67,14 +67,14 @@ def test_forms_of_a_scale_agree(shape, fused):
     torch.testing.assert_close(whole, kernels.sum_tokens(normed * grad.float(), 2))
 
 
-def test_unknown_forms_are_refused():
-    """A typo doesn't pass for the default."""
+def test_unknown_algorithms_are_refused():
+    """A typo is not treated as the default."""
     with pytest.raises(ValueError, match="algorithm is 'grams'; choose one of auto, gram, instance, tiled"):
         NormMethod(algorithm="grams")
 
 
 def test_kernels_that_cannot_run_are_refused(monkeypatch):
-    """Asking for them where they aren't is an error, not the other form."""
+    """Requesting unavailable kernels is an error; PyTorch does not replace them silently."""
     monkeypatch.setattr(triton_kernels, "available", lambda: False)
     with pytest.raises(ValueError, match="Triton or a CUDA device is missing"):
         NormMethod(fused=True)

@@ -1,4 +1,4 @@
-"""Packed rows: how they are cut, and that whatever passes a boundary between two of them is found."""
+"""Packed rows: how they are cut, and that any dependence across a boundary is found."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_what_has_no_tokens_is_left_alone():
 
 
 def test_layers_that_read_one_input_get_one_tensor():
-    """Their common Gram matrix is found by its address; a tensor that was changed in between is cut anew."""
+    """Their common Gram matrix is found by its address; a tensor that was changed in between is cut again."""
     rows, x = packed(*LENGTHS), torch.randn(1, 11, 4)
     first = rows.cut(x)
     rows.cut(torch.randn(1, 11, 6))
@@ -59,9 +59,9 @@ def test_layers_that_read_one_input_get_one_tensor():
 
 
 def test_two_dimensions_as_long_as_the_tokens():
-    """What other calls have shown decides; if they haven't, it is an error rather than a guess."""
+    """Other calls can decide it; otherwise it is an error rather than a guess."""
     x = torch.randn(1, 5, 5, 3)
-    with pytest.raises(GhostError, match=r"\(1, 5, 5, 3\) it can't be told which dimension are the 5 tokens"):
+    with pytest.raises(GhostError, match=r"\(1, 5, 5, 3\) does not show which dimension has the 5 tokens"):
         packed(3, 2).cut(x)
     rows = packed(4, 2)
     rows.cut(torch.randn(1, 5, 6, 3))
@@ -71,7 +71,7 @@ def test_two_dimensions_as_long_as_the_tokens():
     rows.start({"cu_seq_lens_q": boundaries(4, 2)})
     rows.cut(torch.randn(1, 6, 5, 3))
     rows.start({"cu_seq_lens_q": boundaries(3, 2)})
-    with pytest.raises(GhostError, match="can't be told"):
+    with pytest.raises(GhostError, match="does not show which dimension"):
         rows.cut(x)
 
 
@@ -108,7 +108,7 @@ class LongConvolution(nn.Module):
 
 
 class State(nn.Module):
-    """A recurrence over all tokens, as of a state-space model that isn't told where rows begin."""
+    """A recurrence over all tokens, as in a state-space model that does not know where rows begin."""
 
     def forward(self, h):
         return h.cumsum(1)
@@ -122,7 +122,7 @@ class Backwards(nn.Module):
 
 
 class Power(nn.Module):
-    """Not affine in its parameter: served row by row."""
+    """Not affine in its parameter, so it is handled row by row."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +152,7 @@ LEAKS = {"convolution": TokenConvolution, "long convolution": LongConvolution, "
 @pytest.mark.parametrize("lengths", [(5, 3), (4, 4, 4), (5, 3, 2, 2, 2), (2, 2, 2), (6, 3, 1, 1)], ids=str)
 @pytest.mark.parametrize("middle", LEAKS.values(), ids=LEAKS.keys())
 def test_a_model_that_mixes_tokens_across_rows_is_refused(middle, lengths):
-    """Whatever it is, in either direction, over short rows as well: seen in the first backward pass or in the check."""
+    """Any coupling, in either direction, also over short rows, is found in the first backward pass or in the check."""
     model = Mixer(middle())
     clipper, inputs = GhostClipper(model, 1.0), batch_of(lengths)
     match = r"depends on the packed row \d.*pack_rows: false"
@@ -183,7 +183,7 @@ def test_rows_that_were_padded_first_are_measured_again_when_packed():
 
 
 def test_a_cache_that_makes_transformers_forget_the_rows_is_found():
-    """With use_cache its packed mask isn't made, and later rows see all earlier ones."""
+    """With use_cache its packed mask is not made, and later rows see all earlier ones."""
     model = build_model(Case("llama"))
     inputs = batch_of(vocabulary=97)
     clipper = GhostClipper(model, 1.0)
@@ -198,7 +198,7 @@ def test_attention_that_multiplies_what_it_masks_is_refused_by_measurement(atten
     model.set_attn_implementation(attention)
     inputs, clipper = batch_of(vocabulary=97), GhostClipper(model, 1.0)
     with pytest.raises(
-        GhostError, match=r"isn't finite reaches other packed rows.*dpllm\.models\.packing, flash_attention_2"
+        GhostError, match=r"is not finite reaches other packed rows.*dpllm\.models\.packing, flash_attention_2"
     ):
         clipper.check_rows(lambda: losses(model, inputs), torch.arange(4))
     with attention_by_row(model):
@@ -214,13 +214,13 @@ def test_a_gradient_that_is_not_finite_ends_a_loop_that_did_not_measure():
     clipper = GhostClipper(model, 1.0)
     clipper.backward(losses(model, inputs))
     inputs["input_ids"][0, 0] = 16
-    with pytest.raises(GhostError, match=r"isn't finite.*check_rows\(\) before the first step"):
+    with pytest.raises(GhostError, match=r"is not finite.*check_rows\(\) before the first step"):
         clipper.backward(losses(model, inputs))
     assert clipper.backward(losses(model, inputs), torch.zeros(4, dtype=torch.int64)).num_nonfinite == 1
 
 
 def test_a_first_batch_with_a_row_that_is_not_finite():
-    """It tells nothing, and the others do; where all are lost, nothing was measured, and nothing is released."""
+    """It gives no information, but the others do; if all are lost, nothing was measured, and nothing is released."""
     model = Mixer(nn.GELU())
     with torch.no_grad():
         model.embed.weight[16] = float("inf")
@@ -232,7 +232,7 @@ def test_a_first_batch_with_a_row_that_is_not_finite():
         if finite:
             assert clipper.backward(losses(model, inputs), units).num_nonfinite == 4 - finite
         else:
-            with pytest.raises(GhostError, match="isn't finite, and it was not measured"):
+            with pytest.raises(GhostError, match="is not finite, and it was not measured"):
                 clipper.backward(losses(model, inputs), units)
         clipper.remove()
 
@@ -241,7 +241,7 @@ def test_a_parameter_that_is_served_row_by_row_can_not_be_packed():
     """By name; frozen, or with a single row, there is nothing against it."""
     model = Mixer(Power())
     clipper = GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match=r"middle\.exponent: .*\(1, 6\), can't be cut into the packed rows"):
+    with pytest.raises(GhostError, match=r"middle\.exponent: .*\(1, 6\), cannot be cut into the packed rows"):
         clipper.backward(losses(model, batch_of()))
     assert clipper.backward(losses(model, batch_of((5,)))).norms.shape == (1,)
 

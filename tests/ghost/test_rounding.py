@@ -1,4 +1,4 @@
-"""The rounding of this machine's products stays within what the clip factors allow for, or training stops."""
+"""The rounding error of this machine's products is within the slack of the clip factors, or training stops."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_a_machine_that_rounds_more_gets_twice_the_slack_it_needs(monkeypatch):
 
 @pytest.mark.parametrize("error", [1e-3, float("nan")])
 def test_a_machine_that_computes_something_else_is_refused(monkeypatch, error):
-    """What is too far off for rounding stops the run with the device and what is off."""
+    """An error too large for rounding stops the run and names the device and the quantity."""
     monkeypatch.setattr(kernels, "_products", careless(error))
     with pytest.raises(GhostError, match=r"On cpu, gram norms of torch.bfloat16 are off by .* times"):
         slack_factor.__wrapped__(NormMethod(fused=False), torch.device("cpu"), torch.bfloat16)
@@ -71,7 +71,7 @@ def test_slack_is_what_a_unit_is_clipped_by():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_dtypes_that_flow_are_the_ones_that_are_measured(monkeypatch, autocast):
-    """Under autocast with float32 weights norms are computed from bfloat16, whatever the parameters are."""
+    """Under autocast with float32 weights norms are computed from bfloat16, for every dtype of the parameters."""
     asked = []
 
     def factor(norm_method, device, dtype):

@@ -87,7 +87,7 @@ def test_a_tied_bias_counts_once_with_lora_beside_it():
 
 
 def test_a_tied_bias_counts_once_under_activation_checkpointing():
-    """What the head uses is decided where it is first seen: also in the backward pass."""
+    """The parameters that the head uses are determined at its first call, which may be in the backward pass."""
     model = perturbed(HEADS["bert"]())
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_is_the_loop(model, masked_lm, token_batch(), NormMethod(backward_passes=2))
@@ -124,7 +124,7 @@ def test_all_uses_of_a_parameter_add_up_whoever_makes_them(passes):
 @pytest.mark.parametrize("mode", ["full", "lora"])
 @pytest.mark.parametrize("name", FALCONS)
 def test_a_model_that_adds_in_place_to_what_a_layer_returned(name, mode, passes):
-    """Falcon adds the attention to the output of its MLP; its linear layers are a class of their own."""
+    """Falcon adds the attention to the output of its MLP; its linear layers have a separate class."""
     model = transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES, use_cache=False, **FALCONS[name]))
     if mode == "lora":
         model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
@@ -217,7 +217,7 @@ class Overwriting(nn.Module):
 
 @pytest.mark.parametrize("size", [(4,), (2, 4)])
 def test_a_module_that_overwrites_its_input_is_refused(size):
-    """What it read is gone when its gradient is formed."""
+    """Its input is overwritten when its gradient is formed."""
     net = nn.Sequential(nn.Linear(3, 4), Overwriting(*size))
     GhostClipper(net, 1.0)
     with pytest.raises(GhostError, match=r"1 \(Overwriting\) changes its input in place"):
@@ -273,7 +273,7 @@ def test_a_second_tensor_for_a_layer_that_was_recognised_as_linear_is_refused():
 
 @pytest.mark.parametrize("config", [peft.LoHaConfig, peft.LoKrConfig])
 def test_layers_that_draw_random_numbers_in_each_pass_are_refused_by_name(config):
-    """PEFT's LoHa and LoKr do, whatever their dropout is; their gradients for single rows cannot be recomputed."""
+    """PEFT's LoHa and LoKr do so for every dropout rate; their gradients for single rows cannot be recomputed."""
     model = get_peft_model(HEADS["bert"](), config(r=2, alpha=2, target_modules=["query"]))
     with pytest.raises(
         GhostError, match=r"layer.0.attention.self.query \(Linear\) is a layer of PEFT's LoHa or LoKr: "
@@ -367,12 +367,12 @@ def test_a_relative_bias_for_blocks_is_refused_before_the_first_pass(attention):
     config = transformers.LongT5Config(
         vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, encoder_attention_type=attention
     )
-    with pytest.raises(GhostError, match=r"relative position bias otherwise than T5.*freeze relative"):
+    with pytest.raises(GhostError, match=r"relative position bias differently from T5.*freeze relative"):
         GhostClipper(transformers.LongT5ForConditionalGeneration(config), 1.0)
 
 
 def test_a_relative_bias_that_all_layers_make_is_refused_before_the_first_pass():
     """UMT5 passes no bias from its first layer on: every layer has a table, and takes no bias that is given to it."""
     config = transformers.UMT5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
-    with pytest.raises(GhostError, match=r"relative position bias otherwise than T5.*freeze relative"):
+    with pytest.raises(GhostError, match=r"relative position bias differently from T5.*freeze relative"):
         GhostClipper(transformers.UMT5ForConditionalGeneration(config), 1.0)

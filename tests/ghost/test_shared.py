@@ -150,10 +150,10 @@ def test_wherever_a_prompt_meets_the_rows(meet, passes):
 
 
 def test_a_prompt_that_hides_the_rows_is_refused():
-    """With the shape it was brought to."""
+    """The error names the shape that it was changed to."""
     model = Prompted(lambda prompt, x: x + prompt.repeat(3, 1, 1)[:1])
     GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match=r"default: a prompt .* brought to the shape \(3, 2, 4\), in which its 4 rows"):
+    with pytest.raises(GhostError, match=r"default: a prompt .* changed to the shape \(3, 2, 4\), in which its 4 rows"):
         model(torch.randn(4, 2, 4))
 
 

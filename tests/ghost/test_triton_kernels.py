@@ -1,4 +1,4 @@
-"""The fused kernels equal their PyTorch forms and the float64 definition, for every odd shape.
+"""The fused kernels equal the PyTorch functions and the float64 definition, for every odd shape.
 
 Without a CUDA device they run in Triton's CPU interpreter, which has to be chosen before Triton is first imported.
 """
@@ -85,7 +85,7 @@ def test_gram_norms_walk_long_widths_in_chunks(monkeypatch):
 @needs_triton
 @pytest.mark.parametrize("block", [16, 32])
 def test_gram_norms_do_not_depend_on_the_tile(monkeypatch, block):
-    """Every pair of tiles is met once, off-diagonal ones count twice: many tiles give what one gives."""
+    """Every pair of tiles is visited once, off-diagonal ones count twice: many tiles give the result of one."""
     a, g = randn(2, 83, 12), randn(2, 83, 9)
     whole = triton_kernels.gram_norms(a, [g])
     monkeypatch.setattr(triton_kernels, "_gram_block", lambda *_: block)
@@ -95,7 +95,7 @@ def test_gram_norms_do_not_depend_on_the_tile(monkeypatch, block):
 
 @needs_triton
 def test_mass_bounds_the_rounding_of_cancelling_tokens():
-    """Two tokens that cancel: the norm is tiny, the mass isn't, and the error stays within the slack it scales."""
+    """Two tokens that cancel: the norm is tiny, the mass is not, and the error stays within the slack it scales."""
     a, g = randn(1, 1, 40).expand(1, 2, 40), randn(1, 1, 30)
     g = torch.cat([g, -g * (1 + 1e-4)], 1)
     sq_norm, mass = triton_kernels.gram_norms(a, [g])
@@ -107,7 +107,7 @@ def test_mass_bounds_the_rounding_of_cancelling_tokens():
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_padding_has_norm_zero(dtype):
-    """A row of zero gradients gives exactly zero in every kernel, beside a row that doesn't."""
+    """A row of zero gradients gives exactly zero in every kernel, beside a row that does not."""
     a, g = randn(2, 17, 48, dtype=dtype), randn(2, 17, 80, dtype=dtype)
     g[0] = 0
     sq_norm, mass = triton_kernels.gram_norms(a, [g, g])
@@ -128,7 +128,7 @@ def test_padding_has_norm_zero(dtype):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # from NumPy, under the interpreter
 @pytest.mark.parametrize("kernel", ["gram", "instance"])
 def test_a_row_that_is_not_finite_stays_by_itself(kernel):
-    """Infinity or NaN shows in the norm of its own row, so that it is dropped, and in no other."""
+    """Infinity or NaN appears only in the norm of its own row, which is then dropped."""
     a, g = randn(3, 20, 10), randn(3, 20, 12)
     g[1, 19, 3], g[2, 0, 0] = float("inf"), float("nan")
     if kernel == "gram":
@@ -149,7 +149,7 @@ def test_a_row_that_is_not_finite_stays_by_itself(kernel):
     [(1, 1, 1, 1), (2, 1, 48, 80), (3, 17, 80, 48), (1, 200, 3, 70), (2, 33, 150, 140), (3, 5, 600, 20)],
 )
 def test_weighted_sums_equal_definition_and_pytorch_form(dtype, rows, tokens, left, right):
-    """The factor is not rounded to the inputs' 16 bits, and what stood in the total stays."""
+    """The factor is not rounded to the inputs' 16 bits, and the earlier value of the total is kept."""
     x, y = randn(rows, tokens, left, dtype=dtype), randn(rows, tokens, right, dtype=dtype)
     factor = torch.rand(rows, device=DEVICE)
     start = randn(left, right)
@@ -219,11 +219,11 @@ def test_gram_and_instance_agree_on_mixed_dtypes():
 
 @needs_triton
 def test_no_layout_needs_a_copy():
-    """Slices of tokens and widths, transposed and expanded tensors give what their contiguous copies give."""
+    """Slices of tokens and widths, transposed and expanded tensors give the results of their contiguous copies."""
     whole = randn(4, 40, 30)
     a = whole[::2, 3:24, 5:22]
     g = randn(21, 2, 26).transpose(0, 1)
-    columns = randn(2, 19, 21).mT  # the last dimension isn't the contiguous one
+    columns = randn(2, 19, 21).mT  # the last dimension is not the contiguous one
     shared = randn(1, 21, 17).expand(2, -1, -1)
     assert not any(x.is_contiguous() for x in (a, g, columns, shared))
     index, unit = torch.randint(0, 4, (2, 21), device=DEVICE), torch.arange(2, device=DEVICE)
@@ -337,15 +337,15 @@ def test_what_does_not_fit_is_refused():
     unit = torch.arange(2, device=DEVICE)
     with pytest.raises(ValueError, match="no output gradient"):
         triton_kernels.gram_norms(a, [])
-    with pytest.raises(ValueError, match=r"gram_norms: shapes .* don't fit"):
+    with pytest.raises(ValueError, match=r"gram_norms: shapes .* do not fit"):
         triton_kernels.gram_norms(a, [g, randn(2, 4, 5)])
-    with pytest.raises(ValueError, match=r"instance_norms: shapes .* don't fit"):
+    with pytest.raises(ValueError, match=r"instance_norms: shapes .* do not fit"):
         triton_kernels.instance_norms(a, randn(1, 3, 5))
     with pytest.raises(ValueError, match=r"is torch\.float64"):
         triton_kernels.instance_norms(a.double(), g.double())
     with pytest.raises(ValueError, match=r"Give both as \(B, T, D\)"):
         triton_kernels.norm_layer_grads(a, g)
-    with pytest.raises(ValueError, match=r"lookup_norms: index .* don't fit"):
+    with pytest.raises(ValueError, match=r"lookup_norms: index .* do not fit"):
         triton_kernels.lookup_norms(torch.zeros(2, 4, dtype=torch.long, device=DEVICE), g, unit, 2, 5)
     with pytest.raises(ValueError, match="an input is on meta"):
         triton_kernels.instance_norms(a, g.to("meta"))
@@ -369,7 +369,7 @@ def test_a_machine_without_triton_is_told_so(monkeypatch):
 
 
 def test_the_package_imports_without_triton():
-    """Triton is optional: with its import blocked, the module loads and says that it isn't available."""
+    """Triton is optional: with its import blocked, the module loads and says that it is not available."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "from dpllm.ghost import triton_kernels\n"
@@ -386,7 +386,7 @@ def test_kernels_are_available_in_the_tests():
 
 @needs_triton
 def test_norms_of_instances_and_factors_agree():
-    """What the kernels return for a layer is what the norm of its instances is, the form used for narrow layers."""
+    """The kernels return the norm of a layer's instances, which narrow layers use."""
     a, g = randn(2, 9, 6), randn(2, 9, 4)
     value = Outer(a, g, "left").instance(Rows.of(torch.arange(2, device=DEVICE), 2))
     assert_close(triton_kernels.gram_norms(a, [g])[0], value.square().sum((1, 2)), 1e-5)

@@ -1,6 +1,6 @@
-"""The programs compile for GPUs, which the interpreter doesn't show, into the instructions that their promises need.
+"""The programs compile for GPUs, which the interpreter does not show, into the instructions that their promises need.
 
-Triton brings its own assembler, so neither a GPU nor a driver is needed; a process of its own is, since the interpreter
+Triton brings its own assembler, so neither a GPU nor a driver is needed; a separate process is, since the interpreter
 is chosen once per process.
 """
 
@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 from dpllm.ghost import triton_programs
 from tests import children
 
-# Launches compile and record instead of running; the driver only says what to compile for.
+# Launches compile and record instead of running; the driver only gives the target of the compilation.
 COMPILE = """
 import json, sys
 import torch
@@ -47,7 +47,7 @@ triton_kernels._require = lambda name, *tensors: None
 for dtype in (torch.bfloat16, torch.float32):
     def x(*shape):
         return torch.empty(shape, dtype=dtype)
-    # Sizes of one become constants, which is a program of its own.
+    # Sizes of one become constants, which makes a separate program.
     for rows, tokens, width in ((1, 1, 1), (8, 512, 64)):
         triton_kernels.gram_norms(x(rows, tokens, width), [x(rows, tokens, width), x(rows, tokens, 80)])
         triton_kernels.instance_norms(x(rows, tokens, width), x(rows, tokens, 80))

@@ -1,4 +1,4 @@
-"""Two backward passes, one for the norms and one for the sum, give what one pass gives, and hold less between them."""
+"""Two backward passes, one for the norms and one for the sum, give the result of one pass and hold less memory."""
 
 import math
 from itertools import product
@@ -71,7 +71,7 @@ def peak_of_factors(passes, layers=6):
 
 
 def test_one_layers_factors_are_held_at_a_time():
-    """One pass holds those of all layers until the sum; the first of two passes forgets each after its norm."""
+    """One pass holds the factors of all layers until the sum; the first of two passes drops each after its norm."""
     assert peak_of_factors(1) == 6
     assert peak_of_factors(2) <= 3
 
@@ -101,7 +101,7 @@ class _Growing(torch.autograd.Function):
 
 
 def test_a_second_pass_with_longer_gradients_is_refused():
-    """The factors come from the first pass: what isn't repeatable could exceed the clip norm."""
+    """The factors come from the first pass: a result that is not repeatable could exceed the clip norm."""
     net = stack(2)
     clipper = GhostClipper(net, 1e-3, NormMethod(backward_passes=2))
     clipper._book.checked.rows = True
@@ -111,7 +111,7 @@ def test_a_second_pass_with_longer_gradients_is_refused():
 
 
 def test_a_held_unit_is_clipped_in_one_pass():
-    """A unit with more rows than a microbatch has its factors held, whatever was asked for."""
+    """A unit with more rows than a microbatch has its factors held, for every setting."""
     expected, inputs = None, torch.randn(4, 5, 32)
     for passes in (1, 2):
         torch.manual_seed(1)

@@ -327,7 +327,7 @@ def test_what_is_held_cannot_be_joined_twice():
     losses = loss_of(model)(first.inputs)
     with Scarce(), pytest.raises(torch.OutOfMemoryError, match="no room"):
         clipper.hold(losses)
-    with pytest.raises(GhostError, match="could not be brought together"):
+    with pytest.raises(GhostError, match="could not be combined"):
         clipper.forget()
     clipper.remove()
 
