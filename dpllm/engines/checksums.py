@@ -1,10 +1,10 @@
-"""Checksums of the bits of tensors: whether two processes, or two moments, hold the same weights.
+"""Checksums of the bits of tensors, to test whether two processes, or two points in time, have the same weights.
 
 Place in the flow: below `dpllm.engines.replicas`, which compares processes, and `dpllm.training.checks.watch`, which
 compares steps. The bits of all entries, as integers of at most 32 bits, are multiplied by fixed random odd integers of
-64 bits and added up modulo 2^64. A difference in one integer is always seen; others escape with a chance of 2^-32 at
-most, and nothing needs a tolerance. Integers of 64 bits would not do: half of all multiples of a flipped highest bit,
-which is the sign of a float64, are 0 modulo 2^64.
+64 bits and added up modulo 2^64. A difference in one integer is always detected; other differences are missed with
+a probability of at most 2^-32, and no tolerance is needed. Integers of 64 bits would not work: half of all multiples of
+a flipped highest bit, which is the sign of a float64, are 0 modulo 2^64.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 _BLOCK = {"cpu": 1 << 15}  # integers multiplied at a time, so that a core's cache holds the products
-_LARGE_BLOCK = 1 << 22  # elsewhere, where launches cost: 32 MiB of products, and as much for the random integers
-_STEP = 0x5851F42D4C957F2D  # an odd number: a block's place in the sequence counts
+_LARGE_BLOCK = 1 << 22  # other devices, where launches cost: 32 MiB of products, and as much for the random integers
+_STEP = 0x5851F42D4C957F2D  # an odd number, so that the order of the blocks counts
 _MODULUS = 2**64
 _WORD = 4  # bytes
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 class Checksum:
-    """Of tensors as they are now; computed on their devices, read later, so that nothing waits for a GPU.
+    """The checksum of tensors at this moment, computed on their devices; only reading it waits for them.
 
     Args:
-        tensors: of which this process holds a replica; of a sharded one its own shard.
+        tensors: replicas that this process holds; of a sharded tensor, its own shard.
     """
 
     def __init__(self, tensors: Iterable[Any]) -> None:
@@ -56,12 +56,12 @@ class Checksum:
         self._sums[bits.device] = added if before is None else before * _STEP + added
 
     def value(self) -> int:
-        """The checksum, 0 <= value < 2^64; waits for the devices."""
+        """Return the checksum, 0 <= value < 2^64; waits for the devices."""
         return values([self])[0]
 
 
 def values(checksums: Sequence[Checksum]) -> list[int]:
-    """The value of each; reads every device once.
+    """Return the value of each checksum; reads every device once.
 
     >>> first, second, third = torch.zeros(9), torch.zeros(9), torch.zeros(9).index_fill_(0, torch.tensor(4), 1e-30)
     >>> one, same, other = values([Checksum([tensor]) for tensor in (first, second, third)])
@@ -83,10 +83,10 @@ def values(checksums: Sequence[Checksum]) -> list[int]:
 
 
 def pieces(tensor: Any) -> Iterator[Tensor]:
-    """The plain tensors of this process that hold a tensor's values.
+    """Yield the plain tensors of this process that hold a tensor's values.
 
     Args:
-        tensor: it may be sharded, quantized, not loaded, or None.
+        tensor: sharded, quantized, not loaded, or None are all allowed.
     """
     if tensor is None or tensor.is_meta:
         return
@@ -96,7 +96,7 @@ def pieces(tensor: Any) -> Iterator[Tensor]:
             yield shard
     elif isinstance(tensor, DTensor):
         yield from pieces(tensor.to_local())
-    elif hasattr(tensor, "__tensor_flatten__"):  # made of several tensors
+    elif hasattr(tensor, "__tensor_flatten__"):  # consists of several tensors
         for name in tensor.__tensor_flatten__()[0]:
             yield from pieces(getattr(tensor, name))
     else:
@@ -104,7 +104,7 @@ def pieces(tensor: Any) -> Iterator[Tensor]:
 
 
 def _blocks(tensors: Iterable[Any]) -> Iterator[Tensor]:
-    """The entries of this process as flat integers, in blocks."""
+    """Yield the entries of this process as flat integers, in blocks."""
     for tensor in tensors:
         for piece in pieces(tensor):
             piece = piece.detach()
@@ -124,7 +124,7 @@ def _size(device: torch.device) -> int:
 
 @functools.cache
 def _odd_integers(device: torch.device) -> Tensor:
-    """(block,) int64: random, odd, public, the same on every process."""
+    """Return (block,) int64: random, odd, public, the same on every process."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(-(2**62), 2**62, (_size(device),), generator=generator, dtype=torch.int64)
     return (numbers * 2 + 1).to(device)

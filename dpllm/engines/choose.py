@@ -1,4 +1,4 @@
-"""From a model as ``accelerator.prepare`` returned it to its engine; nothing else has to be configured."""
+"""The choice of the engine for a model returned by ``accelerator.prepare``; no further configuration is needed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dpllm.engines.single import SingleProcess
 
 
 def engine_for(model: Any, optimizer: Any) -> Engine:
-    """The engine that fits a prepared model.
+    """Return the engine for a prepared model.
 
     Args:
-        model: what ``accelerator.prepare`` returned (a plain module in a single process).
-        optimizer: the prepared optimizer; the guard looks at its first update.
+        model: the return value of ``accelerator.prepare`` (a plain module in a single process).
+        optimizer: the prepared optimizer; the guard checks its first update.
 
     Raises:
-        EngineError: a way of spreading the model under which the guarantee would not hold, by name.
+        EngineError: the model is distributed in a way under which the guarantee would not hold; names it.
     """
     inner = model_inside(model)
     _refuse_accelerator()
@@ -38,8 +38,8 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
         return DeepSpeedZero(model)
     if isinstance(model, FullyShardedDataParallel):
         raise EngineError(
-            "The model is wrapped by FSDP version 1, whose flat parameters hide the layers' own. Set fsdp_version: 2 "
-            "(accelerate_configs/fsdp2.yaml)"
+            "The model is wrapped by FSDP version 1, whose flat parameters hide those of the layers. Set "
+            "fsdp_version: 2 (accelerate_configs/fsdp2.yaml)"
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         if getattr(model, "_comm_hooks", None):
@@ -51,30 +51,31 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
         if members != Processes().size:
             raise EngineError(
                 f"DistributedDataParallel was built over a process group of {members} of {Processes().size} processes, "
-                "so weights and sums of the others would be another model's. Leave process_group out"
+                "so the other processes would have the weights and sums of another model. Leave "
+                "process_group out"
             )
         return DataParallel(optimizer)
     if isinstance(model, FSDPModule):
         return FullySharded(inner, optimizer)
     if Processes().size > 1:
         raise EngineError(
-            f"{Processes().size} processes run, but the model ({type(model).__name__}) isn't spread over them: each "
-            "would train a model of its own. Pass it through accelerator.prepare() first"
+            f"{Processes().size} processes run, but the model ({type(model).__name__}) is not spread over them: each "
+            "would train a separate model. Pass it through accelerator.prepare() first"
         )
     return SingleProcess(optimizer)
 
 
 def model_inside(model: Any) -> Any:
-    """The module that is to be called and hooked, without DistributedDataParallel or DeepSpeed around it."""
+    """Return the module to call and to hook, without the wrapper of DistributedDataParallel or DeepSpeed."""
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or _is_deepspeed(model)
     return model.module if wrapped else model
 
 
 def _refuse_accelerator() -> None:
-    """Refuse what the Accelerator of this process was set up with and no engine can keep private."""
+    """Refuse settings of this process's Accelerator that no engine can keep private."""
     from accelerate.state import AcceleratorState
 
-    state = AcceleratorState._shared_state  # empty where no Accelerator was made
+    state = AcceleratorState._shared_state  # empty if no Accelerator was made
     precision = state.get("_mixed_precision")
     if precision in ("fp16", "fp8"):
         raise EngineError(

@@ -1,7 +1,7 @@
 """Replicated parameters: one all-reduce of the clipped sums per step, in float32.
 
-DistributedDataParallel's own reducer is not used: it reduces what autograd computes, which here is nothing. Its weights
-were made equal on all processes when it was built.
+DistributedDataParallel's own reducer is not used: it reduces gradients of autograd, and here there are none. The
+weights were made equal on all processes when it was built.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dpllm.engines.single import SingleProcess
 class DataParallel(SingleProcess):
     """The engine of processes that each hold the whole model.
 
-    Guarantee: every process holds the same total; each entry's noise was drawn by one of them.
+    Guarantee: every process holds the same total; one of them drew the noise of each entry.
     """
 
     def _reduce(self, totals: list[Tensor]) -> None:
-        """Small tensors together: a LoRA model has hundreds of them."""
+        """Reduce small tensors together: a LoRA model has hundreds of them."""
         if len(totals) == 1:
             dist.all_reduce(totals[0])
             return

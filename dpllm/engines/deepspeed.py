@@ -1,13 +1,13 @@
-"""DeepSpeed ZeRO: the clipped sums enter its own reduction, partitioning and offload as if autograd had computed them.
+"""DeepSpeed ZeRO: it reduces, partitions and offloads the clipped sums as if autograd had computed them.
 
 Nothing of DeepSpeed is replaced. A custom autograd Function takes a parameter and returns a zero; its backward returns
 the parameter's clipped sum. ``engine.backward`` of the sum of these zeros therefore delivers the clipped sums to the
 hooks that DeepSpeed keeps on its parameters, and ``engine.step`` updates as in ordinary training. DeepSpeed averages
-over processes, the private sum doesn't: what is handed in is multiplied by their number.
+over processes, but the private sum is not a mean: it is multiplied by the number of processes before it is handed in.
 
-Sums are formed inside the backward pass, one parameter at a time, so that a full gradient never exists as a whole where
-DeepSpeed partitions gradients (ZeRO-2 and -3). ZeRO-1 doesn't: there the microbatches are added up here, in float32,
-and handed in once per step.
+Sums are formed inside the backward pass, one parameter at a time, so that the full gradient never exists
+where DeepSpeed partitions gradients (ZeRO-2 and -3). ZeRO-1 does not partition them: there this engine adds up the
+microbatches in float32 and hands in the sum once per step.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _NEEDED: dict[str, tuple[Any, str]] = {
         'it would rescale the noisy sum; each unit is clipped by privacy.clip_norm (where it is "auto", set '
         "train.max_grad_norm=0)",
     ),
-    "communication_data_type": ("fp32", "sums that are rounded before the noise is complete aren't bounded by C"),
+    "communication_data_type": ("fp32", "sums that are rounded before the noise is complete are not bounded by C"),
     "gradient_accumulation_steps": (1, "the logical batch is privacy.expected_batch_size"),
     "zero_optimization.contiguous_gradients": (False, "its buffers have the parameters' dtype and round the sums"),
     "data_types.grad_accum_dtype": ("fp32", "sums are added up in float32"),
 }
-# Options that change what reaches the optimizer, the values that leave it alone, and the reason.
+# Options that change the gradient at the optimizer, the harmless values, and the reason.
 _REFUSED: dict[str, tuple[tuple, str]] = {
-    "fp16.enabled": ((), "its loss scaler skips steps by what the data does; use bf16"),
+    "fp16.enabled": ((), "its loss scaler skips steps depending on the data; use bf16"),
     "bf16.bf16_master_weights_and_grads": ((), "it rounds the sums to bfloat16"),
     "torch_autocast.enabled": ((), "it reduces the sums in bfloat16; use bf16"),
     "prescale_gradients": ((), "it rescales the sum"),
     "gradient_predivide_factor": ((1,), "it rescales the sum"),
-    "sparse_gradients": ((), "it reduces other tensors than the clipped sums"),
-    "zero_optimization.round_robin_gradients": ((), "DeepSpeed's own map of its partitions doesn't follow it"),
-    "zero_optimization.zero_quantized_gradients": ((), "quantized gradients aren't the clipped sums"),
+    "sparse_gradients": ((), "it does not reduce the clipped sums but other tensors"),
+    "zero_optimization.round_robin_gradients": ((), "DeepSpeed's own map of its partitions does not follow it"),
+    "zero_optimization.zero_quantized_gradients": ((), "quantized gradients are not the clipped sums"),
     "zero_optimization.mics_shard_size": ((-1,), "its partial replicas are reduced by other hooks"),
     "zero_optimization.zenflow": ((), "it updates parameters from gradients of several steps"),
-    "compression_training": ((), "it trains other weights than those that are clipped"),
+    "compression_training": ((), "it does not train the weights that are clipped but others"),
     "sequence_parallel_size": ((1,), "a unit's rows would be spread over processes, and its norm with them"),
     "zero_optimization.offload_optimizer.super_offload": ((), "it updates parameters before a step's sum is complete"),
     "pipeline": ((), "the layers of one unit live on different processes, and its norm with them"),
@@ -59,13 +59,13 @@ _COMPRESSING = ("onebit", "zeroone", "muon")  # optimizers that communicate or t
 
 
 def private_config(config: dict[str, Any]) -> None:
-    """Set what private training needs in a DeepSpeed configuration, where nothing or "auto" is said about it.
+    """Set the options that private training needs in a DeepSpeed configuration, where they are missing or "auto".
 
     Args:
         config: the configuration as a nested dictionary, before ``deepspeed.initialize``; changed in place.
 
     Raises:
-        EngineError: it says something else, by name; a stage without ZeRO.
+        EngineError: an option has another value; names it. Or the stage is not a ZeRO stage.
 
     >>> config = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}
     >>> private_config(config)
@@ -92,7 +92,7 @@ def private_config(config: dict[str, Any]) -> None:
 
 def _refusal(path: str, value: Any, reason: str) -> EngineError:
     return EngineError(
-        f"The DeepSpeed configuration sets {path}={value!r}, which can't be used in private training: {reason}. Leave "
+        f"The DeepSpeed configuration sets {path}={value!r}, which cannot be used in private training: {reason}. Leave "
         "it out"
     )
 
@@ -101,8 +101,8 @@ def _check_rest(config: Mapping[str, Any]) -> None:
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2, 3):
         raise EngineError(
-            f"The DeepSpeed configuration has zero_optimization.stage={stage}; 1, 2 and 3 can be kept private. For "
-            "replicated parameters use accelerate_configs/ddp.yaml"
+            f"The DeepSpeed configuration has zero_optimization.stage={stage}; only 1, 2 and 3 can be kept private. "
+            "For replicated parameters use accelerate_configs/ddp.yaml"
         )
     optimizer = str(config.get("optimizer", {}).get("type", "")).lower()
     if any(part in optimizer for part in _COMPRESSING):
@@ -113,7 +113,7 @@ def _check_rest(config: Mapping[str, Any]) -> None:
 
 
 class _HandIn(torch.autograd.Function):
-    """A zero whose gradient with respect to the parameter is what ``make`` returns."""
+    """A zero whose gradient with respect to the parameter is the result of ``make``."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -129,17 +129,17 @@ class DeepSpeedZero:
     """The engine of a model prepared by DeepSpeed with ZeRO-1, -2 or -3, with or without offload.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned.
+        engine: the return value of ``deepspeed.initialize``.
 
     Attributes:
-        handing_in: whether a backward pass runs that hands clipped sums to DeepSpeed; no other may.
+        handing_in: whether a backward pass is running that hands clipped sums to DeepSpeed; no other may run.
 
     Raises:
-        EngineError: a configuration under which the sum that reaches the optimizer isn't the private one.
+        EngineError: a configuration under which the sum that reaches the optimizer is not the private one.
     """
 
     def __init__(self, engine: Any) -> None:
-        """Check the configuration as DeepSpeed understood it, and attach the guard."""
+        """Check the configuration as DeepSpeed parsed it, and attach the guard."""
         _check_engine(engine)
         self.processes = Processes()
         self.unfinished, self.lockstep, self.handing_in = False, True, False
@@ -150,7 +150,7 @@ class DeepSpeedZero:
         self._handed: tuple[list[nn.Parameter], float] = [], 1.0
 
     def begin(self) -> None:
-        """Take no other step until this one is finished."""
+        """Begin a step; no other step is accepted until this one is finished."""
         self.unfinished = True
 
     def collect(self, parameters: Mapping[str, nn.Parameter], add_to: AddTo, *, last: bool, scale: float) -> None:
@@ -184,7 +184,7 @@ class DeepSpeedZero:
 
         engine = self._engine
         engine.set_gradient_accumulation_boundary(last)
-        engine.optimizer.clear_backward_seen_flag()  # it counts microbatches in engine.forward, which isn't called
+        engine.optimizer.clear_backward_seen_flag()  # it counts microbatches in engine.forward, which is not called
         every = list(parameters.values())
         self._handed = every, scale
 
@@ -194,7 +194,7 @@ class DeepSpeedZero:
                 self._projections.hand_in(number, total)
             return total
 
-        # ZeRO-3: a gradient is accepted only by a parameter that is whole. One at a time, never the whole model.
+        # ZeRO-3: only a gathered parameter accepts a gradient. One at a time, never the whole model.
         numbered = list(enumerate(every))
         for group in [[pair] for pair in numbered] if self._stage == 3 else [numbered]:
             for _, parameter in group:
@@ -216,7 +216,7 @@ class DeepSpeedZero:
         """Update the parameters; DeepSpeed's optimizer is stepped by its engine.
 
         Raises:
-            UpdateError: in the first step, when what reached the optimizer wasn't the private sum.
+            UpdateError: in the first step, if the gradient at the optimizer was not the private sum.
         """
         if not self.guard.done:
             self._check_reduced()
@@ -225,7 +225,7 @@ class DeepSpeedZero:
         self.unfinished = False
 
     def _check_reduced(self) -> None:
-        """Compare what DeepSpeed holds for the update with what was handed in."""
+        """Compare the gradients that DeepSpeed holds for the update with those that were handed in."""
         from deepspeed.utils import safe_get_full_grad
 
         parameters, scale = self._handed
@@ -241,7 +241,7 @@ class DeepSpeedZero:
 
 
 def _zeros(parameter: nn.Parameter) -> Tensor:
-    """A float32 tensor of the parameter's full shape, which ZeRO-3 keeps in ``ds_shape``."""
+    """Return a zero tensor, float32 or wider, of the parameter's full shape, which ZeRO-3 keeps in ``ds_shape``."""
     shape = getattr(parameter, "ds_shape", parameter.shape)
     return torch.zeros(shape, dtype=accumulation_dtype(parameter.dtype), device=parameter.device)
 
@@ -249,7 +249,7 @@ def _zeros(parameter: nn.Parameter) -> Tensor:
 def _check_engine(engine: Any) -> None:
     if any(kind.__name__ == "PipelineEngine" for kind in type(engine).__mro__):
         raise EngineError(
-            "DeepSpeed's PipelineEngine spreads the layers of one unit over processes, and its norm with them. Use "
+            "DeepSpeed's PipelineEngine spreads the layers of one unit, and so its norm, over processes. Use "
             "ZeRO without a pipeline (accelerate_configs/zero3.yaml)"
         )
     found = {
@@ -264,7 +264,7 @@ def _check_engine(engine: Any) -> None:
     for name, (value, needed) in found.items():
         if value != needed:
             raise EngineError(
-                f"DeepSpeed was set up with {name}={value}, private training needs {needed}: {reasons[name]}. Pass "
+                f"DeepSpeed was set up with {name}={value}; private training needs {needed}: {reasons[name]}. Pass "
                 "the configuration through dpllm.engines.private_config() before accelerator.prepare()"
             )
     if (
@@ -275,6 +275,6 @@ def _check_engine(engine: Any) -> None:
         raise EngineError(
             f"ZeRO-{engine.zero_optimization_stage()} with zero_optimization.offload_optimizer copies gradients in the "
             "parameters' bfloat16, which rounds the sums. Offload with ZeRO-3 (accelerate_configs/zero3_offload.yaml), "
-            "or don't offload"
+            "or do not offload"
         )
     private_config(copy.deepcopy(engine.config))

@@ -1,19 +1,19 @@
-"""Loads a DeepSpeed checkpoint on another number of processes than it was made with.
+"""Loads a DeepSpeed checkpoint on a different number of processes than the number that made it.
 
-ZeRO's shards are bound to the number of processes. DeepSpeed converts them into its universal form, one file per
+ZeRO's shards depend on the number of processes. DeepSpeed converts them into its universal format, one file per
 parameter and optimizer state (deepspeed/checkpoint/ds_to_universal.py), which any number of processes loads when
-``checkpoint.load_universal`` is configured. `prepare_to_load` converts where that is needed, before the engine is
-built; `complete_load` sets right what DeepSpeed's loading leaves undone, before the first step:
+``checkpoint.load_universal`` is configured. `prepare_to_load` converts a checkpoint if needed, before the
+engine is built. `complete_load` corrects these faults of DeepSpeed's loading before the first step:
 
 * ZeRO-3 gives every parameter group the options of the first one (weight decay is then applied to norms and biases),
-  and all its sub-groups one and the same step counter, which each of them raises in every step
+  and all its sub-groups share one step counter, which each of them increments in every step
   (deepspeed/runtime/zero/stage3.py, ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``);
-* step counters stay on the CPU, where a fused optimizer doesn't expect them;
-* parameters that aren't trained, and buffers, aren't loaded (deepspeed/runtime/engine.py, ``_load_checkpoint``).
+* step counters stay on the CPU, but a fused optimizer expects them on the GPU;
+* parameters that are not trained, and buffers, are not loaded (deepspeed/runtime/engine.py, ``_load_checkpoint``).
 
-Nothing of DeepSpeed is replaced. The conversion reads every shard and writes as much once more (for a while twice) into
-the checkpoint's folder, where it stays until the checkpoint goes. It runs once, in a process of its own that rank 0
-starts, and all wait in short rounds, so that no collective reaches its time limit.
+Nothing of DeepSpeed is replaced. The conversion reads every shard and writes the same amount again (temporarily
+twice) into the checkpoint's folder, where it stays until the checkpoint is deleted. It runs once, in a separate process
+that rank 0 starts. All ranks wait in short rounds, so that no collective reaches its time limit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ UNIVERSAL_FOLDER = "universal"
 
 _TAG_FILE, _UNIVERSAL_TAG_FILE = "latest", "latest_universal"  # names that DeepSpeed gives
 _OPTIMIZER_SHARDS = "*zero_pp_rank_*_optim_states.pt"
-_MODEL_SHARDS = "zero_pp_rank_*_model_states.pt"  # ZeRO-3 alone
+_MODEL_SHARDS = "zero_pp_rank_*_model_states.pt"  # only ZeRO-3
 _MODEL = "mp_rank_00_model_states.pt"  # ZeRO-1 and -2
 _WORKERS = 4
 _ROUND = 20.0  # seconds
@@ -58,7 +58,7 @@ class Layout:
 
     Attributes:
         shards: the folder of the shards.
-        num_processes: how many processes made it.
+        num_processes: the number of processes that made it.
         whole_parameters: whether each of them held the whole model (ZeRO-1 and -2).
     """
 
@@ -68,10 +68,10 @@ class Layout:
 
 
 def layout_of(checkpoint: str | Path) -> Layout:
-    """Read how a checkpoint is divided off its files; `dpllm.privacy.checkpoints` vouches for their number.
+    """Read the division of a checkpoint from its files; `dpllm.privacy.checkpoints` has verified their number.
 
     Raises:
-        EngineError: it isn't one that DeepSpeed made.
+        EngineError: DeepSpeed did not make it.
     """
     checkpoint = Path(checkpoint)
     tag = checkpoint / _TAG_FILE
@@ -80,21 +80,21 @@ def layout_of(checkpoint: str | Path) -> Layout:
     if not count:
         raise EngineError(
             f"{checkpoint} holds no DeepSpeed optimizer state: resume with the accelerate config of the engine that "
-            "it was made with"
+            "made it"
         )
     return Layout(shards, count, not any(shards.glob(_MODEL_SHARDS)))
 
 
 def prepare_to_load(checkpoint: str | Path, config: dict[str, Any], processes: Processes) -> None:
-    """Make a checkpoint fit these processes, before the engine is built; all of them call this together.
+    """Convert a checkpoint for these processes, before the engine is built; all of them call this together.
 
     Args:
         checkpoint: whole, as ``dpllm.training.trainer.checkpoint_to_resume`` returns it.
         config: the DeepSpeed configuration as a nested dictionary; its ``checkpoint.load_universal`` is set.
-        processes: those that will load.
+        processes: the processes that will load it.
 
     Raises:
-        EngineError: it wasn't made by DeepSpeed, or by another way of sharding, or it can't be converted; the same on
+        EngineError: DeepSpeed did not make it, it was sharded in another way, or it cannot be converted; the same on
             every rank.
     """
     checkpoint = Path(checkpoint)
@@ -104,7 +104,7 @@ def prepare_to_load(checkpoint: str | Path, config: dict[str, Any], processes: P
         made, now = ("ZeRO-1 or -2", "ZeRO-3") if layout.whole_parameters else ("ZeRO-3", f"ZeRO-{stage}")
         raise EngineError(
             f"{checkpoint} was made with {made}, and this run uses {now}: resume with the accelerate config that it "
-            f"was made with"
+            "was made with"
         )
     differs = layout.num_processes != processes.size
     if differs:
@@ -113,15 +113,15 @@ def prepare_to_load(checkpoint: str | Path, config: dict[str, Any], processes: P
 
 
 def complete_load(engine: Any, checkpoint: str | Path, processes: Processes) -> None:
-    """Set right what DeepSpeed's loading of a universal checkpoint leaves undone; see the head of this file.
+    """Correct the faults of DeepSpeed's loading of a universal checkpoint; see the module docstring.
 
-    Call it on all processes after ``engine.load_checkpoint`` and before the first step. Where the checkpoint was loaded
-    as DeepSpeed made it, nothing is left to do.
+    Call it on all processes after ``engine.load_checkpoint`` and before the first step. If the checkpoint was loaded
+    without conversion, it does nothing.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned, configured by `prepare_to_load`.
-        checkpoint: the same as there.
-        processes: likewise.
+        engine: the return value of ``deepspeed.initialize``, configured by `prepare_to_load`.
+        checkpoint: as for `prepare_to_load`.
+        processes: as for `prepare_to_load`.
     """
     if not engine.load_universal_checkpoint():
         return
@@ -138,13 +138,13 @@ def complete_load(engine: Any, checkpoint: str | Path, processes: Processes) -> 
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A file that DeepSpeed wrote; tensors are mapped, not read."""
+    """Load a file that DeepSpeed wrote; tensors are memory-mapped, not read."""
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
     return content
 
 
 def _load_untrained(engine: Any, folder: Path, processes: Processes) -> None:
-    """Load frozen parameters, as far as the checkpoint holds them (an adapter's doesn't), and buffers."""
+    """Load frozen parameters, as far as the checkpoint holds them (an adapter's does not), and buffers."""
     module: nn.Module = engine.module
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if engine.zero_optimization_stage() < 3:
@@ -181,7 +181,7 @@ def _set_whole(parameter: nn.Parameter, fragments: list[Tensor], processes: Proc
 
 
 def _convert(checkpoint: Path, layout: Layout, processes: Processes) -> None:
-    """Make ``universal`` in a checkpoint's folder, whole or not at all; one that is there and whole is used."""
+    """Create ``universal`` in a checkpoint's folder, completely or not at all; a complete one that exists is used."""
     final = checkpoint / UNIVERSAL_FOLDER
     if not processes.from_main(lambda: _is_whole(final)):
         conversion = _Conversion(checkpoint, layout, processes.size)
@@ -196,11 +196,11 @@ def _convert(checkpoint: Path, layout: Layout, processes: Processes) -> None:
 
 
 class _Conversion:
-    """DeepSpeed's own program in a process of its own; on other ranks than 0 it is never started."""
+    """DeepSpeed's own program in a separate process, started only by rank 0."""
 
     def __init__(self, checkpoint: Path, layout: Layout, size: int) -> None:
         self._checkpoint, self._layout, self._size = checkpoint, layout, size
-        # A name of its own: the program of an attempt whose run was killed may still be writing.
+        # A unique name: the program of an earlier attempt whose run was killed may still be writing.
         self._staging = checkpoint / STAGING_FOLDER / f"{UNIVERSAL_FOLDER}-{uuid.uuid4().hex[:8]}"
         self._child: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
@@ -230,7 +230,7 @@ class _Conversion:
             raise self._refusal(error) from error
 
     def runs(self) -> bool:
-        """Wait for a round; whether it still runs."""
+        """Wait for one round; return whether the program still runs."""
         if self._child is None:
             return False
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -262,7 +262,7 @@ class _Conversion:
         return EngineError(
             f"{self._checkpoint} was made by {_counted(self._layout.num_processes)} and could not be converted for "
             f"{self._size} ({why}). {free:,.1f} MB are free on this disk, and up to twice the checkpoint's size is "
-            f"needed: make room, or resume with as many processes as it was made with, {self._layout.num_processes}"
+            f"needed: free disk space, or resume with as many processes as made it, {self._layout.num_processes}"
         )
 
 

@@ -1,9 +1,9 @@
 """Sharded parameters as DTensors: each layer's clipped sum is reduce-scattered as soon as it is formed.
 
-FSDP2 (``fully_shard``) gathers and frees the weights around each module by its own hooks. Since the weights take no
-part in autograd, it finds no gradient to reduce; the clipped sums are reduced here instead, through DTensor's public
+FSDP2 (``fully_shard``) gathers and frees the weights around each module by its own hooks. Since the weights are out
+of autograd, it finds no gradient to reduce. This module reduces the clipped sums instead, through DTensor's public
 interface: a local sum is a ``Partial`` over the mesh, and redistributing it to the parameter's placement adds it up.
-One parameter's full sum exists at a time.
+Only one parameter's full sum exists at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpllm.engines.processes import Processes
 from dpllm.engines.single import AddTo, refuse_foreign_gradients, set_gradient
 from dpllm.ghost.kernels import accumulation_dtype
 
-# Words in the names of mesh dimensions, as torch, torchtitan and accelerate choose them.
+# Words in the names of mesh dimensions, as used by torch, torchtitan and accelerate.
 _SPLITTING = {
     "tp",
     "tensor",
@@ -51,7 +51,7 @@ class FullySharded:
     reduced together.
 
     Raises:
-        EngineError: a mesh that isn't made of data-parallel processes alone.
+        EngineError: a mesh that has more than data-parallel dimensions.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
@@ -66,14 +66,14 @@ class FullySharded:
         self._sums: dict[nn.Parameter, DTensor] = {}
 
     def begin(self) -> None:
-        """Take no other step until this one is finished."""
+        """Begin a step; no other step is accepted until this one is finished."""
         self.unfinished = True
 
     def collect(self, parameters: Mapping[str, nn.Parameter], add_to: AddTo, *, last: bool, scale: float) -> None:
-        """Add one microbatch's sums; after the last, each shard of the total times ``scale`` stands in ``.grad``.
+        """Add one microbatch's sums; after the last, each shard of the total times ``scale`` is in ``.grad``.
 
         Raises:
-            EngineError: autograd left a gradient of its own, which would be released unclipped.
+            EngineError: autograd left a gradient, which would be released unclipped.
         """
         refuse_foreign_gradients(parameters)
         for parameter in parameters.values():
@@ -83,7 +83,7 @@ class FullySharded:
             total = torch.zeros(parameter.shape, dtype=dtype, device=mesh.device_type)
             add_to(parameter, total)
             whole = DTensor.from_local(total, mesh, [Partial()] * mesh.ndim, run_check=False)
-            # Sharded at once, so that no process keeps the whole; added up over the replicas once per step.
+            # Sharded immediately, so that no process keeps the whole sum; added up over the replicas once per step.
             between = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
             part = whole.redistribute(placements=between)
             del total, whole
@@ -97,7 +97,7 @@ class FullySharded:
 
     def _release(self, parameter: Any, part: DTensor, scale: float) -> None:
         shard = part.redistribute(placements=parameter.placements).to_local().mul_(scale)
-        shard = shard.to(parameter.to_local().device)  # the shards' own device, where they are offloaded
+        shard = shard.to(parameter.to_local().device)  # the device of the shards, if they are offloaded
         grad: Any = set_gradient(
             parameter,
             DTensor.from_local(
@@ -112,15 +112,15 @@ class FullySharded:
         self.guard.leave(grad.to_local())
 
     def finish(self) -> None:
-        """The optimizer is stepped by whoever called the private step."""
+        """End the step; the caller of the private step steps the optimizer."""
         self.unfinished = False
 
 
 def _replicas(parameters: Mapping[str, Any], num_processes: int) -> int:
-    """How many processes hold each shard.
+    """Return the number of processes that hold each shard.
 
     Raises:
-        EngineError: parameters that aren't sharded, or over a mesh with other than data-parallel dimensions.
+        EngineError: parameters that are not sharded, or over a mesh with other than data-parallel dimensions.
     """
     counts = set()
     for name, parameter in parameters.items():
@@ -137,22 +137,24 @@ def _replicas(parameters: Mapping[str, Any], num_processes: int) -> int:
             named = f", with the dimension{'s' * (len(split) > 1)} {', '.join(split)}" if split else ""
             raise EngineError(
                 f"{name} is on a mesh of {mesh.size()} of {num_processes} processes ({mesh}){named}: tensor, pipeline, "
-                "context or expert parallelism splits the rows of one unit or its layers, and its norm with them. Use "
-                "FSDP2 alone (accelerate_configs/fsdp2.yaml)"
+                "context or expert parallelism splits the rows or layers of one unit, and so its norm. Use only "
+                "FSDP2 (accelerate_configs/fsdp2.yaml)"
             )
         counts.add(num_processes // math.prod(mesh.size(dim) for dim, p in enumerate(placements) if p.is_shard()))
     if len(counts) > 1:
-        raise EngineError(f"Parameters have different numbers of replicas ({sorted(counts)}); shard them alike.")
+        raise EngineError(
+            f"Parameters have different numbers of replicas ({sorted(counts)}); shard them in the same way."
+        )
     return counts.pop()
 
 
 def _dimensions_that_split(mesh: DeviceMesh) -> list[str]:
-    """Names of mesh dimensions over which a unit's rows or layers are split, those of the mesh it was cut from too."""
+    """Return the names of mesh dimensions that split a unit's rows or layers, also in the root mesh."""
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
     found = []
     for one in (mesh, root):
         for dimension, name in enumerate(one.mesh_dim_names or ()):
-            # "dp_shard_cp" is how accelerate calls the shards of data and context parallelism together.
+            # "dp_shard_cp" is accelerate's name for the shards of data and context parallelism together.
             words = set(name.lower().replace("-", "_").split("_"))
             if one.size(dimension) > 1 and words & _SPLITTING and not words & _DATA:
                 found.append(name)
@@ -160,15 +162,15 @@ def _dimensions_that_split(mesh: DeviceMesh) -> list[str]:
 
 
 def whole_state(model: nn.Module, processes: Processes, trainable_only: bool) -> dict[str, Tensor]:
-    """The state of a sharded model, gathered tensor by tensor onto rank 0's CPU.
+    """Return the state of a sharded model, gathered tensor by tensor onto rank 0's CPU.
 
     Args:
         model: sharded.
         processes: all of them call this together.
-        trainable_only: leave frozen parameters out, as for an adapter, whose base model no process could hold.
+        trainable_only: leave frozen parameters out, as for an adapter whose base model fits on no process.
 
     Returns:
-        On rank 0, tensors by name as in ``state_dict``; elsewhere nothing.
+        On rank 0, tensors by name as in ``state_dict``; on other ranks an empty dictionary.
     """
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad} if trainable_only else set()
     state = {}

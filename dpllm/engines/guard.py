@@ -1,17 +1,17 @@
-"""A guard at run time: what reaches the optimizer in the first step is the private sum, and nothing else.
+"""A guard at run time: it checks that the gradient at the optimizer in the first step is the private sum.
 
-An engine may change under a release of somebody else's library: hooks that no longer fire, a rescaling by default, a
-mean where a sum was. Such a run trains as well as ever and its ε is untrue. The guard therefore looks at the gradients
-that the innermost optimizer is about to use (a public hook of ``torch.optim.Optimizer``) and compares them with what
-the private step handed in:
+A new release of another library may change an engine: hooks no longer fire, a default rescales, a mean replaces a sum.
+Such a run trains as well as before, but its ε is wrong. The guard therefore reads the gradients that the innermost
+optimizer is about to use (a public hook of ``torch.optim.Optimizer``) and compares them with the sums that the private
+step handed in:
 
 * their sum of all entries, which every correct way of adding and sharding preserves, must be that of the clipped sums
   and the noise that the processes handed in, up to rounding;
 * their norm must lie between those that U clipped units and the noise allow: within C·U of σC·sqrt(P);
-* their norm must be the one that the engine left for the optimizer, which nothing may have touched since.
+* their norm must be the norm that the engine left for the optimizer: nothing may have changed the gradients since.
 
-An engine that doesn't form the total itself (DeepSpeed) is asked for what it holds, parameter by parameter, and
-compared by `Projections`. Nothing of all this is written out unless it fails.
+If the engine does not form the total itself (DeepSpeed), the guard reads its gradients parameter by parameter and
+compares them with `Projections`. These values are written out only if a check fails.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from torch.optim import Optimizer
 from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
 
-# Rounding of sums in float32, over microbatches and processes; gradients in bfloat16 are allowed their own.
+# Rounding of sums in float32, over microbatches and processes; gradients in bfloat16 have a wider tolerance.
 _TOLERANCE = 1e-4
 _TAIL = 8.0  # P(| ||z|| - sqrt(P) | > 8) < 1e-13 for standard normal z
 _SAME = 1e-6  # two ways of adding up the squares of the same numbers in float64
 
 
 class UpdateError(RuntimeError):
-    """What reached the optimizer is not the private sum. Nothing of this run may be released."""
+    """The gradient at the optimizer is not the private sum. Nothing of this run may be released."""
 
 
 def _refusal(what: str, seen: float, expected: str) -> UpdateError:
     return UpdateError(
-        f"What reaches the optimizer is not the private sum: its {what} is {seen:.6g}, expected {expected}. Something "
-        "between private_step() and the optimizer added to it, rescaled it, or left it out (gradient clipping, a loss "
-        "scaler, hooks of the engine that no longer fire, a second backward pass). Nothing of this run may be "
-        "released; remove what does it, or use another engine (accelerate_configs/)"
+        f"The gradient that reaches the optimizer is not the private sum: its {what} is {seen:.6g}, expected "
+        f"{expected}. Something between private_step() and the optimizer added to it, rescaled it, or left it out "
+        "(gradient clipping, a loss scaler, hooks of the engine that no longer fire, a second backward pass). Nothing "
+        "of this run may be released; remove the cause, or use another engine (accelerate_configs/)"
     )
 
 
@@ -51,9 +51,9 @@ class UpdateGuard:
     """Checks the first update of a run.
 
     Args:
-        optimizer: the optimizer as the engine knows it; wrappers are looked through.
+        optimizer: the engine's optimizer; its wrappers are removed.
         processes: the processes of the run.
-        replicas: how many processes hold the same gradient entries (1: every entry has one owner).
+        replicas: the number of processes that hold the same gradient entries (1: every entry has one owner).
         at_once: the optimizer makes the whole update in one call, so it can be stopped before it. Otherwise the
             engine calls `verify` right after the update.
     """
@@ -72,7 +72,7 @@ class UpdateGuard:
 
     @contextlib.contextmanager
     def handing_in(self, total: Tensor) -> Iterator[None]:
-        """Note what the block adds to a sum that is handed to the engine."""
+        """Note the amount that the block adds to a sum for the engine."""
         if self.done:
             yield
             return
@@ -81,19 +81,19 @@ class UpdateGuard:
         self._handed_in += float(total.sum(dtype=torch.float64)) - before
 
     def leave(self, grad: Tensor) -> None:
-        """Note a finished gradient that the engine leaves for the optimizer; this process's part of it."""
+        """Note this process's part of a finished gradient that the engine leaves for the optimizer."""
         if not self.done:
             self._left = (self._left or 0.0) + float(grad.detach().double().square().sum())
 
     def expect(self, num_units: float, num_entries: int, clip_norm: float, noise_stddev: float, scale: float) -> None:
-        """Say what a private update looks like.
+        """Set the expected properties of a private update.
 
         Args:
             num_units: U, of all processes, in this step.
             num_entries: P, trainable entries of the model.
             clip_norm: C.
             noise_stddev: σC.
-            scale: what the engine multiplies the noisy sum by.
+            scale: the factor by which the engine multiplies the noisy sum.
         """
         if self.done:
             return
@@ -104,7 +104,7 @@ class UpdateGuard:
         (self._expected,) = self._processes.sum([self._handed_in])
 
     def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if self.done:  # the hook stays: PyTorch goes through its hooks at this moment, and others may follow
+        if self.done:  # the hook stays: PyTorch is iterating over its hooks
             return
         if self._at_once:
             self._seen = [0.0, 0.0]
@@ -122,16 +122,16 @@ class UpdateGuard:
         self._seen_eps = max(self._seen_eps, torch.finfo(local.dtype).eps)
 
     def verify(self) -> None:
-        """Compare what the optimizer saw with what was handed in; if they match, the guard disables itself.
+        """Compare the optimizer's gradients with the sums handed in; if they match, the guard disables itself.
 
         Raises:
-            UpdateError: they differ, on every process; and again at every further attempt.
+            UpdateError: they differ; raised on every process, and again at every further attempt.
         """
         if self.done:
             return
         if self._limits is None:
             raise UpdateError(
-                "The optimizer was stepped before private_step() had handed anything to it. Call private_step() first, "
+                "The optimizer was stepped before private_step() handed a gradient to it. Call private_step() first, "
                 "and optimizer.step() after it."
             )
         seen_sum, seen_square, left = self._processes.sum([*self._seen, self._left or 0.0])
@@ -149,16 +149,16 @@ class UpdateGuard:
         self.done = True
 
     def remove(self) -> None:
-        """Take the hook off the optimizer."""
+        """Remove the hook from the optimizer."""
         self._handle.remove()
 
 
 class Projections:
-    """Compares gradients that an engine added up out of sight with what was handed in, parameter by parameter.
+    """Compares gradients that an engine added up internally with the sums handed in, parameter by parameter.
 
-    Each is projected on a vector of random signs, the same on every process; a projection is linear, so those of what
-    was handed in add up to that of the total. A deviation of norm d shows as a number of size d, whatever its
-    direction.
+    Each gradient is projected on a vector of random signs, the same on every process. A projection is linear, so the
+    projections of the sums handed in add up to that of the total. A deviation of norm d in any direction shows as a
+    number of size d.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -167,14 +167,14 @@ class Projections:
         self._handed_in: dict[int, float] = {}
 
     def hand_in(self, number: int, total: Tensor) -> None:
-        """Add this process's share of the sum of one parameter, known by its number."""
+        """Add this process's share of the sum of one parameter, identified by its number."""
         self._handed_in[number] = self._handed_in.get(number, 0.0) + _project(number, total)
 
     def verify(self, wholes: Iterator[tuple[int, Tensor]]) -> float:
-        """Compare with the totals that the engine holds.
+        """Compare the sums with the totals that the engine holds.
 
         Args:
-            wholes: every parameter's number and whole total, the same on all processes, undone of any scaling.
+            wholes: every parameter's number and whole total, the same on all processes, without any scaling.
 
         Returns:
             The sum of their squares.

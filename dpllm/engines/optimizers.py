@@ -6,7 +6,7 @@ from typing import Any
 
 
 def innermost(optimizer: Any) -> Any:
-    """Look through the wrappers of an optimizer, which keep the one inside as ``optimizer``.
+    """Return the optimizer inside all wrappers, which keep it as their attribute ``optimizer``.
 
     A wrapper may be a `torch.optim.Optimizer` itself (accelerate's is) or not (DeepSpeed's are not).
 

@@ -1,6 +1,6 @@
-"""The processes of a run, and what they have to agree on.
+"""The processes of a run, and the facts they have to agree on.
 
-Place in the flow: below the engines. One process is the case of size one, so that nothing else asks which it is.
+Place in the flow: below the engines. A single process is the case of size one, so no other code needs to distinguish.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 _Value = TypeVar("_Value")
-_PATIENCE = timedelta(hours=1)  # how long a process waits for the others: rank 0 may be sealing a large checkpoint
+_PATIENCE = timedelta(hours=1)  # the longest wait for other processes: rank 0 may be sealing a large checkpoint
 
 
 class DisagreementError(ValueError):
-    """The processes of one run differ in something the guarantee rests on."""
+    """The processes of one run differ in a fact that the guarantee depends on."""
 
 
 class Processes:
-    """All processes of the run, as torch.distributed knows them; a single one where it isn't initialised.
+    """All processes of the run, as in torch.distributed; a single one if it is not initialised.
 
-    Small values (numbers, facts, errors) travel over a gloo group of their own, so that no collective over them waits
-    for the GPU or is bound by the time limit of NCCL.
+    Small values (numbers, facts, errors) are exchanged over a separate gloo group, so that their collectives neither
+    wait for the GPU nor have the time limit of NCCL.
 
     Attributes:
         rank: this process's number, 0 <= rank < size. Rank 0 writes the files.
-        size: how many there are.
+        size: the number of processes.
     """
 
     def __init__(self) -> None:
-        """Ask torch.distributed.
+        """Read rank and size from torch.distributed.
 
         Raises:
-            DisagreementError: several processes were launched and torch.distributed doesn't know of them.
+            DisagreementError: several processes were launched, but torch.distributed is not initialised.
         """
         self._distributed = dist.is_available() and dist.is_initialized()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and not self._distributed:
             raise DisagreementError(
                 f"{launched} processes were launched (WORLD_SIZE), but torch.distributed is not initialised, so each "
-                "takes itself for the only one and would draw units and noise of its own. Create the Accelerator or "
+                "of them would draw its own units and noise. Create the Accelerator or "
                 "the TrainingArguments first; on a machine without a GPU with use_cpu=True"
             )
         self.rank = dist.get_rank() if self._distributed else 0
@@ -58,13 +58,13 @@ class Processes:
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over all processes, in float64; the same on every process, bit by bit."""
+        """Return the sums over all processes, in float64; the same on every process, bit by bit."""
         if self.size == 1:
             return [float(value) for value in values]
         return torch.tensor(self.gather_numbers(values), dtype=torch.float64).sum(dim=0).tolist()
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Every process's float64 numbers, equally many on each, in the order of the ranks: one small collective."""
+        """Return every process's float64 numbers, the same count on each, by rank: one small collective."""
         mine = torch.tensor([float(value) for value in values], dtype=torch.float64)
         if self.size == 1:
             return [mine.tolist()]
@@ -73,7 +73,7 @@ class Processes:
         return [one.tolist() for one in everywhere]
 
     def int64s_from_main(self, numbers: np.ndarray, count: int) -> np.ndarray:
-        """The (count,) int64 numbers that rank 0 holds, on every process."""
+        """Return rank 0's (count,) int64 numbers on every process."""
         if self.size == 1:
             return numbers
         sent = torch.from_numpy(numbers.copy()) if self.is_main else torch.empty(count, dtype=torch.int64)
@@ -91,7 +91,7 @@ class Processes:
         return self.sum([float(flag)])[0] > 0
 
     def gather(self, value: _Value) -> list[_Value]:
-        """Every process's value, in the order of the ranks."""
+        """Return every process's value, in the order of the ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -102,7 +102,7 @@ class Processes:
         """Run a function on rank 0 and give every process its result, or its error.
 
         Raises:
-            Exception: what the function raised; the same on every rank, so that all stop with one message.
+            Exception: the exception of the function; the same on every rank, so that all stop with one message.
         """
         if self.size == 1:
             return function()
@@ -118,10 +118,10 @@ class Processes:
         return outcome[0]
 
     def together(self, function: Callable[[], _Value]) -> _Value:
-        """Run a function on every process; where one fails, all of them raise.
+        """Run a function on every process; if one fails, all of them raise.
 
         Raises:
-            Exception: the error of this process, or, where only others failed, the first one's.
+            Exception: the error of this process or, if only others failed, that of the first of them.
         """
         if self.size == 1:
             return function()
@@ -138,14 +138,14 @@ class Processes:
         return result  # type: ignore[return-value]
 
     def raise_found(self, error: Exception | None, flags: Sequence[float]) -> None:
-        """Raise an error that some processes found, once flags that say so have travelled with another collective.
+        """Raise an error that some processes found, after another collective has exchanged flags for it.
 
         Args:
-            error: of this process; None: it found none.
-            flags: of every process, the same on each: not 0 where it has an error.
+            error: the error of this process; None: it found none.
+            flags: the flags of all processes, the same list on each: not 0 for a process with an error.
 
         Raises:
-            Exception: of the first process that has one; on every process.
+            Exception: the error of the first process that has one; raised on every process.
         """
         if not any(flags):
             return
@@ -169,13 +169,13 @@ class Processes:
                 )
 
     def wait(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has reached this call."""
         if self.size > 1:
             dist.barrier(group=_host_group())
 
 
 def told_by_rank(values: Sequence[Any], most: int = 8) -> str:
-    """Values of the ranks in words: the first ranks, and the first that differs from rank 0.
+    """Return the values of the ranks as text: the first ranks, and the first that differs from rank 0.
 
     >>> told_by_rank(["a", "b"])
     'rank 0: a, rank 1: b'
@@ -191,7 +191,7 @@ _hosts: tuple[Any, Any] = (None, None)  # the default group, and the gloo group 
 
 
 def _host_group() -> Any:
-    """The gloo group of all processes; made at the first collective, which all of them call together."""
+    """Return the gloo group of all processes; created at the first collective, which all of them call together."""
     global _hosts
     world = dist.group.WORLD
     if _hosts[0] is not world:
@@ -200,7 +200,7 @@ def _host_group() -> Any:
 
 
 def found_by(check: Callable[[], None]) -> Exception | None:
-    """Run a check; returns its error, for `Processes.raise_found`."""
+    """Run a check and return its error, for `Processes.raise_found`."""
     try:
         check()
     except Exception as error:
@@ -209,7 +209,7 @@ def found_by(check: Callable[[], None]) -> Exception | None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error itself where it survives being sent to another process, else one with its text."""
+    """Return the error itself if it can be sent to another process, otherwise one with its text."""
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error

@@ -1,4 +1,4 @@
-"""How a model is spread over processes, as far as a step has to know: the protocol of all engines."""
+"""The protocol of all engines: how a model is spread over processes, as far as a step needs it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dpllm.engines.processes import Processes
 
 
 class Engine(Protocol):
-    """How a model is spread over processes, as far as a step has to know.
+    """How a model is spread over processes, as far as a step needs it.
 
     Attributes:
         processes: all processes of the run.
-        guard: checks what reaches the optimizer in the first step.
-        unfinished: a step was begun and has not ended.
-        lockstep: forward passes, or `collect` before the last microbatch, communicate, so that every process has to
-            run the same number of microbatches.
+        guard: checks the gradient at the optimizer in the first step.
+        unfinished: whether a step was begun and has not ended.
+        lockstep: whether forward passes, or `collect` before the last microbatch, communicate, so that every process
+            has to run the same number of microbatches.
     """
 
     processes: Processes
@@ -57,5 +57,5 @@ class Engine(Protocol):
         ...
 
     def finish(self) -> None:
-        """Update the parameters where the engine does that by itself; the caller's ``optimizer.step()`` otherwise."""
+        """Update the parameters if the engine does that itself; otherwise the caller calls ``optimizer.step()``."""
         ...

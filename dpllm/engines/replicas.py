@@ -1,10 +1,10 @@
-"""The weights that several processes hold are compared, so that replicas are seen to be one.
+"""Comparison of the weights on several processes, to make sure that replicas are equal.
 
 Place in the flow: below the engines, used by `dpllm.training.step` in every step and by `dpllm.training.run` when a
-model is attached. The bound on a step rests on all processes computing the same function: otherwise the sum depends on
-which process a unit was dealt to. Weights drift apart without any error, for instance by another learning rate on one
-process, an edit on one process, or an optimizer with randomness of its own. Replicas are therefore compared by the bits
-of all entries (`dpllm.engines.checksums`).
+model is attached. The bound on a step assumes that all processes compute the same function; otherwise the sum would
+depend on the process to which a unit is assigned. Weights can diverge without any error, for instance by a different
+learning rate on one process, an edit on one process, or an optimizer with its own randomness. Replicas are therefore
+compared by the bits of all entries (`dpllm.engines.checksums`).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Replicas:
         self._checksum = Checksum(_replicated(parameters.values()) if self._several else ())
 
     def numbers(self) -> list[float]:
-        """What `check` needs from every process: which shards it holds, and their checksum; each exact in float64."""
+        """Return the input of `check`: an id of this process's shards, and their checksum; each exact in float64."""
         value = self._checksum.value()
         return [float(self._place), float(value >> 32), float(value & 0xFFFFFFFF)]
 
     @staticmethod
     def check(everywhere: Sequence[Sequence[float]], step: int) -> None:
-        """Make sure that processes which hold the same shards hold the same bits.
+        """Make sure that processes with the same shards have the same bits.
 
         Args:
             everywhere: the numbers of every process, in the order of the ranks.
-            step: which step this is, counted from 1.
+            step: the number of the step, from 1.
 
         Raises:
             DisagreementError: they differ; the same error on every process.
@@ -53,29 +53,29 @@ class Replicas:
         if differing(everywhere):
             raise DisagreementError(
                 f"The trainable weights differ between processes before step {step} "
-                f"({told_by_rank([_shown(one) for one in everywhere])}), so a unit's gradient would depend on the "
-                f"process it was dealt to, and the bound on the sum with it. Step {step} is charged, and nothing of it "
-                "reaches the weights. Give every process the same optimizer, learning rate and scheduler, change "
-                "weights on all of them alike, and use no optimizer with randomness of its own on each process; then "
-                "resume from a checkpoint"
+                f"({told_by_rank([_shown(one) for one in everywhere])}), so a unit's gradient, and the bound on "
+                f"the sum, would depend on the process to which the unit is assigned. Step {step} is charged, and none "
+                "of it reaches the weights. Give every process the same optimizer, learning rate and scheduler, change "
+                "weights on all of them in the same way, and use no optimizer with its own randomness on each process; "
+                "then resume from a checkpoint"
             )
 
 
 def check_before_saving(
     parameters: Mapping[str, nn.Parameter], processes: Processes, error: Exception | None = None
 ) -> None:
-    """Make sure that the weights which are to be saved are those of every replica; all processes call this together.
+    """Make sure that the weights to be saved are those of every replica; all processes call this together.
 
-    The last update of a run has no step after it that would find a difference.
+    No step follows the last update of a run, so no other check would find a difference.
 
     Args:
         parameters: the trainable parameters by name.
         processes: all processes of the run.
-        error: what this process found before, which all processes then raise.
+        error: an earlier error of this process, which all processes then raise.
 
     Raises:
         DisagreementError: replicas differ; the same error on every process.
-        Exception: an ``error`` of the first process that has one.
+        Exception: the ``error`` of the first process that has one.
     """
     here = Replicas(parameters, processes)
     everywhere = processes.gather_numbers([*here.numbers(), float(error is not None)])
@@ -85,7 +85,7 @@ def check_before_saving(
             "The trainable weights differ between processes after the last update "
             f"({told_by_rank([_shown(one) for one in everywhere])}), so the model that one of them saves is not the "
             "model that was trained. Nothing is saved. Give every process the same optimizer, learning rate and "
-            "scheduler, and change weights on all of them alike; then resume from a checkpoint"
+            "scheduler, and change weights on all of them in the same way; then resume from a checkpoint"
         )
 
 
@@ -100,7 +100,7 @@ def _shown(numbers: Sequence[float]) -> str:
 
 
 def check_model(model: nn.Module, processes: Processes) -> None:
-    """Make sure that all processes hold one model: parameters, also frozen ones, and buffers.
+    """Make sure that all processes hold the same model: parameters, also frozen ones, and buffers.
 
     Raises:
         DisagreementError: replicas differ; on every process.
@@ -118,17 +118,17 @@ def check_model(model: nn.Module, processes: Processes) -> None:
         if differing(chosen):
             raise DisagreementError(
                 f"The processes hold different {what} ({told_by_rank([_shown(one) for one in chosen])}), frozen ones "
-                "included, so a unit's gradient would depend on the process it was dealt to. Load the same weights on "
-                "every process, and change them before accelerator.prepare()"
+                "included, so a unit's gradient would depend on the process to which it is assigned. Load the same "
+                "weights on every process, and change them before accelerator.prepare()"
             )
 
 
 def _replicated(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Parameters that several processes may hold.
+    """Return the parameters that several processes may hold.
 
     The partitions of ZeRO-3 have one owner each; its small parameters, which it keeps whole everywhere, have several.
     """
-    # Detached, they are plain tensors: their values count, not the partitions that ZeRO-3 keeps beside them.
+    # Detached, they are plain tensors: their values are compared, not the partitions that ZeRO-3 attaches to them.
     return [p.detach() for p in parameters if not hasattr(p, "ds_id") or _is_kept_whole(p)]
 
 
@@ -137,7 +137,7 @@ def _is_kept_whole(parameter: Any) -> bool:
 
 
 def _place(parameters: Iterable[Tensor], processes: Processes) -> int:
-    """A number that processes have in common which hold the same shard of every parameter; 0 without shards."""
+    """Return a number that is equal on processes with the same shard of every parameter; 0 without shards."""
     coordinates = []
     for parameter in parameters:
         if isinstance(parameter, DTensor):

@@ -1,4 +1,4 @@
-"""One process, the whole model: sums are kept in float32 until the last microbatch and then stand in ``.grad``."""
+"""One process, the whole model: sums are kept in float32 until the last microbatch and then put into ``.grad``."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class SingleProcess:
         self._totals: dict[nn.Parameter, Tensor] = {}
 
     def begin(self) -> None:
-        """Take no other step until this one is finished."""
+        """Begin a step; no other step is accepted until this one is finished."""
         self.unfinished = True
 
     def collect(self, parameters: Mapping[str, nn.Parameter], add_to: AddTo, *, last: bool, scale: float) -> None:
-        """Add one microbatch's sums; after the last, the total times ``scale`` stands in ``.grad``.
+        """Add one microbatch's sums; after the last, the total times ``scale`` is in ``.grad``.
 
-        Where the parameters are of 16 bits, float32 sums of all of them exist only between the microbatches of a step:
-        with the last, each bucket's sums become gradients before the next bucket's are formed.
+        If the parameters have 16 bits, float32 sums of all of them exist only between the microbatches of a step: with
+        the last microbatch, each bucket's sums become gradients before the next bucket's sums are formed.
 
         Raises:
-            EngineError: autograd left a gradient of its own, which would be released unclipped.
+            EngineError: autograd left a gradient, which would be released unclipped.
         """
         refuse_foreign_gradients(parameters)
         if not last:
@@ -65,10 +65,10 @@ class SingleProcess:
                 self.guard.leave(set_gradient(parameter, totals.pop(0).mul_(scale)))
 
     def _reduce(self, totals: list[Tensor]) -> None:
-        """Add up over the processes what one bucket's sums are; the sum of one process is the total."""
+        """Add up one bucket's sums over the processes; with one process there is nothing to do."""
 
     def finish(self) -> None:
-        """The optimizer is stepped by whoever called the private step."""
+        """End the step; the caller of the private step steps the optimizer."""
         self.unfinished = False
 
 
@@ -77,7 +77,7 @@ def _zeros_like(parameter: nn.Parameter) -> Tensor:
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters whose sums have one dtype and device, together no larger than a bucket unless one alone is."""
+    """Group parameters whose sums have one dtype and device; each group fits in a bucket or has one parameter."""
     buckets: dict[tuple, list[list[nn.Parameter]]] = {}
     for parameter in parameters:
         dtype = accumulation_dtype(parameter.dtype)
@@ -90,16 +90,16 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Make sure that ``.grad`` is empty while sums are collected elsewhere.
+    """Make sure that ``.grad`` is empty while the private sums are collected.
 
     Raises:
-        EngineError: a parameter has a gradient that the private step didn't make.
+        EngineError: a parameter has a gradient that the private step did not make.
     """
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             raise EngineError(
                 f"{name} received a gradient that is not clipped, during a private step. Something called backward() "
-                "on its own, or a hook of the engine computed weight gradients: run nothing but private_step() between "
+                "directly, or a hook of the engine computed weight gradients: run nothing but private_step() between "
                 "zero_grad() and optimizer.step()"
             )
 
@@ -108,7 +108,7 @@ def set_gradient(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """Put the finished value into ``.grad``, rounded to the parameter's dtype: after the noise, as post-processing.
 
     Returns:
-        What stands in ``.grad`` now.
+        The new value of ``.grad``.
     """
     parameter.grad_dtype = parameter.dtype
     parameter.grad = rounded = value.to(parameter.dtype)

@@ -1,8 +1,9 @@
-"""Weights that are not finite are neither trained, saved nor released.
+"""Checks that refuse to train, save or release weights that are not finite.
 
-Place in the flow: `DPTrainer` looks before training, at every save and at the end, and at each step's count of units
-without a finite gradient. A unit whose gradient is not finite contributes zero (`dpllm.mechanism.clipping`), so a model
-that yields nothing else would be trained on noise only, and the loss would be logged as 0.
+Place in the flow: `DPTrainer` checks the weights before training, at every save and at the end, and checks each step's
+count of units without a finite gradient. A unit whose gradient is not finite contributes zero
+(`dpllm.mechanism.clipping`), so a model with no finite gradient would be trained on noise only, and the loss would be
+logged as 0.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ def require_finite(model: nn.Module, processes: Processes, when: str) -> None:
     Costs one pass over the weights that this process holds, and one read from each device.
 
     Args:
-        model: any module, also a sharded one: each process looks at its own shards.
-        processes: all of them; where one finds a value that is not finite, all raise.
-        when: the beginning of the sentence, such as "the model to train has".
+        model: any module, also a sharded one: each process checks its own shards.
+        processes: all processes; if one finds a value that is not finite, all raise.
+        when: the beginning of the error message, such as "the model to train has".
 
     Raises:
-        NonfiniteError: with the first parameter's name.
+        NonfiniteError: with the name of the first such parameter.
     """
     found = _first_nonfinite(model)
     if not processes.any(found is not None):
@@ -39,7 +40,7 @@ def require_finite(model: nn.Module, processes: Processes, when: str) -> None:
     name = next(name for name in processes.gather(found) if name is not None)
     raise NonfiniteError(
         f"{when} weights that are NaN or infinite ({name}). Such a model learns nothing but noise and cannot be "
-        "released. Check the weights it starts from and the learning rate; use bf16 or float32 in place of float16. To "
+        "released. Check the weights it starts from and the learning rate; use bf16 or float32 instead of float16. To "
         "go on, resume from an earlier checkpoint with a lower train.learning_rate"
     )
 
@@ -70,24 +71,25 @@ def _local(parameter: Any) -> Tensor:
 
 
 class NonfiniteSteps:
-    """Ends a run whose units yield nothing but gradients that are not finite.
+    """Ends a run in which no unit has a finite gradient.
 
     Args:
-        expected: units that a step is expected to draw.
+        expected: the expected number of units in a step.
     """
 
     def __init__(self, expected: int) -> None:
-        """No unit was seen."""
+        """Start without units."""
         self._enough = max(2, expected // 2)
         self._in_a_row = 0
 
     def look(self, num_units: int, num_nonfinite: int, step: int) -> None:
-        """Look at one step's counts, over all processes.
+        """Check one step's counts, over all processes.
 
-        A single unit may be at fault itself, so as many units in a row as half a batch are needed, in one step or more.
+        A single unit may itself be the cause. The run ends only after half a batch of such units in a row, in one step
+        or more.
 
         Args:
-            num_units: units that took part.
+            num_units: the units in the step.
             num_nonfinite: those without a finite gradient.
             step: its number, for the message.
 
@@ -102,5 +104,5 @@ class NonfiniteSteps:
             raise NonfiniteError(
                 f"All {self._in_a_row} units up to step {step} have a gradient that is NaN or infinite, so this run "
                 "trains on noise only. Check the weights it starts from, compute_loss_func and the learning rate; use "
-                "bf16 or float32 in place of float16; then start in a new train.output_dir. The steps stay charged"
+                "bf16 or float32 instead of float16; then start in a new train.output_dir. The steps stay charged"
             )

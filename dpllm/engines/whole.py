@@ -1,7 +1,7 @@
-"""Whole parameters and gradients of a prepared model, whatever the engine: for looking at, never for training.
+"""Whole parameters and gradients of a prepared model, on every engine: for inspection, never for training.
 
-Place in the flow: beside the engines. Each function gathers one parameter after the other, so all processes call it
-together, and every one of them gets the same vector.
+Place in the flow: beside the engines. Each function gathers one parameter after another, so all processes call it
+together, and each of them gets the same vector.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 
 
 def updates_by_itself(model: Any) -> bool:
-    """Whether the engine updates the parameters within the private step: DeepSpeed's."""
+    """Whether the engine updates the parameters within the private step, as DeepSpeed does."""
     return hasattr(model, "zero_optimization_stage")
 
 
 def whole_parameters(model: Any, inner: nn.Module) -> Tensor:
-    """The trainable parameters as the optimizer has them (DeepSpeed: its float32 masters), end to end.
+    """Return the trainable parameters as the optimizer has them (DeepSpeed: its float32 masters), end to end.
 
     Args:
-        model: what ``accelerator.prepare`` returned.
+        model: the return value of ``accelerator.prepare``.
         inner: the module inside (`dpllm.engines.model_inside`).
 
     Returns:
@@ -41,7 +41,7 @@ def whole_parameters(model: Any, inner: nn.Module) -> Tensor:
 
 
 def whole_gradient(inner: nn.Module) -> Tensor:
-    """What stands in ``.grad`` of the trainable parameters for the optimizer, end to end; 0 where there is none.
+    """Return ``.grad`` of the trainable parameters for the optimizer, end to end; 0 for a parameter without one.
 
     Returns:
         (P,) float32, or float64 for a float64 model; a copy.

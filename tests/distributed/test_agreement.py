@@ -169,7 +169,7 @@ def test_the_guard_stops_every_rank_when_one_of_them_differs(seen):
     assert seen("guards", "whole") == [(None, False)] * 2
     for name in ("changed on rank 1", "not reduced"):
         errors, unmoved = zip(*seen("guards", name), strict=True)
-        assert same_error(errors, "UpdateError", "What reaches the optimizer is not the private sum")
+        assert same_error(errors, "UpdateError", "The gradient that reaches the optimizer is not the private sum")
         assert all(unmoved)
 
 

@@ -147,7 +147,9 @@ def made_by_two(folder, model="mp_rank_00_model_states.pt"):
 def test_a_conversion_that_fails_names_the_number_of_processes_to_resume_with(tmp_path):
     """The message has DeepSpeed's error, the room on the disk, and a remedy; no incomplete file is left."""
     checkpoint = made_by_two(tmp_path / "checkpoint-2")
-    with pytest.raises(EngineError, match=r"was made by 2 processes .* for 1 \(ds_to_universal .* it was made with, 2"):
+    with pytest.raises(
+        EngineError, match=r"was made by 2 processes .* for 1 \(ds_to_universal .* as many processes as made it, 2"
+    ):
         prepare_to_load(checkpoint, {"zero_optimization": {"stage": 2}}, Processes())
     assert sorted(path.name for path in checkpoint.iterdir()) == ["global_step2", "latest"]
 

@@ -158,7 +158,7 @@ def test_an_engine_that_is_broken_from_outside_stops_in_its_first_step(tmp_path,
     results = run(tmp_path, "tests.distributed.matrix:broken")
     for name, error in results[0].items():
         table(name, str(error)[:90])
-        assert error is not None and error.startswith("UpdateError: What reaches the optimizer"), name
+        assert error is not None and error.startswith("UpdateError: The gradient that reaches the optimizer"), name
     assert results[1].keys() == results[0].keys() and all(results[1].values())
 
 

@@ -31,7 +31,7 @@ def test_every_bit_counts_in_a_checksum():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("every", [1, 2, 4, 7])
 def test_signs_that_change_in_several_places_count(dtype, every):
-    """Highest bits of machine words cancel each other in pairs, whatever odd numbers they are multiplied by."""
+    """Highest bits of machine words cancel each other in pairs, for all odd multipliers."""
     tensor = torch.randn(56, generator=torch.Generator().manual_seed(1)).to(dtype)
     for first in range(every):
         changed = tensor.clone()

@@ -1,4 +1,4 @@
-"""Which engine a model gets in one process, and what is refused by name; several:
+"""The engine that a model gets in one process, and the settings that are refused by name; several:
 `tests.distributed.test_agreement`."""
 
 import pytest
@@ -16,7 +16,7 @@ def optimizer_of(model):
 
 
 class DeepSpeedEngine(nn.Module):
-    """What `dpllm.engines` asks of DeepSpeed's engine, set up as private training needs it."""
+    """The interface of DeepSpeed's engine that `dpllm.engines` uses, set up for private training."""
 
     def __init__(self, **changes):
         super().__init__()
@@ -67,7 +67,7 @@ def test_a_pipeline_of_deepspeed_is_refused():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"gradient_clipping": 1.0}, r"gradient_clipping=1\.0, private training needs 0\.0: it would rescale"),
+        ({"gradient_clipping": 1.0}, r"gradient_clipping=1\.0; private training needs 0\.0: it would rescale"),
         ({"communication_data_type": torch.bfloat16}, r"communication_data_type=torch\.bfloat16.*rounded before"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4.*expected_batch_size"),
         ({"fp16_enabled": True}, r"fp16\.enabled=True.*loss scaler"),
@@ -106,7 +106,7 @@ def test_deepspeed_options_that_leave_the_sum_alone_are_allowed(changes):
 
 
 def test_the_check_leaves_the_configuration_as_deepspeed_has_it():
-    """What private training would have set isn't written into a configuration that is already in use."""
+    """The settings of private training are not written into a configuration that is already in use."""
     prepared = DeepSpeedEngine()
     engine_for(prepared, prepared.optimizer)
     assert prepared.config == {"zero_optimization": {"stage": 2}}

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration gets what private training needs, and what can't be kept private is refused by name."""
+"""A DeepSpeed configuration gets the options of private training; options that break privacy are refused by name."""
 
 import copy
 
@@ -78,7 +78,7 @@ def test_auto_is_filled_in_and_another_value_is_refused(path):
     config = config_with(path, "auto")
     private_config(config)
     assert look_up(config, path) == _NEEDED[path][0]
-    with pytest.raises(EngineError, match=rf"sets {path}={OTHER_VALUES[path]!r}, which can't be used .*Leave it out"):
+    with pytest.raises(EngineError, match=rf"sets {path}={OTHER_VALUES[path]!r}, which cannot be used .*Leave it out"):
         private_config(config_with(path, OTHER_VALUES[path]))
 
 
@@ -94,7 +94,7 @@ def test_what_would_change_the_sum_is_refused_by_name(path):
 
 @pytest.mark.parametrize("stage", [0, None, 4])
 def test_a_stage_without_zero_is_refused(stage):
-    """Its reduction is another; replicas are what DistributedDataParallel is for."""
+    """Its reduction is different; DistributedDataParallel is the engine for replicas."""
     config = config_with(stage=stage)
     if stage is None:
         del config["zero_optimization"]["stage"]

@@ -1,4 +1,4 @@
-"""The guard of the first update: silent on the private sum, an error on anything else that reaches the optimizer."""
+"""The guard of the first update: silent on the private sum, an error on any other gradient at the optimizer."""
 
 from contextlib import nullcontext
 
@@ -37,7 +37,7 @@ def plan_of(noise_multiplier, clip_norm=0.5):
 
 
 class Counted:
-    """A ledger that keeps its count in memory; what is written is tested elsewhere."""
+    """A ledger that keeps its count in memory; other tests cover the written file."""
 
     steps_planned = None
 
@@ -104,7 +104,7 @@ def accelerator():
 @pytest.mark.parametrize("noise_multiplier", [0.0, 0.8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_private_step_passes(dtype, noise_multiplier, sizes, kind):
-    """One microbatch or several, an empty step, padding, every dtype: the guard says nothing, and rests afterwards."""
+    """One microbatch or several, an empty step, padding, every dtype: no error; the guard is disabled afterwards."""
     run = Run(noise_multiplier, dtype, kind)
     run.private(sizes)
     assert not run.engine.guard.done
@@ -200,14 +200,16 @@ def test_anything_else_is_stopped_before_the_update(dtype, noise_multiplier, tam
     run.private(seed=1)
     tamper(run)
     before = [p.detach().clone() for p in run.model.parameters()]
-    with pytest.raises(UpdateError, match=r"What reaches the optimizer is not the private sum: its (norm|sum)"):
+    with pytest.raises(
+        UpdateError, match=r"The gradient that reaches the optimizer is not the private sum: its (norm|sum)"
+    ):
         run.optimizer.step()
     assert all(torch.equal(b, p) for b, p in zip(before, run.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("noise_multiplier", [0.0, 0.8])
 def test_an_optimizer_over_some_of_the_parameters_is_an_error(noise_multiplier):
-    """What the others would have got is charged and never used: an engine whose hooks no longer fire looks like it."""
+    """The share of the others is charged and never used, as with an engine whose hooks no longer fire."""
     run = Run(noise_multiplier, trained=slice(2, None))
     run.private(seed=1)
     with pytest.raises(UpdateError, match="left it out"):
@@ -279,7 +281,7 @@ def test_no_false_alarm_in_many_first_steps(dtype, entries):
 
 
 def test_what_adds_up_to_zero_is_seen_as_well():
-    """The gradient of a softmax head sums to zero, and so does what is added to it: the norm gives it away."""
+    """The gradient of a softmax head sums to zero, and so does the added tensor: the norm reveals it."""
     run = Run()
     run.private()
     extra = torch.randn_like(run.model[3].weight.grad)

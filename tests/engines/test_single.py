@@ -47,7 +47,7 @@ def test_the_total_over_microbatches_times_the_scale_stands_in_grad(count):
 
 
 def test_sums_of_a_single_microbatch_exist_a_bucket_at_a_time(monkeypatch):
-    """The float32 sums of all parameters stand side by side only where microbatches accumulate."""
+    """The float32 sums of all parameters exist at the same time only where microbatches accumulate."""
     monkeypatch.setattr(single, "_BUCKET_BYTES", 2 * 4 * 8 * 4)  # two parameters
     own = parameters()
     assert collect(engine_of(own), own, 1.0, last=True) == [1, 2, 1, 2, 1]
