@@ -85,7 +85,7 @@ class GhostClipper:
         self.clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else clipping  # type: ignore[assignment]
         groups = self.clipping.groups
         self._book = Book(model, norm_method, _one_by_one if parameter_norms else groups)
-        self._group_P: Tensor | None = None  # of each parameter, where norms of parameters are told apart
+        self._group_P: Tensor | None = None  # of each parameter, if norms of parameters are separate
         if parameter_norms:
             self._num_groups, numbers = numbered(groups, self.parameters)
             self._group_P = torch.tensor([numbers[id(p)] for p in self.parameters.values()])

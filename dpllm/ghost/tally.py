@@ -63,7 +63,7 @@ class NormTally:
             self._add_waiting(next(iter(self._waiting)))
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """``(sq_norm_GU, slack_GU)``: squared norms of each group, and what rounding may add to a unit's share."""
+        """Return ``(sq_norm_GU, slack_GU)``: squared norms of each group, and the error of a unit's share."""
         for key in list(self._waiting):
             self._add_waiting(key)
         return self._total_GU, (self._slack() if self._slack else 1.0) * self._slack_GU

@@ -1,1 +1,1 @@
-"""The parts of the private mechanism: who is drawn, how contributions are bounded, the noise."""
+"""The parts of the private mechanism: sampler, clipping and noise."""

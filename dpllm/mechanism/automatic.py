@@ -1,4 +1,4 @@
-"""Automatic clipping: every gradient is scaled to nearly the same norm, so that C is no longer tuned."""
+"""Automatic clipping: every gradient is scaled to nearly the same norm, so C needs no tuning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AutomaticClipping(OneGroup):
 
     Attributes:
         clip_norm: C > 0.
-        stability: γ > 0, what keeps short gradients short: with γ = 0 a nearly flat loss would count as much as a steep
+        stability: γ > 0. It keeps short gradients short: with γ = 0 a nearly flat loss would count as much as a steep
             one.
     """
 
@@ -38,7 +38,7 @@ class AutomaticClipping(OneGroup):
             raise ValueError(f"stability is {self.stability!r}; a finite number above 0 is needed, usually 0.01")
 
     def factors(self, norm_GU: Tensor) -> Tensor:
-        """c_u = C / (||g_u|| + γ).
+        """Return c_u = C / (||g_u|| + γ).
 
         Args:
             norm_GU: (G, U) l2 norms, rounded up, above 0 and finite.
@@ -53,9 +53,9 @@ class AutomaticClipping(OneGroup):
         return self.clip_norm / (norm_GU + self.stability)
 
     def sensitivity(self, adjacency: str) -> float:
-        """Largest change of the clipped sum, in l2 norm, between neighbouring data sets (`sensitivity_of`)."""
+        """Return the largest l2 change of the clipped sum between neighbouring data sets (`sensitivity_of`)."""
         return sensitivity_of(self.clip_norm, adjacency)
 
     def words(self) -> str:
-        """For the report."""
+        """Return how a gradient is bounded, for the report."""
         return f"is scaled by C / (its norm + {self.stability:g}), to a norm below C = {self.clip_norm:g} (AUTO-S)"

@@ -1,20 +1,19 @@
 """Noise that is correlated over steps: banded matrix factorisation under cyclic Poisson sampling.
 
-Over many steps the optimizer adds up gradients, and with them their noise. Noise whose later draws take back a part of
-the earlier ones adds up to less. What is released in step t is g_t + σC (M⁻¹z)_t with independent z and a lower
-triangular Toeplitz matrix M (the *strategy*) that has b bands and columns of norm at most 1 (Choquette-Choo et al.
-2023, arXiv:2306.08153).
+Over many steps the optimizer adds up gradients and their noise. The total noise is smaller if later draws cancel a part
+of the earlier ones. The release of step t is g_t + σC (M⁻¹z)_t with independent z and a lower triangular Toeplitz
+matrix M (the *strategy*) that has b bands and columns of norm at most 1 (Choquette-Choo et al. 2023, arXiv:2306.08153).
 
-Why its privacy is that of few independent rounds: the units are split once, in secret, into b groups, and step t draws
-from group t mod b. So two steps that one unit can enter are at least b apart, and the columns of M that belong to them
-have no row in common: the unit's contributions are released as if each had Gaussian noise of its own, of deviation at
-least σC. That holds for gradients which depend on everything released before, since M is lower triangular (Denisov et
-al. 2022, arXiv:2202.08312). A unit meets ⌈T/b⌉ rounds, each over a Poisson sample of its group, with probability
+The privacy cost equals that of few independent rounds. The units are split once, in secret, into b groups, and step t
+draws from group t mod b. Two steps that one unit can enter are therefore at least b apart, and their columns of M have
+no row in common. So the unit's contributions are released as if each had separate Gaussian noise of deviation at least
+σC. This holds for gradients that depend on all earlier releases, since M is lower triangular (Denisov et al. 2022,
+arXiv:2202.08312). A unit takes part in ⌈T/b⌉ rounds, each over a Poisson sample of its group, with probability
 q' = b B / N.
 
-The noise of a run is kept in memory, b - 1 tensors of the size of the gradient in all, and never on a disk: who knows
-it can take the noise out of the last updates. A resumed run begins with fresh noise and a fresh split, which costs a
-round more where it went on in the middle of a cycle.
+The noise of a run is kept in memory, in total b - 1 tensors of the size of the gradient, and never on a disk: it would
+allow a reader to subtract the noise from the last updates. A resumed run begins with fresh noise and a fresh split.
+This costs one more round if it continues in the middle of a cycle.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=64)
 def coefficients(bands: int, num_steps: int) -> tuple[float, ...]:
-    """Return the first column of the strategy M, of norm 1, that gives prefix sums of the noise the least mean square.
+    """Return the first column of the strategy M, of norm 1, with the least mean square of the noise's prefix sums.
 
-    With w = M⁻¹ 1 summed up, the mean square over T steps is ‖c‖² Σ_j (1 - j/T) w_j². It does not depend on the scale
-    of c, so that c_0 = 1 is kept while the others are sought, from the coefficients of (1 - x)^(-1/2), the best ones
-    without a bound on the bands (Fichtenberger et al. 2022, arXiv:2202.11205).
+    With w = M⁻¹ 1 (prefix sums), the mean square over T steps is ‖c‖² Σ_j (1 - j/T) w_j². It does not depend on the
+    scale of c, so c_0 = 1 is fixed and the others are optimised, starting from the coefficients of (1 - x)^(-1/2), the
+    best ones without a bound on the bands (Fichtenberger et al. 2022, arXiv:2202.11205).
 
     Args:
         bands: b.
@@ -75,7 +74,7 @@ def coefficients(bands: int, num_steps: int) -> tuple[float, ...]:
 
 
 def prefix_error(bands: int, num_steps: int) -> float:
-    """Return the root of the mean square of the prefix sums of the noise, over σC.
+    """Return the root mean square of the prefix sums of the noise, divided by σC.
 
     >>> round(prefix_error(1, 410), 3), round(prefix_error(8, 410), 3)
     (14.335, 5.573)
@@ -102,7 +101,7 @@ class BandedStep(Numbers):
 
     kind: ClassVar[str] = "banded"
     max_batch_size: int
-    """B_max, units that stay at most."""
+    """B_max, the largest number of units in a step."""
     bands: int
     """b."""
 
@@ -111,7 +110,7 @@ class BandedStep(Numbers):
         super().__post_init__()
         if self.num_units is None or not 1 <= self.bands <= self.num_units:
             raise ValueError(f"bands must be between 1 and the number of units, got {self.bands} of {self.num_units}")
-        _ = self._round  # whose fields are checked
+        _ = self._round  # checks its fields
 
     @property
     def _round(self) -> Step:
@@ -125,15 +124,15 @@ class BandedStep(Numbers):
 
     @property
     def restarts(self) -> bool:
-        """A resume begins a new cycle."""
+        """Whether a resume costs more: it begins a new cycle."""
         return self.bands > 1
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
-        """Return the rounds that a unit meets at most: one in each cycle of b steps, the last one begun."""
+        """Return the most rounds of a unit: one in each cycle of b steps, including the last, partial one."""
         return self._round.rounds(-(-num_steps // self.bands))
 
     def words(self) -> EventWords:
-        """Return what a report says of the event."""
+        """Return the report's description of the event."""
         return EventWords(
             sampling=f"cyclic Poisson over {self.bands} groups, at most {self.max_batch_size} units",
             accounted_as="a Gaussian sum over a truncated Poisson sample (arXiv:2508.15089), once for every "
@@ -145,7 +144,7 @@ class BandedStep(Numbers):
 
 @dataclass(frozen=True)
 class CyclicPoissonSampler:
-    """Splits the units into b groups, in secret, and draws from one group after the other.
+    """Splits the units into b groups, in secret, and draws from one group after another.
 
     Raises:
         ValueError: the groups are smaller than an expected batch.
@@ -161,16 +160,16 @@ class CyclicPoissonSampler:
         if self.bands * self.expected_batch_size > self.num_units:
             raise ValueError(
                 f"bands={self.bands} split {self.num_units} units into groups smaller than expected_batch_size="
-                f"{self.expected_batch_size}: take {self.num_units // self.expected_batch_size} bands at most"
+                f"{self.expected_batch_size}: take at most {self.num_units // self.expected_batch_size} bands"
             )
 
     @property
     def sampling_rate(self) -> float:
-        """Q' = b B / N: the probability that a unit enters when its group is drawn from."""
+        """Q' = b B / N: the probability that a unit enters a step of its group."""
         return min(1.0, self.bands * self.expected_batch_size / self.num_units)
 
     def steps(self, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-        """Yield the units of one step after the other, in rising order, without end.
+        """Yield the units of each step, in rising order, without end.
 
         Args:
             rng: `dpllm.mechanism.sampling.secret_rng`.
@@ -223,7 +222,7 @@ class BandedNoise:
         )
 
     def variance(self, step: int, num_steps: int) -> float:
-        """The square of the norm of row t of M⁻¹."""
+        """Return the square of the norm of row t of M⁻¹."""
         return float(np.square(_inverse(self.bands, num_steps)[: step + 1]).sum())
 
     def stream(self, generator: NormalGenerator, num_steps: int) -> BandedStream:
@@ -231,7 +230,7 @@ class BandedNoise:
         return BandedStream(generator, coefficients(self.bands, num_steps))
 
     def drawing(self, draw: Draw, drawn: str) -> str:
-        """How a step is drawn, for the report."""
+        """Return how a step is drawn, for the report."""
         return (
             f"the {draw.num_units} {drawn}s are split once, in secret, into {self.bands} groups, which the steps take "
             f"in turn; in each step every {drawn} of the group is drawn independently with probability "
@@ -240,11 +239,11 @@ class BandedNoise:
         )
 
     def words(self) -> str:
-        """For the report."""
+        """Return the noise's description, for the report."""
         return f"Gaussian noise, correlated with that of the {self.bands - 1} steps before (banded factorisation),"
 
     def ensured(self, draw: Draw, drawn: str, noise_stddev: float) -> list[tuple[str, str]]:
-        """What the accounting assumes, and how the run ensures it."""
+        """Return the assumptions of the accounting, and how the run ensures each."""
         return [
             (
                 "Units are drawn by cyclic Poisson sampling and cut to the maximal batch (not shuffled)",
@@ -262,7 +261,7 @@ class BandedNoise:
 
 
 class BandedStream:
-    """The noise of a run, (M⁻¹z)_t, one step after the other: x_t = (z_t - Σ_k c_k x_{t-k}) / c_0.
+    """The noise of a run, (M⁻¹z)_t, step by step: x_t = (z_t - Σ_k c_k x_{t-k}) / c_0.
 
     Each process keeps the last b - 1 of its own slice of each parameter, in float32.
 
@@ -272,21 +271,21 @@ class BandedStream:
     """
 
     def __init__(self, generator: NormalGenerator, strategy: tuple[float, ...]) -> None:
-        """Begin without a past."""
+        """Begin without earlier noise."""
         self._generator, self._strategy = generator, strategy
         self._past: dict[str, deque[Tensor]] = {}
         self._added: set[str] = set()
         self._step = -1
 
     def begin(self, step: int) -> None:
-        """Begin a step. Draws that no step was taken over have noise all the same: the groups went on with them.
+        """Begin a step. Skipped steps still draw their noise, since the groups advance with every draw.
 
         Raises:
-            ValueError: the step is not after the last one, or a parameter had no noise in it.
+            ValueError: the step is not after the last one, or a parameter had no noise in the step before.
         """
         if step <= self._step:
             raise ValueError(
-                f"the noise of step {step} was drawn already, the last is {self._step}: take steps in order"
+                f"the noise of step {step} was already drawn; the last step is {self._step}: take steps in order"
             )
         if missing := sorted(set(self._past) - self._added):
             raise ValueError(f"{missing[0]} had no noise in step {self._step}: every parameter needs it in every step")
@@ -299,10 +298,10 @@ class BandedStream:
         """Add the noise of this step to one process's slice of the entries, in place.
 
         Raises:
-            ValueError: the parameter had its noise of this step.
+            ValueError: the parameter already had its noise of this step.
         """
         if name in self._added:
-            raise ValueError(f"{name} had its noise of step {self._step} already")
+            raise ValueError(f"{name} already had its noise of step {self._step}: add it once per step")
         self._added.add(name)
         share = slice_of(total, rank, size)
         past = self._past.setdefault(name, deque(maxlen=max(1, len(self._strategy) - 1)))

@@ -1,7 +1,7 @@
 """Every kind of clipping and of noise that a recipe may name, and every event that a ledger may hold.
 
-Place in the flow: above the mechanisms, each a file of its own; below configuration, plan and ledger. A new mechanism
-is a file beside this one and a line here.
+Place in the flow: above the mechanisms, each in its own file; below configuration, plan and ledger. A new mechanism is
+a file beside this one and a line here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _make(name: str, known: Mapping[str, Any], spec: Spec, given: Mapping[str, A
     options = dict(spec.options)
     if unknown := sorted(set(options) - set(fields)):
         takes = f"its options are {', '.join(fields)}" if fields else "it has no options"
-        raise ValueError(f"{name}.{unknown[0]} is no option of {spec.kind!r}; {takes}")
+        raise ValueError(f"{name}.{unknown[0]} is not an option of {spec.kind!r}; {takes}")
     missing = [n for n, item in fields.items() if item.default is dataclasses.MISSING and n not in options]
     if missing:
         raise ValueError(
@@ -73,7 +73,7 @@ def to_fields(event: Event) -> dict[str, Any]:
 
 
 def from_fields(fields: Mapping[str, Any]) -> Event:
-    """Return the event that `to_fields` gave as plain values, or that an earlier version wrote without its kind.
+    """Return the event of the plain values from `to_fields`, or from an earlier version, which wrote no kind.
 
     Raises:
         ValueError: an unknown kind, or a value out of range.

@@ -1,4 +1,4 @@
-"""Norms to clip factors, and the sensitivity they give."""
+"""From norms to clip factors, and the sensitivity of the clipped sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sensitivity_of(clip_norm: float, adjacency: str) -> float:
-    """Return by how much a sum of contributions of at most ``clip_norm`` changes between neighbours, in l2 norm.
+    """Return the largest l2 change between neighbours of a sum of contributions of at most ``clip_norm``.
 
     Args:
         clip_norm: C.
@@ -25,7 +25,7 @@ def sensitivity_of(clip_norm: float, adjacency: str) -> float:
 
 
 def check_clip_norm(clip_norm: float) -> None:
-    """Refuse a bound that bounds nothing.
+    """Refuse a clip norm that is not a positive finite number.
 
     Raises:
         ValueError: it is not above 0, or not finite.
@@ -46,11 +46,11 @@ class FlatClipping(OneGroup):
     clip_norm: float
 
     def __post_init__(self) -> None:
-        """Refuse a bound that bounds nothing."""
+        """Check the clip norm."""
         check_clip_norm(self.clip_norm)
 
     def factors(self, norm_GU: Tensor) -> Tensor:
-        """c_u = min(1, C / ||g_u||).
+        """Return c_u = min(1, C / ||g_u||).
 
         Args:
             norm_GU: (G, U) l2 norms, rounded up, above 0 and finite.
@@ -65,9 +65,9 @@ class FlatClipping(OneGroup):
         return (self.clip_norm / norm_GU).clamp_max(1)
 
     def sensitivity(self, adjacency: str) -> float:
-        """Largest change of the clipped sum, in l2 norm, between neighbouring data sets (`sensitivity_of`)."""
+        """Return the largest l2 change of the clipped sum between neighbouring data sets (`sensitivity_of`)."""
         return sensitivity_of(self.clip_norm, adjacency)
 
     def words(self) -> str:
-        """For the report."""
+        """Return how a gradient is bounded, for the report."""
         return f"is clipped once to norm C = {self.clip_norm:g}"

@@ -1,8 +1,8 @@
-"""Privacy events: what one step of a run is charged as, and the privacy loss of it.
+"""Privacy events: the privacy charge of one step of a run, and its privacy loss.
 
-Place in the flow: below the accounting. Ledgers and budgets store an *event* for each step. What the steps of a run
-cost is the sum of the privacy losses of *rounds*, which are independent of each other. A step of DP-SGD is one round;
-another mechanism may need fewer rounds than steps, since a unit enters only some of them.
+Place in the flow: below the accounting. Ledgers and budgets store an *event* for each step. The cost of the steps of a
+run is the sum of the privacy losses of *rounds*, which are independent of each other. A step of DP-SGD is one round;
+another mechanism may need fewer rounds than steps, since a unit enters only some of the steps.
 
 Two adjacencies. *zero-out*: a unit's contribution is replaced by nothing while the public number of units stays.
 *replace-one*: a unit is replaced by any other.
@@ -31,7 +31,7 @@ _MAX_COMPOSED_BUCKETS = 30_000_000
 
 
 class Event(Protocol):
-    """What one step is charged as; hashable, and equal for equal steps."""
+    """The privacy charge of one step; hashable, and equal for equal steps."""
 
     kind: ClassVar[str]
 
@@ -47,34 +47,34 @@ class Event(Protocol):
 
     @property
     def moves(self) -> int:
-        """By how many times the clip norm one unit may move the sum of a step."""
+        """The largest change of a step's sum by one unit, in clip norms."""
         ...
 
     @property
     def restarts(self) -> bool:
-        """Whether a run that is resumed costs more than one that goes on."""
+        """Whether a resumed run costs more than an uninterrupted one."""
         ...
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
-        """Return what ``num_steps`` consecutive steps cost, the first of them being the first of a run or a resume."""
+        """Return the rounds of ``num_steps`` consecutive steps, the first of which is the first of a run or resume."""
         ...
 
     def words(self) -> EventWords:
-        """Return what a report says of the event."""
+        """Return the report's description of the event."""
         ...
 
 
 class Round(Event, Protocol):
-    """An event whose own privacy loss is known: each step is a round, independent of the others."""
+    """An event whose privacy loss is known: each step is a round, independent of the others."""
 
     @property
     def untruncated(self) -> Step | None:
-        """The plain Poisson sampled Gaussian that it is but for truncation; None where it is another one."""
+        """The same event without truncation, if that is a plain Poisson sampled Gaussian; otherwise None."""
         ...
 
     @property
     def is_bare(self) -> bool:
-        """Whether there is no noise, or so little for what a unit may move that no ε is computed: inf is true."""
+        """Whether there is no noise, or too little for the change by one unit: no ε is computed, inf is correct."""
         ...
 
     @property
@@ -84,7 +84,7 @@ class Round(Event, Protocol):
 
     @property
     def truncates(self) -> bool:
-        """Whether a unit can push another one out."""
+        """Whether truncation can remove a unit because of another one."""
         ...
 
     def with_noise(self, noise_multiplier: float) -> Round:
@@ -96,42 +96,42 @@ class Round(Event, Protocol):
         ...
 
     def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
-        """Return for each direction of the adjacency the loss that ``count`` rounds add, and how often it is taken.
+        """Return, per direction of the adjacency, the loss that ``count`` rounds add, and its multiplicity.
 
         Args:
             count: rounds.
             adjacency: "zero-out" (two directions: remove, add) or "replace-one" (one).
-            width: distance of two points of the grid of losses.
+            width: the spacing of the grid of losses.
         """
         ...
 
     def grid(self, count: int, adjacency: str, width: float) -> float:
-        """Return the finest grid, ``width`` or wider, on which the loss of ``count`` rounds fits into memory."""
+        """Return the finest grid, ``width`` or wider, on which the loss of ``count`` rounds fits in memory."""
         ...
 
     def dp_event(self) -> dp_accounting.DpEvent:
-        """Return the event as dp_accounting knows it, for cross-checks."""
+        """Return the event in dp_accounting's terms, for cross-checks."""
         ...
 
 
 @dataclass(frozen=True)
 class EventWords:
-    """An event for people."""
+    """The description of an event for readers."""
 
     sampling: str
     """How units are drawn, for a table: a few words."""
     accounted_as: str
-    """What it is accounted as, with the source."""
+    """The accounting of the event, with the source."""
     options: str
     """The options of ``dpllm epsilon`` that give the same event."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What of a step its privacy depends on, whatever is drawn; the events extend it."""
+    """The parameters of a step that determine its privacy cost, for all samplers; the events extend it."""
 
     num_units: int | None = None
-    """N, public. None when unknown; then there is no truncation either."""
+    """N, public. None: unknown; then there is no truncation either."""
     sampling_rate: float
     """q, the probability that a unit, or a row where rows are drawn, enters the step."""
     noise_multiplier: float
@@ -164,17 +164,17 @@ class Numbers:
 
     @property
     def is_bare(self) -> bool:
-        """Whether there is no noise, or so little for what a unit may move that no ε is computed: inf is true."""
+        """Whether there is no noise, or too little for the change by one unit: no ε is computed, inf is correct."""
         return self.noise_multiplier < MIN_NOISE * self.moves
 
     @property
     def moves(self) -> int:
-        """By how many times the clip norm one unit may move the sum."""
+        """The largest change of the sum by one unit, in clip norms."""
         return 1
 
     @property
     def restarts(self) -> bool:
-        """Each step is a round by itself."""
+        """Each step is a separate round, so a resume costs nothing more."""
         return False
 
     def with_noise(self, noise_multiplier: float) -> Self:
@@ -195,20 +195,20 @@ class Step(Numbers):
 
     kind: ClassVar[str] = "poisson"
     max_batch_size: int | None = None
-    """B_max, units that stay at most. None: plain Poisson sampling."""
+    """B_max, the largest number of units in a step. None: plain Poisson sampling."""
 
     def __post_init__(self) -> None:
         """Check kinds and ranges."""
         super().__post_init__()
         if self.max_batch_size is not None:
             if self.num_units is None:
-                raise ValueError("max_batch_size needs num_units: how often truncation strikes depends on both")
+                raise ValueError("max_batch_size needs num_units: the frequency of truncation depends on both")
             if self.max_batch_size < 1:
                 raise ValueError(f"max_batch_size must be at least 1, got {self.max_batch_size}")
 
     @property
     def truncates(self) -> bool:
-        """Whether a unit can push another one out."""
+        """Whether truncation can remove a unit because of another one."""
         return self.max_batch_size is not None and self.num_units is not None and self.max_batch_size < self.num_units
 
     @property
@@ -225,7 +225,7 @@ class Step(Numbers):
         return True
 
     def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
-        """Return for each direction of the adjacency the loss that ``count`` rounds add, and how often it is taken."""
+        """Return, per direction of the adjacency, the loss that ``count`` rounds add, and its multiplicity."""
         if self.truncates:
             return [(pmf, count) for pmf in _truncated(self, adjacency, width)]
         if self.sampling_rate == 1:
@@ -233,13 +233,13 @@ class Step(Numbers):
         return [(pmf, count) for pmf in _sampled(self.noise_multiplier, self.sampling_rate, adjacency, width)]
 
     def grid(self, count: int, adjacency: str, width: float) -> float:
-        """Return the finest grid, ``width`` or wider, on which the loss of ``count`` rounds fits into memory."""
+        """Return the finest grid, ``width`` or wider, on which the loss of ``count`` rounds fits in memory."""
         if self.sampling_rate == 1 and not self.truncates:
             return _grid(self.noise_multiplier / math.sqrt(count), 1.0, 1, adjacency, width)
         return _grid(self.noise_multiplier, self.sampling_rate, count, adjacency, width, self.truncates)
 
     def dp_event(self) -> dp_accounting.DpEvent:
-        """Return the event as dp_accounting knows it."""
+        """Return the event in dp_accounting's terms."""
         if self.max_batch_size is None or self.num_units is None:
             return dp_event.PoissonSampledDpEvent(self.sampling_rate, dp_event.GaussianDpEvent(self.noise_multiplier))
         return dp_accounting.TruncatedSubsampledGaussianDpEvent(
@@ -250,7 +250,7 @@ class Step(Numbers):
         )
 
     def words(self) -> EventWords:
-        """Return what a report says of the event."""
+        """Return the report's description of the event."""
         truncated = self.max_batch_size is not None
         return EventWords(
             sampling=f"Poisson, at most {self.max_batch_size} units" if truncated else "plain Poisson",
@@ -263,9 +263,9 @@ class Step(Numbers):
 
 @dataclass(frozen=True, kw_only=True)
 class StepOfRows(Numbers):
-    """A step of DP-SGD over a Poisson sample of rows, each clipped by itself, of which one unit has up to k.
+    """A step of DP-SGD over a Poisson sample of rows, each clipped separately, where one unit has up to k rows.
 
-    Of a unit's k rows Binomial(k, q) are drawn, and the sum moves by at most as many times C (Charles et al.,
+    Of a unit's k rows Binomial(k, q) are drawn, and the sum changes by at most that number times C (Charles et al.,
     arXiv:2407.07737).
 
     Raises:
@@ -289,17 +289,17 @@ class StepOfRows(Numbers):
 
     @property
     def moves(self) -> int:
-        """By how many times the clip norm one unit may move the sum."""
+        """The largest change of the sum by one unit, in clip norms."""
         return self.rows_per_unit
 
     @property
     def truncates(self) -> bool:
-        """Nothing is cut off."""
+        """There is no truncation."""
         return False
 
     @property
     def untruncated(self) -> None:
-        """It is a mixture of Gaussians, and no Poisson sampled one."""
+        """None: it is a mixture of Gaussians, not a Poisson sampled Gaussian."""
         return None
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
@@ -309,30 +309,30 @@ class StepOfRows(Numbers):
         return [(dataclasses.replace(self, clip_norm=1.0), num_steps)]
 
     def has_pair(self, adjacency: str) -> bool:
-        """Replacing all rows of a unit has no pair of its own."""
+        """Replacing all rows of a unit has no known pair."""
         return adjacency == "zero-out"
 
     def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
-        """Return for each direction of "zero-out" the loss that ``count`` rounds add, and how often it is taken."""
+        """Return, per direction of "zero-out", the loss that ``count`` rounds add, and its multiplicity."""
         if self.sampling_rate == 1:
             return _whole(self.noise_multiplier / self.rows_per_unit, count, adjacency, width)
         return [(pmf, count) for pmf in _rows(self, adjacency, width)]
 
     def grid(self, count: int, adjacency: str, width: float) -> float:
-        """Return the finest grid, ``width`` or wider, on which the loss of ``count`` rounds fits into memory."""
+        """Return the finest grid, ``width`` or wider, on which the loss of ``count`` rounds fits in memory."""
         if self.sampling_rate == 1:
             sigma = self.noise_multiplier / (self.rows_per_unit * math.sqrt(count))
             return _grid(sigma, 1.0, 1, "zero-out", width)
         return _grid(self.noise_multiplier / self.rows_per_unit, self.sampling_rate, count, "zero-out", width)
 
     def dp_event(self) -> dp_accounting.DpEvent:
-        """Return the event as dp_accounting knows it."""
+        """Return the event in dp_accounting's terms."""
         rows = list(range(self.rows_per_unit + 1))
         chances = [float(chance) for chance in stats.binom.pmf(rows, self.rows_per_unit, self.sampling_rate)]
         return dp_event.MixtureOfGaussiansDpEvent(self.noise_multiplier, rows, chances)
 
     def words(self) -> EventWords:
-        """Return what a report says of the event."""
+        """Return the report's description of the event."""
         return EventWords(
             sampling=f"Poisson, rows of which a unit has up to {self.rows_per_unit}",
             accounted_as=f"a mixture of Gaussians: of a user's k = {self.rows_per_unit} rows Binomial(k, q) are drawn, "
@@ -358,7 +358,7 @@ def dp_sgd(
         noise_multiplier: σ.
         num_units: N; needed with ``max_batch_size``.
         max_batch_size: B_max. None: plain Poisson sampling.
-        rows_per_unit: k, rows of one unit that are drawn and clipped each by itself; 1 when units are drawn.
+        rows_per_unit: k, the rows of one unit, each drawn and clipped separately; 1 when units are drawn.
         clip_norm: C.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Gaussian noise and where its randomness comes from.
+"""Gaussian noise and the source of its randomness.
 
-Every tensor of every step gets its noise from a generator of its own, started from the operating system's entropy,
-drawn in the gradient's float32 and never in the parameter's dtype. Nothing of it is stored, so a resumed run can't
-repeat it.
+Every tensor of every step gets its noise from a new generator, seeded from the operating system's entropy. The noise is
+drawn in the gradient's float32 and never in the parameter's dtype. No random state is stored, so a resumed run cannot
+repeat the noise.
 
 Known limit: floating-point Gaussian samples are not exactly Gaussian (Mironov 2012); no attack on the gradients of
-large models is known, and the same holds for the peers.
+large models is known, and other libraries have the same limit.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class NoiseSource:
     Args:
         seed: None takes fresh entropy from the operating system for each tensor: 256 bits on the CPU (NumPy's
             PCG64DXSM); 126 bits on a GPU (key and offset of PyTorch's Philox). A number gives the same noise in every
-            run: for tests, and then nothing is private.
-        stream: which of several independent sequences a seed starts; the rank of a process.
+            run: only for tests, and such a run is not private.
+        stream: the number of the sequence that the seed starts; the rank of a process.
     """
 
     def __init__(self, seed: int | None = None, stream: int = 0) -> None:
-        """Remember where the entropy comes from."""
+        """Set the source of the entropy."""
         self._children = None if seed is None else np.random.SeedSequence([seed, stream])
 
     def add_(self, grad: Tensor, noise_stddev: float) -> None:
@@ -52,8 +52,8 @@ class NoiseSource:
         """
         if grad.dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"Noise is added in float32 or float64, the gradient is {grad.dtype}. Keep the clipped sum in "
-                f"float32 until then."
+                f"Noise is added in float32 or float64, but the gradient is {grad.dtype}. Keep the clipped sum in "
+                "float32 until the noise is added."
             )
         if not noise_stddev >= 0:
             raise ValueError(f"noise_stddev is {noise_stddev}; a number of at least 0 is needed.")
@@ -69,7 +69,7 @@ class NoiseSource:
         return torch.cat([draw(block) for block in total.view(-1).split(_BLOCK)]).view_as(total)
 
     def _normal_of(self, grad: Tensor) -> Callable[[Tensor], Tensor]:
-        """What draws N(0, 1) like a block of the gradient, from one new generator."""
+        """Return a function that draws N(0, 1) like a block of the gradient, from one new generator."""
         if grad.is_cuda:
             on_device = self._cuda_generator(grad.device)
             return lambda block: torch.empty_like(block).normal_(generator=on_device)
@@ -78,7 +78,7 @@ class NoiseSource:
         return lambda block: torch.from_numpy(generator.standard_normal(block.numel(), dtype=dtype)).to(block.device)
 
     def _entropy(self) -> int:
-        """256 bits."""
+        """Return 256 bits."""
         if self._children is None:
             return int.from_bytes(secrets.token_bytes(32), "little")
         (child,) = self._children.spawn(1)
@@ -88,7 +88,7 @@ class NoiseSource:
         return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(self._entropy(), pool_size=8)))
 
     def _cuda_generator(self, device: torch.device) -> torch.Generator:
-        """PyTorch's Philox generator with a random key and a random offset; ``manual_seed`` would set the key alone."""
+        """Return PyTorch's Philox generator with a random key and offset; ``manual_seed`` would set only the key."""
         entropy = self._entropy()
         key = np.uint64(entropy & (2**64 - 1)).astype(np.int64)
         offset = ((entropy >> 64) & (2**62 - 1)) & ~3  # a signed 64-bit number, in multiples of four

@@ -1,6 +1,6 @@
-"""Events of dp_accounting as events of ours, so that both are accounted for in one way.
+"""Conversion of dp_accounting's events into events of dpllm, so that both have the same accounting.
 
-Place in the flow: beside the accounting, for people who describe their mechanism in that library's words.
+Place in the flow: beside the accounting, for users who describe their mechanism with that library.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dpllm.mechanism.events import Event, Step
 
 
 def from_dp_event(event: dp_accounting.DpEvent, count: int = 1) -> list[tuple[Event, int]]:
-    """Return the steps that an event of dp_accounting is.
+    """Return the steps that correspond to an event of dp_accounting.
 
-    Known are Gaussian sums, over all units or a Poisson sample of them, truncated or not, and what is composed of them.
+    Supported are Gaussian sums over all units or a Poisson sample of them, truncated or not, and their compositions.
 
     Args:
         event: of dp_accounting.
-        count: how often it took place.
+        count: the number of times it took place.
 
     Returns:
         (event, count) pairs: a history for `dpllm.epsilon`.
@@ -40,8 +40,8 @@ def from_dp_event(event: dp_accounting.DpEvent, count: int = 1) -> list[tuple[Ev
     step = _step(event)
     if step is None:
         raise ValueError(
-            f"{type(event).__name__} is no Gaussian sum over all units or over a Poisson sample of them, and dpllm has "
-            "no accounting for it. Give the number of dp_accounting's own accountant, or describe the mechanism by "
+            f"{type(event).__name__} is not a Gaussian sum over all units or over a Poisson sample of them, and dpllm "
+            "has no accounting for it. Use dp_accounting's own accountant, or describe the mechanism with "
             "dpllm.mechanism"
         )
     return [(step, count)]

@@ -1,6 +1,7 @@
-"""Bounds within which ε is computed in seconds, and float32 holds what a step computes.
+"""Bounds within which ε is computed in seconds, and the numbers of a step fit in float32.
 
-Place in the flow: the lowest of all; the configuration checks them when it is read, the events when they are made.
+Place in the flow: the lowest module. The configuration checks these bounds when it is read, the events when they are
+made.
 """
 
 ADJACENCIES = ("zero-out", "replace-one")
@@ -10,4 +11,4 @@ MIN_CLIP_NORM, MAX_CLIP_NORM = 1e-12, 1e12
 MAX_ROWS_DRAWN_PER_UNIT = 10_000
 MAX_UNITS = 10**15
 MAX_STEPS = 10_000_000
-"""Private steps at most."""
+"""The largest number of private steps."""

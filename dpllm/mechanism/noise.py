@@ -1,4 +1,4 @@
-"""Independent noise: DP-SGD, where every step is a mechanism by itself."""
+"""Independent noise: DP-SGD, where every step is a separate mechanism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def slice_of(total: Tensor, rank: int, size: int) -> Tensor:
     """Return the slice of a tensor's entries for which one process draws the noise.
 
     The slices of all ranks cover each entry once. When the processes' tensors are added up afterwards, every entry of
-    the sum has the noise of exactly one process, and so is equal on whatever processes receive a replica of the sum.
+    the sum has the noise of exactly one process, so all processes that receive the sum have equal replicas.
 
     Args:
         total: contiguous.
@@ -36,7 +36,7 @@ def slice_of(total: Tensor, rank: int, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class IndependentNoise:
-    """Noise that is drawn anew in every step, over a truncated Poisson sample of units, or a Poisson sample of rows."""
+    """Noise drawn independently in every step, over a truncated Poisson sample of units or a Poisson sample of rows."""
 
     kind: ClassVar[str] = "independent"
 
@@ -57,7 +57,7 @@ class IndependentNoise:
         )
 
     def variance(self, step: int, num_steps: int) -> float:
-        """1: σC is the deviation of the noise itself."""
+        """Return 1: σC is the deviation of the noise itself."""
         return 1.0
 
     def stream(self, generator: NormalGenerator, num_steps: int) -> IndependentStream:
@@ -65,7 +65,7 @@ class IndependentNoise:
         return IndependentStream(generator)
 
     def drawing(self, draw: Draw, drawn: str) -> str:
-        """How a step is drawn, for the report."""
+        """Return how a step is drawn, for the report."""
         each = (
             f"in each step every one of {draw.population} {drawn}s is drawn independently with probability "
             f"q = {draw.sampling_rate:.6g}"
@@ -78,11 +78,11 @@ class IndependentNoise:
         )
 
     def words(self) -> str:
-        """For the report."""
+        """Return the noise's description, for the report."""
         return "Gaussian noise"
 
     def ensured(self, draw: Draw, drawn: str, noise_stddev: float) -> list[tuple[str, str]]:
-        """What the accounting assumes, and how the run ensures it."""
+        """Return the assumptions of the accounting, and how the run ensures each."""
         numbers = f"the sampler is made from the plan: q = {draw.sampling_rate:.6g}"
         carried = "each step in the ledger carries these numbers"
         sampling = (
@@ -103,14 +103,14 @@ class IndependentNoise:
 
 
 class IndependentStream:
-    """The noise of a run; nothing of it is kept."""
+    """The noise of a run; it is not kept."""
 
     def __init__(self, generator: NormalGenerator) -> None:
         """Remember the generator."""
         self._generator = generator
 
     def begin(self, step: int) -> None:
-        """Steps do not depend on each other."""
+        """Do nothing: steps do not depend on each other."""
 
     def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
         """Add independent noise to one process's slice of the entries, in place (`slice_of`)."""

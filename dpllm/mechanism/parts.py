@@ -1,8 +1,8 @@
-"""What a mechanism is made of: who is drawn, how a contribution is bounded, and which noise is added.
+"""The parts of a mechanism: the sampler, the bound on a contribution, and the noise.
 
-Place in the flow: the plan fixes a mechanism beforehand; sampler, step, noise, accounting and report ask it and nothing
-else. A mechanism is a *specification*: public, frozen, without tensors. What a run keeps while it goes on (draws, noise
-that later steps need) is made from it, and is never written to a disk.
+Place in the flow: the plan fixes a mechanism beforehand; sampler, step, noise, accounting and report all read from it.
+A mechanism is a *specification*: public, frozen, without tensors. The state of a run (draws, noise that later steps
+need) is made from it, and is never written to a disk.
 
 A new mechanism is one file beside this one and one line in `dpllm.mechanism.catalogue`.
 """
@@ -27,9 +27,9 @@ class Sampler(Protocol):
     """Draws the units of each step."""
 
     def steps(self, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-        """Yield the units of one step after the other, in rising order, without end.
+        """Yield the units of each step, in rising order, without end.
 
-        One iterator serves one run, or one resume; it is never begun again within it.
+        A run, or a resume, uses one iterator and never restarts it.
 
         Args:
             rng: `dpllm.mechanism.sampling.secret_rng`.
@@ -38,7 +38,7 @@ class Sampler(Protocol):
 
 
 class Clipping(Protocol):
-    """Bounds what one unit adds to the sum of a step."""
+    """Bounds the contribution of one unit to the sum of a step."""
 
     kind: ClassVar[str]
 
@@ -60,7 +60,7 @@ class Clipping(Protocol):
 
         Args:
             norm_GU: (G, U) l2 norms, rounded up, finite. A unit whose gradient is not finite gets the factor 0
-                elsewhere.
+                from the caller.
 
         Returns:
             (G, U) factors, at least 0, under which the norm over all groups is at most ``sensitivity("zero-out")``.
@@ -100,7 +100,7 @@ class NoiseStream(Protocol):
     """The noise of a run, from its start or resume onwards; never written to a disk."""
 
     def begin(self, step: int) -> None:
-        """Begin the noise of a step, counted from the start or resume; each step once, in order."""
+        """Begin the noise of a step, counted from the start or resume; called once per step, in order."""
         ...
 
     def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
@@ -117,12 +117,12 @@ class NoiseStream(Protocol):
 
 
 class Noise(Protocol):
-    """How the noise of the steps hangs together, and with it how units must be drawn."""
+    """The correlation of the noise of different steps, and the sampling that it requires."""
 
     kind: ClassVar[str]
 
     def sampler(self, draw: Draw) -> Sampler:
-        """Return the sampler that the accounting is for.
+        """Return the sampler for which the accounting holds.
 
         Raises:
             ValueError: there is no accounting for this draw.
@@ -130,7 +130,7 @@ class Noise(Protocol):
         ...
 
     def event(self, draw: Draw, noise_multiplier: float, clip_norm: float) -> Event:
-        """Return what a step is charged as.
+        """Return the event that a step is charged with.
 
         Raises:
             ValueError: there is no accounting for this draw.
@@ -138,14 +138,14 @@ class Noise(Protocol):
         ...
 
     def variance(self, step: int, num_steps: int) -> float:
-        """Return the variance of the noise of a step over (σC)², counted from the start or resume."""
+        """Return the variance of a step's noise, divided by (σC)²; steps count from the start or resume."""
         ...
 
     def stream(self, generator: NormalGenerator, num_steps: int) -> NoiseStream:
         """Return the noise of a run, or of a resume.
 
         Args:
-            generator: of this process, its stream independent of the others'.
+            generator: that of this process, independent of the other processes.
             num_steps: T of the plan.
         """
         ...
@@ -154,34 +154,34 @@ class Noise(Protocol):
         """Return how a step is drawn, for the report: "in each step ...".
 
         Args:
-            draw: what is drawn from.
-            drawn: what is drawn: "record", "user" or "row".
+            draw: the numbers of the draw.
+            drawn: the word for a drawn item: "record", "user" or "row".
         """
         ...
 
     def words(self) -> str:
-        """Return which noise is added, for the report: "Gaussian noise ..."."""
+        """Return the description of the noise, for the report: "Gaussian noise ..."."""
         ...
 
     def ensured(self, draw: Draw, drawn: str, noise_stddev: float) -> list[tuple[str, str]]:
-        """Return what the accounting assumes of sampling and noise, and for each how the run ensures it."""
+        """Return the accounting's assumptions on sampling and noise, and how the run ensures each."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """What a step draws from, in public numbers."""
+    """The public numbers of a draw."""
 
     num_units: int
     """N."""
     population: int
-    """What there is to draw: N units, or their rows."""
+    """The size of the population: N units, or their rows."""
     expected_batch_size: int
     """b."""
     max_batch_size: int
     """B_max."""
     rows_per_unit: int | None = None
-    """k where the rows of a unit are drawn, and clipped, each by itself; None where units are drawn."""
+    """k if the rows of a unit are drawn and clipped separately; None if units are drawn."""
 
     @property
     def sampling_rate(self) -> float:
@@ -217,16 +217,16 @@ class Spec:
         raise ValueError(f"a word, or a mapping with kind and its options, is needed, got {value!r}")
 
     def to_plain(self) -> str | dict[str, Any]:
-        """Return what `of` takes."""
+        """Return the value that `of` accepts."""
         return {"kind": self.kind, **dict(self.options)} if self.options else self.kind
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A sampler, a clipping and a noise that have an accounting together.
+    """A sampler, a clipping and a noise for whose combination there is an accounting.
 
     Raises:
-        ValueError: they have none.
+        ValueError: there is no accounting for them.
     """
 
     draw: Draw
@@ -242,18 +242,18 @@ class Mechanism:
         if not math.isclose(self.clipping.sensitivity("zero-out"), self.clipping.clip_norm):
             raise ValueError(
                 f"clipping {self.clipping.kind!r} lets one unit change the sum by "
-                f"{self.clipping.sensitivity('zero-out'):g}, and the noise is scaled to clip_norm="
-                f"{self.clipping.clip_norm:g}. Let the sensitivity be the clip norm"
+                f"{self.clipping.sensitivity('zero-out'):g}, but the noise is scaled to clip_norm="
+                f"{self.clipping.clip_norm:g}. Make the sensitivity equal to the clip norm"
             )
 
     @property
     def sampler(self) -> Sampler:
-        """Who draws."""
+        """The sampler of the units."""
         return self.noise.sampler(self.draw)
 
     @property
     def event(self) -> Event:
-        """What each step is charged as."""
+        """The event that each step is charged with."""
         return self.noise.event(self.draw, self.noise_multiplier, self.clipping.clip_norm)
 
     @property
@@ -262,5 +262,5 @@ class Mechanism:
         return self.noise_multiplier * self.clipping.clip_norm
 
     def history(self, num_steps: int) -> list[tuple[Event, int]]:
-        """Return what so many steps from a start onwards are charged as."""
+        """Return the charge of ``num_steps`` steps from a start onwards."""
         return [(self.event, num_steps)]

@@ -1,19 +1,20 @@
-"""Privacy loss distributions of one step, and of the same step taken many times.
+"""Privacy loss distributions of one step, and of the composition of many equal steps.
 
-Place in the flow: below accounting, which knows steps and histories; here are only numbers. The definitions and the
-discretization are those of the library dp_accounting, and tests hold the two to the same results; its distribution of a
-truncated step inverts the privacy loss number by number and then convolves complex arrays, which takes seconds where σ
-is small. Here whole grids are inverted at once, tails too small to matter are cut, and the convolution is a real one.
+Place in the flow: below accounting, which handles steps and histories; this module handles only numbers. The
+definitions and the discretization are those of the library dp_accounting, and tests check that the results agree. That
+library's distribution of a truncated step inverts the privacy loss number by number and then convolves complex arrays,
+which takes seconds if σ is small. Here whole grids are inverted at once, negligible tails are cut, and the convolution
+is real.
 
-A distribution is always a pair's: outcomes under P, with the loss log(P/Q) on a grid. Rounding is upwards throughout:
-"connect the dots" (Doroshenko et al., arXiv:2207.04380) gives the grid masses that keep the δ of every grid point exact
-and of everything between them larger; a cut upper tail becomes an infinite loss, a cut lower tail moves up.
+A distribution belongs to a pair (P, Q): outcomes under P, with the loss log(P/Q) on a grid. All rounding is upwards.
+"Connect the dots" (Doroshenko et al., arXiv:2207.04380) gives grid masses that keep δ exact at every grid point and
+make it larger between them. A cut upper tail becomes an infinite loss; a cut lower tail moves up.
 
-Tiny δ. The Fourier transform of a distribution rounds at 2**-53 of its whole mass, and raising it to the power T makes
-that T times as much: over 10**5 steps a δ of 10**-10 drowns in it, and what comes out is no upper bound any more. So
-the masses are first tilted, multiplied by exp(θ loss) / M(θ) with the θ that moves their mean to the ε in question; the
-sum of T tilted losses is the tilted sum. Rounding then errs by T 2**-50 of the tilted mass, which tilted back is
-T 2**-50 of the Chernoff bound of δ: relative to δ itself, however small it is.
+Tiny δ. The Fourier transform of a distribution has a rounding error of 2**-53 of the whole mass, and the power T
+multiplies it by T. Over 10**5 steps this error hides a δ of 10**-10, and the result is no longer an upper bound. So the
+masses are first tilted: multiplied by exp(θ loss) / M(θ), with the θ that moves their mean to the given ε. The sum of T
+tilted losses is the tilted sum. The rounding error is then T 2**-50 of the tilted mass. Tilted back, it is T 2**-50 of
+the Chernoff bound of δ: an error relative to δ, for every size of δ.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ REVERSE = {
 }
 
 STEP_TAIL = 1e-22
-"""δ per step that cutting the upper tail may cost."""
+"""The largest δ per step that cutting the upper tail may cost."""
 
 _COMPOSED_TAIL = 1e-15  # tilted mass outside the window of a composition
 _STEP_ROUNDING = 2.0**-50  # error per step, of the tilted mass; see `Composition`
@@ -48,7 +49,7 @@ class LossPmf:
     """Masses of privacy losses on a grid."""
 
     width: float
-    """Distance of two grid points."""
+    """The distance between two grid points."""
     lowest: int
     """The first grid point, in widths."""
     masses: NDArray[np.float64]
@@ -58,7 +59,7 @@ class LossPmf:
 
     @property
     def losses(self) -> NDArray[np.float64]:
-        """(n,): the grid points."""
+        """Return (n,): the grid points."""
         return self.width * np.arange(self.lowest, self.lowest + len(self.masses), dtype=np.float64)
 
 
@@ -77,14 +78,14 @@ def sampled_gaussian(
     Args:
         noise_multiplier: σ > 0.
         sampling_rate: q, above 0 and at most 1.
-        pair: which of the three.
-        width: distance of two grid points.
-        weight: the weight with which the result will enter a mixture; the smaller, the earlier its tails are cut.
+        pair: one of the three.
+        width: the distance between two grid points.
+        weight: the weight of the result in a later mixture; a smaller weight cuts the tails earlier.
     """
     mechanism = GaussianPrivacyLoss(noise_multiplier, sampling_prob=sampling_rate, adjacency_type=pair)
     reverse = GaussianPrivacyLoss(noise_multiplier, sampling_prob=sampling_rate, adjacency_type=REVERSE[pair])
     highest = math.ceil(_tail_start(mechanism, STEP_TAIL / weight, width) / width)
-    # Of the losses below -(L + 1), P has no more than the reversed pair has δ at L.
+    # The mass under P of losses below -(L + 1) is at most the δ of the reversed pair at L.
     lowest = min(highest - 1, math.floor(-(_tail_start(reverse, STEP_TAIL / weight, width) + 1) / width))
     lowest = max(lowest, math.floor(mechanism.connect_dots_bounds().epsilon_lower / width))
     losses = np.arange(lowest, highest + 1) * width
@@ -100,7 +101,7 @@ def sampled_gaussian(
         arsinh = np.logaddexp(0.5 * np.logaddexp(0, 2 * log_sinh), log_sinh)
         outcome = -np.sign(losses) * variance * (arsinh + half)
     else:
-        # Beyond its largest loss, -log(1-q), ADD has no δ left; below its smallest, log(1-q), REMOVE has 1 - exp(l).
+        # Above its largest loss, -log(1-q), ADD has δ = 0; below its smallest, log(1-q), REMOVE has δ = 1 - exp(l).
         toward = losses if pair is AdjacencyType.REMOVE else -losses
         inside = toward > log_rest
         if pair is AdjacencyType.REMOVE:
@@ -114,7 +115,7 @@ def sampled_gaussian(
 
 
 def _tail_start(mechanism: GaussianPrivacyLoss, tail: float, width: float) -> float:
-    """Return a loss L, within 0.1 % or a grid step, from which on the pair's δ is at most `tail`."""
+    """Return a loss L, within 0.1 % or a grid step, above which the pair's δ is at most `tail`."""
     low, high = 0.0, max(float(mechanism.connect_dots_bounds().epsilon_upper), width)
     while high - low > max(1e-3 * high, width):
         middle = (low + high) / 2
@@ -134,7 +135,7 @@ def _connect_the_dots(deltas: NDArray[np.float64], lowest: int, width: float) ->
 
 
 def mixture(first: LossPmf, second: LossPmf, weight: float) -> LossPmf:
-    """Return weight * first + (1 - weight) * second, for a choice between the two that everybody may know."""
+    """Return weight * first + (1 - weight) * second, for a public choice between the two."""
     lowest = min(first.lowest, second.lowest)
     end = max(first.lowest + len(first.masses), second.lowest + len(second.masses))
     masses = np.zeros(end - lowest)
@@ -149,22 +150,22 @@ def sampled_rows(
 ) -> LossPmf:
     """Return the loss distribution of one pair of a Gaussian sum over rows, of which one unit has up to k.
 
-    Each of the unit's k rows is drawn with probability q by itself and clipped by itself, so the sum moves by at most
-    the number of them that were drawn (Charles et al., arXiv:2407.07737, example-level sampling; Choquette-Choo et al.,
+    Each of the unit's k rows is drawn with probability q and clipped, separately from the others, so the sum changes by
+    at most the number of rows drawn (Charles et al., arXiv:2407.07737, example-level sampling; Choquette-Choo et al.,
     arXiv:2310.15526, for sums of vectors). With b_j = P[Binomial(k, q) = j] and
     l(x) = log sum_j b_j exp((j x - j²/2)/σ²):
 
     * REMOVE: sum_j b_j N(j, σ²) against N(0, σ²), loss l(x);
     * ADD: N(0, σ²) against the mixture, loss -l(x).
 
-    Components so rare that they don't matter are left out of the mixture, and count as an infinite loss of REMOVE.
+    Negligibly rare components are left out of the mixture, and count as an infinite loss of REMOVE.
 
     Args:
         noise_multiplier: σ > 0.
         sampling_rate: q of a row, above 0 and at most 1.
         rows_per_unit: k >= 1.
-        pair: REMOVE or ADD; for replacing there is none.
-        width: distance of two grid points.
+        pair: REMOVE or ADD; there is no pair for replacing.
+        width: the distance between two grid points.
     """
     if pair is AdjacencyType.REPLACE:
         raise ValueError("no pair is known for replacing a unit of several rows; use twice that of removing one")
@@ -173,7 +174,7 @@ def sampled_rows(
     dropped = float(stats.binom.sf(counts[kept][-1], rows_per_unit, sampling_rate))
     mixed = _Mixture(noise_multiplier, counts[kept], stats.binom.logpmf(counts[kept], rows_per_unit, sampling_rate))
     highest = math.ceil(_last_above(lambda loss: mixed.delta(loss, pair) > STEP_TAIL, width) / width)
-    # Of the losses below -(L + 1), P has no more than the reversed pair has δ at L.
+    # The mass under P of losses below -(L + 1) is at most the δ of the reversed pair at L.
     reverse = _last_above(lambda loss: mixed.delta(loss, REVERSE[pair]) > STEP_TAIL, width)
     lowest = min(highest - 1, math.floor(-(reverse + 1) / width))
     if pair is AdjacencyType.REMOVE and math.isfinite(mixed.least):
@@ -190,7 +191,7 @@ class _Mixture:
     def __init__(self, noise_multiplier: float, means: NDArray[np.int64], log_weights: NDArray[np.float64]) -> None:
         self.sigma, self.means, self.log_weights = noise_multiplier, means, log_weights
         self.least = float(log_weights[0]) if means[0] == 0 else -math.inf
-        """The loss is above this everywhere."""
+        """A lower bound of the loss."""
 
     def delta(self, loss: NDArray[np.float64] | float, pair: AdjacencyType) -> NDArray[np.float64]:
         """Return the δ of the pair at each loss (n,)."""
@@ -215,8 +216,8 @@ class _Mixture:
         """Return the outcome at which the loss is the given one, by Newton's method.
 
         The loss rises with the outcome and is convex. Leaving out all components but 0 and j gives a lower bound of it
-        that can be inverted; the least of these outcomes lies above the one that is wanted, and from there the steps
-        of a convex function never overshoot.
+        that can be inverted. The least of these outcomes is above the solution, and from there Newton steps on a convex
+        function never overshoot.
         """
         variance = self.sigma**2
         rest = loss if self.least == -math.inf else loss + np.log(-np.expm1(self.least - loss))
@@ -239,7 +240,7 @@ class _Mixture:
 
 
 def _last_above(is_above: Callable[[float], Any], width: float) -> float:
-    """Return a loss, within 0.1 % or a grid step, from which on a δ that falls is no longer above a bound."""
+    """Return a loss, within 0.1 % or a grid step, above which a decreasing δ no longer exceeds a bound."""
     low, high = 0.0, 1.0
     while np.all(is_above(high)):
         low, high = high, 2 * high
@@ -253,16 +254,16 @@ def _last_above(is_above: Callable[[float], Any], width: float) -> float:
 class Composition:
     """The sum of independent losses on a grid, tilted by exp(θ loss).
 
-    The mass of loss l is ``masses * exp(log_scale - tilt * l)``. It is meant for the losses around the ε that θ was
-    chosen for; anywhere else `delta` is an upper bound all the same.
+    The mass of loss l is ``masses * exp(log_scale - tilt * l)``. It is accurate for losses near the ε for which θ was
+    chosen; for others, `delta` is still an upper bound.
 
     Rounding. δ is a sum of tilted masses with weights of at most exp(log_scale - θ ε). Against the same in extended
     precision, such sums were off by at most 1.7 T 2**-53 of that over 36 settings without tilt, T from 410 to 10**6,
-    and by less with it (tests hold both); `delta` adds T 2**-50.
+    and by less with tilt (tests check both); `delta` adds T 2**-50.
     """
 
     width: float
-    """Distance of two grid points."""
+    """The distance between two grid points."""
     lowest: int
     """The first grid point, in widths."""
     masses: NDArray[np.float64]
@@ -285,7 +286,7 @@ class Composition:
         value = 0.0
         if index < len(above):
             value = above[index]
-            if epsilon - reference < 600:  # else exp would overflow, and what is left out only lowers δ
+            if epsilon - reference < 600:  # otherwise exp would overflow; the omitted term only lowers δ
                 value -= weighted[index] * math.exp(epsilon - reference)
         scale = math.exp(min(700.0, self.log_scale - self.tilt * reference))
         slack = self.rounding * math.exp(min(700.0, self.log_scale - self.tilt * epsilon))
@@ -293,7 +294,7 @@ class Composition:
 
     @cached_property
     def _tails(self) -> tuple[int, float, NDArray[np.float64], NDArray[np.float64]]:
-        """Sums of the masses from each grid point upwards, plain and times exp(-loss), relative to a reference loss."""
+        """Return sums of masses from each grid point upwards, plain and times exp(-loss), from a reference loss."""
         losses = (self.lowest + np.arange(len(self.masses))) * self.width
         reference = float(losses[len(losses) // 2])
         # Far below the reference, tilting back would overflow.
@@ -310,11 +311,11 @@ Parts = Sequence[tuple[LossPmf, int]]
 def compose(parts: Parts, tilt: float = 0.0) -> Composition:
     """Return the distribution of the sum of independent losses, `count` of each part.
 
-    By one real Fourier transform for all of them. What lies above the Chernoff bounds becomes an infinite loss.
+    Uses one real Fourier transform for all of them. The mass above the Chernoff bounds becomes an infinite loss.
 
     Args:
-        parts: distributions on one grid, and how often each is added.
-        tilt: θ >= 0; `tilt_for` chooses one. Any is valid.
+        parts: distributions on one grid, and the count of each.
+        tilt: θ >= 0; `tilt_for` chooses one. Every value is valid.
     """
     tilted, log_scale, log_finite, total = [], 0.0, 0.0, 0
     for pmf, count in parts:
@@ -349,9 +350,9 @@ def _power(spectrum: NDArray[np.complex128], count: int) -> NDArray[np.complex12
 
 
 def tilt_for(parts: Parts, *, delta: float | None = None, epsilon: float | None = None) -> float:
-    """Return about the θ of the best Chernoff bound, for the ε of a δ or for the δ of an ε.
+    """Return approximately the θ of the best Chernoff bound, for the ε of a δ or for the δ of an ε.
 
-    log δ <= log M(θ) - θ ε for every θ >= 0. No θ is wrong; one far from the best gives a looser result.
+    log δ <= log M(θ) - θ ε for every θ >= 0. Every θ is valid; a θ far from the best gives a looser result.
     """
     with np.errstate(divide="ignore"):
         logs = [(pmf.losses, np.log(pmf.masses), count) for pmf, count in parts]
@@ -372,14 +373,14 @@ def _composed_bounds(parts: Sequence[tuple[NDArray[np.float64], int]]) -> tuple[
     """Return the first and the last index of the composition that matter, by Chernoff's bound.
 
     For any order t: P[sum >= k] <= exp(sum of count * log E[exp(t X)] - t k), and likewise below. Any set of orders is
-    valid; these lie around the one that is best for a normal distribution of the same variance.
+    valid; these are near the best order for a normal distribution of the same variance.
     """
     first, last = 0, sum((len(masses) - 1) * count for masses, count in parts)
     budget = math.log(2 / _COMPOSED_TAIL)
     variance, longest, logs = 0.0, 0, []
     for masses, count in parts:
         index = np.arange(len(masses), dtype=np.float64)
-        mean = float((masses * index).sum())  # the tilted masses come to one
+        mean = float((masses * index).sum())  # the tilted masses sum to one
         variance += count * float((masses * (index - mean) ** 2).sum())
         longest = max(longest, len(masses))
         with np.errstate(divide="ignore"):
@@ -397,6 +398,6 @@ def _composed_bounds(parts: Sequence[tuple[NDArray[np.float64], int]]) -> tuple[
 
 
 def _log_moment(exponents: NDArray[np.float64]) -> float:
-    """Return log sum exp, rounded up: terms that don't matter are raised to where exp is fast."""
+    """Return log sum exp, rounded up: negligible terms are raised to a range where exp is fast."""
     largest = float(exponents.max())
     return math.log(float(np.exp(np.maximum(exponents - largest, -600.0)).sum())) + largest

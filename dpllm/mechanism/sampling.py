@@ -1,4 +1,4 @@
-"""Which units take part in a step: truncated Poisson sampling.
+"""The choice of the units of a step: truncated Poisson sampling.
 
 Place in the flow: the sampler is made from the plan and draws once per step over all units. Each unit enters a step
 independently with probability q; when more than `max_batch_size` enter, a uniform subset of that size stays
@@ -22,7 +22,7 @@ _ENTROPY_BYTES = 32
 class TruncatedPoissonSampler:
     """Draws the units of a step.
 
-    The fields are public; the draws are secret, and so is the generator they come from.
+    The fields are public; the draws and their generator are secret.
 
     Raises:
         ValueError: a field is out of range.
@@ -33,11 +33,11 @@ class TruncatedPoissonSampler:
     """
 
     num_units: int
-    """N, all units there are."""
+    """N, the number of all units."""
     sampling_rate: float
     """q, the probability that a unit enters a step."""
     max_batch_size: int
-    """B_max, the units that stay at most."""
+    """B_max, the largest number of units in a step."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -49,7 +49,7 @@ class TruncatedPoissonSampler:
             raise ValueError(f"max_batch_size must be at least 1, got {self.max_batch_size}")
 
     def draw(self, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Return the units of one step, in rising order; there may be none, and the step is taken all the same.
+        """Return the units of one step, in rising order; there may be none, and the step is still taken.
 
         A uniform subset of a uniform subset is a uniform subset, so one draw of min(Binomial(N, q), B_max) units
         without replacement is the truncated Poisson sample. Costs O(qN) time and memory.
@@ -61,18 +61,18 @@ class TruncatedPoissonSampler:
         return np.sort(rng.choice(self.num_units, size=size, replace=False, shuffle=False)).astype(np.int64)
 
     def steps(self, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-        """Yield the units of one step after the other, each drawn independently of the others, without end."""
+        """Yield the units of each step, drawn independently of the other steps, without end."""
         while True:
             yield self.draw(rng)
 
 
 def secret_rng() -> np.random.Generator:
-    """Return a generator started from 256 bits of the operating system's entropy, which are kept nowhere."""
+    """Return a generator seeded from 256 bits of the operating system's entropy, which are not stored."""
     return seeded_rng(int.from_bytes(secrets.token_bytes(_ENTROPY_BYTES), "little"))
 
 
 def seeded_rng(seed: int) -> np.random.Generator:
-    """Return a generator that always gives the same draws. For tests: who knows the seed knows the sample."""
+    """Return a generator that always gives the same draws. Only for tests: the seed reveals the sample."""
     # The default pool of a SeedSequence holds 128 bits; eight words hold all 256.
     return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(seed, pool_size=8)))
 
@@ -80,7 +80,7 @@ def seeded_rng(seed: int) -> np.random.Generator:
 def default_max_batch_size(expected_batch_size: int, num_units: int | None = None) -> int:
     """Return ceil(b + 7 sqrt(b)), and no more than there are units.
 
-    Seven standard deviations of the Poisson batch size: truncation is then so rare that it hardly shows in ε.
+    Seven standard deviations of the Poisson batch size: truncation is then so rare that it hardly changes ε.
 
     >>> default_max_batch_size(1024)
     1248

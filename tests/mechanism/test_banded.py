@@ -57,7 +57,7 @@ def test_the_error_of_prefix_sums_is_that_of_the_dense_matrix(bands):
 
 @pytest.mark.parametrize(("bands", "num_steps"), [(1, 1), (1, 9), (2, 1), (3, 7), (4, 410), (9, 5), (16, 40)])
 def test_columns_have_norm_one_at_most_and_those_of_a_unit_share_no_row(bands, num_steps):
-    """What the privacy rests on: a unit's steps are b apart, so that its columns are orthogonal."""
+    """The privacy depends on this: a unit's steps are b apart, so that its columns are orthogonal."""
     dense = matrix(bands, num_steps)
     assert (np.linalg.norm(dense, axis=0) <= 1 + 1e-12).all()
     gram = dense.T @ dense
@@ -118,7 +118,7 @@ def released(bands, num_steps, entries=4, stddev=1.0, seed=0):
 
 @pytest.mark.parametrize("bands", [2, 4, 8])
 def test_the_stream_is_the_inverse_of_the_strategy(bands):
-    """M times what was released is independent noise: equal to the numbers drawn, to rounding."""
+    """M times the released noise is independent noise, equal to the numbers drawn up to rounding."""
     noise = released(bands, 30, entries=5, stddev=0.5, seed=7)
     generator = NoiseSource(seed=7)
     drawn = np.stack([generator.normal_like(torch.zeros(5, dtype=torch.float64)).numpy() for _ in range(30)])
@@ -166,7 +166,7 @@ def test_noise_out_of_order_twice_or_left_out_is_refused():
 
 
 def test_slices_of_processes_have_streams_of_their_own():
-    """Each process keeps the past of its own slice alone."""
+    """Each process keeps only the past of its own slice."""
     summed = []
     streams = [BandedStream(NoiseSource(seed=4, stream=rank), coefficients(4, 9)) for rank in range(3)]
     for step in range(5):
@@ -225,7 +225,7 @@ def test_a_number_of_bands_that_is_none_is_refused(bands):
 def test_groups_smaller_than_a_batch_and_single_rows_are_refused():
     """There is no accounting for them."""
     draw = Draw(num_units=100, population=100, expected_batch_size=30, max_batch_size=60)
-    with pytest.raises(ValueError, match="take 3 bands at most"):
+    with pytest.raises(ValueError, match="take at most 3 bands"):
         BandedNoise(4).sampler(draw)
     rows = Draw(num_units=100, population=300, expected_batch_size=30, max_batch_size=300, rows_per_unit=3)
     with pytest.raises(ValueError, match="no accounting where rows are drawn singly"):

@@ -1,4 +1,4 @@
-"""What recipes name is made or refused by name, and what ledgers hold is read back as it was written."""
+"""Parts named in recipes are created or refused by name, and events in ledgers are read back as written."""
 
 import pytest
 
@@ -16,7 +16,7 @@ STEPS = [
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.kind)
 def test_events_are_read_back(step):
-    """Equal, and hashed alike, so that equal steps are counted together."""
+    """Equal, with equal hashes, so that equal steps are counted together."""
     again = from_fields(to_fields(step))
     assert again == step and hash(again) == hash(step) and type(again) is type(step)
 
@@ -51,7 +51,7 @@ def test_specifications_are_written_as_they_were_given(value):
 
 @pytest.mark.parametrize("value", [None, 3, {"bands": 4}, {"kind": 3}, ["banded"]])
 def test_what_names_no_kind_is_refused(value):
-    """With what is needed."""
+    """The error says which values are valid."""
     with pytest.raises(ValueError, match="a word, or a mapping with kind"):
         Spec.of(value)
 
@@ -62,10 +62,10 @@ def test_what_names_no_kind_is_refused(value):
         ("adaptve", "clipping must be one of flat, automatic, got 'adaptve'"),
         (
             {"kind": "automatic", "stabilty": 1},
-            "clipping.stabilty is no option of 'automatic'; its options are stability",
+            "clipping.stabilty is not an option of 'automatic'; its options are stability",
         ),
-        ({"kind": "flat", "stability": 1}, "clipping.stability is no option of 'flat'; it has no options"),
-        ({"kind": "flat", "clip_norm": 1}, "clipping.clip_norm is no option"),
+        ({"kind": "flat", "stability": 1}, "clipping.stability is not an option of 'flat'; it has no options"),
+        ({"kind": "flat", "clip_norm": 1}, "clipping.clip_norm is not an option"),
     ],
 )
 def test_wrong_clippings_are_refused_by_name(value, text):

@@ -9,7 +9,7 @@ from dpllm.mechanism.generators import NoiseSource
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_noise_is_gaussian_with_the_given_deviation(dtype):
-    """Kolmogorov-Smirnov against N(0, stddev^2), with a fixed seed so that the test can't flicker."""
+    """Kolmogorov-Smirnov against N(0, stddev^2), with a fixed seed so that the test cannot flicker."""
     grad = torch.zeros(100, 1000, dtype=dtype)
     NoiseSource(seed=1).add_(grad, 3.0)
     assert stats.kstest(grad.flatten().numpy(), "norm", args=(0, 3.0)).pvalue > 1e-3
@@ -45,7 +45,7 @@ def test_fresh_entropy_does_not_follow_torch_seeds():
 
 
 def test_a_seed_repeats_the_noise():
-    """For tests alone; the report then says so."""
+    """Only for tests; the report then says so."""
     draws = [torch.zeros(100), torch.zeros(100)]
     for draw in draws:
         NoiseSource(seed=5).add_(draw, 1.0)
@@ -54,7 +54,7 @@ def test_a_seed_repeats_the_noise():
 
 @pytest.mark.parametrize("block", [1, 7, 1000])
 def test_every_entry_has_noise_of_its_own_whatever_the_block(monkeypatch, block):
-    """What is drawn a block at a time is never used twice, reaches every entry, and has the right deviation."""
+    """Numbers drawn a block at a time are never used twice, reach every entry, and have the right deviation."""
     monkeypatch.setattr("dpllm.mechanism.generators._BLOCK", block)
     for source in (NoiseSource(), NoiseSource(seed=2)):
         grad = torch.zeros(30, 100, dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_no_noise_at_zero_deviation():
 
 
 def test_low_precision_is_refused():
-    """Noise drawn or added in bfloat16 isn't the noise that was accounted for."""
+    """Noise drawn or added in bfloat16 is not the noise that was accounted for."""
     with pytest.raises(ValueError, match="added in float32"):
         NoiseSource().add_(torch.zeros(3, dtype=torch.bfloat16), 1.0)
 

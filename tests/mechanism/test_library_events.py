@@ -1,4 +1,4 @@
-"""Events of dp_accounting are accounted for as what they are, or refused by name."""
+"""Events of dp_accounting are converted to the same event, or refused by name."""
 
 import dp_accounting
 import pytest
@@ -42,7 +42,7 @@ def test_compositions_are_taken_apart():
 )
 def test_other_events_are_refused_by_name(event):
     """Never taken for something else."""
-    with pytest.raises(ValueError, match=f"{type(event).__name__} is no Gaussian sum"):
+    with pytest.raises(ValueError, match=f"{type(event).__name__} is not a Gaussian sum"):
         from_dp_event(event)
 
 

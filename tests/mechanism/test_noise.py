@@ -1,4 +1,4 @@
-"""Every entry of a sum gets the noise of exactly one process, whatever the shape and the number of processes."""
+"""Every entry of a sum gets the noise of exactly one process, for every shape and number of processes."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_the_slices_of_all_ranks_cover_every_entry_once(shape, size):
 
 
 def test_the_sum_over_ranks_has_the_variance_of_one_draw():
-    """σ²C² per entry however many processes add it up, Gaussian, on top of what the ranks hold."""
+    """σ²C² per entry for every number of processes, Gaussian, on top of the values that the ranks hold."""
     for size in (1, 2, 5):
         summed = torch.zeros(100, 1000)
         for rank in range(size):
@@ -48,7 +48,7 @@ def test_streams_of_a_seed_and_fresh_entropy_differ_between_ranks():
 
 
 def test_ranks_draw_in_any_shape():
-    """A scalar belongs to one of the ranks; a tensor whose entries can't be numbered in memory is refused."""
+    """A scalar belongs to one of the ranks; a tensor whose entries cannot be numbered in memory is refused."""
     scalar = torch.zeros(())
     for rank in range(3):
         IndependentStream(NoiseSource()).add_share_("w", scalar, 1.0, rank, 3)

@@ -101,7 +101,7 @@ def test_entropy_is_fresh_and_seeds_repeat() -> None:
     ],
 )
 def test_bad_sampler_is_refused(fields: tuple[int, float, int], match: str) -> None:
-    """A sampler that can't be is an error."""
+    """An impossible sampler is an error."""
     with pytest.raises(ValueError, match=match):
         TruncatedPoissonSampler(*fields)
 
