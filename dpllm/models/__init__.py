@@ -1,1 +1,1 @@
-"""Reading a pretrained model, refusing one that is not sound, and a loss per row."""
+"""Load a pretrained model, refuse an unsuitable one, and compute one loss per row."""

@@ -1,9 +1,9 @@
-"""The weights as a private run left them: a later save, and a later run in this process, know them again.
+"""The weights as a private run left them: a later save, and a later run in this process, can recognise them.
 
-Place in the flow: after the last step, whether the run ended, failed or was left there. A report speaks of the weights
-that the run ended with. People may change them afterwards, and that is covered where the change depends on nothing but
-what the run released; so a save of other weights is an open point. And another run that begins at a copy of them begins
-at an earlier run's release.
+Place in the flow: after the last step, whether the run ended, failed or was abandoned. A report describes the weights
+at the end of the run. Users may change them afterwards. The guarantee covers a change that depends only on the releases
+of the run, so a save of other weights is an open point. A run that begins at a copy of these weights begins at an
+earlier run's release.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dpllm.engines.processes import Processes
 from dpllm.privacy.identity import RunName
 from dpllm.privacy.ledger import LedgerError
 
-_FEWEST = 16  # entries of a tensor that is known again: shorter ones may be equal by chance
+_FEWEST = 16  # entries of a tensor that can be recognised: shorter ones may be equal by chance
 _LEFT: dict[tuple[tuple[int, ...], int], RunName] = {}
 """Shape and checksum of tensors that private runs of this process trained, with the run."""
 _GOING: weakref.WeakKeyDictionary[nn.Module, list[RunWeights]] = weakref.WeakKeyDictionary()
-"""Models that a run has begun to train, with the runs that have not ended: nobody says so when a loop is left."""
+"""Models that a run has begun to train, with the runs that have not ended: leaving a loop gives no signal."""
 
 
 def _sums(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -42,22 +42,22 @@ def _whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Param
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether an engine puts shards and whole tensors by turns where the parameters are."""
+    """Whether an engine alternates between shards and whole tensors in place of the parameters."""
     return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
         isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters()
     )
 
 
 class RunWeights:
-    """The weights of one run, from its start to what is saved after its end; nothing of those that are sharded.
+    """The weights of one run, from its start to saves after its end; sharded weights are not recorded.
 
     Attributes:
-        run: whose weights they are; None: it has no folder.
+        run: the run that trained the weights; None: it has no folder.
 
     Args:
         model: the module inside its engine's wrapper.
-        run: whose weights they are; None: it has no folder.
-        is_written: whether a trained parameter is now not as the last update left it; its owner is not kept alive.
+        run: the run that trains the weights; None: it has no folder.
+        is_written: returns whether a trained parameter now differs from the last update; its owner is not kept alive.
 
     >>> model = nn.Linear(8, 8)
     >>> weights = RunWeights(model, None)
@@ -70,20 +70,20 @@ class RunWeights:
     """
 
     def __init__(self, model: nn.Module, run: RunName | None, is_written: Callable[[], bool] | None = None) -> None:
-        """Take the weights that the run begins at."""
+        """Record the weights at the start of the run."""
         self.run, self._model = run, weakref.ref(model)
         self._is_written = None if is_written is None else weakref.WeakMethod(is_written)
         self._begun = _sums(_whole((n, p) for n, p in model.named_parameters() if p.requires_grad))
         self._ended: dict[str, int] | None = None
 
     def note_step(self) -> None:
-        """Know the weights again from now on, however the run ends; before its first step."""
+        """Recognise the weights from now on, however the run ends; called before its first step."""
         model = self._model()
         if model is not None and self.run is not None:
             _GOING.setdefault(model, []).append(self)
 
     def end(self) -> None:
-        """Take the weights that the run ends with; those that it trained are known again in this process."""
+        """Record the weights at the end of the run; those that it trained are recognised in this process."""
         model = self._model()
         if self._ended is not None or model is None:
             return
@@ -92,7 +92,7 @@ class RunWeights:
             _GOING[model].remove(self)
 
     def _leave(self, model: nn.Module) -> dict[str, int] | None:
-        """Note the present weights as left by this run, and return their sums; None of those that are sharded."""
+        """Note the current weights as left by this run, and return their checksums; None if they are sharded."""
         if _is_sharded(model):
             return None
         parameters = dict(model.named_parameters())
@@ -104,17 +104,17 @@ class RunWeights:
 
     @staticmethod
     def look_at_others(own: RunName | None) -> None:
-        """Note the present weights of all runs that have not ended, but one."""
+        """Note the current weights of all runs that have not ended, except one."""
         for model, going in list(_GOING.items()):
             for weights in going:
                 if weights.run != own:
                     weights._leave(model)
 
     def changed(self, model: nn.Module) -> list[str]:
-        """Return the parameters that are not as the run left them, by name; before its end, and of shards, none.
+        """Return the names of parameters that changed after the run's end; none before its end, or if sharded.
 
         Args:
-            model: that is about to be saved.
+            model: the model that is about to be saved.
         """
         if self._ended is None:
             return []
@@ -123,7 +123,7 @@ class RunWeights:
 
     @property
     def is_written(self) -> bool:
-        """Whether the run goes on, and a trained parameter is not as its last update left it; waits for the device."""
+        """Whether the run has not ended and a trained parameter differs from its last update; waits for the device."""
         method = None if self._is_written is None or self._ended is not None else self._is_written()
         return method is not None and method()
 
@@ -132,8 +132,8 @@ def earlier_run(model: Any, own: RunName | None) -> Path | None:
     """Return the folder of an earlier run of this process whose trained weights a model holds, if there is one.
 
     Args:
-        model: with its adapters; parameters that are sharded are not looked at.
-        own: the run that begins or goes on, whose own weights are none of an earlier run.
+        model: with its adapters; sharded parameters are skipped.
+        own: the run that begins or continues; its weights do not count as an earlier run's.
     """
     RunWeights.look_at_others(own)
     if not _LEFT or not isinstance(model, nn.Module):
@@ -144,10 +144,10 @@ def earlier_run(model: Any, own: RunName | None) -> Path | None:
 
 
 def sums_of_trained(model: nn.Module | None) -> dict[str, tuple[str, int]]:
-    """Return dtype and checksum of each trainable parameter, for the state beside saved weights; of shards, nothing.
+    """Return dtype and checksum of each trainable parameter, for the state beside saved weights; nothing if sharded.
 
     Args:
-        model: the module inside its engine's wrapper; None: none is attached.
+        model: the module inside its engine's wrapper; None: no model is attached.
     """
     if model is None or _is_sharded(model):
         return {}
@@ -160,11 +160,11 @@ def refuse_other_weights(model: nn.Module | None, saved: Mapping[str, Any], proc
 
     Args:
         model: as for `sums_of_trained`, with the weights that were loaded.
-        saved: `sums_of_trained` when they were saved; parameters whose dtype is another one now are passed over.
+        saved: `sums_of_trained` when they were saved; parameters whose dtype has changed are skipped.
         processes: of the run.
 
     Raises:
-        LedgerError: they are others; on every process.
+        LedgerError: they differ; raised on every process.
     """
     now = sums_of_trained(model) if saved else {}
     here = [
@@ -180,11 +180,11 @@ def refuse_other_weights(model: nn.Module | None, saved: Mapping[str, Any], proc
 
 
 def note_changes(weights: RunWeights | None, model: nn.Module, ledger: Any, processes: Processes) -> None:
-    """Append an open point where weights are saved that are not those of the run. Called by all processes together.
+    """Append an open point if the weights to be saved are not those of the run. Called by all processes together.
 
     Args:
-        weights: of the run; None: it was not attached.
-        model: that is about to be saved.
+        weights: of the run; None: no model was attached.
+        model: the model that is about to be saved.
         ledger: of the run.
         processes: of the run.
     """

@@ -1,8 +1,8 @@
 """The model and the tokenizer that a recipe names, ready to be trained.
 
-Place in the flow: beside the data. A model comes from the Hub, from a folder, or fresh from a configuration; then the
-recipe says what of it is trained: everything, LoRA factors, or everything but some frozen parameters. Whether each
-trainable part can be clipped exactly is checked later, where the hooks are attached.
+Place in the flow: beside the data. A model comes from the Hub, from a folder, or new from a configuration. The recipe
+then selects the trained parameters: all, LoRA factors, or all but some frozen ones. Attaching the hooks later checks
+that each trainable part can be clipped exactly.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CLASSES: dict[str, Any] = {
 PEFT_TASK = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "seq2seq_lm": "SEQ_2_SEQ_LM"}
 DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 
-# What transformers raises for a configuration from which no model can be built.
+# Exceptions of transformers for a configuration from which no model can be built.
 _UNBUILDABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, StrictDataclassError)
 
 
@@ -64,7 +64,7 @@ def load_tokenizer(model: ModelConfig, public_texts: Iterable[str] | None = None
         public_texts: public text, never private: a vocabulary reveals the words of its text.
 
     Raises:
-        ConfigError: it can't be loaded, none is named, or there is no public text to train one on.
+        ConfigError: it cannot be loaded, none is named, or there is no public text to train one on.
     """
     if model.tokenizer_vocab_size is not None:
         if public_texts is None:
@@ -76,14 +76,14 @@ def load_tokenizer(model: ModelConfig, public_texts: Iterable[str] | None = None
     name = model.tokenizer or model.name
     if name is None:
         raise ConfigError(
-            "a model made from model.config has no tokenizer of its own: give model.tokenizer (load one) or "
+            "a model made from model.config has no tokenizer: give model.tokenizer (load one) or "
             "model.tokenizer_vocab_size (train one on the public text)"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except MemoryError:
         raise
-    except Exception as error:  # any: tokenizers raises Exception itself for a file that it cannot read; all refuse
+    except Exception as error:  # any: tokenizers raises plain Exception for an unreadable file
         raise not_loaded("tokenizer", name, error) from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
@@ -116,8 +116,8 @@ def load_base_model(
     """Return the model without adapters, every parameter trainable.
 
     Raises:
-        ConfigError: it can't be loaded; an unknown key or a bad value in `model.config`; a classifier whose number of
-            classes is nowhere said; a vocabulary smaller than the tokenizer's; tied weights that can't be (un)tied.
+        ConfigError: it cannot be loaded; an unknown key or a bad value in `model.config`; a classifier without a
+            number of classes; a vocabulary smaller than the tokenizer's; tied weights that cannot be (un)tied.
     """
     labels: dict[str, int] = {}
     if model.task == "sequence_classification":
@@ -138,8 +138,8 @@ def load_base_model(
     rows = int(getattr(table, "ds_shape", table.shape)[0])  # ZeRO-3 keeps a partitioned table's shape there
     if rows < len(tokenizer):
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding only {rows}: use the model's own "
-            "tokenizer"
+            f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding has only {rows}: use the "
+            "model's own tokenizer"
         )
     align_padding(base, tokenizer)
     return base
@@ -152,7 +152,7 @@ def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedMod
 
     Args:
         model: the recipe's section.
-        num_labels: number of classes where `model.num_labels` is not given; None: two, to build it at all.
+        num_labels: number of classes if `model.num_labels` is not given; None: two, so that it can be built.
 
     Raises:
         ConfigError: no model can be built from the configuration, or the adapters or patterns do not fit it.
@@ -177,16 +177,16 @@ def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedMod
     except _UNBUILDABLE as error:
         raise ConfigError(
             f"no model for model.task={model.task} can be built from {where} ({type(error).__name__}: "
-            f"{one_line(error)}). Mend its sizes, or restore the file that belongs to the weights"
+            f"{one_line(error)}). Correct its sizes, or restore the file that belongs to the weights"
         ) from error
     with torch.device("meta"):
         return prepare_model(base, model)
 
 
 def _without_weights(task: str, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of a configuration on the meta device, also where DeepSpeed's ZeRO-3 is set up.
+    """Build the model of a configuration on the meta device, also if DeepSpeed's ZeRO-3 is set up.
 
-    transformers would spread its weights over the processes then, and on the meta device there are none.
+    transformers would then shard its weights over the processes, but the meta device has no weights.
     """
     kind = _CLASSES[task].get(type(config), None) if is_deepspeed_zero3_enabled() else None
     if kind is None:
@@ -195,7 +195,7 @@ def _without_weights(task: str, config: Any, dtype: torch.dtype) -> PreTrainedMo
 
 
 def config_arguments(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Return the model_type of ``model.config``, and a copy of its other keys, each of which the type knows.
+    """Return the model_type of ``model.config``, and a copy of its other keys, all valid for the type.
 
     Raises:
         ConfigError: an unknown model_type or key, with the nearest known one.
@@ -208,7 +208,7 @@ def config_arguments(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     try:
         default = AutoConfig.for_model(kind)
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"model.config: transformers knows no model_type {kind!r}") from error
+        raise ConfigError(f"model.config: transformers has no model_type {kind!r}") from error
     known = {*default.to_dict(), *default.attribute_map, "num_labels"}
     if default.is_encoder_decoder:
         known.add("decoder_start_token_id")
@@ -219,7 +219,7 @@ def config_arguments(model: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 
 def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel | PeftModel:
-    """Add the recipe's adapters and freeze what it freezes.
+    """Add the recipe's adapters and freeze its frozen parameters.
 
     Raises:
         ConfigError: an unknown LoRA argument, or one whose value would come from the private data; no module to adapt;
@@ -232,7 +232,7 @@ def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel 
         try:
             prepared = get_peft_model(base, config)
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-            raise ConfigError(f"model.peft doesn't fit this model: {one_line(error)}") from error
+            raise ConfigError(f"model.peft does not fit this model: {one_line(error)}") from error
     names = [name for name, _ in prepared.named_parameters()]
     for pattern in model.freeze:
         matched = set(fnmatch.filter(names, pattern))
@@ -289,7 +289,7 @@ def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels:
 
 
 def _set_tying(base: PreTrainedModel, model: ModelConfig) -> None:
-    """Make head and input embedding one tensor or two, as the recipe says; the function stays what it was."""
+    """Tie or untie head and input embedding, as the recipe says, without changing the model's function."""
     wanted = model.tie_word_embeddings
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -297,7 +297,7 @@ def _set_tying(base: PreTrainedModel, model: ModelConfig) -> None:
         return
     if wanted:
         raise ConfigError(
-            "model.tie_word_embeddings=true would throw away the head of this pretrained model, which is not tied: "
+            "model.tie_word_embeddings=true would discard the head of this pretrained model, which is not tied: "
             "leave it out"
         )
     if model.task != "causal_lm":

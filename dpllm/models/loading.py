@@ -1,8 +1,8 @@
-"""Reading a pretrained model from a folder or the Hub, and refusing one that is not what its configuration says.
+"""Load a pretrained model from a folder or the Hub, and refuse one that does not match its configuration.
 
-Place in the flow: below `dpllm.models.load`. transformers fills parts that a file of weights lacks with random numbers,
-and drops parts that the configuration lacks; both with a line in a log. Here they are errors, except for the new head
-of a classifier.
+Place in the flow: below `dpllm.models.load`. transformers fills parts that are missing from the weights with random
+numbers, and drops parts that are missing from the configuration; it only logs a line. Here both are errors, except for
+the new head of a classifier.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHOWN = 3
 
 
 def load_pretrained(auto: Any, name: str, new_head: bool, **options: Any) -> Any:
-    """Return ``auto.from_pretrained(name, **options)``, whole.
+    """Return ``auto.from_pretrained(name, **options)``, complete.
 
     Args:
         auto: a class of transformers, such as ``AutoModelForCausalLM``.
@@ -37,14 +37,14 @@ def load_pretrained(auto: Any, name: str, new_head: bool, **options: Any) -> Any
         model, info = auto.from_pretrained(name, output_loading_info=True, **options)
     except (torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception as error:  # any: damage is a SafetensorError, UnpicklingError, BadZipFile, ...; all refuse
+    except Exception as error:  # any: damage raises SafetensorError, UnpicklingError, BadZipFile, ...
         raise not_loaded("model", name, error) from error
     refuse_mismatch(model, info, name, new_head)
     return model
 
 
 def refuse_mismatch(model: nn.Module, info: Mapping[str, Any], name: str, new_head: bool) -> None:
-    """Refuse weights that are missing from a folder, or that its configuration has no place for.
+    """Refuse weights that are missing from a folder, or that its configuration does not contain.
 
     Args:
         model: as loaded.
@@ -66,7 +66,7 @@ def refuse_mismatch(model: nn.Module, info: Mapping[str, Any], name: str, new_he
         return [key for key in names if key.split(".")[0] in inside and ".pooler." not in f".{key}"]
 
     missing, unexpected = counts(info.get("missing_keys", ())), counts(info.get("unexpected_keys", ()))
-    # A head of another task that is left over is harmless; a layer that is left over is not.
+    # An unused head of another task is harmless; an unused layer is not.
     unexpected = [key for key in unexpected if key.split(".")[0] in inside and ".pooler." not in f".{key}"]
     mismatched = counts(info.get("mismatched_keys", ()))
     found = [
@@ -80,7 +80,7 @@ def refuse_mismatch(model: nn.Module, info: Mapping[str, Any], name: str, new_he
     ]
     if found:
         raise ConfigError(
-            f"the model {name!r} is not what its config.json says ({type(model).__name__}): {'; '.join(found)}. Give a "
+            f"the model {name!r} does not match its config.json ({type(model).__name__}): {'; '.join(found)}. Give a "
             "folder whose config.json belongs to its weights, or the task that it was saved for (model.task)"
         )
 
@@ -88,30 +88,30 @@ def refuse_mismatch(model: nn.Module, info: Mapping[str, Any], name: str, new_he
 def not_loaded(what: str, name: str, error: Exception) -> ConfigError:
     """Return the error for a model or tokenizer that cannot be read, with the reason in one line."""
     local = Path(name).is_dir()
-    offline = " (HF_HUB_OFFLINE is set: only what is already in the cache is found)" if HF_HUB_OFFLINE else ""
+    offline = " (HF_HUB_OFFLINE is set: only files in the cache are found)" if HF_HUB_OFFLINE else ""
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     if local:
         return ConfigError(
-            f"the {what} {name!r} can't be loaded: {kind}{one_line(error)}. Its files are damaged or do not belong "
+            f"the {what} {name!r} cannot be loaded: {kind}{one_line(error)}. Its files are damaged or do not belong "
             "together (config.json, weights, tokenizer files): copy the folder again"
         )
     return ConfigError(
-        f"the {what} {name!r} can't be loaded{offline}: {kind}{one_line(error)}. Give a local folder, or a Hub name "
+        f"the {what} {name!r} cannot be loaded{offline}: {kind}{one_line(error)}. Give a local folder, or a Hub name "
         "that can be reached"
     )
 
 
 def check_adapter_names(base: nn.Module, config: LoraConfig) -> None:
-    """Make sure that every module that LoRA names is in the model; peft passes over the others in silence.
+    """Make sure that every module that LoRA names is in the model; peft skips unknown names silently.
 
     Raises:
-        ConfigError: a name that no module ends in.
+        ConfigError: no module ends in a given name.
     """
     names = [name for name, _ in base.named_modules() if name]
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         wanted = getattr(config, key)
         if wanted is None or isinstance(wanted, str):
-            continue  # one text is "all-linear" or a pattern, which peft itself refuses when nothing fits
+            continue  # one text is "all-linear" or a pattern; peft itself refuses it without a match
         for module in wanted:
             if not any(name == module or name.endswith(f".{module}") for name in names):
                 last = {name.rsplit(".", 1)[-1] for name in names}

@@ -1,7 +1,7 @@
-"""One loss per row, normalised within the row alone.
+"""One loss per row, normalised only within the row.
 
-A loss divided by the number of tokens in the *batch* makes each row's gradient depend on the lengths of the others:
-clipping then no longer bounds what one unit changes. Every loss here returns (B,).
+A loss divided by the number of tokens in the *batch* makes each row's gradient depend on the lengths of the others.
+Clipping then no longer bounds the change by one unit. Every loss here returns (B,).
 
 Shape suffixes: B rows, T tokens, V vocabulary, K classes, M places (rows x tokens), N places with a target.
 """
@@ -23,14 +23,14 @@ _CHUNK_ENTRIES = 1 << 24  # of float32 logits that exist at a time: 64 MiB
 
 
 def take_labels(inputs: dict[str, Any]) -> Tensor:
-    """Take the labels out of what a collator returned; the rest are the model's inputs.
+    """Remove the labels from a collator's batch and return them; the other entries are the model's inputs.
 
     Raises:
         ConfigError: there are none.
     """
     if not isinstance(inputs.get("labels"), Tensor):
         raise ConfigError(
-            f"The collator returned {', '.join(inputs) or 'nothing'} and no labels, from which each row's loss is "
+            f"The collator returned {', '.join(inputs) or 'nothing'} but no labels, from which each row's loss is "
             'computed. Return a tensor "labels", rows first (for a causal language model the input_ids, with '
             f"{IGNORE} where there is no target), or leave data_collator out"
         )
@@ -39,7 +39,7 @@ def take_labels(inputs: dict[str, Any]) -> Tensor:
 
 
 def _token_mean(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
-    """(B,): cross-entropy averaged over each row's own targets; 0 for a row without any."""
+    """Return (B,): cross-entropy averaged over each row's own targets; 0 for a row without any."""
     is_target_BT = target_BT != IGNORE
     (place_N,) = torch.nonzero(is_target_BT.flatten(), as_tuple=True)
     loss_N = _CrossEntropy.apply(logits_BTV.flatten(0, 1), target_BT.flatten()[place_N], place_N)
@@ -50,8 +50,8 @@ def _token_mean(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     """-log softmax(logits[place])[target], (N,), a few places at a time.
 
-    Logits in float32, their softmax and its gradient each take twice what a bfloat16 model's logits do, for the whole
-    vocabulary. Here they exist for `_CHUNK_ENTRIES` entries at a time; masked places cost nothing.
+    Logits in float32, their softmax and its gradient each take twice the memory of a bfloat16 model's logits, for the
+    whole vocabulary. Here they exist for `_CHUNK_ENTRIES` entries at a time; masked places cost nothing.
     """
 
     @staticmethod
@@ -84,12 +84,12 @@ def _chunks(place_N: Tensor, vocabulary: int) -> Iterator[slice]:
 
 
 def _float(logits: Tensor) -> Tensor:
-    """At least float32: a softmax over a vocabulary in bfloat16 would lose the loss."""
+    """Return the logits in at least float32: a bfloat16 softmax over a vocabulary is too inaccurate for the loss."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def per_sequence_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Next-token cross-entropy of each row, averaged over its own unmasked targets.
+    """Return the next-token cross-entropy of each row, averaged over its own unmasked targets.
 
     Args:
         logits: (B, T, V); position t predicts token t + 1.
@@ -99,7 +99,7 @@ def per_sequence_loss(logits: Tensor, labels: Tensor) -> Tensor:
         (B,) float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: shapes that don't fit.
+        ValueError: shapes that do not fit.
 
     >>> per_sequence_loss(torch.zeros(2, 4, 10), torch.tensor([[1, 2, 3, 4], [1, 2, -100, -100]]))
     tensor([2.3026, 2.3026])
@@ -110,19 +110,19 @@ def per_sequence_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def packed_sequence_loss(logits: Tensor, labels: Tensor, cu_seq_lens: Tensor) -> Tensor:
-    """`per_sequence_loss` of rows that were laid end to end.
+    """Return `per_sequence_loss` of rows that were laid end to end.
 
     Args:
         logits: (1, N, V) for the N tokens of all rows.
         labels: (1, N) token ids with -100 where no loss is wanted. They are shifted here, within each row: its last
             token predicts nothing.
-        cu_seq_lens: (B + 1,) where each row begins, and at last N.
+        cu_seq_lens: (B + 1,) where each row begins, and finally N.
 
     Returns:
         (B,) float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: shapes that don't fit.
+        ValueError: shapes that do not fit.
 
     >>> labels, boundaries = torch.tensor([[1, 2, 3, 4, 1, 2]]), torch.tensor([0, 4, 6])
     >>> packed_sequence_loss(torch.zeros(1, 6, 10), labels, boundaries)
@@ -136,7 +136,7 @@ def packed_sequence_loss(logits: Tensor, labels: Tensor, cu_seq_lens: Tensor) ->
         )
     boundaries = cu_seq_lens.long()
     target_N = F.pad(labels[0, 1:], (0, 1), value=IGNORE).index_fill(0, boundaries[1:] - 1, IGNORE)
-    loss_N = _token_mean(logits[0, :, None], target_N[:, None])  # of one token each
+    loss_N = _token_mean(logits[0, :, None], target_N[:, None])  # one token each
     rows = torch.arange(len(boundaries) - 1, device=labels.device)
     row_N = torch.repeat_interleave(rows, boundaries.diff(), output_size=len(loss_N))
     total_B = loss_N.new_zeros(len(rows)).index_add(0, row_N, loss_N)
@@ -145,7 +145,7 @@ def packed_sequence_loss(logits: Tensor, labels: Tensor, cu_seq_lens: Tensor) ->
 
 
 def seq2seq_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each row of an encoder-decoder, whose labels are aligned with the logits (not shifted).
+    """Return the cross-entropy of each row of an encoder-decoder, with labels aligned to the logits, not shifted.
 
     Args:
         logits: (B, T, V).
@@ -159,7 +159,7 @@ def seq2seq_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each row's class.
+    """Return the cross-entropy of each row's class.
 
     Args:
         logits: (B, K).
@@ -179,6 +179,5 @@ def _check(logits: Tensor, labels: Tensor) -> None:
     if logits.ndim != 3 or labels.shape != logits.shape[:2]:
         raise ValueError(
             f"logits (B, T, V) and labels (B, T) are needed; they are {tuple(logits.shape)} and "
-            f"{tuple(labels.shape)}. Labels are as long as "
-            "the input and as the logits."
+            f"{tuple(labels.shape)}. Labels must have the length of the input and of the logits."
         )

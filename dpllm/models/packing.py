@@ -1,12 +1,11 @@
-"""Attention for packed rows: every row by itself, on any device.
+"""Attention for packed rows: every row separately, on any device.
 
-Place in the flow: beside the models. `dpllm.data.rows.PackedCollator` lays the rows of a microbatch end to end, and all
-of a transformer but its attention works on tokens one by one. The attention registered here, under the name
-`ATTENTION`, is told by ``cu_seq_lens_q`` where rows begin, cuts queries, keys and values into rows, and gives them to
-PyTorch's scaled dot product attention as a batch. It thus computes what ``flash_attention_2`` does with the same
-arguments, which needs the flash-attn package and a GPU. Both keep rows apart by never bringing them together. A mask
-over all N x N pairs, which transformers derives for its other implementations from ``position_ids``, multiplies by zero
-instead, and 0 * NaN is NaN.
+Place in the flow: beside the models. `dpllm.data.rows.PackedCollator` lays the rows of a microbatch end to end. Only
+the attention of a transformer combines tokens. The attention registered here, under the name `ATTENTION`, reads the row
+boundaries from ``cu_seq_lens_q``, cuts queries, keys and values into rows, and passes them to PyTorch's scaled dot
+product attention as a batch. The result equals that of ``flash_attention_2`` with the same arguments, which needs the
+flash-attn package and a GPU. Both separate rows by never combining them. For its other implementations, transformers
+derives a mask over all N x N pairs from ``position_ids``. Such a mask multiplies by zero, and 0 * NaN is NaN.
 
 Shape suffixes: B rows, H heads, N tokens of all rows, T tokens of the longest row, D features of a head.
 """
@@ -48,34 +47,34 @@ def packed_attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row, as transformers calls it.
+    """Compute causal attention within each row, with the signature that transformers calls.
 
     Args:
         module: the attention layer.
-        query: (1, H, N, D) of packed rows, or (B, H, T, D) of rows that aren't packed.
-        key: likewise, with as many heads as there are keys.
-        value: likewise.
-        attention_mask: (B, T), of rows that aren't packed; True where a token may be seen; or (B, 1, T, T), as
+        query: (1, H, N, D) of packed rows, or (B, H, T, D) of rows that are not packed.
+        key: of the same shape, but with the number of heads of the keys.
+        value: of the shape of the keys.
+        attention_mask: (B, T), for rows that are not packed; True where a token is visible; or (B, 1, T, T), as
             PyTorch's scaled dot product attention takes it.
         dropout: of the attention's weights.
         scaling: of the products; None: 1/sqrt(D).
-        sliding_window: how many tokens back a token sees, itself included; None: all.
+        sliding_window: the number of tokens that a token sees backwards, itself included; None: all.
         is_causal: False is refused.
-        cu_seq_lens_q: (B + 1,) where the packed rows begin, and their end; None: rows aren't packed.
+        cu_seq_lens_q: (B + 1,) where the packed rows begin, and their end; None: rows are not packed.
         max_length_q: T; None: read from ``cu_seq_lens_q``.
-        kwargs: what other implementations of attention read.
+        kwargs: arguments for other implementations of attention.
 
     Returns:
         The output (1, N, H, D), or (B, T, H, D), and None for the weights.
 
     Raises:
-        ValueError: an attention that isn't causal, with sinks or with a cap on its products.
+        ValueError: an attention that is not causal, with sinks or with a cap on its products.
     """
     needed = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if needed or not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
         raise ValueError(
-            f"{type(module).__name__} needs {needed or 'attention in both directions'}, which {ATTENTION} doesn't "
-            "have. Don't pack the rows of this model (pack_rows: false), or load it with flash_attention_2."
+            f"{type(module).__name__} needs {needed or 'attention in both directions'}, which {ATTENTION} does not "
+            "support. Do not pack the rows of this model (pack_rows: false), or load it with flash_attention_2."
         )
     if cu_seq_lens_q is None:
         prepared = attention_mask is not None and attention_mask.ndim == 4
@@ -90,7 +89,7 @@ def packed_attention(
 
 
 def _slots(cu_seq_lens_q: Tensor, tokens: int, longest: int) -> Tensor:
-    """(N,): the place of each token among B * T; nothing is read from the device."""
+    """Return (N,): the place of each token among B * T, without waiting for the device."""
     boundaries = cu_seq_lens_q.long()
     token_N = torch.arange(tokens, device=boundaries.device)
     row_N = torch.searchsorted(boundaries[1:], token_N, right=True)
@@ -98,18 +97,18 @@ def _slots(cu_seq_lens_q: Tensor, tokens: int, longest: int) -> Tensor:
 
 
 def _rows(x: Tensor, slot_N: Tensor, num_rows: int, longest: int) -> Tensor:
-    """(1, H, N, D) as (B, H, T, D), zeros behind short rows: no token of a row sees what follows it."""
+    """Return (1, H, N, D) as (B, H, T, D), with zeros behind short rows: no token of a row sees later tokens."""
     x_NHD = x[0].transpose(0, 1)
     slots = x.new_zeros(num_rows * longest, *x_NHD.shape[1:]).index_copy(0, slot_N, x_NHD)
     return slots.unflatten(0, (num_rows, longest)).transpose(1, 2)
 
 
 def _mask(query: Tensor, key: Tensor, seen_BT: Tensor | None, window: int | None) -> Tensor | None:
-    """(B or 1, 1, T, S): which key each query sees; None for what is plainly causal."""
+    """Return (B or 1, 1, T, S): the keys that each query sees; None for plain causal attention."""
     queries, keys = query.shape[2], key.shape[2]
     if seen_BT is None and queries == keys and (window is None or keys <= window):
         return None
-    at = torch.arange(keys - queries, keys, device=query.device)[:, None]  # where the queries stand among the keys
+    at = torch.arange(keys - queries, keys, device=query.device)[:, None]  # the positions of the queries among the keys
     other = torch.arange(keys, device=query.device)[None, :]
     visible = (other <= at) if window is None else (other <= at) & (other > at - window)
     if seen_BT is None:
@@ -118,51 +117,51 @@ def _mask(query: Tensor, key: Tensor, seen_BT: Tensor | None, window: int | None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
-AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # it passes on what hides padding, and no more
+AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # it passes on only the mask for padding
 
 
 def refuse_unpackable(model: nn.Module, task: str | None, collator: Any = None, loss: Any = None) -> None:
-    """Make sure that a model can be given packed rows; whether it keeps them apart is measured on the first batch.
+    """Make sure that a model accepts packed rows; the first batch measures whether it keeps them independent.
 
     Args:
         model: PEFT-wrapped or not.
-        task: what it is trained for, as in `dpllm.config.ModelConfig`; None: something else.
-        collator: what the caller wants rows to be collated with; None: nothing in particular.
-        loss: likewise for the loss per row.
+        task: the task of the training, as in `dpllm.config.ModelConfig`; None: another one.
+        collator: the caller's own collator; None: the default.
+        loss: the caller's own loss per row; None: the default.
 
     Raises:
-        ConfigError: the model is no causal language model, takes no positions or no boundaries, or has no attention
-            that could be exchanged; a collator or a loss that was made for padded rows.
+        ConfigError: the model is not a causal language model, takes no positions or no boundaries, or has an attention
+            that cannot be replaced; a collator or a loss that was made for padded rows.
     """
     inner: Any = _inside(model)
     name, taken = type(inner).__name__, inspect.signature(inner.forward).parameters
     rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     if task != "causal_lm":
-        reason = f"{name} is no causal language model, and the rows of these alone can be laid end to end"
+        reason = f"{name} is not a causal language model, and only their rows can be laid end to end"
     elif "position_ids" not in taken or not (rest or "cu_seq_lens_q" in taken):
-        reason = f"{name} can't be told where rows begin: its forward takes no position_ids, or no cu_seq_lens_q"
+        reason = f"{name} takes no row boundaries: its forward has no position_ids, or no cu_seq_lens_q"
     elif not isinstance(inner, PreTrainedModel) or not inner._supports_flash_attn:
-        reason = f"{name} has an attention of its own, which can't be given rows of different lengths"
+        reason = f"{name} has a custom attention, which does not accept rows of different lengths"
     elif isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-        reason = "the tokens of a learned prompt would stand before the first row alone"
+        reason = "the tokens of a learned prompt would be only before the first row"
     elif collator is not None and not isinstance(collator, RowCollator):
         reason = "data_collator was made for padded rows; leave it out"
     elif loss is not None:
         reason = "compute_loss_func was made for padded rows; leave it out"
     else:
         return
-    raise ConfigError(f"Rows can't be packed: {reason}. Or set pack_rows to false")
+    raise ConfigError(f"Rows cannot be packed: {reason}. Or set pack_rows to false")
 
 
 @contextlib.contextmanager
 def attention_by_row(model: nn.Module) -> Iterator[None]:
-    """Let a model run each packed row by itself while the block lasts; ``flash_attention_2`` does so already.
+    """Make a model process each packed row separately within the block; ``flash_attention_2`` already does.
 
     Args:
         model: a transformers model, PEFT-wrapped or not.
 
     Raises:
-        ConfigError: the model's attention couldn't be exchanged.
+        ConfigError: the model's attention could not be replaced.
     """
     inner: Any = _inside(model)
     before = inner.config._attn_implementation
@@ -170,7 +169,7 @@ def attention_by_row(model: nn.Module) -> Iterator[None]:
         inner.set_attn_implementation(ATTENTION)
     if inner.config._attn_implementation not in _BY_ROW:
         raise ConfigError(
-            f"Rows can't be packed: the attention of {type(inner).__name__} stays {before}. Set pack_rows to false"
+            f"Rows cannot be packed: the attention of {type(inner).__name__} stays {before}. Set pack_rows to false"
         )
     try:
         yield
@@ -179,5 +178,5 @@ def attention_by_row(model: nn.Module) -> Iterator[None]:
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """The transformers model in a PEFT wrapper."""
+    """Return the transformers model in a PEFT wrapper."""
     return model.get_base_model() if isinstance(model, PeftModel) else model

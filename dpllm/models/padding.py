@@ -1,7 +1,7 @@
 """One padding token for model and collator.
 
-Place in the flow: beside the data. A classifier finds the end of a row by ``config.pad_token_id``; where the collator
-pads with another token, it reads the padding instead, whose length other rows decide.
+Place in the flow: beside the data. A classifier finds the end of a row by ``config.pad_token_id``. If the collator pads
+with another token, it reads the padding instead, whose length depends on other rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def default_collator(tokenizer: Any, model: Any, task: str | None) -> RowCollato
 
 
 def model_pad_id(model: Any) -> int | None:
-    """The padding token that a model's configuration names, None for none.
+    """Return the padding token of a model's configuration, None if it has none.
 
     >>> model_pad_id(object()) is None
     True
@@ -37,9 +37,9 @@ def model_pad_id(model: Any) -> int | None:
 
 
 def refuse_other_padding(model: Any, tokenizer: Any, collator: Any) -> None:
-    """Make sure that the collator pads with the token that the model takes for padding.
+    """Make sure that the collator pads with the model's padding token.
 
-    A tokenizer that is given to the ``Trainer`` decides the model's token when training begins.
+    A tokenizer given to the ``Trainer`` sets the model's token when training begins.
 
     Raises:
         ConfigError: both are known, and differ.
@@ -53,15 +53,15 @@ def refuse_other_padding(model: Any, tokenizer: Any, collator: Any) -> None:
         used = getattr(getattr(collator, "tokenizer", None), "pad_token_id", None)
     if isinstance(used, int) and isinstance(expected, int) and used != expected:
         raise ConfigError(
-            f"data_collator pads with the token {used}, and {where} is {expected}: the model would take padding for "
-            "text, and a row's loss would depend on how long the other rows are. Make the collator with "
+            f"data_collator pads with the token {used}, and {where} is {expected}: the model would treat padding as "
+            "text, and a row's loss would depend on the length of the other rows. Make the collator with "
             f"pad_token_id={expected}, or set model.config.pad_token_id={used}"
             + (" and the tokenizer's" if where.startswith("processing") else "")
         )
 
 
 def align_padding(model: Any, tokenizer: Any) -> None:
-    """Set the model's padding token to the tokenizer's, with which a recipe pads its rows."""
+    """Set the model's padding token to that of the tokenizer, with which a recipe pads its rows."""
     if tokenizer.pad_token_id is not None:
         model.config.pad_token_id = tokenizer.pad_token_id
         _text_config(model).pad_token_id = tokenizer.pad_token_id

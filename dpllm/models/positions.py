@@ -1,7 +1,7 @@
-"""How many tokens a row may have: the table of learned positions, where a model has one.
+"""The largest number of tokens in a row: the size of the table of learned positions, if a model has one.
 
-Place in the flow: beside the losses; the checks before a run and the trainer ask it. A row that is longer ends in an
-index error within a step that was charged.
+Place in the flow: beside the losses; the checks before a run and the trainer use it. A longer row would cause an index
+error within a step that was already charged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TABLE = re.compile(r"(?:^|\.)(?:wpe|embed_positions|position_embeddings?|pos_em
 
 
 def num_positions(model: nn.Module) -> int | None:
-    """Return the tokens that a row may have at most, None where positions are computed or relative.
+    """Return the largest number of tokens in a row, None if positions are computed or relative.
 
     >>> model = nn.ModuleDict({"wpe": nn.Embedding(16, 4)})
     >>> num_positions(model)

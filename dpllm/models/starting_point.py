@@ -1,9 +1,9 @@
-"""What may depend on the private rows without any noise: the start of a run, and what steers it.
+"""Checks for dependence on private rows without noise: the start of a run, and the schedules that steer it.
 
 Place in the flow: before the run. ε covers the noisy gradients. It does not cover an adapter that was initialised from
 activations of the private rows, starting weights of an earlier private run on the same data, a schedule that follows
-exact losses of private rows, or public text that holds the private records. Each is refused here, unless people declare
-that it has nothing to do with the private data.
+exact losses of private rows, or public text that contains the private records. Each is refused here, unless the user
+declares that it is independent of the private data.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
 """LoRA initialisations computed from training data. PiSSA, OLoRA and LoftQ compute theirs from the weights only."""
 
 _NOTHING = {"LORA": {"lora_B": 0, "lora_embedding_A": 0}, "ADALORA": {"lora_E": 0}, "IA3": {"ia3_l": 1}}
-"""Parts of PEFT's layers, and the value that all their entries have in a new adapter, which changes nothing."""
-_FOLLOWING = ("reduce_lr_on_plateau", "greedy")  # schedules by name that are given evaluation results
-_SHORTEST_LINE = 40  # characters of a line within a private text that counts by itself; any text has shorter ones
+"""Parts of PEFT's layers, and the value of all their entries in a new adapter, which does not change the model."""
+_FOLLOWING = ("reduce_lr_on_plateau", "greedy")  # names of schedules that receive evaluation results
+_SHORTEST_LINE = 40  # characters of a line within a private text that is compared separately; any text has shorter ones
 _GUARANTEE = re.compile(r"^\W*differential_privacy\b", re.MULTILINE)  # the key of a card's guarantee
 _TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, set[RunName]] = weakref.WeakKeyDictionary()
 """Modules that a private run of this process trained, with the runs."""
 _BEGUN: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-"""Of these modules, a checksum of the parameters with which the first of the runs began; not where it was resumed."""
+"""Of these modules, a checksum of the parameters at the start of the first run; none if it was resumed."""
 _FROZEN: weakref.WeakKeyDictionary[torch.nn.Module, tuple[RunName, int]] = weakref.WeakKeyDictionary()
-"""Modules that one did not train, with the first such run and a checksum of their parameters then."""
+"""Modules that a run did not train, with the first such run and a checksum of their parameters then."""
 _DECLARE = (
     "If the weights hold nothing of these records (public data, or a private run on data without any of these units), "
     "declare start_is_independent=True (in a recipe model.start_is_independent: true); the report says so"
@@ -79,7 +79,7 @@ def refuse_steering(
     found += [type(callback).__name__ for callback in callbacks if isinstance(callback, EarlyStoppingCallback)]
     if found:
         raise ConfigError(
-            f"{found[0]} follows exact evaluation results: on private rows, epsilon would not cover what it decides. "
+            f"{found[0]} follows exact evaluation results: on private rows, epsilon would not cover its decisions. "
             "Leave it out, or evaluate on public rows and declare eval_is_public=True (in a recipe "
             "data.eval_is_public: true)"
         )
@@ -92,22 +92,22 @@ def check_start(
     optimizer: Any = None,
     changed: Sequence[str] = (),
 ) -> list[str]:
-    """Make sure that the weights a run begins at owe nothing to the private rows, as far as can be seen.
+    """Make sure that the starting weights are independent of the private rows, as far as can be detected.
 
     Args:
         model: with its adapters.
-        own_folder: of the run itself: its ledger counts all that came before.
-        start_is_independent: the declaration that they owe nothing to these rows.
-        optimizer: of a run that has taken no step, which brings nothing along; None: not looked at.
-        changed: parameters that changed after the run had let go of the model, which it now takes up again.
+        own_folder: that of the run itself: its ledger counts all earlier steps.
+        start_is_independent: the declaration that the weights are independent of these rows.
+        optimizer: that of a run without steps, so it must have no state; None: not checked.
+        changed: parameters that changed after the run detached the model, to which it now attaches again.
 
     Returns:
-        Open points for the report, one line each: what was declared, and, where the optimizer is looked at, adapters
+        Open points for the report, one line each: the declared dependences, and, if the optimizer is checked, adapters
         that were trained before.
 
     Raises:
         ConfigError: an adapter initialised from data, weights from a folder with the ledger of a private run, or an
-            optimizer that has moments already, and nothing was declared.
+            optimizer that already has moments, without a declaration.
     """
     found = [*_data_driven_adapters(model), *_earlier_runs(model, own_folder), *_moments(optimizer)]
     if changed:
@@ -120,12 +120,12 @@ def check_start(
 
 
 def note_trained(model: torch.nn.Module, run: RunName, begins: bool = False) -> None:
-    """Remember that a private run trains a model, so that another run in this process does not begin at its weights.
+    """Remember that a private run trains a model, so that another run in this process does not start from its weights.
 
     Args:
         model: with its adapters.
-        run: which trains it.
-        begins: whether the weights are still those that the run began with: another run may begin at them, too.
+        run: the run that trains it.
+        begins: whether the weights are still those at the start of the run: another run may start from them, too.
     """
     trained = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
     first = [module for module in trained if begins and module not in _TRAINED and _is_whole(module)]
@@ -140,24 +140,24 @@ def note_trained(model: torch.nn.Module, run: RunName, begins: bool = False) -> 
 def refuse_shared_records(
     private: Any, private_data: DataConfig, public: Any, public_data: DataConfig, allowed: int = 0
 ) -> int:
-    """Make sure that public text does not hold the private records; compared by content.
+    """Make sure that public text does not contain the private records; they are compared by content.
 
-    A private record is shared when its text, however short, or a line of at least 40 characters of it, is a text or a
-    line of the public data. Case, spaces and the form of accents do not count. Each of them would be learnt without
-    noise, so ε does not cover it; people may declare a bound on their number, which is a public constant.
+    A private record is shared if its text, of any length, or one of its lines of at least 40 characters is a text or a
+    line of the public data. Case, spaces and the encoding of accents are ignored. A shared record would be learnt
+    without noise, so ε does not cover it. The user may declare a bound on their number, which is a public constant.
 
     Args:
         private: the private records.
-        private_data: how they are read.
+        private_data: the configuration with which they are read.
         public: the public records.
-        public_data: how they are read.
-        allowed: how many may be shared, as declared (`shared_records_point`).
+        public_data: the configuration with which they are read.
+        allowed: the declared largest number of shared records (`shared_records_point`).
 
     Returns:
-        How many private records are shared.
+        The number of shared private records.
 
     Raises:
-        DataError: more than ``allowed`` are; the message says how many, and never their text.
+        DataError: more than ``allowed`` are shared; the message gives the number, never the text.
     """
     known = {key for texts in _texts(public, public_data) for key in _keys(texts, shortest_line=1)}
     shared = sum(any(key in known for key in _keys(texts, _SHORTEST_LINE)) for texts in _texts(private, private_data))
@@ -173,9 +173,9 @@ def refuse_shared_records(
 
 
 def shared_records_point(allowed: int, public_data: DataConfig) -> list[str]:
-    """Return the open point of a declared overlap of public text and private records; none without one.
+    """Return the open point of a declared overlap of public text and private records; an empty list without one.
 
-    It names the declared bound, which is public, and not the number that was found, which depends on the private data.
+    It names the declared bound, which is public, not the number found, which depends on the private data.
     """
     if allowed == 0:
         return []
@@ -187,7 +187,7 @@ def shared_records_point(allowed: int, public_data: DataConfig) -> list[str]:
 
 
 def _takes_metrics(scheduler: Any) -> bool:
-    """Whether each step of a scheduler is given a result: ReduceLROnPlateau, GreedyLR, and others like them."""
+    """Whether each step of a scheduler takes a metric: ReduceLROnPlateau, GreedyLR, and similar ones."""
     scheduler = getattr(scheduler, "scheduler", scheduler)  # below accelerate's wrapper
     try:
         return "metrics" in inspect.signature(scheduler.step).parameters
@@ -232,7 +232,7 @@ def _earlier_runs(model: Any, own_folder: str | Path | None) -> list[str]:
 
 
 def _of_one_run(folder: Path, own: Path) -> bool:
-    """Whether the ledger in a folder below that of a run is of this run, as a checkpoint's is, and of no other."""
+    """Whether the ledger in a folder below a run's folder belongs to this run, as a checkpoint's does."""
     with contextlib.suppress(LedgerError):
         return read_ledger(folder / LEDGER_FILE).runs[0]["run"] == read_ledger(own / LEDGER_FILE).runs[0]["run"]
     return False
@@ -258,10 +258,10 @@ def _trained_before(model: Any, own: RunName | None) -> list[str]:
 
 
 def _trained_adapters(model: Any) -> list[str]:
-    """Open points for adapters that do not begin at nothing; where they were loaded from, PEFT does not note.
+    """Return open points for adapters that are not new; PEFT does not record where they were loaded from.
 
-    A new LoRA, AdaLoRA or IA3 adapter leaves the model as it is. One that does not has been trained: on public data, or
-    by an earlier private run. Initialisations that change the model at once (PiSSA, OLoRA, LoftQ) are passed over.
+    A new LoRA, AdaLoRA or IA3 adapter does not change the model. An adapter that does was trained: on public data, or
+    by an earlier private run. Initialisations that change the model immediately (PiSSA, OLoRA, LoftQ) are skipped.
     """
     configs = getattr(model, "peft_config", None)
     points = []
@@ -286,15 +286,15 @@ def _parameters(part: Any) -> list[torch.Tensor]:
 
 
 def _own_part(parameter: Any) -> torch.Tensor:
-    """The values of a parameter that this process holds."""
+    """Return the values of a parameter that this process holds."""
     held = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3 keeps its part there
     return (held.to_local() if isinstance(held, DTensor) else held).detach()
 
 
 def _moments(optimizer: Any) -> list[str]:
-    """Whether an optimizer has taken steps before: what it remembers of them moves the weights in the first steps.
+    """Report an optimizer that has taken steps before: its moments change the weights in the first steps.
 
-    A tensor of one number throughout is no memory: Adagrad begins at such sums.
+    A tensor with one constant value does not count: Adagrad starts from such sums.
     """
     state = getattr(innermost(optimizer), "state", None)
     if not isinstance(state, Mapping):
@@ -306,7 +306,7 @@ def _moments(optimizer: Any) -> list[str]:
 
 
 def _is_whole(module: torch.nn.Module) -> bool:
-    """Whether a module holds parameters of its own, and all of them entirely."""
+    """Whether a module directly holds parameters, all of them unsharded."""
     own = list(module.parameters(recurse=False))
     return bool(own) and not any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in own)
 
@@ -321,20 +321,20 @@ def _checksums_of(modules: Sequence[torch.nn.Module]) -> list[int]:
 
 
 def _signs_of_private_records(folder: Path) -> list[str]:
-    """What a folder without a ledger says about private records in its weights: a copied model, or a plain training."""
+    """Return signs of private records in the weights of a folder without a ledger: a copied model, plain training."""
     if (folder / RECIPE_FILE).is_file():
         return [
             f"The weights come from {folder}, which the recipe in its {RECIPE_FILE} fine-tuned, and no ledger is there"
         ]
     card = folder / CARD_FILE
-    # Looked for in the text, so that a card whose metadata are damaged tells it too.
+    # Searched in the text, so that it is also found in a card with damaged metadata.
     if card.is_file() and _GUARANTEE.search(card.read_text(encoding="utf-8", errors="replace")):
         return [f"The weights come from {folder}, a private run by its {CARD_FILE}, whose ledger is not there"]
     return []
 
 
 def _folders_of(model: Any) -> Iterator[Path]:
-    """Local folders that model and adapters name as their origin."""
+    """Yield the local folders that model and adapters name as their origin."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     names = [getattr(getattr(inner, "config", None), "_name_or_path", None)]
     configs = getattr(model, "peft_config", None)
@@ -356,7 +356,7 @@ def _remedy(what: str) -> str:
 
 
 def _texts(records: Any, config: DataConfig) -> Iterator[list[str]]:
-    """The texts of each record."""
+    """Yield the texts of each record."""
     columns = [name for name in required_columns(config) if name != config.label_column]
     for record in records.select_columns(columns):
         yield [text for name in columns for text in _strings(record[name])]
@@ -373,7 +373,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _keys(texts: Iterable[str], shortest_line: int) -> Iterator[bytes]:
-    """Hashes of whole texts and of their lines of at least this many characters."""
+    """Yield hashes of whole texts and of their lines of at least ``shortest_line`` characters."""
     for text in texts:
         lines = [_plain(line) for line in text.splitlines()]
         whole = _plain(text)

@@ -270,7 +270,7 @@ class TestRefusals:
     def test_the_reference(self, prepared: Path, broken: Path):
         """One that isn't there, and one that is the model itself."""
         canaries = prepared / CANARIES_FILE
-        assert "can't be loaded" in self.refuse(broken, canaries, "--reference", prepared)
+        assert "cannot be loaded" in self.refuse(broken, canaries, "--reference", prepared)
         assert "they are the same model" in self.refuse(broken, canaries, "--reference", broken)
 
     def test_no_model_no_tokenizer_another_tokenizer(self, prepared: Path, broken: Path, made, base_model, tmp_path):

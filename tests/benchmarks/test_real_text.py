@@ -196,7 +196,7 @@ def test_wrong_options_are_one_line(arguments, message, capsys):
     [
         (["--batch", "61"], "--batch is 61, and .* has 60 records; lower it"),
         (["--max-tokens", "3"], "--max-tokens is 3, and the longest row has .* tokens; raise it"),
-        (["--model", "./nowhere"], "the tokenizer './nowhere' can't be loaded"),
+        (["--model", "./nowhere"], "the tokenizer './nowhere' cannot be loaded"),
         (["--columns", "rf"], "no column 'rf'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a run left is known again: when it is saved later, and when another run of the process begins at it."""
+"""A run's final weights are recognised: in a later save, and at the start of another run of the process."""
 
 import copy
 import shutil
@@ -62,7 +62,7 @@ def test_a_copy_of_trained_weights_is_refused_or_declared(how, tmp_path):
     declared = trainer(tmp_path / "c", model, start_is_independent=True)
     declared.train()
     assert any("a copy of those" in point for point in open_points(declared))
-    again = trainer(tmp_path / "d", start)  # what the first run started from is nobody's
+    again = trainer(tmp_path / "d", start)  # the first run's starting weights belong to no run
     again.train()
     assert not any("a copy of those" in point for point in open_points(again))
 
@@ -83,7 +83,7 @@ def test_weights_of_a_run_that_did_not_end_are_known_again(error, steps, tmp_pat
     with pytest.raises(error, match="stopped"):
         run.train()
     assert read_ledger(tmp_path / "a" / LEDGER_FILE).num_steps == steps + 1
-    again = trainer(tmp_path / "b", copy.deepcopy(start))  # what the first run started from is nobody's
+    again = trainer(tmp_path / "b", copy.deepcopy(start))  # the first run's starting weights belong to no run
     again.train()
     copied = copy.deepcopy(run.model)
     if steps == 0:
@@ -172,7 +172,7 @@ def begun(folder, model, num_steps=2, **more):
 
 @pytest.mark.parametrize("how", ["the same model", "a copy"])
 def test_a_folder_that_was_emptied_holds_another_run(how, tmp_path):
-    """The second run's ledger does not charge the first one's steps, whatever the folder's name is."""
+    """The second run's ledger does not charge the first one's steps, for any folder name."""
     model = network()
     run, _ = begun(tmp_path / "a", model)
     run.finish()
@@ -217,7 +217,7 @@ def test_weights_that_changed_while_a_run_had_let_go_of_them_are_refused_or_decl
 
 
 def test_weights_that_are_saved_in_mid_run_are_those_of_the_run_or_an_open_point(tmp_path):
-    """Others may be put in their place for a while, and back; what is saved meanwhile is looked at."""
+    """Other weights may replace them for a while; a save in the meantime is checked."""
 
     class Swapping(TrainerCallback):
         def __init__(self, saves):

@@ -81,9 +81,12 @@ class TestFromConfig:
         ("values", "message"),
         [
             ({"config": {**TINY, "hidden_sise": 8}}, "has no 'hidden_sise'; did you mean 'hidden_size'"),
-            ({"config": {"model_type": "llamma"}}, "transformers knows no model_type 'llamma'"),
+            ({"config": {"model_type": "llamma"}}, "transformers has no model_type 'llamma'"),
             ({"config": {**TINY, "num_attention_heads": 3}}, "hidden size .16. is not a multiple"),
-            ({"config": {**TINY, "vocab_size": 100}}, r"the tokenizer has \d+ tokens, the model's embedding only 100"),
+            (
+                {"config": {**TINY, "vocab_size": 100}},
+                r"the tokenizer has \d+ tokens, but the model's embedding has only 100",
+            ),
             ({"config": TINY, "dtype": "auto"}, "dtype='auto' takes the type of saved weights"),
         ],
     )
@@ -95,7 +98,7 @@ class TestFromConfig:
 
 class TestPretrained:
     def test_untying_copies_the_head_and_survives_saving(self, folder, tokenizer, tmp_path):
-        """An untied model computes what the tied one did, has one more parameter, and is saved as such."""
+        """An untied model computes the same as the tied one, has one more parameter, and is saved untied."""
         tied = load_model(ModelConfig(name=folder), tokenizer)
         untied = load_model(ModelConfig(name=folder, tie_word_embeddings=False), tokenizer)
         assert len(list(untied.parameters())) == len(list(tied.parameters())) + 1
@@ -110,7 +113,7 @@ class TestPretrained:
     def test_tying_a_head_of_its_own_is_refused(self, folder, tokenizer, tmp_path):
         """Trained weights are not thrown away."""
         load_model(ModelConfig(name=folder, tie_word_embeddings=False), tokenizer).save_pretrained(tmp_path)
-        with pytest.raises(ConfigError, match="would throw away the head"):
+        with pytest.raises(ConfigError, match="would discard the head"):
             load_model(ModelConfig(name=str(tmp_path), tie_word_embeddings=True), tokenizer)
 
     def test_untying_is_for_causal_models(self, tokenizer, tmp_path):
@@ -126,7 +129,7 @@ class TestPretrained:
     def test_a_name_that_cannot_be_loaded_says_so_in_one_line(self, tmp_path, tokenizer):
         """A missing model is one clear error with the remedy."""
         for load in (lambda m: load_tokenizer(m), lambda m: load_model(m, tokenizer)):
-            with pytest.raises(ConfigError, match=r"can't be loaded.*copy the folder again") as caught:
+            with pytest.raises(ConfigError, match=r"cannot be loaded.*copy the folder again") as caught:
                 load(ModelConfig(name=str(tmp_path)))
             assert "\n" not in str(caught.value)
 
@@ -217,7 +220,7 @@ class TestTokenizer:
         ("values", "message"),
         [
             ({"config": TINY, "tokenizer_vocab_size": 270}, "the recipe has no public_pretrain section"),
-            ({"config": TINY}, "has no tokenizer of its own"),
+            ({"config": TINY}, "has no tokenizer: give model.tokenizer"),
         ],
     )
     def test_a_recipe_without_a_tokenizer_is_refused(self, values, message):

@@ -1,4 +1,4 @@
-"""One loss per row, from that row alone."""
+"""One loss per row, only from that row."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_a_row_without_targets_has_loss_zero_and_no_gradient():
 
 
 def test_packed_rows_have_the_losses_of_padded_ones():
-    """The last token of a row predicts nothing, whatever its neighbour's first label is."""
+    """The last token of a row predicts nothing, for every first label of the next row."""
     lengths = [4, 1, 3, 5]
     logits, labels = torch.randn(1, 13, 7, dtype=torch.float64, requires_grad=True), torch.randint(0, 7, (1, 13))
     labels[0, 5:8] = -100
@@ -140,6 +140,6 @@ def test_logits_never_stand_whole_in_float32(monkeypatch):
 
 
 def test_a_target_outside_the_vocabulary_is_an_error():
-    """As in PyTorch: it doesn't pass for another token."""
+    """As in PyTorch: it does not pass for another token."""
     with pytest.raises((IndexError, RuntimeError), match="index 7 is out of bounds"):
         per_sequence_loss(torch.zeros(1, 3, 7), torch.tensor([[1, 7, 2]]))

@@ -1,4 +1,4 @@
-"""The attention of packed rows, and the models that can't have it."""
+"""The attention of packed rows, and the models that cannot have it."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def states(tokens, heads=2, rows=1):
 
 
 class Layer(nn.Module):
-    """What the attention looks at of the layer that calls it."""
+    """The attributes that the attention reads of the layer that calls it."""
 
     is_causal = True
 
@@ -52,7 +52,7 @@ def test_each_row_has_the_attention_it_has_alone(window, longest):
 
 
 def test_neither_values_nor_gradients_pass_from_row_to_row():
-    """Also where they aren't finite."""
+    """Also where they are not finite."""
     q, k, v = (states(9).requires_grad_() for _ in range(3))
     with torch.no_grad():
         for x in (q, k, v):
@@ -81,7 +81,7 @@ def test_padded_rows_and_generation_are_as_before(family):
 
 
 def test_left_padding_is_hidden():
-    """The first tokens see nothing but themselves, and those that follow don't see them."""
+    """The first tokens see nothing but themselves, and those that follow do not see them."""
     model = build_model(Case("llama")).eval()
     ids = torch.tensor([[0, 0, 7, 8, 9]])
     mask, positions = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[0, 0, 0, 1, 2]])
@@ -91,7 +91,7 @@ def test_left_padding_is_hidden():
 
 
 def test_a_mask_that_the_model_made_itself_is_taken_as_it_is():
-    """Of rows that aren't packed: what is visible to whom."""
+    """The visible tokens of rows that are not packed."""
     q, k, v = states(4, rows=2), states(4, rows=2), states(4, rows=2)
     visible = torch.eye(4, dtype=torch.bool).expand(2, 1, -1, -1)
     output, _ = packed_attention(Layer(), q, k, v, visible)
@@ -112,7 +112,7 @@ def test_the_model_has_its_own_attention_afterwards():
 
 @pytest.mark.parametrize("needed", ["softcap", "s_aux", "position_bias"])
 def test_an_attention_of_another_form_is_refused(needed):
-    """What it can't compute, it doesn't leave out."""
+    """Unsupported parts of an attention are refused, not ignored."""
     q = states(9)
     with pytest.raises(ValueError, match=rf"Layer needs \['{needed}'\].*flash_attention_2"):
         packed_attention(Layer(), q, q, q, None, cu_seq_lens_q=BOUNDARIES, **{needed: torch.tensor(1.0)})
@@ -138,44 +138,44 @@ REFUSED = {
     "encoder-decoder": (
         lambda: T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=1)),
         "seq2seq_lm",
-        "T5ForConditionalGeneration is no causal language model",
+        "T5ForConditionalGeneration is not a causal language model",
     ),
     "classifier": (
         lambda: BertForSequenceClassification(small(BertConfig)),
         "sequence_classification",
-        "BertForSequenceClassification is no causal language model",
+        "BertForSequenceClassification is not a causal language model",
     ),
     "no positions": (
         lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)),
         "causal_lm",
-        "BloomForCausalLM can't be told where rows begin: its forward takes no position_ids",
+        "BloomForCausalLM takes no row boundaries: its forward has no position_ids",
     ),
     "state space": (
         lambda: MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4)),
         "causal_lm",
-        "MambaForCausalLM can't be told where rows begin",
+        "MambaForCausalLM takes no row boundaries",
     ),
-    "no transformers model": (nn.Identity, None, "Identity is no causal language model"),
+    "no transformers model": (nn.Identity, None, "Identity is not a causal language model"),
 }
 
 
 @pytest.mark.parametrize(("make", "task", "match"), REFUSED.values(), ids=REFUSED.keys())
 def test_models_that_can_not_be_packed_are_refused_by_name(make, task, match):
     """Before any training, with the remedy."""
-    with pytest.raises(ConfigError, match=rf"Rows can't be packed: {match}.*set pack_rows to false"):
+    with pytest.raises(ConfigError, match=rf"Rows cannot be packed: {match}.*set pack_rows to false"):
         refuse_unpackable(make(), task)
 
 
 def test_an_attention_of_its_own_is_refused():
-    """A model that transformers can't run with flash_attention_2 has no place for another attention."""
+    """A model that transformers cannot run with flash_attention_2 has no place for another attention."""
     model = build_model(Case("llama"))
     model._supports_flash_attn = False
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has an attention of its own"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has a custom attention"):
         refuse_unpackable(model, "causal_lm")
 
 
 def test_what_was_made_for_padded_rows_is_refused():
-    """A collator or a loss of one's own doesn't know where packed rows begin."""
+    """A collator or a loss of one's own does not know where packed rows begin."""
     model = build_model(Case("llama"))
     refuse_unpackable(model, "causal_lm", RowCollator(pad_token_id=0))
     with pytest.raises(ConfigError, match="data_collator was made for padded rows"):
@@ -193,10 +193,10 @@ def test_an_attention_that_can_not_be_exchanged_is_refused(monkeypatch):
 
 
 def test_a_prompt_in_front_of_the_packed_rows_is_refused():
-    """Prompt tuning puts its tokens before the first row alone; boundaries of fewer tokens than there are, as well."""
+    """Prompt tuning puts its tokens only before the first row; boundaries that miss tokens are refused as well."""
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     model = get_peft_model(build_model(Case("llama", dtype="float32")), prompt)
-    with pytest.raises(ConfigError, match="a learned prompt would stand before the first row alone"):
+    with pytest.raises(ConfigError, match="a learned prompt would be only before the first row"):
         refuse_unpackable(model, "causal_lm")
     q = states(11)
     with pytest.raises(IndexError, match=r"out of (range|bounds)"):

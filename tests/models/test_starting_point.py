@@ -1,4 +1,4 @@
-"""The start of a run and what steers it owe nothing to the private rows, or people declare so."""
+"""The start and the schedules of a run are independent of the private rows, or the user declares it."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_a_plateau_scheduler_given_as_an_object_is_refused(tmp_path):
 
 
 def test_any_scheduler_whose_steps_take_results_is_refused(tmp_path):
-    """By what it asks for, not by its class."""
+    """Recognised by its arguments, not by its class."""
 
     class Following(torch.optim.lr_scheduler.LRScheduler):
         def step(self, metrics=None):
@@ -212,7 +212,7 @@ def test_a_declared_overlap_is_an_open_point_of_the_report(tmp_path):
 
 
 def test_messages_of_chats_are_compared_too():
-    """Whatever the format of the private records."""
+    """For every format of the private records."""
     chat = Dataset.from_dict({"messages": [[{"role": "user", "content": LINE}, {"role": "assistant", "content": "?"}]]})
     config = DataConfig(path="chats.jsonl", max_length=8, format="chat")
     assert refuse_shared_records(chat, config, texts(LINE), PUBLIC, allowed=1) == 1

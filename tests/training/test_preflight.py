@@ -181,7 +181,7 @@ def test_damaged_weights_are_one_line(tmp_path: Path, damage: str) -> None:
     data = weights.read_bytes()
     weights.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "garbage": b"\xff" * 100}[damage])
     recipe = load_recipe(write_recipe(tmp_path, folder), ["model.peft=null"])
-    with pytest.raises(ConfigError, match=r"can't be loaded.*copy the folder again"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded.*copy the folder again"):
         load_base_model(recipe.model, tokenizer)
 
 
@@ -190,7 +190,7 @@ def test_a_damaged_tokenizer_is_found_before_the_data(tmp_path: Path, text: str)
     """`tokenizer.json` that describes no tokenizer is one line."""
     folder = tiny_model(tmp_path / "model", "gpt2")
     (folder / "tokenizer.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"the tokenizer .* can't be loaded"):
+    with pytest.raises(ConfigError, match=r"the tokenizer .* cannot be loaded"):
         check_recipe(load_recipe(write_recipe(tmp_path, folder)))
 
 
@@ -214,7 +214,7 @@ def test_a_damaged_tokenizer_is_one_line_of_the_program(tmp_path: Path, finetune
     with pytest.raises(SystemExit):
         finetune.main()
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert "the tokenizer" in line and "can't be loaded" in line and "no_such" not in line
+    assert "the tokenizer" in line and "cannot be loaded" in line and "no_such" not in line
 
 
 def test_a_classifier_may_have_a_new_head(tmp_path: Path, model: Path) -> None:

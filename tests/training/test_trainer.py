@@ -632,7 +632,7 @@ def test_a_collator_without_labels_is_named(tmp_path):
     """A KeyError would not say whose labels are missing."""
     without = lambda batch: {"input_ids": torch.tensor([row["input_ids"][:2] for row in batch])}  # noqa: E731
     with pytest.raises(
-        ConfigError, match=r"The collator returned input_ids and no labels, .* or leave data_collator out"
+        ConfigError, match=r"The collator returned input_ids but no labels, .* or leave data_collator out"
     ):
         trainer(tmp_path, data_collator=without).train()
 
