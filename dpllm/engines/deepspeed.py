@@ -101,7 +101,7 @@ def _check_rest(config: Mapping[str, Any]) -> None:
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2, 3):
         raise EngineError(
-            f"The DeepSpeed configuration has zero_optimization.stage={stage}; only 1, 2 and 3 can be kept private. "
+            f"The DeepSpeed configuration has zero_optimization.stage={stage}; 1, 2 and 3 can be kept private. "
             "For replicated parameters use accelerate_configs/ddp.yaml"
         )
     optimizer = str(config.get("optimizer", {}).get("type", "")).lower()

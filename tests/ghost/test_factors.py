@@ -39,7 +39,7 @@ def test_flat_clipping_leaves_short_gradients_alone():
 
 
 def test_slack_lowers_the_factor():
-    """What rounding may have taken from the norm is added before the root."""
+    """The rounding error that the norm may have lost is added before the root."""
     sq_norm = torch.tensor([[4.0]])
     assert float(clip_factors(FlatClipping(1.0), sq_norm, torch.tensor([[5.0]]))) == pytest.approx(1 / 3, rel=1e-5)
 
