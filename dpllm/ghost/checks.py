@@ -259,6 +259,6 @@ class SpreadProbe:
             raise GhostError(
                 f"A value that is not finite reaches other packed rows (seen at {name}): the attention masks by "
                 "multiplying with zero, so one unit that overflows would change the contributions of the others. Use "
-                "an attention that runs each row by itself (dpllm.models.packing, flash_attention_2), or do not pack "
+                "an attention that runs each row separately (dpllm.models.packing, flash_attention_2), or do not pack "
                 "the rows (pack_rows: false)."
             )

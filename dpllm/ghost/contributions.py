@@ -143,7 +143,7 @@ class RowGradients:
 
 @dataclass(frozen=True)
 class Instance:
-    """The gradient of each unit, held as it is: (U, *parameter shape), in the accumulation dtype."""
+    """The gradient of each unit, held unchanged: (U, *parameter shape), in the accumulation dtype."""
 
     value_U: Tensor
 

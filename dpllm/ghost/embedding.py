@@ -111,7 +111,7 @@ class EmbeddingRule:
 
 
 def has_relative_bias(module: nn.Module) -> bool:
-    """Whether the module is an attention that adds T5's relative position bias, from a table of its own."""
+    """Whether the module is an attention that adds T5's relative position bias from its own table."""
     return isinstance(getattr(module, "relative_attention_bias", None), nn.Embedding) and hasattr(
         module, "compute_bias"
     )

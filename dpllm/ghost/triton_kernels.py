@@ -224,7 +224,7 @@ def norm_layer_grads(normed: Tensor, grad: Tensor, with_bias: bool = False) -> t
 
     Args:
         normed: n(x), (B, T, D), or (B, T, H, D) for a norm per attention head.
-        grad: output gradient of the same shape, with strides of its own.
+        grad: output gradient of the same shape, with its own strides.
         with_bias: whether to return the bias gradient as well, from the same pass.
 
     Returns:

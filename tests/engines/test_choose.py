@@ -59,7 +59,7 @@ def test_deepspeed_is_known_by_name():
 
 
 def test_a_pipeline_of_deepspeed_is_refused():
-    """The layers of one unit, and its norm with them, would live on different processes."""
+    """The layers of one unit, and so its norm, would be on different processes."""
     with pytest.raises(EngineError, match=r"PipelineEngine spreads the layers of one unit.*zero3\.yaml"):
         engine_for(PipelineEngine(), None)
 
@@ -85,7 +85,7 @@ def test_a_pipeline_of_deepspeed_is_refused():
     ],
 )
 def test_deepspeed_is_refused_as_it_understood_its_configuration(changes, match):
-    """A default that nobody wrote down counts like one that somebody did."""
+    """A default value counts like an explicit one."""
     with pytest.raises(EngineError, match=match):
         engine_for(DeepSpeedEngine(**changes), None)
 
@@ -100,7 +100,7 @@ def test_deepspeed_is_refused_as_it_understood_its_configuration(changes, match)
     ],
 )
 def test_deepspeed_options_that_leave_the_sum_alone_are_allowed(changes):
-    """Float32 buffers round nothing; ZeRO-1's sums are formed outside; ZeRO-3 offloads in float32."""
+    """Float32 buffers do not round; ZeRO-1's sums are formed outside; ZeRO-3 offloads in float32."""
     prepared = DeepSpeedEngine(**changes)
     assert engine_for(prepared, prepared.optimizer).processes.size == 1
 
@@ -132,7 +132,7 @@ def test_a_model_over_several_devices_is_refused():
     ],
 )
 def test_what_the_accelerator_was_made_with_is_checked_when_a_model_is_attached(name, value, match, monkeypatch):
-    """A loop of one's own has no TrainingArguments that would have been checked."""
+    """A custom loop has no TrainingArguments to check."""
     model = nn.Linear(3, 2)
     monkeypatch.setitem(AcceleratorState._shared_state, name, value)
     with pytest.raises(EngineError, match=match):
@@ -140,7 +140,7 @@ def test_what_the_accelerator_was_made_with_is_checked_when_a_model_is_attached(
 
 
 def test_a_gradient_that_the_private_step_did_not_make_is_refused_by_name():
-    """Sums are collected elsewhere until the step is complete, so anything in .grad is somebody else's."""
+    """Sums are collected elsewhere until the step is complete, so any value in .grad comes from other code."""
     model = nn.Linear(3, 2)
     refuse_foreign_gradients(dict(model.named_parameters()))
     model.bias.grad = torch.zeros(2)
@@ -149,7 +149,7 @@ def test_a_gradient_that_the_private_step_did_not_make_is_refused_by_name():
 
 
 def test_a_refused_gradient_does_not_reach_the_sum():
-    """The engine looks before it adds the next microbatch."""
+    """The engine checks before it adds the next microbatch."""
     model = nn.Linear(3, 2)
     engine, parameters = SingleProcess(optimizer_of(model)), dict(model.named_parameters())
 

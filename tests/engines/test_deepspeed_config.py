@@ -60,7 +60,7 @@ def test_every_option_has_a_case_here():
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_private_training_needs_is_set_and_the_rest_stays(stage):
-    """Nothing else to configure: the same file serves ordinary training."""
+    """No other setting is needed: the same file works for ordinary training."""
     config = config_with(stage=stage)
     before = copy.deepcopy(config)
     private_config(config)
@@ -74,7 +74,7 @@ def test_what_private_training_needs_is_set_and_the_rest_stays(stage):
 
 @pytest.mark.parametrize("path", _NEEDED)
 def test_auto_is_filled_in_and_another_value_is_refused(path):
-    """ "auto" is the user's leave to set it; a value is not overridden behind their back."""
+    """ "auto" permits setting it; an explicit value is never overridden."""
     config = config_with(path, "auto")
     private_config(config)
     assert look_up(config, path) == _NEEDED[path][0]
@@ -106,7 +106,7 @@ def test_a_stage_without_zero_is_refused(stage):
 
 @pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam", "Muon"])
 def test_optimizers_that_compress_gradients_are_refused(kind):
-    """They communicate the update by themselves, outside the reduction that the sum goes through."""
+    """They communicate the update themselves, outside the reduction of the sum."""
     with pytest.raises(EngineError, match=f"the optimizer '{kind.lower()}', which compresses or transforms"):
         private_config({**config_with(), "optimizer": {"type": kind, "params": {"lr": 1e-3}}})
     private_config({**config_with(), "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})

@@ -195,7 +195,7 @@ def overflow(run):
 @pytest.mark.parametrize("noise_multiplier", [0.0, 0.8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_anything_else_is_stopped_before_the_update(dtype, noise_multiplier, tamper):
-    """Rescaled, replaced, zeroed, noisier, mixed or incomplete: an error, and the parameters stay as they are."""
+    """Rescaled, replaced, zeroed, noisier, mixed or incomplete: an error, and the parameters do not change."""
     run = Run(noise_multiplier, dtype)
     run.private(seed=1)
     tamper(run)
@@ -217,7 +217,7 @@ def test_an_optimizer_over_some_of_the_parameters_is_an_error(noise_multiplier):
 
 
 def test_a_private_step_that_the_engine_loses_is_an_error():
-    """An empty update is no update: Adam would still move."""
+    """An empty update would still change the weights with Adam."""
     run = Run()
     run.private()
     run.optimizer.zero_grad()
@@ -226,7 +226,7 @@ def test_a_private_step_that_the_engine_loses_is_an_error():
 
 
 def test_an_update_before_any_private_step_is_an_error():
-    """For instance by a loop of one's own that computes its gradient with backward()."""
+    """For instance by a custom loop that computes its gradient with backward()."""
     run = Run()
     replace(run)
     with pytest.raises(UpdateError, match="stepped before private_step"):
@@ -234,7 +234,7 @@ def test_an_update_before_any_private_step_is_an_error():
 
 
 def test_the_first_step_alone_is_checked():
-    """The guard guards against a program that is wrong from the start, at no cost later; afterwards it sees nothing."""
+    """The guard protects against a program that is wrong from the start, at no cost later; it ignores later steps."""
     run = Run()
     run.private()
     run.optimizer.step()
@@ -245,7 +245,7 @@ def test_the_first_step_alone_is_checked():
 
 
 def test_the_message_names_what_differs_and_what_to_do():
-    """The two figures and the remedy; nothing else of the data."""
+    """The two numbers and the remedy, but no other value that depends on the data."""
     run = Run(0.0)
     run.private(seed=1)
     multiply(run)

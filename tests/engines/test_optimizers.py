@@ -1,4 +1,4 @@
-"""Wrappers of optimizers are looked through."""
+"""The innermost optimizer is found inside its wrappers."""
 
 import pytest
 import torch

@@ -8,13 +8,13 @@ from dpllm.engines.processes import Processes
 
 
 def test_one_process_is_rank_zero_of_one():
-    """Nothing else in the package asks whether torch.distributed runs."""
+    """No other module of the package checks whether torch.distributed runs."""
     alone = Processes()
     assert (alone.rank, alone.size, alone.is_main) == (0, 1, True)
 
 
 def test_collectives_of_one_process_return_what_they_are_given():
-    """Sums are floats, tensors stay as they are, and nothing waits."""
+    """Sums are floats, tensors do not change, and nothing waits."""
     alone = Processes()
     assert alone.sum([1, 2.5, 0]) == [1.0, 2.5, 0.0] and all(isinstance(value, float) for value in alone.sum([1]))
     tensor = torch.arange(3.0)
@@ -28,7 +28,7 @@ def test_collectives_of_one_process_return_what_they_are_given():
 
 
 def test_a_function_of_the_main_process_runs_once_and_its_error_is_raised_as_it_is():
-    """With one process there is nobody to tell."""
+    """With one process there is no other to inform."""
     calls = []
     assert Processes().from_main(lambda: calls.append(1) or "made") == "made" and calls == [1]
 

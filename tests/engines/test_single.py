@@ -1,4 +1,4 @@
-"""One process: sums in float32, and no more of them at a time than is needed."""
+"""One process: sums in float32, and only the necessary ones at a time."""
 
 import gc
 import weakref

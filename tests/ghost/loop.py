@@ -1,4 +1,4 @@
-"""Compares the clipper with a float64 loop of single-row autograd, for losses of any form."""
+"""Compares the clipper with a float64 loop of single-row autograd, for any loss."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def perturbed(model):
 
 
 def flat(tensors, like):
-    """Concatenated, zeros for None."""
+    """Concatenate the gradients, with zeros for None."""
     pairs = zip(tensors, like, strict=True)
     return torch.cat([(torch.zeros_like(p) if t is None else t).flatten().double() for t, p in pairs])
 
 
 def row_gradients(model, losses, batch):
-    """(B, P): autograd of each row's loss, computed from that row alone on a copy without hooks."""
+    """Return (B, P): autograd of each row's loss, computed from only that row on a copy without hooks."""
     model = copy.deepcopy(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     rows = []

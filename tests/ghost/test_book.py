@@ -71,7 +71,7 @@ class Power(nn.Module):
 
 
 class Bank(nn.Module):
-    """Parameters in a container without a forward pass of its own."""
+    """Parameters in a container that has no forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ MODULES = {
 
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES.keys())
 def test_modules_of_any_class_are_exact(make):
-    """A module that no rule names is either recognised as a scale or differentiated row by row."""
+    """A module without a rule is either recognised as a scale or differentiated row by row."""
     assert_clipped_sum(Net(make()), x())
 
 
@@ -116,7 +116,7 @@ def test_gradients_add_to_what_stood_there():
 
 
 def test_remove_leaves_the_model_as_it_was():
-    """After remove() ordinary training works as if nothing had happened."""
+    """After remove(), ordinary training works as before."""
     model, inputs = Net(), x()
     model(inputs).sum().backward()
     before = [p.grad.clone() for p in model.parameters()]
@@ -199,7 +199,7 @@ def test_models_that_cannot_be_right_are_refused_at_once(make, match):
 
 
 def test_a_compiled_model_is_refused():
-    """torch.compile may fuse layers away from under the hooks."""
+    """torch.compile may fuse away layers that have hooks."""
     with pytest.raises(GhostError, match=r"torch\.compile"):
         GhostClipper(torch.compile(Net()), 1.0)
     net = Net()
@@ -222,7 +222,7 @@ def test_a_router_loss_in_the_config_is_refused():
 
 
 class Centred(nn.Module):
-    """Couples rows without a telling name."""
+    """Couples rows, but its name does not show it."""
 
     def forward(self, h):
         return h - h.mean(0)
@@ -245,7 +245,7 @@ def test_rows_that_depend_on_each_other_are_found_by_measurement(middle):
 
 
 def test_a_parameter_without_part_in_the_loss_is_refused():
-    """Nothing is silently not trained."""
+    """No parameter silently remains untrained."""
     net = Net()
     net.unused = nn.Linear(2, 2)
     clipper = GhostClipper(net, 1.0)
@@ -274,7 +274,7 @@ def test_a_weight_used_outside_its_module_is_refused():
 
 
 def test_backward_on_the_loss_itself_is_refused():
-    """It would bypass clipping; no gradient of a parameter comes out of it."""
+    """It would bypass clipping; it gives no parameter a gradient."""
     net = Net()
     GhostClipper(net, 1.0)
     with pytest.raises(GhostError, match=r"GhostClipper\.backward"):
@@ -367,7 +367,7 @@ class Bag(nn.Module):
 
 
 def test_a_table_that_is_no_lookup_is_refused():
-    """An overridden forward is read by probing, and the reading is verified."""
+    """An overridden forward is identified by probing, and the result is verified."""
     net = Bag(ShiftedTable(7, 4))
     clipper = GhostClipper(net, 1.0)
     with pytest.raises(GhostError, match=r"table \(ShiftedTable\) is not a scaled lookup"):
@@ -382,7 +382,7 @@ class NearlyLookup(nn.Embedding):
 
 
 def test_a_table_that_is_nearly_a_lookup_is_refused():
-    """A gradient that is off by a thousandth is off: the check is as fine as the dtype."""
+    """An error of a thousandth is found: the check is as fine as the dtype."""
     table = NearlyLookup(7, 4)
     nn.init.uniform_(table.weight, 0.5, 1.5)
     net = Bag(table)
@@ -392,7 +392,7 @@ def test_a_table_that_is_nearly_a_lookup_is_refused():
 
 
 def test_a_table_that_returns_more_than_its_rows_is_refused():
-    """ProphetNet's position embeddings return the positions as well: one line, and not an error of Python's."""
+    """ProphetNet's position embeddings also return the positions: a one-line error, not a Python traceback."""
 
     class Both(nn.Embedding):
         def forward(self, index):
@@ -435,7 +435,7 @@ def test_padding_rows_get_no_gradient_even_if_they_are_not_finite():
 
 
 def test_the_loss_of_a_padding_row_has_weight_zero():
-    """Nothing comes back from it in the backward pass, before any factor is applied."""
+    """The backward pass gives it no gradient, before any factor is applied."""
     net = Net()
     book = Book(net, NormMethod(algorithm="gram"))
     book.backward(net(x(3)), torch.tensor([0, -1, 1]), num_units=2)
@@ -471,7 +471,7 @@ def test_a_nonfinite_unit_contributes_exactly_zero(tiny_llama):
 @pytest.mark.parametrize("tokens", [4, 1500])
 @pytest.mark.parametrize("several", [False, True], ids=["one row", "two rows"])
 def test_what_a_unit_releases_through_a_large_layer_is_within_the_bound(tokens, several):
-    """A million entries in one weight, as factors and as instance: the released norm is at most C, and near it."""
+    """A million entries in one weight, as factors and as instance: the released norm is at most C and close to it."""
     torch.manual_seed(0)
     model = nn.Linear(1024, 1536)
     rows = 2 if several else 1

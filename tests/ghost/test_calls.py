@@ -1,4 +1,4 @@
-"""Losses from several calls of the model: every use counts, however many passes are made."""
+"""Losses from several calls of the model: every use counts, for one pass and for two."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 
 def pair(model, batch):
-    """A loss of two calls, neither of which can be left out."""
+    """A loss of two calls that depends on both."""
     better, worse = model(batch["x"]), model(batch["y"])
     return -torch.nn.functional.logsigmoid(better - worse) + 0.3 * worse.square()
 
@@ -71,7 +71,7 @@ def test_two_calls_of_a_language_model_match_the_loop(passes, mode, checkpointin
 
 @pytest.mark.parametrize("passes", PASSES)
 def test_a_call_that_no_loss_comes_from_changes_nothing(passes):
-    """A call with gradients on whose output is thrown away, with other rows."""
+    """A call with gradients on, with other rows, whose output is discarded."""
 
     def losses(model, batch):
         model(batch["x"][:1])
@@ -92,7 +92,7 @@ def test_two_calls_with_different_numbers_of_rows_are_refused(passes, rows):
 
 
 def test_two_passes_over_a_call_from_before_the_last_backward_are_refused():
-    """A use that was not counted would otherwise be left out of the sum."""
+    """Without the check, an uncounted use would be missing from the sum."""
     model, batch = perturbed(Net()), numbers()
     clipper = GhostClipper(model, 1.0, NormMethod(backward_passes=2))
     early = model(batch["x"])

@@ -1,4 +1,4 @@
-"""Norms and sums over every form of contribution, with units of several rows and padding rows."""
+"""Norms and sums for every kind of contribution, with units of several rows and padding rows."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_norms_and_sums_equal_those_of_the_instances(uses, unit_of_row, norm_met
 
 
 def test_merge_turns_a_mixture_into_one_instance():
-    """Instances and factors of one parameter cannot be combined in a norm without becoming one."""
+    """Instances and factors of one parameter are merged before they enter a norm."""
     rows = Rows.of(torch.arange(B), B)
     uses = [outer(), instance()]
     (merged,) = merge([held(use, rows, NormMethod(algorithm="gram")) for use in uses], rows)
@@ -101,7 +101,7 @@ def test_merge_turns_a_mixture_into_one_instance():
 
 
 def test_the_cheaper_form_is_held():
-    """A LoRA factor is held as an instance, a wide layer as its two factors, unless they are of a unit's many rows."""
+    """A LoRA factor is held as an instance, a wide layer as its two factors, except for a unit with many rows."""
     rows = Rows.of(torch.arange(2), 2)
     narrow = Outer(torch.zeros(2, 64, 4), torch.zeros(2, 64, 512), "right")
     wide = Outer(torch.zeros(2, 64, 128), torch.zeros(2, 64, 129), "right")
@@ -128,7 +128,7 @@ def test_large_instances_of_a_unit_are_formed_a_few_rows_at_a_time(monkeypatch):
 
 
 def test_rows_are_viewed_where_they_lie_as_their_units_do():
-    """Nothing is copied where each unit's rows lie side by side and all have equally many; elsewhere it is."""
+    """Rows are copied only if a unit's rows are not adjacent or units have different numbers of rows."""
     x = torch.randn(6, 5, 2)
     for unit_of_row in ([0, 1, 2, 3, 4, 5], [0, 0, 1, 1, 2, 2]):
         (group,) = Rows.of(torch.tensor(unit_of_row), max(unit_of_row) + 1).groups

@@ -47,14 +47,14 @@ def test_slack_lowers_the_factor():
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("clipping", [FlatClipping(1.0), AutomaticClipping(1.0)])
 def test_a_nonfinite_unit_counts_exactly_zero(clipping, bad):
-    """The step goes on without it."""
+    """The step continues without it."""
     (factors,) = clip_factors(clipping, torch.tensor([[bad, 1.0]]))
     assert float(factors[0]) == 0.0 and float(factors[1]) > 0
 
 
 @dataclass(frozen=True)
 class Doubled(OneGroup):
-    """A clipping of somebody's own, which may exceed its bound."""
+    """A user's own clipping, which may exceed its bound."""
 
     kind: ClassVar[str] = "doubled"
     clip_norm: float
@@ -80,7 +80,7 @@ def test_factors_beyond_the_sensitivity_are_refused(by):
 
 
 def test_a_clipping_of_ones_own_within_its_sensitivity_is_used():
-    """Its factors are the ones taken."""
+    """Its factors are used."""
     factors = clip_factors(Doubled(0.5, 0.5), torch.tensor([[4.0]]))
     assert float(factors) == pytest.approx(0.125, rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""Groups of parameters: each has norms and factors of its own, and a unit reaches the sensitivity over all of them."""
+"""Groups of parameters: each has separate norms and factors; a unit reaches the sensitivity over all of them."""
 
 from dataclasses import dataclass
 from typing import ClassVar

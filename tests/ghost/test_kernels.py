@@ -21,7 +21,7 @@ def test_gram_norms_equal_the_norm_of_the_instance(dtype):
 
 
 def test_gram_norms_do_not_depend_on_the_chunking(monkeypatch):
-    """Rows are walked in chunks to bound memory."""
+    """Rows are processed in chunks to bound memory."""
     a, g = torch.randn(5, 4, 3), torch.randn(5, 4, 2)
     whole = kernels.gram_norms(a, [g])
     monkeypatch.setattr(kernels, "_MAX_GRAM_ENTRIES", 16)
@@ -93,7 +93,7 @@ WAYS = {
 
 
 def flags():
-    """All that says how float32 products are computed; None where PyTorch refuses to say."""
+    """Return all settings of float32 products; None where PyTorch raises an error."""
     try:
         older = torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -112,7 +112,7 @@ def reset_matmul_settings():
 
 @pytest.fixture
 def matmul_settings():
-    """Those of a new process, before and after."""
+    """The settings of a new process, before and after."""
     reset_matmul_settings()
     yield
     reset_matmul_settings()
@@ -145,7 +145,7 @@ def test_a_step_works_after_tf32_was_set_by_any_interface(ways, matmul_settings)
 
 
 def test_a_setting_that_follows_the_general_one_still_does(matmul_settings):
-    """TF32 that is switched off for everything after a step is off for products, too."""
+    """If TF32 is switched off globally after a step, it is off for products, too."""
     torch.backends.fp32_precision = "tf32"
     with kernels.exact_matmul():
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
@@ -171,7 +171,7 @@ def test_products_stay_in_float32_under_an_active_autocast():
 @pytest.mark.parametrize("fill", ["constant", "normal", "sparse"])
 @pytest.mark.parametrize("shape", [(1, 2048, 2048), (3, 517), (2, 64), (4, 1), (2, 0)], ids=str)
 def test_squared_norms_of_long_rows(shape, fill):
-    """In float32 they are those of float64 to a millionth, however long the row."""
+    """In float32 they equal those of float64 to a millionth, for rows of any length."""
     x = torch.full(shape, 0.1) if fill == "constant" else torch.randn(shape, generator=torch.Generator().manual_seed(1))
     if fill == "sparse":
         x = x * (x > 2)
@@ -184,7 +184,7 @@ def test_squared_norms_of_long_rows(shape, fill):
     "shape", [(4, 8, 14336, 4096), (8, 1, 14336, 4096), (8, 1, 300, 200), (2, 3, 513, 1025)], ids=str
 )
 def test_norms_of_numbers_of_one_sign_are_within_the_allowance(shape, dtype):
-    """Where all rounding errors point one way, the norm with its slack and the factor's margin is still not below."""
+    """If all rounding errors have one sign, the norm with its slack and the factor's margin is still not too small."""
     rows, tokens, inputs, outputs = shape
     generator = torch.Generator().manual_seed(3)
     a = torch.rand(rows, tokens, inputs, generator=generator).to(dtype)

@@ -41,7 +41,7 @@ def test_every_layout_is_cut_into_the_same_rows(lengths):
 
 
 def test_what_has_no_tokens_is_left_alone():
-    """Without packing, or where no dimension is that of the tokens."""
+    """Without packing, or if no dimension has the tokens."""
     x = torch.randn(1, 11, 4)
     assert PackedRows().cut(x) is x
     assert packed(3, 2).cut(x) is x
@@ -77,13 +77,13 @@ def test_two_dimensions_as_long_as_the_tokens():
 
 @pytest.mark.parametrize("wrong", [[1, 4], [0, 3, 3], [0], [[0, 4]], [0, 5, 4]], ids=str)
 def test_boundaries_that_are_none_are_refused(wrong):
-    """They begin with 0 and rise."""
+    """They begin with 0 and increase."""
     with pytest.raises(GhostError, match="the places where packed rows begin"):
         PackedRows().start({"cu_seq_lens_q": torch.tensor(wrong)})
 
 
 class Mixer(nn.Module):
-    """Tokens to logits, with something in the middle that may mix tokens."""
+    """Tokens to logits, with a module in the middle that may mix tokens."""
 
     def __init__(self, middle):
         super().__init__()
@@ -164,7 +164,7 @@ def test_a_model_that_mixes_tokens_across_rows_is_refused(middle, lengths):
 
 
 def test_a_model_that_works_on_tokens_one_by_one_is_accepted():
-    """The measurement has nothing against it, and is made once."""
+    """The measurement passes, and is made once."""
     model = Mixer(nn.GELU())
     clipper = GhostClipper(model, 1.0)
     clipper.check_rows(lambda: losses(model, batch_of()), torch.arange(4))
@@ -173,7 +173,7 @@ def test_a_model_that_works_on_tokens_one_by_one_is_accepted():
 
 
 def test_rows_that_were_padded_first_are_measured_again_when_packed():
-    """That padded rows are independent says nothing about packed ones."""
+    """Independence of padded rows does not imply independence of packed rows."""
     model = Mixer(TokenConvolution())
     clipper = GhostClipper(model, 1.0)
     clipper.backward(model(torch.randint(4, 17, (3, 5))).square().mean((1, 2)))
@@ -183,7 +183,7 @@ def test_rows_that_were_padded_first_are_measured_again_when_packed():
 
 
 def test_a_cache_that_makes_transformers_forget_the_rows_is_found():
-    """With use_cache its packed mask is not made, and later rows see all earlier ones."""
+    """With use_cache its packed mask is not built, and later rows see all earlier ones."""
     model = build_model(Case("llama"))
     inputs = batch_of(vocabulary=97)
     clipper = GhostClipper(model, 1.0)
@@ -193,7 +193,7 @@ def test_a_cache_that_makes_transformers_forget_the_rows_is_found():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_attention_that_multiplies_what_it_masks_is_refused_by_measurement(attention):
-    """A mask over all pairs of tokens keeps finite rows apart, and lets a NaN through."""
+    """A mask over all pairs of tokens separates finite rows, but a NaN passes through."""
     model = build_model(Case("llama", dtype="float32"))
     model.set_attn_implementation(attention)
     inputs, clipper = batch_of(vocabulary=97), GhostClipper(model, 1.0)
@@ -206,7 +206,7 @@ def test_attention_that_multiplies_what_it_masks_is_refused_by_measurement(atten
 
 
 def test_a_gradient_that_is_not_finite_ends_a_loop_that_did_not_measure():
-    """It may have reached other units. Where all rows are of one unit, they are lost together in any case."""
+    """It may have reached other units. If all rows are of one unit, they are lost together in any case."""
     model = Mixer(nn.GELU())
     with torch.no_grad():
         model.embed.weight[16] = float("inf")
@@ -238,7 +238,7 @@ def test_a_first_batch_with_a_row_that_is_not_finite():
 
 
 def test_a_parameter_that_is_served_row_by_row_can_not_be_packed():
-    """By name; frozen, or with a single row, there is nothing against it."""
+    """By name; if it is frozen, or with a single row, it is accepted."""
     model = Mixer(Power())
     clipper = GhostClipper(model, 1.0)
     with pytest.raises(GhostError, match=r"middle\.exponent: .*\(1, 6\), cannot be cut into the packed rows"):
@@ -247,7 +247,7 @@ def test_a_parameter_that_is_served_row_by_row_can_not_be_packed():
 
 
 def test_as_many_losses_as_packed_rows():
-    """A mean over all of them, or a loss per token, is no loss per row."""
+    """A mean over all of them, or a loss per token, is not a loss per row."""
     model = Mixer(nn.GELU())
     clipper = GhostClipper(model, 1.0)
     with pytest.raises(GhostError, match=r"4 packed rows, and there are 1 losses.*packed_sequence_loss"):

@@ -17,7 +17,7 @@ FUSED = [False, pytest.param(True, marks=pytest.mark.skipif(not triton_kernels.I
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [*_SHAPES, (1, 256), (17, 200)])
 def test_norms_of_one_signed_terms_are_within_the_slack(size, dtype, fused):
-    """Every form, at the length at which cut-off bits add up."""
+    """Every algorithm, at the length at which cut-off bits add up."""
     if fused and triton_kernels.INTERPRETED:
         size = (min(size[0], 64), min(size[1], 300))
     excess = shortfalls(NormMethod(fused=fused), torch.device("cpu"), dtype, *size)
@@ -59,7 +59,7 @@ def test_a_machine_that_computes_something_else_is_refused(monkeypatch, error):
 
 
 def test_slack_is_what_a_unit_is_clipped_by():
-    """A tally that allows for more says so, and the norms stay."""
+    """A tally with a larger slack returns it; the norms do not change."""
     rows, uses = Rows.of(torch.arange(2), 2), [Outer(torch.randn(2, 3, 4), torch.randn(2, 3, 5), "right")]
     tallies = [NormTally(rows, NormMethod(), torch.float32, slack) for slack in (None, lambda: 6.0)]
     for tally in tallies:

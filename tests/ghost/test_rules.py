@@ -1,4 +1,4 @@
-"""A parameter is one parameter, and each of its uses is counted once, by the module that makes it."""
+"""A parameter is one parameter; the module of each use counts it once."""
 
 import peft
 import pytest
@@ -109,7 +109,7 @@ class Head(nn.Module):
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_all_uses_of_a_parameter_add_up_whoever_makes_them(passes):
-    """Used by the module, by the module inside, under several names and in a container: every use once."""
+    """Used by the module, by the inner module, under several names and in a container: every use counts once."""
     net = perturbed(nn.Sequential(nn.Linear(3, 4), Head(), nn.Linear(4, 1)))
 
     def losses(model, batch):
@@ -157,7 +157,7 @@ class Middle(nn.Module):
 
 @pytest.mark.parametrize("kind", ["product", "transposed product", "scale", "sine"])
 def test_the_output_of_any_module_may_be_changed_in_place(kind):
-    """Of one that is recognised, and of one that is run again row by row."""
+    """For a recognised module, and for one that is run again row by row."""
     first, middle, last = nn.Linear(3, 4), Middle(kind), nn.Linear(4, 1)
 
     class Net(nn.Module):
@@ -186,7 +186,7 @@ def test_linear_layers_of_another_class_are_served_as_such():
 
 
 class Nearly(nn.Module):
-    """Linear in its input, and not in its weight."""
+    """Linear in its input, but not in its weight."""
 
     def __init__(self):
         super().__init__()
@@ -363,7 +363,7 @@ def test_layers_that_are_skipped_at_random_are_refused_by_name():
 
 @pytest.mark.parametrize("attention", ["local", "transient-global"])
 def test_a_relative_bias_for_blocks_is_refused_before_the_first_pass(attention):
-    """LongT5's is no T5's: one line when the model is attached, and not an error of Python's in its first step."""
+    """LongT5's differs from T5's: a one-line error when the model is attached, not a Python error in its first step."""
     config = transformers.LongT5Config(
         vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, encoder_attention_type=attention
     )
@@ -372,7 +372,7 @@ def test_a_relative_bias_for_blocks_is_refused_before_the_first_pass(attention):
 
 
 def test_a_relative_bias_that_all_layers_make_is_refused_before_the_first_pass():
-    """UMT5 passes no bias from its first layer on: every layer has a table, and takes no bias that is given to it."""
+    """UMT5 does not pass on the bias of its first layer: every layer has a table and ignores a given bias."""
     config = transformers.UMT5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
     with pytest.raises(GhostError, match=r"relative position bias differently from T5.*freeze relative"):
         GhostClipper(transformers.UMT5ForConditionalGeneration(config), 1.0)

@@ -1,4 +1,4 @@
-"""Soft prompts, which are computed once for all rows: each row's gradient is its own."""
+"""Soft prompts, which are computed once for all rows: each row has a separate gradient."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_units_of_several_rows_match_the_loop(name):
 
 @pytest.mark.parametrize("name", ["prompt tuning", "p-tuning, LSTM", "prefix tuning"])
 def test_a_microbatch_of_one_row(name):
-    """There the prompt has as many rows as the batch; the sum is that of rows that are clipped together."""
+    """There the prompt has as many rows as the batch; the sum is that of rows clipped together."""
     model, batch = causal(name), batch_of(3)
     totals = []
     for parts in ([slice(0, 3)], [slice(row, row + 1) for row in range(3)]):
@@ -116,7 +116,7 @@ def test_encoder_decoders_match_the_loop():
 
 
 class Prompted(nn.Module):
-    """A prompt that goes through further operations before it meets the rows."""
+    """A prompt that passes through other operations before it is combined with the rows."""
 
     def __init__(self, meet):
         super().__init__()

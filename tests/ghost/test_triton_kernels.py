@@ -73,7 +73,7 @@ def test_gram_norms_equal_definition_and_pytorch_form(dtype, rows, tokens, width
 
 @needs_triton
 def test_gram_norms_walk_long_widths_in_chunks(monkeypatch):
-    """Sums longer than a tensor core may take are cut, also where the last part is short; norm and mass stay."""
+    """Sums longer than the limit for a tensor core are split, also with a short last part; the results are equal."""
     monkeypatch.setattr(triton_kernels, "CHUNK", 64)
     a, g = randn(2, 20, 150), randn(2, 20, 130)
     sq_norm, mass = triton_kernels.gram_norms(a, [g])
@@ -163,7 +163,7 @@ def test_weighted_sums_equal_definition_and_pytorch_form(dtype, rows, tokens, le
 
 @needs_triton
 def test_weighted_sums_take_any_layout(monkeypatch):
-    """Transposed inputs and totals are read and written where they are; long rows are walked in chunks."""
+    """Transposed inputs and totals are read and written in place; long rows are processed in chunks."""
     monkeypatch.setattr(triton_kernels, "CHUNK", 64)
     x, y = randn(20, 150, 2).permute(2, 1, 0), randn(2, 9, 150).mT
     total = torch.zeros(9, 20, device=DEVICE).mT
@@ -275,7 +275,7 @@ def test_norm_layer_grads_equal_the_pytorch_form(dtype, shape):
 
 @needs_triton
 def test_norm_layer_grads_of_heads_take_a_transposed_gradient():
-    """(B, H, T, D) in memory, seen as (B, T, H, D): read where it lies."""
+    """(B, H, T, D) in memory, viewed as (B, T, H, D): read without a copy."""
     normed, grad = randn(2, 5, 3, 8), randn(2, 3, 5, 8).transpose(1, 2)
     weight, _ = triton_kernels.norm_layer_grads(normed, grad)
     assert_close(weight, (normed * grad).sum((1, 2)), 1e-5, atol=1e-5)
@@ -332,7 +332,7 @@ def test_nothing_has_norm_zero():
 
 @needs_triton
 def test_what_does_not_fit_is_refused():
-    """A kernel reads where its strides lead it: shapes and dtypes are checked before."""
+    """A kernel reads at the addresses given by strides: shapes and dtypes are checked before."""
     a, g = randn(2, 3, 4), randn(2, 3, 5)
     unit = torch.arange(2, device=DEVICE)
     with pytest.raises(ValueError, match="no output gradient"):
@@ -361,7 +361,7 @@ def test_cpu_tensors_are_refused_where_kernels_run_on_a_device(monkeypatch):
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch):
-    """The module imports all the same, and refuses instead of failing inside a kernel."""
+    """The module can still be imported, and refuses instead of failing inside a kernel."""
     monkeypatch.setattr(triton_kernels, "triton", None)
     assert not triton_kernels.available()
     with pytest.raises(ValueError, match="Triton or a CUDA device is missing"):
@@ -380,7 +380,7 @@ def test_the_package_imports_without_triton():
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_are_available_in_the_tests():
-    """Where Triton is installed, nothing here is skipped for the order in which modules were imported."""
+    """If Triton is installed, no test here is skipped because of the order of imports."""
     assert triton_kernels.available()
 
 

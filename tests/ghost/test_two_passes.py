@@ -51,7 +51,7 @@ def stack(layers=6, width=32):
 
 
 def peak_of_factors(passes, layers=6):
-    """How many layers' output gradients are alive at most when a tap receives one."""
+    """Return the largest number of layers' output gradients alive when a tap receives one."""
     net, alive, most = stack(layers), [], 0
     clipper = GhostClipper(net, 1.0, NormMethod("gram", backward_passes=passes))
     book = clipper._book
@@ -77,7 +77,7 @@ def test_one_layers_factors_are_held_at_a_time():
 
 
 def test_a_nonfinite_unit_contributes_nothing():
-    """Its weight is taken out of the second pass, not multiplied by zero."""
+    """Its weight is removed from the second pass, not multiplied by zero."""
     net = stack(2)
     inputs = torch.randn(3, 4, 32)
     inputs[1] = math.inf
@@ -176,14 +176,14 @@ def test_what_one_pass_holds_is_the_smaller_form_of_each_layer():
 
 
 def test_unknown_numbers_of_passes_are_refused():
-    """There are two ways."""
+    """Only one and two passes exist."""
     with pytest.raises(ValueError, match="backward_passes is 3; choose auto, 1 or 2"):
         NormMethod(backward_passes=3)
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "nonreentrant"])
 def test_what_is_held_of_lora_does_not_grow_with_the_tokens(checkpointing):
-    """Each factor is held as its per-unit gradient: rows x trainable entries, however long the rows are."""
+    """Each factor is held as its per-unit gradient: rows x trainable entries, for rows of any length."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""Banded noise: the strategy is the best, the stream its inverse, and units that meet twice are a cycle apart."""
+"""Banded noise: the strategy is optimal, the stream is its inverse, and two steps of a unit are a cycle apart."""
 
 import itertools
 import math
@@ -137,7 +137,7 @@ def test_each_step_has_the_variance_that_the_guard_is_told():
 
 
 def test_a_draw_without_a_step_has_noise_all_the_same():
-    """The groups went on with it, so the noise does: the step after it is row t of M⁻¹ z, not row t - 1."""
+    """The groups advanced, so the noise does too: the step after it is row t of M⁻¹ z, not row t - 1."""
     stream, whole = (BandedStream(NoiseSource(seed=2), coefficients(3, 9)) for _ in range(2))
     found, expected = [], []
     for step in range(6):
@@ -152,7 +152,7 @@ def test_a_draw_without_a_step_has_noise_all_the_same():
 
 
 def test_noise_out_of_order_twice_or_left_out_is_refused():
-    """A row of the noise that is missing or doubled is another mechanism."""
+    """Noise with a missing or repeated row would be a different mechanism."""
     stream = BandedStream(NoiseSource(), coefficients(3, 9))
     stream.begin(0)
     stream.add_share_("w", torch.zeros(4), 1.0, 0, 1)
@@ -234,7 +234,7 @@ def test_groups_smaller_than_a_batch_and_single_rows_are_refused():
 
 @pytest.mark.parametrize("bad", [{"bands": 0}, {"bands": 42_062}, {"max_batch_size": 0}, {"num_units": None}])
 def test_an_event_out_of_range_is_refused(bad):
-    """In a ledger that was written by something else."""
+    """In a ledger that another program wrote."""
     fields = {"num_units": 42_061, "sampling_rate": 0.1, "max_batch_size": 9, "noise_multiplier": 1.0, "bands": 4}
     with pytest.raises(ValueError, match="must be"):
         BandedStep(**{**fields, **bad})

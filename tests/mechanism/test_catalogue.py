@@ -27,7 +27,7 @@ def test_every_kind_of_event_is_tried_above():
 
 
 def test_events_of_earlier_versions_are_read():
-    """They had no kind, and every field."""
+    """They had all fields but no kind."""
     old = {"num_units": 100, "sampling_rate": 0.1, "max_batch_size": 30, "noise_multiplier": 1.0, "clip_norm": 0.5}
     assert from_fields({**old, "rows_per_unit": 1}) == STEPS[0]
     rows = {**old, "max_batch_size": None, "clip_norm": 1.0, "rows_per_unit": 3}
@@ -37,7 +37,7 @@ def test_events_of_earlier_versions_are_read():
 
 
 def test_unknown_events_are_refused():
-    """A ledger of a later version, or one that was made up."""
+    """A ledger of a later version, or a forged one."""
     with pytest.raises(ValueError, match="unknown kind of event 'later'"):
         from_fields({"event": "later"})
 
@@ -69,13 +69,13 @@ def test_what_names_no_kind_is_refused(value):
     ],
 )
 def test_wrong_clippings_are_refused_by_name(value, text):
-    """Nothing is dropped."""
+    """No option is silently ignored."""
     with pytest.raises(ValueError, match=text):
         clipping_of(Spec.of(value), 1.0)
 
 
 def test_an_option_that_is_missing_is_named():
-    """With how it is written."""
+    """The error shows the correct spelling."""
     with pytest.raises(ValueError, match=r"noise: \{kind: banded\} needs bands"):
         noise_of(Spec("banded"))
 

@@ -1,4 +1,4 @@
-"""A clipping refuses bounds that bound nothing, and its sensitivity follows from them."""
+"""A clipping refuses invalid bounds, and its sensitivity follows from its bound."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The noise has the distribution that the accounting assumes, is drawn afresh every time, and in float32."""
+"""The noise has the distribution that the accounting assumes, and is drawn freshly each time, in float32."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_the_noise_is_gaussian_with_the_given_deviation(dtype):
 
 
 def test_the_noise_is_added_to_what_stands_there():
-    """The sum is kept."""
+    """The sum is not replaced."""
     grad = torch.full((10_000,), 5.0)
     NoiseSource(seed=1).add_(grad, 1.0)
     assert abs(float(grad.mean()) - 5) < 0.05
@@ -78,7 +78,7 @@ def test_low_precision_is_refused():
 
 @pytest.mark.parametrize("stddev", [-1.0, float("nan")])
 def test_a_deviation_that_is_none_is_refused(stddev):
-    """NaN noise would pass for noise."""
+    """NaN noise could be mistaken for noise."""
     with pytest.raises(ValueError, match="noise_stddev is"):
         NoiseSource().add_(torch.zeros(3), stddev)
 

@@ -19,12 +19,12 @@ POISSON = dp_event.PoissonSampledDpEvent(0.02, dp_event.GaussianDpEvent(1.0))
     ],
 )
 def test_what_we_hand_over_comes_back(step):
-    """Our steps in that library's words."""
+    """Steps of dpllm as events of that library."""
     assert from_dp_event(step.dp_event(), 7) == [(step, 7)]
 
 
 def test_compositions_are_taken_apart():
-    """Nested ones as well; nothing costs nothing."""
+    """Nested ones as well; an empty composition costs nothing."""
     twice = dp_event.SelfComposedDpEvent(dp_event.ComposedDpEvent([POISSON, dp_event.GaussianDpEvent(4.0)]), 3)
     step, whole = Step(sampling_rate=0.02, noise_multiplier=1.0), Step(sampling_rate=1.0, noise_multiplier=4.0)
     assert from_dp_event(dp_event.ComposedDpEvent([twice, dp_event.NoOpDpEvent()]), 2) == [(step, 6), (whole, 6)]
@@ -41,12 +41,12 @@ def test_compositions_are_taken_apart():
     ],
 )
 def test_other_events_are_refused_by_name(event):
-    """Never taken for something else."""
+    """Never mistaken for another event."""
     with pytest.raises(ValueError, match=f"{type(event).__name__} is not a Gaussian sum"):
         from_dp_event(event)
 
 
 def test_epsilon_takes_both():
-    """One function, whoever described the steps."""
+    """One function for steps from either library."""
     own = epsilon([(Step(sampling_rate=0.02, noise_multiplier=1.0), 1500)], 1e-5)
     assert epsilon([(POISSON, 1500)], 1e-5) == epsilon([(dp_event.SelfComposedDpEvent(POISSON, 1500), 1)], 1e-5) == own

@@ -40,7 +40,7 @@ def test_one_step_is_the_library_s(sigma: float, rate: float, width: float, rela
 
 
 def test_cut_tails_only_round_up() -> None:
-    """A pair that enters a mixture with little weight is cut early, and its δ is nowhere smaller for it."""
+    """A pair with little weight in a mixture is cut early, and this never makes its δ smaller."""
     whole = sampled_gaussian(0.5, 0.01, AdjacencyType.REPLACE, 1e-3)
     cut = sampled_gaussian(0.5, 0.01, AdjacencyType.REPLACE, 1e-3, weight=1e-10)
     assert len(cut.masses) < 0.9 * len(whole.masses)
@@ -49,7 +49,7 @@ def test_cut_tails_only_round_up() -> None:
 
 
 def test_hardly_any_weight_and_hardly_any_loss() -> None:
-    """A pair of next to no weight, or next to no loss, still gives a proper distribution of a few grid points."""
+    """A pair of almost no weight or loss still gives a valid distribution of a few grid points."""
     for sigma, rate, weight in ((0.5, 0.3, 1e-30), (1000.0, 1e-6, 1.0), (1000.0, 1.0, 1e-300)):
         for pair in AdjacencyType:
             pmf = sampled_gaussian(sigma, rate, pair, 1e-3, weight)
@@ -58,7 +58,7 @@ def test_hardly_any_weight_and_hardly_any_loss() -> None:
 
 
 def test_masses_add_up() -> None:
-    """Masses are not negative and, with the infinite loss, come to one, after mixing and composing too."""
+    """Masses are not negative and, with the infinite loss, sum to one, also after mixing and composing."""
     remove = sampled_gaussian(1.0, 0.05, AdjacencyType.REMOVE, 1e-3)
     replace = sampled_gaussian(0.5, 0.05, AdjacencyType.REPLACE, 1e-3)
     for pmf in (remove, replace, mixture(replace, remove, 0.25)):
@@ -87,7 +87,7 @@ def test_self_composition_is_repeated_convolution(count: int, tilt: float) -> No
 
 
 def test_two_kinds_of_losses_are_convolved() -> None:
-    """Losses of several parts add up, each as often as it says."""
+    """Losses of several parts add up, each with its count."""
     one, two = np.array([0.6, 0.4]), np.array([0.1, 0.2, 0.7])
     parts = [(LossPmf(0.5, 0, one, 0.0), 2), (LossPmf(0.5, -1, two, 0.0), 1)]
     expected = np.convolve(np.convolve(one, one), two)
@@ -117,7 +117,7 @@ def masses_of(composed: Composition) -> np.ndarray:
     ],
 )
 def test_rounding_is_covered(sigma: float, rate: float, count: int, width: float, delta: float) -> None:
-    """Against the same in extended precision, δ around the ε of the tilt is never below, and off by next to nothing."""
+    """Compared with extended precision, δ near the ε of the tilt is never smaller, and almost equal."""
     if np.finfo(np.longdouble).eps >= np.finfo(float).eps:
         pytest.skip("this machine's long double is no longer than its double")
     for pair in (AdjacencyType.REMOVE, AdjacencyType.ADD):
@@ -153,7 +153,7 @@ def extended(one: LossPmf, count: int, tilt: float, like: Composition) -> np.nda
 
 
 def test_outside_its_window_a_tilted_composition_still_bounds() -> None:
-    """Far below and far above the ε that the tilt was chosen for, δ is an upper bound."""
+    """Far below and far above the ε of the tilt, δ is still an upper bound."""
     one = sampled_gaussian(1.0, 0.02, AdjacencyType.REMOVE, 1e-3)
     plain, tilted = compose([(one, 500)]), compose([(one, 500)], tilt_for([(one, 500)], delta=1e-12))
     for epsilon in np.linspace(0, 12, 49):
@@ -198,13 +198,13 @@ def test_rare_components_only_round_up() -> None:
 
 
 def test_replacing_a_unit_of_several_rows_has_no_pair() -> None:
-    """No distribution is made up for it."""
+    """There is no distribution for it."""
     with pytest.raises(ValueError, match="no pair is known for replacing"):
         sampled_rows(1.0, 0.1, 2, AdjacencyType.REPLACE, 1e-3)
 
 
 def test_losses_beyond_what_exp_can_hold() -> None:
-    """Where the loss is in the thousands, δ is still an upper bound and no error."""
+    """For losses in the thousands, δ is still an upper bound, without an error."""
     one = sampled_gaussian(1 / math.sqrt(30_000), 1.0, AdjacencyType.REMOVE, 0.1)
     composed = compose([(one, 1)], tilt_for([(one, 1)], delta=1e-4))
     for epsilon in (14_000.0, 15_000.0, 16_000.0):

@@ -58,7 +58,7 @@ def test_truncation_keeps_a_uniform_subset() -> None:
 
 
 def test_draw_is_sorted_distinct_and_may_be_empty() -> None:
-    """A step has distinct units in rising order, and no unit at all now and then."""
+    """A step has distinct units in rising order, and sometimes no unit."""
     rng = seeded_rng(1)
     sampler = TruncatedPoissonSampler(100, 0.01, 8)
     sizes = set()

@@ -20,7 +20,7 @@ def open_points(run):
 
 
 def require_open_point_of_a_change(run):
-    """A save as the run left the weights has no such point, and a save of other weights has one."""
+    """A save of the run's final weights has no such point; a save of other weights has one."""
     run.save_model()
     assert not any("changed after the end" in point for point in open_points(run))
     with torch.no_grad():
@@ -30,7 +30,7 @@ def require_open_point_of_a_change(run):
 
 
 def test_weights_that_changed_after_the_training_are_an_open_point(tmp_path):
-    """Between the end and the save anything may have been done to them, another training too."""
+    """Between the end and the save they may have changed in any way, also by other training."""
     run = trainer(tmp_path)
     run.train()
     require_open_point_of_a_change(run)
@@ -94,7 +94,7 @@ def test_weights_of_a_run_that_did_not_end_are_known_again(error, steps, tmp_pat
 
 
 def test_weights_that_changed_after_a_failure_are_an_open_point(tmp_path):
-    """The report of a run that failed is about the weights that it left, as that of any other."""
+    """The report of a failed run describes its last weights, like any other report."""
 
     def loss(outputs, labels):
         if run.state.global_step == 2:
@@ -159,7 +159,7 @@ def test_an_optimizer_that_begins_at_a_constant_is_none_with_moments(tmp_path):
 
 
 def begun(folder, model, num_steps=2, **more):
-    """A loop of one's own, not finished."""
+    """A custom loop, not finished."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = PrivateRun.start(folder, plan_of(), rows_of())
     run.attach(model, optimizer, **more)
@@ -184,7 +184,7 @@ def test_a_folder_that_was_emptied_holds_another_run(how, tmp_path):
 
 
 def test_a_trainer_in_an_emptied_folder_is_another_run(tmp_path):
-    """A cell of a notebook that is run again."""
+    """A notebook cell that is run again."""
     run = trainer(tmp_path / "a")
     run.train()
     shutil.rmtree(tmp_path / "a")
@@ -193,7 +193,7 @@ def test_a_trainer_in_an_emptied_folder_is_another_run(tmp_path):
 
 
 def test_weights_that_changed_while_a_run_had_let_go_of_them_are_refused_or_declared(tmp_path):
-    """Another training may have taken place between `detach` and `attach`; the run's ledger does not know of it."""
+    """Other training may have taken place between `detach` and `attach`; the run's ledger does not contain it."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = PrivateRun(plan_of(), rows_of(), ledger_of(tmp_path, plan_of()))
@@ -239,7 +239,7 @@ def test_weights_that_are_saved_in_mid_run_are_those_of_the_run_or_an_open_point
 
 
 def test_weights_that_were_put_back_to_the_start_begin_another_run(tmp_path):
-    """As in a sweep in one process; each part that was not put back is another run's release."""
+    """As in a sweep in one process; each part that was not restored is another run's release."""
     model = LlamaForCausalLM(tiny_llama_config())
     start = copy.deepcopy(model.state_dict())
     trainer(tmp_path / "a", model, args=arguments(tmp_path / "a", max_steps=1)).train()

@@ -51,7 +51,7 @@ def trainable(model) -> list[str]:
 
 class TestFromConfig:
     def test_vocabulary_and_special_tokens_come_from_the_tokenizer(self, tokenizer):
-        """A model made from nothing fits its tokenizer."""
+        """A model made from a configuration fits its tokenizer."""
         model = load_model(ModelConfig(config=TINY), tokenizer)
         assert model.config.vocab_size == len(tokenizer)
         assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == (1, 2, 0)
@@ -111,7 +111,7 @@ class TestPretrained:
         torch.testing.assert_close(again(ids).logits, untied(ids).logits)
 
     def test_tying_a_head_of_its_own_is_refused(self, folder, tokenizer, tmp_path):
-        """Trained weights are not thrown away."""
+        """Trained weights are not discarded."""
         load_model(ModelConfig(name=folder, tie_word_embeddings=False), tokenizer).save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="would discard the head"):
             load_model(ModelConfig(name=str(tmp_path), tie_word_embeddings=True), tokenizer)
@@ -134,7 +134,7 @@ class TestPretrained:
             assert "\n" not in str(caught.value)
 
     def test_a_classifier_has_the_classes_of_the_recipe_or_of_the_schema(self, folder, tokenizer):
-        """The number of classes is said, never counted in private labels."""
+        """The number of classes is declared, never counted in private labels."""
         known = ModelConfig(name=folder, task="sequence_classification", num_labels=3)
         assert load_model(known, tokenizer).config.num_labels == 3
         unknown = ModelConfig(name=folder, task="sequence_classification")
@@ -155,13 +155,13 @@ class TestPretrained:
 
 class TestPrepare:
     def test_lora_trains_its_factors_alone(self, folder, tokenizer):
-        """The base stays as it was; the task type follows the recipe."""
+        """The base does not change; the task type follows the recipe."""
         model = load_model(ModelConfig(name=folder, peft=LORA), tokenizer)
         assert trainable(model) and all("lora_" in name for name in trainable(model))
         assert model.peft_config["default"].task_type == "CAUSAL_LM"
 
     def test_the_factors_of_a_bfloat16_model_are_float32(self, folder, tokenizer):
-        """Adapters keep full precision above a base of half."""
+        """Adapters keep full precision on a base in half precision."""
         model = load_model(ModelConfig(name=folder, dtype="bfloat16", peft=LORA), tokenizer)
         assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
@@ -210,7 +210,7 @@ class TestTokenizer:
         assert len(tokenizer) == 270 and tokenizer.model_max_length == 64
 
     def test_a_missing_padding_token_becomes_the_end_token(self, folder, tmp_path):
-        """Padding is never looked at, so any token will do."""
+        """Padding is never read, so any token is suitable."""
         tokenizer = load_tokenizer(ModelConfig(name=folder))
         tokenizer.pad_token = None
         tokenizer.save_pretrained(tmp_path)
@@ -224,7 +224,7 @@ class TestTokenizer:
         ],
     )
     def test_a_recipe_without_a_tokenizer_is_refused(self, values, message):
-        """A tokenizer is never trained on private text for want of another."""
+        """A tokenizer is never trained on private text, even if there is no other text."""
         with pytest.raises(ConfigError, match=message):
             load_tokenizer(ModelConfig(**values))
 

@@ -20,7 +20,7 @@ def test_each_row_is_averaged_over_its_own_targets():
 
 
 def test_a_row_alone_has_the_loss_it_has_in_the_batch():
-    """Padding and company change nothing."""
+    """Padding and other rows change nothing."""
     logits, labels = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
     labels[0, 3:] = -100
     alone = per_sequence_loss(logits[:1, :3], labels[:1, :3])
@@ -55,7 +55,7 @@ def test_packed_rows_have_the_losses_of_padded_ones():
     ids=["end", "two rows", "shape"],
 )
 def test_boundaries_that_are_not_those_of_the_labels_are_refused(labels, boundaries):
-    """A loss would be counted to another row."""
+    """A loss would be assigned to another row."""
     with pytest.raises(ValueError, match="the places where rows begin are needed"):
         packed_sequence_loss(torch.zeros(*labels.shape, 3), labels.long(), torch.tensor(boundaries))
 
@@ -74,7 +74,7 @@ def test_classification():
 
 
 def test_bfloat16_logits_give_float32_losses():
-    """A softmax over a vocabulary in bfloat16 would lose the loss."""
+    """A softmax over a vocabulary in bfloat16 is too inaccurate for the loss."""
     assert (
         per_sequence_loss(torch.randn(2, 4, 7).bfloat16(), torch.zeros(2, 4, dtype=torch.int64)).dtype == torch.float32
     )
@@ -99,7 +99,7 @@ def test_shapes_that_do_not_fit_are_refused(loss, logits, labels):
 @pytest.mark.parametrize("chunk", [1, 20, 1 << 24])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_cross_entropy_in_chunks_is_pytorchs(monkeypatch, dtype, chunk):
-    """Loss and gradient are those of the whole float32 logits, however few places exist at a time."""
+    """Loss and gradient equal those of the whole float32 logits, for every chunk size."""
     monkeypatch.setattr("dpllm.models.losses._CHUNK_ENTRIES", chunk)
     labels = torch.randint(0, 7, (3, 6))
     labels[0, 2:4] = labels[2, 1:] = -100
@@ -140,6 +140,6 @@ def test_logits_never_stand_whole_in_float32(monkeypatch):
 
 
 def test_a_target_outside_the_vocabulary_is_an_error():
-    """As in PyTorch: it does not pass for another token."""
+    """As in PyTorch: it is not treated as another token."""
     with pytest.raises((IndexError, RuntimeError), match="index 7 is out of bounds"):
         per_sequence_loss(torch.zeros(1, 3, 7), torch.tensor([[1, 7, 2]]))

@@ -37,7 +37,7 @@ class Layer(nn.Module):
 @pytest.mark.parametrize("window", [None, 2, 7])
 @pytest.mark.parametrize("longest", [5, None])
 def test_each_row_has_the_attention_it_has_alone(window, longest):
-    """Causal, scaled, within a window or without; the longest row may be given or not."""
+    """Causal, scaled, with or without a window; the longest row may be given or not."""
     q, k, v = states(9), states(9), states(9)
     packed, _ = packed_attention(
         Layer(), q, k, v, None, scaling=0.7, sliding_window=window, cu_seq_lens_q=BOUNDARIES, max_length_q=longest
@@ -81,7 +81,7 @@ def test_padded_rows_and_generation_are_as_before(family):
 
 
 def test_left_padding_is_hidden():
-    """The first tokens see nothing but themselves, and those that follow do not see them."""
+    """The first tokens see only themselves, and later tokens do not see them."""
     model = build_model(Case("llama")).eval()
     ids = torch.tensor([[0, 0, 7, 8, 9]])
     mask, positions = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[0, 0, 0, 1, 2]])
@@ -99,7 +99,7 @@ def test_a_mask_that_the_model_made_itself_is_taken_as_it_is():
 
 
 def test_the_model_has_its_own_attention_afterwards():
-    """Also after an error, and nothing of it is saved with the model."""
+    """Also after an error; it is not saved with the model."""
     model = build_model(Case("llama", "lora-all-linear"))
     inner = model.get_base_model()
     before = inner.config._attn_implementation
@@ -119,7 +119,7 @@ def test_an_attention_of_another_form_is_refused(needed):
 
 
 def test_attention_in_both_directions_is_refused():
-    """By the layer's own word, or by the caller's."""
+    """According to the layer, or to the caller."""
     q, layer = states(9), Layer()
     with pytest.raises(ValueError, match="both directions"):
         packed_attention(layer, q, q, q, None, is_causal=False, cu_seq_lens_q=BOUNDARIES)
@@ -175,7 +175,7 @@ def test_an_attention_of_its_own_is_refused():
 
 
 def test_what_was_made_for_padded_rows_is_refused():
-    """A collator or a loss of one's own does not know where packed rows begin."""
+    """A custom collator or loss does not know where packed rows begin."""
     model = build_model(Case("llama"))
     refuse_unpackable(model, "causal_lm", RowCollator(pad_token_id=0))
     with pytest.raises(ConfigError, match="data_collator was made for padded rows"):
@@ -185,7 +185,7 @@ def test_what_was_made_for_padded_rows_is_refused():
 
 
 def test_an_attention_that_can_not_be_exchanged_is_refused(monkeypatch):
-    """Rather than run with the one it has."""
+    """It does not run with its own attention instead."""
     model = build_model(Case("llama"))
     monkeypatch.setattr(model, "set_attn_implementation", lambda name: None)
     with pytest.raises(ConfigError, match="the attention of LlamaForCausalLM stays sdpa"), attention_by_row(model):

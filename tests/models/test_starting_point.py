@@ -34,7 +34,7 @@ EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
     ],
 )
 def test_what_follows_private_evaluation_is_refused_before_data_is_touched(changes, more, match, tmp_path):
-    """And nothing is left in the folder."""
+    """And no file is left in the folder."""
     with pytest.raises(ConfigError, match=f"{match} follows exact evaluation results"):
         trainer(tmp_path, args=arguments(tmp_path, **EVALUATE, **changes), eval_dataset=rows(8), **more)
     assert not list(tmp_path.iterdir())
@@ -81,7 +81,7 @@ def test_declared_public_evaluation_may_steer_and_is_no_disclosure(tmp_path):
 
 
 def adapted(kind):
-    """A model whose adapter says that it was initialised this way, as PEFT leaves it after the fact."""
+    """A model whose adapter configuration names this initialisation, as PEFT leaves it."""
     model = get_peft_model(LlamaForCausalLM(tiny_llama_config()), LoraConfig(r=2, target_modules=["q_proj"]))
     model.peft_config["default"].init_lora_weights = kind
     return model
@@ -89,7 +89,7 @@ def adapted(kind):
 
 @pytest.mark.parametrize("kind", ["eva", "corda", "lora_ga", "EVA"])
 def test_an_adapter_initialised_from_data_is_refused_or_declared(kind, tmp_path):
-    """By the Trainer and by a loop of one's own; declared, it is an open point of the report."""
+    """By the Trainer and by a custom loop; if declared, it is an open point of the report."""
     with pytest.raises(ConfigError, match=f"init_lora_weights='{kind}': it starts from statistics of data"):
         trainer(tmp_path / "a", adapted(kind))
     run = trainer(tmp_path / "b", adapted(kind), start_is_independent=True)
@@ -100,12 +100,12 @@ def test_an_adapter_initialised_from_data_is_refused_or_declared(kind, tmp_path)
 
 @pytest.mark.parametrize("kind", [True, False, "gaussian", "pissa", "pissa_niter_4", "olora", "loftq", "orthogonal"])
 def test_an_adapter_initialised_from_weights_is_not_refused(kind, tmp_path):
-    """These know no data."""
+    """These do not use data."""
     trainer(tmp_path, adapted(kind))
 
 
 def test_a_loop_of_ones_own_refuses_it_too(tmp_path):
-    """Before anything is hooked."""
+    """Before any hook is attached."""
     plan, model = plan_of(), network()
     model.peft_config = {"default": LoraConfig(r=2)}
     model.peft_config["default"].init_lora_weights = "corda"
@@ -115,7 +115,7 @@ def test_a_loop_of_ones_own_refuses_it_too(tmp_path):
 
 
 def test_weights_of_an_earlier_private_run_are_refused_or_declared(tmp_path):
-    """The second report would show its own ε only; base models of adapters are looked at as well."""
+    """The second report would show only its own ε; base models of adapters are checked as well."""
     first = trainer(tmp_path / "first")
     first.train()
     first.save_model()
@@ -131,7 +131,7 @@ def test_weights_of_an_earlier_private_run_are_refused_or_declared(tmp_path):
 
 
 def test_weights_of_an_earlier_run_below_the_own_folder_are_those_of_another_run(tmp_path):
-    """Where a folder lies does not say whose ledger counts its steps; the run's own checkpoints are its own."""
+    """The path of a folder does not show which ledger counts its steps; a run may use its own checkpoints."""
     first = trainer(tmp_path / "runs" / "first")
     first.train()
     first.save_model()
@@ -195,7 +195,7 @@ def test_shared_records_are_counted_by_content(public, shared):
 
 
 def test_one_of_many_records_in_the_public_text_is_refused():
-    """No share of the records is harmless by its size."""
+    """Even a tiny share of the records is refused."""
     private = texts(*(f"record {number}" for number in range(1000)))
     with pytest.raises(DataError, match=r"shares 1 of 1000 records .* and 0 are declared .*max_shared_records=1"):
         refuse_shared_records(private, DATA, texts("record 7"), PUBLIC)
