@@ -156,9 +156,9 @@ def test_noise_out_of_order_twice_or_left_out_is_refused():
     stream = BandedStream(NoiseSource(), coefficients(3, 9))
     stream.begin(0)
     stream.add_share_("w", torch.zeros(4), 1.0, 0, 1)
-    with pytest.raises(ValueError, match="w had its noise of step 0 already"):
+    with pytest.raises(ValueError, match="w already had its noise of step 0"):
         stream.add_share_("w", torch.zeros(4), 1.0, 0, 1)
-    with pytest.raises(ValueError, match="the noise of step 0 was drawn already"):
+    with pytest.raises(ValueError, match="the noise of step 0 was already drawn"):
         stream.begin(0)
     stream.begin(1)
     with pytest.raises(ValueError, match="w had no noise in step 1"):
