@@ -35,8 +35,8 @@ MUTATIONS = [
     Mutation(
         "the clip is deleted",
         "dpllm/mechanism/clipping.py",
-        "return (self.clip_norm / norm_U).clamp_max(1)",
-        "return 0 * norm_U + 1",
+        "return (self.clip_norm / norm_GU).clamp_max(1)",
+        "return 0 * norm_GU + 1",
         ("tests/ghost/test_factors.py", "tests/training/test_step.py", "tests/ghost/test_book.py"),
         quick=True,
     ),
@@ -140,8 +140,8 @@ MUTATIONS = [
     Mutation(
         "non-finite units stay in the sum",
         "dpllm/ghost/factors.py",
-        "finite_U = torch.isfinite(upper_U)",
-        "finite_U = torch.ones_like(upper_U, dtype=torch.bool)",
+        "finite_U = torch.isfinite(upper_GU).all(dim=0)",
+        "finite_U = torch.ones_like(upper_GU[0], dtype=torch.bool)",
         ("tests/ghost/test_factors.py", "tests/ghost/test_book.py"),
     ),
     Mutation(

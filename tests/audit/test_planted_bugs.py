@@ -48,8 +48,8 @@ BUGS = [
         (
             (
                 "dpllm/mechanism/clipping.py",
-                "return (self.clip_norm / norm_U).clamp_max(1)",
-                "return 0 * norm_U + 1",
+                "return (self.clip_norm / norm_GU).clamp_max(1)",
+                "return 0 * norm_GU + 1",
             ),
         ),
         quick=True,
