@@ -150,7 +150,7 @@ QUICK = ("gpt2_e2e_lora", "roberta_sst2_full")  # an adapter and a whole model, 
     "path", [pytest.param(p, id=p.stem, marks=() if p.stem in QUICK else tiers.deep) for p in RECIPES]
 )
 def test_a_recipe_runs_on_a_tiny_model(path, finetune, tmp_path, capsys):
-    """Overrides alone bring it to a small model and local data, and everything a run must leave is there."""
+    """Overrides suffice for a small model and local data, and every file that a run must write exists."""
     overrides = small_run(tmp_path, path)
     recipe, output = load_recipe(path), tmp_path / "out"
     finetune.run(load_recipe(path, overrides))
@@ -201,7 +201,7 @@ def test_a_run_without_held_out_records_discloses_no_evaluation(finetune, tmp_pa
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_two(finetune, tmp_path, monkeypatch, capsys, overrides, message):
-    """A newcomer's typo does not end in a traceback."""
+    """A typing error does not end in a traceback."""
     here = [f"model.name={tiny_model(tmp_path / 'model', 'gpt2')}", f"train.output_dir={tmp_path / 'out'}"]
     capsys.readouterr()
     path = str(FOLDER / "gpt2_e2e_full.yaml")
@@ -227,7 +227,7 @@ class SafetensorError(Exception):
     ids=["disk full", "overflow", "weights"],
 )
 def test_errors_of_other_libraries_are_one_line(finetune, monkeypatch, capsys, error, words):
-    """Those that a user can mend; the program ends with exit code 2."""
+    """Mistakes that a user can correct; the program ends with exit code 2."""
 
     def fails(*_):
         raise error
@@ -291,7 +291,7 @@ def test_a_classifier_of_a_recipe_pads_as_its_tokenizer_does(finetune, tmp_path)
 
 
 def test_the_launcher_is_told_which_process_failed_and_of_what(finetune, tmp_path, monkeypatch, capsys):
-    """In the file that torch's launcher names to each worker; it shows the first of them."""
+    """The error is in the file that torch's launcher names to each worker; the launcher shows the first error."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(sys, "argv", ["finetune.py", "--config", str(tmp_path / "nowhere.yaml")])
     with pytest.raises(SystemExit):

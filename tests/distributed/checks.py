@@ -84,7 +84,7 @@ def agreement(folder: Path) -> dict[str, Any]:
 
 
 def ledgers(folder: Path) -> dict[str, Any]:
-    """Every rank gives a path of its own, so that one can see who writes."""
+    """Every rank gives a different path, to show which rank writes."""
     here, plan = Processes(), plan_of()
     path = folder / f"rank {here.rank}" / LEDGER_FILE
     ledger = SharedLedger.create(path, plan, here)

@@ -31,7 +31,7 @@ STEPS = 4
 
 
 class Restless(torch.optim.SGD):
-    """An optimizer with randomness of its own on every process, as stochastic rounding has it."""
+    """An optimizer with different random numbers on every process, as for stochastic rounding."""
 
     def step(self, closure: Any = None) -> Any:
         done = super().step(closure)

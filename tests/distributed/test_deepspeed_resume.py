@@ -25,7 +25,7 @@ each_job = pytest.mark.parametrize("number", range(len(JOBS)), ids=[str(job) for
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The runs of all jobs, in interpreters of their own."""
+    """The runs of all jobs, each in its own interpreters."""
     folder = tmp_path_factory.mktemp("runs")
     return folder, resumed(folder, JOBS, fresh=True)
 

@@ -22,7 +22,7 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("engine", ALL)
 def test_the_processes_toss_the_same_coins_and_see_the_same_releases(engine, ranks):
-    """Coins of each process's own would include a canary on one of them."""
+    """Separate coins on each process would include a canary on one of them."""
     (coins, seen, _), (others_coins, others_seen, _) = (result[engine] for result in ranks)
     assert coins.shape == (DESIGN.num_blocks, DESIGN.num_canaries) and 0.4 < coins.mean() < 0.6
     assert np.array_equal(coins, others_coins) and np.allclose(seen, others_seen, rtol=1e-5)

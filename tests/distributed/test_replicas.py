@@ -36,7 +36,7 @@ def said(results, kind, *texts):
 
 @pytest.mark.parametrize("case", ["alike", "hybrid alike"])
 def test_replicas_that_stay_equal_take_all_steps(seen, case):
-    """The comparison is exact and has nothing to forgive."""
+    """The comparison is exact and has no tolerance."""
     assert all(one["error"] is None and one["taken"] == one["charged"] == 4 for one in seen(case))
 
 
@@ -76,7 +76,7 @@ def test_small_parameters_that_zero_3_keeps_whole_are_replicas():
 
 
 def test_an_extra_draw_on_one_process_stops_all_of_them(seen):
-    """Whoever is ahead meets the others in the next roll call; the extra draw is not charged."""
+    """A process that is ahead is found in the next comparison of calls; its extra draw is not charged."""
     results = seen("extra draw")
     assert said(results, "DisagreementError", "rank 0: takes step 2, rank 1: draws the units of step 3")
     assert said(results, "DisagreementError", "No further step is charged", "equally often")

@@ -78,7 +78,7 @@ def test_a_recipe_runs_on_every_engine_and_leaves_a_plain_model(config, folder, 
 @pytest.mark.deep
 @pytest.mark.parametrize("config", ["cpu_fsdp2", "cpu_zero3"])
 def test_an_adapter_of_a_sharded_model_loads_in_plain_peft(config, folder):
-    """The adapter alone is consolidated, and it is the trained one."""
+    """Only the adapter is consolidated, and it is the trained one."""
     printed = launch(config, folder, LORA, "train.learning_rate=0.05")
     start = AutoModelForCausalLM.from_pretrained(folder / "out" / "public_pretrain")
     before = perplexity(folder, start)

@@ -43,7 +43,7 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def tools() -> dict[str, str]:
-    """For the operation that DeepSpeed builds: ninja on the path, and a place of its own for each environment."""
+    """For the operation that DeepSpeed builds: ninja on the path, and a separate folder for each environment."""
     return {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch_extensions"),

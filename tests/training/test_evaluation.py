@@ -72,7 +72,7 @@ def test_an_encoder_decoder_is_measured_on_its_labels():
 
 
 def test_rows_without_a_target_are_refused():
-    """A figure over nothing is no figure."""
+    """A data set without targets has no figure."""
     with pytest.raises(DataError, match="no held-out row has a target"):
         measure(llama(AutoModelForCausalLM), rows(([1, 2], [-100, -100])), RowCollator(pad_token_id=0))
 
@@ -116,7 +116,7 @@ def test_rows_divided_over_processes_count_once(task, size):
 
 
 def measure_or_nothing(model, data, collator, rank):
-    """A process alone may have no row: then its own sums are no figure, and only the sum over all is."""
+    """One process may have no row: its own sums give no figure; only the sum over all processes does."""
     try:
         measure(model, data, collator, 2, rank)
     except DataError:

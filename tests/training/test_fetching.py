@@ -1,4 +1,4 @@
-"""Rows are read by themselves, and nothing of a Trainer that private steps would ignore is taken."""
+"""Each row is read separately, and parts of a Trainer that private steps would ignore are refused."""
 
 import random
 

@@ -54,7 +54,7 @@ def test_linear_memory_is_predicted_exactly(base, slope, device):
     "peak",
     [
         lambda rows: 100 + rows**2,
-        lambda rows: 100 + 10 * rows + (600 if rows > 40 else 0),  # a kernel with a workspace of its own
+        lambda rows: 100 + 10 * rows + (600 if rows > 40 else 0),  # a kernel with its own workspace
         lambda rows: 100 + 40 * -(-rows // 8),  # in blocks: two small trials tell nothing about growth
         lambda rows: 1000 + 30 * rows**0.5,
         lambda rows: 100 + 1701 * (rows > 77),
@@ -216,6 +216,6 @@ def test_steps_after_a_shortage_are_cut_smaller(tmp_path):
 
 
 def test_a_budget_of_another_word_is_refused():
-    """A typing error is not taken for a request."""
+    """A typing error is refused."""
     with pytest.raises(ConfigError, match="max_tokens is 'automatic'"):
         dataclasses.replace(rows_of(), max_tokens="automatic")

@@ -91,7 +91,7 @@ class Recording(SingleProcess):
 
 
 class Stepped:
-    """One private step without noise, on a model of its own."""
+    """One private step without noise, on a new model."""
 
     def __init__(self, folder, batch, refuse=None, model=None, lockstep=False):
         self.model, self.gate = model_with(refuse) if model is None else (model, None)

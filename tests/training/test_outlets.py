@@ -108,7 +108,7 @@ def test_samples_per_second_are_of_logical_batches(finished):
 
 
 def test_the_norm_in_the_logs_says_that_it_is_the_noisy_gradients(tmp_path):
-    """It is not the norm that the clip norm is compared with."""
+    """It is a different norm than the one compared with the clip norm."""
     run = trainer(tmp_path)
     run.train()
     logged = [entry for entry in run.state.log_history if "loss" in entry]

@@ -196,7 +196,7 @@ def test_a_damaged_tokenizer_is_found_before_the_data(tmp_path: Path, text: str)
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), MemoryError(), KeyboardInterrupt()])
 def test_only_unusable_options_are_mistakes(tmp_path: Path, model: Path, error: BaseException, monkeypatch) -> None:
-    """A GPU without room is no mistake in train.optim, which a user would then change in vain."""
+    """A GPU without free memory is not a mistake in train.optim, which a user would then change in vain."""
 
     def optimizer(*_: Any) -> Any:
         raise error

@@ -1,4 +1,4 @@
-"""A private run driven by a loop of one's own; the same over several processes is in `tests.distributed`."""
+"""A private run driven by a custom loop; the same over several processes is in `tests.distributed`."""
 
 import dataclasses
 from itertools import islice

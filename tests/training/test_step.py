@@ -100,7 +100,7 @@ def test_the_noise_has_deviation_sigma_c_over_b_and_is_added_once(tiny_llama, tm
 
 
 def test_an_empty_step_is_taken_with_noise_alone(tiny_llama, tmp_path):
-    """Skipping it would tell that nobody was drawn."""
+    """Skipping it would reveal that no unit was drawn."""
     plan, ledger = make(tmp_path)
     done, gradient = step(tiny_llama, plan, ledger, [])
     assert done.num_units == 0 and np.isnan(done.mean_loss)

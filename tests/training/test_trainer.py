@@ -494,7 +494,7 @@ def test_resuming_passes_over_a_torn_checkpoint_and_says_so(tmp_path, saved_twic
 
 
 def test_resuming_takes_the_latest_checkpoint_that_is_whole(tmp_path, saved_twice, caplog):
-    """Nothing is passed over."""
+    """No checkpoint is skipped."""
     run = trainer(tmp_path, args=saved_twice)
     run.train(resume_from_checkpoint=True)
     assert f"resuming from {tmp_path / 'checkpoint-4'}" in caplog.text and "skipped" not in caplog.text
@@ -502,7 +502,7 @@ def test_resuming_takes_the_latest_checkpoint_that_is_whole(tmp_path, saved_twic
 
 
 def test_a_torn_checkpoint_is_refused_when_it_is_asked_for_and_when_there_is_no_other(tmp_path, saved_twice):
-    """By file, with the steps kept as evidence; a run never starts over from nothing by itself."""
+    """The message names the file, and the steps stay as evidence; a run never starts over by itself."""
     tear(tmp_path / "checkpoint-4" / "optimizer.pt")
     with pytest.raises(CheckpointError, match=r"checkpoint-4/optimizer\.pt has \d+ bytes instead of"):
         trainer(tmp_path, args=saved_twice).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))

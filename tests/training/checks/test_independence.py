@@ -1,6 +1,6 @@
 """Rows are independent by value: code that couples them is refused, in the first step and later; sound runs pass.
 
-Through the public API: `DPTrainer`, and `PrivateRun` with a loop of one's own.
+Through the public API: `DPTrainer`, and `PrivateRun` with a custom loop.
 """
 
 import copy
@@ -92,7 +92,7 @@ def llama(**changes):
 
 
 def padded_with(token, task="sequence_classification"):
-    """A collator whose padding token nobody can ask for."""
+    """A collator that does not expose its padding token."""
     collator = RowCollator(pad_token_id=token, task=task)
     return lambda rows: collator(rows)
 
@@ -111,7 +111,7 @@ def sorted_by_length(rows):
 
 
 def mixed(rows):
-    """The first token of each row is the next row's."""
+    """A collator that puts the next row's first token first in each row."""
     first = [row["input_ids"][0] for row in rows]
     changed = [{**row, "input_ids": [first[(n + 1) % len(rows)], *row["input_ids"][1:]]} for n, row in enumerate(rows)]
     return RowCollator(pad_token_id=0)(changed)
@@ -296,7 +296,7 @@ def test_modules_that_scale_over_the_batch_are_refused_by_name(module, says):
 
 
 def test_int8_without_outlier_columns_is_accepted():
-    """With threshold 0 every token has a scale of its own."""
+    """With threshold 0 every token has its own scale."""
     module = named("Linear8bitLt", state=type("Exact", (), {"threshold": 0.0})())
     GhostClipper(nn.Sequential(module), 1.0).remove()
 
@@ -362,7 +362,7 @@ def test_a_recipe_gives_the_model_its_tokenizers_padding_token():
     assert model.config.pad_token_id == 5
 
 
-# ------------------------------------------------------------------------ a loop of one's own
+# ------------------------------------------------------------------------ a custom loop
 
 
 def rows_of(examples, collate=None, max_rows=4, max_tokens=None, units=None, packed=False):
@@ -384,7 +384,7 @@ def lm_loss(model, inputs):
 
 
 def steps(folder, model, rows, loss_of=lm_loss, count=4, clip_norm=0.5, after=lambda: None):
-    """Take steps; how many were charged, and the check."""
+    """Take steps; return the number charged, and the check."""
     plan = make_plan(
         PrivacyConfig(
             unit="user",
@@ -447,7 +447,7 @@ def test_contrastive_pairs_that_begin_after_some_steps_are_refused(tmp_path):
 
 
 def test_a_memory_of_former_rows_is_refused_even_with_one_row_per_microbatch(tmp_path):
-    """A row then has no company, but the microbatches before it."""
+    """A row then has no other rows beside it, but earlier microbatches."""
     memory = []
 
     def loss_of(model, inputs):
@@ -480,7 +480,7 @@ def test_packed_rows_whose_loss_counts_all_targets_are_refused(tmp_path):
 
 
 class Noisy(nn.Module):
-    """Drops whole rows, drops features by a mask of its own, and adds noise; each row by itself."""
+    """Drops whole rows, drops features by its own mask, and adds noise; each row separately."""
 
     def __init__(self):
         super().__init__()
@@ -504,7 +504,7 @@ def test_dropout_and_noise_are_not_taken_for_a_coupling(tmp_path):
 
 
 def test_randomness_that_cannot_be_switched_off_is_judged_without_it(tmp_path):
-    """A kernel of its own draws other numbers for other shapes: the rows are compared in evaluation mode."""
+    """A custom kernel draws different numbers for different shapes: the rows are compared in evaluation mode."""
 
     class Own(Noisy):
         def forward(self, input_ids, **kwargs):
@@ -525,7 +525,7 @@ def test_randomness_that_cannot_be_switched_off_is_judged_without_it(tmp_path):
 
 
 def test_a_check_leaves_no_gradient_and_no_random_state_behind(tmp_path):
-    """The step's own numbers are those that it would have had without it."""
+    """The check does not change the random numbers of the step."""
     model = Noisy()
     rows = rows_of(unequal(40).to_list())
     plan = plan_of(num_steps=4)
@@ -626,7 +626,7 @@ def crowded(most):
 
 
 def test_a_coupling_of_whole_microbatches_is_refused_in_the_first_step(tmp_path):
-    """A comparison of a few rows would not meet it."""
+    """A comparison of a few rows would not find it."""
     model, config = llama(), privacy(expected_batch_size=16)
     with pytest.raises(IndependenceError, match=r"as in a whole microbatch"):
         trainer(tmp_path / "a", model, batch=16, config=config, compute_loss_func=crowded(9)).train()
@@ -650,7 +650,7 @@ def test_a_loss_that_couples_equal_rows_is_refused_in_the_first_step(batch, tmp_
 
 
 def test_equal_rows_are_units_of_their_own_and_are_fetched_once():
-    """In one pass of the first check; a data set may not know the same row twice."""
+    """In one pass of the first check, since a data set may not have the same row twice."""
     asked = []
 
     def fetch(numbers):
@@ -703,7 +703,7 @@ def test_which_rows_are_drawn_does_not_decide_how_many_passes_there_are(max_toke
 
 
 def test_a_loop_that_goes_on_after_a_refusal_has_a_check_in_every_step(tmp_path):
-    """Otherwise a loop that passes over failed steps would take step 3, which has no check of its own."""
+    """Otherwise a loop that skips failed steps would take step 3, which has no check."""
     model, taken = llama(), []
 
     def loss_of(model, inputs):
@@ -826,7 +826,7 @@ def t5():
 
 
 def test_the_targets_of_an_encoder_decoder_are_cut_where_its_collator_draws_numbers(tmp_path):
-    """They have lengths of their own; a loss over their padded length is one over the longest row's."""
+    """They have their own lengths; a loss over their padded length is a loss over the longest row's."""
 
     def over_width(outputs, labels):
         return seq2seq_loss(outputs.logits, labels) * (labels != -100).sum(1) / labels.shape[1]

@@ -79,7 +79,7 @@ def test_two_runs_with_one_public_seed_share_no_random_number(tmp_path):
 
 
 def test_a_callback_that_seeds_does_not_make_the_next_step_predictable(tmp_path):
-    """`set_seed` between steps is defused at the start of the next one."""
+    """`set_seed` between steps has no effect after the start of the next one."""
 
     class Seeding(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -273,7 +273,7 @@ def test_a_state_that_is_put_back_is_no_seed():
 
 
 def test_a_seed_within_a_fork_is_allowed(tmp_path):
-    """It comes from nowhere else and leaves the generator as it was."""
+    """No other object creates it, and the generator is unchanged."""
 
     def loss(outputs, labels):
         with torch.random.fork_rng():
@@ -294,7 +294,7 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize("generator", [torch.Generator(), np.random.default_rng(0), random.Random(0)])
 def test_a_module_with_a_generator_of_its_own_is_refused_by_its_path(generator, tmp_path):
-    """Nobody reseeds it."""
+    """It is never seeded again."""
     model = LlamaForCausalLM(tiny_llama_config())
     model.model.layers[1].mlp.noisy = Noisy(generator)
     with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.noisy keeps a random generator of its own"):
@@ -324,7 +324,7 @@ def test_a_collator_with_a_fixed_seed_is_refused(collate, tmp_path):
 
 
 def test_the_collator_of_transformers_has_the_seed_that_is_looked_for():
-    """A renamed attribute would go unseen."""
+    """A renamed attribute would be missed."""
     assert hasattr(DataCollatorForLanguageModeling.__new__(DataCollatorForLanguageModeling), "seed") or (
         "seed" in DataCollatorForLanguageModeling.__dataclass_fields__
     )

@@ -1,4 +1,4 @@
-"""Learning rates that a loop of one's own sets: an open point, unless PyTorch's schedulers did, or it was declared."""
+"""Learning rates that a custom loop sets: an open point, unless PyTorch's schedulers did, or it was declared."""
 
 import math
 
@@ -135,7 +135,7 @@ def test_schedules_of_pytorch_and_transformers_are_none(name, kind, tmp_path):
 
 
 class Restarting(lr_scheduler.LRScheduler):
-    """A scheduler of somebody's own, which keeps no last rates."""
+    """A custom scheduler, which stores no last rates."""
 
     def step(self, epoch=None):
         self.last_epoch += 1
@@ -176,7 +176,7 @@ def test_a_declared_schedule_is_a_fact_of_the_report(tmp_path):
 
 
 class Adapting(torch.optim.SGD):
-    """Keeps a state of its own among the hyperparameters, as optimizers without a learning rate do."""
+    """Keeps its own state among the hyperparameters, as optimizers without a learning rate do."""
 
     @torch.no_grad()
     def step(self, closure=None):

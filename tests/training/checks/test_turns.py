@@ -1,4 +1,4 @@
-"""Processes that are at different places of a run, or take other units, meet in the next roll call and stop."""
+"""Processes at different points of a run, or with other units, find this in the next comparison and stop."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_processes_that_agree_go_on():
     ],
 )
 def test_a_process_that_is_ahead_stops_all_before_the_draw(changes, says):
-    """Its extra draw would be charged, and its share taken of other units than the others'."""
+    """Its extra draw would be charged, and its share would be taken from other units."""
     with pytest.raises(DisagreementError, match=says):
         Turns(Two(changes)).draw(lambda: UNITS, 3)
 

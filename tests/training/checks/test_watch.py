@@ -52,7 +52,7 @@ class Replaced(RunningMean):
 
 
 class Data(RunningMean):
-    """Writes past the version counter."""
+    """Writes without raising the version counter."""
 
     def forward(self, x):
         self.mean.data += x.detach().mean(0)
@@ -196,7 +196,7 @@ def test_a_write_past_the_version_counter_is_found_before_a_save_and_at_the_end(
 
 
 def test_signs_that_change_past_the_version_counter_are_found(tmp_path):
-    """In pairs, of which sums of whole machine words see nothing."""
+    """In pairs, which sums of whole machine words miss."""
     model = network()
     model[0].weight.requires_grad_(False)
     run, optimizer = run_of(tmp_path, model)
@@ -354,7 +354,7 @@ def test_trained_weights_that_a_callback_writes_are_refused(write, tmp_path):
 
 
 def test_a_second_optimizer_is_refused(tmp_path):
-    """Its update is no part of the plan."""
+    """Its update is not part of the plan."""
     model = network()
     other = torch.optim.SGD(model.parameters(), lr=1.0)
     run, optimizer = run_of(tmp_path, model)

@@ -96,7 +96,7 @@ def test_a_write_through_data_in_the_forward_pass_is_refused_before_the_update(t
 
 
 def test_a_write_through_data_after_the_last_update_is_found_at_the_end(tmp_path):
-    """Before the run is called finished."""
+    """The write is found before the run counts as finished."""
     model = network()
     run, optimizer = run_of(tmp_path, model)
     take(run, optimizer, 4)
@@ -107,7 +107,7 @@ def test_a_write_through_data_after_the_last_update_is_found_at_the_end(tmp_path
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_gradient_that_is_written_through_data_is_refused(step, tmp_path):
-    """`p.grad.data` has no counter of its own; the guard of the first update sees more."""
+    """`p.grad.data` has no counter; the guard of the first update finds more."""
     model = network()
     run, optimizer = run_of(tmp_path, model)
     take(run, optimizer, step)
