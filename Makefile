@@ -9,7 +9,7 @@ RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 .PHONY: quickstart test test-deep check setup format clean
 
 # Threads that wait for each other sleep instead of spinning: a machine that is busy otherwise stays usable.
-quickstart: setup
+quickstart: $(VENV)/.quickstart
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/accelerate launch --config_file accelerate_configs/single.yaml recipes/finetune.py \
 	    --config recipes/quickstart.yaml train.output_dir=$(RUN)
 
@@ -32,9 +32,13 @@ format: setup
 setup: $(VENV)/.installed
 
 # torch goes first and by pip, so that the build named in constraints.txt is taken before anything else asks for one.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.quickstart: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quickstart]'
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.quickstart
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quickstart,dev]'
 	# Its auditing file alone is wanted, which the tests compare with; its dependencies are gigabytes.
 	$(BIN)/pip install --quiet --no-deps 'jax-privacy>=2.0,<3'

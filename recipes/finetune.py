@@ -19,12 +19,12 @@ from pathlib import Path
 import datasets
 import torch
 import torch.distributed
-from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from dpllm import DPTrainer, load_recipe
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ModelConfig, Recipe, save_recipe
+from dpllm.config.extras import require
 from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.data.rows import (
     RowCollator,
@@ -51,6 +51,12 @@ from dpllm.training.launch_environment import find_deepspeed_config
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.restarting import RunCompletedError, begin_in
 from dpllm.training.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
+
+try:
+    require("cli", "a recipe")
+except ValueError as error:
+    sys.exit(tell(error))
+from rich.console import Console
 
 console = Console(highlight=False, soft_wrap=True)
 

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
 from dpllm.config import ConfigError, PrivacyConfig, nearest
+from dpllm.config.extras import require
 from dpllm.config.train_values import check_arguments, check_train
 from dpllm.data.units import UnitIndex
 from dpllm.engines import private_config
@@ -67,7 +68,8 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
     """Make `TrainingArguments` of a recipe's ``train`` section.
 
     Raises:
-        ConfigError: an unknown name, with the nearest known one, or a value that TrainingArguments refuses.
+        ConfigError: an unknown name, with the nearest known one, a value that TrainingArguments refuses, or DeepSpeed
+            is asked for and not installed.
 
     >>> training_arguments({"output_dir": "out", "max_step": 3})
     Traceback (most recent call last):
@@ -80,6 +82,8 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
     if "output_dir" not in section:
         raise ConfigError("train.output_dir is missing: name the folder for model, ledger and report.")
     check_train("train", section)
+    if section.get("deepspeed") or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        require("deepspeed", "the engine DeepSpeed")
     given = {name: value for name, value in section.items() if value is not None}  # null: the default
     try:
         return TrainingArguments(**{**_processes_on_cpu(), **given})

@@ -478,7 +478,7 @@ def test_a_system_whose_locks_hide_a_file_is_refused(path: Path, monkeypatch: py
     """As Windows: the package can be imported there, and no run begins unlocked."""
     write(path, 1, end=None)
     monkeypatch.setattr("dpllm.privacy.locks.fcntl", None)
-    for use in (lambda: Ledger.open(path, PLAN), lambda: Ledger.create(path.with_name("new.jsonl"), PLAN)):
+    for use in (lambda: Ledger.annotate(path), lambda: Ledger.create(path.with_name("new.jsonl"), PLAN)):
         with pytest.raises(LedgerError, match=r"cannot be locked \(this system hides a locked file .* Linux, macOS"):
             use()
     assert not path.with_name("new.jsonl").exists()

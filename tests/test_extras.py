@@ -1,0 +1,96 @@
+"""What each extra of pyproject.toml brings, what the rest does without it, and the one line that says how to get it."""
+
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dpllm.config import ConfigError
+from dpllm.config.extras import EXTRAS, require
+from dpllm.training.arguments import training_arguments
+from tests import children
+from tests.test_imports import EVERY_MODULE
+from tests.test_readme import blocks
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+WITHOUT_EXTRAS = f"""
+import importlib, pkgutil, sys
+for name in {sorted({module for modules in EXTRAS.values() for module in modules})}:
+    sys.modules[name] = None
+import dpllm
+"""
+
+
+def packages(requirements):
+    """Return the names of packages, those of named extras included."""
+    found = set()
+    for requirement in requirements:
+        own = re.fullmatch(r"dpllm\[(.*)\]", requirement)
+        if own:
+            found |= {name for extra in own[1].split(",") for name in packages(PROJECT["optional-dependencies"][extra])}
+        else:
+            found.add(re.match(r"[\w-]+", requirement)[0])
+    return found
+
+
+def test_the_table_of_extras_is_that_of_the_project():
+    """Every extra but the developers' is known by the modules that it installs, and the core has none of them."""
+    extras = {name: packages(wanted) for name, wanted in PROJECT["optional-dependencies"].items() if name != "dev"}
+    assert extras == {name: {module.replace("_", "-") for module in modules} for name, modules in EXTRAS.items()}
+    assert not set.union(*extras.values()) & packages(PROJECT["dependencies"])
+
+
+def test_the_quickstart_has_no_tools_of_developers():
+    """The developers' set-up has them, with everything that the quickstart and the other extras have."""
+    wanted = PROJECT["optional-dependencies"]
+    tools = packages(wanted["dev"]) - packages(wanted["audit"])
+    assert {"mypy", "pytest", "ruff", "triton", "deepspeed"} <= tools
+    assert not tools & packages([*PROJECT["dependencies"], *wanted["quickstart"]])
+    place = ["make", "-n", "VENV=not-there"]
+    quickstart = children.run([*place, "quickstart"], cwd=ROOT).stdout
+    assert "'.[quickstart]'" in quickstart and "dev" not in quickstart.replace("/dev/null", "")
+    assert "'.[quickstart,dev]'" in children.run([*place, "setup"], cwd=ROOT).stdout
+
+
+def test_the_core_imports_and_trains_without_extras(tmp_path):
+    """The README's first program, from its data to the report of the run."""
+    everything = EVERY_MODULE.replace('"__main__"', '"__main__") and not module.name.startswith("dpllm.cli"')
+    code = f"{WITHOUT_EXTRAS}{everything}\n__name__ = 'readme'\n{blocks('python')[0]}"
+    assert "DPTrainer" in code
+    run = children.run([sys.executable, "-c", code], cwd=tmp_path, check=False)
+    assert run.returncode == 0 and run.stdout.strip(), run.stderr[-2000:]
+    assert list(tmp_path.rglob("privacy_report.json"))
+
+
+@pytest.mark.parametrize("program", ["-m dpllm epsilon", "recipes/finetune.py --config recipes/quickstart.yaml"])
+def test_a_program_without_its_extra_is_one_line(program, tmp_path):
+    """Not a traceback of an import."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['typer'] = sys.modules['rich'] = None\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    run = children.run([sys.executable, *program.split()], cwd=ROOT, env=environment, check=False)
+    assert run.returncode == 2 and run.stdout == ""
+    assert re.fullmatch(
+        r"error: (the command line|a recipe) needs typer and rich, which are not installed: "
+        r"pip install 'dpllm\[cli\]'\n",
+        run.stderr,
+    )
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_deepspeed_is_asked_for_by_name(launched, tmp_path, monkeypatch):
+    """By the recipe, or by the accelerate configuration."""
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", str(launched).lower())
+    section = {"output_dir": str(tmp_path), "deepspeed": None if launched else "ds.json"}
+    with pytest.raises(ConfigError, match=r"needs deepspeed, .* pip install 'dpllm\[deepspeed\]'"):
+        training_arguments(section)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_that_is_installed_is_no_error(extra):
+    """All of them are, where the tests run."""
+    require(extra, "a test")
