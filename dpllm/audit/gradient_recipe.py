@@ -30,13 +30,13 @@ from dpllm.data.units import UnitIndex
 from dpllm.engines import private_config
 from dpllm.engines.processes import Processes
 from dpllm.models.load import load_model, load_tokenizer
+from dpllm.models.tasks import default_row_loss
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.arguments import training_arguments
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
-from dpllm.training.trainer import default_row_loss
 
 MOST_STEPS = 1_000_000
 """Steps of an audit."""

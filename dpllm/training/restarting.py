@@ -9,12 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers.utils import logging
+
 from dpllm.config import ConfigError
 from dpllm.engines.processes import Processes
-from dpllm.privacy.checkpoints import CheckpointError, differing, latest_whole
-from dpllm.privacy.identity import ended_as_planned, steps_of_weights
+from dpllm.privacy.checkpoints import CheckpointError, differing, latest_whole, verify
+from dpllm.privacy.identity import check_checkpoint, ended_as_planned, steps_of_weights
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.training.shared_folder import require_shared_folder
+
+logger = logging.get_logger(__name__)
 
 AUTO_RESUME = "auto"
 
@@ -119,3 +123,42 @@ def begin_in(folder: str | Path, wanted: str | bool | None, processes: Processes
     """
     require_shared_folder(folder, processes)
     return processes.from_main(lambda: restart_of(folder, wanted))
+
+
+def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Processes) -> Path | None:
+    """Return the checkpoint to continue from, after checking that it is complete; None for a new run.
+
+    Args:
+        folder: the run's output folder.
+        wanted: a checkpoint, True for the latest complete one, None or False for none.
+        processes: all of them call this together.
+
+    Raises:
+        CheckpointError: the requested checkpoint, or every one, is incomplete; or it is older than a completed run.
+        LedgerError: it is of another run than the folder's ledger, or the ledger was cut or restored from a copy.
+    """
+    if not wanted:
+        return None
+
+    def find() -> Path:
+        checkpoint = whole()
+        check_checkpoint(folder / LEDGER_FILE, checkpoint)
+        refuse_to_go_back(folder, checkpoint)
+        return checkpoint
+
+    def whole() -> Path:
+        if not isinstance(wanted, bool):
+            verify(wanted)
+            return Path(wanted)
+        found, passed_over = latest_whole(folder)
+        for path, reason in passed_over:
+            logger.warning("%s is skipped: %s", path, reason)
+        if found is None:
+            raise CheckpointError(
+                f"{folder} holds no complete checkpoint, so there is nothing to resume. Its ledger stays as evidence "
+                "of the steps that ran; start a new run in another train.output_dir"
+            )
+        logger.warning("resuming from %s", found)
+        return found
+
+    return processes.from_main(find)

@@ -18,16 +18,12 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-)
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.config.output_folder import check_output_folder
+from dpllm.data.labels import BOUNDARIES
 from dpllm.data.lengths import Limits, row_lengths
 from dpllm.data.rows import PackedCollator, unit_index_of
 from dpllm.data.units import UnitIndex
@@ -38,28 +34,26 @@ from dpllm.engines.weights import NonfiniteSteps, require_finite
 from dpllm.ghost import GhostClipper, NormMethod
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.ended import note_changes
-from dpllm.models.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss, take_labels
+from dpllm.models.losses import packed_sequence_loss, take_labels
 from dpllm.models.packing import attention_by_row, refuse_unpackable
 from dpllm.models.padding import default_collator, refuse_other_padding
 from dpllm.models.starting_point import check_start, refuse_steering
+from dpllm.models.tasks import RowLoss, default_row_loss, task_of
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.checkpoints import (
     STAGING_FOLDER,
     CheckpointError,
     checkpoint_folder,
     discard_staging,
-    latest_whole,
     prepare_staging,
     publish,
     rotate,
     saving,
     staging_folder,
-    verify,
 )
 from dpllm.privacy.identity import (
     COMPLETED,
     STOPPED_AT_BUDGET,
-    check_checkpoint,
     note_release,
     refuse_other_run,
     snapshot,
@@ -75,7 +69,7 @@ from dpllm.training.checks import agreement
 from dpllm.training.fetching import reader, refuse_ignored, refuse_replaced, refuse_unreadable
 from dpllm.training.noted import note_data, note_units
 from dpllm.training.preflight import require_positions
-from dpllm.training.restarting import begin_in, refuse_to_go_back
+from dpllm.training.restarting import begin_in, checkpoint_to_resume
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
@@ -83,9 +77,6 @@ from dpllm.training.signals import StopRequest, Terminal, end_with_the_launcher
 from dpllm.training.training_log import CoveredTrainer, LogKeeper
 
 logger = logging.get_logger(__name__)
-
-RowLoss = Callable[[Any, Tensor], Tensor]
-"""Function from model outputs and labels to one loss per row (B,), each computed only from its own row."""
 
 
 class LogicalBatches:
@@ -175,7 +166,7 @@ class DPTrainer(CoveredTrainer):
         if isinstance(max_tokens_per_microbatch, int) and max_tokens_per_microbatch < 1:
             raise ConfigError(f"max_tokens_per_microbatch must be at least 1, got {max_tokens_per_microbatch}")
         if pack_rows:
-            refuse_unpackable(model, _task(model), data_collator, compute_loss_func)
+            refuse_unpackable(model, task_of(model), data_collator, compute_loss_func)
         self._pack_rows, self._norm_method = pack_rows, norm_method
         self.eval_is_public, self._start_is_independent = eval_is_public, start_is_independent
         refuse_steering(args, callbacks or [], optimizers[1], eval_is_public)
@@ -196,9 +187,9 @@ class DPTrainer(CoveredTrainer):
         )
         self.plan: PrivacyPlan = plan_for(args, privacy, self.units)
         private.max_steps = self.plan.num_steps
-        collate: Any = data_collator or default_collator(processing_class, model, _task(model))
+        collate: Any = data_collator or default_collator(processing_class, model, task_of(model))
         refuse_other_padding(model, processing_class, collate)
-        self._task = _task(model)
+        self._task = task_of(model)
         self._row_loss = compute_loss_func or default_row_loss(model)
         self._given_dataset = train_dataset
         self._base_name = getattr(getattr(model, "config", None), "_name_or_path", None)
@@ -396,7 +387,7 @@ class DPTrainer(CoveredTrainer):
         inputs = dict(self._prepare_inputs(dict(inputs)))
         labels = take_labels(inputs)
         if self._pack_rows:
-            return packed_sequence_loss(model(**inputs).logits, labels, inputs["cu_seq_lens_q"])
+            return packed_sequence_loss(model(**inputs).logits, labels, inputs[BOUNDARIES])
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
             shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)  # M2M100 shifts labels by itself
             inputs.update({"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)})
@@ -537,85 +528,5 @@ class _Interrupt(TrainerCallback):
         return control
 
 
-def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Processes) -> Path | None:
-    """Return the checkpoint to continue from, after checking that it is complete; None for a new run.
-
-    Args:
-        folder: the run's output folder.
-        wanted: a checkpoint, True for the latest complete one, None or False for none.
-        processes: all of them call this together.
-
-    Raises:
-        CheckpointError: the requested checkpoint, or every one, is incomplete; or it is older than a completed run.
-        LedgerError: it is of another run than the folder's ledger, or the ledger was cut or restored from a copy.
-    """
-    if not wanted:
-        return None
-
-    def find() -> Path:
-        checkpoint = whole()
-        check_checkpoint(folder / LEDGER_FILE, checkpoint)
-        refuse_to_go_back(folder, checkpoint)
-        return checkpoint
-
-    def whole() -> Path:
-        if not isinstance(wanted, bool):
-            verify(wanted)
-            return Path(wanted)
-        found, passed_over = latest_whole(folder)
-        for path, reason in passed_over:
-            logger.warning("%s is skipped: %s", path, reason)
-        if found is None:
-            raise CheckpointError(
-                f"{folder} holds no complete checkpoint, so there is nothing to resume. Its ledger stays as evidence "
-                "of the steps that ran; start a new run in another train.output_dir"
-            )
-        logger.warning("resuming from %s", found)
-        return found
-
-    return processes.from_main(find)
-
-
 def _is_adapter(model: Any) -> bool:
     return isinstance(model, PeftModel)
-
-
-def _task(model: Any) -> str | None:
-    """Return the task of `dpllm.config.ModelConfig` of the model's class, None for any other class."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kind = type(inner).__name__
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        return "causal_lm"
-    if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
-        return "seq2seq_lm"
-    if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values() and inner.config.num_labels > 1:
-        return "sequence_classification"
-    return None
-
-
-_ROW_LOSSES = {
-    "causal_lm": per_sequence_loss,
-    "seq2seq_lm": seq2seq_loss,
-    "sequence_classification": classification_loss,
-}
-
-
-def default_row_loss(model: nn.Module) -> RowLoss:
-    """Return the loss per row that fits the model's task.
-
-    Raises:
-        ConfigError: the task has no default loss; pass ``compute_loss_func``.
-    """
-    task = _task(model)
-    if task is None:
-        raise ConfigError(
-            f"There is no default loss per row for {type(model).__name__}. Pass compute_loss_func=(outputs, labels) "
-            f"-> (B,), each row's loss "
-            "from that row only."
-        )
-    loss = _ROW_LOSSES[task]
-    if task != "sequence_classification" and getattr(
-        getattr(model, "active_peft_config", None), "is_prompt_learning", False
-    ):  # a soft prompt's tokens come first in the logits, and have no labels
-        return lambda outputs, labels: loss(outputs.logits[:, -labels.shape[1] :], labels)
-    return lambda outputs, labels: loss(outputs.logits, labels)

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from dpllm import GhostClipper, GhostError
 from dpllm.ghost import NormMethod
 from dpllm.models.losses import per_sequence_loss, seq2seq_loss
-from dpllm.training.trainer import default_row_loss
+from dpllm.models.tasks import default_row_loss
 from tests.conftest import tiny_llama_config
 from tests.ghost.loop import assert_is_the_loop, perturbed
 
