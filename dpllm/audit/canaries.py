@@ -39,7 +39,6 @@ READ_TOGETHER = 10_000
 _FORMAT = 1
 _NAME_LENGTH = 12  # characters of the hash in the name of the data file
 _IMPLAUSIBLE = 1e-6  # probability below which coins weren't fair
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,8 +284,5 @@ def canary_keys(canary: Canary, config: DataConfig, unit_column: str | None) -> 
 
 def file_hash(path: str | Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

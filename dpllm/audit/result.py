@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from dpllm.audit.bounds import CONFIDENCE, AuditError, LowerBound, one_run_bounds, trial_bounds
 from dpllm.audit.power import NoiseTest, power, power_in_words
 from dpllm.audit.roc import Estimate, auroc, highest_fpr, shown_rates, tpr_at
+from dpllm.config.json_values import json_value
 from dpllm.privacy.accounting import History, epsilon, merge
 from dpllm.privacy.risk import attack_risk
 from dpllm.report.checklist import REFUTED
@@ -325,18 +325,10 @@ def _claims(history: History) -> bool:
 def json_text(values: Mapping[str, Any]) -> str:
     """Return JSON for a file, an infinite number as "inf".
 
-    >>> print(json_text({"epsilon": math.inf}))
+    >>> print(json_text({"epsilon": float("inf")}))
     {
       "epsilon": "inf"
     }
     <BLANKLINE>
     """
-    return json.dumps(_finite(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return "inf" if isinstance(value, float) and math.isinf(value) else value
+    return json.dumps(json_value(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -31,10 +31,10 @@ from dpllm.config import ConfigError
 from dpllm.data.labels import IGNORE
 from dpllm.data.records import DataError
 from dpllm.data.rows import RowCollator
+from dpllm.models.losses import CHUNK_ENTRIES
 
 Floats = NDArray[np.float64]
 
-_CHUNK_ENTRIES = 1 << 24  # of float32 logits that exist at a time: 64 MiB
 _BATCH_ENTRIES = 1 << 28  # of the model's own logits in a forward pass
 
 
@@ -115,7 +115,7 @@ def _score_batch(model: nn.Module, batch: dict[str, Tensor]) -> Iterator[tuple[F
     logits_MV = model(**inputs).logits.flatten(0, 1)
     target_M = F.pad(labels[:, 1:], (0, 1), value=IGNORE).flatten()  # position t predicts token t + 1
     (place_N,) = torch.nonzero(target_M != IGNORE, as_tuple=True)
-    size = max(1, _CHUNK_ENTRIES // logits_MV.shape[1])
+    size = max(1, CHUNK_ENTRIES // logits_MV.shape[1])
     parts = [_moments(logits_MV[here], target_M[here]) for here in place_N.split(size)]
     log_prob_N, mean_N, stddev_N = (torch.cat(part).double().cpu().numpy() for part in zip(*parts, strict=True))
     ends = np.cumsum((labels[:, 1:] != IGNORE).sum(1).cpu().numpy())[:-1]

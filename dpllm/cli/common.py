@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -12,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dpllm.config.json_values import json_value
 from dpllm.config.mistakes import print_any_character, tell
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
@@ -63,7 +63,7 @@ def show(values: Mapping[str, Any], rows: Iterable[tuple[str, str]], title: str,
 
 def show_json(values: Mapping[str, Any]) -> None:
     """Print one JSON object, an infinite number as "inf"."""
-    typer.echo(json.dumps(_finite(values), ensure_ascii=False, allow_nan=False))
+    typer.echo(json.dumps(json_value(values), ensure_ascii=False, allow_nan=False))
 
 
 def show_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str, left: Iterable[int] = (0,)) -> None:
@@ -74,11 +74,3 @@ def show_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str, l
     for row in rows:
         table.add_row(*row)
     Console(highlight=False, markup=False).print(table)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return "inf" if isinstance(value, float) and math.isinf(value) else value

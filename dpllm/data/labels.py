@@ -1,7 +1,13 @@
-"""The label convention of the ecosystem.
+"""The ignore value of labels, and the names of packed rows' boundaries, as the whole ecosystem writes them.
 
-Place in the flow: below everything that makes or reads labels.
+Place in the flow: below everything that makes or reads a microbatch.
 """
 
 IGNORE = -100
 """Labels with this value are not targets."""
+
+BOUNDARIES = "cu_seq_lens_q"
+"""Name of the input (B + 1,) of packed rows: where each row begins, and at last where all of them end."""
+
+KEY_BOUNDARIES = "cu_seq_lens_k"
+"""Name of the input with the same numbers for the keys of the attention."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dpllm.config import DataConfig, PrivacyConfig
-from dpllm.data.labels import IGNORE
+from dpllm.data.labels import BOUNDARIES, IGNORE, KEY_BOUNDARIES
 from dpllm.data.records import DataError as DataError
 from dpllm.data.records import check_column
 from dpllm.data.records import load_records as load_records
@@ -199,8 +199,8 @@ class PackedCollator:
             "input_ids": padded["input_ids"][seen_BT][None],
             "position_ids": positions_BT[seen_BT][None],
             "labels": labels_BT[seen_BT][None],
-            "cu_seq_lens_q": boundaries,
-            "cu_seq_lens_k": boundaries,
+            BOUNDARIES: boundaries,
+            KEY_BOUNDARIES: boundaries,
             "max_length_q": max(lengths),
             "max_length_k": max(lengths),
         }

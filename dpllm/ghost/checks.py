@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dpllm.data.labels import BOUNDARIES
 from dpllm.ghost.contributions import Use
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.graph import leaves_of
@@ -233,7 +234,7 @@ class RowProbe:
             raise GhostError(
                 f"A packed row's loss depends on the packed row {other} (seen at {name}), so a unit cannot "
                 "be bounded: something in the model mixes tokens across the end of a row. Do not pack the "
-                "rows of this model (pack_rows: false), or give it an attention that reads cu_seq_lens_q."
+                f"rows of this model (pack_rows: false), or give it an attention that reads {BOUNDARIES}."
             )
         raise GhostError(
             f"The loss of row {int(self.rows[0])} depends on row {other} of the batch (seen at {name}), so a unit "

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpllm.data.labels import BOUNDARIES
 from dpllm.ghost.errors import GhostError
 
-BOUNDARIES = "cu_seq_lens_q"  # (B + 1,): where each row begins, and finally where the last one ends
 _KEPT = 2  # one output gradient, and the input that several layers share
 
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 22  # entries drawn at a time; 16 MiB, which a GPU's cache holds until they are added
+ENTRIES_AT_A_TIME = 1 << 22
+"""Noise drawn at a time: 16 MiB, which a GPU's cache holds until it is added."""
 
 
 class NoiseSource:
@@ -60,13 +61,13 @@ class NoiseSource:
         if noise_stddev == 0:
             return
         draw = self._normal_of(grad)
-        for block in grad.view(-1).split(_BLOCK):  # no second tensor of the gradient's size
+        for block in grad.view(-1).split(ENTRIES_AT_A_TIME):  # no second tensor of the gradient's size
             block.add_(draw(block), alpha=noise_stddev)
 
     def normal_like(self, total: Tensor) -> Tensor:
         """Return independent N(0, 1) of the shape, dtype and device of a contiguous tensor."""
         draw = self._normal_of(total)
-        return torch.cat([draw(block) for block in total.view(-1).split(_BLOCK)]).view_as(total)
+        return torch.cat([draw(block) for block in total.view(-1).split(ENTRIES_AT_A_TIME)]).view_as(total)
 
     def _normal_of(self, grad: Tensor) -> Callable[[Tensor], Tensor]:
         """Return a function that draws N(0, 1) like a block of the gradient, from one new generator."""

@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from dpllm.config import ConfigError
 from dpllm.data.labels import IGNORE
 
-_CHUNK_ENTRIES = 1 << 24  # of float32 logits that exist at a time: 64 MiB
+CHUNK_ENTRIES = 1 << 24
+"""Float32 logits that exist at a time: 64 MiB."""
 
 
 def take_labels(inputs: dict[str, Any]) -> Tensor:
@@ -51,7 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
     """-log softmax(logits[place])[target], (N,), a few places at a time.
 
     Logits in float32, their softmax and its gradient each take twice the memory of a bfloat16 model's logits, for the
-    whole vocabulary. Here they exist for `_CHUNK_ENTRIES` entries at a time; masked places cost nothing.
+    whole vocabulary. Here they exist for `CHUNK_ENTRIES` entries at a time; masked places cost nothing.
     """
 
     @staticmethod
@@ -78,7 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _chunks(place_N: Tensor, vocabulary: int) -> Iterator[slice]:
-    size = max(1, _CHUNK_ENTRIES // vocabulary)
+    size = max(1, CHUNK_ENTRIES // vocabulary)
     for start in range(0, place_N.numel(), size):
         yield slice(start, start + size)
 

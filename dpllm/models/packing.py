@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from dpllm.config import ConfigError
+from dpllm.data.labels import BOUNDARIES
 from dpllm.data.rows import RowCollator
 
 ATTENTION = "dpllm_packed"
@@ -138,8 +139,8 @@ def refuse_unpackable(model: nn.Module, task: str | None, collator: Any = None, 
     rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     if task != "causal_lm":
         reason = f"{name} is not a causal language model, and only their rows can be laid end to end"
-    elif "position_ids" not in taken or not (rest or "cu_seq_lens_q" in taken):
-        reason = f"{name} takes no row boundaries: its forward has no position_ids, or no cu_seq_lens_q"
+    elif "position_ids" not in taken or not (rest or BOUNDARIES in taken):
+        reason = f"{name} takes no row boundaries: its forward has no position_ids, or no {BOUNDARIES}"
     elif not isinstance(inner, PreTrainedModel) or not inner._supports_flash_attn:
         reason = f"{name} has a custom attention, which does not accept rows of different lengths"
     elif isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:

@@ -36,6 +36,9 @@ from dataclasses import dataclass
 from transformers import TrainingArguments
 
 from dpllm.config import ConfigError, Recipe, nearest
+from dpllm.ghost import NormMethod
+from dpllm.mechanism.generators import ENTRIES_AT_A_TIME
+from dpllm.models.losses import CHUNK_ENTRIES
 from dpllm.planning.model_shape import Linear, ModelShape, shape_of_model
 from dpllm.privacy.plan import PrivacyPlan
 
@@ -46,8 +49,6 @@ NATURE = "computed by dpllm.planning.footprint, not measured"
 _FLOAT32, _BFLOAT16 = 4, 2
 _INDEX = 8  # bytes of a token id
 _LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered entries that it keeps before it frees any
-_CHUNK = 2**26  # of float32 logits (dpllm.models.losses)
-_NOISE = 2**24  # drawn at a time (dpllm.mechanism.noise)
 _BUCKET = 5 * 10**8  # DeepSpeed's reduce_bucket_size, in entries
 _SUB_GROUP = 10**9  # DeepSpeed's sub_group_size: entries of a shard that ZeRO-3 updates at a time
 
@@ -246,7 +247,8 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
         gathered=_gathered(shape, run, dtypes),
         activations=shape.num_layers * kept + outer,
         recomputed=block + block_casts if run.checkpointing else 0,
-        logits=2 * dtypes.compute * tokens * shape.vocabulary + min(_CHUNK, _FLOAT32 * tokens * shape.vocabulary),
+        logits=2 * dtypes.compute * tokens * shape.vocabulary
+        + _FLOAT32 * min(CHUNK_ENTRIES, tokens * shape.vocabulary),
         book=_book(shape, run, dtypes),
         forming=_forming(shape, run),
         update=_update(shape, run, dtypes),
@@ -375,7 +377,7 @@ def _book(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
 
 def _prefers_instance(inputs: int, outputs: int, run: Run, width: int) -> bool:
     """The rule of `dpllm.ghost.NormMethod.holds_instance`, for units of one row."""
-    return inputs * outputs * _FLOAT32 <= run.tokens * width * (inputs + outputs)
+    return NormMethod().holds_instance(run.tokens * width * (inputs + outputs), inputs * outputs * _FLOAT32)
 
 
 def _forming(shape: ModelShape, run: Run) -> int:
@@ -388,7 +390,7 @@ def _forming(shape: ModelShape, run: Run) -> int:
     for inputs, outputs in layers:
         copies = max(copies, _FLOAT32 * tokens * (inputs + outputs + min(inputs, outputs)))
     largest = _FLOAT32 * shape.largest_trainable
-    noise = min(_NOISE, _share(largest, run.num_gpus))
+    noise = min(_FLOAT32 * ENTRIES_AT_A_TIME, _share(largest, run.num_gpus))
     if run.is_deepspeed and run.engine != "zero1":
         flat = 2 if run.engine == "zero2" else 1
         bucket = _FLOAT32 * min(shape.trainable, _BUCKET) if run.engine == "zero2" else largest

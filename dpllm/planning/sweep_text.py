@@ -9,6 +9,7 @@ import math
 
 from dpllm.planning.sweep import Sweep, SweepPoint
 from dpllm.privacy.plan import format_epsilon
+from dpllm.privacy.rounding import up
 
 MARK = "→"
 """Marks the recommended row."""
@@ -93,8 +94,7 @@ def _what_if(sweep: Sweep) -> str:
 
 def _rounded_up(value: float) -> str:
     """Return four significant digits, rounded up: with what is printed the guarantee holds."""
-    digits = max(0, 3 - math.floor(math.log10(value)))
-    return f"{math.ceil(value * 10**digits - 1e-9) / 10**digits:.{digits}f}"
+    return up(value, max(0, 3 - math.floor(math.log10(value))))
 
 
 def format_tokens(tokens: float) -> str:

@@ -26,7 +26,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import secrets
 import shutil
@@ -51,6 +50,7 @@ from dpllm.privacy.identity import require_prefix
 from dpllm.privacy.ledger import LedgerError, read_ledger, sync_folder
 from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.privacy.plan import PrivacyPlan, format_epsilon
+from dpllm.privacy.rounding import down
 
 _FORMAT = 1
 _HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", "delta", "shared_people")
@@ -145,7 +145,7 @@ class Budget:
         if self.spent >= self.epsilon:
             return "nothing: the budget is exhausted"
         return (
-            f"ε = {_down(self.epsilon - self.spent)} by subtraction; what a run may take is computed by composing it "
+            f"ε = {down(self.epsilon - self.spent)} by subtraction; what a run may take is computed by composing it "
             "with the others, and is usually more"
         )
 
@@ -415,7 +415,7 @@ def budget_rows(budget: Budget) -> list[tuple[str, str]]:
         ("unit of privacy", unit),
         ("units N", f"{budget.num_units:,}"),
         ("adjacency", budget.adjacency),
-        ("budget", f"ε = {_down(budget.epsilon)} at δ = {budget.delta:.3g}"),
+        ("budget", f"ε = {down(budget.epsilon)} at δ = {budget.delta:.3g}"),
         ("spent", f"ε = {format_epsilon(budget.spent)}, all runs composed"),
         ("left", budget.remaining_words),
         ("runs", str(len(budget.entries))),
@@ -427,11 +427,6 @@ def budget_rows(budget: Budget) -> list[tuple[str, str]]:
         words = f"{steps} {state}, ε = {alone} alone, {entry.charged_at}, entry {entry.id}"
         rows.append((f"run {place}", words))
     return rows
-
-
-def _down(value: float) -> str:
-    """Return what may be spent for people, rounded down."""
-    return f"{math.floor(value * 1e4 + 1e-9) / 1e4:.4f}"
 
 
 def _check_private(plan: PrivacyPlan) -> None:
@@ -480,7 +475,7 @@ def _check_fits(budget: Budget, others: tuple[Entry, ...], earlier: History, ste
     )
     alone = budget.cost([*earlier, (step, num_steps)])
     raise BudgetError(
-        f"{budget.path} allows ε = {_down(budget.epsilon)} at δ = {budget.delta:.3g} ({budget.adjacency}) for all runs "
+        f"{budget.path} allows ε = {down(budget.epsilon)} at δ = {budget.delta:.3g} ({budget.adjacency}) for all runs "
         f"on {budget.dataset!r}. Spent or reserved by {len(others)} other runs: ε = {format_epsilon(spent)}. This run "
         f"would cost ε = {format_epsilon(alone)} alone over {num_steps} steps, and bring the total to "
         f"ε = {format_epsilon(total)}; {instead}"

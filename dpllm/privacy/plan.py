@@ -23,6 +23,7 @@ from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.mechanism.parts import Draw, Mechanism, Spec
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.calibration import calibrate, choose_max_batch_size, steps_within
+from dpllm.privacy.rounding import up
 
 PLAN_FILE = "privacy_plan.json"
 _FORMAT = 3
@@ -411,4 +412,4 @@ def format_epsilon(value: float) -> str:
     >>> format_epsilon(7.99991), format_epsilon(math.inf)
     ('8.0000', 'infinite: no privacy')
     """
-    return f"{math.ceil(value * 1e4 - 1e-9) / 1e4:.4f}" if math.isfinite(value) else "infinite: no privacy"
+    return up(value) if math.isfinite(value) else "infinite: no privacy"

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpllm.data.labels import BOUNDARIES, KEY_BOUNDARIES
 from dpllm.data.units import UnitIndex
 
 _WORD = 2**64 - 1
-_BOUNDARIES = "cu_seq_lens_q"  # the input with the boundaries of packed rows
 PADDING_UNIT = -1  # the unit of a row that belongs to none; its loss has weight 0
 TOKENS_PER_MICROBATCH = 1024
 """Cost of one more microbatch, in tokens of padding.
@@ -83,7 +83,7 @@ class Microbatch:
         if self.taken is None:
             return 0
         lengths_B = self.taken.lengths_B
-        return int(lengths_B.sum()) if _BOUNDARIES in self.inputs else len(lengths_B) * int(lengths_B.max())
+        return int(lengths_B.sum()) if BOUNDARIES in self.inputs else len(lengths_B) * int(lengths_B.max())
 
     def halves(self) -> tuple[Microbatch, Microbatch] | None:
         """Return two microbatches with the same rows, collated again: cut between units, or within the only unit.
@@ -300,7 +300,7 @@ def _pieces(
 
 def _collated(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray) -> tuple[Mapping[str, Any], Tensor]:
     inputs = collate(list(rows))
-    boundaries = inputs.get(_BOUNDARIES)
+    boundaries = inputs.get(BOUNDARIES)
     if boundaries is not None:
         _check_packed(inputs, boundaries, len(rows))
     for name, value in inputs.items():
@@ -308,7 +308,7 @@ def _collated(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray) ->
             raise ValueError(
                 f"The collator turned {len(rows)} rows into '{name}' of shape {tuple(value.shape)}. Return one row per "
                 f"input row, as the first dimension: packing rows together would mix the gradients of different units, "
-                "unless 'cu_seq_lens_q' gives their boundaries (dpllm.data.rows.PackedCollator)."
+                f"unless {BOUNDARIES!r} gives their boundaries (dpllm.data.rows.PackedCollator)."
             )
     return inputs, torch.from_numpy(unit_index.astype(np.int64))
 
@@ -321,7 +321,11 @@ def _check_packed(inputs: Mapping[str, Any], boundaries: Tensor, num_rows: int) 
             "gradients would be those of other units. Give one boundary for each row and the end of the last."
         )
     for name, value in inputs.items():
-        if isinstance(value, Tensor) and not name.startswith("cu_seq_lens") and value.shape[:2] != (1, boundaries[-1]):
+        if (
+            isinstance(value, Tensor)
+            and name not in (BOUNDARIES, KEY_BOUNDARIES)
+            and value.shape[:2] != (1, boundaries[-1])
+        ):
             raise ValueError(
                 f"The collator packed {int(boundaries[-1])} tokens, but '{name}' has shape {tuple(value.shape)}; "
                 "return one row of all tokens."

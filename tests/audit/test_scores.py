@@ -80,7 +80,7 @@ def test_few_places_at_a_time_give_the_same(tiny_llama, monkeypatch):
     """Neither the size of a chunk nor that of a batch shows."""
     rows = rows_of(([1, 5, 6, 7, 8], [-100, -100, 6, 7, 8]), ([1, 9], [1, 9]), ([1, 3, 3], [1, 3, 3]))
     whole = token_scores(tiny_llama, rows, RowCollator(pad_token_id=0))
-    monkeypatch.setattr("dpllm.audit.scores._CHUNK_ENTRIES", 61)
+    monkeypatch.setattr("dpllm.audit.scores.CHUNK_ENTRIES", 61)
     monkeypatch.setattr("dpllm.audit.scores._BATCH_ENTRIES", 61 * 5)
     parts = token_scores(tiny_llama, rows, RowCollator(pad_token_id=0))
     assert [len(values) for values in whole.log_probs] == [3, 1, 2]

@@ -55,7 +55,7 @@ def test_a_seed_repeats_the_noise():
 @pytest.mark.parametrize("block", [1, 7, 1000])
 def test_every_entry_has_noise_of_its_own_whatever_the_block(monkeypatch, block):
     """Numbers drawn a block at a time are never used twice, reach every entry, and have the right deviation."""
-    monkeypatch.setattr("dpllm.mechanism.generators._BLOCK", block)
+    monkeypatch.setattr("dpllm.mechanism.generators.ENTRIES_AT_A_TIME", block)
     for source in (NoiseSource(), NoiseSource(seed=2)):
         grad = torch.zeros(30, 100, dtype=torch.float64)
         source.add_(grad, 2.0)

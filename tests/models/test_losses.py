@@ -100,7 +100,7 @@ def test_shapes_that_do_not_fit_are_refused(loss, logits, labels):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_cross_entropy_in_chunks_is_pytorchs(monkeypatch, dtype, chunk):
     """Loss and gradient equal those of the whole float32 logits, for every chunk size."""
-    monkeypatch.setattr("dpllm.models.losses._CHUNK_ENTRIES", chunk)
+    monkeypatch.setattr("dpllm.models.losses.CHUNK_ENTRIES", chunk)
     labels = torch.randint(0, 7, (3, 6))
     labels[0, 2:4] = labels[2, 1:] = -100
     logits = (3 * torch.randn(3, 6, 7)).to(dtype).requires_grad_()
@@ -131,7 +131,7 @@ def test_logits_never_stand_whole_in_float32(monkeypatch):
                 self.entries = max(self.entries, result.numel())
             return result
 
-    monkeypatch.setattr("dpllm.models.losses._CHUNK_ENTRIES", 4 * 50)
+    monkeypatch.setattr("dpllm.models.losses.CHUNK_ENTRIES", 4 * 50)
     logits = torch.randn(2, 30, 50).bfloat16().requires_grad_()
     with Largest() as largest:
         per_sequence_loss(logits, torch.randint(0, 50, (2, 30))).sum().backward()

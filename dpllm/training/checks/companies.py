@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpllm.data.labels import IGNORE
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 SHORTEST = 8
 """Number of rows searched for the shortest one with a target, and for random numbers in the reading of rows."""
 _MOST_CANDIDATES = 1 << 20  # the most rows from which those of a check are chosen
-_IGNORE = -100
 
 
 @dataclass(frozen=True)
@@ -195,4 +195,4 @@ def _has_target(inputs: Mapping[str, Any]) -> bool:
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.ndim < 2:
         return True
-    return bool((labels[..., 1:] != _IGNORE).any())
+    return bool((labels[..., 1:] != IGNORE).any())

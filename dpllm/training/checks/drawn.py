@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpllm.data.labels import IGNORE
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 
 _GATES = 8  # random states: an effect in at least one of eight microbatches is found with certainty
-_IGNORE = -100
 _MOST = 1 << 20
 
 MIXED = (
@@ -175,8 +175,8 @@ def part_of(inputs: Mapping[str, Any], places: Sequence[int], labels_apart: bool
     }
     decoded = {name for name in part if labels_apart and (name == "labels" or name.startswith("decoder_"))}
     mask, labels = part.get("attention_mask"), part.get("labels")
-    if "labels" in decoded and isinstance(labels, Tensor) and labels.ndim == 2 and bool((labels != _IGNORE).any()):
-        high, width = 1 + int(torch.nonzero((labels != _IGNORE).any(0)).max()), labels.shape[1]
+    if "labels" in decoded and isinstance(labels, Tensor) and labels.ndim == 2 and bool((labels != IGNORE).any()):
+        high, width = 1 + int(torch.nonzero((labels != IGNORE).any(0)).max()), labels.shape[1]
         part.update({name: _cut(part[name], 0, high, width) for name in decoded})
     if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool((mask != 0).any()):
         return part
@@ -184,7 +184,7 @@ def part_of(inputs: Mapping[str, Any], places: Sequence[int], labels_apart: bool
     low, high, width = int(used[0]), int(used[-1]) + 1, mask.shape[1]
     if "labels" not in decoded and isinstance(labels, Tensor) and labels.ndim == 2 and labels.shape[1] == width:
         outside = torch.cat([labels[:, :low], labels[:, high:]], 1)
-        if bool((outside != _IGNORE).any()):  # targets at padding
+        if bool((outside != IGNORE).any()):  # targets at padding
             return part
     return {name: value if name in decoded else _cut(value, low, high, width) for name, value in part.items()}
 
