@@ -278,7 +278,7 @@ def column_of(report: AttackReport, audit: AuditResult | None) -> dict[str, str]
     if report.bounds is None:
         values |= {f"any attack: TPR at FPR {rate:.1%} at most": "1 (no guarantee)" for rate in (0.01, 0.001)}
     for hits in report.samples:
-        values[f"sampled after {hits.prompts}: spans in training alone / held-out alone"] = (
+        values[f"sampled after {hits.prompts}: spans only in training / only in held-out"] = (
             f"{hits.training:,} / {hits.held_out:,}"
         )
     return values | canary_column(audit)

@@ -210,7 +210,7 @@ def finish(
         ("guarantee", f"ε = {format_epsilon(trainer.epsilon)} at δ = {plan.delta:g}, {plan.adjacency} adjacency"),
         ("unit of privacy", f"one {recipe.privacy.unit} of {plan.num_units:,}"),
     ]
-    show("done", [*summary, *what_ran(trainer, draw(trainer, output / "training.png", before.result, after), began)])
+    show("done", [*summary, *results(trainer, draw(trainer, output / "training.png", before.result, after), began)])
 
 
 def stopped(trainer: DPTrainer, number: int) -> int:
@@ -227,8 +227,8 @@ def stopped(trainer: DPTrainer, number: int) -> int:
     return exit_code(number)
 
 
-def what_ran(trainer: DPTrainer, picture: Path, began: float) -> list[tuple[str, str]]:
-    """Return the second half of the summary: steps, files and time."""
+def results(trainer: DPTrainer, picture: Path, began: float) -> list[tuple[str, str]]:
+    """Return the results for the summary: steps, files and time."""
     output, processes = Path(trainer.args.output_dir), trainer.args.world_size
     return [
         ("private steps", f"{trainer.state.global_step} of {trainer.plan.num_steps}"),

@@ -1,7 +1,7 @@
 """Loading of records: from a Hub data set, local files, or a corpus of a pip package.
 
-Place in the flow: first of the data stages; local files are read by `dpllm.data.readers`. A *record* is what the
-sequence level protects, so nothing here filters, deduplicates or reorders: the number of records is the N of the
+Place in the flow: first of the data stages; local files are read by `dpllm.data.readers`. A *record* is the
+unit of the sequence level, so nothing here filters, deduplicates or reorders: the number of records is the N of the
 guarantee. A faulty record is an error here, before any training; the message gives its number (counted from 0) and
 never its text.
 """
@@ -158,7 +158,7 @@ def _units_to_hold_out(
 
 
 def check_records(records: datasets.Dataset, config: DataConfig, source: str) -> None:
-    """Raise unless every record has what `config.format` needs.
+    """Raise unless every record has the columns and values that `config.format` needs.
 
     Raises:
         DataError: no record; a missing column (names those present and the nearest); a null (number of the first

@@ -22,7 +22,7 @@ from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.publishing import refuse_uploads
 from dpllm.training.launch_environment import refuse_environment
 
-# Options of TrainingArguments that would change what reaches the optimizer, with the reason.
+# Options of TrainingArguments that would change the optimizer's input, with the reason.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "fp16": (False, "its loss scaler skips steps depending on the data; use bf16"),
     "gradient_accumulation_steps": (

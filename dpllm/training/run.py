@@ -97,7 +97,7 @@ class PrivateRun:
         self.max_tokens = rows.max_tokens
         self._attached: Attached | None = None
         self.weights: RunWeights | None = None  # of the attached model, or of the last one
-        # In a loop of one's own: files in the folder before; the ledger ends when `attach` fails. None: the Trainer's.
+        # In a custom loop: files in the folder before; the ledger ends when `attach` fails. None: the Trainer's.
         self._files_before: dict[str, tuple[int, int, int]] | None = None
 
     @classmethod
@@ -323,7 +323,7 @@ class PrivateRun:
 
     def detach(self) -> None:
         """Remove the hooks and restore the model."""
-        with contextlib.suppress(RuntimeError):  # of a device that fails: must not hide what failed first
+        with contextlib.suppress(RuntimeError):  # a failing device must not hide the first error
             self.end_weights()
         if self._attached is not None:
             self._attached.remove()

@@ -393,7 +393,7 @@ class DPTrainer(CoveredTrainer):
             inputs.update({"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)})
         return self._row_loss(model(**inputs), labels)
 
-    # -------------------------------------------------- what is said about it
+    # ------------------------------------------------------ ε and the report
 
     @property
     def epsilon(self) -> float:

@@ -89,7 +89,7 @@ class Augmented(torch.utils.data.Dataset):
 
 def test_a_data_set_with_a_generator_of_its_own_is_refused(tmp_path):
     """Its numbers are public, and those of one row shift when another is removed; the global ones are secret."""
-    with pytest.raises(ConfigError, match=r"The data set keeps a random generator of its own \(source: Random\)"):
+    with pytest.raises(ConfigError, match=r"The data set keeps its own random generator \(source: Random\)"):
         trainer(tmp_path / "own", dataset=Augmented(random.Random(42))).train()
     run = trainer(tmp_path / "global", dataset=Augmented(random))
     run.train()
@@ -104,7 +104,7 @@ def test_a_generator_in_a_closure_of_the_collator_is_refused(tmp_path):
     def collate(picked):
         return inner([{"input_ids": row["input_ids"][source.randrange(2) :]} for row in picked])
 
-    with pytest.raises(ConfigError, match=r"The collator keeps a random generator of its own \(Random\)"):
+    with pytest.raises(ConfigError, match=r"The collator keeps its own random generator \(Random\)"):
         trainer(tmp_path / "second", dataset=model_rows, data_collator=collate).train()
 
 

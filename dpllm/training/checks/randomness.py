@@ -148,7 +148,7 @@ def refuse_own_generators(
 
 def _own_generator(name: str, what: str) -> ConfigError:
     return ConfigError(
-        f"{name} keeps a random generator of its own ({what}), whose numbers are not secret and shift when a row is "
+        f"{name} keeps its own random generator ({what}), whose numbers are not secret and shift when a row is "
         "removed. Draw from the global generators (torch.rand without generator), which are seeded from the operating "
         "system in every step"
     )

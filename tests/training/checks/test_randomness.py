@@ -297,7 +297,7 @@ def test_a_module_with_a_generator_of_its_own_is_refused_by_its_path(generator, 
     """It is never seeded again."""
     model = LlamaForCausalLM(tiny_llama_config())
     model.model.layers[1].mlp.noisy = Noisy(generator)
-    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.noisy keeps a random generator of its own"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.noisy keeps its own random generator"):
         trainer(tmp_path, model).train()
 
 
@@ -397,9 +397,9 @@ def by_global(rows):
 )
 def test_a_generator_that_others_hold_for_a_collator_is_refused(collator):
     """Within its transforms, or at the top of its file: its numbers shift with the rows before."""
-    with pytest.raises(ConfigError, match=r"The (collator|data set) keeps a random generator of its own"):
+    with pytest.raises(ConfigError, match=r"The (collator|data set) keeps its own random generator"):
         refuse_own_generators(torch.nn.Linear(1, 1), [("The collator", collator)])
-    with pytest.raises(ConfigError, match=r"The (collator|data set) keeps a random generator of its own"):
+    with pytest.raises(ConfigError, match=r"The (collator|data set) keeps its own random generator"):
         refuse_own_generators(torch.nn.Linear(1, 1), [], [("The data set", lambda numbers: collator(numbers))])
     refuse_own_generators(torch.nn.Linear(1, 1), [("The collator", Inside([Masking(), Masking()]))])
 
