@@ -78,7 +78,7 @@ def test_a_ledger_that_was_restored_from_an_older_copy_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("budgeted", "match"),
-    [(False, "is a copy of the file that the run wrote"), (True, "counts the steps of the folder that went on")],
+    [(False, "is a copy of the file that the run wrote"), (True, "the folder in which the run went on")],
     ids=["alone", "with a budget"],
 )
 def test_two_copies_of_a_folder_are_not_both_resumed(budgeted, match, tmp_path):
@@ -130,7 +130,7 @@ def test_a_resume_on_other_text_is_refused(tmp_path):
     run = tmp_path / "run"
     interrupted(run)
     other = rows().map(lambda row: {"input_ids": row["input_ids"][::-1], "labels": row["labels"][::-1]})
-    with pytest.raises(ValueError, match="The rows are not those"):
+    with pytest.raises(ValueError, match="The rows differ from those at the start"):
         trainer(run, dataset=other, args=saving(run)).train(resume_from_checkpoint=True)
     assert read_ledger(run / LEDGER).num_steps == 2
 

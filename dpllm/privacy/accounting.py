@@ -1,12 +1,12 @@
-"""From the steps that ran to (ε, δ), and from a target ε to the noise.
+"""Compute (ε, δ) of the steps that ran.
 
-Place in the flow: calibration asks it for σ, the report asks it for the ε of the ledger. Every number is computed with
-privacy loss distributions (Koskela et al., arXiv:1906.03049; "connect the dots" discretization, arXiv:2207.04380, which
-only ever errs upwards) through the library dp_accounting, for a Gaussian sum over a truncated Poisson sample
+Place in the flow: calibration uses it to find σ, and the report to compute ε of the ledger. Every number is computed
+with privacy loss distributions (Koskela et al., arXiv:1906.03049; "connect the dots" discretization, arXiv:2207.04380,
+which only ever errs upwards) through the library dp_accounting, for a Gaussian sum over a truncated Poisson sample
 (arXiv:2508.15089). Nothing here sees private data.
 
-A *history* is a list of (event, count) pairs (`dpllm.mechanism.events`): so many consecutive steps, from the first of a
-run or of a resume onwards. The order of the pairs does not matter.
+A *history* is a list of (event, count) pairs (`dpllm.mechanism.events`). Each pair means `count` consecutive steps,
+which start with the first step of a run or of a resume. The order of the pairs does not matter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def tool_version() -> str:
 
 
 History = Sequence[tuple[Event | Mechanism | dp_accounting.DpEvent, int]]
-"""(what, count) pairs: so many consecutive steps of an event or a mechanism of ours, or an event of dp_accounting."""
+"""(event, count) pairs: `count` consecutive steps of an event or a mechanism of dpllm, or an event of dp_accounting."""
 _Merged = tuple[tuple[Round, int], ...]
 
 
@@ -45,17 +45,17 @@ def epsilon(
 ) -> float:
     """Return the ε for which the history is (ε, δ)-differentially private.
 
-    Guarantee: an upper bound. The discretization rounds privacy losses up; the composition is tilted towards the ε in
-    question, so that its rounding errors are small against δ, and they are added to δ
-    (`dpllm.mechanism.pld.Composition`). After a step the result is never 0: an ε below the resolution is given as the
-    resolution. Repeated calls on a growing history are cheap, since the distribution of one step is kept.
+    Guarantee: an upper bound. The discretization rounds privacy losses up. The composition is tilted towards the
+    wanted ε, so that its rounding errors are small compared with δ, and they are added to δ
+    (`dpllm.mechanism.pld.Composition`). After a step the result is never 0: an ε below the grid width is returned as
+    the grid width. Repeated calls on a growing history are cheap, because the distribution of one step is cached.
 
     Under replace-one, units of several rows drawn singly (`StepOfRows`) have no distribution of their own.
     Replacing a unit is removing one and adding another, so ε there is twice an ε' of zero-out whose δ', times
     1 + exp(ε'), is δ (group privacy; Dwork and Roth 2014, theorem 2.2 and its proof for δ > 0).
 
     Args:
-        history: (what, count) pairs, of events, mechanisms, or events of dp_accounting; counts of 0 are allowed.
+        history: (event, count) pairs, of events, mechanisms, or events of dp_accounting; counts of 0 are allowed.
         delta: δ, between 0 and 1.
         adjacency: "zero-out" or "replace-one".
         discretization: width of the grid of privacy losses. `discretization_used` says when a wider one was needed.
@@ -64,7 +64,7 @@ def epsilon(
         ε; 0.0 for a history without steps; inf when a step has no noise, or no ε holds at this δ.
 
     Raises:
-        ValueError: δ is out of range, or below what is cut off the tails of so many steps.
+        ValueError: δ is out of range, or too close to the mass that is cut off the tails of this many steps.
 
     >>> from dpllm import Step
     >>> step = Step(sampling_rate=0.02, noise_multiplier=1.0)
@@ -113,8 +113,8 @@ def delta_function(
         history: (event, count) pairs.
         adjacency: "zero-out" or "replace-one".
         discretization: width of the grid of privacy losses.
-        tilted: compose anew for each ε, so that the rounding error is small against any δ. Otherwise once, and rounding
-            adds T 2**-50 to every δ; for many values at once.
+        tilted: compose again for each ε, so that the rounding error is small compared with any δ. False: compose
+            once, and rounding adds T 2**-50 to every δ; use it for many values at once.
     """
     merged = merge(history)
     _check_adjacency(adjacency)
@@ -135,7 +135,7 @@ def delta_function(
 
 
 def merge(history: History) -> _Merged:
-    """Return the rounds that a history costs, equal ones counted together, in a fixed order.
+    """Return the rounds that make up a history, with equal rounds counted together, in a fixed order.
 
     Raises:
         ValueError: a count is negative, or there are more than `MAX_STEPS` steps.
@@ -143,13 +143,13 @@ def merge(history: History) -> _Merged:
     counts: dict[Round, int] = {}
     for event, num_steps in history:
         if num_steps < 0:
-            raise ValueError(f"a step can't have run {num_steps} times")
+            raise ValueError(f"a step cannot have run {num_steps} times. Give a count of at least 0")
         for step, number in _steps(event, num_steps) if num_steps else ():
             for one, count in step.rounds(number):
                 counts[one] = counts.get(one, 0) + count
     if (total := sum(num_steps for _, num_steps in history)) > MAX_STEPS:
         raise ValueError(
-            f"{total:,} steps are more than {MAX_STEPS:,}: their cost is not computed within seconds. Take fewer steps"
+            f"{total:,} steps are more than {MAX_STEPS:,}: computing their ε would take too long. Take fewer steps"
         )
     return tuple(sorted(counts.items(), key=lambda item: str(item[0])))
 
@@ -163,7 +163,7 @@ def _steps(what: Event | Mechanism | dp_accounting.DpEvent, num_steps: int) -> l
 @lru_cache(maxsize=256)
 def _epsilon(merged: _Merged, delta: float, adjacency: str, discretization: float) -> float:
     if not 0 < delta < 1:
-        raise ValueError(f"delta must lie between 0 and 1, got {delta}")
+        raise ValueError(f"delta must be between 0 and 1, got {delta}")
     _check_adjacency(adjacency)
     if not merged:
         return 0.0
@@ -172,9 +172,9 @@ def _epsilon(merged: _Merged, delta: float, adjacency: str, discretization: floa
     num_steps = sum(count for _, count in merged)
     if num_steps * pld.STEP_TAIL > delta / 100:
         raise ValueError(
-            f"delta={delta:g} can't be certified over {num_steps} steps: what is cut off their tails may come to "
-            f"{num_steps * pld.STEP_TAIL:.1e}. Take a larger delta; one below {num_steps * pld.STEP_TAIL * 100:.1e} "
-            "protects nobody better"
+            f"delta={delta:g} cannot be certified over {num_steps} steps: the mass cut off their tails may be up to "
+            f"{num_steps * pld.STEP_TAIL:.1e}. Take a larger delta; a delta below "
+            f"{num_steps * pld.STEP_TAIL * 100:.1e} protects nobody better"
         )
     width = discretization_used(merged, adjacency, discretization)
     if _by_group_privacy(merged, adjacency):
@@ -193,7 +193,7 @@ def _tilted_epsilon(directions: list[list[tuple[pld.LossPmf, int]]], delta: floa
 def _epsilon_of_half(merged: _Merged, delta: float, discretization: float) -> float:
     """Return an ε' with (1 + exp(ε')) δ' <= δ under zero-out.
 
-    From δ' = δ downwards, each time to the δ' that the last ε' would allow, and at last a little further.
+    Start at δ' = δ and go down: each time to the δ' that the last ε' allows, and at the end slightly further.
     """
     directions = _parts(merged, "zero-out", discretization)
     log_delta = at = math.log(delta)
@@ -209,7 +209,7 @@ def _epsilon_of_half(merged: _Merged, delta: float, discretization: float) -> fl
 
 
 def _smallest_epsilon(delta_of: Callable[[float], float], delta: float) -> float:
-    """Return the smallest ε whose δ is at most `delta`, rounded up by no more than 1e-8 or a billionth of it."""
+    """Return the smallest ε whose δ is at most `delta`, rounded up by at most 1e-8 or a billionth of it."""
 
     def excess(at: float) -> float:
         return math.log(max(delta_of(at), 1e-300)) - math.log(delta)
@@ -234,7 +234,7 @@ def _check_adjacency(adjacency: str) -> None:
 
 
 def untruncated(history: History) -> list[tuple[Round, int]]:
-    """Return the rounds of a history as if nothing were cut off; those that never are stay as they are."""
+    """Return the rounds of a history without truncation; rounds that are never truncated are returned unchanged."""
     return [(one.untruncated or one, count) for one, count in merge(history)]
 
 
@@ -243,15 +243,15 @@ def _by_group_privacy(merged: _Merged, adjacency: str) -> bool:
 
 
 def _parts(merged: _Merged, adjacency: str, discretization: float) -> list[list[tuple[pld.LossPmf, int]]]:
-    """Return for each direction of the adjacency what its privacy loss is the sum of."""
+    """Return, for each direction of the adjacency, the distributions whose sum is its privacy loss."""
     of_rounds = [one.parts(count, adjacency, discretization) for one, count in merged]
     return [list(direction) for direction in zip(*of_rounds, strict=True)]
 
 
 def discretization_used(history: History, adjacency: str = "zero-out", discretization: float = DISCRETIZATION) -> float:
-    """Return the grid width that is used when `discretization` is asked for.
+    """Return the grid width that is used when `discretization` is requested.
 
-    It is the one asked for unless σ is so small that a grid that fine would not fit into memory; then it is doubled
-    until it does. A wider grid gives a larger ε, never a smaller one.
+    It is the requested width, unless σ is so small that a grid this fine would not fit into memory. Then the width is
+    doubled until the grid fits. A wider grid gives a larger ε, never a smaller one.
     """
     return max((one.grid(count, adjacency, discretization) for one, count in merge(history)), default=discretization)

@@ -1,23 +1,24 @@
 """The budget of one data set over all runs on it, in a file.
 
-Place in the flow: beside the plan. A run charges the file with all its planned steps before it trains, and settles
-with the steps that its ledger charged when it has ended; in between, and after a crash, the reservation stands. All
-entries are composed as one history, at the δ and under the adjacency of the file, so that the ε of the data set is
-known at any time and a run that would exceed it does not start.
+Place in the flow: beside the plan. Before a run trains, it charges all its planned steps to the file. When it has
+ended, it settles with the steps that its ledger charged. In between, and after a crash, the reservation remains. All
+entries are composed as one history, at the δ and under the adjacency of the file. So the ε of the data set is known
+at any time, and a run that would exceed it does not start.
 
     create_budget("chats.budget.json", dataset="chats", epsilon=8.0, delta=1e-6, unit="user", num_units=50_000, ...)
     entry = charge("chats.budget.json", plan, dataset="chats")     # before training, or BudgetError
     check_entry("chats.budget.json", entry, plan)                  # before the run is resumed, or BudgetError
     settle("chats.budget.json", entry, num_steps=ledger.num_steps) # after it has ended
 
-The file is changed under a lock (``<name>.lock`` beside it, kept for good) and replaced in one go, durably. It carries
-a hash of its contents, which guards against accidents and careless edits; it is no signature. An older copy of it is
-refused where its lock file remembers a later one (`dpllm.privacy.budget_lock`).
+The file is changed under a lock (``<name>.lock`` beside it, which is never deleted) and replaced atomically and
+durably. It carries a hash of its contents, which guards against accidents and careless edits; the hash is not a
+signature. An older copy of the file is refused if its lock file has recorded a later one
+(`dpllm.privacy.budget_lock`).
 
-Two things no file can know. A run that never charged it: the guarantee is about the runs whose recipe names it. And why
-a plan was chosen: composition is proved for plans (σ, q, T) that do not depend on what earlier runs released; a search
-in which each run's noise or length follows from the last one's results needs a privacy filter instead (Rogers, Roth,
-Ullman, Vadhan, arXiv:1605.08294).
+A file cannot record two things. First, runs that never charged it: the guarantee covers the runs whose recipe names
+the file. Second, why a plan was chosen: composition is proved for plans (σ, q, T) that do not depend on the releases of
+earlier runs. A search that sets the noise or length of a run from the results of the run before needs a privacy filter
+instead (Rogers, Roth, Ullman, Vadhan, arXiv:1605.08294).
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ _HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What one run was charged."""
+    """The charge of one run."""
 
     id: str
-    """Random, in hexadecimal; the run's ledger names it."""
+    """Random, in hexadecimal; also written in the run's ledger."""
     plan_hash: str
     step: Event
     steps_reserved: int
@@ -69,16 +70,16 @@ class Entry:
     steps_charged: int | None
     """Steps that the run's ledger charges, once it has ended. None: the reservation counts."""
     steps_before: int
-    """Steps known to have run, which no later settling may go below."""
+    """Steps known to have run; no later settlement may be lower."""
     charged_at: str
     """Time of the first charge, UTC."""
     segments: tuple[int, ...] = ()
-    """Steps of each start before the last one, where a resume costs more than going on (`Event.restarts`)."""
+    """Steps of each start before the last one, for events whose resume costs more than going on (`Event.restarts`)."""
     head: dict[str, Any] | None = None
     """The place in the run's ledger (`LedgerHead`) at the last start, resumption, save or end. None: not begun."""
 
     def __post_init__(self) -> None:
-        """Check the counts, and that the head is one."""
+        """Check the counts and the head."""
         counts = {"steps_reserved": self.steps_reserved, "steps_before": self.steps_before}
         for name, count in {**counts, "steps_charged": self.steps_charged or 0}.items():
             integer(name, count, 0)
@@ -114,16 +115,16 @@ class Budget:
     adjacency: str
     """"zero-out" or "replace-one"."""
     epsilon: float
-    """What all runs together may cost, at `delta`."""
+    """The largest ε that all runs together may cost, at `delta`."""
     delta: float
     """δ of the composition of all runs."""
     shared_people: bool = False
-    """Whether runs may have another N: the data set grows, and its people are in several runs."""
+    """Whether runs may have a different N: the data set grows, and its people are in several runs."""
     entries: tuple[Entry, ...] = ()
     written: int = field(default=0, compare=False)
-    """How often the file was written; 0 for one that an earlier version wrote."""
+    """How often the file was written; 0 for a file that an earlier version wrote."""
     sha256: str = field(default="", compare=False)
-    """Of its contents."""
+    """Hash of the file's contents."""
 
     @property
     def history(self) -> list[tuple[Event, int]]:
@@ -141,16 +142,16 @@ class Budget:
 
     @property
     def remaining_words(self) -> str:
-        """What is left, in words."""
+        """The remaining budget, in words."""
         if self.spent >= self.epsilon:
             return "nothing: the budget is exhausted"
         return (
-            f"ε = {down(self.epsilon - self.spent)} by subtraction; what a run may take is computed by composing it "
-            "with the others, and is usually more"
+            f"ε = {down(self.epsilon - self.spent)} by subtraction; the ε that a run may take is computed by "
+            "composing it with the others, and is usually larger"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the budget, its entries and what is spent as plain values."""
+        """Return the budget, its entries and the ε spent as plain values."""
         head = {name: getattr(self, name) for name in _HEAD}
         entries = [_plain(entry) for entry in self.entries]
         return {"file": self.path.name, **head, "spent": self.spent, "entries": entries}
@@ -171,16 +172,16 @@ def create_budget(
     """Write the budget file of a data set.
 
     Args:
-        path: the file, which must not exist. It belongs where every machine that trains on the data can lock it.
+        path: the file, which must not exist. Put it where every machine that trains on the data can lock it.
         dataset: public name of the data set.
-        epsilon: what all runs together may cost.
+        epsilon: the largest ε that all runs together may cost.
         delta: δ at which they are composed, below 1/N.
         unit: "sequence" or "user".
         num_units: N, public: the units of the data set as the runs see it.
-        unit_column: the column of the user's id; exactly at user level.
+        unit_column: the column of the user's id; required at user level, and only there.
         adjacency: "zero-out" or "replace-one".
-        shared_people: allow runs with another N, such as on the data set after it has grown. Each step is accounted
-            with the N of its own run; δ stays below 1/N of every run.
+        shared_people: allow runs with a different N, such as on the data set after it has grown. Each step is
+            accounted with the N of its own run; δ must be below 1/N of every run.
 
     Raises:
         BudgetError: the file exists, or a value is out of range.
@@ -213,7 +214,9 @@ def create_budget(
     )
     with locked(real) as lock:
         if real.exists():
-            raise BudgetError(f"{path} exists: what runs have spent stands in it. Charge it, or choose another name")
+            raise BudgetError(
+                f"{path} exists, and holds the ε that runs have spent. Charge runs to it, or choose another name"
+            )
         lock.note(*_write(budget))
     return budget
 
@@ -233,7 +236,7 @@ def charge(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
         The id of the entry.
 
     Raises:
-        BudgetError: the run would exceed the budget, is not private, or is about other data than the file.
+        BudgetError: the run would exceed the budget, is not private, or uses other data than the file's.
     """
     _check_private(plan)
     with _changing(path) as (budget, put):
@@ -253,7 +256,7 @@ def charge(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
 
 
 def require_room(path: str | Path, plan: PrivacyPlan, dataset: str) -> None:
-    """Raise as `charge` would at this moment, and charge nothing: for a run that has other work to do first."""
+    """Raise the errors that `charge` would raise now, and charge nothing: for a run that has other work to do first."""
     _check_private(plan)
     budget = read_budget(path)
     _check_data(budget, plan, dataset)
@@ -261,12 +264,12 @@ def require_room(path: str | Path, plan: PrivacyPlan, dataset: str) -> None:
 
 
 def mark(path: str | Path, entry_id: str, head: LedgerHead) -> None:
-    """Write down how far the run of an entry has come, so that a copy of its folder that did not come along is refused.
+    """Record how far the run of an entry has come, so that an outdated copy of its folder is refused.
 
     Args:
         path: the budget file.
-        entry_id: what `charge` returned.
-        head: where the run's ledger is now.
+        entry_id: the id that `charge` returned.
+        head: the current head of the run's ledger.
 
     Raises:
         BudgetError: the entry is not in the file.
@@ -280,19 +283,19 @@ def settle(
 ) -> None:
     """Replace the reservation of a run that has ended by the steps that its ledger charges.
 
-    May be called again, with as many steps or more. What ran is written down even when another run has since taken what
-    this one left; the budget then shows more spent than allowed.
+    May be called again, with the same number of steps or more. The steps that ran are recorded even when another run
+    has since taken the ε that this run left; the budget then shows more spent than allowed.
 
     Args:
         path: the budget file.
-        entry_id: what `charge` returned.
-        num_steps: the steps in the run's ledger, those of all its resumptions together.
-        head: where the run's ledger ends.
+        entry_id: the id that `charge` returned.
+        num_steps: the steps in the run's ledger, all its resumptions included.
+        head: the last head of the run's ledger.
         keep_reserved: whether the planned steps stay charged, because the run was stopped early and its stop may depend
-            on the data or on what it released.
+            on the data or on its releases.
 
     Raises:
-        BudgetError: the entry is not in the file, or the number lies below an earlier one or above the reservation.
+        BudgetError: the entry is not in the file, or the number is below an earlier one or above the reservation.
     """
     integer("num_steps", num_steps, -(2**63))
     with _changing(path) as (budget, put):
@@ -300,7 +303,7 @@ def settle(
         if not entry.steps_before <= num_steps <= entry.steps_reserved:
             raise BudgetError(
                 f"entry {entry_id} of {path} reserved {entry.steps_reserved} steps, of which {entry.steps_before} were "
-                f"already charged; it can't be settled with {num_steps}. Settle it with the number of steps in the "
+                f"already charged; it cannot be settled with {num_steps}. Settle it with the number of steps in the "
                 "run's ledger"
             )
         charged = None if keep_reserved else int(num_steps)
@@ -316,22 +319,23 @@ def check_entry(
     go_on: Callable[[], LedgerHead] | None = None,
     steps_allowed: int | None = None,
 ) -> None:
-    """Reserve all planned steps of a run once more, before it is resumed.
+    """Reserve all planned steps of a run again, before it is resumed.
 
-    Guarantee: of several copies of a run's folder at most one goes on. The entry holds the head of the ledger at the
-    last start, save or end; a ledger without it is refused, and the one that goes on replaces it, under the lock.
+    Guarantee: at most one of several copies of a run's folder can be resumed. The entry holds the head of the ledger
+    at the last start, save or end. A ledger without this head is refused; the resumed run replaces the head under the
+    lock.
 
     Args:
         path: the budget file.
-        entry_id: what `charge` returned.
-        plan: of the run.
-        ledger: of the folder that is to be resumed.
-        go_on: opens the ledger for the resumed run and returns where it then is.
+        entry_id: the id that `charge` returned.
+        plan: the plan of the run.
+        ledger: the ledger in the folder that is to be resumed.
+        go_on: opens the ledger for the resumed run and returns its new head.
         steps_allowed: steps that the run may take in all (`dpllm.privacy.stated.steps_allowed`); None: all planned.
 
     Raises:
-        BudgetError: the entry is not in the file or is another plan's, what the run left when it was settled has been
-            taken by other runs, or the run went on in another copy of the folder.
+        BudgetError: the entry is not in the file or belongs to another plan, other runs have taken the ε that this run
+            left when it was settled, or the run was resumed in another copy of the folder.
     """
     with _changing(path) as (budget, put):
         entry = entry_of(budget, entry_id)
@@ -351,17 +355,17 @@ def check_entry(
 
 
 def _segments(entry: Entry, ledger: str | Path | None) -> tuple[int, ...]:
-    """Return the steps of each start so far, where the next one begins anew."""
+    """Return the steps of each start so far, for an event that restarts when the run is resumed."""
     if not entry.step.restarts or ledger is None:
         return entry.segments
     return tuple(count for _, count in read_ledger(ledger).history)
 
 
 def require_own_ledger(path: str | Path, entry: Entry, ledger: str | Path) -> None:
-    """Refuse a ledger that did not come along when the run of an entry went on.
+    """Refuse a ledger that lacks steps which the run of an entry has taken.
 
     Raises:
-        BudgetError: the run went on in another copy of the folder.
+        BudgetError: the run was resumed in another copy of the folder.
     """
     if entry.head is None:
         return
@@ -369,8 +373,8 @@ def require_own_ledger(path: str | Path, entry: Entry, ledger: str | Path) -> No
         require_prefix(ledger, LedgerHead.of(entry.head), f"Entry {entry.id} of {path}")
     except LedgerError as error:
         raise BudgetError(
-            f"{error}. The budget counts the steps of the folder that went on: resume there, or start a new run, which "
-            "is charged by itself"
+            f"{error}. The budget counts the steps of the folder in which the run went on: resume there, or start a "
+            "new run, which is charged separately"
         ) from error
 
 
@@ -385,7 +389,7 @@ def read_budget(path: str | Path) -> Budget:
         raw = json.loads(real.read_text(encoding="utf-8"))
     except OSError as error:
         raise BudgetError(
-            f"{path} can't be read ({error.strerror}). Give the budget file that was made for this data set"
+            f"{path} cannot be read ({error.strerror}). Give the budget file that was created for this data set"
         ) from error
     except (ValueError, RecursionError) as error:
         raise _edited(path, f"not JSON ({error})") from error
@@ -393,7 +397,7 @@ def read_budget(path: str | Path) -> Budget:
         raise BudgetError(f"{path} is not a budget file of format {_FORMAT}. Give the file that create_budget made")
     digest = raw.pop("sha256", None)
     if digest != _digest(raw):
-        raise _edited(path, "edited: its contents don't match its hash")
+        raise _edited(path, "edited: its contents do not match its hash")
     try:
         entries = tuple(Entry(**{**entry, "step": from_fields(entry["step"])}) for entry in raw["entries"])
         between("epsilon", raw["epsilon"], 0, above=True)
@@ -404,7 +408,7 @@ def read_budget(path: str | Path) -> Budget:
         head = {name: raw[name] for name in _HEAD if name in raw}
         return Budget(path=real, entries=entries, written=written, sha256=str(digest), **head)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _edited(path, f"not a whole budget ({error})") from error
+        raise _edited(path, f"not a complete budget ({error})") from error
 
 
 def budget_rows(budget: Budget) -> list[tuple[str, str]]:
@@ -431,13 +435,13 @@ def budget_rows(budget: Budget) -> list[tuple[str, str]]:
 
 def _check_private(plan: PrivacyPlan) -> None:
     if plan.seeded:
-        raise BudgetError("a run with a fixed seed is not private, so no budget covers it. Leave privacy.seed out")
+        raise BudgetError("a run with a fixed seed is not private, so no budget covers it. Remove privacy.seed")
     if plan.noise_multiplier == 0:
         raise BudgetError("a run without noise is not private, so no budget covers it. Set a target_epsilon")
 
 
 def _check_data(budget: Budget, plan: PrivacyPlan, dataset: str) -> None:
-    """Raise unless file and run are about the same units of the same data."""
+    """Raise unless the file and the run describe the same units of the same data."""
     pairs = [("dataset", budget.dataset, dataset)]
     if plan.dataset is not None:
         pairs.append(("dataset of the plan", budget.dataset, plan.dataset))
@@ -447,18 +451,18 @@ def _check_data(budget: Budget, plan: PrivacyPlan, dataset: str) -> None:
     if differing:
         raise BudgetError(
             f"{budget.path} is the budget of other data than this run's: {'; '.join(differing)}. Runs on different "
-            "data or units don't add up in one budget; give the file that was made for this data set and unit. For "
-            "a data set that grows, with people in several runs, make it with `dpllm budget create --shared-people`"
+            "data or units do not share a budget; give the file that was created for this data set and unit. For "
+            "a data set that grows, with people in several runs, create it with `dpllm budget create --shared-people`"
         )
     if budget.delta * plan.num_units >= 1:
         raise BudgetError(
             f"{budget.path} has delta={budget.delta:g}, which is not below 1/N = {1 / plan.num_units:.3g} of this run: "
-            "make a budget with a smaller delta"
+            "create a budget with a smaller delta"
         )
 
 
 def _check_fits(budget: Budget, others: tuple[Entry, ...], earlier: History, step: Event, num_steps: int) -> None:
-    """Raise unless the others, earlier starts of a run and these steps of it together cost at most the budget."""
+    """Raise unless the other runs, the earlier starts of this run and its new steps cost at most the budget."""
     taken = [part for entry in others for part in entry.history]
     before = [*taken, *earlier]
     total = budget.cost([*before, (step, num_steps)])
@@ -468,16 +472,16 @@ def _check_fits(budget: Budget, others: tuple[Entry, ...], earlier: History, ste
     spent = budget.cost(taken)
     left = budget.cost([*before, (step, allowed)])
     instead = (
-        f"{allowed} of its steps still fit, which would bring the total to ε = {format_epsilon(left)}: take that many, "
-        "or more noise"
+        f"{allowed} of its steps still fit, which would bring the total to ε = {format_epsilon(left)}. Take {allowed} "
+        "steps, or more noise"
         if allowed
-        else "not one of its steps fits. Take more noise or a smaller expected_batch_size, or train on other data"
+        else "none of its steps fits. Take more noise or a smaller expected_batch_size, or train on other data"
     )
     alone = budget.cost([*earlier, (step, num_steps)])
     raise BudgetError(
         f"{budget.path} allows ε = {down(budget.epsilon)} at δ = {budget.delta:.3g} ({budget.adjacency}) for all runs "
         f"on {budget.dataset!r}. Spent or reserved by {len(others)} other runs: ε = {format_epsilon(spent)}. This run "
-        f"would cost ε = {format_epsilon(alone)} alone over {num_steps} steps, and bring the total to "
+        f"would by itself cost ε = {format_epsilon(alone)} over {num_steps} steps, and bring the total to "
         f"ε = {format_epsilon(total)}; {instead}"
     )
 
@@ -486,14 +490,14 @@ def entry_of(budget: Budget, entry_id: str) -> Entry:
     """Return an entry.
 
     Raises:
-        BudgetError: there is none of this id.
+        BudgetError: no entry has this id.
     """
     for entry in budget.entries:
         if entry.id == entry_id:
             return entry
     raise BudgetError(
-        f"{budget.path} has no entry {entry_id}: it is another run's file, or an old copy that forgot this run. "
-        "Restore the latest one"
+        f"{budget.path} has no entry {entry_id}: it is the file of other runs, or an old copy without this run. "
+        "Restore the latest copy"
     )
 
 
@@ -503,13 +507,13 @@ def _with(budget: Budget, changed: Entry) -> tuple[Entry, ...]:
 
 def _edited(path: str | Path, what: str) -> BudgetError:
     return BudgetError(
-        f"{path} is {what}. What was spent can't be known from it: restore the latest copy, in which the entry of "
-        "every run must stand that charged it (each run's ledger names its entry)"
+        f"{path} is {what}. The ε spent cannot be computed from it: restore the latest copy, which must contain an "
+        "entry for every run that was charged (each run's ledger names its entry)"
     )
 
 
 def _real(path: str | Path) -> Path:
-    """Return the file itself, so that all names of it share one lock, and a link is not replaced by a file."""
+    """Resolve links, so that all names of the file share one lock, and a link is not replaced by a file."""
     return Path(os.path.realpath(Path(path).expanduser()))
 
 
@@ -518,7 +522,7 @@ def _changing(path: str | Path) -> Iterator[tuple[Budget, Callable[[tuple[Entry,
     """Lock the file, and yield its contents and the function that replaces its entries."""
     real = _real(path)
     if not real.exists():
-        read_budget(path)  # says what is wrong, and leaves no lock beside a file that isn't there
+        read_budget(path)  # raises the error, and creates no lock beside a missing file
     with locked(real) as lock:
         budget = read_budget(real)
         lock.require_latest(budget.written, budget.sha256)
@@ -537,26 +541,26 @@ def _plain(entry: Entry) -> dict[str, Any]:
 
 
 def _write(budget: Budget) -> tuple[int, str]:
-    """Replace the file in one go: whatever happens, it is the old one or the new one. Returns its number and hash."""
+    """Replace the file atomically: after any failure it is the old or the new file. Return its number and hash."""
     body: dict[str, Any] = {"format": _FORMAT, **{name: getattr(budget, name) for name in _HEAD}}
     body["written"] = budget.written + 1
     if not budget.shared_people:
         del body["shared_people"]  # as files of earlier versions
     body["entries"] = [_plain(entry) for entry in budget.entries]
     text = json.dumps({**body, "sha256": _digest(body)}, indent=2, ensure_ascii=False)
-    half = budget.path.with_name(f"{budget.path.name}.tmp")  # one name: left over by a crash, it is written anew
+    half = budget.path.with_name(f"{budget.path.name}.tmp")  # a fixed name: a leftover of a crash is replaced
     try:
-        half.unlink(missing_ok=True)  # which another user may own
+        half.unlink(missing_ok=True)  # another user may own it
         with open(half, "x", encoding="utf-8") as file:
             file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())
-        if budget.path.exists():  # who may read it does not depend on who trains
+        if budget.path.exists():  # keep the permissions, whichever user trains
             shutil.copymode(budget.path, half)
         os.replace(half, budget.path)
     except OSError as error:
         raise BudgetError(
-            f"{budget.path} can't be written ({error.strerror}), and is as it was. Make room on the disk and start "
+            f"{budget.path} cannot be written ({error.strerror}), and is unchanged. Free space on the disk and start "
             "again"
         ) from error
     sync_folder(budget.path.parent)

@@ -1,8 +1,8 @@
-"""The lock beside a budget file, and what it remembers of that file.
+"""The lock file beside a budget file, which also records the last write of the budget.
 
-Place in the flow: below `dpllm.privacy.budget`. The lock file stays for good. It holds the name of the process that
+Place in the flow: below `dpllm.privacy.budget`. The lock file is never deleted. It holds the name of the process that
 locked it last, and the number and the hash of the last write of the budget. A budget that was restored from an older
-copy (git, a backup) has forgotten runs that were charged since: it has a lower number, and is refused.
+copy (git, a backup) lacks the runs that were charged since then: it has a lower number, and is refused.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _MOST = 4096  # bytes of the lock file
 
 
 class BudgetError(ValueError):
-    """The budget does not allow it, is another data set's, or is not what was written."""
+    """Error: the budget does not allow a run, belongs to another data set, or was changed after it was written."""
 
 
 @dataclass(frozen=True)
 class BudgetLock:
-    """A lock that is held."""
+    """A lock that this process holds."""
 
     budget: Path
     """The file that it locks."""
@@ -37,47 +37,47 @@ class BudgetLock:
     descriptor: int
 
     def require_latest(self, written: int, sha256: str) -> None:
-        """Make sure that the budget is the one that was written last, or a later one.
+        """Make sure that the budget is the file that was written last, or a later one.
 
         Args:
             written: number of the write that made it.
             sha256: hash of its contents.
 
         Raises:
-            BudgetError: it is an older copy, or another one that was written as often.
+            BudgetError: it is an older copy, or a different file with the same number of writes.
         """
         noted = _noted(self.descriptor)
         if noted is None or written > noted[0] or (written, sha256) == noted:
             return
         raise BudgetError(
             f"{self.budget} is not the file that was written here last (write {written} of {noted[0]}): it was "
-            "restored from an older or another copy, and has forgotten what runs were charged since. Put the latest "
-            f"copy in its place. If it is lost, and this one has every run since, delete {self.path}"
+            "restored from an older or another copy, and lacks the charges of runs since then. Replace it by the "
+            f"latest copy. If that is lost, and this file has every run, delete {self.path}"
         )
 
     def note(self, written: int, sha256: str) -> None:
-        """Remember a write."""
+        """Record a write."""
         _put(self.descriptor, {"written": written, "sha256": sha256})
 
     def require_held(self) -> None:
-        """Make sure, before the budget is replaced, that no other process can hold the lock too.
+        """Make sure, before the budget is replaced, that no other process can also hold the lock.
 
         Raises:
             BudgetError: the lock file was removed, so another process may have made a new one.
         """
         if not _is_at(self.descriptor, self.path):
             raise BudgetError(
-                f"{self.path} was removed while it was held, so another process may be writing {self.budget}, which is "
-                "as it was. Leave that file where it is, and start again"
+                f"{self.path} was removed while it was locked, so another process may be writing {self.budget}, which "
+                "this process has not changed. Do not remove the lock file, and start again"
             )
 
 
 @contextlib.contextmanager
 def locked(budget: Path) -> Iterator[BudgetLock]:
-    """Hold the lock of a budget file; the system lets go when the process dies.
+    """Hold the lock of a budget file; the system releases it when the process dies.
 
     Raises:
-        BudgetError: the folder does not allow it, or another process has held it for minutes.
+        BudgetError: the folder does not allow it, or another process has held the lock for minutes.
     """
     path = budget.with_name(f"{budget.name}.lock")
     while True:
@@ -95,17 +95,17 @@ def _opened(path: Path, budget: Path) -> int:
     try:
         try:
             return os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
-        except PermissionError:  # made by another user of the folder; reading suffices to lock it
+        except PermissionError:  # another user of the folder made it; reading is enough to lock it
             return os.open(path, os.O_RDONLY)
     except OSError as error:
         raise BudgetError(
-            f"{budget} can't be locked ({error.strerror}). Its folder must exist, and every run on the data must be "
+            f"{budget} cannot be locked ({error.strerror}). Its folder must exist, and every run on the data must be "
             "able to write there"
         ) from error
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether a descriptor is of the file that has this name."""
+    """Return whether a descriptor belongs to the file of this name."""
     own = os.fstat(descriptor)
     with contextlib.suppress(OSError):
         there = os.stat(path)
@@ -114,7 +114,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _wait_for_lock(descriptor: int, budget: Path) -> None:
-    """Take the lock; whoever waits for more than two seconds is told for whom, and gives up after some minutes.
+    """Take the lock. After a wait of two seconds, print the name of its holder; after ten minutes, give up.
 
     Raises:
         BudgetError: another process has held it for all that time, or the file system has no locks.
@@ -127,7 +127,8 @@ def _wait_for_lock(descriptor: int, budget: Path) -> None:
             holder = _lines(descriptor)[0].strip() or holder
         if waited > _LOCK_LIMIT:
             raise BudgetError(
-                f"{budget} is locked by {holder} since {waited:.0f} s. End that process if it hangs, and start again"
+                f"{budget} has been locked by {holder} for {waited:.0f} s. End that process if it hangs, and start "
+                "again"
             )
         if waited > _LOCK_PATIENCE and not told:
             told = True
@@ -153,7 +154,7 @@ def _lines(descriptor: int) -> list[str]:
 
 
 def _noted(descriptor: int) -> tuple[int, str] | None:
-    """Return number and hash of the last write; None where no readable note of one is there."""
+    """Return the number and hash of the last write; None if there is no readable record of it."""
     try:
         noted = json.loads(_lines(descriptor)[1])
         return int(noted["written"]), str(noted["sha256"])
@@ -162,7 +163,7 @@ def _noted(descriptor: int) -> tuple[int, str] | None:
 
 
 def _put(descriptor: int, noted: dict[str, int | str] | None) -> None:
-    """Write who holds the lock, and the note; None: the one that is there. Nothing depends on the holder's name."""
+    """Write the holder of the lock, and the note; None keeps the note. Nothing depends on the holder's name."""
     with contextlib.suppress(OSError):
         lines = _lines(descriptor)
         kept = json.dumps(noted) if noted is not None else (lines[1] if len(lines) > 1 else "")

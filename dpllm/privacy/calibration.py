@@ -1,6 +1,6 @@
-"""How much noise keeps a target ε, how many steps do, and where truncation costs nothing.
+"""Find the noise and the number of steps for a target ε, and a bound on the batch that costs no ε.
 
-Place in the flow: between the accounting, which it asks again and again, and the plan.
+Place in the flow: between the accounting, which it calls repeatedly, and the plan.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def steps_within(
     adjacency: str = "zero-out",
     before: History = (),
 ) -> int:
-    """Return how many of `num_steps` equal steps keep a history to a target ε: the next one would exceed it.
+    """Return the largest number of equal steps, at most `num_steps`, that keeps a history within a target ε.
 
-    By bisection on a coarse grid, which takes a tenth of the time, and then around what it finds.
+    Bisect on a coarse grid, which takes a tenth of the time, and then search on the fine grid around the result.
 
     Args:
-        target_epsilon: what all steps together may cost.
+        target_epsilon: the largest ε that all steps together may cost.
         delta: δ.
-        step: the step that is to be taken.
-        num_steps: how often, at most.
+        step: the event of each further step.
+        num_steps: the largest number of further steps.
         adjacency: "zero-out" or "replace-one".
         before: (step, count) pairs that have run already.
 
@@ -74,14 +74,14 @@ def choose_max_batch_size(
     delta: float,
     adjacency: str = "zero-out",
 ) -> int:
-    """Return the smallest max_batch_size of the rule b + 7 sqrt(b), b + 8 sqrt(b), ... that costs nothing.
+    """Return the smallest max_batch_size among b + 7 sqrt(b), b + 8 sqrt(b), ... that costs no ε.
 
-    Nothing means: ε is less than 1e-3 above that of the same run without truncation, at a coarse discretization.
+    It costs no ε when ε is less than 1e-3 above that of the same run without truncation, at a coarse discretization.
 
     Args:
         expected_batch_size: b.
         num_units: N.
-        event_of: from B_max to the event of a step.
+        event_of: a function from B_max to the event of a step.
         num_steps: T.
         delta: δ.
         adjacency: "zero-out" or "replace-one".
@@ -102,10 +102,10 @@ def require_target(target_epsilon: float, name: str = "target_epsilon") -> None:
 
     Args:
         target_epsilon: ε.
-        name: of the option, for the message.
+        name: the name of the option, for the message.
 
     Raises:
-        ValueError: it is not above 0, not finite, or larger than is computed within seconds.
+        ValueError: it is not above 0, not finite, or too large to be calibrated within seconds.
 
     >>> require_target(8.0)
     """
@@ -113,8 +113,8 @@ def require_target(target_epsilon: float, name: str = "target_epsilon") -> None:
         raise ValueError(f"{name} must be above 0 and finite, got {target_epsilon}")
     if target_epsilon > MAX_TARGET_EPSILON:
         raise ValueError(
-            f"{name} must be at most {MAX_TARGET_EPSILON:g}, got {target_epsilon:g}: noise is not calibrated "
-            "to more within seconds, and a larger ε protects nobody. Take one below 10"
+            f"{name} must be at most {MAX_TARGET_EPSILON:g}, got {target_epsilon:g}: calibrating noise to a larger ε "
+            "takes too long, and such an ε protects nobody. Take one below 10"
         )
 
 
@@ -128,7 +128,7 @@ def calibrate_noise_multiplier(
     adjacency: str = "zero-out",
     rows_per_unit: int = 1,
 ) -> float:
-    """Return the smallest noise multiplier, to about 1e-4 of it, with which the run costs at most `target_epsilon`.
+    """Return the smallest noise multiplier, to a relative 1e-4, with which the run costs at most `target_epsilon`.
 
     Guarantee: `epsilon` of the run with the result, at the same δ and adjacency, never exceeds the target.
 
@@ -143,7 +143,7 @@ def calibrate_noise_multiplier(
         rows_per_unit: k, rows of a unit that are drawn singly; 1 when units are drawn.
 
     Raises:
-        ValueError: no noise multiplier reaches the target; the message says what is reachable.
+        ValueError: no noise multiplier reaches the target; the message gives the smallest ε that is reachable.
 
     >>> sigma = calibrate_noise_multiplier(8, delta=1e-5, sampling_rate=0.0244, num_steps=410)
     >>> round(sigma, 2)
@@ -169,19 +169,19 @@ def calibrate(
     num_steps: int,
     adjacency: str = "zero-out",
 ) -> float:
-    """Return the smallest noise multiplier, to about 1e-4 of it, with which steps of one kind cost at most a target.
+    """Return the smallest noise multiplier, to a relative 1e-4, with which equal steps cost at most a target.
 
     Guarantee: `epsilon` of the steps with the result, at the same δ and adjacency, never exceeds the target.
 
     Args:
         target_epsilon: the ε that all steps may cost.
         delta: δ.
-        event_of: from σ to the event of a step.
+        event_of: a function from σ to the event of a step.
         num_steps: T.
         adjacency: "zero-out" or "replace-one".
 
     Raises:
-        ValueError: no noise multiplier reaches the target; the message says what is reachable.
+        ValueError: no noise multiplier reaches the target; the message gives the smallest ε that is reachable.
     """
     require_target(target_epsilon)
     if num_steps < 1:
@@ -197,14 +197,14 @@ def calibrate(
     least = MIN_NOISE * max(one.moves for one, _ in rounds)
     if chance_to_enter(rounds) <= delta and exact(least) <= target_epsilon:
         return least  # any noise would do
-    # The exact cost takes seconds where σ is small. A cheap cost has nearly its shape, so σ is found on the cheap one
-    # and the small gap between the two is measured there, again and again until the exact cost meets the target.
+    # The exact cost takes seconds when σ is small. A cheap cost has nearly the same shape. So σ is found on the cheap
+    # cost, the small gap between the two is measured there, and this is repeated until the exact cost meets the target.
     cheap: Callable[[float], float] = partial(cost, False, DISCRETIZATION)
     start, gap = 1.0, 0.0
     if cost(True, _COARSE, _MOST_NOISE) < target_epsilon / 2:  # else the target is finer than the coarse grid
         start = _solve(partial(cost, False, _COARSE), target_epsilon, start, tolerance=0.02)
         gap = cost(True, _COARSE, start) - cost(False, _COARSE, start)
-        if gap > 0.02 * target_epsilon:  # truncation is a cost of its own; then only the truncated shape will do
+        if gap > 0.02 * target_epsilon:  # truncation adds to ε; then only the truncated cost has the right shape
             cheap, gap = partial(cost, True, _COARSE), 0.0
     sigma = start
     for _ in range(12):
@@ -220,17 +220,17 @@ def calibrate(
 
 
 def _check_reachable(target_epsilon: float, exact: Callable[[float], float]) -> None:
-    """Raise when even a thousandfold noise costs more than the target."""
+    """Raise when even a noise multiplier of 1000 costs more than the target."""
     least = exact(_MOST_NOISE)
     if least > target_epsilon:
         raise ValueError(
-            f"target_epsilon={target_epsilon:g} can't be reached: at a noise multiplier of {_MOST_NOISE:g} the run "
+            f"target_epsilon={target_epsilon:g} cannot be reached: at a noise multiplier of {_MOST_NOISE:g} the run "
             f"still costs ε={least:.3g}. Take fewer steps, a smaller expected_batch_size, or a larger max_batch_size"
         )
 
 
 def _solve(cost: Callable[[float], float], target: float, start: float, tolerance: float) -> float:
-    """Return a σ whose cost lies in [target * (1 - tolerance), target], for a cost that falls as σ rises.
+    """Return a σ whose cost is in [target * (1 - tolerance), target], for a cost that falls as σ rises.
 
     Secant steps in log σ and log ε, where the curve is almost straight, kept inside a bracket.
     """

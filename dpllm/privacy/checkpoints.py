@@ -1,9 +1,9 @@
-"""Checkpoints that are either whole or not there.
+"""Checkpoints that are either complete or absent.
 
-Place in the flow: around the saving of model, optimizer and scheduler, which takes many files and often several
-processes. They write into ``output_dir/_staging/checkpoint-<step>``; once all are done, one process publishes: every
-file is flushed to the disk, its size and hash go into a manifest, and one rename gives the folder its name. Whatever
-happens in between (a kill, a full disk, a power cut), the checkpoint before stays as it was.
+Place in the flow: around the saving of model, optimizer and scheduler, which writes many files, often from several
+processes. They write into ``output_dir/_staging/checkpoint-<step>``. When all have finished, one process publishes:
+every file is flushed to the disk, its size and hash are written to a manifest, and one rename gives the folder its
+name. If the save is interrupted (a kill, a full disk, a power cut), the previous checkpoint is unchanged.
 
     folder = prepare_staging(output_dir, step)                  # main process, then a barrier
     with saving(output_dir, step) as folder: ...                # every process writes into `folder`, then a barrier
@@ -11,12 +11,12 @@ happens in between (a kill, a full disk, a power cut), the checkpoint before sta
     rotate(output_dir, save_total_limit)                        # main process
     checkpoint, passed_over = latest_whole(output_dir)          # on resume
 
-The staging folder holds folders named like the Trainer's own, so that its methods can write there, and begins with an
-underscore, because the Trainer leaves such names out of what it pushes to the Hub (`transformers.Trainer.push_to_hub`).
-Nothing here touches the ledger: a step whose checkpoint was lost stays charged.
+The staging folder holds folders with the Trainer's own names, so that its methods can write there. Its name begins with
+an underscore, because the Trainer does not push such names to the Hub (`transformers.Trainer.push_to_hub`). Nothing
+here touches the ledger: a step whose checkpoint was lost stays charged.
 
-On file systems that the machines don't share, one process of each machine prepares and publishes, and the run can be
-resumed from a step that every machine holds whole.
+On file systems that the machines do not share, one process of each machine prepares and publishes. The run can then be
+resumed from a step whose checkpoint is complete on every machine.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from typing import Any
 
 MANIFEST_FILE = "checkpoint_manifest.json"
 DOCUMENTS = ("README.md", "privacy_report.json", "privacy_report.md", "privacy_report.html")
-"""Files that are written again when people note something; `dpllm.report.verify` holds them to the ledger."""
+"""Files that are rewritten when people add a note; `dpllm.report.verify` checks them against the ledger."""
 STAGING_FOLDER = "_staging"
 
 HASH_WHOLE_UP_TO = 2**30
-"""Files up to this many bytes are hashed entirely; of larger ones, `SAMPLES` blocks are."""
+"""Files up to this many bytes are hashed entirely; of larger files, `SAMPLES` blocks are hashed."""
 SAMPLES = 64
 SAMPLE_BYTES = 2**20
 
@@ -50,15 +50,15 @@ _DEEPSPEED_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_\w+\.pt$")
 _FSDP_SHARD = re.compile(r"(?:^|/)__(\d+)_\d+\.distcp$")
 _REPLACED = re.compile(r"replaced-checkpoint-(\d+)")
 _MAX_THREADS = 8
-_LITTLE_ROOM = 2**30  # bytes free; below, a failed save may be the disk's
+_LITTLE_ROOM = 2**30  # bytes free; below this, a full disk may be the cause of a failed save
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is not whole, or could not be saved."""
+    """Error: a checkpoint is not complete, or could not be saved."""
 
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
-    """Return where a published checkpoint lies, which is where the Trainer puts it.
+    """Return the folder of a published checkpoint, which is the Trainer's own.
 
     >>> checkpoint_folder("runs/a", 30).as_posix(), staging_folder("runs/a", 30).as_posix()
     ('runs/a/checkpoint-30', 'runs/a/_staging/checkpoint-30')
@@ -72,13 +72,13 @@ def staging_folder(output_dir: str | Path, step: int) -> Path:
 
 
 def prepare_staging(output_dir: str | Path, step: int) -> Path:
-    """Make an empty staging folder, after `discard_staging`; for one process, before the others write.
+    """Make an empty staging folder, after `discard_staging`. Call it on one process, before the others write.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointError: the disk is full, or the folder can't be made.
+        CheckpointError: the disk is full, or the folder cannot be made.
     """
     folder = staging_folder(output_dir, step)
     try:
@@ -90,16 +90,16 @@ def prepare_staging(output_dir: str | Path, step: int) -> Path:
 
 
 def discard_staging(output_dir: str | Path) -> None:
-    """Remove what crashed or failed saves left behind; for one process, while no other writes.
+    """Remove the leftovers of crashed or failed saves. Call it on one process, while no other writes.
 
-    Also call it after a save has failed on a full disk: the ledger and the report need room to be ended with. A
-    checkpoint that was being replaced when the process died is put back under its name.
+    Also call it after a save has failed on a full disk: the ledger and the report need room for their last lines. A
+    checkpoint that was being replaced when the process died gets its name back.
 
     Args:
-        output_dir: of the run.
+        output_dir: output folder of the run.
 
     Raises:
-        OSError: something can't be removed or renamed.
+        OSError: a file or folder cannot be removed or renamed.
     """
     for folder in _folders(Path(output_dir) / STAGING_FOLDER):
         replaced = _REPLACED.fullmatch(folder.name)
@@ -111,18 +111,19 @@ def discard_staging(output_dir: str | Path) -> None:
 
 @contextlib.contextmanager
 def saving(output_dir: str | Path, step: int) -> Iterator[Path]:
-    """Yield the staging folder of a step; what goes wrong inside becomes an error that helps.
+    """Yield the staging folder of a step, and turn any failure inside into an error with a remedy.
 
-    Every failure is translated, not those of the file system alone: on a full disk `torch.save` raises a RuntimeError
-    about stream positions, safetensors an error of its own, and torch.distributed.checkpoint one that is no Exception.
+    Every failure is translated, not only those of the file system: on a full disk `torch.save` raises a RuntimeError
+    about stream positions, safetensors raises its own error, and torch.distributed.checkpoint raises one that is not an
+    Exception.
 
     Args:
-        output_dir: of the run.
+        output_dir: output folder of the run.
         step: the step that is saved.
 
     Raises:
-        CheckpointError: saving failed; it says why, at which file, how much room the disk has, and which checkpoint is
-            whole. The cause is chained.
+        CheckpointError: saving failed; the message gives the reason, the file, the free space of the disk, and the last
+            complete checkpoint. The cause is chained.
     """
     folder = staging_folder(output_dir, step)
     try:
@@ -140,49 +141,51 @@ def publish(
     ledger: Mapping[str, Any] | None = None,
     made_by: tuple[int, str] | None = None,
 ) -> None:
-    """Make a complete staging folder the checkpoint `final`; for one process, after all have written.
+    """Make a complete staging folder the checkpoint `final`. Call it on one process, after all have written.
 
-    Guarantee: `final` is at every moment either what it was before or whole and on the disk. Where a checkpoint of that
-    name exists it is moved aside, into the staging folder, and deleted once the new one has its name; `latest_whole`
-    finds it there should the process die in between.
+    Guarantee: at every moment `final` is either unchanged or complete and on the disk. An existing checkpoint of that
+    name is moved into the staging folder, and deleted when the new one has its name. If the process dies in between,
+    `latest_whole` finds the old checkpoint there.
 
-    Trade-off: reading everything back for its hash takes about a second per GB and processor. A file above
-    `hash_whole_up_to` is therefore represented by its size and by 64 blocks of 1 MiB spread evenly over it, first and
-    last included. That finds a file that was cut off, and a hole of more than 1/63 of its size, but a single byte
-    flipped later only with a chance of 64 MiB over its size. The plan, the ledger and the Trainer's state are always
-    small enough to be hashed entirely.
+    Trade-off: reading all files back for their hashes takes about a second per GB and processor. A file above
+    `hash_whole_up_to` is therefore represented by its size and by 64 blocks of 1 MiB spread evenly over it, the first
+    and the last block included. This finds a file that was cut off, and a hole of more than 1/63 of its size; it finds
+    a single byte flipped later only with a chance of 64 MiB over the file's size. The plan, the ledger and the
+    Trainer's state are always small enough to be hashed entirely.
 
     Args:
-        staging: the folder written into. It is gone afterwards: renamed or, after a failure, deleted to make room.
+        staging: the folder written into. It no longer exists afterwards: it is renamed or, after a failure, deleted to
+            free its space.
         final: ``output_dir/checkpoint-<step>``, on the same file system.
         hash_whole_up_to: bytes.
-        ledger: the head of the run's ledger, which the manifest names (`dpllm.privacy.identity`).
-        made_by: the number of processes and the name of their engine, which the manifest names.
+        ledger: the head of the run's ledger, for the manifest (`dpllm.privacy.identity`).
+        made_by: the number of processes and the name of their engine, for the manifest.
 
     Raises:
         CheckpointError: the folder is missing, empty, holds a link, or lacks the shards of a process; or the file
-            system failed, for instance for want of room. The message names the file and the checkpoint to resume from.
+            system failed, for instance because the disk is full. The message names the file and the checkpoint to
+            resume from.
     """
     staging, final = Path(staging), Path(final)
     names = _files_of(staging)
     if not names:
         raise CheckpointError(
-            f"{staging} holds no file, so there is no checkpoint to publish: save into it first, and call publish once "
+            f"{staging} holds no file, so there is no checkpoint to publish: save into it first, and call publish when "
             "every process has done so"
         )
     size, engine = made_by or (1, "")
     if absent := ranks_without_shards(names, size):
         raise CheckpointError(
             f"{staging} lacks the shards of rank(s) {_listed(absent)} of {size} ({engine}), so the checkpoint could "
-            "not be resumed: they may have written to a disk of their own machine. Set train.output_dir to a folder on "
-            "a file system that all machines share"
+            "not be resumed: these ranks may have written to the local disk of their machine. Set train.output_dir to "
+            "a folder on a file system that all machines share"
         )
     try:
         entries = _in_parallel(lambda name: _seal(staging / name, hash_whole_up_to), names)
         for folder in sorted({parent for name in names for parent in (staging / name).parents}, reverse=True):
             if folder == staging or staging in folder.parents:
                 _sync(folder)
-        # Counted, since a clock can be put back; nothing but the order of publication depends on it.
+        # A counter, because a clock can be set back; only the order of publication depends on it.
         manifest: dict[str, Any] = {
             "format": _FORMAT,
             "published": 1 + max(map(_published, _checkpoints(final.parent)), default=0),
@@ -203,13 +206,13 @@ def publish(
 
 
 def verify(checkpoint: str | Path) -> None:
-    """Check a checkpoint against its manifest; files that were added later are left alone, and so are `DOCUMENTS`.
+    """Check a checkpoint against its manifest; files that were added later are ignored, and so are `DOCUMENTS`.
 
     Args:
         checkpoint: the folder.
 
     Raises:
-        CheckpointError: there is no manifest or it can't be read, or a file is missing, of another length, or
+        CheckpointError: there is no manifest or it cannot be read, or a file is missing, of another length, or
             different; the message names the file.
     """
     checkpoint = Path(checkpoint)
@@ -225,7 +228,7 @@ def verify(checkpoint: str | Path) -> None:
 
 
 def rank_of_shard(name: str) -> int | None:
-    """Return the process that wrote a shard, by the name that DeepSpeed or FSDP2 gave it; None for other files.
+    """Return the rank that wrote a shard, from the name that DeepSpeed or FSDP2 gave it; None for other files.
 
     >>> rank_of_shard("global_step2/zero_pp_rank_3_mp_rank_00_optim_states.pt"), rank_of_shard("model/__1_0.distcp")
     (3, 1)
@@ -235,9 +238,9 @@ def rank_of_shard(name: str) -> int | None:
 
 
 def ranks_without_shards(names: Sequence[str], size: int) -> list[int]:
-    """Return the processes of a sharded save of which no file is there.
+    """Return the ranks of a sharded save that have no file.
 
-    Of DeepSpeed's only: under FSDP2 a process that holds no entry of small weights writes no file.
+    Only DeepSpeed's shards are checked: under FSDP2 a rank that holds no part of the weights writes no file.
     """
     ranks = {int(match[1]) for name in names if (match := _DEEPSPEED_SHARD.search(name))}
     return [rank for rank in range(size) if rank not in ranks] if ranks else []
@@ -253,10 +256,10 @@ def named_files(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def ledger_of(checkpoint: str | Path) -> Mapping[str, Any] | None:
-    """Return the head of the ledger that a checkpoint's manifest names; None where it names none.
+    """Return the head of the ledger in a checkpoint's manifest; None if the manifest has none.
 
     Raises:
-        CheckpointError: there is no manifest, or it can't be read.
+        CheckpointError: there is no manifest, or it cannot be read.
     """
     ledger: Mapping[str, Any] | None = _read_manifest(Path(checkpoint)).get("ledger")
     return ledger
@@ -265,19 +268,19 @@ def ledger_of(checkpoint: str | Path) -> Mapping[str, Any] | None:
 def seal(
     folder: str | Path, names: Sequence[str], hash_whole_up_to: int = HASH_WHOLE_UP_TO
 ) -> dict[str, dict[str, Any]]:
-    """Flush files to the disk and return size and hash of each by name; large ones are sampled, as in `publish`."""
+    """Flush files to the disk and return the size and hash of each by name; large files are sampled as in `publish`."""
     folder = Path(folder)
     entries = _in_parallel(lambda name: _seal(folder / name, hash_whole_up_to), list(names))
     return dict(zip(names, entries, strict=True))
 
 
 def differing(folder: str | Path, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return the files that are not as `seal` or a manifest describes them, each with the difference.
+    """Return the files that differ from their description by `seal` or a manifest, each with the difference.
 
-    Sizes are compared first; files are only read where all of them agree.
+    Sizes are compared first; files are only read when all sizes agree.
 
     Args:
-        folder: where the files are.
+        folder: the folder of the files.
         entries: name to {"size", "hashed", "sha256"}.
     """
     folder = Path(folder)
@@ -301,15 +304,15 @@ def differing(folder: str | Path, entries: Mapping[str, Mapping[str, Any]]) -> d
 
 
 def latest_whole(output_dir: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Find the checkpoint to resume from. Nothing is changed, so any process may ask.
+    """Find the checkpoint to resume from. Nothing is changed, so any process may call it.
 
     Args:
-        output_dir: of the run.
+        output_dir: output folder of the run.
 
     Returns:
-        The checkpoint of the latest step that verifies, or None; and what was passed over, with the reason: unfinished
-        saves first, then later checkpoints that are not whole, from the latest on. A checkpoint whose replacement was
-        interrupted is found where it was moved to, inside the staging folder.
+        The checkpoint of the latest step that verifies, or None; and the folders that were skipped, with the reason:
+        unfinished saves first, then later checkpoints that are not complete, from the latest on. A checkpoint whose
+        replacement was interrupted is found inside the staging folder, to which it was moved.
     """
     output_dir = Path(output_dir)
     passed_over, candidates = [], []
@@ -332,16 +335,16 @@ def latest_whole(output_dir: str | Path) -> tuple[Path | None, list[tuple[Path, 
 
 
 def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) -> None:
-    """Delete all but the checkpoints published last; for one process, after `publish`.
+    """Delete all but the checkpoints published last. Call it on one process, after `publish`.
 
-    The Trainer's own rotation goes by step where times are close together, and so keeps a later checkpoint that is torn
-    and deletes the whole one that was just made after resuming from before it. Here the order of publication counts,
-    by a number in each manifest, whatever the clock says.
+    The Trainer's own rotation sorts by step when times are close together. So it keeps a damaged checkpoint of a later
+    step, and deletes the complete one that was made after resuming from an earlier step. Here the order of publication
+    counts. It is a number in each manifest, and does not depend on the clock.
 
     Args:
-        output_dir: of the run.
-        limit: how many to leave; at least 1.
-        keep: checkpoints that stay whatever their age, such as the best one; they count towards the limit.
+        output_dir: output folder of the run.
+        limit: number of checkpoints to keep; at least 1.
+        keep: checkpoints that are kept at any age, such as the best one; they count towards the limit.
 
     Raises:
         ValueError: the limit is below 1.
@@ -356,7 +359,7 @@ def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) 
     for folder in newest_first[limit:]:
         if folder == latest or folder.resolve() in kept:
             continue
-        # Out of sight first, so that a kill while deleting leaves no torn checkpoint under its name.
+        # Rename it first, so that a kill during the deletion leaves no incomplete checkpoint under its name.
         doomed = staging_folder(output_dir, int(folder.name.removeprefix("checkpoint-")))
         try:
             doomed.parent.mkdir(exist_ok=True)
@@ -376,13 +379,13 @@ def _checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def _order(folder: Path) -> tuple[int, int]:
-    """Return what checkpoints are sorted by: the number of their publication, and the time where they have none."""
+    """Return the sort key of a checkpoint: the number of its publication, and its time if it has no number."""
     manifest = folder / MANIFEST_FILE
     return _published(folder), manifest.stat().st_mtime_ns if manifest.is_file() else 0
 
 
 def _published(folder: Path) -> int:
-    """Return the number in a checkpoint's manifest; 0 for one that has no readable manifest, or an older one."""
+    """Return the number in a checkpoint's manifest; 0 for a checkpoint without a readable manifest or number."""
     try:
         number = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["published"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -391,7 +394,7 @@ def _published(folder: Path) -> int:
 
 
 def _put(staging: Path, final: Path) -> None:
-    """Rename a sealed folder to its name, by way of a second name where that is taken."""
+    """Rename a sealed folder to its final name; an existing folder of that name is moved aside first."""
     if not final.exists():
         _rename(staging, final)
         return
@@ -405,7 +408,7 @@ def _put(staging: Path, final: Path) -> None:
     except OSError:
         _rename(aside, final)
         raise
-    # The new one stands; a remainder of the old one is removed before the next save.
+    # The new checkpoint is in place; a remainder of the old one is removed before the next save.
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -420,7 +423,8 @@ def _remove(folder: Path) -> None:
         folder.unlink()
         return
     for path in folder.rglob("*"):
-        # A writer that failed may still hold its file open; a deleted file then keeps its room, an empty one doesn't.
+        # A writer that failed may still hold its file open; a deleted file then still takes space, an empty one does
+        # not.
         if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
             os.truncate(path, 0)
     shutil.rmtree(folder)
@@ -433,14 +437,14 @@ def _folders(parent: Path) -> list[Path]:
 def _files_of(staging: Path) -> list[str]:
     """Return the files below a folder as relative names with forward slashes, sorted, without the manifest."""
     if not staging.is_dir():
-        raise CheckpointError(f"{staging} is no folder, so there is nothing to publish: save into it first")
+        raise CheckpointError(f"{staging} is not a folder, so there is nothing to publish: save into it first")
     names = []
     for path in sorted(staging.rglob("*")):
         name = path.relative_to(staging).as_posix()
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
             raise CheckpointError(
-                f"{path} is neither a file nor a folder: a checkpoint holds its own copy of everything. Save the file "
-                "itself"
+                f"{path} is neither a file nor a folder: a checkpoint must hold its own copy of every file. Save the "
+                "file itself"
             )
         if path.is_file() and name != MANIFEST_FILE:
             names.append(name)
@@ -448,7 +452,7 @@ def _files_of(staging: Path) -> list[str]:
 
 
 def _in_parallel(function: Any, names: list[str]) -> list[Any]:
-    # Hashing and flushing release the interpreter's lock, so threads help where there are several large files.
+    # Hashing and flushing release the interpreter's lock, so threads help when there are several large files.
     with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         return list(pool.map(function, names))
 
@@ -467,7 +471,7 @@ def _digest_of(path: Path, whole: bool) -> str:
         with path.open("rb") as file:
             return _digest(file, os.fstat(file.fileno()).st_size, whole)
     except OSError as error:
-        raise _not_whole(path, f"can't be read ({error.strerror})") from error
+        raise _not_whole(path, f"cannot be read ({error.strerror})") from error
 
 
 def _digest(file: BufferedReader, size: int, whole: bool) -> str:
@@ -499,7 +503,7 @@ def _sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Write the path into an error of the operating system, which knows a descriptor at most."""
+    """Add the path to an error of the operating system, which has only a descriptor."""
     try:
         yield
     except OSError as error:
@@ -517,7 +521,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise _not_whole(path, f"is damaged ({error})") from error
     files = manifest.get("files") if isinstance(manifest, dict) and manifest.get("format") == _FORMAT else None
     if not isinstance(files, dict) or not files or not all(_is_entry(*item) for item in files.items()):
-        raise _not_whole(path, f"is no manifest of format {_FORMAT}")
+        raise _not_whole(path, f"is not a manifest of format {_FORMAT}")
     return dict(manifest)
 
 
@@ -534,28 +538,28 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 def _not_whole(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path} {what}. This checkpoint is not whole; resume from another one")
+    return CheckpointError(f"{path} {what}. This checkpoint is not complete; resume from another one")
 
 
 def _not_saved(staging: Path, output_dir: Path, error: BaseException, name: str | None = None) -> CheckpointError:
-    """Return the error that says what failed, where, and what there is to go on from."""
+    """Return the error with the cause, the file, the free space and the checkpoint to resume from."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
     last = None if getattr(error, "filename", None) else _last_written(staging)
     where = f"; the last file written is {last}" if last else ""
     free = shutil.disk_usage(output_dir).free if output_dir.is_dir() else 0
-    # Writing libraries raise errors of their own on a full disk; a disk with room is none of the causes.
+    # Libraries that write files raise their own errors on a full disk; a disk with enough space is not the cause.
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < _LITTLE_ROOM
-    room = f"{free / 1e6:,.1f} MB are free on this disk. Make room, or mend" if full else "Mend"
+    room = f"{free / 1e6:,.1f} MB are free on this disk. Free space, or fix" if full else "Fix"
     whole, _ = latest_whole(output_dir)
-    remedy = f"resume from {whole}, which is whole" if whole else "there is no whole checkpoint before it"
+    remedy = f"resume from {whole}, which is complete" if whole else "there is no complete checkpoint before it"
     return CheckpointError(
-        f"{name or staging.name} could not be saved ({reason}{where}). {room} what the error names; {remedy}. Steps "
-        f"taken since then stay charged"
+        f"{name or staging.name} could not be saved ({reason}{where}). {room} the cause that the error names; "
+        f"{remedy}. Steps taken since then stay charged"
     )
 
 
 def _last_written(folder: Path) -> Path | None:
-    """Return the file that was written last: the culprit, or the one before it, where the error names none."""
+    """Return the file that was written last: the one that failed or the one before it, if the error names none."""
     newest: tuple[int, Path | None] = (-1, None)
     for parent, _, names in os.walk(folder):
         for path in (Path(parent) / name for name in names):

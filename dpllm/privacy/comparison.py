@@ -1,11 +1,11 @@
-"""Other ways to account for the same steps, beside the privacy loss distributions that dpllm reports.
+"""Other accountants for the same steps, to compare with the privacy loss distributions that dpllm reports.
 
-Place in the flow: above accounting, below the report and the command line. Nothing here decides anything: the ε that a
-run is held to is `accounting.epsilon`. What stands here checks it (the PRV accountant, dp_accounting's own accountant,
-Rényi accounting) or shows what it saves (zero-concentrated privacy, advanced and basic composition).
+Place in the flow: above accounting, below the report and the command line. Nothing here decides a run: its ε is that of
+`accounting.epsilon`. These methods check that ε (the PRV accountant, dp_accounting's own accountant, Rényi accounting),
+or show how much it saves (zero-concentrated privacy, advanced and basic composition).
 
-There is no accountant by the central limit theorem ("Gaussian differential privacy"), since it is no upper bound: at
-δ = 1e-5 it gives 4.455 where ε is 4.814 (σ = 1, q = 0.02, 1500 steps), at δ = 1e-6 0.494 where ε is 0.963 (σ = 0.6,
+There is no accountant by the central limit theorem ("Gaussian differential privacy"), since it is not an upper bound:
+at δ = 1e-5 it gives 4.455 where ε is 4.814 (σ = 1, q = 0.02, 1500 steps), at δ = 1e-6 0.494 where ε is 0.963 (σ = 0.6,
 q = 1e-4, 100 000 steps).
 
 All but the last two hold under zero-out only: dp_accounting's Rényi accountant leaves out the factor of 2 in the
@@ -33,7 +33,7 @@ from dpllm.privacy.accounting import DISCRETIZATION, History, merge
 UPPER_BOUND = "upper bound"
 ESTIMATE = "estimate"
 NEGLIGIBLE = 2e-3
-"""What truncation may add to ε where an accounting that does not know it is used; a plan's default adds less."""
+"""The largest ε that truncation may add where an accounting without truncation is used; a plan's default adds less."""
 
 _RELATIONS = {
     "zero-out": dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
@@ -47,7 +47,7 @@ _PRV_KINDS = 32
 
 @dataclass(frozen=True)
 class Interval:
-    """An ε that is known up to the error of its computation."""
+    """Bounds on an ε, as wide as the error of its computation."""
 
     lower: float
     estimate: float
@@ -60,15 +60,15 @@ class Comparison:
 
     name: str
     epsilon: float | None
-    """None: the method doesn't apply, and `note` says why."""
+    """None: the method does not apply, and `note` gives the reason."""
     kind: str
     """`UPPER_BOUND` or `ESTIMATE`."""
     note: str
-    """What the number includes and what it leaves out, on one line."""
+    """Effects that the number includes or leaves out, on one line."""
 
 
 def compare(history: History, delta: float, adjacency: str = "zero-out") -> list[Comparison]:
-    """Return ε of a history by every method, the one that dpllm reports first.
+    """Return ε of a history by every method; the first row is the method that dpllm reports.
 
     Args:
         history: (event, count) pairs.
@@ -76,7 +76,7 @@ def compare(history: History, delta: float, adjacency: str = "zero-out") -> list
         adjacency: "zero-out" or "replace-one".
 
     Returns:
-        A row per method, always the same ones in the same order.
+        A row per method, always the same methods in the same order.
 
     Raises:
         ValueError: as `accounting.epsilon`.
@@ -116,7 +116,7 @@ def compare(history: History, delta: float, adjacency: str = "zero-out") -> list
 
 
 def _row(name: str, kind: str, method: Callable[[], float | None], note: str) -> Comparison:
-    """Return the row of a method; a refusal by it becomes the note."""
+    """Return the row of a method; if the method raises a ValueError, its message becomes the note."""
     try:
         value = method()
     except ValueError as error:
@@ -146,7 +146,7 @@ def library_epsilon(
 ) -> float:
     """Return ε as dp_accounting's own PLDAccountant computes it from its own events: a check of `accounting.epsilon`.
 
-    On the coarse grid that is the default it is the looser of the two. It sets no δ aside for rounding.
+    On the coarse default grid it is the looser of the two. It reserves no δ for rounding.
 
     Raises:
         ValueError: the library has no event for such steps under this adjacency, or its grid would not fit into memory.
@@ -173,15 +173,15 @@ def library_epsilon(
 def prv_epsilon(history: History, delta: float) -> Interval | None:
     """Return ε by the PRV accountant under zero-out, without the effect of truncation: a check, not a guarantee.
 
-    The privacy loss of each kind of step is put on a grid around its own mean, so that the errors of the grid average
-    out over the steps instead of adding up; the bounds follow from the theorem on that error. They do not cover the
-    rounding of double precision. The pair that is composed is that of removing a unit; adding one costs less. The grid
-    is chosen so that a call takes about a second, whatever the number of steps: bounds are 0.02 either way up to
+    The privacy loss of each kind of step is put on a grid around its mean, so that the errors of the grid average out
+    over the steps instead of adding up; the bounds follow from the theorem on that error. They do not cover the
+    rounding of double precision. The composed pair is that of removing a unit; adding one costs less. The grid is
+    chosen so that a call takes about a second for any number of steps: the bounds are 0.02 from the estimate up to
     about 10 000 steps, and about 0.06 at 100 000.
 
-    The package integrates those means numerically, and where ε is in the tens it may miss part of one without noticing
-    (σ = 0.5, q = 0.1, 10 000 steps: 815 for 807). So each mean is computed here once more: a small difference widens
-    the bounds, a large one is a reason for None.
+    The package integrates these means numerically. When ε is in the tens, it may miss part of a mean without an error
+    (σ = 0.5, q = 0.1, 10 000 steps: 815 for 807). So each mean is also computed here: a small difference widens the
+    bounds, a large one leads to None.
 
     Args:
         history: (event, count) pairs.
@@ -189,8 +189,8 @@ def prv_epsilon(history: History, delta: float) -> Interval | None:
 
     Returns:
         Lower bound, estimate and upper bound, cut off at 0; all zero without a step, all infinite when a step has no
-        noise. None where the method doesn't apply: rows of a unit drawn singly, more than 32 kinds of steps, or a
-        history that the package fails on. `compare` says which.
+        noise. None if the method does not apply: rows of a unit drawn singly, more than 32 kinds of steps, or a
+        history that the package fails on. `compare` gives the reason.
 
     Raises:
         ValueError: δ is out of range.
@@ -206,7 +206,7 @@ def prv_epsilon(history: History, delta: float) -> Interval | None:
 
 
 def _prv(merged: History, delta: float) -> Interval | str:
-    """Return the interval, or why there is none."""
+    """Return the interval, or the reason why there is none."""
     _check_delta(delta)
     if not merged:
         return Interval(0.0, 0.0, 0.0)
@@ -218,7 +218,7 @@ def _prv(merged: History, delta: float) -> Interval | str:
     if len({(step.sampling_rate, step.noise_multiplier) for step, _ in plain}) > _PRV_KINDS:
         return f"too slow for more than {_PRV_KINDS} kinds of steps"
     try:
-        # The loss far outside the grid overflows to an infinite one, which is right; a mean that is not exact isn't.
+        # A loss far outside the grid overflows to infinity, which is correct; an inexact mean is an error.
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("error", integrate.IntegrationWarning)
             found = _prv_bounds(plain, delta)
@@ -243,9 +243,9 @@ def _prv_bounds(plain: list[tuple[Step, int]], delta: float) -> tuple[float, flo
             variables.append(PoissonSubsampledGaussianMechanism(rate, sigma))
         counts.append(count)
     delta_error = delta / 1000
-    # The package's own bound on the loss of all steps decides how many points a grid of a given mesh has.
+    # The number of points of a grid of a given mesh follows from the package's own bound on the loss of all steps.
     largest = float(compute_safe_domain_size(variables, counts, _PRV_ERROR, delta_error))
-    # Theorem 5.5: the mesh that keeps the error of ε below 1. The error grows with the mesh.
+    # Theorem 5.5: with this mesh the error of ε is below 1. The error grows with the mesh.
     mesh = 1 / math.sqrt(sum(counts) / 2 * math.log(12 / delta_error))
     error = max(_PRV_ERROR, 2 * largest * len(counts) / mesh / _PRV_POINTS)
     accountant = PRVAccountant(variables, error, delta_error, counts)
@@ -259,7 +259,7 @@ def _prv_bounds(plain: list[tuple[Step, int]], delta: float) -> tuple[float, flo
 
 
 def _mean_loss(sampling_rate: float, noise_multiplier: float) -> float:
-    """Return the mean privacy loss of one step, of removing a unit, by the trapezoidal rule over the outcomes."""
+    """Return the mean privacy loss of one step, when a unit is removed, by the trapezoidal rule over the outcomes."""
     sigma = noise_multiplier
     outcomes = np.linspace(-12 * sigma, 1 + 12 * sigma, 20_001)
     present = sampling_rate * np.exp(-((outcomes - 1) ** 2) / (2 * sigma**2))
@@ -271,14 +271,14 @@ def _mean_loss(sampling_rate: float, noise_multiplier: float) -> float:
 
 
 def _plain(history: History) -> list[tuple[Step, int]] | None:
-    """Return the rounds as plain Poisson sampled Gaussians; None where one of them is none."""
+    """Return the rounds as plain Poisson-sampled Gaussians; None if one of them is not."""
     plain = [(one.untruncated, count) for one, count in merge(history)]
     found = [(step, count) for step, count in plain if step is not None]
     return found if len(found) == len(plain) else None
 
 
 def _kinds(plain: list[tuple[Step, int]]) -> dict[tuple[float, float], int]:
-    """Return (q, σ) -> count; all steps without sampling together are one Gaussian mechanism, exactly."""
+    """Return (q, σ) -> count; all steps without sampling together are exactly one Gaussian mechanism."""
     kinds: dict[tuple[float, float], int] = {}
     precision = 0.0
     for step, count in plain:
@@ -295,7 +295,7 @@ def _kinds(plain: list[tuple[Step, int]]) -> dict[tuple[float, float], int]:
 def renyi_epsilon(history: History, delta: float) -> float | None:
     """Return ε by Rényi accounting under zero-out, without the effect of truncation: a second, independent bound.
 
-    A cross-check and no more: where truncation costs nothing it is looser than `accounting.epsilon`.
+    It is only a cross-check: when truncation costs nothing, it is looser than `accounting.epsilon`.
 
     Returns:
         ε, never 0 after a step; inf when a step has no noise; None where the rows of one unit are drawn singly.
@@ -316,14 +316,14 @@ def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: flo
 
     The number of runs is drawn from a geometric distribution (shape 1), a logarithmic one (0), a Poisson one (inf) or
     a truncated negative binomial one in between, and is kept secret, as are the other runs. A fixed number of runs
-    composes instead. By Rényi accounting, since no other is known; under zero-out. That accounting does not know
-    truncation, so steps in which truncation costs anything are refused. The result is never below ε of one run.
+    composes instead. The method is Rényi accounting under zero-out, since no other is known. It leaves truncation out,
+    so steps in which truncation costs privacy are refused. The result is never below ε of one run.
 
     Args:
         history: (event, count) pairs of one run.
         delta: δ.
         mean_runs: expected number of runs, at least 1.
-        shape: of the distribution of their number, at least 0.
+        shape: shape of the distribution of the number of runs, at least 0.
 
     Returns:
         ε; inf when a step has no noise; None where the rows of one unit are drawn singly.
@@ -353,9 +353,9 @@ def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: flo
     one_run, whole = accounting.epsilon(merged, delta), accounting.epsilon(plain, delta)
     if one_run > whole + NEGLIGIBLE:
         raise ValueError(
-            f"the best of several runs is accounted without truncation, and truncation costs here: one run has "
-            f"ε = {one_run:.4g}, and {whole:.4g} without it. Raise --max-batch-size until it costs nothing (a "
-            "plan's default does that), or add the runs up"
+            f"the best of several runs is accounted without truncation, but truncation costs privacy here: one run has "
+            f"ε = {one_run:.4g}, and {whole:.4g} without truncation. Raise --max-batch-size until truncation costs "
+            "nothing (a plan's default does that), or add the runs up"
         )
     run = dp_event.ComposedDpEvent([dp_event.SelfComposedDpEvent(event, count) for event, count in _events(plain)])
     repeated = dp_event.RepeatAndSelectDpEvent(run, float(mean_runs), float(shape))
@@ -371,7 +371,8 @@ def _renyi(events: list[tuple[dp_accounting.DpEvent, int]], delta: float) -> flo
 
     accountant = rdp.RdpAccountant(neighboring_relation=_RELATIONS["zero-out"])
     verbosity = absl.logging.get_verbosity()
-    absl.logging.set_verbosity(absl.logging.ERROR)  # an order whose series doesn't converge is left out, with a warning
+    # An order whose series does not converge is left out, with a warning.
+    absl.logging.set_verbosity(absl.logging.ERROR)
     try:
         for event, count in events:
             accountant.compose(event, count)
@@ -381,10 +382,11 @@ def _renyi(events: list[tuple[dp_accounting.DpEvent, int]], delta: float) -> flo
 
 
 def zcdp_rho(history: History) -> float:
-    """Return ρ for which the history is ρ-zero-concentrated private under zero-out, as if every step held all units.
+    """Return the ρ of zero-concentrated privacy under zero-out, as if every step held all units.
 
-    A step's sum moves by at most C, or by kC where k rows of one unit are clipped each by itself; whatever the draw and
-    its truncation, which do not depend on what a unit contributes. So ρ is the sum of k²/(2σ²) over the steps.
+    One unit moves a step's sum by at most C, or by kC when k rows of a unit are clipped individually. This holds for
+    every draw and its truncation, which do not depend on a unit's contribution. So ρ is the sum of k²/(2σ²) over the
+    steps.
 
     References: Bun, Steinke, arXiv:1605.02065, proposition 1.6 and lemma 1.7.
 
@@ -402,8 +404,8 @@ def zcdp_rho(history: History) -> float:
 def zcdp_epsilon(history: History, delta: float) -> float:
     """Return ε by zero-concentrated privacy under zero-out; an upper bound that gains nothing from sampling.
 
-    Of ρ it is the least over α > 1 of αρ + log(1 - 1/α) - log(αδ)/(α - 1); every α gives a valid ε, so the search for
-    the best one needs no care.
+    It is the minimum over α > 1 of αρ + log(1 - 1/α) - log(αδ)/(α - 1). Every α gives a valid ε, so an inexact search
+    for the best α is safe.
 
     Raises:
         ValueError: δ is out of range.
@@ -422,7 +424,7 @@ def zcdp_epsilon(history: History, delta: float) -> float:
         excess = math.exp(log_excess)  # α - 1
         return (1 + excess) * rho - math.log1p(1 / excess) - (math.log1p(excess) + math.log(delta)) / excess
 
-    around = 0.5 * math.log(math.log(1 / delta) / rho)  # where the conversion without its two logarithms is least
+    around = 0.5 * math.log(math.log(1 / delta) / rho)  # the minimum of the conversion without its two logarithms
     best = optimize.minimize_scalar(at, bounds=(around - 5, around + 5), method="bounded", options={"xatol": 1e-9})
     return max(float(best.fun), DISCRETIZATION)
 
@@ -442,7 +444,7 @@ def basic_epsilon(history: History, delta: float, adjacency: str = "zero-out") -
 def advanced_epsilon(history: History, delta: float, adjacency: str = "zero-out") -> float:
     """Return ε by advanced composition: each of T steps is (ε₀, δ/2T)-private, and the other half of δ bounds the tail.
 
-    The loss of an ε₀-private step lies between -ε₀ and ε₀, and its mean is at most ε₀ tanh(ε₀/2). By Hoeffding's
+    The loss of an ε₀-private step is between -ε₀ and ε₀, and its mean is at most ε₀ tanh(ε₀/2). By Hoeffding's
     inequality the sum of T such losses exceeds Σ ε₀ tanh(ε₀/2) + sqrt(2 log(1/δ') Σ ε₀²) with probability at most δ'.
     When that is above the plain sum of the ε₀, the plain sum is returned.
 
@@ -468,4 +470,4 @@ def advanced_epsilon(history: History, delta: float, adjacency: str = "zero-out"
 
 def _check_delta(delta: float) -> None:
     if not 0 < delta < 1:
-        raise ValueError(f"delta must lie between 0 and 1, got {delta}")
+        raise ValueError(f"delta must be between 0 and 1, got {delta}")

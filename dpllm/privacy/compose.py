@@ -1,15 +1,14 @@
 """ε of several runs on the same data together.
 
-Place in the flow: above plan and ledger, called by ``dpllm compose run1 run2 …``. Whoever sees the models of several
-runs on one data set sees the result of all their steps, so the steps of all ledgers are composed as one history. A
-budget file (`dpllm.privacy.budget`) does the same beforehand, for runs to come; here it is done for runs that were
-made.
+Place in the flow: above plan and ledger, called by ``dpllm compose run1 run2 …``. A person who sees the models of
+several runs on one data set sees the result of all their steps, so the steps of all ledgers are composed as one
+history. A budget file (`dpllm.privacy.budget`) does the same in advance, for future runs; this module does it for
+finished runs.
 
-What is composed is decided from public facts alone: plan, ledger, and the name of the data set. Whether two data sets
-share people cannot be known from them: somebody who knows has to say so (``dataset=`` for runs without a name,
-``shared_people=True`` for data sets of different names or sizes, such as one that has grown between two runs). That
-composition is valid: each step is accounted with the N of its own run, and a person who is in one of the data sets
-only has less to lose.
+The composition is decided only from public facts: plan, ledger, and the name of the data set. They do not show whether
+two data sets share people. The caller has to declare it: ``dataset=`` for runs without a name, ``shared_people=True``
+for data sets of different names or sizes, such as one that has grown between two runs. That composition is valid: each
+step is accounted with the N of its own run, and a person who is in only one of the data sets has less to lose.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ class ComposedRun:
     folder: Path
     plan_hash: str
     runs: tuple[str, ...]
-    """Ids in its ledger: of the first start and of each resumption."""
+    """Ids in its ledger, of the first start and of each resumption."""
     history: tuple[tuple[Event, int], ...]
-    """The steps its ledger charges."""
+    """The steps that its ledger charges."""
     num_steps: int
     num_steps_planned: int
     ended: bool
-    """Whether its ledger says that it ended. Otherwise it crashed, or still runs and may yet cost more."""
+    """Whether its ledger has an end. If not, the run crashed, or it still runs and may cost more."""
     epsilon: float
-    """ε of this run alone, at the δ of the composition."""
+    """ε of only this run, at the δ of the composition."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +53,13 @@ class Composition:
     unit: str
     unit_column: str | None
     num_units: int
-    """N; the largest one where the data sets differ in size."""
+    """N; the largest N if the data sets differ in size."""
     adjacency: str
     delta: float
     epsilon: float
     """ε of all steps of all runs, at `delta`; inf when one of them had no noise."""
     basic_epsilon: float
-    """The same by basic composition: the sum of each run's ε at δ over the number of runs. It also holds at `delta`."""
+    """The same by basic composition: the sum of each run's ε at δ / (number of runs). It also holds at `delta`."""
     runs: tuple[ComposedRun, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,26 +96,25 @@ def compose(
     dataset: str | None = None,
     shared_people: bool = False,
 ) -> Composition:
-    """Return the guarantee that several runs on one data set have together.
+    """Return the joint guarantee of several runs on one data set.
 
-    Guarantee: to whoever sees everything that all these runs released, each unit of the data set is (ε, δ)-private with
-    the result's `epsilon`, by one privacy loss distribution over the steps of all ledgers.
+    Guarantee: against an observer of everything that all these runs released, each unit of the data set is
+    (ε, δ)-private with the result's `epsilon`, by one privacy loss distribution over the steps of all ledgers.
 
     Args:
         folders: output folders of the runs, each with its plan and its ledger.
-        delta: δ of the composition, below 1/N. None: the one that all plans share.
-        adjacency: "zero-out" or "replace-one". None: the one that all plans share.
-        dataset: name of the data set, vouched for by the caller, for runs whose plan has none.
+        delta: δ of the composition, below 1/N. None: the δ that all plans share.
+        adjacency: "zero-out" or "replace-one". None: the adjacency that all plans share.
+        dataset: name of the data set, declared by the caller, for runs whose plan has none.
         shared_people: the data sets may differ in name and size, and have people in common.
 
     Raises:
-        ValueError: a folder is given twice, as a copy, or is a checkpoint; a ledger is of another plan; the runs are
-            about different data, or about data without a name; δ or adjacency differ and are not given; a run is not
-            private.
+        ValueError: a folder is given twice, is a copy, or is a checkpoint; a ledger belongs to another plan; the runs
+            use different data, or data without a name; δ or adjacency differ and are not given; a run is not private.
         LedgerError: a ledger is missing or was edited.
     """
     if not folders:
-        raise ValueError("there is no run to compose. Give the output folders of the runs on one data set")
+        raise ValueError("no run was given. Give the output folders of the runs on one data set")
     paths = [Path(folder) for folder in folders]
     plans = [PrivacyPlan.load(path / PLAN_FILE) for path in paths]
     ledgers = [read_ledger(path / LEDGER_FILE) for path in paths]
@@ -172,7 +170,7 @@ def composition_rows(composition: Composition) -> list[tuple[str, str]]:
         ("δ", f"{composition.delta:.3g}"),
     ]
     for run in composition.runs:
-        state = "" if run.ended else ", not ended: it may yet cost more"
+        state = "" if run.ended else ", not ended: it may still cost more"
         steps = f"{run.num_steps:,} of {run.num_steps_planned:,} steps{state}"
         rows.append((f"ε of {run.folder} alone", f"{format_epsilon(run.epsilon)} ({steps})"))
     rows += [
@@ -187,7 +185,7 @@ def _json_number(value: float) -> float | str:
 
 
 def _check_run(path: Path, plan: PrivacyPlan, ledger: LedgerContents) -> None:
-    """Raise unless the ledger is of the plan, is the run's own, and the run was private."""
+    """Raise unless the ledger belongs to the plan and is the run's own, and the run was private."""
     for run in ledger.runs:
         if run["plan_hash"] != plan.hash:
             raise ValueError(
@@ -197,18 +195,18 @@ def _check_run(path: Path, plan: PrivacyPlan, ledger: LedgerContents) -> None:
     above = Path(os.path.realpath(path)).parent
     if (above / LEDGER_FILE).exists() and read_ledger(above / LEDGER_FILE).runs[0]["run"] == ledger.runs[0]["run"]:
         raise ValueError(
-            f"{path} is a checkpoint of the run in {above}: its copy of the ledger ends with it, and later steps would "
-            "not be counted. Give the output folder of the run"
+            f"{path} is a checkpoint of the run in {above}: its copy of the ledger ends at the checkpoint, and later "
+            "steps would not be counted. Give the output folder of the run"
         )
     if plan.seeded or ledger.seeded:
         raise ValueError(
-            f"{path} drew from a fixed seed, so nothing in it is private and no composition with it is. Leave it out "
-            "only if nothing of it was released"
+            f"{path} used a fixed seed, so neither it nor a composition with it is private. Leave it out only if "
+            "nothing from it was released"
         )
 
 
 def _check_distinct(paths: list[Path], ledgers: list[LedgerContents]) -> None:
-    """Raise when a run would be counted twice: which of two copies has all its steps can't be told from here."""
+    """Raise when a run would be counted twice: nothing shows which of two copies has all its steps."""
     folders: dict[str, int] = {}
     owners: dict[str, int] = {}
     for number, (path, ledger) in enumerate(zip(paths, ledgers, strict=True)):
@@ -220,25 +218,25 @@ def _check_distinct(paths: list[Path], ledgers: list[LedgerContents]) -> None:
             if first != number:
                 raise ValueError(
                     f"the ledgers in {path} and {paths[first]} hold the same run ({run['run']}): one is a copy of the "
-                    "other, as in a checkpoint, or both continue it. Give the output folder of each run, once"
+                    "other, as in a checkpoint, or both continue it. Give the output folder of each run once"
                 )
 
 
 def _common_data(paths: list[Path], plans: list[PrivacyPlan], dataset: str | None, shared_people: bool) -> str:
-    """Return the name of the data set, or the names of the data sets, that all runs are about."""
+    """Return the name of the data set, or the names of the data sets, that all runs used."""
     if shared_people:
         units = {(plan.unit, plan.unit_column) for plan in plans}
         if len(units) > 1:
             raise ValueError(
-                f"these runs protect different units ({', '.join(sorted(map(str, units)))}): ε of a record says "
-                "nothing of a user with several, so no common ε is known. Train again with the unit of the others"
+                f"these runs protect different units ({', '.join(sorted(map(str, units)))}): ε of one record says "
+                "nothing about a user with several records, so no common ε is known. Train again with the same unit"
             )
         return " and ".join(sorted({str(plan.dataset or dataset) for plan in plans} - {"None"})) or "without a name"
     nameless = [str(path) for path, plan in zip(paths, plans, strict=True) if plan.dataset is None]
     if nameless and dataset is None:
         raise ValueError(
-            f"the plans in {', '.join(nameless)} name no data set, so nothing says that these runs are about the same "
-            "one. Set privacy.dataset for runs to come; for these, vouch for it with --dataset NAME"
+            f"the plans in {', '.join(nameless)} name no data set, so nothing shows that these runs used the same "
+            "one. Set privacy.dataset for future runs; for these runs, declare it with --dataset NAME"
         )
     facts = [(plan.dataset or dataset, plan.unit, plan.unit_column, plan.num_units) for plan in plans]
     names = {fact[0] for fact in facts} | ({dataset} if dataset is not None else set())
@@ -247,11 +245,11 @@ def _common_data(paths: list[Path], plans: list[PrivacyPlan], dataset: str | Non
             f"{path}: dataset {name!r}, unit {unit!r}, unit_column {column!r}, num_units {number}"
             for path, (name, unit, column, number) in zip(paths, facts, strict=True)
         )
-        vouched = f" (vouched for: {dataset!r})" if dataset is not None else ""
+        vouched = f" (declared: {dataset!r})" if dataset is not None else ""
         raise ValueError(
-            f"these runs are about different data or units{vouched}, and one ε for them would mean nothing: {listed}. "
-            "If the data sets share people, as one that has grown between the runs does, compose them with "
-            "--shared-people; an ε of each run by itself is not what such a person has"
+            f"these runs used different data or units{vouched}, and one ε for them would mean nothing: {listed}. "
+            "If the data sets share people, such as one that has grown between the runs, compose them with "
+            "--shared-people; the ε of a single run is not the ε of a person who is in several"
         )
     (name,) = names
     assert name is not None

@@ -1,6 +1,6 @@
-"""A run that crashed, and the budget that it was charged to: `dpllm budget settle`.
+"""Settle the budget of a run that crashed: `dpllm budget settle`.
 
-Place in the flow: after the run, by people. A run that ends by itself settles by itself
+Place in the flow: after the run, called by a person. A run that ends normally settles itself
 (`dpllm.training.shared_ledger`).
 """
 
@@ -16,17 +16,17 @@ from dpllm.privacy.writer import known_writer
 def settle_crashed(path: str | Path, folder: str | Path, independent: bool = False) -> int:
     """Settle a run that crashed, so that the budget counts the steps whose ε the run's report states.
 
-    A run whose ledger charges no step gives back all that it had reserved. One with steps keeps its planned steps
-    reserved: its stop may depend on the data or on what it released, and its report states the ε of the plan
-    (`dpllm.privacy.stated.stated_history`). Where people declare that it does not, the ledger says so, the report
-    states the steps taken, and the budget gets back the others. A run that is resumed later reserves again what it
-    needs.
+    A run whose ledger charges no step returns its whole reservation. A run with steps keeps its planned steps
+    reserved: its stop may depend on the data or on its releases, and its report states the ε of the plan
+    (`dpllm.privacy.stated.stated_history`). If people declare that the stop does not depend on them, the ledger records
+    the declaration, the report states the ε of the steps taken, and the remaining steps return to the budget. A run
+    that is resumed later reserves the steps it needs again.
 
     Args:
         path: the budget file.
         folder: output folder of the run.
-        independent: declares that the crash depended neither on the private data nor on what the run released (a power
-            failure, a time limit that was fixed before).
+        independent: declares that the crash depended neither on the private data nor on the run's releases (a power
+            failure, a time limit that was fixed in advance).
 
     Returns:
         The steps that its ledger charges.
@@ -39,8 +39,8 @@ def settle_crashed(path: str | Path, folder: str | Path, independent: bool = Fal
     contents = read_ledger(ledger)
     if is_being_written(ledger):
         raise BudgetError(
-            f"{ledger} is being written: the run goes on{known_writer(folder)}, and needs what it reserved. Wait for "
-            "its end"
+            f"{ledger} is being written: the run is still going on{known_writer(folder)}, and needs its reservation. "
+            "Wait for its end"
         )
     named = contents.runs[0].get("budget")
     if not named or named["file"] != Path(path).name:

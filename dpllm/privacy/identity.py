@@ -1,10 +1,11 @@
-"""The identity of a run: whether a checkpoint, a budget entry and released files belong to the ledger beside them.
+"""The identity of a run: check that a checkpoint, a budget entry and released files belong to the ledger beside them.
 
-Place in the flow: above ledger and checkpoints, which know nothing of each other. A checkpoint's manifest and a budget
-entry carry the head of their run's ledger (`dpllm.privacy.ledger_reader.LedgerHead`). A head that the ledger of the
-folder does not hold means: another run's checkpoint, a ledger that was cut or restored from an older copy, or a copy of
-the folder that went on by itself. In each case the ledger charges fewer steps than the weights have taken, so nothing
-is resumed from there. The files of a saved model are lines of the ledger, so other weights beside it are found.
+Place in the flow: above ledger and checkpoints, which do not depend on each other. A checkpoint's manifest and a budget
+entry carry the head of their run's ledger (`dpllm.privacy.ledger_reader.LedgerHead`). If the ledger of the folder does
+not contain the head, the checkpoint belongs to another run, the ledger was cut or restored from an older copy, or a
+copy of the folder was resumed separately. In each case the ledger charges fewer steps than the weights have taken, so
+the run cannot be resumed from there. The hashes of a saved model's files are in the ledger, so other weights beside it
+are found.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dpllm.privacy.ledger_reader import LedgerContents, LedgerHead, steps_at
 from dpllm.privacy.writer import known_writer
 
 STATE_FILE = "trainer_state.json"
-"""Where the Trainer writes how many steps its weights have taken."""
+"""The file in which the Trainer records the number of steps that its weights have taken."""
 ADOPTED = (
     "The ledger's file was copied, or restored from a copy, and adopted by hand. Steps that another copy took are "
     "charged there and not here: make sure that no other copy was resumed, or add up the ε of all."
@@ -30,10 +31,10 @@ ADOPTED = (
 _READABLE = (
     *(".md", ".txt", ".json", ".jsonl", ".yaml", ".yml", ".html", ".png", ".svg", ".jpg", ".jpeg", ".pdf", ".csv"),
     *(".log", ".lock", ".py", ".sh", ".toml", ".ini", ".cfg", ".ipynb", ".jinja", ".tmpl"),
-)  # files that people read; any other file may hold weights, whatever its name says
+)  # files that people read; any other file may hold weights under any name
 _CONFIGURATIONS = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
 _UNPUBLISHED = ("training_args.bin",)
-"""Written beside a model, and never uploaded (`dpllm.report.publishing`). A downloaded model lacks it."""
+"""Files beside a model that are never uploaded (`dpllm.report.publishing`). A downloaded model lacks them."""
 _NO_WEIGHTS = ("LICENSE", "NOTICE", "COPYING", ".gitattributes", ".gitignore")
 _LOG_OF_A_TRACKER = "events.out.tfevents."
 _NOTES_OF_A_DOWNLOAD = re.compile(r"\.cache/huggingface/(?:CACHEDIR\.TAG|(?:.*/)?[^/]+\.metadata)")
@@ -42,16 +43,16 @@ _OF_A_DESKTOP = {".DS_Store": b"\0\0\0\1Bud1", "Thumbs.db": b"\xd0\xcf\x11\xe0\x
 
 
 class RunName(NamedTuple):
-    """Which run it is: a folder that was emptied and used again holds another one."""
+    """The name of a run: its folder and id. A folder that was emptied and used again holds another run."""
 
     folder: Path
-    """Of the run."""
+    """Folder of the run."""
     run: str | None
-    """Its id, from the first line of its ledger; None: no ledger can be read there."""
+    """Id of the run, from the first line of its ledger; None: no ledger can be read there."""
 
 
 def run_in(folder: str | Path) -> RunName:
-    """Return which run the ledger of a folder is of."""
+    """Return the run that wrote the ledger of a folder."""
     folder = Path(folder).resolve()
     try:
         return RunName(folder, read_ledger(folder / LEDGER_FILE).runs[0]["run"])
@@ -60,15 +61,15 @@ def run_in(folder: str | Path) -> RunName:
 
 
 def require_prefix(ledger: str | Path, head: LedgerHead, owner: str) -> None:
-    """Make sure that a ledger went on from a head.
+    """Make sure that a ledger contains a head.
 
     Args:
         ledger: the file.
-        head: what was noted elsewhere.
-        owner: who noted it, for the error: "The checkpoint runs/a/checkpoint-5".
+        head: a head that a checkpoint or a budget recorded.
+        owner: its owner, for the error: "The checkpoint runs/a/checkpoint-5".
 
     Raises:
-        LedgerError: it did not.
+        LedgerError: it does not contain the head.
     """
     if steps_at(ledger, head.chain) == head.num_steps:
         return
@@ -76,20 +77,20 @@ def require_prefix(ledger: str | Path, head: LedgerHead, owner: str) -> None:
     if head.num_steps > charged:
         raise LedgerError(
             f"{owner} holds {head.num_steps} steps, {ledger} charges {charged}: it is not the ledger of that run, or "
-            "it was cut or restored from an older copy. Put the run's own latest ledger in its place"
+            "it was cut or restored from an older copy. Replace it by the run's own latest ledger"
         )
     raise LedgerError(
-        f"{owner} belongs to another ledger than {ledger}: it is of another run, or of a copy of this folder that went "
-        "on by itself, and its steps are not charged here. Resume from a checkpoint that this folder's run has made, "
-        "or in the folder that made this one"
+        f"{owner} belongs to another ledger than {ledger}: it comes from another run, or from a copy of this folder "
+        "that was resumed separately, and its steps are not charged here. Resume from a checkpoint of this folder's "
+        "run, or in the folder that made this checkpoint"
     )
 
 
 def head_of(checkpoint: str | Path) -> LedgerHead:
-    """Return the head of the ledger under which a checkpoint was made.
+    """Return the head of the ledger when a checkpoint was made.
 
     Raises:
-        LedgerError: the checkpoint names none, and holds no copy of the ledger.
+        LedgerError: the checkpoint names no head, and holds no copy of the ledger.
         CheckpointError: it has no manifest.
     """
     noted = checkpoints.ledger_of(checkpoint)
@@ -98,14 +99,14 @@ def head_of(checkpoint: str | Path) -> LedgerHead:
     copy = Path(checkpoint) / LEDGER_FILE  # of a checkpoint made before manifests named the ledger
     if not copy.is_file():
         raise LedgerError(
-            f"{checkpoint} names no ledger, so its steps cannot be found in one. Resume from a checkpoint that a "
-            "private run has made"
+            f"{checkpoint} names no ledger, so its steps cannot be found in one. Resume from a checkpoint of a private "
+            "run"
         )
     return read_ledger(copy).head
 
 
 def steps_of_weights(folder: str | Path) -> int | None:
-    """Return the steps that the weights in a folder have taken; None where the Trainer's state is not there.
+    """Return the steps that the weights in a folder have taken; None if the Trainer's state is missing.
 
     Raises:
         LedgerError: the state cannot be read.
@@ -120,29 +121,29 @@ def steps_of_weights(folder: str | Path) -> int | None:
 
 
 def check_checkpoint(ledger: str | Path, checkpoint: str | Path) -> None:
-    """Make sure that a checkpoint is of this ledger's run and holds no step that the ledger does not charge.
+    """Make sure that a checkpoint belongs to this ledger's run and holds only steps that the ledger charges.
 
     Raises:
-        LedgerError: it is of another run, of a fork, or the ledger was cut, rewound or restored from an older copy.
+        LedgerError: it belongs to another run or to a fork, or the ledger was cut or restored from an older copy.
     """
     head = head_of(checkpoint)
     require_prefix(ledger, head, f"The checkpoint {checkpoint}")
     taken = steps_of_weights(checkpoint)
     if taken is not None and taken > head.num_steps:
         raise LedgerError(
-            f"The weights of {checkpoint} have taken {taken} steps, and its ledger charged {head.num_steps}: it was "
-            "edited. Resume from another checkpoint"
+            f"The weights of {checkpoint} have taken {taken} steps, but its ledger charged {head.num_steps}: the "
+            "checkpoint was edited. Resume from another checkpoint"
         )
 
 
 def adopt(folder: str | Path) -> int:
-    """Declare that the copy of a ledger in this folder is the one that goes on (`require_own_file`).
+    """Declare that the copy of a ledger in this folder is the one to continue (`require_own_file`).
 
-    The ledger then has an open point that says so; `dpllm.report.model_card.adopt_run` writes report and card again. A
-    budget entry still refuses a copy whose original went on.
+    The ledger then has an open point about it; `dpllm.report.model_card.adopt_run` rewrites the report and the card. A
+    budget entry still refuses a copy whose original was resumed.
 
     Args:
-        folder: of a run.
+        folder: folder of a run.
 
     Returns:
         The steps that it charges.
@@ -154,12 +155,12 @@ def adopt(folder: str | Path) -> int:
     folder = Path(folder)
     if (folder / checkpoints.MANIFEST_FILE).is_file():
         raise LedgerError(
-            f"{folder} is a checkpoint: it is resumed under the ledger of its run's folder, and its own copy stays as "
-            f"it was saved. Run `dpllm adopt {folder.parent}`, the folder that the run goes on in"
+            f"{folder} is a checkpoint: it is resumed with the ledger of its run's folder, and its own copy of the "
+            f"ledger never changes. Run `dpllm adopt {folder.parent}`, the folder in which the run continues"
         )
     path = folder / LEDGER_FILE
     if is_being_written(path):
-        raise LedgerError(f"{path} is being written by a run at this moment{known_writer(folder)}: wait for its end")
+        raise LedgerError(f"{path} is being written by a run now{known_writer(folder)}: wait for its end")
     with Ledger.annotate(path) as ledger:
         ledger.append_adopted()
         ledger.append_open_point(ADOPTED)
@@ -167,7 +168,7 @@ def adopt(folder: str | Path) -> int:
 
 
 def is_finished(folder: str | Path) -> bool:
-    """Return whether the run of a folder has ended as planned and has saved its model, so that nothing is left to do.
+    """Return whether the run of a folder has ended as planned and saved its model, so that nothing remains to be done.
 
     Raises:
         LedgerError: the ledger is damaged.
@@ -186,15 +187,15 @@ def ended_as_planned(contents: LedgerContents) -> bool:
 
 
 COMPLETED = "completed"
-"""How the reason of an end begins when all planned steps were charged."""
+"""Prefix of the reason of an end after all planned steps were charged."""
 STOPPED_AT_BUDGET = "stopped at the budget"
-"""How it begins when the plan has fewer steps than were asked for, since ε allows no more, and all are charged."""
+"""Prefix of the reason when all planned steps were charged, but ε allowed fewer steps than were requested."""
 STOPPED_EARLY = "stopped early"
 """The reason of an end with fewer steps than planned."""
 
 
 def snapshot(folder: str | Path) -> dict[str, tuple[int, int, int]]:
-    """Return the files of a folder that may belong to a model, each with what changes when it is written again."""
+    """Return the files of a folder that may belong to a model, each with its inode, modification time and size."""
     folder = Path(folder)
     found = {}
     for name in _files(folder):
@@ -204,21 +205,21 @@ def snapshot(folder: str | Path) -> dict[str, tuple[int, int, int]]:
 
 
 def written_since(folder: str | Path, before: Mapping[str, tuple[int, int, int]]) -> dict[str, dict[str, Any]]:
-    """Return size and hash of every file of a folder that was written since a `snapshot`."""
+    """Return the size and hash of every file of a folder that was written since a `snapshot`."""
     names = [name for name, state in snapshot(folder).items() if before.get(name) != state]
     names = [name for name in names if name not in checkpoints.DOCUMENTS]  # PEFT writes a card that dpllm's replaces
     return checkpoints.seal(folder, names)
 
 
 def note_release(ledger: Any, folder: str | Path, before: Mapping[str, tuple[int, int, int]]) -> None:
-    """Append the files that were written since a `snapshot` to a ledger (`Ledger` or `SharedLedger`)."""
+    """Append to a ledger (`Ledger` or `SharedLedger`) the files that were written since a `snapshot`."""
     files = written_since(folder, before)
     if files:
         ledger.append_released(_name(folder), files)
 
 
 def note_public_start(ledger: Ledger) -> None:
-    """Append the files of the public training in a new run's folder to its ledger, where there are any."""
+    """Append to a new run's ledger the files of the public training in its folder, if there are any."""
     folder = ledger.path.parent / PRETRAINED_FOLDER
     names = _own_files(folder)
     if names:
@@ -226,17 +227,17 @@ def note_public_start(ledger: Ledger) -> None:
 
 
 def public_start_differences(contents: LedgerContents, folder: str | Path) -> list[str] | None:
-    """Compare the files of the public training with those that the run began with.
+    """Compare the files of the public training with those at the start of the run.
 
-    An adapter is trained on these weights: beside others it is another model.
+    An adapter is trained on these weights: with other weights it is a different model.
 
     Args:
-        contents: what the ledger says.
-        folder: of the run.
+        contents: contents of the ledger.
+        folder: folder of the run.
 
     Returns:
-        The files that differ and those that may hold other weights, each with the difference; None where the ledger
-        names none, or the whole folder is not there.
+        The files that differ and those that may hold other weights, each with the difference; None if the ledger
+        names no such files, or the whole folder is missing.
     """
     start, named = Path(folder) / PRETRAINED_FOLDER, contents.notes.public_start
     if named is None or not start.is_dir():
@@ -247,7 +248,7 @@ def public_start_differences(contents: LedgerContents, folder: str | Path) -> li
 
 
 def require_public_start(ledger: str | Path) -> None:
-    """Make sure, before a run is resumed, that the weights of the public training are those that it began with.
+    """Make sure, before a run is resumed, that the weights of the public training are those at its start.
 
     Raises:
         LedgerError: they are not.
@@ -257,27 +258,27 @@ def require_public_start(ledger: str | Path) -> None:
     if wrong:
         raise LedgerError(
             f"The run in {ledger.parent} began with other public weights: {'; '.join(wrong)}. Restore "
-            f"{PRETRAINED_FOLDER}/ as the first start wrote it, from a copy, or start a new run in another folder"
+            f"{PRETRAINED_FOLDER}/ of the first start from a copy, or start a new run in another folder"
         )
 
 
 def _own_files(folder: Path) -> list[str]:
-    """Names of the files directly in a folder: what `from_pretrained` reads."""
+    """Return the names of the files directly in a folder, which `from_pretrained` reads."""
     return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
 
 def refuse_other_run(folder: str | Path, ledger: Any) -> None:
     """Make sure, before a model is saved, that the folder does not hold the ledger of another run.
 
-    The plan and a copy of the ledger are written beside a model. A copy of another ledger may be replaced: its run has
-    the original.
+    The plan and a copy of the ledger are written beside a model. A copy of another ledger may be replaced: the original
+    is in the folder of its run.
 
     Args:
-        folder: that the model will be saved in.
-        ledger: of the run (`Ledger` or `SharedLedger`); None: it has none.
+        folder: the folder for the model.
+        ledger: ledger of the run (`Ledger` or `SharedLedger`); None: it has none.
 
     Raises:
-        LedgerError: it does.
+        LedgerError: it holds the ledger of another run.
     """
     path = Path(folder) / LEDGER_FILE
     if ledger is None or not path.is_file():
@@ -291,14 +292,15 @@ def refuse_other_run(folder: str | Path, ledger: Any) -> None:
         return
     raise LedgerError(
         f"{folder} is the folder of another private run ({there.num_steps} steps): saving this model there would "
-        "replace that run's model and its ledger, which is the only record of its steps. Save it in another folder"
+        "replace that run's model and its ledger, which is the only record of its steps. Save the model in another "
+        "folder"
     )
 
 
 def note_own_release(ledger: Any, folder: str | Path, before: Mapping[str, tuple[int, int, int]]) -> None:
-    """As `note_release`, for a model that a loop of one's own saved: weights and the configurations beside them.
+    """Append to a ledger the weights that a custom loop saved, and the configurations beside them.
 
-    Other files of such a folder may be written again later, such as a log.
+    Unlike `note_release`, it leaves out other files, such as a log, which may be written again later.
     """
     written = [name for name, state in snapshot(folder).items() if before.get(name) != state]
     weights = [name for name in written if _may_hold_weights(Path(folder) / name)]
@@ -310,10 +312,10 @@ def note_own_release(ledger: Any, folder: str | Path, before: Mapping[str, tuple
 
 
 def released_files(contents: LedgerContents, folder: str | Path) -> dict[str, dict[str, Any]] | None:
-    """Return the files that a ledger names for the model in a folder, by size and hash; None where it names none.
+    """Return the files that a ledger names for the model in a folder, by size and hash; None if it names none.
 
-    A model that was saved several times has several lines; the last one that fits the folder counts, or the last one.
-    A file that a save writes and that nobody publishes is left out where it is not there.
+    A model that was saved several times has several lines. The last line that matches the folder counts; if none does,
+    the last line. A file that is never published may be missing from the folder, and is then left out.
     """
     saved = [_without_unpublished(folder, release["files"]) for release in contents.notes.released]
     for files in reversed(saved):
@@ -328,11 +330,11 @@ def _without_unpublished(folder: str | Path, files: Mapping[str, Any]) -> dict[s
 
 
 def unnamed_weights(folder: str | Path, named: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the files that nothing names: those that may hold weights, and the others.
+    """Return the files that are not named: those that may hold weights, and the others.
 
-    Any file that is not of a kind that people read may hold weights, and so may a link, wherever it leads. The links of
-    a folder that the Hub's client downloaded into its cache count as the files that they lead to there. The notes of a
-    download and of a desktop beside the files hold none.
+    Any file that people do not normally read may hold weights, and so may any link. The links of a folder that the
+    Hub's client downloaded into its cache count as the files that they point to. The notes that a download or a
+    desktop leaves beside the files hold no weights.
     """
     folder = Path(folder)
     others = [name for name in _files(folder, every=True) if name not in named]
@@ -342,7 +344,7 @@ def unnamed_weights(folder: str | Path, named: Mapping[str, Any]) -> tuple[list[
 
 
 def _leads_to_blob(folder: Path, name: str) -> bool:
-    """Whether a link is one of the Hub's cache: models--…/snapshots/<commit>/<file> leads to models--…/blobs/<hash>."""
+    """Return whether a link is one of the Hub's cache: models--…/snapshots/<commit>/<file> -> models--…/blobs/<id>."""
     snapshot = folder.resolve()
     if snapshot.parent.name != "snapshots":
         return False
@@ -351,7 +353,7 @@ def _leads_to_blob(folder: Path, name: str) -> bool:
 
 
 def _is_note_of_others(folder: Path, name: str) -> bool:
-    """Whether a file is one that a download of the Hub's client or a desktop leaves behind, by name and contents."""
+    """Return whether the Hub's client or a desktop left this file behind, by its name and contents."""
     path = folder / name
     if path.is_symlink() or not path.is_file():
         return False
@@ -368,7 +370,7 @@ def _may_hold_weights(path: Path, link_is_file: bool = False) -> bool:
     if path.is_symlink() and not link_is_file:
         return True
     if path.name == "adapter_config.json" or path.name.endswith(".index.json"):
-        return True  # they decide which files, or which model, `from_pretrained` loads
+        return True  # they decide which files or which model `from_pretrained` loads
     known = path.name in _NO_WEIGHTS or path.name.startswith(_LOG_OF_A_TRACKER)
     return not known and not path.name.lower().endswith(_READABLE)
 
@@ -391,7 +393,10 @@ def _name(folder: str | Path) -> str:
 
 
 def _files(folder: Path, every: bool = False) -> list[str]:
-    """Files below a folder by name, without whole checkpoints, logs and public weights; links too with ``every``."""
+    """Return the files below a folder by name, without complete checkpoints, logs and public weights.
+
+    With ``every``, links are included.
+    """
     if not folder.is_dir():
         return []
     whole = {path.name for path in checkpoints_in(folder)}

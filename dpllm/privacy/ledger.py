@@ -1,16 +1,16 @@
-"""What ran, written down durably before anything of it is released.
+"""The record of the steps that ran, written durably before any result of a step is released.
 
 Place in the flow: `private_step` charges each step here before the optimizer sees the noisy gradient; the report
-computes ε from this file and from nothing else. One JSON object per line, appended and flushed to the disk (fsync)
+computes ε only from this file. It has one JSON object per line, which is appended and flushed to the disk (fsync)
 before the call returns, so that no crash can lose a charged step. Each line carries a hash of itself and of all lines
-before it: an edited, lost or reordered line is found, unless lines are cut off at the very end. The hash is no
-signature: it guards against accidents, and against edits by someone who does not redo the hashes.
+before it. So an edited, lost or reordered line is found, unless lines are cut off at the very end. The hash is not a
+signature: it guards against accidents, and against edits by someone who does not recompute the hashes.
 
 Kinds of lines: "run" (a process started or resumed), "step", "disclosure" (something that depends on the private data
 was written out, and ε does not cover it), "diagnostic", "fact" (a fact of the run for the report), "open point" (a
-reason not to release before people have settled it), "public start" (the files of the public training that the run
-began with, by hash), "released" (the files of a saved model, by hash), "audit" (the verdict of an audit), "adopted"
-(people took this copy of the file for the ledger), "recovered" (the line before was torn by a crash), "end".
+reason not to release before people have settled it), "public start" (the files of the public training at the start of
+the run, by hash), "released" (the files of a saved model, by hash), "audit" (the verdict of an audit), "adopted"
+(people declared this copy of the file to be the ledger), "recovered" (a crash left the line before incomplete), "end".
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Ledger:
     """
 
     def __init__(self, path: Path, descriptor: int, reader: LedgerReader | None = None) -> None:
-        """Take over an open file, and what it holds already; use `create` or `open`."""
+        """Take over an open file and its contents; use `create` or `open`."""
         self.path = path
         self._descriptor: int | None = descriptor
         self._chain = CHAIN_START if reader is None else reader.chain
         self._num_steps = 0 if reader is None else reader.contents.num_steps
         self._size = 0 if reader is None else reader.num_bytes  # bytes that the file must have
-        # As the file holds them, so that none is written twice.
+        # The notes already in the file, so that none is written twice.
         self._notes = LedgerNotes() if reader is None else reader.contents.notes
         self.steps_planned: int | None = None  # of all starts together, where a resume allows fewer than the plan
         self._running = False
@@ -86,7 +86,7 @@ class Ledger:
         Args:
             path: the file, which must not exist.
             plan: the privacy plan of the run.
-            public: what the run learnt from public data before, one line each.
+            public: values that the run took from public data before, one line each.
             budget: the budget file's name ("file") and the run's entry in it ("entry").
 
         Raises:
@@ -115,12 +115,12 @@ class Ledger:
         Args:
             path: the file.
             plan: the privacy plan, which must be the one the ledger was started with.
-            public: what was learnt from public data since, one line each.
-            steps_allowed: steps of all starts together that the resumed run may take; None: all that the plan has.
+            public: values taken from public data since then, one line each.
+            steps_allowed: steps of all starts together that the resumed run may take; None: all steps of the plan.
 
         Raises:
-            LedgerError: the file is missing, edited or incomplete other than by a crash, of another plan, or not the
-                file that the run wrote but a copy of it (`require_own_file`).
+            LedgerError: the file is missing, edited, incomplete for another reason than a crash, of another plan, or a
+                copy of the file that the run wrote (`require_own_file`).
         """
         path = Path(path)
         contents = read_ledger(path)
@@ -166,28 +166,28 @@ class Ledger:
 
     @property
     def head(self) -> LedgerHead:
-        """Where the ledger ends at this moment."""
+        """The current head of the ledger."""
         return LedgerHead(self._chain, self._num_steps)
 
     def append_step(self, step_number: int, step: Event) -> None:
-        """Charge a step. Call it before anything of the step is used.
+        """Charge a step. Call it before any result of the step is used.
 
         Args:
             step_number: counted from 0 over all runs of this ledger; equals `num_steps`.
-            step: what ran.
+            step: the event of the step.
 
         Raises:
             LedgerError: the number is not the next one, or the run has ended.
         """
         if step_number != self._num_steps:
-            raise LedgerError(f"step {step_number} can't be charged: the next one of {self.path} is {self._num_steps}")
+            raise LedgerError(f"step {step_number} cannot be charged: the next one of {self.path} is {self._num_steps}")
         if not self._running:
-            raise LedgerError(f"step {step_number} can't be charged: the run in {self.path} has ended")
+            raise LedgerError(f"step {step_number} cannot be charged: the run in {self.path} has ended")
         self._append({"kind": "step", "step": step_number, **to_fields(step)})
         self._num_steps += 1
 
     def append_disclosure(self, what: str, count: int = 1) -> None:
-        """Note that something that depends on the private data was written out, which ε does not cover."""
+        """Note that something was written out that depends on the private data and that ε does not cover."""
         self._append_count("disclosure", what, count)
 
     def append_diagnostic(self, what: str, count: int = 1) -> None:
@@ -195,21 +195,22 @@ class Ledger:
         self._append_count("diagnostic", what, count)
 
     def append_fact(self, name: str, value: str | int | float) -> None:
-        """Note a fact of the run, which the report shows. A value that the ledger already holds isn't written again.
+        """Note a fact of the run, which the report shows. A value that the ledger already holds is not written again.
 
         Args:
-            name: of the fact, in words, such as "largest difference of a row's loss alone and in a batch".
-            value: a text of one line, or a finite number. It must not depend on the private data beyond what ε covers.
+            name: name of the fact, in words, such as "largest difference of a row's loss alone and in a batch".
+            value: a text of one line, or a finite number. It must depend on the private data only in ways that ε
+                covers.
 
         Raises:
-            ValueError: the name is empty, or the value is no text and no finite number.
+            ValueError: the name is empty, or the value is neither a text nor a finite number.
         """
         name, value = _one_line("fact's name", name), _fact_value(name, value)
         if self._notes.add_fact(name, value):
             self._append({"kind": "fact", "name": name, "value": value})
 
     def append_open_point(self, text: str) -> None:
-        """Note a reason not to release before people have settled it. A text that is already there isn't written again.
+        """Note a reason not to release before people have settled it. A known text is not written again.
 
         Args:
             text: one line: the finding, the value and the remedy.
@@ -222,16 +223,16 @@ class Ledger:
             self._append({"kind": "open point", "text": text})
 
     def append_released(self, folder: str, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Note the files of a model that was saved, by size and hash, so that `dpllm verify` knows them.
+        """Note the files of a saved model, by size and hash, so that `dpllm verify` can check them.
 
         Args:
-            folder: its name, without the path to it.
+            folder: name of the model's folder, without its path.
             files: name in the folder to {"size", "hashed", "sha256"} (`dpllm.privacy.checkpoints.seal`).
         """
         self._append({"kind": "released", "folder": folder, "files": {name: dict(files[name]) for name in files}})
 
     def append_public_start(self, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Note the files of the public training that the run begins with, as `append_released` does."""
+        """Note the files of the public training at the start of the run, in the form of `append_released`."""
         self._append({"kind": "public start", "files": {name: dict(files[name]) for name in files}})
 
     def append_audit(self, file: str, sha256: str, summary: str) -> None:
@@ -239,15 +240,15 @@ class Ledger:
 
         Args:
             file: name of the audit's results.
-            sha256: of that file.
-            summary: the verdict in words, as the report shows it.
+            sha256: hash of that file.
+            summary: the verdict in words, for the report.
         """
         self._append(
             {"kind": "audit", "file": file, "sha256": sha256, "summary": _one_line("audit's summary", summary)}
         )
 
     def append_adopted(self) -> None:
-        """Note that people took this copy of the file for the run's ledger; see `require_own_file`."""
+        """Note that people declared this copy of the file to be the run's ledger; see `require_own_file`."""
         run = secrets.token_hex(8)
         self._append({"kind": "adopted", "run": run, "file": file_hash(run, self._identity())})
 
@@ -255,9 +256,9 @@ class Ledger:
         """Note why the run ended; afterwards no step can be charged until the ledger is opened again.
 
         Args:
-            reason: why.
-            independent: whether the run was stopped there for a reason that depends neither on the private data nor on
-                what the run released. Only then ε is that of the steps taken where they are fewer than planned.
+            reason: why the run ended.
+            independent: whether the reason depends neither on the private data nor on the run's releases. Only then is
+                the stated ε that of the steps taken, if they are fewer than planned.
         """
         self._append({"kind": "end", "reason": reason, **({"independent": True} if independent else {})})
         self._running = False
@@ -281,11 +282,11 @@ class Ledger:
         self.close()
 
     def require_intact(self) -> None:
-        """Make sure that the file under the ledger's name is the one that this run writes, with every line of it.
+        """Make sure that the file under the ledger's name is the file that this run writes, and that it is complete.
 
         Raises:
-            LedgerError: it was replaced, removed, cut, or written by another process. Where it was replaced, the lines
-                of this run are saved beside it.
+            LedgerError: it was replaced, removed, cut, or written by another process. If it was replaced, the lines of
+                this run are saved beside it.
         """
         if self._descriptor is None:
             raise LedgerError(f"{self.path} is closed")
@@ -297,20 +298,20 @@ class Ledger:
         if there is None or (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
             what = "removed" if there is None else "replaced by another file"
             raise LedgerError(
-                f"{self.path} was {what} while the run went on, so what this run charges would not be found there. Its "
-                f"{self._num_steps} charged steps are saved in {self._rescue()}: put that file back as "
+                f"{self.path} was {what} during the run, so the steps of this run would not be charged there. Its "
+                f"{self._num_steps} charged steps are saved in {self._rescue()}: rename that file to "
                 f"{self.path.name}, and resume"
             )
         if own.st_size != self._size:
             last = known_writer(self.path.parent)
             raise LedgerError(
-                f"{self.path} has {own.st_size} bytes, and this run wrote or read {self._size}: another process wrote "
-                f"or cut it{f'; the run that started last is the one{last}' if last else ''}. Make sure that one run "
-                "writes in the folder, restore the file from a copy, and resume"
+                f"{self.path} has {own.st_size} bytes, but this run wrote or read {self._size}: another process wrote "
+                f"to it or cut it{f'; the run that started last is the one{last}' if last else ''}. Make sure that "
+                "only one run writes in the folder, restore the file from a copy, and resume"
             )
 
     def _rescue(self) -> Path:
-        """Save the lines of a file that has lost its name."""
+        """Save the lines of a file that was removed or replaced."""
         assert self._descriptor is not None
         path = self.path.with_name(f"{self.path.name}.{self._chain}")
         path.write_bytes(os.pread(self._descriptor, self._size, 0))
@@ -362,8 +363,8 @@ class Ledger:
             raise LedgerError(f"{self.path} is closed")
         if self._torn:
             raise LedgerError(
-                f"{self.path} could not be written before, and may end in half a line. Nothing more is charged to it: "
-                "make room on the disk and resume the run, which mends it"
+                f"{self.path} could not be written before, and may end in half a line. No further step is charged to "
+                "it: free space on the disk and resume the run, which repairs the file"
             )
         self.require_intact()
         self._torn = True  # until it is known to be on the disk
@@ -376,16 +377,16 @@ class Ledger:
 
 
 def require_own_file(contents: LedgerContents) -> None:
-    """Refuse to continue a ledger that is not the file its last run wrote, but a copy of it.
+    """Refuse to continue a copy of the ledger that its last run wrote.
 
-    A folder that was copied can be resumed twice, and a folder restored from an older copy has forgotten the steps
-    since: each copy would state the ε of its own steps, and the person in the data would bear those of all. No file can
-    tell the copy that is meant to go on from the other. So people say it: `dpllm adopt FOLDER`, which leaves an open
-    point in the report. A file keeps its inode when its folder is renamed; it gets another one by cp, rsync, tar or a
-    restored backup. Where the file system has one, the inode's generation tells apart files that had one inode after
-    each other: ext4 gives the inode of a deleted file to the next one. File systems that number files differently at
-    each mount (some FUSE ones) ask for `dpllm adopt` as well. A file that was overwritten in place is found by its
-    checkpoints and by its budget (`dpllm.privacy.identity`).
+    A copied folder can be resumed twice, and a folder restored from an older copy lacks the steps taken since. Each
+    copy would state only the ε of its own steps, but a person in the data would bear the ε of all steps. No file shows
+    which copy is meant to go on. So people declare it: `dpllm adopt FOLDER`, which leaves an open point in the report.
+    A file keeps its inode when its folder is renamed; cp, rsync, tar or a restored backup give it another inode. If
+    the file system has inode generations, they distinguish files that used the same inode one after another: ext4
+    gives the inode of a deleted file to the next file. File systems that number files differently at each mount (some
+    FUSE ones) also require `dpllm adopt`. A file that was overwritten in place is found by its checkpoints and by its
+    budget (`dpllm.privacy.identity`).
 
     Raises:
         LedgerError: it is a copy.
@@ -397,14 +398,15 @@ def require_own_file(contents: LedgerContents) -> None:
         possible = {file_hash(run, identity) for identity in _identities(file.fileno())}
     if noted not in possible:
         raise LedgerError(
-            f"{contents.path} is a copy of the file that the run wrote, or was restored from one. If two copies go on, "
-            "each states the ε of its own steps only. Resume in the original folder; if that one is gone and no other "
-            f"copy was resumed, run `dpllm adopt {contents.path.parent}` first, which the report will say"
+            f"{contents.path} is a copy of the file that the run wrote, or was restored from one. If two copies are "
+            "resumed, each states only the ε of its own steps. Resume in the original folder; if that folder is gone "
+            f"and no other copy was resumed, run `dpllm adopt {contents.path.parent}` first, which the report will "
+            "state"
         )
 
 
 def _identities(descriptor: int) -> list[str]:
-    """Return what a file is known by, the most precise last: its inode, and with the generation where there is one."""
+    """Return the identities of a file, the most precise last: its inode, and the inode with its generation, if any."""
     inode = str(os.fstat(descriptor).st_ino)
     generation = locks.generation(descriptor)
     return [inode] if generation is None else [inode, f"{inode}.{generation}"]
@@ -414,17 +416,17 @@ def is_being_written(path: str | Path) -> bool:
     """Return whether a run has this ledger open at the moment.
 
     Raises:
-        LedgerError: the file can't be read.
+        LedgerError: the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
             return locks.is_locked(file.fileno())
     except OSError as error:
-        raise LedgerError(f"{path} can't be read ({error.strerror})") from error
+        raise LedgerError(f"{path} cannot be read ({error.strerror})") from error
 
 
 def _lock(path: Path, descriptor: int) -> None:
-    """Keep other processes from appending until the run ends; the system lets go when the process dies.
+    """Keep other processes from appending until the run ends; the system releases the lock when the process dies.
 
     Raises:
         LedgerError: another process is writing it, or its file system has no locks. The descriptor is closed.
@@ -443,8 +445,8 @@ def _lock(path: Path, descriptor: int) -> None:
     if not held:
         os.close(descriptor)
         raise LedgerError(
-            f"{path} is being written by another run at this moment{known_writer(path.parent)}, whose steps and these "
-            "would be charged over each other. Wait for it to end, or stop it"
+            f"{path} is being written by another run now{known_writer(path.parent)}; the steps of both runs would be "
+            "mixed in one ledger. Wait for that run to end, or stop it"
         )
 
 
@@ -464,7 +466,7 @@ def _fact_value(name: str, value: str | int | float) -> str | int | float:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a new file's name durable, where the system lets folders be opened."""
+    """Make a new file's name durable, if the system allows folders to be opened."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:

@@ -1,8 +1,8 @@
-"""What a ledger says: reading it, and checking the chain of hashes that ties its lines together.
+"""Read a ledger, and check the chain of hashes that links its lines.
 
 Place in the flow: below `dpllm.privacy.ledger`, which writes; report, budget and `dpllm verify` read. A line that was
-edited, lost or moved is an error. Where a crash may have lost half a line, that line counts as a charged step unless it
-certainly was something else: charging one too many is safe.
+edited, lost or moved is an error. If a crash may have lost half a line, that line counts as a charged step unless it
+certainly was of another kind: charging one step too many is safe.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _OF_A_RUN = {"run": str, "plan_hash": str, "entropy": str, "public": list, "plan
 
 
 class LedgerError(ValueError):
-    """The ledger is not what the run left behind, or does not belong to this plan."""
+    """Error: the ledger was changed after the run wrote it, or does not belong to this plan."""
 
 
 @dataclass(frozen=True)
 class LedgerHead:
-    """A place in one ledger: the hash over all lines up to there, and the steps that they charge.
+    """A place in one ledger: the hash over all lines up to it, and the steps that they charge.
 
-    A checkpoint and a budget entry carry the head of their run. It is in the ledger of that run and in no other, and
-    not in one that was cut before it or that went on differently from an older copy.
+    A checkpoint and a budget entry carry the head of their run. Only the ledger of that run contains it: not the ledger
+    of another run, one that was cut before it, or one that was continued from an older copy.
     """
 
     chain: str
@@ -62,16 +62,16 @@ class LedgerHead:
 
     @classmethod
     def of(cls, values: Any) -> LedgerHead:
-        """Return the head that `to_dict` gave as plain values.
+        """Return a head from the plain values of `to_dict`.
 
         Raises:
-            LedgerError: they are no head.
+            LedgerError: the values are not a head.
         """
         if isinstance(values, Mapping):
             chain, num_steps = values.get("chain"), values.get("num_steps")
             if isinstance(chain, str) and len(chain) == _CHAIN_LENGTH and isinstance(num_steps, int) and num_steps >= 0:
                 return cls(chain, num_steps)
-        raise LedgerError(f"{values!r} names no place in a ledger. Restore the file that it was read from")
+        raise LedgerError(f"{values!r} is not a place in a ledger. Restore the file that it was read from")
 
 
 @dataclass
@@ -83,13 +83,13 @@ class LedgerNotes:
     open_points: list[str] = field(default_factory=list)
     """Reasons not to release before people have settled them, each once."""
     released: list[dict[str, Any]] = field(default_factory=list)
-    """What was saved for release: {"folder": name, "files": {name: {"size", "hashed", "sha256"}}} each."""
+    """Models saved for release: {"folder": name, "files": {name: {"size", "hashed", "sha256"}}} each."""
     public_start: dict[str, dict[str, Any]] | None = None
-    """Files of the public training that the run began with, as in ``released``; None where it names none."""
+    """Files of the public training at the start of the run, as in ``released``; None if there are none."""
     audits: list[dict[str, Any]] = field(default_factory=list)
     """Audits of the run's model: {"file", "sha256", "summary"} each, in their order."""
     stopped_independently: bool = False
-    """Whether the last end was declared independent of the data and of all that the run released."""
+    """Whether the last end was declared independent of the data and of all releases of the run."""
     file: tuple[str, str] | None = None
     """A run's id, and the keyed hash of the inode of the file that it wrote (`file_hash`). None: an older ledger."""
 
@@ -111,26 +111,26 @@ class LedgerNotes:
 
 @dataclass
 class LedgerContents:
-    """What a ledger says."""
+    """The contents of a ledger."""
 
     path: Path
     runs: list[dict[str, Any]] = field(default_factory=list)
     """One entry per start or resumption: run, plan_hash, version, started_at, entropy, public, planned_step, budget."""
     history: list[tuple[Event, int]] = field(default_factory=list)
-    """The steps charged, in order: equal neighbours counted together, where they cost as much as if no run had begun
-    between them."""
+    """The steps charged, in order. Equal neighbours are counted together, also over a restart if it does not change
+    their cost."""
     disclosures: dict[str, int] = field(default_factory=dict)
-    """What was written out that ε does not cover, and how often."""
+    """Disclosures that ε does not cover, and how often each was written out."""
     diagnostics: dict[str, int] = field(default_factory=dict)
-    """What else was counted."""
+    """Other counts."""
     notes: LedgerNotes = field(default_factory=LedgerNotes)
     """Facts and open points for the report."""
     torn_lines: list[int] = field(default_factory=list)
     """Numbers of lines (the first is 1) that a crash left incomplete."""
     torn_steps: int = 0
-    """How many of those were, or may have been, steps. They are charged."""
+    """Number of those that were, or may have been, steps. They are charged."""
     end: str | None = None
-    """Why the last run ended. None: it has not ended, or crashed."""
+    """Why the last run ended. None: it has not ended, or it crashed."""
     sha256: str = ""
     """Hash of the whole file."""
     chain: str = ""
@@ -138,12 +138,12 @@ class LedgerContents:
 
     @property
     def head(self) -> LedgerHead:
-        """Where the ledger ends."""
+        """The head at the end of the ledger."""
         return LedgerHead(self.chain, self.num_steps)
 
     @property
     def steps_allowed(self) -> int | None:
-        """Steps of all starts together that the last resume allows; None: all that the plan has."""
+        """Steps of all starts together that the last resume allows; None: all steps of the plan."""
         allowed = self.runs[-1].get("num_steps") if self.runs else None
         return allowed if isinstance(allowed, int) else None
 
@@ -154,16 +154,16 @@ class LedgerContents:
 
     @property
     def seeded(self) -> bool:
-        """Whether any run drew from a fixed seed; then nothing in it is private."""
+        """Whether any run used a fixed seed; then nothing in the ledger is private."""
         return any(run["entropy"] != ENTROPY_SYSTEM for run in self.runs)
 
     @property
     def public(self) -> list[str]:
-        """What was declared public, over all runs, each once."""
+        """The declared public values of all runs, each once."""
         return list(dict.fromkeys(line for run in self.runs for line in run["public"]))
 
     def _charge(self, step: Event, begins: bool) -> None:
-        """Count a step; ``begins``: it is the first of a run or of a resume."""
+        """Count a step; ``begins``: it is the first step of a run or of a resume."""
         if self.history and self.history[-1][0] == step and not (begins and step.restarts):
             self.history[-1] = (step, self.history[-1][1] + 1)
         else:
@@ -171,12 +171,12 @@ class LedgerContents:
 
 
 def file_hash(run: str, identity: str) -> str:
-    """Return a keyed hash of a file's inode: it tells whether a ledger is still the file that the run wrote."""
+    """Return a keyed hash of a file's inode, which shows whether a ledger is still the file that the run wrote."""
     return hashlib.sha256(f"{run}:{identity}".encode()).hexdigest()[:_CHAIN_LENGTH]
 
 
 def steps_at(path: str | Path, chain: str) -> int | None:
-    """Return how many steps a ledger charges up to the line of this hash; None where no line of it has the hash.
+    """Return the number of steps that a ledger charges up to the line of this hash; None if no line has the hash.
 
     Raises:
         LedgerError: as `read_ledger`.
@@ -187,7 +187,7 @@ def steps_at(path: str | Path, chain: str) -> int | None:
 def read_ledger(path: str | Path) -> LedgerContents:
     """Read and check a ledger.
 
-    A last line that a crash left incomplete is not an error: it is listed in `torn_lines`, and when it was, or may have
+    A last line that a crash left incomplete is not an error: it is listed in `torn_lines`, and if it was, or may have
     been, a step, that step is charged.
 
     Raises:
@@ -210,14 +210,14 @@ class LedgerReader:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise LedgerError(f"{path} can't be read ({error.strerror}); without a ledger there is no ε") from error
+            raise LedgerError(f"{path} cannot be read ({error.strerror}); without a ledger there is no ε") from error
         self.contents = LedgerContents(path=path, sha256=hashlib.sha256(data).hexdigest())
         self.chain = CHAIN_START
         self.ends_with_newline = data.endswith(b"\n")
         self.torn_tail: tuple[int, bool] | None = None
         self._running = self._begins = False
         self._steps_by_text: dict[str, Event] = {}
-        # A byte outside ASCII can only come from damage; it becomes a text that fits no hash.
+        # A byte outside ASCII can only come from damage; its replacement matches no hash.
         lines = data.decode("ascii", errors="replace").split("\n")
         if lines[-1] == "":
             lines.pop()
@@ -229,7 +229,7 @@ class LedgerReader:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
             raise LedgerError(
-                f"{path} lacks a field that this version of dpllm needs, or holds another kind of value "
+                f"{path} lacks a field that this version of dpllm needs, or a field has the wrong type "
                 f"({type(error).__name__}: {' '.join(str(error).split())[:200]}). Read it with the version that wrote "
                 "it, or restore the file from a copy"
             ) from error
@@ -238,7 +238,7 @@ class LedgerReader:
             raise LedgerError(f"{path} names no run, so nothing was charged: start in an empty output folder")
 
     def _read(self, lines: list[str]) -> None:
-        # The step number is kept here: counting the history anew for each line would take quadratic time.
+        # The step number is kept here: counting the history again for each line would take quadratic time.
         self._num_steps = 0
         for number, line in enumerate(lines, start=1):
             body = line[:-_SUFFIX_LENGTH] + "}"
@@ -256,19 +256,19 @@ class LedgerReader:
 
     def _fail(self, number: int, what: str) -> LedgerError:
         return LedgerError(
-            f"{self.contents.path} line {number}: {what}. The ledger is not what the run left behind, so ε can't be "
-            "stated; restore the file from a copy"
+            f"{self.contents.path} line {number}: {what}. The ledger was changed after the run wrote it, so ε cannot "
+            "be stated; restore the file from a copy"
         )
 
     def _take_damaged(self, number: int, line: str, lines: list[str]) -> None:
-        """Accept a line torn by a crash: the last one without its newline, or one that was recovered right after."""
+        """Accept a line that a crash left incomplete: the last line, or a line with a "recovered" line after it."""
         is_last = number == len(lines) and not self.ends_with_newline
         next_line = lines[number] if number < len(lines) else ""
         recovered = next_line.startswith(f'{{"kind": "recovered", "line": {number}, ')
         if not is_last and not recovered:
             raise self._fail(number, "edited, or lines before it are missing")
-        # A fragment that is not certainly another kind counts as a step, NUL bytes of a lost block included.
-        # The line after it, which the chain covers, says what was charged then: the fragment itself can be edited.
+        # A fragment counts as a step unless it is certainly of another kind; NUL bytes of a lost block count too.
+        # The fragment itself can be edited, but the line after it, which the chain covers, records the charge.
         charged = not line.startswith(_OTHER_STARTS) or (recovered and '"charged": true' in next_line)
         self.contents.torn_lines.append(number)
         if charged:
@@ -280,12 +280,10 @@ class LedgerReader:
             self.torn_tail = (number, charged)
 
     def _check_run(self, number: int, entry: Mapping[str, Any]) -> None:
-        """Refuse a run's line that lacks what the guarantee is stated from."""
+        """Refuse a run's line that lacks a field from which the guarantee is computed."""
         for name, kind in _OF_A_RUN.items():
             if not isinstance(entry.get(name), kind):
-                raise self._fail(
-                    number, f"the run's field {name!r} is missing, or of another kind than {kind.__name__}"
-                )
+                raise self._fail(number, f"the run's field {name!r} is missing, or is not of type {kind.__name__}")
         budget = entry.get("budget")
         if budget is not None and not (isinstance(budget, dict) and {"file", "entry"} <= set(budget)):
             raise self._fail(number, "the run's field 'budget' names no entry of a budget file")
@@ -293,7 +291,7 @@ class LedgerReader:
     def _take_step(self, number: int, body: str) -> None:
         step_number, _, fields = body[len(_STEP_START) :].partition(", ")
         if step_number != str(self._num_steps):
-            raise self._fail(number, f"step {step_number} where step {self._num_steps} was due")
+            raise self._fail(number, f"step {step_number} where step {self._num_steps} was expected")
         if not self._running:
             raise self._fail(number, "a step outside a run")
         step = self._steps_by_text.get(fields)
@@ -340,5 +338,5 @@ class LedgerReader:
 
 
 def next_chain(chain: str, body: str) -> str:
-    """Return the hash of a line and of all before it: ``chain`` is that of the line before."""
+    """Return the hash of a line and of all lines before it; ``chain`` is the hash of the line before."""
     return hashlib.sha256(f"{chain}{body}".encode("utf-8", errors="replace")).hexdigest()[:_CHAIN_LENGTH]

@@ -1,8 +1,8 @@
-"""The plan: every number the guarantee rests on, fixed before the run.
+"""The plan: every number that determines the guarantee, fixed before the run.
 
 Place in the flow: made from the privacy configuration, the public number of units and the number of steps. The
-sampler, the noise and the privacy event all come from it and from nothing else, so they can't drift apart. Microbatch
-size, number of machines, engine and precision are not in it: they can't change ε.
+sampler, the noise and the privacy event are derived only from it, so they cannot disagree. Microbatch size, number of
+machines, engine and precision are not in it: they cannot change ε.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dpllm.privacy.rounding import up
 
 PLAN_FILE = "privacy_plan.json"
 _FORMAT = 3
-_FORMAT_OF_DP_SGD = 2  # that of earlier versions, which a plan without a newer part still has: its hash is the same
+_FORMAT_OF_DP_SGD = 2  # the format of earlier versions; a plan without newer parts keeps it, and so its hash
 _FLAT, _INDEPENDENT = Spec("flat"), Spec("independent")
 
 
@@ -50,13 +50,13 @@ class PrivacyPlan:
     sampling_rate: float
     """q = b / N, or b over `num_examples` where rows are drawn."""
     expected_batch_size: int
-    """b, which the noisy sum is divided by."""
+    """b, the divisor of the noisy sum."""
     max_batch_size: int
-    """B_max. Where rows are drawn, their number: nothing is cut off."""
+    """B_max. Where rows are drawn, their number: no draw is truncated."""
     num_steps: int
     """T."""
     noise_multiplier: float
-    """σ, without unit."""
+    """σ, dimensionless."""
     clip_norm: float
     """C, in units of the gradient."""
     delta: float
@@ -68,17 +68,17 @@ class PrivacyPlan:
     unit_column: str | None = None
     """The column of the user's id; None at sequence level."""
     rows_kept: str | None = None
-    """Which k rows of a user with more: "first" or "random"; None at sequence level."""
+    """Which k rows are kept of a user with more rows: "first" or "random"; None at sequence level."""
     sampling: str = "unit"
-    """"unit": units are drawn, and clipped as wholes. "example": rows are, each by itself."""
+    """"unit": whole units are drawn and clipped. "example": single rows are drawn and clipped."""
     num_examples: int | None = None
-    """Rows there are to draw, no user having more than k; None where units are drawn."""
+    """Number of rows to draw from, at most k of each user; None where units are drawn."""
     clipping: Spec = _FLAT
-    """How a contribution is bounded to C (`dpllm.mechanism.catalogue`)."""
+    """How a contribution is bounded by C (`dpllm.mechanism.catalogue`)."""
     noise: Spec = _INDEPENDENT
-    """How the noise of the steps hangs together."""
+    """Whether and how the noise of the steps is correlated."""
     num_steps_wanted: int | None = None
-    """The steps asked for, where the budget allows fewer; None otherwise."""
+    """The steps requested, if the budget allows fewer; None if not."""
     dataset: str | None = None
     """Public name of the data set."""
     seeded: bool = False
@@ -92,7 +92,7 @@ class PrivacyPlan:
 
         Args:
             num_units: N.
-            batch: b, which is expected; as many as there are may be drawn.
+            batch: b, the expected number of units drawn; up to N may be drawn.
             num_steps: T.
             noise_multiplier: σ.
             clip_norm: C.
@@ -116,14 +116,14 @@ class PrivacyPlan:
         checks = {
             "num_units >= 1": self.num_units >= 1,
             "num_steps >= 1": self.num_steps >= 1,
-            "1 <= expected_batch_size <= what there is to draw": 1 <= self.expected_batch_size <= self.population,
-            "expected_batch_size <= max_batch_size <= what there is to draw": (
+            "1 <= expected_batch_size <= population": 1 <= self.expected_batch_size <= self.population,
+            "expected_batch_size <= max_batch_size <= population": (
                 self.expected_batch_size <= self.max_batch_size <= self.population
             ),
-            "sampling_rate = expected_batch_size / what there is to draw": (
+            "sampling_rate = expected_batch_size / population": (
                 self.population >= 1 and self.sampling_rate == self.expected_batch_size / self.population
             ),
-            "num_examples and max_rows_per_unit where rows are drawn, of users": self._examples_fit(),
+            "num_examples and max_rows_per_unit where rows of users are drawn": self._examples_fit(),
             "num_steps_wanted > num_steps": self.num_steps_wanted is None or self.num_steps_wanted > self.num_steps,
             "0 <= noise_multiplier < inf": 0 <= self.noise_multiplier < math.inf,
             "0 < clip_norm < inf": 0 < self.clip_norm < math.inf,
@@ -135,7 +135,7 @@ class PrivacyPlan:
         broken = [rule for rule, holds in checks.items() if not holds]
         if broken:
             raise ValueError(f"a privacy plan needs {'; '.join(broken)}. Make the plan with make_plan")
-        _ = self.mechanism  # which refuses parts without an accounting
+        _ = self.mechanism  # this refuses parts that have no accounting
 
     def _examples_fit(self) -> bool:
         if self.sampling != "example":
@@ -147,17 +147,17 @@ class PrivacyPlan:
 
     @property
     def population(self) -> int:
-        """What is drawn from in every step: N units, or `num_examples` rows."""
+        """The number to draw from in every step: N units, or `num_examples` rows."""
         return self.num_units if self.num_examples is None else self.num_examples
 
     @property
     def noise_stddev(self) -> float:
-        """σC: standard deviation of the noise in every entry of the summed gradient."""
+        """σC, the standard deviation of the noise in every entry of the summed gradient."""
         return self.noise_multiplier * self.clip_norm
 
     @cached_property
     def mechanism(self) -> Mechanism:
-        """Sampler, clipping and noise that every step of the run must use, and the event that they are."""
+        """The sampler, clipping and noise that every step of the run must use, and their event."""
         draw = _draw(
             self.num_units,
             self.population,
@@ -169,12 +169,12 @@ class PrivacyPlan:
 
     @property
     def event(self) -> Event:
-        """What is charged for one step."""
+        """The event that is charged for one step."""
         return self.mechanism.event
 
     @property
     def history(self) -> list[tuple[Event, int]]:
-        """What all planned steps are charged as."""
+        """The history that is charged for all planned steps."""
         return self.mechanism.history(self.num_steps)
 
     @cached_property
@@ -188,11 +188,11 @@ class PrivacyPlan:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the plan's fields, in hexadecimal; equal exactly for equal plans."""
+        """SHA-256 of the plan's fields, in hexadecimal; equal only for equal plans."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values; clipping and noise only where they are not those of DP-SGD."""
+        """Return the fields as plain values; clipping and noise only if they differ from DP-SGD."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         parts = {"clipping": fields.pop("clipping"), "noise": fields.pop("noise")}
         if parts == {"clipping": _FLAT, "noise": _INDEPENDENT}:
@@ -209,12 +209,12 @@ class PrivacyPlan:
         """Read a plan that `save` wrote.
 
         Raises:
-            ValueError: the file is missing, is no plan, or was edited.
+            ValueError: the file is missing, is not a plan, or was edited.
         """
         try:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise ValueError(f"{path} can't be read ({error.strerror})") from error
+            raise ValueError(f"{path} cannot be read ({error.strerror})") from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON ({error})") from error
         names = {item.name for item in dataclasses.fields(cls)}
@@ -228,20 +228,20 @@ class PrivacyPlan:
             values |= {name: Spec.of(raw[name]) for name in ("clipping", "noise") if name in names}
             plan = cls(**values)
         except TypeError as error:
-            raise ValueError(f"{path} holds a value of another kind ({error}): restore it from a copy") from error
+            raise ValueError(f"{path} holds a value of the wrong type ({error}): restore it from a copy") from error
         if plan.hash != raw["hash"]:
-            raise ValueError(f"{path} was edited: its numbers don't match its hash. Restore it, or make a new plan")
+            raise ValueError(f"{path} was edited: its numbers do not match its hash. Restore it, or make a new plan")
         return plan
 
 
 def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int, num_examples: int | None = None) -> PrivacyPlan:
-    """Fix the numbers of a run: q, δ, B_max, and σ, calibrated when a target ε is given.
+    """Fix the numbers of a run: q, δ, B_max, and σ, which is calibrated when a target ε is given.
 
     Args:
         privacy: the configuration.
         num_units: N, the units of the training data. Public from here on.
-        num_steps: T, the steps to take. Where the configuration fixes both σ and a target ε, only as many of them are
-            planned as keep to it (``on_budget="stop"``).
+        num_steps: T, the steps to take. If the configuration fixes both σ and a target ε, the plan has only the steps
+            that keep within the target (``on_budget="stop"``).
         num_examples: rows of all units together, at most k of each; needed where rows are drawn
             (``sampling="example"``), and public from here on.
 
@@ -250,14 +250,14 @@ def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int, num_exampl
 
     Raises:
         ValueError: the data set is empty or smaller than a batch, δ is too large, there is no step to take, the target
-            can't be reached, or (``on_budget="error"``) the steps would cost more than it.
+            cannot be reached, or (``on_budget="error"``) the steps would cost more than the target.
 
     >>> privacy = PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=20)
     >>> make_plan(privacy, num_units=1000, num_steps=50).delta
     0.0001
     """
     if num_units < 1:
-        raise ValueError("the training data is an empty data set: there is no unit to train on")
+        raise ValueError("the training data is an empty data set: there is no unit to train on. Check the data section")
     if num_steps < 1:
         raise ValueError(
             f"num_steps must be at least 1, got {num_steps}; set train.max_steps or train.num_train_epochs"
@@ -270,7 +270,7 @@ def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int, num_exampl
     if size > population:
         raise ValueError(
             f"expected_batch_size={size} exceeds the number of {'rows' if by_example else 'units'}, {population}: each "
-            f"enters a step at most once. Take {population} or fewer"
+            f"enters a step at most once. Set it to {population} or fewer"
         )
     delta = privacy.delta if privacy.delta is not None else 1 / (10 * num_units)
     if delta * num_units >= 1:
@@ -306,7 +306,7 @@ def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int, num_exampl
 
 
 def _within_budget(plan: PrivacyPlan, privacy: PrivacyConfig) -> PrivacyPlan:
-    """Return the plan with as many steps as its target allows; σ calibrated to the target allows all of them."""
+    """Return the plan with the number of steps that its target allows; a calibrated σ allows all of them."""
     if privacy.target_epsilon is None or privacy.noise_multiplier is None:
         return plan
     allowed = steps_within(privacy.target_epsilon, plan.delta, plan.event, plan.num_steps, plan.adjacency)
@@ -315,8 +315,8 @@ def _within_budget(plan: PrivacyPlan, privacy: PrivacyConfig) -> PrivacyPlan:
     if allowed == 0 or privacy.on_budget == "error":
         raise ValueError(
             f"{plan.num_steps} steps at noise_multiplier={plan.noise_multiplier:g} cost ε = "
-            f"{format_epsilon(plan.epsilon)}, and target_epsilon is {privacy.target_epsilon:g}: {allowed} of them "
-            f"would keep to it. Leave noise_multiplier out, to have it calibrated to all {plan.num_steps} steps"
+            f"{format_epsilon(plan.epsilon)}, but target_epsilon is {privacy.target_epsilon:g}: {allowed} of them "
+            f"would stay within it. Remove noise_multiplier, so that it is calibrated to all {plan.num_steps} steps"
             + (f', or set on_budget="stop" to end after {allowed}' if allowed else ", or take a larger one")
         )
     return dataclasses.replace(plan, num_steps=allowed, num_steps_wanted=plan.num_steps)
@@ -337,9 +337,9 @@ def _draw(
 def _noise_and_bound(
     privacy: PrivacyConfig, num_units: int, population: int, num_steps: int, delta: float
 ) -> tuple[float, int]:
-    """Return σ and B_max. When neither is given, B_max is chosen at the σ that would do without truncation.
+    """Return σ and B_max. When neither is given, B_max is chosen at the σ that suffices without truncation.
 
-    Where rows are drawn, nothing is cut off.
+    Where rows are drawn, no draw is truncated.
     """
     noise, size, adjacency = noise_of(Spec.of(privacy.noise)), privacy.expected_batch_size, privacy.adjacency
     rows = privacy.max_rows_per_unit if privacy.sampling == "example" else None
@@ -396,7 +396,7 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
 
 
 def _parts_shown(plan: PrivacyPlan) -> list[tuple[str, str]]:
-    """Return clipping, noise and sampling where they are not those of DP-SGD."""
+    """Return the rows of clipping, noise and sampling that differ from DP-SGD."""
     rows = []
     if plan.clipping != _FLAT:
         rows.append(("a unit's gradient", plan.mechanism.clipping.words()))
@@ -407,7 +407,7 @@ def _parts_shown(plan: PrivacyPlan) -> list[tuple[str, str]]:
 
 
 def format_epsilon(value: float) -> str:
-    """Return ε for people, rounded up so that what is printed holds; without noise it says so.
+    """Format ε for people, rounded up so that the printed number holds; without noise, the text says so.
 
     >>> format_epsilon(7.99991), format_epsilon(math.inf)
     ('8.0000', 'infinite: no privacy')

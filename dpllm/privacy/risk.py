@@ -1,30 +1,29 @@
-"""What (ε, δ) means for an attacker.
+"""The meaning of (ε, δ) for an attacker.
 
-Place in the flow: from the ledger's history to the report. The attacker of differential privacy knows everything except
-whether one unit took part: all other units, every setting, every released checkpoint. Four figures bound what that
-attacker can achieve; a real one has less to go on. All come from the privacy loss distribution of the whole run, which
-says far more than one (ε, δ) pair, and all are upper bounds.
+Place in the flow: from the ledger's history to the report. The attacker of differential privacy has all information
+except whether one unit took part: all other units, every setting, every released checkpoint. Four figures bound the
+success of that attacker; a real attacker has less information. All four are computed from the privacy loss distribution
+of the whole run, which contains far more than one (ε, δ) pair, and all are upper bounds.
 
-With D(e) the δ that belongs to e (over both directions of the adjacency), and a test that accuses a share `fpr` of the
-units that did not take part and a share `tpr` of those that did:
+Let D(e) be the δ that belongs to e (over both directions of the adjacency). A test accuses a share `fpr` of the units
+that did not take part and a share `tpr` of those that did:
 
 * ``tpr <= exp(e) fpr + D(e)`` and ``1 - fpr <= exp(e) (1 - tpr) + D(e)`` for every e >= 0 (Kairouz, Oh, Viswanath,
   arXiv:1311.0776, theorem 2.1);
 * the advantage ``tpr - fpr`` is at most D(0), the total variation distance;
 * with prior probability p that the unit took part, the best guess is right with probability at most
   ``max over tests of p tpr + (1 - p)(1 - fpr)``, which the same inequalities bound;
-* when the unit itself is unknown, drawn from a prior under which the best guess without the release is right with
-  probability at most k, a guess made with the release is right with probability at most the largest ``tpr`` at
-  ``fpr = k`` (reconstruction: Balle, Cherubin, Hayes, arXiv:2201.04845; Hayes, Mahloujifar, Balle, arXiv:2302.07225,
-  theorem 2).
+* reconstruction: the unit itself is unknown, and drawn from a prior under which the best guess without the release is
+  right with probability at most k. A guess made with the release is right with probability at most the largest ``tpr``
+  at ``fpr = k`` (Balle, Cherubin, Hayes, arXiv:2201.04845; Hayes, Mahloujifar, Balle, arXiv:2302.07225, theorem 2).
 
-The condition of the last one: for each value z of the unit, the pair is (release with z, release without it), in this
+The last bound has a condition: for each value z of the unit, the pair is (release with z, release without it), in this
 direction, and the second must be the same for all z. Under zero-out it is the release in which the unit contributes
-nothing; under replace-one any fixed other unit stands in its place. The attacker knows all other units, and the prior
-doesn't depend on them. Proof: let f be the largest ``tpr`` as a function of ``fpr``, which is concave and rising. A
-guess is right for z with probability at most f(r(z)), where r(z) is the probability of guessing z when the unit is
-absent. The mean over the prior is at most f(mean of r(z)), and the mean of r(z) is at most k. The bounds here take the
-larger D of both directions, which covers the one that is needed.
+nothing; under replace-one any fixed other unit takes its place. The attacker has all other units, and the prior does
+not depend on them. Proof: let f be the largest ``tpr`` as a function of ``fpr``, which is concave and rising. A guess
+is right for z with probability at most f(r(z)), where r(z) is the probability of guessing z when the unit is absent.
+The mean over the prior is at most f(mean of r(z)), and the mean of r(z) is at most k. The bounds here take the larger D
+of both directions, which covers the one that is needed.
 """
 
 from __future__ import annotations
@@ -51,16 +50,16 @@ _GRID = (0.0, *np.geomspace(1e-3, 700.0, 30).tolist())
 
 @dataclass(frozen=True)
 class AttackRisk:
-    """Bounds on what an attacker learns about one unit."""
+    """Bounds on the information that an attacker gains about one unit."""
 
     adjacency: str
-    """The two worlds the attacker tells apart."""
+    """The two worlds that the attacker must distinguish."""
     advantage: float
     """Largest tpr - fpr of any attack; 0 is blind guessing, 1 is certainty."""
     bayes_success: dict[float, float]
     """Prior probability of taking part -> largest probability of guessing right."""
     true_positive_rate: dict[float, float]
-    """False positive rate -> largest true positive rate. Blind guessing has them equal."""
+    """False positive rate -> largest true positive rate. For blind guessing they are equal."""
     reconstruction: dict[float, float]
     """Chance of guessing the unit's contents without the release -> largest chance with it."""
 
@@ -75,17 +74,17 @@ def attack_risk(
 ) -> AttackRisk:
     """Return the bounds for a history.
 
-    Guarantee: upper bounds, never below what blind guessing achieves (the false positive rate itself, the more likely
+    Guarantee: upper bounds, never below the success of blind guessing (the false positive rate itself, the more likely
     of the two answers, and the chance of a guess without the release).
 
     Args:
         history: (step, count) pairs.
         adjacency: "zero-out" (did the unit take part?) or "replace-one" (was it this unit or that one?).
-        false_positive_rates: where to state the true positive rate, each between 0 and 1.
-        priors: where to state the success of the best guess, each between 0 and 1.
+        false_positive_rates: rates at which to state the true positive rate, each between 0 and 1.
+        priors: priors at which to state the success of the best guess, each between 0 and 1.
         discretization: width of the grid of privacy losses.
-        reconstruction_priors: where to state the success of reconstruction, each between 0 and 1: the chance that the
-            best guess of the unit's contents is right without the release.
+        reconstruction_priors: priors at which to state the success of reconstruction, each between 0 and 1: the chance
+            that the best guess of the unit's contents is right without the release.
 
     Raises:
         ValueError: a rate or a prior is not between 0 and 1, or a reconstruction prior is 0.
@@ -113,13 +112,13 @@ def tradeoff_curve(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the trade-off curve of the best attack.
 
-    Guarantee: each true positive rate is an upper bound, at least the false positive rate, and hardly
-    above that of `attack_risk`, which searches more finely.
+    Guarantee: each true positive rate is an upper bound, at least the false positive rate, and only slightly above
+    that of `attack_risk`, which searches more finely.
 
     Args:
         history: (step, count) pairs.
         adjacency: "zero-out" or "replace-one".
-        false_positive_rates: (n,) where to state the bound, each between 0 and 1.
+        false_positive_rates: (n,) rates at which to state the bound, each between 0 and 1.
         discretization: width of the grid of privacy losses.
 
     Returns:
@@ -147,11 +146,11 @@ def tradeoff_curve(
 def _check_probabilities(*values: float) -> None:
     for value in values:
         if not 0 <= value <= 1:
-            raise ValueError(f"rates and priors lie between 0 and 1, got {value}")
+            raise ValueError(f"rates and priors must be between 0 and 1, got {value}")
 
 
 def _delta_function(history: History, adjacency: str, discretization: float) -> Callable[[float], float]:
-    """Return D, each value of which is computed once."""
+    """Return D as a function that computes each value once."""
     return cache(delta_function(history, adjacency, discretization, tilted=False))
 
 
@@ -162,9 +161,9 @@ def _true_positive_rate(fpr: float, delta_at: Callable[[float], float]) -> float
 
 
 def _minimum(bound: Callable[[float], float]) -> float:
-    """Return a small value of a function whose every value is a valid bound.
+    """Return a value near the minimum of a function; every value of it is a valid bound.
 
-    D is convex in exp(e), so both bounds have one valley; where a search misses its floor, the result is only looser.
+    D is convex in exp(e), so both bounds have one minimum; if the search misses it, the bound is only looser.
     """
     values = [bound(e) for e in _GRID]
     best = int(np.argmin(values))
@@ -184,7 +183,7 @@ def _bayes_success(prior: float, delta_at: Callable[[float], float]) -> float:
 
 
 def in_plain_words(risk: AttackRisk, unit: str = "unit") -> list[str]:
-    """Return sentences about the bounds for people who don't read formulas.
+    """Return sentences about the bounds for people who do not read formulas.
 
     >>> in_plain_words(AttackRisk("zero-out", 0.0, {}, {0.01: 0.014}, {}))[0].split("; ")[1]
     'blind guessing finds 1%.'
@@ -224,7 +223,7 @@ def in_plain_words(risk: AttackRisk, unit: str = "unit") -> list[str]:
 
 
 def _number_of(prior: float) -> str:
-    """Print how many equally likely possibilities a chance stands for.
+    """Format a chance as a number of equally likely possibilities.
 
     >>> _number_of(1e-3), _number_of(1e-6), _number_of(0.2)
     ('a thousand', 'a million', '5')
@@ -233,7 +232,7 @@ def _number_of(prior: float) -> str:
 
 
 def _cases(success: float, prior: float) -> str:
-    """Print the share of successes in 1/prior cases, rounded up.
+    """Format the number of successes in 1/prior cases, rounded up.
 
     >>> _cases(3.41e-6, 1e-6), _cases(0.0191, 1e-3), _cases(0.5, 1e-6)
     ('3.5', '20', '500,000')
@@ -243,6 +242,6 @@ def _cases(success: float, prior: float) -> str:
 
 
 def _percent(value: float, digits: int) -> str:
-    """Round up, so that what is printed stays an upper bound."""
+    """Format a percentage, rounded up so that the printed number is an upper bound."""
     scale = 10**digits
     return f"{min(100.0, math.ceil(value * 100 * scale - 1e-7) / scale):.{digits}f}"

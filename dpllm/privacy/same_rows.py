@@ -1,10 +1,10 @@
-"""Whether a resumed run reads the rows that it was started with.
+"""Check that a resumed run reads the rows with which it was started.
 
-Place in the flow: between the rows and the ledger, at each start. ε is about the people in one data set. A run that is
-resumed on other rows has trained on two, and its ledger would speak of one. When a run starts, a digest of the rows'
-contents goes into the ledger; when it resumes, the digest is compared. The digest is an HMAC-SHA256 under a random key
-that stays in a file of the run's folder, which is not for release: without the key nobody can tell from the ledger
-whether a text that they guess is in the data.
+Place in the flow: between the rows and the ledger, at each start. ε covers the people in one data set. A run that is
+resumed on other rows has trained on two data sets, but its ledger would cover only one. When a run starts, a digest of
+the rows' contents is written to the ledger; when it resumes, the digest is compared. The digest is an HMAC-SHA256 under
+a random key, which is kept in a file of the run's folder and is not for release: without the key, nobody can use the
+ledger to test whether a guessed text is in the data.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def compare_rows(ledger: str | Path, contents: str) -> str | None:
     """Compare the rows with those of the run's last start, before its ledger is opened; on rank 0.
 
     Args:
-        ledger: of the run that is to be resumed.
+        ledger: ledger of the run that is to be resumed.
         contents: hash of the rows (`dpllm.training.checks.agreement.contents`).
 
     Returns:
-        An open point where they cannot be compared; None where they are the same.
+        An open point if they cannot be compared; None if they are the same.
 
     Raises:
         LedgerError: they are other rows, or the ledger is damaged.
@@ -55,10 +55,10 @@ def compare_rows(ledger: str | Path, contents: str) -> str | None:
         return _point(f"{KEY_FILE} is missing or damaged")
     if not hmac.compare_digest(str(noted[-1]), _digest(key, contents)):
         raise LedgerError(
-            f"The rows are not those that the run in {ledger.parent} was started with: their digest "
-            f"is {_digest(key, contents)[:12]}, and the ledger has {str(noted[-1])[:12]}. The ε of a run is about one "
+            f"The rows differ from those at the start of the run in {ledger.parent}: their digest "
+            f"is {_digest(key, contents)[:12]}, and the ledger has {str(noted[-1])[:12]}. The ε of a run covers one "
             "data set. Resume with the data, the tokenizer and the data section of the first start, or start a new run "
-            "in another folder, which is accounted for by itself"
+            "in another folder, which is accounted for separately"
         )
     return None
 
@@ -67,9 +67,9 @@ def remember_rows(ledger: _Facts, contents: str, point: str | None = None) -> No
     """Note the digest of the rows in an open ledger; on rank 0.
 
     Args:
-        ledger: of the run.
+        ledger: ledger of the run.
         contents: hash of the rows.
-        point: of `compare_rows`: the key is replaced then, so that a later resume can compare. A new run has a new key.
+        point: the open point of `compare_rows`. The key is always replaced, so that a later resume can compare.
 
     Raises:
         OSError: the key cannot be written.

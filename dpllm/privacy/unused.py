@@ -1,8 +1,8 @@
-"""A run that failed before its first step leaves nothing that counts: its folder may be used again.
+"""Reuse the folder of a run that failed before its first step.
 
-Place in the flow: beside the ledger. A refused model, a full disk or an option that only an engine knows can end a run
-between the opening of its ledger and the first charge. Nothing private was released then by a step, so a new run may
-begin over such a ledger; the budget gets back what was reserved. A ledger with a step, one that cannot be read, or a
+Place in the flow: beside the ledger. A refused model, a full disk or an option that only an engine can check may end a
+run between the opening of its ledger and the first charge. No step has then released anything private, so a new run may
+replace such a ledger, and its reservation returns to the budget. A ledger with a step, one that cannot be read, or a
 copy of a ledger (whose original may have steps by now) is never touched.
 """
 
@@ -15,7 +15,7 @@ from dpllm.privacy.ledger import LedgerContents, LedgerError, is_being_written, 
 
 
 def is_used(path: str | Path) -> bool:
-    """Return whether a ledger file is there that a new run must not replace.
+    """Return whether there is a ledger file that a new run must not replace.
 
     Args:
         path: the ledger of a run's folder; it need not exist.
@@ -24,14 +24,14 @@ def is_used(path: str | Path) -> bool:
 
 
 def make_way(path: str | Path, budget_file: str | None) -> dict[str, int]:
-    """Remove the ledger of a run that took no step, and settle what it had reserved. On rank 0.
+    """Remove the ledger of a run that took no step, and settle its reservation. On rank 0.
 
     Args:
-        path: of the ledger; nothing happens where there is none, or where it is used.
-        budget_file: of the new run. Another file that the unused ledger names is left as it is.
+        path: path of the ledger; if there is none, or it is used, nothing happens.
+        budget_file: budget file of the new run. If the unused ledger names another file, that file is not changed.
 
     Returns:
-        What the run had noted as written out, and how often; the new ledger has to note it again.
+        The disclosures of the unused run, and how often each was made; the new ledger has to note them again.
 
     Raises:
         BudgetError: the budget file cannot be read or written, or counts steps that the ledger has lost.

@@ -1,7 +1,7 @@
-"""Which process writes a run's folder, so that an error can name it.
+"""Record the process that writes a run's folder, so that an error can name it.
 
-Place in the flow: beside the ledger, whose lock says that somebody writes and not who. The run notes its machine, its
-process and its job in a file that is not for release. Nothing is decided by it.
+Place in the flow: beside the ledger, whose lock shows that a process writes, but not which one. The run notes its
+machine, its process and its job in a file that is not for release. No decision depends on it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "TORCHELASTIC_RUN_I
 
 
 def note_writer(folder: str | Path) -> None:
-    """Note that this process writes the folder from now on, in place of an earlier note.
+    """Note that this process writes the folder from now on, and replace an earlier note.
 
-    A note that cannot be written is left out: it only helps a later error.
+    A note that cannot be written is skipped: it only improves the message of a later error.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
     """
     path = Path(folder) / WRITER_FILE
     job = next((f"{name}={os.environ[name]}" for name in _JOBS if os.environ.get(name)), None)
@@ -39,10 +39,10 @@ def note_writer(folder: str | Path) -> None:
 
 
 def known_writer(folder: str | Path) -> str:
-    """Return in words, in brackets, which run noted last that it writes the folder; nothing where none did.
+    """Return the last process that wrote the folder, as words in brackets; an empty text if there is no note.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
     """
     try:
         note = json.loads((Path(folder) / WRITER_FILE).read_text(encoding="utf-8"))

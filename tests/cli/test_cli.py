@@ -88,13 +88,13 @@ def test_calibrate_keeps_the_target() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*EPSILON, "--delta", "2"], "delta must lie between 0 and 1"),
+        ([*EPSILON, "--delta", "2"], "delta must be between 0 and 1"),
         ([*EPSILON, "--noise-multiplier", "-1"], "noise_multiplier must be at least 0"),
         ([*EPSILON, "--sampling-rate", "2"], "sampling_rate must be above 0"),
         ([*EPSILON, "--max-batch-size", "9"], "max_batch_size needs num_units"),
         ([*EPSILON, "--adjacency", "bounded"], "adjacency must be one of zero-out, replace-one"),
         ([*EPSILON, "--steps", "-1"], "steps must be at least 0"),
-        ([*CALIBRATE, "--epsilon", "1e-9"], "can't be reached"),
+        ([*CALIBRATE, "--epsilon", "1e-9"], "cannot be reached"),
         (["plan", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["report", "nowhere"], "nowhere holds no privacy_plan.json"),
     ],
@@ -159,7 +159,7 @@ def test_plan_knows_units_and_steps(tmp_path: Path) -> None:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe whose data isn't there, and whose precision this machine may not have."""
+    """A recipe whose data is not there, and whose precision this machine may not have."""
     path = tmp_path / "recipe.yaml"
     tiny = "{{config: {{model_type: gpt2, vocab_size: 100, n_embd: 32, n_head: 2, n_layer: 2}}}}"
     text = RECIPE.replace("{{config: {{model_type: gpt2}}}}", tiny).replace("out}}", "out, bf16: true, tf32: true}}")
@@ -239,7 +239,7 @@ def test_compare_prints_every_method() -> None:
 
 
 def test_epsilon_is_checked_by_a_second_accountant() -> None:
-    """Beside ε stands that of the PRV accountant; where it doesn't apply, that is said."""
+    """Beside ε stands that of the PRV accountant; where it does not apply, that is said."""
     assert as_json(EPSILON)["prv"]["estimate"] == pytest.approx(4.8137, abs=1e-3)
     assert "checked by PRV, zero-out" in run(EPSILON) and "between 4.79" in run(EPSILON)
     assert as_json([*EPSILON, "--rows-per-unit", "3"])["prv"] is None
@@ -357,7 +357,7 @@ def test_a_crashed_run_is_settled(tmp_path: Path) -> None:
     settled = as_json(["budget", "settle", str(path), str(folder), "--independent"])
     assert settled["steps"] == 1 and settled["entries"][0]["steps_charged"] == 1
     assert "1 of 9 steps charged" in run(["budget", "show", str(path)])
-    assert "can't be read" in refuse(["budget", "settle", str(path), str(tmp_path)])
+    assert "cannot be read" in refuse(["budget", "settle", str(path), str(tmp_path)])
 
 
 SWEEP = ["plan", "--sweep", "--num-units", "5000", "--epsilon", "8", "--expected-batch-size", "200", "--steps", "40"]
@@ -412,7 +412,7 @@ def test_sweep_of_a_recipe(tmp_path: Path) -> None:
     ],
 )
 def test_sweep_errors_are_one_line(arguments: list[str], message: str) -> None:
-    """Options that don't belong together are refused with one line."""
+    """Options that do not belong together are refused with one line."""
     assert message in refuse(arguments)
 
 

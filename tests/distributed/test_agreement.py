@@ -77,7 +77,7 @@ def test_a_ledger_that_cannot_be_used_is_refused_on_every_rank(seen):
     """Although only rank 0 looks at the file."""
     assert same_error(seen("ledgers", "create again"), "LedgerError", "is the ledger of an earlier run")
     assert same_error(seen("ledgers", "other plan"), "LedgerError", "was written under the plan")
-    assert same_error(seen("ledgers", "missing"), "LedgerError", "can't be read")
+    assert same_error(seen("ledgers", "missing"), "LedgerError", "cannot be read")
 
 
 def test_a_step_that_rank_zero_cannot_charge_is_taken_by_nobody(seen, folder):

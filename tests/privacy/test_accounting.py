@@ -207,7 +207,7 @@ def test_monotone() -> None:
 
 
 def test_composition_is_that_of_the_merged_history() -> None:
-    """Order and grouping of steps, and their clip norms, don't change ε; two kinds of steps compose."""
+    """Order and grouping of steps, and their clip norms, do not change ε; two kinds of steps compose."""
     one, two = plain(1.0, 0.02), plain(1.2, 0.01)
     reference = epsilon([(one, 200), (two, 100)], 1e-5)
     scattered = [
@@ -271,7 +271,7 @@ def test_tiny_delta_over_many_steps(width: float, expected: float) -> None:
 
 def test_delta_below_the_tails_is_refused() -> None:
     """A δ smaller than what is cut off the tails is refused instead of reported as infinite."""
-    with pytest.raises(ValueError, match="can't be certified over 100000 steps"):
+    with pytest.raises(ValueError, match="cannot be certified over 100000 steps"):
         epsilon([(plain(2.0, 0.001), 100_000)], 1e-16)
 
 
@@ -410,7 +410,7 @@ def test_max_batch_size_rule() -> None:
 @pytest.mark.parametrize("at", [0.0, 1.0, -1.0, math.nan])
 def test_bad_delta_is_refused(at: float) -> None:
     """δ must lie between 0 and 1."""
-    with pytest.raises(ValueError, match="delta must lie between 0 and 1"):
+    with pytest.raises(ValueError, match="delta must be between 0 and 1"):
         epsilon([(plain(1.0, 0.1), 1)], at)
 
 
@@ -419,7 +419,7 @@ def test_bad_arguments_are_refused() -> None:
     step = plain(1.0, 0.1)
     with pytest.raises(ValueError, match="epsilon must be at least 0"):
         delta([(step, 1)], -1.0)
-    with pytest.raises(ValueError, match="can't have run -1 times"):
+    with pytest.raises(ValueError, match="cannot have run -1 times"):
         epsilon([(step, -1)], 1e-5)
     with pytest.raises(ValueError, match="adjacency must be one of 'zero-out', 'replace-one', got 'add-or-remove'"):
         epsilon([(step, 1)], 1e-5, "add-or-remove")
@@ -427,7 +427,7 @@ def test_bad_arguments_are_refused() -> None:
         calibrate_noise_multiplier(math.inf, 1e-5, 0.1, 10)
     with pytest.raises(ValueError, match="num_steps must be at least 1"):
         calibrate_noise_multiplier(1.0, 1e-5, 0.1, 0)
-    with pytest.raises(ValueError, match=r"target_epsilon=1e-05 can't be reached: .*still costs ε="):
+    with pytest.raises(ValueError, match=r"target_epsilon=1e-05 cannot be reached: .*still costs ε="):
         calibrate_noise_multiplier(1e-5, 1e-5, 0.1, 10)
 
 
@@ -446,7 +446,7 @@ def test_bad_arguments_are_refused() -> None:
     ],
 )
 def test_bad_step_is_refused(fields: dict[str, float | None], match: str) -> None:
-    """A step whose numbers can't be is an error."""
+    """A step whose numbers cannot be is an error."""
     good = {"num_units": 100, "sampling_rate": 0.1, "max_batch_size": 30, "noise_multiplier": 1.0, "clip_norm": 1.0}
     with pytest.raises(ValueError, match=match):
         Step(**{**good, **fields})  # type: ignore[arg-type]

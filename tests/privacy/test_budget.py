@@ -83,7 +83,7 @@ def test_runs_are_charged_until_the_budget_is_exhausted(path: Path) -> None:
     charge(path, other, "chats")
     budget = read_budget(path)
     assert budget.spent == epsilon([(plan.event, 50), (other.event, 50)], 1e-5) <= 3.0
-    assert budget.spent < plan.epsilon + other.epsilon, "runs compose; they don't just add up"
+    assert budget.spent < plan.epsilon + other.epsilon, "runs compose; they do not just add up"
     before = path.read_bytes()
     long = make(600, **FULL)
     with pytest.raises(BudgetError, match=r"allows ε = 3.0000 at δ = 1e-05 \(zero-out\).* still fit") as refusal:
@@ -98,7 +98,7 @@ def test_runs_are_charged_until_the_budget_is_exhausted(path: Path) -> None:
     assert budget.cost([*budget.history, (long.event, fitting)]) <= 3.0
     assert budget.cost([*budget.history, (long.event, fitting + 1)]) > 3.0
     charge(path, make(fitting, **FULL), "chats")
-    with pytest.raises(BudgetError, match="not one of its steps fits"):
+    with pytest.raises(BudgetError, match="none of its steps fits"):
         charge(path, make(5, **{**FULL, "noise_multiplier": 4.0}), "chats")
     assert len(read_budget(path).entries) == 3
 
@@ -182,7 +182,7 @@ def test_settling_gives_back_what_did_not_run(path: Path) -> None:
     settle(path, entry, 200)
     assert read_budget(path).spent == reserved
     for number in (199, 201, -1):
-        with pytest.raises(BudgetError, match=rf"reserved 200 steps, of which 200 .* can't be settled with {number}"):
+        with pytest.raises(BudgetError, match=rf"reserved 200 steps, of which 200 .* cannot be settled with {number}"):
             settle(path, entry, number)
     with pytest.raises(BudgetError, match="has no entry 0123"):
         settle(path, "0123", 5)
@@ -204,7 +204,7 @@ def test_settling_writes_down_what_ran_even_beyond_the_budget(path: Path) -> Non
     budget = read_budget(path)
     assert budget.spent > budget.epsilon
     assert dict(budget_rows(budget))["left"] == "nothing: the budget is exhausted"
-    with pytest.raises(BudgetError, match="not one of its steps fits"):
+    with pytest.raises(BudgetError, match="none of its steps fits"):
         charge(path, make(1), "chats")
 
 
@@ -225,7 +225,7 @@ def test_resumed_run_reserves_its_steps_again(path: Path) -> None:
     assert read_budget(path).entries[0].num_steps == 100
     with pytest.raises(BudgetError, match=r"was charged for the plan .* Resume with the configuration"):
         check_entry(path, entry, make(499))
-    with pytest.raises(BudgetError, match="an old copy that forgot this run"):
+    with pytest.raises(BudgetError, match="an old copy without this run"):
         check_entry(path, "0123", plan)
 
 
@@ -294,7 +294,7 @@ def test_crash_while_writing_leaves_the_old_file(path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
-        with pytest.raises(BudgetError, match=r"can't be written \(No space left on device\), and is as it was"):
+        with pytest.raises(BudgetError, match=r"cannot be written \(No space left on device\), and is as it was"):
             charge(path, make(), "chats")
     assert path.read_bytes() == before
     half = path.with_name(f"{path.name}.tmp")
@@ -437,7 +437,7 @@ def test_edited_file_is_refused(path: Path) -> None:
     for edit in edits:
         path.write_text(json.dumps(edit))
         for use in (read_budget, lambda file: charge(file, make(), "chats"), lambda file: settle(file, entry, 1)):
-            with pytest.raises(BudgetError, match=r"edited: its contents don't match its hash.* restore the latest"):
+            with pytest.raises(BudgetError, match=r"edited: its contents do not match its hash.* restore the latest"):
                 use(path)
     path.write_text(json.dumps(raw)[:-5])
     with pytest.raises(BudgetError, match="is not JSON"):
@@ -454,9 +454,9 @@ def test_edited_file_is_refused(path: Path) -> None:
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     """No budget file is ever made by charging, and no lock left beside none."""
-    with pytest.raises(BudgetError, match=r"none.json can't be read \(No such file or directory\)"):
+    with pytest.raises(BudgetError, match=r"none.json cannot be read \(No such file or directory\)"):
         charge(tmp_path / "none.json", make(), "chats")
-    with pytest.raises(BudgetError, match="can't be read"):
+    with pytest.raises(BudgetError, match="cannot be read"):
         read_budget(tmp_path / "none.json")
     assert os.listdir(tmp_path) == []
 
@@ -478,7 +478,7 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_budget_is_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
-    """A budget whose numbers protect nobody can't be made."""
+    """A budget whose numbers protect nobody cannot be made."""
     with pytest.raises(BudgetError, match=f"a budget needs .*{match}"):
         create_budget(tmp_path / "b.json", **{**HEAD, **change})
     assert os.listdir(tmp_path) == []
@@ -486,9 +486,9 @@ def test_impossible_budget_is_refused(tmp_path: Path, change: dict[str, Any], ma
 
 def test_budget_is_never_overwritten(path: Path, tmp_path: Path) -> None:
     """Making a budget where there is one, or where there is no folder, is an error."""
-    with pytest.raises(BudgetError, match=r"exists: what runs have spent stands in it"):
+    with pytest.raises(BudgetError, match=r"exists, and holds the ε that runs have spent"):
         create_budget(path, **HEAD)
-    with pytest.raises(BudgetError, match=r"can't be locked \(No such file or directory\)"):
+    with pytest.raises(BudgetError, match=r"cannot be locked \(No such file or directory\)"):
         create_budget(tmp_path / "nowhere" / "b.json", **HEAD)
 
 
@@ -518,7 +518,7 @@ def test_a_crashed_run_is_settled_with_the_steps_that_its_report_states(tmp_path
     ledger = Ledger.create(folder / "privacy_ledger.jsonl", plan, budget={"file": path.name, "entry": entry})
     for number in range(3):
         ledger.append_step(number, plan.event)
-    with pytest.raises(BudgetError, match="is being written: the run goes on"):
+    with pytest.raises(BudgetError, match="is being written: the run is still going on"):
         settle_crashed(path, folder)
     assert read_budget(path).entries[0].num_steps == 50
     ledger.close()  # as the system does when a process dies

@@ -100,7 +100,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkey
 
 
 def test_latest_is_by_step_and_names_the_unfinished(tmp_path: Path) -> None:
-    """Step 10 comes after step 9, other folders don't count, and a staging folder is reported, not used."""
+    """Step 10 comes after step 9, other folders do not count, and a staging folder is reported, not used."""
     assert latest_whole(tmp_path / "nowhere") == (None, [])
     for step in (9, 10):
         save(tmp_path, step)
@@ -182,14 +182,14 @@ def test_large_file_is_sampled(tmp_path: Path) -> None:
     [
         (None, r"checkpoint_manifest\.json is missing"),
         ('{"format": 1, "fil', r"checkpoint_manifest\.json is damaged"),
-        ("[]", "is no manifest of format 1"),
-        ('{"format": 2, "files": {"a": {"size": 0, "hashed": "whole", "sha256": ""}}}', "is no manifest of format 1"),
-        ('{"format": 1, "files": {}}', "is no manifest of format 1"),
-        ('{"format": 1, "files": {"../a": {"size": 0, "hashed": "whole", "sha256": ""}}}', "is no manifest"),
-        ('{"format": 1, "files": {"/a": {"size": 0, "hashed": "whole", "sha256": ""}}}', "is no manifest"),
-        ('{"format": 1, "files": {"a": {"size": "0", "hashed": "whole", "sha256": ""}}}', "is no manifest"),
-        ('{"format": 1, "files": {"a": {"size": 9, "hashed": "samples", "sha256": ""}}}', "is no manifest"),
-        ('{"format": 1, "files": {"a": {"size": 9}}}', "is no manifest"),
+        ("[]", "not a manifest of format 1"),
+        ('{"format": 2, "files": {"a": {"size": 0, "hashed": "whole", "sha256": ""}}}', "not a manifest of format 1"),
+        ('{"format": 1, "files": {}}', "not a manifest of format 1"),
+        ('{"format": 1, "files": {"../a": {"size": 0, "hashed": "whole", "sha256": ""}}}', "is not a manifest"),
+        ('{"format": 1, "files": {"/a": {"size": 0, "hashed": "whole", "sha256": ""}}}', "is not a manifest"),
+        ('{"format": 1, "files": {"a": {"size": "0", "hashed": "whole", "sha256": ""}}}', "is not a manifest"),
+        ('{"format": 1, "files": {"a": {"size": 9, "hashed": "samples", "sha256": ""}}}', "is not a manifest"),
+        ('{"format": 1, "files": {"a": {"size": 9}}}', "is not a manifest"),
     ],
 )
 def test_damaged_manifest(tmp_path: Path, text: str | None, match: str) -> None:
@@ -204,7 +204,7 @@ def test_damaged_manifest(tmp_path: Path, text: str | None, match: str) -> None:
 
 
 def test_unreadable_file_is_not_whole(tmp_path: Path) -> None:
-    """What can't be read is reported as such."""
+    """What cannot be read is reported as such."""
     final = save(tmp_path, 1)
     (final / "empty").unlink()
     (final / "empty").mkdir()
@@ -212,12 +212,12 @@ def test_unreadable_file_is_not_whole(tmp_path: Path) -> None:
     manifest = json.loads((final / MANIFEST_FILE).read_text())
     manifest["files"]["empty"]["size"] = size
     (final / MANIFEST_FILE).write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="empty can't be read"):
+    with pytest.raises(CheckpointError, match="empty cannot be read"):
         verify(final)
 
 
 def test_files_added_later_are_left_alone(tmp_path: Path) -> None:
-    """A note put into a checkpoint doesn't make it torn."""
+    """A note put into a checkpoint does not make it torn."""
     final = save(tmp_path, 1)
     (final / "note.txt").write_text("the good one")
     assert latest_whole(tmp_path) == (final, [])
@@ -226,13 +226,13 @@ def test_files_added_later_are_left_alone(tmp_path: Path) -> None:
 def test_publishing_nothing_is_refused(tmp_path: Path) -> None:
     """No folder, an empty folder and a link are mistakes of the caller, and leave the earlier checkpoint alone."""
     before = save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         publish(staging_folder(tmp_path, 2), checkpoint_folder(tmp_path, 2))
     staging = prepare_staging(tmp_path, 2)
     with pytest.raises(CheckpointError, match="holds no file"):
         publish(staging, checkpoint_folder(tmp_path, 2))
     (staging / "model.safetensors").symlink_to(before / "model.safetensors")
-    with pytest.raises(CheckpointError, match="holds its own copy of everything"):
+    with pytest.raises(CheckpointError, match="must hold its own copy of every file"):
         publish(staging, checkpoint_folder(tmp_path, 2))
     assert latest_whole(tmp_path)[0] == before
 
@@ -246,7 +246,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 def test_failed_replacement_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the new folder can't get its name, the old one has it again."""
+    """When the new folder cannot get its name, the old one has it again."""
     final, rename = save(tmp_path, 3, seed=1), os.rename
     staging = stage(tmp_path, 3, seed=2)
 
@@ -295,7 +295,7 @@ def test_rotation_keeps_what_was_published_last(tmp_path: Path) -> None:
 
 
 def test_rotation_does_not_go_by_the_clock(tmp_path: Path) -> None:
-    """A clock that was put back between two checkpoints doesn't cost the later one."""
+    """A clock that was put back between two checkpoints does not cost the later one."""
     for number, seconds in ((1, 9_000), (2, 8_000), (3, 10)):
         final = save(tmp_path, number)
         os.utime(final / MANIFEST_FILE, ns=(0, seconds * 10**9))
@@ -304,7 +304,7 @@ def test_rotation_does_not_go_by_the_clock(tmp_path: Path) -> None:
 
 
 def test_rotation_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can't be deleted is named."""
+    """What cannot be deleted is named."""
     for step in (1, 2):
         save(tmp_path, step)
 
@@ -416,7 +416,7 @@ def test_killed_from_outside_while_publishing(tmp_path: Path) -> None:
 
 
 def test_file_too_large_while_publishing(tmp_path: Path) -> None:
-    """When the manifest can't be written, the error names it and the checkpoint to resume from, which stays whole."""
+    """When the manifest cannot be written, the error names it and the checkpoint to resume from, which stays whole."""
     before, staging = save(tmp_path, 1), stage(tmp_path, 2)
     script = """
         import resource, sys
@@ -429,7 +429,7 @@ def test_file_too_large_while_publishing(tmp_path: Path) -> None:
     """
     text = run(script, staging, tmp_path / "checkpoint-2")
     assert text.startswith("checkpoint-2 could not be saved (OSError: [Errno 27] File too large")
-    assert str(staging / MANIFEST_FILE) in text and f"resume from {before}, which is whole" in text
+    assert str(staging / MANIFEST_FILE) in text and f"resume from {before}, which is complete" in text
     assert latest_whole(tmp_path) == (before, []) and not staging.exists()
 
 
@@ -477,7 +477,7 @@ def test_disk_full_while_saving(small_disk: Path, writer, error: str, last: str)
         f"checkpoint-2 could not be saved ({error}",
         f"the last file written is {folder / last}",
         "MB are free on this disk",
-        f"resume from {before}, which is whole",
+        f"resume from {before}, which is complete",
     ):
         assert words in str(caught.value)
     assert caught.value.__cause__ is not None
@@ -494,7 +494,7 @@ def test_disk_full_while_publishing(small_disk: Path) -> None:
             file.write(bytes(4096))
     with pytest.raises(CheckpointError, match=r"OSError: .*No space left.*checkpoint_manifest\.json") as caught:
         publish(staging, checkpoint_folder(small_disk, 2))
-    assert f"resume from {before}, which is whole" in str(caught.value)
+    assert f"resume from {before}, which is complete" in str(caught.value)
     assert latest_whole(small_disk) == (before, []) and not staging.exists()
 
 
@@ -504,7 +504,7 @@ def test_errors_while_saving_name_what_there_is(tmp_path: Path) -> None:
     class Distributed(BaseException):
         """As torch.distributed.checkpoint's CheckpointException."""
 
-    message = r"\(Distributed: two ranks failed\).* no whole checkpoint before it"
+    message = r"\(Distributed: two ranks failed\).* no complete checkpoint before it"
     with pytest.raises(CheckpointError, match=message), saving(tmp_path, 2):
         raise Distributed("two ranks failed")
     for kind in (KeyboardInterrupt, SystemExit):
@@ -521,7 +521,7 @@ def test_a_fault_on_a_disk_with_room_does_not_ask_for_room(tmp_path: Path, monke
         monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: usage._replace(free=free))
         with pytest.raises(CheckpointError, match=r"TypeError: .*set is not JSON") as caught, saving(tmp_path, 2):
             json.dumps({1})
-        assert ("Make room" in str(caught.value)) == asked == ("are free on this disk" in str(caught.value))
+        assert ("Free space" in str(caught.value)) == asked == ("are free on this disk" in str(caught.value))
         assert "end what the error names" in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -100,7 +100,7 @@ def test_two_forks_on_one_budget_count_once(tmp_path: Path) -> None:
     go_on(resume(tmp_path / "a", budget), tmp_path / "a", 3)
     assert CliRunner().invoke(app, ["adopt", str(tmp_path / "b")]).exit_code == 0
     assert read_ledger(tmp_path / "b" / LEDGER_FILE).notes.open_points == [ADOPTED]
-    with pytest.raises(BudgetError, match=r"holds 6 steps, .* charges 3.*counts the steps of the folder that went on"):
+    with pytest.raises(BudgetError, match=r"holds 6 steps, .* charges 3.*steps of the folder in which the run went on"):
         resume(tmp_path / "b", budget)
     ended = resume(tmp_path / "a", budget)
     for _ in range(4):
@@ -116,7 +116,7 @@ def test_a_plan_that_was_edited_or_deleted_is_refused_at_resume(tmp_path: Path) 
     with pytest.raises(LedgerError, match="is not the plan of this run"):
         resume(tmp_path)
     (tmp_path / PLAN_FILE).unlink()
-    with pytest.raises(ValueError, match="can't be read"):
+    with pytest.raises(ValueError, match="cannot be read"):
         resume(tmp_path)
     assert len(read_ledger(tmp_path / LEDGER_FILE).runs) == 1
 

@@ -156,7 +156,7 @@ def test_a_torn_step_stays_charged_when_its_fragment_is_edited(path: Path) -> No
 
 
 def test_torn_note_is_reported_and_not_charged(path: Path) -> None:
-    """A torn line that can't have been a step is listed and costs nothing."""
+    """A torn line that cannot have been a step is listed and costs nothing."""
     with Ledger.create(path, PLAN) as ledger:
         ledger.append_step(0, PLAN.event)
         ledger.append_disclosure("training loss")
@@ -200,7 +200,7 @@ def test_damage_is_found_with_its_line(path: Path, damage: Callable[[bytes], byt
     write(path, 5)
     path.write_bytes(damage(path.read_bytes()))
     for use in (lambda: read_ledger(path), lambda: Ledger.open(path, PLAN)):
-        with pytest.raises(LedgerError, match=f"line {line}: .*ε can't be stated"):
+        with pytest.raises(LedgerError, match=f"line {line}: .*ε cannot be stated"):
             use()
 
 
@@ -226,19 +226,19 @@ def test_after_a_write_that_failed_nothing_more_is_charged(path: Path, monkeypat
             patched.setattr(os, "fsync", full)
             with pytest.raises(OSError, match="No space left"):
                 ledger.append_step(1, PLAN.event)
-        with pytest.raises(LedgerError, match=r"could not be written before.*resume the run, which mends it"):
+        with pytest.raises(LedgerError, match=r"could not be written before.*resume the run, which repairs the file"):
             ledger.append_step(1, PLAN.event)
         assert ledger.num_steps == 1
     assert read_ledger(path).num_steps == 2  # it reached the file all the same, and is charged
 
 
 def test_steps_are_consecutive(path: Path) -> None:
-    """A step out of turn can't be charged, so none can be forgotten."""
+    """A step out of turn cannot be charged, so none can be forgotten."""
     with Ledger.create(path, PLAN) as ledger:
-        with pytest.raises(LedgerError, match="step 1 can't be charged: the next one"):
+        with pytest.raises(LedgerError, match="step 1 cannot be charged: the next one"):
             ledger.append_step(1, PLAN.event)
         ledger.append_step(0, PLAN.event)
-        with pytest.raises(LedgerError, match="step 0 can't be charged"):
+        with pytest.raises(LedgerError, match="step 0 cannot be charged"):
             ledger.append_step(0, PLAN.event)
 
 
@@ -262,7 +262,7 @@ def test_closed_ledger_takes_nothing(path: Path) -> None:
 
 
 def test_existing_ledger_is_not_overwritten(path: Path) -> None:
-    """Steps charged by an earlier run can't be erased by starting anew."""
+    """Steps charged by an earlier run cannot be erased by starting anew."""
     write(path, 1)
     before = path.read_bytes()
     with pytest.raises(LedgerError, match="ledger of an earlier run, and its steps stay charged"):
@@ -271,7 +271,7 @@ def test_existing_ledger_is_not_overwritten(path: Path) -> None:
 
 
 def test_other_plan_is_refused(path: Path) -> None:
-    """A run can't be resumed under other privacy numbers."""
+    """A run cannot be resumed under other privacy numbers."""
     write(path, 1)
     with pytest.raises(LedgerError, match=r"written under the plan aaaaaaaaaaaa, and this one is bbbbbbbbbbbb"):
         Ledger.open(path, Plan(hash="b" * 64))
@@ -279,7 +279,7 @@ def test_other_plan_is_refused(path: Path) -> None:
 
 def test_missing_and_empty_ledgers_are_refused(path: Path) -> None:
     """Without a ledger there is no ε."""
-    with pytest.raises(LedgerError, match="can't be read"):
+    with pytest.raises(LedgerError, match="cannot be read"):
         read_ledger(path)
     path.write_bytes(b"")
     with pytest.raises(LedgerError, match="names no run"):
@@ -311,7 +311,7 @@ def test_two_runs_cannot_write_one_ledger_at_once(path: Path) -> None:
     first = Ledger.create(path, PLAN)
     first.append_step(0, PLAN.event)
     before = path.read_bytes()
-    with pytest.raises(LedgerError, match="is being written by another run at this moment"):
+    with pytest.raises(LedgerError, match="is being written by another run now"):
         Ledger.open(path, PLAN)
     assert path.read_bytes() == before
     first.append_end("interrupted")
@@ -333,7 +333,7 @@ def test_whether_a_run_has_it_open(tmp_path: Path) -> None:
     with Ledger.open(path, PLAN):
         assert is_being_written(path)
     assert not is_being_written(path)
-    with pytest.raises(LedgerError, match="can't be read"):
+    with pytest.raises(LedgerError, match="cannot be read"):
         is_being_written(tmp_path / "nowhere")
 
 
@@ -395,7 +395,7 @@ def test_a_ledger_that_another_process_writes_or_cuts_is_an_error(path: Path) ->
         size = path.stat().st_size
         ledger.append_step(0, PLAN.event)
         os.truncate(path, size)
-        with pytest.raises(LedgerError, match=rf"has {size} bytes, and this run wrote or read"):
+        with pytest.raises(LedgerError, match=rf"has {size} bytes, but this run wrote or read"):
             ledger.append_step(1, PLAN.event)
 
 

@@ -52,7 +52,7 @@ def test_no_noise_is_planned_as_infinite() -> None:
 
 
 def test_given_bound_is_kept_and_never_above_the_units() -> None:
-    """A given max_batch_size stands, but a batch can't hold more than all units."""
+    """A given max_batch_size stands, but a batch cannot hold more than all units."""
     assert make_plan(privacy(max_batch_size=30), 1000, 5).max_batch_size == 30
     assert make_plan(privacy(max_batch_size=99), 50, 5).max_batch_size == 50
     assert make_plan(privacy(expected_batch_size=50), 50, 5).sampling_rate == 1.0
@@ -66,11 +66,11 @@ def test_given_bound_is_kept_and_never_above_the_units() -> None:
         ({}, 19, 5, "expected_batch_size=20 exceeds the number of units, 19"),
         ({"delta": 1e-3}, 1000, 5, r"delta=0.001 is not below 1/N = 0.001 for N=1000"),
         ({"delta": 0.5}, 1000, 5, r"Take 1/\(10 N\) = 0.0001"),
-        ({"noise_multiplier": None, "target_epsilon": 1e-5}, 1000, 5, "target_epsilon=1e-05 can't be reached"),
+        ({"noise_multiplier": None, "target_epsilon": 1e-5}, 1000, 5, "target_epsilon=1e-05 cannot be reached"),
     ],
 )
 def test_impossible_plan_is_refused(change: dict[str, Any], units: int, steps: int, match: str) -> None:
-    """What can't be run truthfully is an error before anything starts."""
+    """What cannot be run truthfully is an error before anything starts."""
     with pytest.raises(ValueError, match=match):
         make_plan(privacy(**change), units, steps)
 
@@ -112,7 +112,7 @@ def test_hash_depends_on_every_field() -> None:
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
-        ({"num_steps": 10}, "was edited: its numbers don't match its hash"),
+        ({"num_steps": 10}, "was edited: its numbers do not match its hash"),
         ({"format": 1}, "is not a privacy plan"),
         ({"extra": 1}, "is not a privacy plan"),
     ],
@@ -128,7 +128,7 @@ def test_edited_plan_is_refused(tmp_path: Path, edit: dict[str, Any], match: str
 
 def test_unreadable_plan_is_refused(tmp_path: Path) -> None:
     """A missing or broken plan file is an error that names it."""
-    with pytest.raises(ValueError, match=r"plan.json can't be read"):
+    with pytest.raises(ValueError, match=r"plan.json cannot be read"):
         PrivacyPlan.load(tmp_path / "plan.json")
     (tmp_path / "plan.json").write_text("{")
     with pytest.raises(ValueError, match=r"plan.json is not JSON"):
@@ -138,7 +138,7 @@ def test_unreadable_plan_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"sampling_rate": 0.03}, "sampling_rate = expected_batch_size / what there is to draw"),
+        ({"sampling_rate": 0.03}, "sampling_rate = expected_batch_size / population"),
         ({"max_batch_size": 19}, "expected_batch_size <= max_batch_size"),
         ({"delta": 1e-3}, "0 < delta < 1/num_units"),
         ({"noise_multiplier": math.nan}, "0 <= noise_multiplier < inf"),
@@ -146,13 +146,13 @@ def test_unreadable_plan_is_refused(tmp_path: Path) -> None:
         ({"adjacency": "bounded"}, "adjacency in"),
         ({"num_units": 0}, "num_units >= 1"),
         ({"sampling": "shuffle"}, "sampling in"),
-        ({"sampling": "example"}, "num_examples and max_rows_per_unit where rows are drawn, of users"),
-        ({"num_examples": 1000}, "num_examples and max_rows_per_unit where rows are drawn"),
+        ({"sampling": "example"}, "num_examples and max_rows_per_unit where rows of users are drawn"),
+        ({"num_examples": 1000}, "num_examples and max_rows_per_unit where rows of users are drawn"),
         ({"num_steps_wanted": 50}, "num_steps_wanted > num_steps"),
     ],
 )
 def test_contradictory_plan_is_refused(change: dict[str, Any], match: str) -> None:
-    """A plan whose numbers don't fit together can't exist."""
+    """A plan whose numbers do not fit together cannot exist."""
     plan = make_plan(privacy(), num_units=1000, num_steps=50)
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(plan, **change)
@@ -188,7 +188,7 @@ def test_rows_drawn_singly_are_planned_over_rows() -> None:
     ],
 )
 def test_impossible_numbers_of_rows_are_refused(units: int, examples: int | None, match: str) -> None:
-    """Rows can't be fewer than users, nor more than k for each."""
+    """Rows cannot be fewer than users, nor more than k for each."""
     with pytest.raises(ValueError, match=match):
         make_plan(by_example(), units, 5, examples)
 
@@ -208,13 +208,13 @@ def test_a_run_stops_before_the_step_that_would_exceed_the_budget() -> None:
     [
         (
             {"on_budget": "error"},
-            r'500 steps at noise_multiplier=1 cost ε = .* of them would keep to it.*on_budget="stop"',
+            r'500 steps at noise_multiplier=1 cost ε = .* of them would stay within it.*on_budget="stop"',
         ),
-        ({"target_epsilon": 0.01}, "0 of them would keep to it.*or take a larger one"),
+        ({"target_epsilon": 0.01}, "0 of them would stay within it.*or take a larger one"),
     ],
 )
 def test_a_budget_that_does_not_suffice_is_refused(change: dict[str, Any], match: str) -> None:
-    """With on_budget="error" the run doesn't begin; nor does one whose first step is too much."""
+    """With on_budget="error" the run does not begin; nor does one whose first step is too much."""
     with pytest.raises(ValueError, match=match):
         make_plan(privacy(**{"target_epsilon": 2.0, **change}), num_units=1000, num_steps=500)
 

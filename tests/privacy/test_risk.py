@@ -98,13 +98,13 @@ def test_no_noise_is_certainty_and_no_step_is_nothing() -> None:
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan])
 def test_bad_rate_is_refused(value: float) -> None:
     """Rates and priors are probabilities."""
-    with pytest.raises(ValueError, match="lie between 0 and 1"):
+    with pytest.raises(ValueError, match="must be between 0 and 1"):
         attack_risk([], false_positive_rates=[value])
-    with pytest.raises(ValueError, match="lie between 0 and 1"):
+    with pytest.raises(ValueError, match="must be between 0 and 1"):
         attack_risk([], priors=[value])
-    with pytest.raises(ValueError, match="lie between 0 and 1"):
+    with pytest.raises(ValueError, match="must be between 0 and 1"):
         attack_risk([], reconstruction_priors=[value])
-    with pytest.raises(ValueError, match="lie between 0 and 1"):
+    with pytest.raises(ValueError, match="must be between 0 and 1"):
         tradeoff_curve([], false_positive_rates=[value])
 
 

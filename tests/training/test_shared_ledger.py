@@ -66,7 +66,7 @@ def test_a_resumed_ledger_continues_the_count(path):
 
 def test_an_existing_ledger_is_not_overwritten_nor_a_missing_one_opened(path):
     """It is evidence for the model beside it."""
-    with pytest.raises(LedgerError, match="can't be read"):
+    with pytest.raises(LedgerError, match="cannot be read"):
         SharedLedger.open(path, PLAN, Processes())
     SharedLedger.create(path, PLAN, Processes())
     before = path.read_bytes()
