@@ -1,6 +1,6 @@
-"""Attacks on one's own model, and what they prove: empirical lower bounds on ε.
+"""Attacks on your own model, and the empirical lower bounds on ε that they prove.
 
-Place in the flow: beside training. Everything here tries to show that a claim (ε, δ) is untrue. A bound above ε refutes
-the claim; one below it proves nothing, and every result says so. Below stand the statistics (`families`, `bounds`,
-`roc`, `result`, `figure`), which need no model; above them what makes the scores that they judge.
+Place in the flow: beside training. All code here tries to show that a claim (ε, δ) is untrue. A bound above ε refutes
+the claim; a bound below ε proves nothing, and every result says so. The lower layer is the statistics (`families`,
+`bounds`, `roc`, `result`, `figure`), which need no model; the upper layer makes the scores that they judge.
 """

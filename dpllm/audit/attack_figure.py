@@ -1,4 +1,4 @@
-"""The picture of attacks on real records: a ROC curve per attack, beside what the ledger allows any of them.
+"""The picture of attacks on real records: a ROC curve per attack, and the limit that the ledger sets for any attack.
 
 Place in the flow: last of the attacks; one panel for each model that was attacked.
 """
@@ -22,8 +22,8 @@ def plot_attacks(reports: Mapping[str, AttackReport], path: str | Path) -> Path:
     """Write a PNG with the ROC curves of each report, both axes logarithmic.
 
     Args:
-        reports: title of the panel -> what was found.
-        path: where the PNG goes.
+        reports: title of the panel -> results of the attacks.
+        path: path of the PNG.
 
     Returns:
         The path.

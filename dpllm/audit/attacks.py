@@ -1,7 +1,7 @@
-"""All attacks on one finished model that read it and the records alone: membership, LiRA, extraction.
+"""All attacks on one finished model that need only the model and the records: membership, LiRA, extraction.
 
-Place in the flow: after the training, before the release; `dpllm audit attack` and recipes/compare.py call it. What it
-finds are estimates on private records, which ε doesn't cover: the single scores are never written out.
+Place in the flow: after the training, before the release; `dpllm audit attack` and recipes/compare.py call it. The
+results are estimates on private records, which ε does not cover: scores of single records are never written out.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from dpllm.privacy.plan import format_epsilon
 
 ATTACKS_FILE = "attacks.json"
 PICTURE_FILE = "attacks.png"
-NOTE = "Measured on private records, which ε doesn't cover; an attack that finds little proves nothing."
+NOTE = "Measured on private records, which ε does not cover; an attack that finds little proves nothing."
 
 Progress = Callable[[str], None]
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
@@ -69,20 +69,20 @@ Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True, kw_only=True)
 class AttackSettings:
-    """Which attacks, on how many records."""
+    """The attacks to run, and the number of records."""
 
     num_records: int = 1000
-    """Members, and non-members, at most; a false positive rate of 0.1 % shows from 1000 on."""
+    """Largest number of members, and of non-members; a false positive rate of 0.1 % needs at least 1000."""
     reference: str | None = None
-    """A model that saw none of the records. None: the one that the training began at, if its weights weren't random."""
+    """A model that saw none of the records. None: the model at the start of training, if not random."""
     shadows: int = 0
-    """K of LiRA; 0: without."""
+    """K, the number of shadow models of LiRA; 0: no LiRA."""
     shadow_training: ShadowTraining = field(default_factory=ShadowTraining)
-    """How shadows are trained."""
+    """Training of the shadow models."""
     extraction: ExtractionSettings | None = field(default_factory=ExtractionSettings)
-    """How text is drawn; None: without."""
+    """Settings of the extraction attacks; None: no extraction."""
     seed: int = 0
-    """Of the draw of records and of the shadows."""
+    """Seed of the draw of records and of the shadows."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -94,41 +94,41 @@ class AttackSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AttackReport:
-    """What the attacks found."""
+    """Results of the attacks."""
 
     folder: str
-    """Of the model."""
+    """Folder of the model."""
     epsilon: float | None
     """ε that the ledger charges, under zero-out adjacency; None: trained without privacy."""
     delta: float | None
     """Its δ."""
     num_records: int
-    """Members, and as many non-members."""
+    """Number of members, and of non-members."""
     dropped: dict[str, int]
-    """Records that were left out, and why."""
+    """Reason -> number of records left out."""
     reference: str | None
     """The reference model."""
     reference_auroc: Estimate | None
-    """How well that model, which saw neither, tells members from non-members: about 1/2."""
+    """AUROC of the reference model, which saw neither members nor non-members: about 1/2."""
     member_perplexity: float
     """exp of the mean loss per target token of the members."""
     held_out_perplexity: float
-    """The same of the non-members."""
+    """The same for the non-members."""
     attacks: tuple[MembershipResult, ...]
     """Membership inference."""
     bounds: dict[float, float] | None
-    """False positive rate -> share of members that no attack exceeds; None without a ledger."""
+    """False positive rate -> largest share of members that any attack can find; None without a ledger."""
     settings: AttackSettings
-    """What was asked for."""
+    """The settings of the attacks."""
     history: History | None = None
     """The steps of the claim."""
     samples: tuple[SampleHits, ...] = ()
-    """Verbatim spans in what the model wrote."""
+    """Verbatim spans in the model's text."""
     prefixes: tuple[PrefixHits, ...] = ()
     """Records continued word for word."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, without any record's own score."""
+        """Return plain values, without scores of single records."""
         extraction = self.settings.extraction
         return {
             "folder": self.folder,
@@ -167,17 +167,17 @@ def attack_folder(
 ) -> AttackReport:
     """Attack the model of a folder.
 
-    Canaries that `dpllm audit prepare` put into its data are neither members nor others here: they have an audit of
-    their own.
+    Canaries that `dpllm audit prepare` put into its data count neither as members nor as non-members here: they have
+    their own audit.
 
     Args:
-        folder: as `dpllm.audit.released.load_released` takes it.
-        settings: which attacks.
-        progress: told what is being done.
+        folder: a folder for `dpllm.audit.released.load_released`.
+        settings: the attacks to run.
+        progress: called with a description of each stage.
 
     Raises:
-        AuditError: the folder lacks something; too few records; members and non-members that differ before training.
-        DataError, ConfigError: records or recipe can't be read.
+        AuditError: the folder lacks a file; too few records; members and non-members differ before training.
+        DataError, ConfigError: records or recipe cannot be read.
     """
     settings = settings or AttackSettings()
     progress("reading the model")
@@ -196,8 +196,8 @@ def attack_folder(
     if settings.shadows:
         if base is None:
             raise ConfigError(
-                "LiRA trains shadows from the model that the training began at, and this one began at random weights: "
-                "name a public model (--reference), or leave --shadows out"
+                "LiRA trains shadows from the model at the start of training, but this training started with random "
+                "weights: name a public model (--reference), or omit --shadows"
             )
         scores["LiRA"] = _lira(released, base, rows, confidences(tuned), settings, progress)
     samples, prefixes = _extract(released, sample, rows, settings, progress)
@@ -233,15 +233,15 @@ def attack_tables(report: AttackReport) -> list[Table]:
         head = ["sampled after", "texts", "tokens", "texts with hits", "training alone", "both", "thinned", "held out"]
         rows = [[hits.prompts, *(f"{value:,}" for value in list(vars(hits).values())[1:])] for hits in report.samples]
         title = (
-            f"verbatim spans of {extraction.span} tokens, each counted once: in training rows alone, in held-out rows "
-            "too; in as many training rows as there are held-out ones (thinned), and in held-out rows alone"
+            f"verbatim spans of {extraction.span} tokens, each counted once: only in training rows, also in held-out "
+            "rows; in the same number of training rows as held-out rows (thinned), and only in held-out rows"
         )
         tables.append((title, head, rows))
     return tables
 
 
 def attack_facts(report: AttackReport) -> list[tuple[str, str]]:
-    """Return what belongs beside the tables."""
+    """Return the facts to print beside the tables."""
     facts = [
         ("perplexity of members", f"{report.member_perplexity:.4g}"),
         ("perplexity of held-out records", f"{report.held_out_perplexity:.4g}"),
@@ -258,7 +258,7 @@ def attack_facts(report: AttackReport) -> list[tuple[str, str]]:
 
 
 def _canaries_in(recipe: Recipe) -> set[str]:
-    """Keys of the records that an audit put into the data."""
+    """Return the keys of the records that an audit put into the data."""
     path = Path(recipe.data.path).with_name(CANARIES_FILE)
     if not path.is_file():
         return set()
@@ -275,7 +275,7 @@ def _scores(model: Any, released: Released, rows: datasets.Dataset) -> TokenScor
 
 
 def _target_texts(released: Released, rows: datasets.Dataset) -> list[str]:
-    """What the target tokens of each record say."""
+    """Return the text of each record's target tokens."""
     texts: dict[int, str] = {}
     for number, labels in zip(rows[RECORD], rows["labels"], strict=True):
         targets = [label for label in labels[1:] if label != IGNORE]

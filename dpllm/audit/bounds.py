@@ -1,19 +1,19 @@
 """Lower bounds on ε from canaries that were included by coin flips.
 
-Place in the flow: scores and coins to the bounds that a verdict rests on. Nothing of a model is known here.
+Place in the flow: from scores and coins to the bounds that decide a verdict. No model is used here.
 
-Two situations. *One run*: m canaries, each included by an independent fair coin, one training run, a score per canary;
-nothing is assumed about how their scores depend on each other. *Independent runs*: one canary in each of n runs. Two
-kinds of claim are tested in each: the pair (ε, δ) of any mechanism, and the trade-off curve of a family of mechanisms
-(`dpllm.audit.families`), which says far more.
+There are two situations. *One run*: m canaries, each included by an independent fair coin, one training run, a score
+per canary; the scores may depend on each other in any way. *Independent runs*: one canary in each of n runs. In each,
+two kinds of claim are tested: the pair (ε, δ) of any mechanism, and the trade-off curve of a family of mechanisms
+(`dpllm.audit.families`), which shows far more.
 
 * one run, (ε, δ): Steinke, Nasr, Jagielski, arXiv:2305.08846, theorem 5.2;
 * one run, curve: Mahloujifar, Melis, Chaudhuri, arXiv:2410.22235;
 * independent runs, (ε, δ): Clopper-Pearson intervals as in Nasr et al., arXiv:2101.04535;
 * independent runs, curve: Nasr et al., arXiv:2302.07956.
 
-Whoever looks for the best of several thresholds finds one by chance, too. Here the numbers of guesses are a fixed
-ladder, the error is divided over everything that is tried, and `LowerBound.correction` says how.
+A search for the best of several thresholds also finds one by chance. Here the numbers of guesses form a fixed ladder,
+the error is divided over all tests, and `LowerBound.correction` states how.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from dpllm.privacy.accounting import History, epsilon
 
 CONFIDENCE = 0.95
 ONE_SIDED = (0.02, 0.05, 0.15, 0.5)
-"""Shares of the canaries that are guessed to be in: those with the highest scores."""
+"""Shares of the canaries that are guessed to be included: those with the highest scores."""
 TWO_SIDED = (0.05, 0.15, 0.4, 0.8)
-"""Shares of the canaries that are guessed: half of these, with the highest scores, in; half, with the lowest, out.
+"""Shares of the canaries that are guessed: the half with the highest scores as included, the other half as excluded.
 
-Not all of them: fair coins rarely fall on in for just half, and a perfect score shall be able to reach the ceiling."""
+No share is 1: fair coins rarely include exactly half, and perfect scores must be able to reach the ceiling."""
 FEWEST_CANARIES = 10
 CHOOSING_SHARE = 0.2
 """Share of the independent runs in which the threshold is chosen; the others test it."""
 _ANY_ORDER = 20261
-_Ladder = list[tuple[int, int]]  # numbers of guesses, and of those that are right
+_Ladder = list[tuple[int, int]]  # number of guesses, number of correct guesses
 
 
 class AuditError(ValueError):
-    """An audit that would say nothing, or something untrue; the message names what, where, and the remedy."""
+    """Error: an audit would prove nothing, or something untrue; the message names cause, place and remedy."""
 
 
 @dataclass(frozen=True)
 class LowerBound:
-    """What one method shows. All bounds of one call hold together, with the confidence asked for."""
+    """The lower bound of one method. All bounds of one call hold together, with the requested confidence."""
 
     method: str
-    """Which theorem."""
+    """Name of the method."""
     epsilon: float
-    """ε is at least this, at the δ that was given; 0: nothing was shown."""
+    """ε is at least this, at the given δ; 0: nothing was shown."""
     ceiling: float
-    """What the method would have shown of perfect scores of as many canaries."""
+    """The bound that the method would give for perfect scores of this many canaries."""
     num_guesses: int
-    """Guesses at the rung of the ladder that shows most."""
+    """Number of guesses at the best rung of the ladder."""
     num_correct: int
-    """Those of them that were right."""
+    """Number of correct guesses among them."""
     correction: str
     """How the error was divided."""
     refutes: bool = False
@@ -79,10 +79,10 @@ def one_run_bounds(
     history: History | None = None,
     tests: int = 1,
 ) -> list[LowerBound]:
-    """Return what one run shows: for the pair (ε, δ), and for a curve.
+    """Return the bounds from one run: for the pair (ε, δ), and for a curve.
 
     Guarantee: if the run is (ε, δ)-differentially private, and, for the second, its trade-off curve is the family's,
-    then all bounds are at most ε with probability ``confidence`` over the coins, whatever the scores.
+    then all bounds are at most ε with probability ``confidence`` over the coins, for any scores.
 
     Args:
         scores: (m,) the higher, the likelier the canary was included.
@@ -90,10 +90,10 @@ def one_run_bounds(
         delta: δ of the claim.
         confidence: of all bounds together.
         history: the steps of the run, whose curve is the claim; None: the Gaussian curve.
-        tests: how many further tests the same coins are used for; the error is divided by it.
+        tests: number of tests that use the same coins; the error is divided by it.
 
     Raises:
-        AuditError: too few canaries, coins that are all alike, or scores that are not numbers.
+        AuditError: too few canaries, coins that are all equal, or scores that are not numbers.
     """
     scores, included = checked(scores, included, delta, confidence)
     family = plan_family(history, delta) if history is not None else gaussian_family(delta)
@@ -116,20 +116,20 @@ def one_run_bounds(
     above = claim is not None and pair > claim
     bounds = [LowerBound("one run, (ε, δ)", pair, of_pair(perfect)[0], *rungs[best], how, above)]
     found, best = of_curve(rungs)
-    member = family.member(1.0)  # the claim itself, where there is one
+    member = family.member(1.0)  # the claim itself, if there is one
     refuted = claim is not None and any(_refuted_in_one_run(num, *rung, member, error) for rung in rungs)
     name = f"one run, curve of {family.name}"
     return [*bounds, LowerBound(name, found, of_curve(perfect)[0], *rungs[best], how, refuted)]
 
 
 class Claim:
-    """The ε of a history at δ, and whether scores refute it, without computing the bounds.
+    """A test of the ε of a history at δ, without computing the bounds.
 
     Args:
         history: the steps that are claimed.
         delta: δ of the claim.
         confidence: of all bounds together.
-        tests: how many tests the same coins are used for; the error is divided by it.
+        tests: number of tests that use the same coins; the error is divided by it.
     """
 
     def __init__(self, history: History, delta: float, confidence: float, tests: int) -> None:
@@ -171,9 +171,9 @@ def trial_bounds(
     history: History | None = None,
     tests: int = 1,
 ) -> list[LowerBound]:
-    """Return what independent runs show, with one canary in each: for the pair (ε, δ), and for a curve.
+    """Return the bounds from independent runs with one canary each: for the pair (ε, δ), and for a curve.
 
-    A fifth of the runs, the first ones, choose the threshold; the others test it.
+    The first fifth of the runs choose the threshold; the others test it.
 
     Guarantee: as for `one_run_bounds`, if the runs are independent.
 
@@ -183,10 +183,10 @@ def trial_bounds(
         delta: δ of the claim.
         confidence: of all bounds together.
         history: the steps of one run, whose curve is the claim; None: the Gaussian curve.
-        tests: how many further tests the same coins are used for; the error is divided by it.
+        tests: number of tests that use the same coins; the error is divided by it.
 
     Raises:
-        AuditError: too few runs, coins that are all alike, or scores that are not numbers.
+        AuditError: too few runs, coins that are all equal, or scores that are not numbers.
     """
     scores, included = checked(scores, included, delta, confidence)
     family = plan_family(history, delta) if history is not None else gaussian_family(delta)
@@ -217,11 +217,11 @@ def trial_bounds(
 
 
 def one_run_epsilon(num_canaries: int, num_guesses: int, num_correct: int, delta: float, error: float) -> float:
-    """Return the ε below which so many correct guesses would be too unlikely (arXiv:2305.08846, theorem 5.2).
+    """Return the ε below which this many correct guesses would be too unlikely (arXiv:2305.08846, theorem 5.2).
 
     Args:
         num_canaries: m.
-        num_guesses: r, fixed beforehand.
+        num_guesses: r, fixed in advance.
         num_correct: v.
         delta: δ.
         error: probability that the result is above ε.
@@ -242,7 +242,7 @@ def one_run_epsilon(num_canaries: int, num_guesses: int, num_correct: int, delta
 
 
 def _one_run_p_value(num_canaries: int, num_guesses: int, num_correct: int, at: float, delta: float) -> float:
-    """P[Bin(r, e^ε/(1+e^ε)) >= v] + 2 m δ max_i P[v - i <= Bin < v] / i."""
+    """Return P[Bin(r, e^ε/(1+e^ε)) >= v] + 2 m δ max_i P[v - i <= Bin < v] / i."""
     accuracy = special.expit(at)
     above = stats.binom.sf(num_correct - 1, num_guesses, accuracy)
     if delta == 0 or num_correct == 0:
@@ -253,13 +253,13 @@ def _one_run_p_value(num_canaries: int, num_guesses: int, num_correct: int, at: 
 
 
 def one_run_curve_epsilon(num_canaries: int, ladder: _Ladder, family: Family, error: float) -> tuple[float, int]:
-    """Return ε of the most leaking member of a family that some rung refutes (arXiv:2410.22235), and which rung.
+    """Return ε of the most leaking member of a family that a rung refutes (arXiv:2410.22235), and the rung's number.
 
     Args:
         num_canaries: m.
-        ladder: numbers of guesses, fixed beforehand, and how many of them were right.
+        ladder: numbers of guesses, fixed in advance, and the numbers of correct ones.
         family: the mechanisms.
-        error: of each rung, the probability that it refutes the true mechanism.
+        error: the probability, for each rung, that it refutes the true mechanism.
 
     >>> from dpllm.audit.families import gaussian_family
     >>> round(one_run_curve_epsilon(1000, [(1000, 1000)], gaussian_family(1e-5), 0.05)[0], 2)
@@ -279,18 +279,18 @@ def one_run_curve_epsilon(num_canaries: int, ladder: _Ladder, family: Family, er
 
 
 def _refuted_in_one_run(num_canaries: int, num_guesses: int, num_correct: int, member: Member, error: float) -> bool:
-    """Whether so many correct guesses have a probability below ``error``.
+    """Return whether this many correct guesses have a probability below ``error``.
 
-    Suppose they had just that. ``right`` and ``wrong`` bound the mass of canaries guessed rightly and wrongly in the
-    event that at least so many guesses are right; going down one correct guess at a time, the curve bounds how much
-    mass the next event must have at least. They can't add up to more than all guesses.
+    Suppose that their probability is exactly ``error``. ``right`` and ``wrong`` bound the mass of canaries guessed
+    correctly and wrongly in the event that at least this many guesses are correct. Going down one correct guess at a
+    time, the curve gives the least mass of the next event. The masses cannot add up to more than all guesses.
     """
     right = error * num_correct / num_canaries
     wrong = error * (num_guesses - num_correct) / num_canaries
     for below in range(num_correct - 1, -1, -1):
         least = max(wrong, member.least_fpr(right))
         if least == wrong:
-            break  # neither changes any more
+            break  # both are constant from here on
         right = min(right + below / (num_guesses - below) * (least - wrong), 1.0)
         wrong = least
     return right + wrong > num_guesses / num_canaries
@@ -299,32 +299,32 @@ def _refuted_in_one_run(num_canaries: int, num_guesses: int, num_correct: int, m
 def checked(
     scores: NDArray[np.float64], included: NDArray[np.bool_], delta: float, confidence: float
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return scores and coins as arrays.
+    """Return scores and coins as arrays, after checking them.
 
     Raises:
-        AuditError: they can't be audited.
+        AuditError: they cannot be audited.
     """
     scores, coins = np.asarray(scores, dtype=np.float64), np.asarray(included)
     if scores.ndim != 1 or coins.shape != scores.shape:
-        raise AuditError(f"one score and one coin per canary are needed, got shapes {scores.shape} and {coins.shape}")
+        raise AuditError(f"each canary needs one score and one coin, got shapes {scores.shape} and {coins.shape}")
     if coins.dtype != np.bool_:
         raise AuditError(f"the coins must be true or false, got {coins.dtype}: give whether each canary was included")
     if not 0 < delta < 1 or not 0 < confidence < 1:
-        raise AuditError(f"delta and confidence lie between 0 and 1, got {delta} and {confidence}")
+        raise AuditError(f"delta and confidence must be between 0 and 1, got {delta} and {confidence}")
     if not np.isfinite(scores).all():
         raise AuditError(
             f"{int((~np.isfinite(scores)).sum())} of {len(scores)} scores are not finite: the model overflows on these "
-            "canaries; score them in float32, or make others"
+            "canaries; score them in float32, or make other canaries"
         )
     if len(scores) < FEWEST_CANARIES:
         raise AuditError(
-            f"{len(scores)} canaries can't show anything: of perfect scores the bound would be "
+            f"{len(scores)} canaries cannot show anything: even with perfect scores the bound would be "
             f"{_ceiling_of_few(len(scores), delta, confidence):.2f}. Take at least {FEWEST_CANARIES}, better 1000"
         )
     if coins.all() or not coins.any():
         raise AuditError(
-            "all canaries were included, or none: include each by a fair coin of its own (`dpllm audit prepare`), so "
-            "that there is something to tell apart"
+            "all canaries were included, or none, so there is nothing to distinguish: include each canary by its own "
+            "fair coin (`dpllm audit prepare`)"
         )
     return scores, coins
 
@@ -334,7 +334,7 @@ def _ceiling_of_few(num: int, delta: float, confidence: float) -> float:
 
 
 def _ladder(scores: NDArray[np.float64], included: NDArray[np.bool_]) -> _Ladder:
-    """Numbers of guesses and of correct ones, for shares fixed beforehand; ties are broken without the coins."""
+    """Return the numbers of guesses and of correct ones, for fixed shares; ties are broken without the coins."""
     num = len(scores)
     shuffled = np.random.default_rng(_ANY_ORDER).permutation(num)
     truth = included[shuffled][np.argsort(-scores[shuffled], kind="stable")]
@@ -355,7 +355,7 @@ def _correction(parts: int, of_what: str, tests: int) -> str:
 
 
 def _best_threshold(scores: NDArray[np.float64], included: NDArray[np.bool_]) -> float:
-    """The threshold of the scores at which estimates of the rates tell most, with a pseudo-count in each cell."""
+    """Return the score threshold whose estimated rates show most, with a pseudo-count in each cell."""
     candidates = np.quantile(scores, np.linspace(0.02, 0.98, 97))
     said_in = scores[None, :] > candidates[:, None]
     num_in, num_out = included.sum() + 2, (~included).sum() + 2
@@ -366,12 +366,12 @@ def _best_threshold(scores: NDArray[np.float64], included: NDArray[np.bool_]) ->
 
 
 def _density(rate: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of the normal distribution at the quantile of a rate."""
+    """Return the density of the normal distribution at the quantile of a rate."""
     return np.exp(-(special.ndtri(rate) ** 2) / 2) / math.sqrt(2 * math.pi)
 
 
 def _rate_bounds(said_in: NDArray[np.bool_], truth: NDArray[np.bool_], error: float) -> tuple[float, float]:
-    """Clopper-Pearson's smallest true and largest false positive rate, each with half of the error."""
+    """Return Clopper-Pearson's smallest true and largest false positive rate, each with half of the error."""
     found, accused = int((said_in & truth).sum()), int((said_in & ~truth).sum())
     num_in, num_out = int(truth.sum()), int((~truth).sum())
     low = stats.beta.ppf(error / 2, found, num_in - found + 1) if found else 0.0
@@ -380,7 +380,10 @@ def _rate_bounds(said_in: NDArray[np.bool_], truth: NDArray[np.bool_], error: fl
 
 
 def _epsilon_of_rates(tpr: float, fpr: float, delta: float) -> float:
-    """From tpr <= exp(ε) fpr + δ and 1 - fpr <= exp(ε) (1 - tpr) + δ (Kairouz, Oh, Viswanath, arXiv:1311.0776)."""
+    """Return the least ε with tpr <= exp(ε) fpr + δ and 1 - fpr <= exp(ε) (1 - tpr) + δ.
+
+    Reference: Kairouz, Oh, Viswanath, arXiv:1311.0776.
+    """
     ratios = [(hit - delta) / miss for hit, miss in ((tpr, fpr), (1 - fpr, 1 - tpr)) if hit > delta]
     return max([0.0, *(math.log(ratio) for ratio in ratios if ratio > 1)])
 

@@ -1,13 +1,13 @@
-"""Canaries: what was made for an audit, which of it entered the data, and the proof that nobody changed that since.
+"""Canaries of an audit: their texts, the coins that included them, and a hash that proves that neither was changed.
 
 Place in the flow: `dpllm.audit.prepare` makes a `CanarySet` and saves it as ``canaries.json``, a secret until the
 audit; `dpllm.audit.run` reads it back after the training. A canary is one privacy unit: one record, or the records of
-one new user. Each enters by a fair coin of its own, which is what the one-run bounds rest on (Steinke, Nasr, Jagielski,
+one new user. Each is included by its own fair coin, as the one-run bounds require (Steinke, Nasr, Jagielski,
 arXiv:2305.08846).
 
-The file carries a hash of everything in it, and the data file is named by that hash, so the recipe of the run commits
-to texts, order and coins before anything is trained. The data file holds what was included and nothing else of the
-canaries; both are checked before a score is computed.
+The file carries a hash of its whole contents, and the name of the data file contains that hash. So the recipe of the
+run commits to texts, order and coins before the training. The data file holds only the included canaries; both facts
+are checked before a score is computed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FORMATS = ("text", "prompt_completion", "chat")
 """Formats of records that a canary can have."""
 
 READ_TOGETHER = 10_000
-"""Records looked at together."""
+"""Number of records read at a time."""
 
 _FORMAT = 1
 _NAME_LENGTH = 12  # characters of the hash in the name of the data file
-_IMPLAUSIBLE = 1e-6  # probability below which coins weren't fair
+_IMPLAUSIBLE = 1e-6  # probability below which coins were not fair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class Canary:
     """One privacy unit that was made for the audit."""
 
     records: tuple[tuple[str, str], ...]
-    """What its records say: a prefix, which is not scored, and what is."""
+    """(prefix, text) of each record; the prefix is not scored, the text is."""
     user: str | int | None = None
-    """The new user whose records these are; None at sequence level."""
+    """The new user who owns these records; None at sequence level."""
     included: bool = False
     """The coin: whether it entered the data."""
 
@@ -60,13 +60,13 @@ class CanarySet:
     canaries: tuple[Canary, ...]
     """(m,) in secret order."""
     candidates: tuple[Canary, ...] = ()
-    """More of the same kind that never had a coin: the reference of exposure."""
+    """Further texts of the same kind that never had a coin: the reference of exposure."""
     kind: str
     """How the texts were made."""
     unit: str
     """"sequence" or "user"."""
     repetitions: int = 1
-    """How often each record of an included canary stands in the data."""
+    """How often each record of an included canary is in the data."""
     delta: float
     """δ of the recipe for these data."""
     num_units: int
@@ -74,11 +74,11 @@ class CanarySet:
     data_sha256: str
     """Hash of the data file."""
     recipe: dict[str, Any] = field(default_factory=dict)
-    """The recipe that trains on the data, its `data.path` left out: that is named by the hash of all this."""
+    """The recipe that trains on the data, without its `data.path`, which contains the hash of this set."""
     created_at: str
-    """When, in UTC."""
+    """Time of creation, in UTC."""
     nonce: str
-    """256 random bits, so that the hash, which stands in a file name, tells nothing."""
+    """256 random bits, so that the hash, which is part of a file name, reveals nothing."""
 
     @property
     def hash(self) -> str:
@@ -97,7 +97,7 @@ class CanarySet:
 
     @property
     def data(self) -> DataConfig:
-        """How a record of the data becomes rows; its path is the name of the data file alone."""
+        """The data section that turns records into rows; its path is only the name of the data file."""
         return DataConfig(**{**self.recipe["data"], "path": self.data_name})
 
     @property
@@ -107,10 +107,10 @@ class CanarySet:
         return column
 
     def save(self, path: str | Path) -> None:
-        """Write the file, for its owner's eyes alone (mode 0600).
+        """Write the file, readable only by its owner (mode 0600).
 
         Raises:
-            FileExistsError: there is one.
+            FileExistsError: the file exists.
         """
         text = json.dumps({**self._body(), "hash": self.hash}, indent=1, ensure_ascii=False)
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
@@ -121,14 +121,14 @@ class CanarySet:
         """Read a file that `save` wrote.
 
         Raises:
-            AuditError: it can't be read, is no such file, was edited, or says that the canaries were not included by
-                coin flips.
+            AuditError: it cannot be read, is another kind of file, was edited, or states that the canaries were not
+                included by coin flips.
         """
         try:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise AuditError(
-                f"{path} can't be read ({error.strerror}): give the file of `dpllm audit prepare`"
+                f"{path} cannot be read ({error.strerror}): give the file of `dpllm audit prepare`"
             ) from error
         except ValueError as error:
             raise AuditError(f"{path} is not JSON ({error})") from error
@@ -140,12 +140,12 @@ class CanarySet:
             made = cls._from_body(raw)
         except (KeyError, TypeError, ValueError) as error:
             raise AuditError(
-                f"{path} lacks what `dpllm audit prepare` writes: {error}. Restore it from a copy"
+                f"{path} lacks a field that `dpllm audit prepare` writes: {error}. Restore it from a copy"
             ) from error
         if made.hash != stored:
             raise AuditError(
-                f"{path} was edited: texts, order or coins don't fit its hash. Scores judged by other coins than those "
-                "that were flipped say nothing; restore the file from a copy"
+                f"{path} was edited: its texts, order or coins do not match its hash. Scores are meaningless with "
+                "other coins than those that were flipped; restore the file from a copy"
             )
         return made
 
@@ -166,18 +166,18 @@ class CanarySet:
 
 
 def _check_coins(path: str | Path, raw: Mapping[str, Any]) -> None:
-    """Raise unless every canary has a coin, and the coins look like coins."""
+    """Raise unless every canary has a coin, and the coins look fair."""
     if raw.get("inclusion") != COIN_FLIPS:
         raise AuditError(
-            f"{path} says that the canaries were included by {raw.get('inclusion')!r}. The bound holds for "
+            f"{path} states that the canaries were included by {raw.get('inclusion')!r}. The bound holds for "
             f"{COIN_FLIPS} (arXiv:2305.08846), not for a fixed number or a choice: prepare an "
             "audit with `dpllm audit prepare`"
         )
     for number, item in enumerate(raw["canaries"]):
         if not isinstance(item, dict) or not isinstance(item.get("included"), bool):
             raise AuditError(
-                f"{path}: canary {number} has no coin (included: true or false), so nobody knows whether it was in the "
-                "data. Restore the file from a copy"
+                f"{path}: canary {number} has no coin (included: true or false), so it is unknown whether it was in "
+                "the data. Restore the file from a copy"
             )
     num, num_in = len(raw["canaries"]), sum(item["included"] for item in raw["canaries"])
     if num == 0:
@@ -185,15 +185,15 @@ def _check_coins(path: str | Path, raw: Mapping[str, Any]) -> None:
     if stats.binomtest(num_in, num, 0.5).pvalue < _IMPLAUSIBLE:
         raise AuditError(
             f"{path}: {num_in} of {num} canaries were included, which fair coins give in less than one case in "
-            f"{1 / _IMPLAUSIBLE:,.0f}. Include each by a fair coin of its own: `dpllm audit prepare` does"
+            f"{1 / _IMPLAUSIBLE:,.0f}. Include each canary by its own fair coin: `dpllm audit prepare` does this"
         )
 
 
 def record_of(prefix: str, text: str, config: DataConfig) -> dict[str, Any]:
-    """Return a record in the format of the data: the prefix is its prompt, where there is one.
+    """Return a record in the format of the data; in formats with a prompt, the prefix is the prompt.
 
     Raises:
-        AuditError: the format has no place for a text that a model learns to write.
+        AuditError: the format has no text that a model learns to write.
 
     >>> record_of("Say:", "xyzzy", DataConfig(path="x", max_length=8, format="prompt_completion"))
     {'prompt': 'Say:', 'completion': 'xyzzy'}
@@ -206,13 +206,13 @@ def record_of(prefix: str, text: str, config: DataConfig) -> dict[str, Any]:
         turns = [{"role": "user", "content": prefix}, {"role": "assistant", "content": text}]
         return {config.messages_column: turns}
     raise AuditError(
-        f"data.format={config.format!r} can't hold a canary: a model of records of the formats {', '.join(FORMATS)} "
-        "gives a text a probability, and that is what is audited"
+        f"data.format={config.format!r} cannot hold a canary: the audit needs the probability of a text, which only "
+        f"models of the formats {', '.join(FORMATS)} give"
     )
 
 
 def key_of(record: Mapping[str, Any], config: DataConfig, unit_column: str | None) -> tuple[Any, ...]:
-    """Return what tells a record from others: its texts, and its user."""
+    """Return the key that identifies a record: its texts, and its user."""
     user = record[unit_column] if unit_column else None
     if config.format == "chat":
         return (*((turn["role"], turn["content"]) for turn in record[config.messages_column]), user)
@@ -220,7 +220,7 @@ def key_of(record: Mapping[str, Any], config: DataConfig, unit_column: str | Non
 
 
 def key_columns(config: DataConfig, unit_column: str | None) -> list[str]:
-    """Return the columns that a record's key is made of."""
+    """Return the columns that form a record's key."""
     return [*record_of("", "", config), *([unit_column] if unit_column else [])]
 
 
@@ -230,11 +230,11 @@ def count_records(
     config: DataConfig,
     unit_column: str | None,
 ) -> Counter[tuple[Any, ...]]:
-    """Return how often each of the wanted keys stands in the data.
+    """Return how often each of the wanted keys is in the data.
 
     Args:
-        batches: records, each batch as columns, those of `key_columns` at least.
-        wanted: keys, as `key_of` makes them.
+        batches: records, each batch as columns, which include those of `key_columns`.
+        wanted: keys in the form of `key_of`.
         config: the format of the records.
         unit_column: the column of the user's id; None where it is not part of the keys.
     """
@@ -248,16 +248,16 @@ def count_records(
 
 
 def check_data(made: CanarySet, folder: str | Path) -> None:
-    """Make sure that the data beside ``canaries.json`` are those that the coins decided about.
+    """Make sure that the data beside ``canaries.json`` match the coins.
 
     Raises:
-        AuditError: the data file is missing or another one, an included canary isn't in it, or an excluded one is.
+        AuditError: the data file is missing or was replaced, an included canary is not in it, or an excluded one is.
     """
     path = Path(folder) / made.data_name
     if not path.is_file():
         raise AuditError(
             f"{path} is missing: its name is part of the hash of {CANARIES_FILE}. Either the file was moved, or the "
-            f"coins were changed after the data had been written. Put both as `dpllm audit prepare` left them"
+            f"coins were changed after the data had been written. Restore both files of `dpllm audit prepare`"
         )
     if file_hash(path) != made.data_sha256:
         raise AuditError(f"{path} is not the file that {CANARIES_FILE} was made with: restore it from a copy")
@@ -271,18 +271,19 @@ def check_data(made: CanarySet, folder: str | Path) -> None:
         expected = made.repetitions if canary.included else 0
         if any(found[key] != expected for key in own):
             raise AuditError(
-                f"canary {number} was {'included' if canary.included else 'left out'} by its coin, and {path} says "
-                "otherwise: coins and data are not of the same audit, or labels were swapped. Prepare the audit anew"
+                f"canary {number} was {'included' if canary.included else 'left out'} by its coin, but {path} "
+                "contradicts it: coins and data are not of the same audit, or labels were swapped. Prepare the audit "
+                "again"
             )
 
 
 def canary_keys(canary: Canary, config: DataConfig, unit_column: str | None) -> list[tuple[Any, ...]]:
-    """Return the keys of a canary's records, one each."""
+    """Return the keys of a canary's records, one per record."""
     user = {unit_column: canary.user} if unit_column else {}
     return [key_of({**record_of(*record, config), **user}, config, unit_column) for record in canary.records]
 
 
 def file_hash(path: str | Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

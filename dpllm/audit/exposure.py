@@ -1,8 +1,9 @@
-"""Exposure: how far a canary stands out from texts like it that the model never saw.
+"""Exposure: how much higher a canary scores than similar texts that the model never saw.
 
-Place in the flow: beside the bounds, from the same scores. Exposure is no bound on ε; it says in bits what memorisation
-would save somebody who tries such texts one after the other (Carlini, Liu, Erlingsson, Kos, Song, arXiv:1802.08232).
-Half of the canaries of an audit were left out by coin flips and more were never in: they are the reference.
+Place in the flow: beside the bounds, from the same scores. Exposure is not a bound on ε; it measures in bits how much
+memorisation helps somebody who tries such texts one after the other (Carlini, Liu, Erlingsson, Kos, Song,
+arXiv:1802.08232). About half of the canaries of an audit were left out by coin flips, and the candidates were never in:
+they are the reference.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dpllm.audit.bounds import AuditError
 
 Floats = NDArray[np.float64]
 FEWEST_REFERENCE = 10
-"""With fewer texts to compare with, no exposure is stated."""
+"""Smallest number of reference texts for which exposure is stated."""
 _FAR = -300.0
 
 
@@ -28,17 +29,17 @@ class Exposure:
     """Exposure of the included canaries, in bits."""
 
     num_reference: int
-    """Texts of the same kind that were not in the data."""
+    """Number of texts of the same kind that were not in the data."""
     most_by_rank: float
-    """The largest exposure that a rank among so many can show."""
+    """The largest exposure that a rank among this many texts can show."""
     median_by_rank: float
-    """Of the included canaries; 1 is what texts that were never seen have."""
+    """Median of the included canaries; for texts that were never seen it is 1."""
     max_by_rank: float
-    """Of the canary that stands out most."""
+    """Largest exposure of an included canary."""
     median_extrapolated: float
-    """By the skew-normal distribution of the reference, which has no largest value."""
+    """Median by the skew-normal distribution of the reference, which has no largest value."""
     max_extrapolated: float
-    """Of the canary that stands out most."""
+    """Largest extrapolated exposure of an included canary."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -67,7 +68,7 @@ def exposure(included: Floats, reference: Floats) -> Exposure:
     1.0
     """
     if len(included) == 0:
-        raise AuditError("no canary was included, so there is none whose exposure could be stated")
+        raise AuditError("no canary was included, so no exposure can be stated")
     by_rank = exposure_by_rank(included, reference)
     extrapolated = exposure_extrapolated(included, reference)
     return Exposure(
@@ -81,16 +82,16 @@ def exposure(included: Floats, reference: Floats) -> Exposure:
 
 
 def exposure_by_rank(scores: Floats, reference: Floats) -> Floats:
-    """Return log2 of the number of texts over the canary's rank among them, itself among both: (n,).
+    """Return log2 of the number of texts over the canary's rank among them, the canary counted in both: (n,).
 
-    Of texts with the canary's own score, half stand before it.
+    Half of the texts with the canary's own score rank before it.
 
     Args:
-        scores: (n,) the canaries'.
-        reference: (r,) the others'.
+        scores: (n,) scores of the canaries.
+        reference: (r,) scores of the other texts.
 
     Raises:
-        AuditError: too few to compare with.
+        AuditError: too few reference texts.
 
     >>> exposure_by_rank(np.array([99.0, -1.0]), np.arange(15.0)).round(2).tolist()
     [4.0, 0.0]
@@ -103,31 +104,31 @@ def exposure_by_rank(scores: Floats, reference: Floats) -> Floats:
 
 
 def exposure_extrapolated(scores: Floats, reference: Floats) -> Floats:
-    """Return minus log2 of the probability that a text like them scores as high or higher: (n,).
+    """Return minus log2 of the probability that a reference text scores as high or higher: (n,).
 
-    That probability comes from a skew-normal distribution fitted to the reference, and so goes beyond any rank: an
-    estimate, whose tail nobody has seen.
+    The probability comes from a skew-normal distribution fitted to the reference, so it can exceed any rank. It is an
+    estimate: its tail is extrapolated.
 
     Args:
-        scores: (n,) the canaries'.
-        reference: (r,) the others'.
+        scores: (n,) scores of the canaries.
+        reference: (r,) scores of the other texts.
 
     Raises:
-        AuditError: too few to compare with, or all of them alike.
+        AuditError: too few reference texts, or all have the same score.
     """
     values = _checked(reference)
     centre, spread = float(values.mean()), float(values.std())
     if spread < 1e-12 * max(1.0, abs(centre)):
-        raise AuditError("all texts to compare with have the same score, so nothing can stand out among them")
+        raise AuditError("all reference texts have the same score, so no exposure can be stated")
     shape, location, scale = stats.skewnorm.fit((values - centre) / spread)
     standard = ((np.asarray(scores, dtype=np.float64) - centre) / spread - location) / scale
     return np.asarray(-_log_survival(standard, float(shape)) / math.log(2), dtype=np.float64)
 
 
 def _log_survival(z: Floats, shape: float) -> Floats:
-    """Return log P[Z > z] of the standard skew-normal law, also where the probability is too small to hold.
+    """Return log P[Z > z] of the standard skew-normal law, also where the probability underflows.
 
-    Far out the density falls off exponentially at a rate that hardly changes, its logarithm's slope.
+    Far out, the density falls exponentially at a nearly constant rate, the slope of its logarithm.
     """
     with np.errstate(divide="ignore"):
         near = np.log(stats.skewnorm.sf(z, shape))
@@ -143,9 +144,9 @@ def _checked(reference: Floats) -> Floats:
     values = np.asarray(reference, dtype=np.float64)
     if len(values) < FEWEST_REFERENCE:
         raise AuditError(
-            f"exposure compares with texts that were not in the data, and there are {len(values)}: at least "
+            f"exposure compares with texts that were not in the data, but there are only {len(values)}: at least "
             f"{FEWEST_REFERENCE} are needed (`dpllm audit prepare --candidates`)"
         )
     if not np.isfinite(values).all():
-        raise AuditError("a text to compare with has a score that is not finite: score in float32")
+        raise AuditError("a reference text has a score that is not finite: score in float32")
     return values

@@ -1,15 +1,15 @@
-"""Extraction: what a model writes that stands word for word in its training data.
+"""Extraction: text of a model that is word for word in its training data.
 
 Place in the flow: beside `membership`. Two measures:
 
-* *Samples*: the model writes by itself, after prompts, or after one word many times over (the divergence attack of Nasr
-  et al., arXiv:2311.17035); spans of n tokens that stand in the training rows are counted. Spans that stand in held-out
-  text as well are counted apart, and so are those that stand in held-out text alone: what a model of the language
-  writes anyway. Only an excess over these is memory.
+* *Samples*: the model writes without a prompt, after prompts, or after one word repeated many times (the divergence
+  attack of Nasr et al., arXiv:2311.17035); spans of n tokens that are in the training rows are counted. Spans that are
+  also in held-out text are counted separately, and so are those that are only in held-out text: any model of the
+  language writes them. Only an excess over these is memory.
 * *Prefixes*: the model continues the beginning of a record (discoverable memorisation; Carlini et al.,
-  arXiv:2202.07646). How often the next n tokens are the record's own, for records that were trained on and for others.
+  arXiv:2202.07646). Counted is how often the next n tokens are the record's own, for members and for non-members.
 
-A private model can write training spans, too: those that many records share.
+A private model can also write training spans: those that many records share.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _BATCH = 50  # prompts that are continued together
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractionSettings:
-    """How text is drawn from the model, and what counts as verbatim."""
+    """How text is sampled from the model, and the length of a verbatim span."""
 
     num_samples: int = 200
     """Samples per kind of prompt."""
     new_tokens: int = 64
-    """Tokens of a sample at most."""
+    """Largest number of tokens of a sample."""
     span: int = 20
-    """n: tokens in a row that count as verbatim."""
+    """n: number of consecutive tokens that count as verbatim."""
     prefix: int = 10
-    """Target tokens of a record that the model is given before it continues."""
+    """Number of target tokens of a record that the model is given before it continues."""
     temperature: float = 1.0
-    """Of sampling; prefixes are continued greedily."""
+    """Temperature of sampling; prefixes are continued greedily."""
     top_k: int = 40
-    """Sample among the likeliest so many tokens, as Carlini et al. (arXiv:2012.07805) do; 0: among all."""
+    """Sample among this many likeliest tokens, as Carlini et al. (arXiv:2012.07805) do; 0: among all."""
     word: str = "company"
     """The word that is repeated."""
     repeats: int = 50
-    """How often."""
+    """How often it is repeated."""
     seed: int = 0
-    """Of the samples."""
+    """Seed of the samples."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -63,7 +63,7 @@ class ExtractionSettings:
                 raise ConfigError(f"{name} of the extraction must be at least 1, got {getattr(self, name)}")
         if self.prefix < 0 or self.top_k < 0 or not 0 < self.temperature < math.inf:
             raise ConfigError(
-                "prefix and top_k of the extraction can't be negative, and temperature must be above 0, got "
+                "prefix and top_k of the extraction cannot be negative, and temperature must be above 0, got "
                 f"{self.prefix}, {self.top_k} and {self.temperature}"
             )
         if self.new_tokens < self.span or not self.word.strip():
@@ -74,7 +74,7 @@ class ExtractionSettings:
 
 
 class SpanIndex:
-    """All spans of n tokens of some rows; none reaches from one row into another.
+    """All spans of n tokens of some rows; no span crosses from one row into another.
 
     Args:
         rows: token ids of each row.
@@ -101,7 +101,7 @@ class SpanIndex:
         return len(self._hash)
 
     def find(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
-        """Return for each span of some text, (T - n + 1,), whether it stands in a row."""
+        """Return for each span of a text, (T - n + 1,), whether it is in a row."""
         given = np.asarray(tokens, dtype=np.int64)
         hashes = self._hashes(given)
         if len(hashes) == 0 or len(self) == 0:
@@ -109,7 +109,7 @@ class SpanIndex:
         place = np.minimum(np.searchsorted(self._hash, hashes), len(self) - 1)
         found = self._hash[place] == hashes
         offsets = np.arange(self.span)
-        for number in np.flatnonzero(found):  # equal hashes are looked at token by token
+        for number in np.flatnonzero(found):  # equal hashes are compared token by token
             start = self._start[place[number]]
             found[number] = bool((self._tokens[start + offsets] == given[number + offsets]).all())
         return found
@@ -126,24 +126,24 @@ class SpanIndex:
 
 @dataclass(frozen=True)
 class SampleHits:
-    """Verbatim spans in what the model wrote after one kind of prompt."""
+    """Verbatim spans in the model's text after one kind of prompt."""
 
     prompts: str
-    """Which prompts."""
+    """The kind of prompt."""
     num_samples: int
-    """How many texts were sampled."""
+    """Number of texts sampled."""
     num_tokens: int
-    """Their tokens together."""
+    """Total number of their tokens."""
     samples: int
-    """Samples with a span that stands in training rows and in no held-out row."""
+    """Number of samples with a span that is in a training row and in no held-out row."""
     training: int
-    """Different spans that stand in training rows and in no held-out row."""
+    """Number of different spans that are in training rows and in no held-out row."""
     both: int
-    """Different spans that stand in both."""
+    """Number of different spans that are in both."""
     thinned: int
-    """Those of `training` that stand in as many training rows, drawn at random, as there are held-out ones."""
+    """Those of `training` that are in a random subset of the training rows, as large as the held-out rows."""
     held_out: int
-    """Different spans that stand in held-out rows alone: what is written verbatim without having been seen. Compare
+    """Number of different spans that are only in held-out rows: written verbatim without having been seen. Compare
     with `thinned`."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,11 +156,11 @@ class PrefixHits:
     """Records that the model continued word for word."""
 
     records: str
-    """Which records: "members" or "non-members"."""
+    """The kind of records: "members" or "non-members"."""
     num_records: int
-    """Records that are long enough."""
+    """Number of records that are long enough."""
     continued: int
-    """Those whose next n target tokens the model wrote, greedily."""
+    """Number of records whose next n target tokens the model wrote by greedy decoding."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -174,9 +174,9 @@ def sample_hits(
 
     Args:
         prompts: name of the kind of prompt.
-        texts: token ids that the model wrote, the prompts left out.
+        texts: token ids that the model wrote, without the prompts.
         training: spans of the training rows.
-        thinned: spans of some of them.
+        thinned: spans of a subset of them.
         held_out: spans of held-out text.
 
     >>> held_out = SpanIndex([[3, 4, 5]], span=2)
@@ -211,18 +211,18 @@ def sampled_extraction(
 ) -> list[SampleHits]:
     """Sample after each kind of prompt and count verbatim spans.
 
-    The kinds: nothing but the token that begins a text; the prompts of training records and of held-out ones, where
-    records have any; one word many times over.
+    The kinds are: only the token that begins a text; the prompts of training records and of held-out ones, if records
+    have prompts; one word repeated many times.
 
     Args:
         model: a causal language model, on its device.
         tokenizer: its own.
         training: tokenized rows that were trained on.
         held_out: tokenized rows that were not.
-        settings: how.
+        settings: settings of the extraction.
 
     Raises:
-        AuditError: the tokenizer has no token to begin with; the model has no room for a span.
+        AuditError: the tokenizer has no token to begin with; the model's context is too short for a span.
     """
     rng = np.random.default_rng(settings.seed)
     some = training.select(np.sort(rng.permutation(len(training))[: len(held_out)]))
@@ -244,7 +244,8 @@ def _prompts(
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if begin is None:
         raise AuditError(
-            "the tokenizer has neither a beginning nor an end token, so nothing can be sampled from nothing"
+            "the tokenizer has neither a beginning nor an end token, so the model cannot write without a prompt. Set "
+            "its bos_token or eos_token"
         )
     kinds = {"nothing": [[int(begin)]] * settings.num_samples}
     for name, rows in (("training prompts", training), ("held-out prompts", held_out)):
@@ -266,7 +267,7 @@ def prefix_extraction(
     rows_of: Mapping[str, datasets.Dataset],
     settings: ExtractionSettings,
 ) -> list[PrefixHits]:
-    """Give the model the prompt of a record and its first target tokens, and compare what it writes with the record.
+    """Give the model the prompt of a record and its first target tokens, and compare its text with the record.
 
     Args:
         model: a causal language model, on its device.
@@ -289,7 +290,7 @@ def prefix_extraction(
 
 
 def _first_target(labels: Sequence[int]) -> int:
-    """Place of the first token that is predicted; the first of a row never is."""
+    """Return the position of the first token that is predicted; the first token of a row never is."""
     return next((place for place, label in enumerate(labels) if place > 0 and label != IGNORE), len(labels))
 
 
@@ -306,17 +307,17 @@ def continuations(
     Args:
         model: a causal language model, on its device.
         tokenizer: its own.
-        prompts: token ids. What is too long for the model loses its beginning.
-        new_tokens: tokens of a continuation at most.
-        least: tokens that must fit after a prompt.
+        prompts: token ids. A prompt that is too long for the model loses its beginning.
+        new_tokens: largest number of tokens of a continuation.
+        least: number of tokens that must fit after a prompt.
         sampling: temperature, top-k and seed; None: always the likeliest token.
 
     Raises:
-        AuditError: the model's context has no room for a prompt token and `least` tokens.
+        AuditError: the model's context is too short for a prompt token and `least` tokens.
     """
     context = getattr(model.config, "max_position_embeddings", None) or new_tokens + max(map(len, prompts), default=1)
     if context <= least:
-        raise AuditError(f"the model's context of {context} tokens has no room for a span of {least}: lower the span")
+        raise AuditError(f"the model's context of {context} tokens is too short for a span of {least}: lower the span")
     new_tokens = min(new_tokens, max(least, context - max(map(len, prompts), default=1)))
     choose: dict[str, Any] = {"do_sample": False}
     if sampling is not None:
@@ -326,7 +327,7 @@ def continuations(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
-        repetition_penalty=1.0,  # whatever the model's own settings say: what is asked is what it remembers
+        repetition_penalty=1.0,  # ignore the model's own setting, to measure its memory
         **choose,
     )
     short = [list(prompt[-(context - new_tokens) :]) for prompt in prompts]

@@ -1,12 +1,12 @@
-"""The mechanisms that a claim may be about, ordered by how much they leak.
+"""Families of mechanisms that contain a claim, ordered by how much they leak.
 
-Place in the flow: the first of the audit's statistics. A bound on ε from a trade-off curve asks: which is the most
-leaking mechanism that the observations refute? That needs a family of mechanisms, of which the claimed one is a member:
+Place in the flow: the first of the audit's statistics. To bound ε from a trade-off curve, the audit finds the most
+leaking mechanism that the observations refute. This needs a family of mechanisms that contains the claimed one:
 
-* `plan_family`: the steps of a run with their noise multiplied by a factor. The claim itself has the factor 1, so that
-  the claim is refuted exactly when its own trade-off curve is. The curve comes from the accountant.
-* `gaussian_family`: Gaussian mechanisms, μ-GDP (Dong, Roth, Su, arXiv:1905.02383). For a model of which no step is
-  known, and what the literature compares.
+* `plan_family`: the steps of a run with their noise multiplied by a factor. The claim itself has the factor 1, so the
+  claim is refuted exactly when its own trade-off curve is. The curve comes from the accountant.
+* `gaussian_family`: Gaussian mechanisms, μ-GDP (Dong, Roth, Su, arXiv:1905.02383). It is used for a model whose steps
+  are unknown, and it is the usual comparison in the literature.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_EPSILON = 50.0
 
 _LOSSES = np.concatenate(([0.0], np.geomspace(1e-3, 60.0, 400)))
 _RATES = special.ndtr(np.linspace(-9.0, 9.0, 6001))
-_COARSE = 1e-3  # width of the grid of the curves; every delta stays an upper bound, so a curve refutes too little
+_COARSE = 1e-3  # grid width of the curves; every delta remains an upper bound, so a curve can only refute too little
 _FARTHEST = 2.0**10
 
 
@@ -38,24 +38,24 @@ class Member:
     epsilon: float
     """Its ε at the family's δ."""
     least_fpr: Callable[[float], float]
-    """True positive rate of a test -> the smallest false positive rate that it can have; never too large."""
+    """True positive rate of a test -> the smallest false positive rate that it can have, rounded down."""
     fine: Callable[[], float] | None = None
-    """Its ε on the grid that claims are computed on, where `epsilon` is of a coarser one."""
+    """Its ε on the fine grid of claims, if `epsilon` was computed on a coarser one."""
 
     @property
     def price(self) -> float:
-        """Its ε at the family's δ, as a claim would state it."""
+        """Its ε at the family's δ, computed as for a claim."""
         return self.epsilon if self.fine is None else self.fine()
 
 
 @dataclass(frozen=True)
 class Family:
-    """Mechanisms that leak the more, the larger their strength.
+    """Mechanisms that leak more with growing strength.
 
     Attributes:
-        name: for people.
-        member: a strength above 0 to the mechanism. Strength 1 is the claim, where there is one.
-        tolerance: how finely strengths are told apart, relatively.
+        name: name for people.
+        member: a function from a strength above 0 to the mechanism. Strength 1 is the claim, if there is one.
+        tolerance: relative resolution of strengths.
     """
 
     name: str
@@ -66,10 +66,11 @@ class Family:
         """Return ε of the most leaking member that is refuted.
 
         Args:
-            refuted: whether the observations contradict a member; if they contradict one, they do all that leak less.
+            refuted: whether the observations contradict a member; if they contradict one, they also contradict all
+                that leak less.
 
         Returns:
-            0 when not even a mechanism of hardly any leakage is refuted; `MOST_EPSILON` at most.
+            ε, at most `MOST_EPSILON`; 0 when not even a mechanism with almost no leakage is refuted.
         """
         low, high = 0.0, 1.0
         if refuted(self.member(high)):
@@ -121,14 +122,14 @@ def _gaussian_delta(mu: float, at: float) -> float:
 
 
 def plan_family(history: History, delta: float) -> Family:
-    """Return the mechanisms that differ from a run in their noise alone; their strength divides it.
+    """Return the mechanisms that differ from a run only in their noise, which is divided by their strength.
 
     Args:
         history: the run's (step, count) pairs.
         delta: δ.
 
     Raises:
-        ValueError: the run has no step, or one without noise: nothing is claimed then.
+        ValueError: the run has no step, or a step without noise: then nothing is claimed.
 
     >>> from dpllm.mechanism.events import Step
     >>> round(plan_family([(Step(sampling_rate=1.0, noise_multiplier=1.0), 1)], 1e-5).member(1.0).epsilon, 2)
@@ -136,11 +137,11 @@ def plan_family(history: History, delta: float) -> Family:
     """
     steps = merge(history)
     if not steps or any(step.noise_multiplier == 0 for step, _ in steps):
-        raise ValueError("a run without steps, or with a step without noise, claims nothing: leave the history out")
+        raise ValueError("a run without steps, or with a step without noise, claims nothing: omit the history")
     return _plan_family(steps, delta)
 
 
-@lru_cache(maxsize=4)  # whose members are kept: several attacks ask for the same ones
+@lru_cache(maxsize=4)  # keeps the members, because several attacks use the same ones
 def _plan_family(steps: tuple[tuple[Round, int], ...], delta: float) -> Family:
     @cache
     def member(strength: float) -> Member:
@@ -154,10 +155,10 @@ def _plan_family(steps: tuple[tuple[Round, int], ...], delta: float) -> Family:
 
 
 def _rounded_down(deltas: np.ndarray) -> Callable[[float], float]:
-    """The least false positive rate for any true positive rate, from δ at the losses.
+    """Return the function from a true positive rate to the least false positive rate, from δ at the losses.
 
     From tpr <= exp(e) fpr + D(e) and 1 - fpr <= exp(e) (1 - tpr) + D(e), for every e: any choice of losses gives a
-    valid bound. It rises with tpr, so that the value at the next smaller rate of a table is one, too.
+    valid bound. It rises with tpr, so the value at the next smaller rate of a table is also valid.
     """
     factors = np.exp(_LOSSES)
     table = np.zeros_like(_RATES)

@@ -1,6 +1,6 @@
-"""The picture of an audit: what the scores tell apart, beside what the claim allows.
+"""The picture of an audit: how well the scores separate the canaries, and the limit that the claim sets.
 
-Place in the flow: last of the audit's statistics. Drawn from scores and coins, which the report doesn't keep.
+Place in the flow: last of the audit's statistics. It is drawn from scores and coins, which the report does not keep.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def plot_audit(
     """Write a PNG with three panels: ROC curves, scores of both kinds of canary, and bound, claim and ceiling.
 
     Args:
-        result: what was found.
+        result: the result of the audit.
         scores: attack -> (m,) scores.
         included: (m,) the coins.
-        path: where the PNG goes.
+        path: path of the PNG.
         history: the steps of the claim, whose trade-off curve is drawn as the limit of every attack.
 
     Returns:

@@ -1,18 +1,18 @@
-"""White-box gradient canaries: what the private steps of an installed stack really release, measured.
+"""White-box gradient canaries: measure the releases of the private steps of an installed stack.
 
-Place in the flow: above `dpllm.training.run`, which it drives as a training loop would; `dpllm.audit.gradient_attacks`
-makes scores and a verdict of what is observed here. The attacker is the one of differential privacy: everything is
-known but which canaries took part, every gradient that reaches the optimizer included (Nasr, Song, Thakurta, Papernot,
-Carlini, arXiv:2101.04535; tight in arXiv:2302.07956).
+Place in the flow: above `dpllm.training.run`, which it drives like a training loop; `dpllm.audit.gradient_attacks`
+turns the observations into scores and a verdict. The attacker is the one of differential privacy: the attacker has
+everything, including every gradient that reaches the optimizer, except which canaries took part (Nasr, Song, Thakurta,
+Papernot, Carlini, arXiv:2101.04535; tight in arXiv:2302.07956).
 
-A *block* is T consecutive steps. For each block every canary is included by a fair coin of its own; a canary that is
-not included contributes nothing, as zero-out adjacency says, and the units drawn are otherwise what the run drew. The
-model doesn't move, so that each canary's gradient is known: it is computed once, by plain autograd, one unit at a time.
-A release is kept as its projections, each on the part of one canary's gradient that is at right angles to all others.
+A *block* is T consecutive steps. For each block every canary is included by its own fair coin. A canary that is not
+included contributes nothing, as zero-out adjacency requires; apart from this, the drawn units are those of the run. The
+model does not change, so each canary's gradient is known: it is computed once, by plain autograd, one unit at a time. A
+release is kept as its projections, each on the part of one canary's gradient that is orthogonal to all others.
 
-Blocks share nothing but the code that is audited. The coins of all blocks are therefore those of one run with R·m
-canaries (arXiv:2305.08846) of the claim for T steps, by parallel composition; and with one canary taken from each
-block they are R independent runs, which shows more.
+Blocks share only the code that is audited. By parallel composition, the coins of all blocks are therefore those of one
+run with R·m canaries (arXiv:2305.08846) of the claim for T steps. With one canary taken from each block, the blocks are
+R independent runs, which shows more.
 
 Shape suffixes: R blocks, T steps of a block, M canaries, N units, P trainable entries of the model.
 """
@@ -40,26 +40,26 @@ from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.run import PrivateRun
 
-_PUBLIC_SEED = 0  # of directions that every process has to choose alike
+_PUBLIC_SEED = 0  # seed of the noise directions, which must be the same on every process
 LEAST_VISIBLE = 0.05
-"""Share of a gradient that must be at right angles to the others: a smaller one would hardly show in a release."""
-_MOVEMENT = 1e-5  # of an entry of the parameters in one step, where a release is read from the parameters
+"""Share of a gradient that must be orthogonal to the others: a smaller one would hardly show in a release."""
+_MOVEMENT = 1e-5  # change of a parameter's entry in one step, where a release is read from the parameters
 Release = Callable[[NDArray[np.bool_]], Sequence[Tensor]]
-"""Which units are present (N,) to what the T steps of one block release, (P,) each; the same on every process."""
+"""From the present units (N,) to the releases of the T steps of one block, (P,) each; the same on every process."""
 
 
 @dataclass(frozen=True)
 class Design:
-    """Who takes part in an audit. Units are numbered: base units, then canaries, then units that are never there.
+    """The units of an audit. They are numbered: base units, then canaries, then units that are never present.
 
     Raises:
-        AuditError: the numbers don't describe an audit.
+        AuditError: the numbers do not describe an audit.
     """
 
     num_base: int
-    """Units that are always there, from unit 0 on."""
+    """Number of units that are always present, from unit 0 on."""
     num_canaries: int
-    """M, the units after them, each there by a fair coin in each block."""
+    """M, the number of units after them, each present by a fair coin in each block."""
     num_blocks: int
     """R."""
     steps_per_block: int = 1
@@ -72,10 +72,10 @@ class Design:
                 raise AuditError(f"{name} is {getattr(self, name)}; at least {least} is needed")
 
     def check(self, plan: PrivacyPlan) -> None:
-        """Make sure that a plan can carry this audit.
+        """Make sure that a plan is suitable for this audit.
 
         Raises:
-            AuditError: too few units or steps, or a plan whose ε is no claim.
+            AuditError: the plan has too few units or steps, or its ε is not a claim.
         """
         needed = self.num_blocks * self.steps_per_block
         if plan.num_steps < needed:
@@ -89,11 +89,11 @@ class Design:
                 f"{plan.population} units. Take fewer canaries, or more units"
             )
         if plan.sampling != "unit":
-            raise AuditError('Canaries are whole units, and the plan draws single rows of them: audit sampling="unit"')
+            raise AuditError('Canaries are whole units, but the plan draws single rows: audit with sampling="unit"')
         if plan.noise_multiplier == 0:
             raise AuditError("The plan has no noise: it claims nothing that could be refuted. Set noise_multiplier")
         if plan.seeded:
-            raise AuditError("The plan has a fixed seed, and its noise is known to all: audit without privacy.seed")
+            raise AuditError("The plan has a fixed seed, so its noise is public: audit without privacy.seed")
 
     @property
     def canaries(self) -> NDArray[np.int64]:
@@ -106,10 +106,10 @@ class Basis:
     """The directions on which releases are projected; made by `Basis.of`.
 
     Attributes:
-        canary_MP: unit vectors; the part of each canary's gradient at right angles to all other gradients.
-        base_P: unit vector; the part of the base units' summed gradient at right angles to the canaries'.
-        visible_M: what share of a canary's clipped gradient its vector shows, at most 1.
-        noise_DP: unit vectors at right angles to every unit's gradient and to each other: they show the noise only.
+        canary_MP: unit vectors; the part of each canary's gradient that is orthogonal to all other gradients.
+        base_P: unit vector; the part of the base units' summed gradient that is orthogonal to the canaries'.
+        visible_M: the share of a canary's clipped gradient that its vector shows, at most 1.
+        noise_DP: unit vectors that are orthogonal to every unit's gradient and to each other: they show only the noise.
     """
 
     canary_MP: Tensor
@@ -122,9 +122,9 @@ class Basis:
         """Make the directions of the units' gradients.
 
         Args:
-            gradient_KP: as `unit_gradients` gives them, base units first.
-            num_base: how many of them are base units.
-            num_noise: directions in which only the noise shows; fewer where there is no room for them.
+            gradient_KP: the gradients of `unit_gradients`, base units first.
+            num_base: number of base units among them.
+            num_noise: number of directions that show only the noise; fewer if the space has too few dimensions.
 
         Raises:
             AuditError: a gradient is zero or not finite, or nearly a combination of the others.
@@ -137,7 +137,7 @@ class Basis:
         usable_K = torch.isfinite(norm_K) & (norm_K > 0)
         if not bool(usable_K.all()):
             raise AuditError(
-                f"The gradient of unit {int((~usable_K).nonzero()[0, 0])} is zero or not finite: take other rows for it"
+                f"The gradient of unit {int((~usable_K).nonzero()[0, 0])} is zero or not finite: use other rows for it"
             )
         unit_KP = gradient_KP / norm_K[:, None]
         gram_KK = (unit_KP @ unit_KP.T).double()
@@ -151,7 +151,8 @@ class Basis:
         if float(visible_M.min()) < LEAST_VISIBLE:
             raise AuditError(
                 f"The gradient of canary {int(visible_M.argmin())} is nearly a combination of the other units' "
-                f"(a share of {float(visible_M.min()):.2g} is its own): take fewer canaries, or other rows"
+                f"(only a share of {float(visible_M.min()):.2g} is orthogonal to them): use fewer canaries, or other "
+                "rows"
             )
         canary_MP = (own_MK / visible_M[:, None]).to(unit_KP.dtype) @ unit_KP
         base_P = (base_K / _length(base_K, gram_KK)).to(unit_KP.dtype) @ unit_KP
@@ -160,14 +161,14 @@ class Basis:
 
 
 def _noise_directions(unit_KP: Tensor, gram_KK: Tensor, num: int) -> Tensor:
-    """Directions at right angles to all gradients, the same on every process."""
+    """Return directions that are orthogonal to all gradients, the same on every process."""
     count, width = unit_KP.shape
     generator = torch.Generator().manual_seed(_PUBLIC_SEED)
     inverse = torch.linalg.pinv(gram_KK, hermitian=True, rtol=1e-5)
     found: list[Tensor] = []
     for _ in range(max(0, min(num, width - count))):
         one_P = torch.randn(width, generator=generator).to(unit_KP)
-        for _ in range(2):  # twice: rounding leaves a rest of the first time
+        for _ in range(2):  # twice, because rounding leaves a remainder the first time
             one_P = one_P - (inverse @ (unit_KP @ one_P).double()).to(one_P) @ unit_KP
             for other_P in found:
                 one_P = one_P - (one_P @ other_P) * other_P
@@ -176,7 +177,7 @@ def _noise_directions(unit_KP: Tensor, gram_KK: Tensor, num: int) -> Tensor:
 
 
 def _own_part(vector_K: Tensor, gram_KK: Tensor, others_K: Tensor) -> Tensor:
-    """A combination of unit vectors less its projection on what some of them span; both as weights."""
+    """Return a combination of unit vectors minus its projection on the span of some of them; both as weights."""
     others = others_K.nonzero()[:, 0]
     inverse = torch.linalg.pinv(gram_KK[others][:, others], hermitian=True, rtol=1e-5)
     own_K = vector_K.clone()
@@ -185,21 +186,21 @@ def _own_part(vector_K: Tensor, gram_KK: Tensor, others_K: Tensor) -> Tensor:
 
 
 def _length(vector_K: Tensor, gram_KK: Tensor) -> Tensor:
-    """The norm of a combination of vectors with these inner products."""
+    """Return the norm of a combination of vectors with these inner products."""
     return (vector_K @ gram_KK @ vector_K).clamp_min(0).sqrt()
 
 
 @dataclass(frozen=True, eq=False)
 class Observations:
-    """What an attacker saw, and the coins.
+    """The observations of an attacker, and the coins.
 
     Attributes:
-        included_RM: which canary was there in which block.
+        included_RM: whether a canary was present in a block.
         canary_RTM: projections of the releases on the canaries' vectors.
         base_RT: projections on the base units' vector.
-        alike_R2: the two steps of a block whose releases are most alike as whole vectors, chosen without the coins;
-            both 0 where a block has one step.
-        noise_RTD: projections on the directions in which only the noise shows; None: there are none.
+        alike_R2: the two steps of a block whose whole releases are most similar, chosen without the coins; both 0 if a
+            block has one step.
+        noise_RTD: projections on the directions that show only the noise; None: there are none.
     """
 
     included_RM: NDArray[np.bool_]
@@ -212,22 +213,22 @@ class Observations:
 def unit_gradients(model: nn.Module, rows: TrainingRows, loss_of: LossOf, unit_ids: Sequence[int]) -> Tensor:
     """Each unit's gradient, by plain autograd on one row at a time, in float64 on a copy of the model.
 
-    Nothing of dpllm's own clipping is used, so that an error in it can't hide itself.
+    dpllm's own clipping is not used, so that an error in it cannot hide itself.
 
     Args:
         model: not yet prepared for an engine, on one device, and the same on every process.
         rows: the units' rows.
-        loss_of: as for `PrivateRun.step`.
+        loss_of: the loss function for `PrivateRun.step`.
         unit_ids: K units.
 
     Returns:
         (K, P) float32, in the order of the trainable parameters.
 
     Raises:
-        AuditError: the rows are packed, so that one row can't be run by itself.
+        AuditError: the rows are packed, so that single rows cannot be run.
     """
     if rows.packed:
-        raise AuditError("Rows that are laid end to end can't be run one by one: audit with pack_rows=false")
+        raise AuditError("Packed rows cannot be run one by one: audit with pack_rows=false")
     alone = copy.deepcopy(model).double().eval()
     parameters = [p for p in alone.parameters() if p.requires_grad]
     found = []
@@ -250,19 +251,19 @@ def _wide(inputs: Mapping[str, Any]) -> dict[str, Any]:
 class Steps:
     """The steps of one attached run, as its optimizer receives them.
 
-    On most engines a release is the gradient that stands in ``.grad`` when the optimizer has run with a learning rate
-    of 0. DeepSpeed keeps no such gradient after its step: there a release is read from how far plain SGD moved its
-    float32 masters, at a learning rate so small that the model stays where it is.
+    On most engines a release is the gradient in ``.grad`` after the optimizer has run with a learning rate of 0.
+    DeepSpeed keeps no such gradient after its step. There, a release is computed from the change of its float32 master
+    weights under plain SGD, at a learning rate so small that the model hardly changes.
 
     Args:
-        run: attached to the model.
-        model: as prepared for its engine; dropout is switched off.
-        optimizer: likewise. Its learning rates are overwritten.
-        loss_of: as for `PrivateRun.step`.
+        run: a run that is attached to the model.
+        model: the model as prepared for its engine; dropout is switched off.
+        optimizer: the optimizer as prepared for its engine. Its learning rates are overwritten.
+        loss_of: the loss function for `PrivateRun.step`.
         num_steps: T.
 
     Raises:
-        AuditError: a DeepSpeed engine whose optimizer isn't plain SGD.
+        AuditError: a DeepSpeed engine whose optimizer is not plain SGD.
     """
 
     def __init__(self, run: PrivateRun, model: Any, optimizer: Any, loss_of: LossOf, num_steps: int) -> None:
@@ -297,24 +298,24 @@ class Steps:
 
 
 class Restarts:
-    """Blocks whose every step is taken by a process of its own: a run is started, breaks off, and is resumed.
+    """Blocks in which each step is taken after a restart: a run is started, interrupted, and resumed.
 
-    All of it is charged to one ledger, and all of it is known to the attacker, the releases before the crash too. Each
-    block is a run in a folder of its own.
+    All steps are charged to one ledger, and the attacker sees all releases, also those before the interruption. Each
+    block is a run in its own folder.
 
     Args:
-        folder: where the runs are written.
-        plan: of one block, so that ``plan.num_steps`` is T.
-        rows: of the runs.
-        model: as for `Steps`; not attached.
-        optimizer: likewise.
-        loss_of: likewise.
+        folder: folder of the runs.
+        plan: plan of one block, so that ``plan.num_steps`` is T.
+        rows: rows of the runs.
+        model: the model as for `Steps`, but not attached.
+        optimizer: the optimizer as for `Steps`.
+        loss_of: the loss function as for `Steps`.
     """
 
     def __init__(
         self, folder: Path, plan: PrivacyPlan, rows: TrainingRows, model: Any, optimizer: Any, loss_of: LossOf
     ) -> None:
-        """Remember what the runs are made of."""
+        """Store the parts of the runs."""
         self._folder, self._plan, self._rows = folder, plan, rows
         self._model, self._optimizer, self._loss_of = model, optimizer, loss_of
         self._blocks = 0
@@ -326,7 +327,7 @@ class Restarts:
         for number in range(self._plan.num_steps):
             begin = PrivateRun.resume if number else PrivateRun.start
             run = begin(folder, self._plan, self._rows)
-            # What the blocks before left in the weights is among the releases that the attacker is given anyway.
+            # The effect of earlier blocks on the weights is among the releases that the attacker sees anyway.
             run.attach(self._model, self._optimizer, start_is_independent=True)
             released += Steps(run, self._model, self._optimizer, self._loss_of, 1)(present_N)
             run.detach()
@@ -342,21 +343,21 @@ def observe(
     processes: Processes | None = None,
     on_block: Callable[[], None] = lambda: None,
 ) -> Observations:
-    """Run all blocks and keep the projections of what they release. Called by all processes together.
+    """Run all blocks and keep the projections of their releases. Call it on all processes together.
 
     Args:
         release: `Steps`, or `Restarts`.
-        basis: of `unit_gradients`.
-        design: who takes part.
-        population: N, units that there are.
-        processes: of the run; None: as torch.distributed says.
+        basis: the basis of `unit_gradients`.
+        design: the units of the audit.
+        population: N, the number of units.
+        processes: processes of the run; None: those of torch.distributed.
         on_block: called after each block, for showing progress.
 
     Returns:
-        The same on every process.
+        The observations, the same on every process.
 
     Raises:
-        AuditError: a block released another number of vectors than its steps, or others than the basis is for.
+        AuditError: a block released a wrong number of vectors, or vectors of another size than the basis.
     """
     processes = Processes() if processes is None else processes
     included_RM = processes.from_main(
@@ -370,9 +371,9 @@ def observe(
         released = list(release(present_N))
         if len(released) != design.steps_per_block or released[0].shape != basis.base_P.shape:
             raise AuditError(
-                f"A block released {len(released)} vectors of {released[0].numel() if released else 0} entries, "
-                f"{design.steps_per_block} of {basis.base_P.numel()} are expected: the model that is trained is not "
-                "the one whose gradients were taken"
+                f"A block released {len(released)} vectors of {released[0].numel() if released else 0} entries, but "
+                f"{design.steps_per_block} of {basis.base_P.numel()} are expected: the trained model is not the one "
+                "whose gradients were taken"
             )
         wide_TP = torch.stack([vector.to(basis.base_P) for vector in released])
         canary_RTM.append((wide_TP @ basis.canary_MP.T).cpu().numpy())
@@ -386,7 +387,7 @@ def observe(
 
 
 def _most_alike(wide_TP: Tensor) -> tuple[int, int]:
-    """The two steps whose releases are nearest to each other."""
+    """Return the two steps whose releases are nearest to each other."""
     if len(wide_TP) < 2:
         return 0, 0
     distance_TT = torch.cdist(wide_TP, wide_TP, compute_mode="donot_use_mm_for_euclid_dist")
@@ -396,10 +397,10 @@ def _most_alike(wide_TP: Tensor) -> tuple[int, int]:
 
 
 def _check_plain_sgd(optimizer: torch.optim.Optimizer) -> None:
-    """Make sure that how far parameters move says what was released.
+    """Make sure that the release can be computed from the change of the parameters.
 
     Raises:
-        AuditError: another optimizer than plain SGD.
+        AuditError: the optimizer is not plain SGD.
     """
     options = ("momentum", "weight_decay", "nesterov", "maximize", "dampening")
     plain = isinstance(optimizer, torch.optim.SGD) and not any(
@@ -407,6 +408,6 @@ def _check_plain_sgd(optimizer: torch.optim.Optimizer) -> None:
     )
     if not plain:
         raise AuditError(
-            f"Under DeepSpeed a release is read from how far the parameters move, and {type(optimizer).__name__} as it "
-            "is set up doesn't move them by the gradient alone. Audit with torch.optim.SGD without momentum"
+            f"Under DeepSpeed a release is computed from the change of the parameters, but {type(optimizer).__name__} "
+            "with its settings does not change them by the gradient only. Audit with torch.optim.SGD without momentum"
         )

@@ -1,23 +1,23 @@
-"""From the observed releases to a verdict: what an attacker makes of them, and the bounds on ε that follow.
+"""From the observed releases to a verdict: the scores of an attacker, and the bounds on ε that follow.
 
-Place in the flow: above `dpllm.audit.gradient`. Each attack gives every canary a score, the higher, the likelier it was
-there, without looking at its coin:
+Place in the flow: above `dpllm.audit.gradient`. Each attack gives every canary a score without using its coin; the
+higher the score, the likelier the canary was present:
 
-* *total*: its projection, added up over the steps of the block. The best there is against a Gaussian sum.
-* *others*: less of the base units' gradient. Shows that a unit changes what others contribute (a loss averaged over the
-  batch), or that something enters when few units are there.
-* *repeated noise*: how far its projections in the two most similar releases of the block are apart. Where both carry
-  the same noise, the difference shows without noise that it took part in one of them.
-* *known order*: its projection in the one step where it would be if units came in the order of their numbers, or in
-  that of a stock sampler with its default seed (`torch.utils.data.DistributedSampler`: seed 0). Where a block is one
-  pass over the units.
+* *total*: its projection, added up over the steps of the block. This is the best attack on a Gaussian sum.
+* *others*: minus the projection on the base units' gradient. It shows that a unit changes the contribution of others (a
+  loss averaged over the batch), or that an extra term enters when few units are present.
+* *repeated noise*: the distance between its projections in the two most similar releases of the block. If both carry
+  the same noise, the difference shows without noise that the canary took part in one of them.
+* *known order*: its projection in the one step that it would be in if units came in the order of their numbers, or in
+  the order of a stock sampler with its default seed (`torch.utils.data.DistributedSampler`: seed 0). It is used when a
+  block is one pass over the units.
 
-Beside them the noise itself is tested, on directions in which no unit has a part: a standard deviation that is a tenth
-too small shows there at once, while a lower bound on ε needs half of it to be missing.
+The noise itself is also tested, on directions to which no unit contributes. There, a standard deviation that is a tenth
+too small shows at once, while a lower bound on ε shows it only when half of the noise is missing.
 
-The verdict holds with the confidence asked for whatever the number of attacks: the error is divided over them. A lower
-bound above the claimed ε refutes the claim. One below it proves nothing: an order nobody knows, for instance, can't be
-told from Poisson sampling by a handful of canaries.
+The verdict holds with the requested confidence for any number of attacks: the error is divided over them. A lower bound
+above the claimed ε refutes the claim. A bound below it proves nothing: for example, a few canaries cannot distinguish
+an unknown order from Poisson sampling.
 """
 
 from __future__ import annotations
@@ -40,29 +40,28 @@ from dpllm.privacy.plan import PrivacyPlan
 def judge_releases(
     seen: Observations, plan: PrivacyPlan, design: Design, setup: str, confidence: float = CONFIDENCE
 ) -> AuditResult:
-    """Attack what was observed.
+    """Run all attacks on the observations.
 
     The claim is ε of the steps of one block, by the plan's accountant, under zero-out.
 
-    Guarantee: where what the plan says is true of every block, the verdict is FAIL with a probability of at most
-    1 - ``confidence``.
+    Guarantee: if every block follows the plan, the verdict is FAIL with a probability of at most 1 - ``confidence``.
 
     Args:
-        seen: of `dpllm.audit.gradient.observe`.
-        plan: of the run.
-        design: of the audit.
-        setup: what ran, for people.
-        confidence: of the verdict.
+        seen: the observations of `dpllm.audit.gradient.observe`.
+        plan: the plan of the run.
+        design: the design of the audit.
+        setup: a description of the audited stack, for people.
+        confidence: confidence of the verdict.
 
     Raises:
-        AuditError: too few blocks for anything to be shown.
+        AuditError: there are too few blocks to show anything.
     """
     history = [(plan.event, design.steps_per_block)]
     tried = scores_of(seen, plan, design)
     coins = seen.included_RM.ravel()
     several = design.num_canaries > 1
     bounded = len(tried) * (2 if several else 1)
-    tests = bounded + (seen.noise_RTD is not None)  # the error is divided over the test of the noise, too
+    tests = bounded + (seen.noise_RTD is not None)  # the test of the noise also gets a share of the error
     others = int((~coins).sum())
     rates = shown_rates(RATES, others)
     level = tpr_confidence(confidence, len(tried), len(rates))
@@ -109,14 +108,14 @@ def judge_releases(
 
 
 def scores_of(seen: Observations, plan: PrivacyPlan, design: Design) -> dict[str, NDArray[np.float64]]:
-    """Return (R, M) scores of every attack that makes sense for so many steps.
+    """Return (R, M) scores of every attack that applies to this number of steps.
 
     Raises:
         AuditError: the observations are not those of the design.
     """
     expected = (design.num_blocks, design.steps_per_block, design.num_canaries)
     if seen.canary_RTM.shape != expected:
-        raise AuditError(f"The observations have shape {seen.canary_RTM.shape}, the design says {expected}")
+        raise AuditError(f"The observations have shape {seen.canary_RTM.shape}, but the design needs {expected}")
     canary_RTM = seen.canary_RTM
     found = {
         "total": canary_RTM.sum(1),
@@ -136,7 +135,7 @@ def scores_of(seen: Observations, plan: PrivacyPlan, design: Design) -> dict[str
 
 
 def known_orders(num_units: int) -> dict[str, NDArray[np.int64]]:
-    """Return the orders in which units may come for all to know: order[i] is the unit at place i.
+    """Return the public orders in which units may come: order[i] is the unit at position i.
 
     >>> known_orders(4)["by number"].tolist()
     [0, 1, 2, 3]

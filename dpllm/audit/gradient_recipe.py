@@ -1,8 +1,8 @@
-"""The gradient audit of a recipe's model, on whatever engine `accelerate launch` sets up.
+"""The gradient audit of a recipe's model, on any engine that `accelerate launch` sets up.
 
 Place in the flow: between the command `dpllm audit gradient` and `dpllm.audit.gradient`. No private row is read: base
-units and canaries are rows of random tokens, the same on every process, and so is whatever the model starts from at
-random. What is audited is the installed stack: model, adapters, clipping, noise, engine and library versions.
+units and canaries are rows of random tokens. These rows and all random starting weights are the same on every process.
+The audit covers the installed stack: model, adapters, clipping, noise, engine and library versions.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
 
 MOST_STEPS = 1_000_000
-"""Steps of an audit."""
+"""Largest number of steps of an audit."""
 MOST_UNITS = 1024
-"""Canaries, and base units: the gradient of each is held in memory."""
+"""Largest number of canaries, and of base units: the gradient of each is held in memory."""
 MOST_TOKENS = 4096
-"""Tokens of a canary's row: its gradient is computed in float64."""
+"""Largest number of tokens of a canary's row: its gradient is computed in float64."""
 NOISE_PROJECTIONS = 1600
-"""Projections of the noise that are looked at, or more."""
+"""Smallest number of projections of the noise that are tested, if the directions allow it."""
 
-_PUBLIC_SEED = 0  # of rows and starting weights: every process has to make the same ones
+_PUBLIC_SEED = 0  # seed of rows and starting weights, which must be the same on every process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the command line says; see `dpllm audit gradient --help`."""
+    """The options of the command line; see `dpllm audit gradient --help`."""
 
     blocks: int = 1000
     canaries: int = 1
@@ -65,7 +65,7 @@ class Settings:
     confidence: float = CONFIDENCE
 
     def __post_init__(self) -> None:
-        """Refuse what would not end in reasonable time.
+        """Refuse values with which the audit would not end in reasonable time.
 
         Raises:
             AuditError: a value is out of range.
@@ -83,27 +83,27 @@ class Settings:
                 raise AuditError(f"{name} must be from {least} to {most}, got {value}")
         if self.blocks * self.steps > MOST_STEPS:
             raise AuditError(
-                f"{self.blocks} blocks of {self.steps} steps are {self.blocks * self.steps} steps, and at most "
-                f"{MOST_STEPS} are taken: lower --blocks or --steps"
+                f"{self.blocks} blocks of {self.steps} steps are {self.blocks * self.steps} steps, but at most "
+                f"{MOST_STEPS} are allowed: lower --blocks or --steps"
             )
 
     @property
     def noise_directions(self) -> int:
-        """In how many directions the noise is looked at: so many that a σ a tenth too small shows."""
+        """Number of directions in which the noise is tested: enough to show a σ that is a tenth too small."""
         return min(8, -(-NOISE_PROJECTIONS // (self.blocks * self.steps)))
 
     def plan(self, clip_norm: float) -> PrivacyPlan:
-        """The plan of all blocks.
+        """Return the plan of all blocks.
 
         Raises:
-            AuditError: the sampling rate doesn't give a whole number of units per step.
+            AuditError: the sampling rate does not give a whole number of units per step.
         """
         num_units = self.base + self.canaries
         batch = round(self.sampling_rate * num_units)
         if batch < 1 or abs(batch - self.sampling_rate * num_units) > 1e-9:
             raise AuditError(
-                f"A sampling rate of {self.sampling_rate:g} of {num_units} units is no whole number of units: take "
-                f"{max(1, batch)}/{num_units} = {max(1, batch) / num_units:g}, or other numbers of units"
+                f"A sampling rate of {self.sampling_rate:g} of {num_units} units is not a whole number of units: use "
+                f"{max(1, batch)}/{num_units} = {max(1, batch) / num_units:g}, or another number of units"
             )
         return PrivacyPlan.untruncated(
             num_units, batch, self.blocks * self.steps, self.noise_multiplier, clip_norm, self.delta
@@ -111,7 +111,7 @@ class Settings:
 
 
 def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None] = lambda: None) -> AuditResult | None:
-    """Audit the steps that a recipe's model takes. Called by all processes together.
+    """Audit the steps of a recipe's model. Call it on all processes together.
 
     Args:
         recipe: its model, its clip norm and its microbatch are used; its data are not read.
@@ -119,12 +119,12 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
         on_block: called after each block, for showing progress.
 
     Returns:
-        The result, on rank 0.
+        The result on rank 0, None on the others.
 
     Raises:
-        AuditError: settings that make no audit.
-        ConfigError: a model that can't be loaded.
-        EngineError: an engine that can't be used.
+        AuditError: the settings do not describe an audit.
+        ConfigError: the model cannot be loaded.
+        EngineError: the engine cannot be used.
     """
     design = Design(settings.base, settings.canaries, settings.blocks, settings.steps)
     plan = settings.plan(recipe.privacy.clip_norm)
@@ -134,7 +134,7 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
     loss_of = _loss_of(model)
     gradients = unit_gradients(model, rows, loss_of, range(plan.num_units))
     basis = Basis.of(gradients, design.num_base, settings.noise_directions)
-    # Only now: where ZeRO-3 is set up already, a model is loaded in parts, of which no gradient can be taken.
+    # Not earlier: once ZeRO-3 is set up, a model is loaded in shards, on which no gradient can be computed.
     args = training_arguments({**recipe.train, "report_to": "none"})
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else None)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
@@ -155,12 +155,12 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
             shutil.rmtree(folder)
     kind = accelerator.distributed_type.value.lower()
     setup = f"{type(model).__name__}, {processes.size} process(es), engine of accelerate's type {kind}"
-    accelerator.end_training()  # the other processes have nothing more to do
+    accelerator.end_training()  # the other processes are done
     return judge_releases(seen, plan, design, setup, settings.confidence) if processes.is_main else None
 
 
 def _model_and_rows(recipe: Recipe, settings: Settings, max_rows: int) -> tuple[Any, TrainingRows]:
-    """The recipe's model, and rows of random tokens of two lengths."""
+    """Return the recipe's model, and rows of random tokens of two lengths."""
     public = recipe.public_pretrain
     texts = load_records(public.data)[public.data.text_column] if public and recipe.model.tokenizer_vocab_size else None
     tokenizer = load_tokenizer(recipe.model, texts)
@@ -168,7 +168,7 @@ def _model_and_rows(recipe: Recipe, settings: Settings, max_rows: int) -> tuple[
     model = load_model(recipe.model, tokenizer, 2)
     room = Limits.of(model).positions
     if room is not None and settings.tokens > room:
-        raise AuditError(f"tokens is {settings.tokens}, and the model has positions for {room}: lower --tokens")
+        raise AuditError(f"tokens is {settings.tokens}, but the model has {room} positions: lower --tokens")
     rng = np.random.default_rng(_PUBLIC_SEED)
     examples = [
         _random_row(rng, settings.tokens - unit % 2, len(tokenizer), task)
@@ -191,7 +191,7 @@ def _random_row(rng: np.random.Generator, length: int, num_tokens: int, task: st
 
 
 def _loss_of(model: nn.Module) -> LossOf:
-    """The loss per row of the model's task."""
+    """Return the loss per row of the model's task."""
     row_loss = default_row_loss(model)
 
     def loss_of(module: Any, inputs: Mapping[str, Any]) -> Tensor:
@@ -206,7 +206,7 @@ def _loss_of(model: nn.Module) -> LossOf:
 
 
 def _prepared(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """Model and optimizer as the engine has them."""
+    """Return the model and optimizer as prepared by the engine."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
         config = plugin.deepspeed_config

@@ -1,13 +1,14 @@
-"""The texts of canaries: made of public things alone.
+"""The texts of canaries, made only from public sources.
 
-Place in the flow: below `dpllm.audit.prepare`. A text must be as good as never seen, so that a model that knows it has
-it from the training data; and it must be none of anybody's, since an audit may print it. Private records are therefore
-never looked at here. Three kinds:
+Place in the flow: below `dpllm.audit.prepare`. A text must be practically unseen, so that a model can have learnt it
+only from the training data. It must not belong to any person, since an audit may print it. Private records are
+therefore never read here. There are three kinds:
 
-* *random tokens*: uniform over the tokens that stand for readable text;
-* *rare suffix*: the beginning of a public text, and then tokens that hardly occur in public text (after Panda et al.,
-  ICLR 2025, who audit with rare tokens behind a prefix);
-* *sampled*: what a model that never saw the data writes at a high temperature (Mitchell et al., arXiv:2606.10481).
+* *random tokens*: uniform over the tokens that decode to readable text;
+* *rare suffix*: the beginning of a public text, followed by tokens that hardly occur in public text (after Panda et
+  al., ICLR 2025, who audit with rare tokens behind a prefix);
+* *sampled*: text that a model which never saw the data writes at a high temperature (Mitchell et al.,
+  arXiv:2606.10481).
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ RARE_SHARE = 0.25
 _ROUNDS = 20
 _SAMPLED_TOGETHER = 64
 Pair = tuple[str, str]
-"""The prefix of a text, empty where there is none, and the text."""
+"""The prefix of a text, or an empty one, and the text."""
 
 
 def distinct(draw: Callable[[int], Sequence[Pair]], num: int) -> list[Pair]:
-    """Return so many pairs whose texts are all different and none empty.
+    """Return `num` pairs whose texts are all different and not empty.
 
     Args:
-        draw: makes about as many as it is asked for.
-        num: how many.
+        draw: a function that makes about the number of pairs that it is given.
+        num: number of pairs.
 
     Raises:
-        AuditError: it makes the same ones again and again.
+        AuditError: it keeps making the same texts.
 
     >>> import itertools
     >>> numbers = itertools.cycle("abc")
@@ -54,16 +55,16 @@ def distinct(draw: Callable[[int], Sequence[Pair]], num: int) -> list[Pair]:
         if len(found) >= num:
             return [(prefix, text) for text, prefix in list(found.items())[:num]]
     raise AuditError(
-        f"only {len(found)} of {num} canaries could be made without making one twice: make them longer (--length), "
+        f"only {len(found)} of {num} canaries could be made without repeating one: make them longer (--length), "
         "take fewer (--canaries), or another kind (--kind)"
     )
 
 
 def readable_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that stand for readable text by themselves, in rising order.
+    """Return the tokens that decode to readable text by themselves, in rising order.
 
     Raises:
-        AuditError: there are hardly any.
+        AuditError: there are fewer than two.
     """
     special = set(tokenizer.all_special_ids)
     ids = [token for token in range(len(tokenizer)) if token not in special]
@@ -74,21 +75,24 @@ def readable_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         if text.strip() and text.isprintable() and "\ufffd" not in text
     ]
     if len(found) < 2:
-        raise AuditError("the tokenizer has no two tokens that stand for readable text, so no canary can be made of it")
+        raise AuditError(
+            "the tokenizer has fewer than two tokens that decode to readable text, so it can make no canary. Use "
+            "another tokenizer"
+        )
     return found
 
 
 def random_tokens(
     tokenizer: PreTrainedTokenizerBase, lengths: tuple[int, int], rng: np.random.Generator
 ) -> Callable[[int], list[Pair]]:
-    """Return what draws texts of uniform tokens.
+    """Return a function that draws texts of uniform tokens.
 
-    A text that is encoded again may have a token more or fewer than were drawn: neighbours merge.
+    When a text is encoded again, neighbouring tokens may merge, so the number of tokens may differ slightly.
 
     Args:
-        tokenizer: of the model to audit.
+        tokenizer: tokenizer of the model to audit.
         lengths: tokens of the prefix, 0 for none, and of the text.
-        rng: where they are drawn.
+        rng: source of the randomness.
     """
     tokens = np.asarray(readable_tokens(tokenizer))
 
@@ -101,13 +105,13 @@ def random_tokens(
 def rare_suffix(
     tokenizer: PreTrainedTokenizerBase, lengths: tuple[int, int], public: Sequence[str], rng: np.random.Generator
 ) -> Callable[[int], list[Pair]]:
-    """Return what draws beginnings of public texts, followed by rare tokens.
+    """Return a function that draws beginnings of public texts, followed by rare tokens.
 
     Args:
-        tokenizer: of the model to audit.
+        tokenizer: tokenizer of the model to audit.
         lengths: tokens of the prefix and of the rare part.
-        public: text that anyone may know.
-        rng: where they are drawn.
+        public: public texts.
+        rng: source of the randomness.
 
     Raises:
         AuditError: there is no public text.
@@ -115,7 +119,7 @@ def rare_suffix(
     beginnings = [text for text in public if text.strip()]
     if not beginnings:
         raise AuditError(
-            "a canary with a rare suffix begins with public text, and there is none: give a file with a text per line "
+            "a canary with a rare suffix begins with public text, but there is none: give a file with a text per line "
             "(--prefixes), a recipe with public_pretrain, or another kind (--kind)"
         )
     counts = np.zeros(len(tokenizer), dtype=np.int64)
@@ -135,24 +139,25 @@ def rare_suffix(
 def sampled(
     model: Any, tokenizer: PreTrainedTokenizerBase, lengths: tuple[int, int], temperature: float, seed: int
 ) -> Callable[[int], list[Pair]]:
-    """Return what samples texts from a model that never saw the private data.
+    """Return a function that samples texts from a model that never saw the private data.
 
     Args:
         model: a causal language model of transformers.
         tokenizer: its own.
         lengths: tokens of the prefix, 0 for none, and of the text.
-        temperature: 0.8 or more gives texts that stand out (arXiv:2606.10481).
-        seed: of the sampling.
+        temperature: temperature of the sampling; 0.8 or more gives distinctive texts (arXiv:2606.10481).
+        seed: seed of the sampling.
 
     Raises:
         AuditError: the temperature is not above 0, or the tokenizer has no token to begin with.
     """
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if temperature <= 0:
-        raise AuditError(f"the temperature must be above 0, got {temperature}; 1 is what the model says itself")
+        raise AuditError(f"the temperature must be above 0, got {temperature}; 1 keeps the model's probabilities")
     if begin is None:
         raise AuditError(
-            "the tokenizer has no token to begin or end a text with, so nothing can be sampled from nothing"
+            "the tokenizer has no token to begin or end a text with, so the model cannot write without a prompt. Set "
+            "its bos_token or eos_token"
         )
     generator = torch.Generator().manual_seed(seed)
     allowed = torch.full((model.get_input_embeddings().weight.shape[0],), -torch.inf)
@@ -172,7 +177,7 @@ def sampled(
 def _sample(
     model: Any, begin: int, shape: tuple[int, int], allowed_V: torch.Tensor, temperature: float, generator: Any
 ) -> list[list[int]]:
-    """Sample rows of tokens; random numbers come from the CPU, whatever the model's device."""
+    """Sample rows of tokens; random numbers come from the CPU on every device."""
     device = next(model.parameters()).device
     model.eval()
     rows_BT = torch.full((shape[0], 1), begin, dtype=torch.long)

@@ -1,12 +1,12 @@
 """The likelihood ratio attack (LiRA; Carlini et al., arXiv:2112.03570) with shadow adapters.
 
-Place in the flow: beside `membership`, which needs no training. K shadow models are fine-tuned, without privacy, from
-where the attacked model began, each on a random half of the attacked records. What a record's confidence is under
-models that saw it and under models that didn't makes two Gaussians; the score is the log of how much likelier the
-attacked model's confidence is under the first.
+Place in the flow: beside `membership`, which needs no training. K shadow models are fine-tuned without privacy from the
+starting weights of the attacked model, each on a random half of the attacked records. A record's confidences under the
+models that saw it form one Gaussian, those under the other models a second one. The score is the log-likelihood ratio
+of the attacked model's confidence under the two.
 
-Shadows are LoRA adapters: cheap, and near enough to a fully fine-tuned target to rank records by, though the closer
-their training is to the target's, the stronger the attack.
+Shadows are LoRA adapters: they are cheap, and close enough to a fully fine-tuned target to rank records. The closer
+their training is to the target's, the stronger is the attack.
 
 Shape suffixes: K shadows, R records.
 """
@@ -35,21 +35,21 @@ from dpllm.models.load import prepare_model
 from dpllm.models.losses import per_sequence_loss
 
 OWN_VARIANCE = 32
-"""Shadows from which on each record has variances of its own; with fewer, all share one."""
+"""Number of shadows from which each record has its own variances; with fewer, all records share one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowTraining:
-    """How a shadow model is trained."""
+    """Training settings of a shadow model."""
 
     num_epochs: float = 4.0
     """Passes over its half of the records."""
     learning_rate: float = 1e-3
-    """Of AdamW; falls linearly to 0."""
+    """Learning rate of AdamW; it falls linearly to 0."""
     batch_size: int = 16
     """Rows of a step."""
     rank: int = 16
-    """Of the LoRA factors on every linear layer, where the recipe has no adapter of its own."""
+    """Rank of the LoRA factors on every linear layer, if the recipe has no adapter."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -71,15 +71,15 @@ def confidences(tokens: TokenScores) -> Floats:
 
 
 def draw_halves(num_shadows: int, num_records: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Draw which records each shadow is trained on: (K, R), each record in half of the shadows, rounded at random.
+    """Draw the records of each shadow's training: (K, R), each record in half of the shadows, rounded at random.
 
     Raises:
         AuditError: fewer than two shadows.
     """
     if num_shadows < 2:
         raise AuditError(
-            f"LiRA compares models that saw a record with models that didn't, and {num_shadows} shadow can't be both: "
-            "take at least 2, better 16 (--shadows)"
+            f"LiRA compares models that saw a record with models that did not, and {num_shadows} shadow cannot provide "
+            "both: take at least 2, better 16 (--shadows)"
         )
     order_KR = rng.permuted(np.tile(np.arange(num_shadows)[:, None], (1, num_records)), axis=0)
     count_R = (num_shadows + (rng.random(num_records) < 0.5) * (num_shadows % 2)) // 2
@@ -89,11 +89,11 @@ def draw_halves(num_shadows: int, num_records: int, rng: np.random.Generator) ->
 def lira_score(target_R: Floats, shadows_KR: Floats, included_KR: NDArray[np.bool_]) -> Floats:
     """Return the log-likelihood ratio of each record: (R,), the higher, the likelier a member.
 
-    Online, where every record has shadows of both kinds: log N(target; IN) - log N(target; OUT). Offline, where no
-    shadow saw any of the records: by how many standard deviations the target is more confident than the OUT models.
+    Online, if every record has shadows of both kinds: log N(target; IN) - log N(target; OUT). Offline, if no shadow
+    saw any of the records: the number of standard deviations by which the target is more confident than the OUT models.
 
-    Variances are those of each record from `OWN_VARIANCE` shadows on. With fewer, one variance is shared by all
-    records and both kinds.
+    With at least `OWN_VARIANCE` shadows, each record has its own variances. With fewer, all records and both kinds
+    share one variance.
 
     Args:
         target_R: confidences under the attacked model.
@@ -101,8 +101,8 @@ def lira_score(target_R: Floats, shadows_KR: Floats, included_KR: NDArray[np.boo
         included_KR: whether the shadow was trained on the record.
 
     Raises:
-        AuditError: fewer than two shadows; shapes that don't fit; records with shadows of one kind alone, some of which
-            were trained on.
+        AuditError: fewer than two shadows; shapes that do not match; some records have only one kind of shadow,
+            although some shadows were trained on records.
 
     >>> included = np.array([[True, False], [False, True]])
     >>> lira_score(np.array([3.0, 0.0]), np.array([[3.0, 0.0], [0.0, 3.0]]), included).tolist()
@@ -111,8 +111,8 @@ def lira_score(target_R: Floats, shadows_KR: Floats, included_KR: NDArray[np.boo
     num_shadows = len(shadows_KR)
     if num_shadows < 2 or shadows_KR.shape != included_KR.shape or shadows_KR.shape[1:] != target_R.shape:
         raise AuditError(
-            f"LiRA needs at least 2 shadows, and for each one value per record; the target has {target_R.shape}, the "
-            f"shadows {shadows_KR.shape}, their records {included_KR.shape}"
+            f"LiRA needs at least 2 shadows, and one value per record for each; got shapes {target_R.shape} of the "
+            f"target, {shadows_KR.shape} of the shadows, {included_KR.shape} of their records"
         )
     out_mean_R, out_square_R, out_R = _spread(shadows_KR, ~included_KR)
     if not included_KR.any():
@@ -136,14 +136,14 @@ def lira_score(target_R: Floats, shadows_KR: Floats, included_KR: NDArray[np.boo
 
 
 def _spread(values_KR: Floats, chosen_KR: NDArray[np.bool_]) -> tuple[Floats, Floats, Floats]:
-    """Mean of each record's chosen values, sum of their squared distances from it, and how many they are."""
+    """Return the mean of each record's chosen values, the sum of their squared deviations, and their number."""
     count_R = chosen_KR.sum(0).astype(np.float64)
     mean_R = np.where(chosen_KR, values_KR, 0.0).sum(0) / np.maximum(count_R, 1)
     return mean_R, (np.where(chosen_KR, values_KR - mean_R, 0.0) ** 2).sum(0), count_R
 
 
 def _variance(square_R: Floats, degrees_R: Floats, num_shadows: int) -> Floats:
-    """Each record's own variance, or one for all: 1, which ranks records as any other would, where none is known."""
+    """Return each record's own variance, or one for all; if none is known, 1, which does not change the ranking."""
     if num_shadows >= OWN_VARIANCE and degrees_R.min() > 0:
         return np.maximum(square_R / degrees_R, 1e-12)
     degrees, squares = float(degrees_R.sum()), float(square_R.sum())
@@ -162,13 +162,13 @@ def shadow_confidences(
     """Train one shadow after another, and yield the confidences (R,) of all records under each.
 
     Args:
-        start: gives the model that the attacked one began at, anew each time.
-        model: the recipe's section: its adapter, if it has one, is that of the shadows.
+        start: returns a fresh copy of the attacked model's starting model each time.
+        model: the recipe's section; if it has an adapter, the shadows use it.
         rows: the tokenized rows of R records.
         collator: pads them.
-        included_KR: which records each shadow is trained on.
-        training: how.
-        seed: of the order of rows and of the adapters' weights.
+        included_KR: whether a shadow is trained on a record.
+        training: settings of the training.
+        seed: seed of the order of rows and of the adapters' weights.
     """
     training = training or ShadowTraining()
     numbers = np.asarray(rows[RECORD])
@@ -218,5 +218,5 @@ def _train(model: Any, rows: datasets.Dataset, collator: RowCollator, training: 
 
 
 def copies_of(base: Any) -> Callable[[], Any]:
-    """Return what `shadow_confidences` takes as its start: a fresh copy of a loaded model each time."""
+    """Return a start for `shadow_confidences`: a function that copies a loaded model each time."""
     return lambda: copy.deepcopy(base)

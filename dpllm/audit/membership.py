@@ -1,10 +1,10 @@
-"""Membership inference on real records: several attacks at once, and how well each tells members from others.
+"""Membership inference on real records: several attacks at once, and how well each separates members from others.
 
-Place in the flow: token scores of members and non-members to a table. What an attack finds is an estimate; the bound
-beside it is what no attack on this run can exceed (`dpllm.privacy.risk.attack_risk`), for a record whose text entered
-the data once and a non-member from the same distribution. `check_exchangeable` refuses non-members that a model which
-saw neither can already tell from the members (Das, Zhang, Tramèr, arXiv:2406.16201, on how often published attacks
-measure that instead).
+Place in the flow: from token scores of members and non-members to a table. The result of an attack is an estimate. The
+bound beside it holds for any attack on this run (`dpllm.privacy.risk.attack_risk`), for a record whose text entered the
+data once and a non-member from the same distribution. `check_exchangeable` refuses non-members that a model which saw
+neither can already separate from the members (Das, Zhang, Tramèr, arXiv:2406.16201, show how often published attacks
+measure this difference instead).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from dpllm.privacy.accounting import History
 RATES = (0.01, 0.001)
 """False positive rates at which the share of members found is stated."""
 
-_TOO_FAR = 4.0  # standard deviations from 1/2, of an area that compares records nobody has seen
+_TOO_FAR = 4.0  # largest distance from 1/2, in standard deviations, of the AUROC of a model that saw no record
 
 
 @dataclass(frozen=True, eq=False)
 class MembershipResult:
-    """How well one attack tells members from others."""
+    """How well one attack separates members from others."""
 
     name: str
-    """Which attack."""
+    """Name of the attack."""
     scores: Floats = field(repr=False)
     """(m,) the higher, the likelier a member."""
     included: NDArray[np.bool_] = field(repr=False)
@@ -50,7 +50,7 @@ class MembershipResult:
     auroc: Estimate
     """Area under the ROC curve; 1/2 is blind guessing."""
     true_positive_rate: dict[float, Estimate]
-    """False positive rate -> share of members found; a rate that so few non-members can't show is left out."""
+    """False positive rate -> share of members found; a rate that needs more non-members is left out."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; the scores of single records are left out."""
@@ -61,17 +61,17 @@ class MembershipResult:
 def judge_attack(
     name: str, scores: Floats, included: NDArray[np.bool_], rates: Sequence[float] = RATES
 ) -> MembershipResult:
-    """Return area and true positive rates of an attack.
+    """Return the area under the ROC curve and the true positive rates of an attack.
 
     Args:
-        name: of the attack.
+        name: name of the attack.
         scores: (m,) the higher, the likelier a member.
         included: (m,) whether it is one.
-        rates: false positive rates. Those below one in the number of non-members are left out: a threshold that none of
-            them exceeds may have a false positive rate many times higher.
+        rates: false positive rates. Rates below 1 / (number of non-members) are left out: the true false positive rate
+            of a threshold that no non-member exceeds may be many times higher.
 
     Raises:
-        AuditError: a score is NaN; there are no members, or nobody else.
+        AuditError: a score is NaN; there are no members, or no others.
 
     >>> result = judge_attack("loss", np.arange(200.0), np.arange(200) >= 100)
     >>> result.auroc.value, {rate: found.value for rate, found in result.true_positive_rate.items()}
@@ -80,7 +80,7 @@ def judge_attack(
     if np.isnan(scores).any():
         raise AuditError(
             f"the attack '{name}' has no score for {int(np.isnan(scores).sum())} records (NaN): the model gives them "
-            "no probability. Was it trained until its loss was NaN?"
+            "no probability. Check that its training loss was not NaN"
         )
     others = int((~np.asarray(included, dtype=bool)).sum())
     found = {rate: tpr_at(scores, included, rate) for rate in shown_rates(rates, others)}
@@ -94,9 +94,9 @@ def membership_scores(
 
     Args:
         tuned: R records under the model that is attacked.
-        texts: (R,) what their target tokens say.
+        texts: (R,) the texts of their target tokens.
         reference: the same records under a model that saw none of them; without it the ratio is left out.
-        k: share of the tokens that Min-K% and Min-K%++ look at.
+        k: share of the tokens that Min-K% and Min-K%++ use.
     """
     found = {
         "loss": loss_score(tuned),
@@ -108,26 +108,26 @@ def membership_scores(
 
 
 def check_exchangeable(reference: TokenScores, included: NDArray[np.bool_]) -> Estimate:
-    """Make sure that a model which saw none of the records can't tell members from others.
+    """Make sure that a model which saw none of the records cannot separate members from others.
 
     Args:
         reference: the records under that model.
-        included: (R,) which of them are members of the training data of another model.
+        included: (R,) whether a record is in the training data of the attacked model.
 
     Returns:
         The area under its ROC curve.
 
     Raises:
-        AuditError: it can, by more than four standard deviations.
+        AuditError: it separates them by more than four standard deviations.
     """
     found = auroc(loss_score(reference), included)
     num_in, num_out = int(included.sum()), int((~included).sum())
     deviation = math.sqrt((num_in + num_out + 1) / (12 * num_in * num_out))  # of an area of scores without a difference
     if abs(found.value - 0.5) > _TOO_FAR * deviation:
         raise AuditError(
-            f"members and held-out records differ before any training: the reference model, which saw neither, tells "
-            f"them apart with an AUROC of {found}. An attack would measure that difference and not membership. Hold "
-            "out a random share of the same records (data.eval_fraction) and train again"
+            f"members and held-out records differ before any training: the reference model, which saw neither, "
+            f"separates them with an AUROC of {found}. An attack would measure that difference and not membership. "
+            "Hold out a random share of the same records (data.eval_fraction) and train again"
         )
     return found
 
@@ -135,7 +135,7 @@ def check_exchangeable(reference: TokenScores, included: NDArray[np.bool_]) -> E
 def bounds_of(history: History, num_others: int, rates: Sequence[float] = RATES) -> dict[float, float]:
     """Return the largest share of members that any attack finds: false positive rate -> bound.
 
-    Each is stated at the highest false positive rate that a threshold chosen on this many non-members may have.
+    Each bound is stated at the highest false positive rate that a threshold chosen on this many non-members may have.
 
     Guarantee: an upper bound for a run with this history, under zero-out adjacency (did the record take part?).
 
@@ -150,7 +150,7 @@ def bounds_of(history: History, num_others: int, rates: Sequence[float] = RATES)
 def membership_rows(
     attacks: Sequence[MembershipResult], bounds: Mapping[float, float] | None, rates: Sequence[float] = RATES
 ) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table: attack, area, true positive rates, and below them what no attack exceeds."""
+    """Return head and rows of the table: attack, area, true positive rates, and the bounds of any attack below."""
     head = ["attack", "AUROC (95 %)", *(f"TPR at FPR {rate:.1%}" for rate in rates)]
     rows = [
         [

@@ -1,9 +1,9 @@
-"""How likely an audit is to notice that a run has less noise than its plan says.
+"""The probability that an audit notices that a run has less noise than its plan.
 
-Place in the flow: beside the bounds. An audit that cannot fail shows nothing. So every verdict comes with the share of
-such audits that would refute a run with σ/√2 and with σ/2. The attacker is taken to be the best there is: scores are
-simulated that follow the trade-off curve of the weaker run, approximated by the Gaussian mechanism of the same ε. Real
-attacks on a finished model score worse, so that these shares are upper ends.
+Place in the flow: beside the bounds. An audit that cannot fail shows nothing. So every verdict states the share of such
+audits that would refute a run with σ/√2 and with σ/2. The best possible attacker is assumed: the scores are simulated
+from the trade-off curve of the weaker run, approximated by the Gaussian mechanism of the same ε. Real attacks on a
+finished model score worse, so these shares are upper limits.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dpllm.audit.families import gaussian_epsilon
 from dpllm.privacy.accounting import History, epsilon, merge
 
 WEAKER = {"σ/√2": math.sqrt(2), "σ/2": 2.0}
-"""The noise of the weaker runs, by name, and what it is divided by."""
+"""Name of the noise of a weaker run -> the factor by which it is smaller."""
 HARDLY = 0.2
-"""An audit that notices σ/2 with a smaller probability than this can hardly fail."""
+"""An audit that notices σ/2 with a smaller probability can hardly fail."""
 
 _SIMULATIONS = 40
 _SEED = 20262
-_STRONGEST = 40.0  # μ of a mechanism that hides nothing, for all that a simulation can tell
+_STRONGEST = 40.0  # μ of a mechanism that, as far as a simulation can show, hides nothing
 
 
 def power(
@@ -44,10 +44,10 @@ def power(
     Args:
         history: the steps that are claimed.
         delta: δ of the claim.
-        in_one_run: canaries in one run; 0: the audit doesn't use them so.
-        in_trials: independent runs of one canary each; 0: the audit has none.
-        confidence: of the audit.
-        tests: attacks that the error is divided over.
+        in_one_run: number of canaries in one run; 0: the audit has no such test.
+        in_trials: number of independent runs with one canary each; 0: the audit has none.
+        confidence: confidence of the audit.
+        tests: number of attacks over which the error is divided.
 
     >>> from dpllm.mechanism.events import Step
     >>> power([(Step(sampling_rate=1.0, noise_multiplier=1.0), 1)], 1e-5, in_trials=1000)["σ/2"] > 0.9
@@ -72,12 +72,12 @@ def _share(claim: Claim, mu: float, in_one_run: int, in_trials: int) -> float:
 
 def _draw(num: int, mu: float, rng: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     coins = rng.random(num) < 0.5
-    coins[:2] = (True, False)  # some of both, however few there are
+    coins[:2] = (True, False)  # at least one of each
     return rng.standard_normal(num) + mu * coins, coins
 
 
 def _mu_of(history: History, factor: float, delta: float) -> float:
-    """The Gaussian mechanism that has, at δ, the ε of the same steps with less noise."""
+    """Return μ of the Gaussian mechanism with the same ε at δ as the steps with less noise."""
     weaker = [(step.with_noise(step.noise_multiplier / factor), count) for step, count in merge(history)]
     wanted = epsilon(weaker, delta, "zero-out", 1e-3)
     if wanted >= gaussian_epsilon(_STRONGEST, delta):
@@ -87,20 +87,20 @@ def _mu_of(history: History, factor: float, delta: float) -> float:
 
 @dataclass(frozen=True)
 class NoiseTest:
-    """A test of the noise itself, on projections of releases in which no unit has a part."""
+    """A test of the noise itself, on projections of releases to which no unit contributes."""
 
     num: int
-    """Projections."""
+    """Number of projections."""
     ratio: float
-    """Measured standard deviation over the one that the plan states."""
+    """Measured standard deviation divided by the plan's."""
     highest: float
     """The upper end of its one-sided interval, at 1 - `error`."""
     error: float
-    """Probability that noise as stated is refuted."""
+    """Probability that correct noise is refuted."""
 
     @classmethod
     def of(cls, projections: NDArray[np.float64], stddev: float, error: float) -> NoiseTest:
-        """Test projections on unit vectors, which are N(0, stddev²) where the noise is as stated, or wider.
+        """Test projections on unit vectors, which are N(0, stddev²) or wider if the noise is correct.
 
         >>> rng = np.random.default_rng(0)
         >>> [NoiseTest.of(rng.normal(0, sigma, 1600), 1.0, 0.01).refuted for sigma in (1.0, 0.9)]

@@ -1,13 +1,13 @@
 """Data with canaries, and the recipe that trains on them.
 
 Place in the flow: before the training of a model that is to be audited. `prepare` reads the records of a recipe as the
-training would, makes canaries, tosses a fair coin for each, and writes a folder with the records and the included
-canaries at random places among them, the recipe that trains on these, and ``canaries.json``, which is a secret until
-the audit: whoever trains must not know the coins.
+training would, makes canaries, and tosses a fair coin for each. It writes a folder with the records and the included
+canaries at random positions among them, the recipe that trains on these, and ``canaries.json``. This file is a secret
+until the audit: the person who trains must not know the coins.
 
-What coins test is the zero-out adjacency, with one difference that is as old as audits of DP-SGD: an excluded canary is
-not a unit that contributes nothing, it is not there. So N, and with it q = b/N, depends on the coins, by one part in N
-for each. N is public, and the bounds guess from scores alone.
+The coins test the zero-out adjacency, with one difference that all audits of DP-SGD share: an excluded canary is not a
+unit that contributes nothing; it is absent. So N, and with it q = b/N, depends on the coins, by one part in N for each.
+N is public, and the bounds guess only from scores.
 """
 
 from __future__ import annotations
@@ -54,39 +54,39 @@ HELD_OUT_FILE = "held_out.parquet"
 RUN_FOLDER = "run"
 DEFAULT_CANARIES = 1000
 MOST_CANARIES = 20_000
-"""Canaries of an audit: beyond, its bounds take longer than minutes."""
+"""Largest number of canaries of an audit: with more, its bounds take longer than minutes."""
 MOST_CANARY_TOKENS = 20_000_000
-"""Tokens of all canaries and candidates together."""
+"""Largest number of tokens of all canaries and candidates together."""
 
-_LONGEST, _LONGEST_PREFIX = 32, 16  # tokens, where none are asked for
+_LONGEST, _LONGEST_PREFIX = 32, 16  # tokens, if no length is given
 
 
 @dataclass(frozen=True, kw_only=True)
 class CanaryOptions:
-    """What canaries to make.
+    """Number and kind of the canaries to make.
 
     Raises:
         AuditError: a value is out of range.
     """
 
     num: int = DEFAULT_CANARIES
-    """m: each has a coin of its own; more show more."""
+    """m: each canary has its own coin; more canaries show more."""
     kind: str = RANDOM_TOKENS
     """"random-tokens", "rare-suffix" or "sampled"."""
     length: int | None = None
-    """Tokens of a canary's own text. None: 32, or what fits into half of `data.max_length`."""
+    """Tokens of a canary's own text. None: 32, or half of `data.max_length` if that is less."""
     records_per_user: int | None = None
-    """Different records of one canary user. None: 8, or as many as a user may have. User level alone."""
+    """Different records of one canary user. None: 8, or the largest number that a user may have. Only at user level."""
     repetitions: int = 1
-    """How often each of these stands in the data. User level alone."""
+    """How often each of these records is in the data. Only at user level."""
     prefixes: Sequence[str] | None = None
     """Public texts that canaries with a rare suffix begin with. None: the recipe's public text."""
     sampler: str | None = None
     """Folder or Hub id of the model that writes the sampled ones. None: the recipe's `model.name`."""
     temperature: float = 1.0
-    """Of the sampling."""
+    """Temperature of the sampling."""
     num_candidates: int | None = None
-    """More of the kind, without coins, for exposure. None: as many as there are canaries."""
+    """Further texts of the same kind, without coins, for exposure. None: the number of canaries."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -100,31 +100,31 @@ class CanaryOptions:
                 raise AuditError(f"{name} must be at least 1, got {value}")
             if value is not None and most is not None and value > most:
                 raise AuditError(
-                    f"{name} must be at most {most}, got {value}: more canaries show hardly more. Take fewer "
+                    f"{name} must be at most {most}, got {value}: more canaries hardly raise the bound. Take fewer "
                     "(--canaries)"
                 )
         if self.num_candidates is not None and self.num_candidates < 0:
             raise AuditError(f"num_candidates must be at least 0, got {self.num_candidates}")
         if not 0 < self.temperature < math.inf:
             raise AuditError(
-                f"temperature must be above 0 and finite, got {self.temperature}; 1 is what the model says itself"
+                f"temperature must be above 0 and finite, got {self.temperature}; 1 keeps the model's probabilities"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What `prepare` left behind."""
+    """The files of `prepare`, and the power of the audit."""
 
     folder: Path
-    """Where it is."""
+    """Folder of the files."""
     made: CanarySet
-    """What ``canaries.json`` holds."""
+    """Contents of ``canaries.json``."""
     num_records: int
     """Records of the data file."""
     ceiling: float
-    """The highest lower bound on ε that so many canaries can show, of perfect scores."""
+    """The highest lower bound on ε that this many canaries can show, with perfect scores."""
     power: Mapping[str, float]
-    """Noise below the plan's -> share of such audits that an ideal attack would make fail; empty: no claim."""
+    """Noise below the plan's -> share of such audits that fail under an ideal attack; empty: no claim."""
 
     @property
     def recipe_path(self) -> Path:
@@ -133,30 +133,30 @@ class Prepared:
 
     @property
     def secret_path(self) -> Path:
-        """Which canaries are in; a secret until the audit."""
+        """The file with the coins, which is a secret until the audit."""
         return self.folder / CANARIES_FILE
 
     @property
     def run_folder(self) -> Path:
-        """Where that recipe writes the model."""
+        """The folder to which that recipe writes the model."""
         return self.folder / RUN_FOLDER
 
 
 def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = None) -> Prepared:
     """Write data with canaries into a new folder, and the recipe that trains on them.
 
-    Guarantee: the coins are fair, independent and from the operating system's entropy; nothing but the data file
-    depends on them. Canaries are made without looking at a private record; that none of them is in the data already is
-    checked afterwards.
+    Guarantee: the coins are fair, independent and from the operating system's entropy; only the data file depends on
+    them. Canaries are made without reading a private record; afterwards it is checked that none of them is already in
+    the data.
 
     Args:
-        recipe: what to train. Held-out records are split off first, so that no canary is among them.
-        folder: where to write; it must not exist, or be empty.
-        options: what canaries to make.
+        recipe: the training to audit. Held-out records are split off first, so that no canary is among them.
+        folder: the folder to write, which must not exist, or must be empty.
+        options: number and kind of the canaries.
 
     Raises:
-        AuditError: canaries that could show nothing, or something untrue, or can't be made of this recipe.
-        ValueError: the records, the tokenizer or the model can't be loaded.
+        AuditError: the canaries could show nothing, or something untrue, or cannot be made for this recipe.
+        ValueError: the records, the tokenizer or the model cannot be loaded.
     """
     options, folder = options or CanaryOptions(), Path(folder)
     _check_request(recipe, folder, options)
@@ -214,39 +214,39 @@ def read_prefixes(path: str | Path) -> list[str]:
     """Return the lines of a file of public text.
 
     Raises:
-        AuditError: it can't be read.
+        AuditError: it cannot be read.
     """
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise AuditError(f"{path} can't be read as text ({error}): give a file with a public text per line") from error
+        raise AuditError(f"{path} cannot be read as text ({error}): give a file with a public text per line") from error
 
 
 def _check_request(recipe: Recipe, folder: Path, options: CanaryOptions) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise AuditError(f"{folder} is not empty: give a new folder, so that an earlier audit's coins aren't lost")
+        raise AuditError(f"{folder} is not empty: give a new folder, so that an earlier audit's coins are not lost")
     if recipe.model.task != "causal_lm" or recipe.data.format not in FORMATS:
         raise AuditError(
-            f"model.task={recipe.model.task!r} with data.format={recipe.data.format!r} can't be audited by canaries of "
-            f"text: it takes a causal_lm and one of the formats {', '.join(FORMATS)}. `dpllm audit gradient` audits "
-            "the training itself, whatever the task"
+            f"model.task={recipe.model.task!r} with data.format={recipe.data.format!r} cannot be audited by canaries "
+            f"of text: this needs a causal_lm and one of the formats {', '.join(FORMATS)}. `dpllm audit gradient` "
+            "audits the training itself for any task"
         )
     if recipe.privacy.budget_file is not None:
         raise AuditError(
-            f"the recipe charges {recipe.privacy.budget_file}, which counts the units without canaries: it would be "
-            "refused with them. Create a budget for these data (`dpllm budget create`), and name it when you train; "
+            f"the recipe charges {recipe.privacy.budget_file}, which counts the units without canaries, so it would "
+            "refuse the run. Create a budget for these data (`dpllm budget create`), and name it when you train; "
             "prepare with privacy.budget_file="
         )
     if recipe.privacy.unit == "sequence" and (options.repetitions > 1 or options.records_per_user is not None):
         raise AuditError(
-            'with privacy.unit="sequence" every record is a unit: of a canary that stands in several of them ε says '
-            "nothing, and a bound above it would accuse a sound run. Leave --repetitions and --records-per-user out, "
-            "or audit a recipe at user level"
+            'with privacy.unit="sequence" every record is a unit: ε does not cover a canary in several records, and a '
+            "bound above ε would accuse a sound run. Omit --repetitions and --records-per-user, or audit a recipe at "
+            "user level"
         )
 
 
 def _records_per_unit(recipe: Recipe, options: CanaryOptions) -> int:
-    """How many different records a canary has.
+    """Return the number of different records of a canary.
 
     Raises:
         AuditError: some of them would be left out of the training.
@@ -258,24 +258,24 @@ def _records_per_unit(recipe: Recipe, options: CanaryOptions) -> int:
     chosen = max(1, min(8, most // options.repetitions)) if asked is None else asked
     if chosen * options.repetitions > most:
         raise AuditError(
-            f"a canary user would have {chosen * options.repetitions} records, and max_rows_per_unit={most} of a user "
-            "are used: take fewer (--records-per-user, --repetitions)"
+            f"a canary user would have {chosen * options.repetitions} records, but only max_rows_per_unit={most} of a "
+            "user are used: take fewer (--records-per-user, --repetitions)"
         )
     return chosen
 
 
 def _check_size(num_texts: int, recipe: Recipe, options: CanaryOptions) -> None:
-    """Raise before texts are made that could not be trained on, or that would take hours to make."""
+    """Raise, before any text is made, if the texts could not be trained on, or would take hours to make."""
     if options.length is not None and options.length > recipe.data.max_length:
         raise AuditError(
-            f"canaries of {options.length} tokens are longer than data.max_length={recipe.data.max_length}, and what "
-            "is cut off is never learnt: make them shorter (--length), or raise data.max_length"
+            f"canaries of {options.length} tokens are longer than data.max_length={recipe.data.max_length}, and the "
+            "part that is cut off is never learnt: make them shorter (--length), or raise data.max_length"
         )
     tokens = num_texts * (options.length or _LONGEST)
     if tokens > MOST_CANARY_TOKENS:
         raise AuditError(
-            f"{num_texts} texts of canaries and candidates have {tokens} tokens, and at most {MOST_CANARY_TOKENS} are "
-            "made: take fewer (--canaries, --candidates, --records-per-user) or shorter ones (--length)"
+            f"{num_texts} texts of canaries and candidates have {tokens} tokens, but at most {MOST_CANARY_TOKENS} are "
+            "allowed: take fewer (--canaries, --candidates, --records-per-user) or shorter ones (--length)"
         )
 
 
@@ -285,8 +285,8 @@ def _texts(
     options: CanaryOptions,
     public_texts: Iterable[str] | None,
 ) -> Callable[[int], Sequence[Pair]]:
-    """Return what draws texts of the kind."""
-    room = max(2, recipe.data.max_length - 4)  # what a tokenizer or a template may put around a text
+    """Return a function that draws texts of the chosen kind."""
+    room = max(2, recipe.data.max_length - 4)  # leaves 4 tokens for a tokenizer's or a template's additions
     length = min(_LONGEST, max(2, room // 2)) if options.length is None else options.length
     prefix = min(_LONGEST_PREFIX, max(1, room // 4))
     lengths = (0 if recipe.data.format == "text" else prefix, length)
@@ -298,7 +298,7 @@ def _texts(
     name = options.sampler or recipe.model.name
     if name is None:
         raise AuditError(
-            f"{SAMPLED} canaries are written by a model that exists before the private training, and the recipe names "
+            f"{SAMPLED} canaries are written by a model that exists before the private training, but the recipe names "
             "none: give its folder (--sampler, such as public_pretrain of an earlier run), or another kind (--kind)"
         )
     loaded: Any = load_base_model(ModelConfig(name=name, dtype=recipe.model.dtype), tokenizer)
@@ -307,29 +307,29 @@ def _texts(
 
 
 def _check_lengths(pairs: Sequence[Pair], recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise unless every record of a canary is one whole row."""
+    """Raise unless every record of a canary is one complete row."""
     records = datasets.Dataset.from_list([record_of(*pair, recipe.data) for pair in pairs])
     info = tokenization_info(tokenize_records(records, tokenizer, recipe.data))
     if too_long := info["records_truncated"] + info["records_split"]:
         raise AuditError(
             f"{too_long} of {len(pairs)} canaries have more than data.max_length={recipe.data.max_length} tokens, and "
-            "what is cut off is never learnt: make them shorter (--length), or raise data.max_length"
+            "the part that is cut off is never learnt: make them shorter (--length), or raise data.max_length"
         )
 
 
 def _check_new(canaries: Sequence[Canary], train: datasets.Dataset, config: DataConfig) -> None:
-    """Raise if the data hold a canary already, whoever's it is."""
+    """Raise if the data already hold a canary, under any user."""
     keys = {key for canary in canaries for key in canary_keys(canary, config, None)}
     batches = train.select_columns(key_columns(config, None)).iter(READ_TOGETHER)
     if known := count_records(batches, keys, config, None):
         raise AuditError(
-            f"{len(known)} of the canaries are in the data already, so leaving one out would leave nothing out: make "
+            f"{len(known)} of the canaries are already in the data, so leaving one out would have no effect: make "
             "them longer (--length), or of another kind (--kind)"
         )
 
 
 def _new_users(train: datasets.Dataset, column: str | None, num: int) -> list[Any]:
-    """Return ids that nobody in the data has, of the same kind as theirs; None at sequence level."""
+    """Return ids of the data's type that no user in the data has; None at sequence level."""
     if column is None:
         return [None] * num
     present = set(train[column])
@@ -346,7 +346,7 @@ def _new_users(train: datasets.Dataset, column: str | None, num: int) -> list[An
 
 
 def _insert(train: datasets.Dataset, canaries: Sequence[Canary], recipe: Recipe, repetitions: int) -> datasets.Dataset:
-    """Put the records of the included canaries at random places; the others keep their order."""
+    """Insert the records of the included canaries at random positions; the others keep their order."""
     column = recipe.privacy.unit_column
     filled = []
     for canary in canaries:
@@ -365,10 +365,10 @@ def _insert(train: datasets.Dataset, canaries: Sequence[Canary], recipe: Recipe,
 
 
 def _recipe_for(recipe: Recipe, folder: Path, with_held_out: bool) -> Recipe:
-    """Return the recipe for the data in the folder, their path still missing."""
+    """Return the recipe for the data in the folder, with a placeholder for their path."""
     data = dataclasses.replace(
         recipe.data,
-        path=CANARIES_FILE,  # takes the place of a name that depends on all else
+        path=CANARIES_FILE,  # placeholder for a name that depends on everything else
         name=None,
         split="train",
         eval_path=str(folder / HELD_OUT_FILE) if with_held_out else None,
@@ -387,12 +387,12 @@ def _as_stored(recipe: Recipe) -> dict[str, Any]:
 
 
 def _num_scores(recipe: Recipe) -> int:
-    """Two scores share the error where the training begins with a model that the trained one can be compared with."""
+    """Return 2 if the training starts from a model to compare with, since two scores then share the error; else 1."""
     return 2 if recipe.model.name or recipe.public_pretrain else 1
 
 
 def _power(num: int, delta: float, recipe: Recipe, units: UnitIndex) -> dict[str, float]:
-    """How likely the audit is to notice that the run has less noise than its plan says."""
+    """Return the probability that the audit notices that the run has less noise than its plan."""
     if num < FEWEST_CANARIES:
         return {}
     plan = plan_for(training_arguments(recipe.train), recipe.privacy, units)
@@ -402,7 +402,7 @@ def _power(num: int, delta: float, recipe: Recipe, units: UnitIndex) -> dict[str
 
 
 def _ceiling(num: int, delta: float, recipe: Recipe) -> float:
-    """What perfect scores of so many canaries would show, all corrections included."""
+    """Return the bound for perfect scores of this many canaries, with all corrections."""
     tests = _num_scores(recipe)
     perfect = np.arange(num, dtype=np.float64)
     return max(bound.ceiling for bound in one_run_bounds(perfect, perfect >= num / 2, delta, tests=tests))

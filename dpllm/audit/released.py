@@ -1,7 +1,7 @@
-"""A model folder as an attacker of one's own model gets it: weights, tokenizer, recipe, records and any ledger.
+"""A model folder as input of the attacks: weights, tokenizer, recipe, records and, if there is one, the ledger.
 
-Place in the flow: first of the attacks on a finished model. `load_released` reads what `recipes/finetune.py` and
-`recipes/compare.py` leave; `draw_sample` draws records that were trained on and as many that were not.
+Place in the flow: first of the attacks on a finished model. `load_released` reads the output of `recipes/finetune.py`
+and `recipes/compare.py`; `draw_sample` draws records that were trained on and the same number that were not.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 
 FEWEST_RECORDS = 20
-"""Members, and non-members, below which an attack's figures would be noise."""
+"""Smallest number of members, and of non-members; with fewer, an attack's figures would be noise."""
 
 
 @dataclass(frozen=True)
 class Released:
-    """A finished model and what belongs to it."""
+    """A finished model with its recipe, tokenizer, plan and history."""
 
     folder: Path
-    """Where it lies."""
+    """Folder of the model."""
     recipe: Recipe
-    """What it was made with."""
+    """The recipe of its training."""
     model: Any
     """The model, with its adapter if it has one, in evaluation mode."""
     tokenizer: PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ class Released:
         return RowCollator(pad_token_id=int(self.tokenizer.pad_token_id))
 
     def rows(self, records: datasets.Dataset) -> datasets.Dataset:
-        """Tokenize records as the training did."""
+        """Tokenize records in the same way as the training."""
         return tokenize_records(records, self.tokenizer, self.recipe.data)
 
 
@@ -63,24 +63,24 @@ def load_released(folder: str | Path, device: str | torch.device | None = None) 
     """Read a model folder.
 
     Args:
-        folder: a model in the format of transformers or peft, its tokenizer, and the recipe.yaml it was made with; with
+        folder: a model in the format of transformers or peft, its tokenizer, and the recipe.yaml of its training; also
             plan and ledger if the training was private.
-        device: where the model shall run; None: the accelerator, if there is one.
+        device: device for the model; None: the accelerator, if there is one.
 
     Raises:
-        AuditError: no recipe, no tokenizer, no model, or a model that gives no probability to each token.
+        AuditError: recipe, tokenizer or model is missing, or the model gives no probability to each token.
     """
     folder = Path(folder)
     if not (folder / RECIPE_FILE).is_file():
         raise AuditError(
-            f"{folder} holds no {RECIPE_FILE}, so nobody knows which records the model was trained on. Give the output "
-            "folder of recipes/finetune.py, or copy the recipe into this one"
+            f"{folder} holds no {RECIPE_FILE}, so the model's training records are unknown. Give the output folder of "
+            "recipes/finetune.py, or copy the recipe into this folder"
         )
     recipe = load_recipe(folder / RECIPE_FILE)
     if recipe.model.task != "causal_lm":
         raise AuditError(
             f"{folder} holds a model for {recipe.model.task}. These attacks read the probability that a causal "
-            "language model gives each token of a record; a classifier or an encoder-decoder needs others"
+            "language model gives each token of a record; a classifier or an encoder-decoder needs other attacks"
         )
     if not (folder / "tokenizer_config.json").is_file():
         raise AuditError(f"{folder} holds no tokenizer (tokenizer_config.json): save the model's own beside it")
@@ -92,7 +92,7 @@ def load_released(folder: str | Path, device: str | torch.device | None = None) 
     plan, contents = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
     if plan.seeded or contents.seeded:
         raise AuditError(
-            f"{folder} drew from a fixed seed, so nothing in it is private, and the bounds beside the attacks would be "
+            f"{folder} used a fixed seed, so nothing in it is private, and the bounds beside the attacks would be "
             "untrue: train without privacy.seed"
         )
     return Released(folder, recipe, model, tokenizer, plan, contents.history)
@@ -105,22 +105,22 @@ def load_causal_model(
 
     Args:
         name: a folder (of a model or of an adapter) or a Hub name.
-        dtype: as in a recipe.
-        tokenizer: whose tokens it shall know.
-        device: where it shall run; None: the accelerator, if there is one.
+        dtype: a dtype name of a recipe.
+        tokenizer: tokenizer whose tokens the model must have.
+        device: device for the model; None: the accelerator, if there is one.
 
     Raises:
-        AuditError: it can't be loaded, or knows fewer tokens than the tokenizer.
+        AuditError: it cannot be loaded, or has fewer tokens than the tokenizer.
     """
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
-        raise AuditError(f"the model {name} can't be loaded: {reason}. Give a folder or a Hub name") from error
+        raise AuditError(f"the model {name} cannot be loaded: {reason}. Give a folder or a Hub name") from error
     known = int(model.get_input_embeddings().weight.shape[0])
     if known < len(tokenizer):
         raise AuditError(
-            f"the model {name} knows {known} tokens and the tokenizer has {len(tokenizer)}: they don't belong "
+            f"the model {name} has {known} tokens but the tokenizer has {len(tokenizer)}: they do not belong "
             "together. Name a reference that has the same tokenizer"
         )
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -128,14 +128,14 @@ def load_causal_model(
 
 
 def starting_point(released: Released) -> str | None:
-    """Return the folder or name of the model that the private training began at; None where its weights were random."""
+    """Return the folder or name of the private training's starting model; None if its weights were random."""
     if released.recipe.public_pretrain is not None:
         beside = (released.folder, Path(released.recipe.train.get("output_dir", released.folder)))
         for folder in beside:
             if (folder / PRETRAINED_FOLDER / "config.json").is_file():
                 return str(folder / PRETRAINED_FOLDER)
         raise AuditError(
-            f"{released.folder} lacks {PRETRAINED_FOLDER}/, the model that the private training began at. Put it "
+            f"{released.folder} lacks {PRETRAINED_FOLDER}/, the starting model of the private training. Put it "
             "there, or name a reference model"
         )
     return released.recipe.model.name
@@ -143,7 +143,7 @@ def starting_point(released: Released) -> str | None:
 
 @dataclass(frozen=True)
 class Sample:
-    """Records that were trained on, and as many that were not."""
+    """Records that were trained on, and the same number that were not."""
 
     members: datasets.Dataset
     """(n,) records, drawn at random from those that were trained on."""
@@ -154,7 +154,7 @@ class Sample:
     held_out: datasets.Dataset
     """All held-out records whose text was not trained on."""
     dropped: dict[str, int]
-    """How many records were left out, and why."""
+    """Reason -> number of records left out."""
 
     @property
     def records(self) -> datasets.Dataset:
@@ -168,25 +168,25 @@ class Sample:
 
 
 def draw_sample(recipe: Recipe, num_records: int, seed: int = 0, leave_out: Collection[str] = ()) -> Sample:
-    """Draw members and non-members, equally many, each text once.
+    """Draw the same number of members and non-members, each text once.
 
-    A bound on what an attack finds holds for a record whose text entered the data once, and is true of an estimate only
-    where members and non-members come from the same distribution. So texts in both, and texts that were trained on more
-    than once, are left out and counted.
+    A bound on an attack holds for a record whose text entered the data once. It applies to an estimate only if members
+    and non-members come from the same distribution. So texts in both, and texts that were trained on more than once,
+    are left out and counted.
 
     Args:
-        recipe: whose data are read.
-        num_records: of each kind at most.
-        seed: of the draw.
+        recipe: recipe that names the data.
+        num_records: largest number of each kind.
+        seed: seed of the draw.
         leave_out: `record_key` of records that are neither, such as canaries.
 
     Raises:
-        AuditError: no held-out records, too few that can be used, or nobody knows which rows of a user were taken.
+        AuditError: there are no held-out records, too few usable ones, or it is unknown which rows of a user were used.
     """
     train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
     if held_out is None:
         raise AuditError(
-            "the recipe holds no records out, so there is no non-member to compare with. Hold a random share out "
+            "the recipe holds out no records, so there is no non-member to compare with. Hold out a random share "
             "before the training: data.eval_fraction=0.1"
         )
     train = train.select(_rows_trained_on(recipe, train))
@@ -209,9 +209,9 @@ def draw_sample(recipe: Recipe, num_records: int, seed: int = 0, leave_out: Coll
     if size < FEWEST_RECORDS:
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count) or "none left out"
         raise AuditError(
-            f"{len(members)} members and {len(distinct)} non-members can be compared ({reasons}), and {num_records} "
-            f"were asked for; fewer than {FEWEST_RECORDS} of each say nothing. Hold more records out "
-            "(data.eval_fraction), and take duplicates out of the data before the training"
+            f"{len(members)} members and {len(distinct)} non-members can be compared ({reasons}), of {num_records} "
+            f"requested; fewer than {FEWEST_RECORDS} of each show nothing. Hold out more records "
+            "(data.eval_fraction), and remove duplicates from the data before the training"
         )
     rng = np.random.default_rng(seed)
     chosen = [np.sort(rng.permutation(np.array(numbers))[:size]) for numbers in (members, distinct)]
@@ -219,10 +219,10 @@ def draw_sample(recipe: Recipe, num_records: int, seed: int = 0, leave_out: Coll
 
 
 def record_key(values: Collection[Any]) -> str:
-    """Return what tells one record's text from another's.
+    """Return a key that identifies a record's text.
 
     Args:
-        values: of the columns that `dpllm.data.records.required_columns` names.
+        values: values of the columns of `dpllm.data.records.required_columns`.
     """
     return json.dumps(list(values), sort_keys=True, ensure_ascii=False)
 
@@ -233,13 +233,13 @@ def _keys(records: datasets.Dataset, config: DataConfig) -> list[str]:
 
 
 def _rows_trained_on(recipe: Recipe, train: datasets.Dataset) -> np.ndarray:
-    """Numbers of the records that the run could draw: of a user with more than the bound, the first ones alone."""
+    """Return the numbers of the records that the run could draw: of a user above the bound, only the first ones."""
     if recipe.privacy.unit != "user":
         return np.arange(len(train))
     units = unit_index_of(train, recipe.privacy)
     if recipe.privacy.rows_kept == "random" and units.rows_dropped:
         raise AuditError(
             f"{units.rows_dropped} records were left out of the training by a secret draw (privacy.rows_kept=random), "
-            'so nobody knows which are members. Attack a run with privacy.rows_kept="first"'
+            'so the members are unknown. Attack a run with privacy.rows_kept="first"'
         )
     return np.sort(np.asarray(units.rows))

@@ -1,6 +1,6 @@
-"""What an audit found, in one object: for the screen, for JSON, for the report.
+"""The result of an audit in one object: for the screen, for JSON, for the report.
 
-Place in the flow: after the scores. `judge` computes every figure; nothing here touches a model.
+Place in the flow: after the scores. `judge` computes every figure; no model is used here.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ INCLUSION = "independent fair coins"
 
 @dataclass(frozen=True, kw_only=True)
 class AttackResult:
-    """What one way of scoring the canaries shows."""
+    """The results of one way to score the canaries."""
 
     name: str
-    """The score."""
+    """Name of the score."""
     auroc: Estimate
-    """Probability that an included canary scores above one that was not."""
+    """Probability that an included canary scores above an excluded one."""
     tpr: Mapping[float, Estimate]
     """False positive rate -> share of the included canaries found; its interval is at the level of `tpr_confidence`."""
     bounds: tuple[LowerBound, ...]
@@ -56,39 +56,39 @@ class AttackResult:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditResult:
-    """What an audit found."""
+    """The result of an audit."""
 
     claimed_epsilon: float | None
-    """ε of the run under zero-out adjacency, which is what coins test; None: nothing is claimed."""
+    """ε of the run under zero-out adjacency, which the coins test; None: nothing is claimed."""
     delta: float
     """δ of the claim and of the bounds."""
     unit: str
     """"sequence" or "user"."""
     adjacency: str
-    """What the coins decide; always "zero-out"."""
+    """The adjacency that the coins test; always "zero-out"."""
     canary_kind: str
-    """What the canaries are."""
+    """Kind of the canaries."""
     num_canaries: int
     """m."""
     num_included: int
-    """How many of the coins fell on in."""
+    """Number of canaries that were included."""
     inclusion: str
-    """How it was decided which canaries are in."""
+    """How the included canaries were chosen."""
     repetitions: int
     """Rows of each canary, all in one unit."""
     confidence: float
-    """With which all bounds hold together."""
+    """Confidence with which all bounds hold together."""
     attacks: tuple[AttackResult, ...]
     """Every way of scoring that was tried; the error is divided over them."""
     tpr_bounds: Mapping[float, float] = field(default_factory=dict)
-    """False positive rate -> largest true positive rate that the claim allows any attack, at the highest false positive
-    rate that the threshold may have in truth (`dpllm.audit.roc.highest_fpr`)."""
+    """False positive rate -> largest true positive rate that the claim allows for any attack, at the highest true value
+    that the false positive rate of the threshold may have (`dpllm.audit.roc.highest_fpr`)."""
     power: Mapping[str, float] = field(default_factory=dict)
-    """Noise below the plan's -> share of such audits that an ideal attack would make fail."""
+    """Noise below the plan's -> share of such audits that fail under an ideal attack."""
     noise: NoiseTest | None = None
-    """The test of the noise itself, where releases were seen."""
+    """The test of the noise itself, if releases were observed."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """What else belongs to it: exposure, plan hash, files."""
+    """Further results: exposure, plan hash, files."""
 
     @property
     def best(self) -> LowerBound:
@@ -102,7 +102,7 @@ class AuditResult:
 
     @property
     def ceiling(self) -> float:
-        """The highest bound that so many canaries could have shown, of perfect scores."""
+        """The highest bound that this many canaries could show, with perfect scores."""
         return max(bound.ceiling for attack in self.attacks for bound in attack.bounds)
 
     @property
@@ -121,10 +121,10 @@ class AuditResult:
         return FAIL if self.failed else CONSISTENT
 
     def summary(self) -> str:
-        """One sentence, for the report of the run."""
+        """Return one sentence for the report of the run."""
         shown = (
-            f"ε is at least {self.epsilon_lower:.2f} at {100 * self.confidence:g} % (δ = {self.delta:g}; so many could "
-            f"show {self.ceiling:.2f} at most)"
+            f"ε is at least {self.epsilon_lower:.2f} at {100 * self.confidence:g} % (δ = {self.delta:g}; this many "
+            f"could show at most {self.ceiling:.2f})"
         )
         canaries = f"{self.num_canaries:,} canaries ({self.canary_kind}) included by {self.inclusion}"
         if self.failed:
@@ -169,7 +169,7 @@ class AuditResult:
         rows += [
             ("ε at least", f"{self.epsilon_lower:.4f} at {100 * self.confidence:g} %: {best.method}"),
             ("correction", best.correction),
-            ("ceiling", f"{self.ceiling:.2f}: what {self.num_canaries:,} canaries could show of perfect scores"),
+            ("ceiling", f"{self.ceiling:.2f}: the bound of {self.num_canaries:,} canaries with perfect scores"),
         ]
         if self.noise is not None:
             seen = ", ".join(f"{name} in {100 * share:.0f} %" for name, share in self.noise.power().items())
@@ -179,7 +179,7 @@ class AuditResult:
         return [*rows, *((name, str(value)) for name, value in self.details.items()), ("verdict", self._verdict())]
 
     def _allowed(self, rate: float, found: Estimate) -> str:
-        """What the claim allows; compared with the lower end of what was found."""
+        """Return the rate that the claim allows, compared with the lower end of the measured rate."""
         if rate not in self.tpr_bounds:
             return ""
         level = tpr_confidence(self.confidence, len(self.attacks), len(self.tpr_bounds))
@@ -197,12 +197,12 @@ class AuditResult:
             return f"{FAIL}: the noise has a standard deviation of at most {self.noise.highest:.4f} σC. Do not release"
         if self.failed:
             return (
-                f"{FAIL}: at least {self.epsilon_lower:.4f}, and {self.claimed_epsilon:.4f} is claimed. Do not release"
+                f"{FAIL}: at least {self.epsilon_lower:.4f}, but {self.claimed_epsilon:.4f} is claimed. Do not release"
             )
         return self.verdict
 
     def save(self, folder: str | Path) -> Path:
-        """Write `AUDIT_FILE` into a folder, with the time; returns its path."""
+        """Write `AUDIT_FILE` into a folder, with the time, and return its path."""
         path = Path(folder) / AUDIT_FILE
         values = {"format": 1, "made_at": datetime.now(UTC).isoformat(timespec="seconds"), **self.to_dict()}
         path.write_text(json_text(values), encoding="utf-8")
@@ -224,23 +224,23 @@ def judge(
 ) -> AuditResult:
     """Compute every figure of an audit.
 
-    Guarantee: a sound run fails with probability 1 - confidence at most, whatever the scores, if the coins were fair,
-    independent and unknown to whatever made the scores.
+    Guarantee: a sound run fails with probability at most 1 - confidence, for any scores, if the coins were fair,
+    independent and not used to make the scores.
 
     Args:
         scores: attack -> (m,) one score per canary; the higher, the likelier it was included.
         included: (m,) the coins.
         delta: δ of the claim.
         history: the steps charged, which are the claim; None, or steps without noise: nothing is claimed.
-        canary_kind: what the canaries are.
-        unit: of privacy.
+        canary_kind: kind of the canaries.
+        unit: unit of privacy.
         repetitions: rows of each canary.
-        confidence: of all bounds together.
-        independent_runs: each canary was in a run of its own.
-        details: what else to print and to keep.
+        confidence: confidence of all bounds together.
+        independent_runs: each canary was in its own run.
+        details: further results to print and to keep.
 
     Raises:
-        AuditError: no attack, or scores and coins that can't be audited.
+        AuditError: there is no attack, or scores and coins cannot be audited.
 
     >>> rng = np.random.default_rng(0)
     >>> coins = rng.random(400) < 0.5
@@ -286,22 +286,21 @@ def judge(
 
 
 def tpr_confidence(confidence: float, num_attacks: int, num_rates: int) -> float:
-    """Return the level of each interval of a true positive rate, so that all comparisons together keep the error."""
+    """Return the level of each interval of a true positive rate with which all comparisons together keep the error."""
     return 1 - (1 - confidence) / max(1, num_attacks * num_rates)
 
 
 def allowed_rates(history: History, rates: Sequence[float], num_others: int, confidence: float) -> dict[float, float]:
     """Return the largest true positive rate of any attack: false positive rate -> bound.
 
-    The threshold of a measured rate is chosen on the same non-members, so that its true false positive rate is
-    uncertain. The bound is stated for the upper end of its interval; stated for the rate itself it would accuse sound
-    runs.
+    The threshold of a measured rate is chosen on the same non-members, so its true false positive rate is uncertain.
+    The bound is stated for the upper end of its interval; stated for the rate itself, it would accuse sound runs.
 
     Args:
         history: the steps of the claim.
-        rates: false positive rates that were asked for.
-        num_others: non-members on which the thresholds were chosen.
-        confidence: of the intervals.
+        rates: requested false positive rates.
+        num_others: number of non-members on which the thresholds were chosen.
+        confidence: confidence of the intervals.
     """
     limits = {rate: highest_fpr(num_others, rate, confidence) for rate in rates}
     if not limits:

@@ -1,6 +1,6 @@
-"""How well scores tell members from others: area under the ROC curve, true positive rates, each with its interval.
+"""How well scores separate members from others: area under the ROC curve, true positive rates, each with its interval.
 
-Place in the flow: beside `bounds`; estimates of what an attack achieves, where those are proofs.
+Place in the flow: beside `bounds`. These are estimates of an attack's success, while `bounds` gives proofs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Estimate:
 
 
 def auroc(scores: NDArray[np.float64], included: NDArray[np.bool_], confidence: float = 0.95) -> Estimate:
-    """Return the probability that a member scores above another, ties counted half.
+    """Return the probability that a member scores above a non-member, ties counted half.
 
-    The interval uses DeLong's variance (DeLong, DeLong, Clarke-Pearson 1988) on the logit scale, on which it stays
-    below 1 and misses less often where the area is large. An area of 1 has no variance: with n of the rarer kind, it is
-    compatible with any above (1 - confidence)^(1/n).
+    The interval uses DeLong's variance (DeLong, DeLong, Clarke-Pearson 1988) on the logit scale. There, it is below 1
+    and misses less often when the area is large. An area of 1 has no variance: with n of the rarer kind, it is
+    compatible with any area above (1 - confidence)^(1/n).
 
     Args:
         scores: (m,) the higher, the likelier a member.
         included: (m,) whether it is one.
-        confidence: of the interval.
+        confidence: confidence of the interval.
 
     Raises:
-        AuditError: there are no members, or nobody else.
+        AuditError: there are no members, or no others.
 
     >>> print(auroc(np.array([3.0, 2.0, 1.0, 0.0]), np.array([True, True, False, False])))
     1.000 (0.224 to 1.000)
@@ -71,20 +71,20 @@ def auroc(scores: NDArray[np.float64], included: NDArray[np.bool_], confidence: 
 def tpr_at(scores: NDArray[np.float64], included: NDArray[np.bool_], fpr: float, confidence: float = 0.95) -> Estimate:
     """Return the share of members found when at most a share ``fpr`` of the others is accused.
 
-    The threshold is one of the others' scores, so that with n others no rate below 1/n can be told from 0: then it is
-    the highest of them. The interval is Clopper-Pearson's for that threshold.
+    The threshold is one of the others' scores, so with n others a rate below 1/n cannot be distinguished from 0: then
+    the threshold is the highest of them. The interval is Clopper-Pearson's for that threshold.
 
     Args:
         scores: (m,) the higher, the likelier a member.
         included: (m,) whether it is one.
         fpr: false positive rate, between 0 and 1.
-        confidence: of the interval.
+        confidence: confidence of the interval.
 
     Raises:
-        AuditError: there are no members, or nobody else, or the rate is no rate.
+        AuditError: there are no members, or no others, or the rate is outside [0, 1].
     """
     if not 0 <= fpr <= 1:
-        raise AuditError(f"a false positive rate lies between 0 and 1, got {fpr}")
+        raise AuditError(f"a false positive rate must be between 0 and 1, got {fpr}")
     members, others = _both(scores, included)
     accused = math.floor(fpr * len(others) + 1e-9)
     ordered = np.sort(others)[::-1]
@@ -94,15 +94,15 @@ def tpr_at(scores: NDArray[np.float64], included: NDArray[np.bool_], fpr: float,
 
 
 def highest_fpr(num_others: int, fpr: float, confidence: float = 0.95) -> float:
-    """Return the upper end of the interval of the false positive rate that the threshold of `tpr_at` really has.
+    """Return the upper end of the interval of the true false positive rate of `tpr_at`'s threshold.
 
-    That threshold is chosen among the scores of the others, so that the share of them above it is known, and the rate
-    in the population is not: by Clopper-Pearson it is at most this, with probability ``(1 + confidence) / 2``.
+    That threshold is chosen among the scores of the others, so the share of them above it is known, but the rate in the
+    population is not. By Clopper-Pearson it is at most the result, with probability ``(1 + confidence) / 2``.
 
     Args:
-        num_others: how many others there are.
-        fpr: false positive rate that was asked for.
-        confidence: of the interval; half of the error is on this side.
+        num_others: number of the others.
+        fpr: requested false positive rate.
+        confidence: confidence of the interval; half of the error is on this side.
 
     >>> [round(highest_fpr(num, 0.01), 4) for num in (100, 500, 10000)]
     [0.0545, 0.0232, 0.0121]
@@ -114,7 +114,7 @@ def highest_fpr(num_others: int, fpr: float, confidence: float = 0.95) -> float:
 
 
 def shown_rates(rates: Sequence[float], num_others: int) -> list[float]:
-    """Return the false positive rates of which this many others can show anything: one of them at least is accused.
+    """Return the false positive rates that this many others can show: those at which at least one is accused.
 
     >>> shown_rates((1e-3, 1e-2), 500)
     [0.01]
@@ -140,5 +140,5 @@ def _both(scores: NDArray[np.float64], included: NDArray[np.bool_]) -> tuple[NDA
     scores, included = np.asarray(scores, dtype=np.float64), np.asarray(included, dtype=bool)
     members, others = scores[included], scores[~included]
     if len(members) == 0 or len(others) == 0:
-        raise AuditError(f"{len(members)} members and {len(others)} others: an attack needs some of both to be judged")
+        raise AuditError(f"got {len(members)} members and {len(others)} others: to judge an attack, give some of both")
     return members, others

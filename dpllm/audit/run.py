@@ -1,9 +1,9 @@
 """The audit of a model that was trained on data with canaries.
 
 Place in the flow: after the training, before the release. The canaries of `dpllm.audit.prepare` are scored under the
-released model, by every way that only reads it, and `dpllm.audit.result.judge` says what that shows. Before anything is
-scored it is made sure that coins, data, plan, ledger and model belong together: a verdict about another run would be
-worth less than none.
+released model, by every score that only reads it, and `dpllm.audit.result.judge` turns the scores into a verdict.
+First it is checked that coins, data, plan, ledger and model belong together: a verdict about another run would be worse
+than none.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _WEIGHTS = ("*model*.safetensors", "*model*.bin")
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedModel:
-    """What is audited."""
+    """The model to audit, and its claim."""
 
     run_folder: Path
-    """The run's, with plan and ledger."""
+    """Folder of the run, with plan and ledger."""
     model_folder: Path
-    """The released model's; the same, or a checkpoint of the run."""
+    """Folder of the released model: the same, or a checkpoint of the run."""
     history: History | None
-    """The steps charged: the claim. None: nothing is claimed."""
+    """The steps charged, which are the claim. None: nothing is claimed."""
     delta: float
-    """δ of the claim; where there is none, of the recipe."""
+    """δ of the claim; if there is none, of the recipe."""
     plan_hash: str | None
-    """Which plan; None: nothing is claimed."""
+    """Hash of the plan; None: nothing is claimed."""
 
 
 def audit_run(
@@ -69,26 +69,26 @@ def audit_run(
 ) -> AuditResult:
     """Audit the model of a run, and write ``audit.json`` and ``audit.png`` into its folder.
 
-    The run's privacy report takes up what was found of the model that it is about.
+    An audit of the model in the run's folder is added to the run's privacy report.
 
-    Scores of a canary are means over its records: the mean log-probability of its tokens, and, where there is a
-    reference, by how much that is above the reference's. What stands before a rare suffix is read and not scored. The
-    error is divided over all of them.
+    Scores of a canary are means over its records: the mean log-probability of its tokens, and, if there is a reference,
+    the difference from the reference's. The prefix of a rare suffix is read but not scored. The error is divided over
+    all scores.
 
-    Guarantee: a sound run fails with probability 1 - confidence at most (`judge`). Each further model that is audited
+    Guarantee: a sound run fails with probability at most 1 - confidence (`judge`). Each further model that is audited
     with the same coins, such as every checkpoint of the run, is a further chance to fail.
 
     Args:
-        run_folder: where the training wrote plan, ledger and model.
+        run_folder: folder to which the training wrote plan, ledger and model.
         canaries: ``canaries.json`` of the audit, with the data file beside it.
         model: folder of another model of the run, such as a checkpoint. None: the one in the run's folder.
-        reference: folder or Hub id of a model that never saw the data. None: the run's own start, where it is known.
+        reference: folder or Hub id of a model that never saw the data. None: the run's starting model, if it is known.
         plain: the model was trained without privacy, and claims nothing.
-        confidence: of all bounds together.
+        confidence: confidence of all bounds together.
 
     Raises:
-        AuditError: coins, data, plan, ledger and model don't belong together.
-        ValueError: one of the files can't be read, or a model can't be loaded.
+        AuditError: coins, data, plan, ledger and model do not belong together.
+        ValueError: one of the files cannot be read, or a model cannot be loaded.
     """
     run_folder, canaries = Path(run_folder), Path(canaries)
     made = CanarySet.load(canaries)
@@ -133,16 +133,17 @@ def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool
     """Make sure that a run trained on the data of these canaries, after they were made.
 
     Raises:
-        AuditError: it has no ledger and claims one, or is of another plan, of other data, or older than the canaries.
-        ValueError: plan or ledger can't be read.
+        AuditError: the ledger is missing, or unexpected, or the run has another plan, other data, or is older than the
+            canaries.
+        ValueError: plan or ledger cannot be read.
     """
     has_ledger = (run_folder / LEDGER_FILE).is_file() and (run_folder / PLAN_FILE).is_file()
     if plain and has_ledger:
-        raise AuditError(f"{run_folder} holds the ledger of a private run, whose claim is to be audited: drop --plain")
+        raise AuditError(f"{run_folder} holds the ledger of a private run, whose claim must be audited: omit --plain")
     if not plain and not has_ledger:
         raise AuditError(
-            f"{run_folder} holds no {LEDGER_FILE} with its {PLAN_FILE}, so nothing says what was claimed: give the "
-            "folder of the run, or --plain for a model that was trained without privacy"
+            f"{run_folder} holds no {LEDGER_FILE} with its {PLAN_FILE}, so the claim is unknown: give the folder of "
+            "the run, or --plain for a model that was trained without privacy"
         )
     folder = model if model is not None else run_folder
     _check_age(folder, made)
@@ -154,7 +155,7 @@ def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool
         raise AuditError(f"{contents.path} charges steps of another plan than the one beside it: restore both files")
     if contents.seeded:
         raise AuditError(
-            f"{run_folder} drew from a fixed seed, so nothing in it is private and there is no claim to audit: train "
+            f"{run_folder} used a fixed seed, so nothing in it is private and there is no claim to audit: train "
             "without privacy.seed"
         )
     privacy = made.recipe["privacy"]
@@ -164,12 +165,12 @@ def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool
         ("unit column", plan.unit_column, made.unit_column),
         ("rows of a user", plan.max_rows_per_unit, privacy["max_rows_per_unit"]),
     ]
-    _require_same(pairs, f"{run_folder / PLAN_FILE} is the plan of another run than the one that was prepared")
+    _require_same(pairs, f"{run_folder / PLAN_FILE} is not the plan of the prepared run")
     started = datetime.fromisoformat(contents.runs[0]["started_at"])
     if started < datetime.fromisoformat(made.created_at):
         raise AuditError(
             f"the run in {run_folder} began at {started:%F %T} UTC, before these canaries were made "
-            f"({made.created_at}): it can't have seen them. Train with the recipe that was prepared, and audit that run"
+            f"({made.created_at}): it cannot have seen them. Train with the prepared recipe, and audit that run"
         )
     return ReleasedModel(
         run_folder=run_folder,
@@ -189,24 +190,24 @@ def _check_age(folder: Path, made: CanarySet) -> None:
     if written < datetime.fromisoformat(made.created_at):
         raise AuditError(
             f"the model in {folder} was written at {written:%F %T} UTC, before these canaries were made "
-            f"({made.created_at}): it can't have seen them. Audit the model that was trained on the prepared data"
+            f"({made.created_at}): it cannot have seen them. Audit the model that was trained on the prepared data"
         )
 
 
 def _check_recipe(path: Path, made: CanarySet) -> None:
-    """Raise unless the recipe beside the run, where there is one, names the data that were prepared."""
+    """Raise unless the recipe beside the run, if there is one, names the prepared data."""
     if not path.is_file():
         return
     data = load_recipe(path).data
     if Path(data.path).name != made.data_name:
         raise AuditError(
-            f"{path} trained on {data.path}, and these canaries decided about {made.data_name}: the audit is of "
-            "another run, or the coins were changed afterwards. Give the canaries.json that the run was prepared with"
+            f"{path} trained on {data.path}, but these canaries belong to {made.data_name}: the audit is of another "
+            "run, or the coins were changed afterwards. Give the canaries.json of the prepared run"
         )
     names = ("format", "text_column", "prompt_column", "completion_column", "messages_column")
     cuts = ("max_length", "long_records", "limit", "eval_fraction")
     pairs = [(f"data.{name}", getattr(data, name), getattr(made.data, name)) for name in (*names, *cuts)]
-    _require_same(pairs, f"{path} read the data otherwise than was prepared")
+    _require_same(pairs, f"{path} used different data settings from the prepared recipe")
 
 
 def _require_same(pairs: Sequence[tuple[str, Any, Any]], what: str) -> None:
@@ -216,10 +217,10 @@ def _require_same(pairs: Sequence[tuple[str, Any, Any]], what: str) -> None:
 
 
 def canary_rows(units: Sequence[Canary], made: CanarySet, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
-    """Return the rows of all records of canaries, as the training made them; a prefix is no target.
+    """Return the rows of all records of canaries, made as in the training; a prefix has no targets.
 
     Raises:
-        AuditError: a canary was cut in the training.
+        AuditError: a canary does not fit into one row.
     """
     pairs = [pair for unit in units for pair in unit.records]
     records = datasets.Dataset.from_list([record_of(*pair, made.data) for pair in pairs])
@@ -227,7 +228,7 @@ def canary_rows(units: Sequence[Canary], made: CanarySet, tokenizer: PreTrainedT
     info = tokenization_info(rows)
     if info["records_truncated"] + info["records_split"]:
         raise AuditError(
-            "canaries don't fit into rows under the tokenizer of this model, so it is not the one they were made for: "
+            "canaries do not fit into rows under the tokenizer of this model, so they were made for another one: "
             "audit the model that was trained on the prepared data"
         )
     if made.data.format != "text" or not any(prefix for prefix, _ in pairs):
@@ -243,7 +244,7 @@ def canary_rows(units: Sequence[Canary], made: CanarySet, tokenizer: PreTrainedT
 def score_canaries(
     model: Any, reference: Any | None, rows: datasets.Dataset, pad_token_id: int
 ) -> dict[str, NDArray[np.float64]]:
-    """Return score -> (R,) values, one per row: `LOSS`, and `RATIO` where there is a reference.
+    """Return score -> (R,) values, one per row: `LOSS`, and `RATIO` if there is a reference.
 
     Raises:
         AuditError: model and reference are the same.
@@ -255,8 +256,8 @@ def score_canaries(
         scores[RATIO] = ratio_score(own, token_scores(_on_device(reference), rows, collator))
         if not scores[RATIO].any():
             raise AuditError(
-                "the model gives every canary the very probability that the reference gives it, so they are the same "
-                "model: give the trained one, or another --reference"
+                "the model and the reference give every canary the same probability, so they are the same model: give "
+                "the trained one, or another --reference"
             )
     return scores
 
@@ -266,10 +267,10 @@ def _on_device(model: Any) -> Any:
 
 
 def load_model_of_run(folder: Path, run_folder: Path, made: CanarySet, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Load a model as it is released: weights of transformers, or adapters of PEFT on the weights that they name.
+    """Load a released model: weights of transformers, or adapters of PEFT on the weights that they name.
 
     Raises:
-        ConfigError: it can't be loaded.
+        ConfigError: it cannot be loaded.
     """
     if not (folder / _ADAPTER).is_file():
         return load_base_model(ModelConfig(name=str(folder), dtype="auto"), tokenizer)
@@ -280,11 +281,12 @@ def load_model_of_run(folder: Path, run_folder: Path, made: CanarySet, tokenizer
     try:
         return PeftModel.from_pretrained(base, str(folder))
     except (RuntimeError, ValueError, OSError) as error:
-        raise ConfigError(f"the adapters in {folder} don't fit {name}: {' '.join(str(error).split())[:300]}") from error
+        words = " ".join(str(error).split())[:300]
+        raise ConfigError(f"the adapters in {folder} do not fit {name}: {words}") from error
 
 
 def _reference(given: str | None, run_folder: Path, made: CanarySet, tokenizer: PreTrainedTokenizerBase) -> Any | None:
-    """The model given, or what the run began with; None for a run that began with nothing."""
+    """Return the given reference, or the run's starting model; None if the run started with random weights."""
     start = run_folder / PRETRAINED_FOLDER
     name = given or (str(start) if start.is_dir() else made.recipe["model"]["name"])
     return load_base_model(ModelConfig(name=name, dtype="auto"), tokenizer) if name else None
@@ -298,6 +300,6 @@ def _tokenizer(released: ReleasedModel) -> PreTrainedTokenizerBase:
                 tokenizer.pad_token = tokenizer.eos_token
             return tokenizer
     raise AuditError(
-        f"{released.model_folder} holds no tokenizer, without which the canaries are no tokens: save it with the model "
+        f"{released.model_folder} holds no tokenizer, so the canaries cannot be tokenized: save it with the model "
         "(tokenizer.save_pretrained)"
     )

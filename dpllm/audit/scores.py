@@ -1,17 +1,17 @@
-"""How likely a record is a member of the training data, from the probabilities that a model gives its tokens.
+"""Membership scores of records, from the probabilities that a model gives their tokens.
 
 Place in the flow: below every attack that only reads the released model. `token_scores` runs the model once over rows;
-each score is a cheap function of what it returns, higher = more likely a member:
+each score is a cheap function of the result, higher = more likely a member:
 
 * `loss_score`: the mean log-probability (Yeom et al., arXiv:1709.01604);
-* `ratio_score`: the same less that of a reference model, which takes out how hard a text is by itself (Mireshghallah et
-  al., arXiv:2203.03929; Carlini et al., arXiv:2012.07805);
-* `zlib_score`: the same, measured against how far zlib compresses the text (Carlini et al., arXiv:2012.07805);
-* `min_k_score`: the mean over the least likely tokens alone (Shi et al., arXiv:2310.16789);
+* `ratio_score`: the same minus that of a reference model, which removes the difficulty of the text itself
+  (Mireshghallah et al., arXiv:2203.03929; Carlini et al., arXiv:2012.07805);
+* `zlib_score`: the same, divided by the size of the text after zlib compression (Carlini et al., arXiv:2012.07805);
+* `min_k_score`: the mean over only the least likely tokens (Shi et al., arXiv:2310.16789);
 * `min_k_plus_plus_score`: likewise, each token's log-probability standardised by the model's own distribution at its
-  place (Zhang et al., arXiv:2404.02936).
+  position (Zhang et al., arXiv:2404.02936).
 
-Shape suffixes: R rows, T target tokens of one row, N places with a target in a batch, V vocabulary.
+Shape suffixes: R rows, T target tokens of one row, N positions with a target in a batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from dpllm.models.losses import CHUNK_ENTRIES
 
 Floats = NDArray[np.float64]
 
-_BATCH_ENTRIES = 1 << 28  # of the model's own logits in a forward pass
+_BATCH_ENTRIES = 1 << 28  # entries of the model's own logits in a forward pass
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a model says about the target tokens of R rows; each tuple has one (T,) array per row, in their order."""
+    """A model's probabilities of the target tokens of R rows; each tuple has one (T,) array per row, in their order."""
 
     log_probs: tuple[Floats, ...]
-    """log p(token | what precedes it), in nats."""
+    """log p(token | preceding tokens), in nats."""
     means: tuple[Floats, ...]
-    """Mean of log p over the model's own distribution at that place."""
+    """Mean of log p over the model's own distribution at that position."""
     stddevs: tuple[Floats, ...]
-    """Standard deviation of log p over the model's own distribution at that place."""
+    """Standard deviation of log p over the model's own distribution at that position."""
 
     def __len__(self) -> int:
         return len(self.log_probs)
@@ -57,29 +57,30 @@ class TokenScores:
 def token_scores(model: nn.Module, rows: datasets.Dataset, collator: RowCollator, max_rows: int = 64) -> TokenScores:
     """Run a causal language model over rows.
 
-    Rows of similar length go together, and fewer than `max_rows` where their logits would be large. Probabilities are
-    computed in float32 (float64 for a float64 model), a few places at a time. The model is left in the mode it was in.
+    Rows of similar length are batched together; a batch has fewer than `max_rows` rows if their logits would be large.
+    Probabilities are computed in float32 (float64 for a float64 model), a few positions at a time. The model's training
+    mode is restored.
 
     Args:
-        model: a transformers model, on the device where it shall run.
-        rows: tokenized rows, as `dpllm.data.rows.tokenize_records` makes them.
+        model: a transformers model, on its device.
+        rows: tokenized rows of `dpllm.data.rows.tokenize_records`.
         collator: pads them.
-        max_rows: rows of a forward pass at most.
+        max_rows: largest number of rows of a forward pass.
 
     Returns:
         The scores of all rows, in their order.
 
     Raises:
         ConfigError: the collator is for a classifier or an encoder-decoder.
-        DataError: there is no row, or one has no target.
+        DataError: there is no row, or a row has no target.
     """
     if collator.task != "causal_lm":
         raise ConfigError(
             f"tokens are scored under a causal language model; a {collator.task} gives no probability to each token of "
-            "a record. Attack it with a method of its own"
+            "a record. Attack it with another method"
         )
     if len(rows) == 0:
-        raise DataError("there is no row to score")
+        raise DataError("there is no row to score. Give at least one")
     was_training = model.training
     model.eval()
     found: list[tuple[Floats, Floats, Floats] | None] = [None] * len(rows)
@@ -94,7 +95,7 @@ def token_scores(model: nn.Module, rows: datasets.Dataset, collator: RowCollator
 
 
 def _batches(rows: datasets.Dataset, vocabulary: int, max_rows: int) -> Iterator[list[int]]:
-    """Yield row numbers of similar length, the longest first: what does not fit into memory is seen at once."""
+    """Yield row numbers of similar length, the longest first, so that running out of memory shows at once."""
     lengths = np.array([len(ids) for ids in rows["input_ids"]])
     order = np.argsort(-lengths, kind="stable")
     start = 0
@@ -144,14 +145,15 @@ def loss_score(tokens: TokenScores) -> Floats:
 
 
 def ratio_score(tuned: TokenScores, reference: TokenScores) -> Floats:
-    """Return by how much the loss of each row is smaller than under a reference model: (R,).
+    """Return how much smaller the loss of each row is than under a reference model: (R,).
 
     Args:
-        tuned: of the model under attack.
-        reference: the same rows, same tokenizer, of a model that never saw them, such as the one fine-tuning began at.
+        tuned: scores of the model under attack.
+        reference: scores of the same rows with the same tokenizer under a model that never saw them, such as the
+            starting model of the fine-tuning.
 
     Raises:
-        DataError: the two are not of the same rows.
+        DataError: the two do not have the same rows.
 
     >>> tuned, base = (TokenScores((np.array(values),), (), ()) for values in ([-1.0, -2.0], [-2.0, -4.0]))
     >>> ratio_score(tuned, base)
@@ -165,11 +167,11 @@ def ratio_score(tuned: TokenScores, reference: TokenScores) -> Floats:
 
 
 def zlib_score(tokens: TokenScores, texts: Sequence[str]) -> Floats:
-    """Return minus the mean loss over the bytes that zlib needs for the text: (R,).
+    """Return minus the mean loss divided by the number of bytes of the zlib-compressed text: (R,).
 
     Args:
-        tokens: of the model under attack.
-        texts: (R,) what the target tokens of each row say.
+        tokens: scores of the model under attack.
+        texts: (R,) the texts of each row's target tokens.
 
     Raises:
         DataError: there is not one text per row.
@@ -195,8 +197,8 @@ def min_k_score(tokens: TokenScores, k: float = 0.2) -> Floats:
 def min_k_plus_plus_score(tokens: TokenScores, k: float = 0.2) -> Floats:
     """Return the mean of the share `k` of each row's lowest standardised log-probabilities: (R,).
 
-    A token's log-probability is standardised by mean and standard deviation of log p under the model's own distribution
-    at its place. Where that is uniform, every token is as likely as expected: 0.
+    A token's log-probability is standardised by the mean and standard deviation of log p under the model's own
+    distribution at its position. If that distribution is uniform, every token is as likely as expected: 0.
 
     Raises:
         ConfigError: `k` is not above 0 and at most 1.
@@ -212,7 +214,7 @@ def _standardised(log_prob_T: Floats, mean_T: Floats, stddev_T: Floats) -> Float
 
 def _lowest(rows: Sequence[Floats], k: float) -> Floats:
     if not 0 < k <= 1:
-        raise ConfigError(f"k is a share of the tokens, above 0 and at most 1, got {k}")
+        raise ConfigError(f"k, a share of the tokens, must be above 0 and at most 1, got {k}")
     return np.array([np.sort(values)[: max(1, int(k * len(values)))].mean() for values in rows])
 
 
@@ -220,9 +222,8 @@ def join_rows(tokens: TokenScores, record_numbers: Sequence[int]) -> TokenScores
     """Put the rows of each record together.
 
     Args:
-        tokens: of R rows.
-        record_numbers: (R,) the record of each row, as `tokenize_records` notes it; rows of a record stand side by
-            side.
+        tokens: scores of R rows.
+        record_numbers: (R,) the record of each row, from `tokenize_records`; rows of a record are consecutive.
 
     Returns:
         One entry per record, in the order of their first rows.

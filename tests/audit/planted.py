@@ -173,7 +173,7 @@ def tied_head() -> AuditResult:
         model.embedding.weight.zero_()
         model.embedding.weight[1] = 12 / 8  # norm 12
     canary = ([1] * (repeated + 1), [-100, *range(2, repeated + 2)])
-    base = ([150, 150], [-100, 1])  # of its gradient, only the row of its own token isn't 0
+    base = ([150, 150], [-100, 1])  # of its gradient, only the row of its own token is not 0
     return audit(model, texts(base, canary), text_loss, Design(1, 1, 2500), batch=2, noise_multiplier=0.5)
 
 

@@ -1,4 +1,4 @@
-"""Lower bounds on ε: they hold, they are those of the literature, and they can't be had by looking twice."""
+"""Lower bounds on ε: they hold, they are those of the literature, and they cannot be had by looking twice."""
 
 from __future__ import annotations
 
@@ -125,19 +125,19 @@ def test_no_correct_guess_shows_nothing():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"scores": np.zeros((4, 5))}, "one score and one coin per canary"),
+        ({"scores": np.zeros((4, 5))}, "each canary needs one score and one coin"),
         ({"included": np.zeros(20)}, "coins must be true or false, got float64"),
-        ({"delta": 0.0}, "delta and confidence lie between 0 and 1"),
-        ({"confidence": 1.0}, "delta and confidence lie between 0 and 1"),
+        ({"delta": 0.0}, "delta and confidence must be between 0 and 1"),
+        ({"confidence": 1.0}, "delta and confidence must be between 0 and 1"),
         ({"scores": np.array([np.nan] * 20)}, "20 of 20 scores are not finite"),
-        ({"scores": np.zeros(5), "included": np.ones(5, dtype=bool)}, "5 canaries can't show anything"),
+        ({"scores": np.zeros(5), "included": np.ones(5, dtype=bool)}, "5 canaries cannot show anything"),
         ({"included": np.ones(20, dtype=bool)}, "all canaries were included, or none"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("bounds_of", [one_run_bounds, trial_bounds])
 def test_what_cant_be_audited_is_refused(bounds_of, change, match):
-    """No bound is stated of scores or coins that don't carry it."""
+    """No bound is stated of scores or coins that do not carry it."""
     given = {"scores": np.zeros(20), "included": np.arange(20) < 9, "delta": DELTA, "confidence": 0.95} | change
     with pytest.raises(AuditError, match=match):
         bounds_of(**given)

@@ -166,8 +166,8 @@ def test_a_recipe_with_public_training_is_compared_from_where_that_ended(compare
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.eval_fraction=0", "holds no records out"),
-        ("train.resume_from_checkpoint=true", "isn't resumed"),
+        ("data.eval_fraction=0", "holds out no records"),
+        ("train.resume_from_checkpoint=true", "is not resumed"),
         ("model.task=seq2seq_lm", "model.task=seq2seq_lm"),
     ],
 )
@@ -194,12 +194,12 @@ def test_two_random_starts_are_no_comparison(compare, recipe):
 
 
 def test_a_mistake_is_one_line_and_exit_code_two(compare, recipe, monkeypatch, capsys):
-    """A newcomer's typo doesn't end in a traceback."""
+    """A newcomer's typo does not end in a traceback."""
     monkeypatch.setattr("sys.argv", ["compare.py", "--config", str(recipe), "data.eval_fraction=0"])
     with pytest.raises(SystemExit) as caught:
         compare.main()
     printed = capsys.readouterr().err
-    assert caught.value.code == 2 and printed.startswith("error: the recipe holds no records out")
+    assert caught.value.code == 2 and printed.startswith("error: the recipe holds out no records")
 
 
 def test_the_command_line_attacks_a_folder(compared):
@@ -225,7 +225,7 @@ def test_what_the_command_line_can_not_attack_is_one_line(compared, tmp_path):
     for words, expected in (
         ([str(tmp_path)], "holds no recipe.yaml"),
         ([str(output / "private"), "--records", "0"], "num_records must be at least 1"),
-        ([str(output / "private"), "--shadows", "1"], "1 shadow can't be both"),
+        ([str(output / "private"), "--shadows", "1"], "1 shadow cannot be both"),
     ):
         result = CliRunner().invoke(app, ["audit", "attack", *words])
         assert result.exit_code == 2 and expected in result.stderr and result.stderr.count("error: ") == 1

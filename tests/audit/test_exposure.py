@@ -62,6 +62,6 @@ def test_what_was_never_seen_has_a_median_of_one():
     ],
 )
 def test_refusals(included, reference, message):
-    """What can't be compared with anything is refused."""
+    """What cannot be compared with anything is refused."""
     with pytest.raises(AuditError, match=message):
         exposure(np.array(included), np.array(reference))

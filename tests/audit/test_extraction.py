@@ -47,7 +47,7 @@ def memorising(rows):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert loss.item() < 0.6  # which row it is, a model can't know from the token all of them begin with
+    assert loss.item() < 0.6  # which row it is, a model cannot know from the token all of them begin with
     return model.eval()
 
 
@@ -142,7 +142,7 @@ def test_a_tokenizer_without_special_tokens_has_nothing_to_begin_with(memorising
     [
         ({"num_samples": 0}, "num_samples of the extraction must be at least 1"),
         ({"temperature": 0}, "temperature must be above 0"),
-        ({"prefix": -1}, "can't be negative"),
+        ({"prefix": -1}, "cannot be negative"),
         ({"new_tokens": 10, "span": 20}, "holds no span of 20"),
         ({"word": " "}, "the word to repeat is empty"),
     ],

@@ -64,7 +64,7 @@ def test_base_units_may_be_alike():
 
 
 def test_without_noise_a_release_is_the_clipped_sum():
-    """A canary that is there shows C, one that isn't 0; AdamW's parameters stay where they are."""
+    """A canary that is there shows C, one that is not 0; AdamW's parameters stay where they are."""
     design = Design(num_base=1, num_canaries=3, num_blocks=8, steps_per_block=2)
     release, basis, model = steps_of(0.0, design, 1, 2, 0.5, 4)
     before = whole_parameters(model, model)
@@ -138,7 +138,7 @@ def test_several_canaries_are_judged_by_both_methods(noise):
         ({"num_blocks": 11}, {}, "11 blocks of 1 steps are 11 steps, the plan has 10"),
         ({"num_canaries": 4}, {}, "1 base units and 4 canaries, but the plan is for 4 units"),
         ({}, {"noise_multiplier": 0.0}, "claims nothing that could be refuted"),
-        ({}, {"seeded": True}, "fixed seed, and its noise is known"),
+        ({}, {"seeded": True}, "fixed seed, so its noise is public"),
     ],
 )
 def test_plans_that_carry_no_audit_are_refused(design, plan, match):
@@ -181,7 +181,7 @@ def test_gradients_that_can_t_be_told_apart_are_refused(gradients, match):
 def test_packed_rows_are_refused():
     """One row by itself is no packed row."""
     model, rows, loss_of = vectors(1, 2)
-    with pytest.raises(AuditError, match="can't be run one by one"):
+    with pytest.raises(AuditError, match="cannot be run one by one"):
         unit_gradients(model, dataclasses.replace(rows, packed=True), loss_of, [0])
 
 
@@ -189,10 +189,10 @@ def test_releases_of_another_model_are_refused():
     """Fewer vectors than steps, or of another length."""
     basis, design = Basis.of(torch.eye(3), num_base=1), Design(1, 2, 1, steps_per_block=2)
     for released in ([torch.zeros(3)], [torch.zeros(4)] * 2, []):
-        with pytest.raises(AuditError, match="the model that is trained is not"):
+        with pytest.raises(AuditError, match="the trained model is not"):
             observe(lambda present, released=released: released, basis, design, 3)
     seen = Observations(np.ones((1, 2), bool), np.ones((1, 1, 2)), np.ones((1, 1)), np.zeros((1, 2), dtype=np.int64))
-    with pytest.raises(AuditError, match="the design says"):
+    with pytest.raises(AuditError, match="the design needs"):
         scores_of(seen, plan_of(3, 3, 1.0, 2), design)
 
 
@@ -200,15 +200,15 @@ def test_releases_of_another_model_are_refused():
     "optimizer", [lambda p: torch.optim.AdamW(p), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)]
 )
 def test_a_movement_that_is_no_gradient_is_refused(optimizer):
-    """Adam's step, or momentum's, doesn't say what was released."""
-    with pytest.raises(AuditError, match="doesn't move them by the gradient alone"):
+    """Adam's step, or momentum's, does not say what was released."""
+    with pytest.raises(AuditError, match="does not move them by the gradient alone"):
         _check_plain_sgd(optimizer(nn.Linear(2, 2).parameters()))
 
 
 def test_a_sampling_rate_gives_whole_units():
     """Another rate than the one asked for would be another claim."""
     assert Settings(base=2, canaries=6, sampling_rate=0.5).plan(1.0).sampling_rate == 0.5
-    with pytest.raises(AuditError, match=r"no whole number of units: take 3/10 = 0\.3"):
+    with pytest.raises(AuditError, match=r"not a whole number of units: use 3/10 = 0\.3"):
         Settings(base=2, canaries=8, sampling_rate=0.33).plan(1.0)
 
 

@@ -79,7 +79,7 @@ def test_records_that_differ_before_any_training_are_refused():
 
 
 def test_a_score_that_is_no_number_is_refused():
-    """A model whose loss was NaN can't be attacked, and doesn't pass for private."""
+    """A model whose loss was NaN cannot be attacked, and does not pass for private."""
     with pytest.raises(AuditError, match="'loss' has no score for 1 records"):
         judge_attack("loss", np.array([1.0, np.nan]), np.array([True, False]))
 

@@ -133,7 +133,7 @@ def chat_model(model: Any, folder: Path) -> Any:
 
 class TestKinds:
     def test_rare_suffix(self, recipe_file, tmp_path):
-        """The prefix is public text, and the suffix has tokens that it doesn't."""
+        """The prefix is public text, and the suffix has tokens that it does not."""
         public = tmp_path / "public.txt"
         public.write_text("\n".join(["the old man walks over one bridge", "a red house"] * 5), encoding="utf-8")
         options = CanaryOptions(num=20, length=6, kind="rare-suffix", prefixes=read_prefixes(public))
@@ -189,11 +189,11 @@ class TestFile:
             (lambda raw: raw["canaries"][3].update(included=1), "canary 3 has no coin"),
             (lambda raw: raw["canaries"].clear(), "has no canary"),
             (lambda raw: [item.update(included=True) for item in raw["canaries"]], "30 of 30 canaries were included"),
-            (lambda raw: raw["canaries"].reverse(), "edited: texts, order or coins"),
+            (lambda raw: raw["canaries"].reverse(), "edited: its texts, order or coins"),
             (lambda raw: raw["canaries"][0].update(included=not raw["canaries"][0]["included"]), "was edited"),
             (lambda raw: raw["canaries"][0].update(records=[["", "else"]]), "was edited"),
             (lambda raw: raw.update(created_at="2020-01-01T00:00:00+00:00"), "was edited"),
-            (lambda raw: raw.pop("nonce"), "lacks what `dpllm audit prepare` writes"),
+            (lambda raw: raw.pop("nonce"), "lacks a field that `dpllm audit prepare` writes"),
             (lambda raw: raw.pop("format"), "holds no canaries of format 1"),
         ],
     )
@@ -204,7 +204,7 @@ class TestFile:
 
     def test_what_is_no_such_file_is_refused(self, tmp_path):
         """Missing, and not JSON."""
-        with pytest.raises(AuditError, match=r"can't be read \(No such file"):
+        with pytest.raises(AuditError, match=r"cannot be read \(No such file"):
             CanarySet.load(tmp_path / "none.json")
         (tmp_path / "text.json").write_text("coins")
         with pytest.raises(AuditError, match="is not JSON"):
@@ -217,7 +217,7 @@ class TestFile:
         with pytest.raises(AuditError, match="is missing: its name is part of the hash"):
             check_data(made, prepared.folder)
         (tmp_path / made.data_name).write_bytes((prepared.folder / prepared.made.data_name).read_bytes())
-        with pytest.raises(AuditError, match=r"canary 0 was .* by its coin, and .* says otherwise"):
+        with pytest.raises(AuditError, match=r"canary 0 was .* by its coin, but .* contradicts it"):
             check_data(made, tmp_path)
         (tmp_path / made.data_name).write_bytes(b"else")
         with pytest.raises(AuditError, match=r"is not the file that canaries\.json was made with"):
@@ -241,15 +241,15 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "overrides", "message"),
         [
-            ({"num": 9}, [], "9 canaries can't show anything"),
+            ({"num": 9}, [], "9 canaries cannot show anything"),
             ({"repetitions": 2}, [], "every record is a unit"),
             ({"records_per_user": 2}, [], "every record is a unit"),
             ({"records_per_user": 4, "repetitions": 2}, USERS, "a canary user would have 8 records"),
-            ({"kind": "rare-suffix"}, [], "begins with public text, and there is none"),
+            ({"kind": "rare-suffix"}, [], "begins with public text, but there is none"),
             ({"kind": "sampled", "temperature": 0.0}, [], "temperature must be above 0"),
             ({"num": 900, "length": 1}, [], r"only \d+ of 1800 canaries could be made"),
             ({}, ["privacy.dataset=x", "privacy.budget_file=b.json"], "counts the units without canaries"),
-            ({}, ["model.task=sequence_classification", "data.format=classification"], "can't be audited by canaries"),
+            ({}, ["model.task=sequence_classification", "data.format=classification"], "cannot be audited by canaries"),
         ],
     )
     def test_requests(self, recipe_file, tmp_path, options, overrides, message):
@@ -259,7 +259,7 @@ class TestRefusals:
         assert not (tmp_path / "a").exists()
 
     def test_a_sampler_is_needed(self, recipe_file, tmp_path, base_model):
-        """A model made from a configuration can't write canaries before it was trained."""
+        """A model made from a configuration cannot write canaries before it was trained."""
         overrides = ["model.name=", "model.config={model_type: llama}", f"model.tokenizer={base_model}"]
         with pytest.raises(AuditError, match="the recipe names none: give its folder"):
             prepare(load_recipe(recipe_file, overrides), tmp_path / "a", CanaryOptions(num=12, kind="sampled"))
@@ -285,7 +285,7 @@ class TestRefusals:
 
     def test_a_record_without_a_place_for_text(self):
         """A classifier's record has no text that a model writes."""
-        with pytest.raises(AuditError, match="can't hold a canary"):
+        with pytest.raises(AuditError, match="cannot hold a canary"):
             record_of("", "x", DataConfig(path="x", max_length=8, format="classification"))
 
     def test_keys_tell_users_apart(self):

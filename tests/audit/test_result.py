@@ -1,4 +1,4 @@
-"""The verdict: who is refuted, who isn't, and what is said of it."""
+"""The verdict: who is refuted, who is not, and what is said of it."""
 
 from __future__ import annotations
 

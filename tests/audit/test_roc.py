@@ -54,7 +54,7 @@ def test_one_kind_alone_is_refused():
     """Nothing can be told apart; and a rate is a rate."""
     with pytest.raises(AuditError, match="3 members and 0 others"):
         auroc(np.arange(3.0), np.ones(3, dtype=bool))
-    with pytest.raises(AuditError, match="lies between 0 and 1, got 2"):
+    with pytest.raises(AuditError, match="must be between 0 and 1, got 2"):
         tpr_at(np.arange(3.0), np.arange(3) > 1, 2)
 
 

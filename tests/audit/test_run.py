@@ -165,7 +165,7 @@ class TestVerdicts:
         assert found.attacks[1].auroc.value > 0.95
 
     def test_without_a_reference_the_loss_alone_is_scored(self, prepared: Path, broken: Path, monkeypatch):
-        """A model that began with nothing has nothing to be compared with, and the error isn't divided for it."""
+        """A model that began with nothing has nothing to be compared with, and the error is not divided for it."""
         monkeypatch.setattr(auditing, "_reference", lambda *_: None)
         found = audit_run(broken, prepared / CANARIES_FILE)
         assert [attack.name for attack in found.attacks] == [LOSS] and "attacks" not in found.best.correction
@@ -190,7 +190,7 @@ class TestModels:
         assert torch.equal(loaded.base_model.model.lm_head.weight, pretrained.lm_head.weight)
         config = json.loads((tmp_path / "adapter_config.json").read_text())
         (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "r": 3}))
-        with pytest.raises(ConfigError, match=r"the adapters in .* don't fit"):
+        with pytest.raises(ConfigError, match=r"the adapters in .* do not fit"):
             load_model_of_run(tmp_path, tmp_path, made, tokenizer)
 
     def test_a_prefix_is_read_and_not_scored(self, made, base_model):
@@ -213,13 +213,13 @@ class TestRefusals:
         return result.stderr.splitlines()[-1]
 
     def test_a_claim_or_none(self, prepared: Path, broken: Path, memorised: Path):
-        """Without a ledger there is no claim, and with one it isn't left out."""
+        """Without a ledger there is no claim, and with one it is not left out."""
         canaries = prepared / CANARIES_FILE
         assert "holds no privacy_ledger.jsonl with its privacy_plan.json" in self.refuse(memorised, canaries)
-        assert "whose claim is to be audited: drop --plain" in self.refuse(broken, canaries, "--plain")
+        assert "whose claim must be audited: omit --plain" in self.refuse(broken, canaries, "--plain")
 
     def test_a_model_older_than_the_canaries(self, prepared: Path, broken: Path, memorised: Path, made, tmp_path):
-        """By its file, and by the ledger's first line: what was trained before can't have seen them."""
+        """By its file, and by the ledger's first line: what was trained before cannot have seen them."""
         os.utime(broken / "model.safetensors", (1.6e9, 1.6e9))
         assert "was written at 2020-09-13" in self.refuse(broken, prepared / CANARIES_FILE)
         later = dataclasses.replace(made, created_at="2125-01-01T00:00:00+00:00")
@@ -233,7 +233,7 @@ class TestRefusals:
         [
             ({"num_units": 400}, "units is 400, not"),
             ({"unit": "user", "unit_column": "user", "max_rows_per_unit": 3}, "unit is 'user', not 'sequence'"),
-            ({"seed": 3}, "drew from a fixed seed"),
+            ({"seed": 3}, "used a fixed seed"),
         ],
     )
     def test_another_plan(self, prepared: Path, memorised: Path, made, tmp_path, changes, message):
@@ -261,32 +261,32 @@ class TestRefusals:
         for item in raw["canaries"]:
             item["included"] = not item["included"]
         (tmp_path / CANARIES_FILE).write_text(json.dumps(raw), encoding="utf-8")
-        assert "was edited: texts, order or coins" in self.refuse(broken, tmp_path / CANARIES_FILE)
+        assert "was edited: its texts, order or coins" in self.refuse(broken, tmp_path / CANARIES_FILE)
         moved = tmp_path / "moved" / CANARIES_FILE
         moved.parent.mkdir()
         shutil.copy(prepared / CANARIES_FILE, moved)
         assert "is missing: its name is part of the hash" in self.refuse(broken, moved)
 
     def test_the_reference(self, prepared: Path, broken: Path):
-        """One that isn't there, and one that is the model itself."""
+        """One that is not there, and one that is the model itself."""
         canaries = prepared / CANARIES_FILE
         assert "cannot be loaded" in self.refuse(broken, canaries, "--reference", prepared)
         assert "they are the same model" in self.refuse(broken, canaries, "--reference", broken)
 
     def test_no_model_no_tokenizer_another_tokenizer(self, prepared: Path, broken: Path, made, base_model, tmp_path):
-        """Without them canaries can't be scored."""
+        """Without them canaries cannot be scored."""
         (broken / "tokenizer_config.json").unlink()
         assert "holds no tokenizer" in self.refuse(broken, prepared / CANARIES_FILE)
         (broken / "model.safetensors").unlink()
         assert "holds no model" in self.refuse(broken, prepared / CANARIES_FILE)
         long = dataclasses.replace(made, recipe={**made.recipe, "data": {**made.recipe["data"], "max_length": 4}})
-        with pytest.raises(AuditError, match="canaries don't fit into rows"):
+        with pytest.raises(AuditError, match="canaries do not fit into rows"):
             canary_rows(made.canaries, long, AutoTokenizer.from_pretrained(base_model))
 
     def test_mistakes_of_prepare_are_one_line(self, recipe_file: Path, tmp_path: Path):
         """Too few canaries to show anything: the message has their ceiling."""
         result = call("prepare", "--config", recipe_file, "--output", tmp_path / "a", "--canaries", 5)
-        assert result.exit_code == 2 and result.stderr.splitlines()[-1].startswith("error: 5 canaries can't show")
+        assert result.exit_code == 2 and result.stderr.splitlines()[-1].startswith("error: 5 canaries cannot show")
         assert "of perfect scores the bound would be 0." in result.stderr and not (tmp_path / "a").exists()
 
 

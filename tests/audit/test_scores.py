@@ -120,7 +120,7 @@ def test_the_ratio_is_the_difference_of_the_losses(tiny_llama):
 
 
 def test_what_has_no_score_is_refused(tiny_llama):
-    """A classifier, no row, no target, texts that don't fit, and a k that is no share."""
+    """A classifier, no row, no target, texts that do not fit, and a k that is no share."""
     collator = RowCollator(pad_token_id=0)
     with pytest.raises(ConfigError, match="sequence_classification gives no probability"):
         token_scores(tiny_llama, rows_of(([1], [1])), RowCollator(pad_token_id=0, task="sequence_classification"))
@@ -132,5 +132,5 @@ def test_what_has_no_score_is_refused(tiny_llama):
     with pytest.raises(DataError, match="2 texts for 1 rows"):
         zlib_score(found, ["a", "b"])
     for k in (0, 1.5):
-        with pytest.raises(ConfigError, match="k is a share"):
+        with pytest.raises(ConfigError, match="k, a share"):
             min_k_score(found, k)
