@@ -13,7 +13,7 @@ training in bfloat16 has; in brackets the same against autograd in the same prec
 released: the largest norm of what is released of one unit, over C, for units whose gradient is larger than C. It must
 not exceed 1.
 
-"-": with dropout on, a float64 loop doesn't draw the numbers that the model drew; what stands in brackets counts.
+"-": with dropout on, a float64 loop does not draw the numbers that the model drew; what stands in brackets counts.
 """
 
 from __future__ import annotations

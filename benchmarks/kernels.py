@@ -2,10 +2,10 @@
 
     python benchmarks/kernels.py                                        # on CUDA: times; elsewhere: counts and errors
     python benchmarks/kernels.py --json kernels.json --rounds 50
-    python benchmarks/kernels.py --peak-tflops 989 --bandwidth 4.8      # of a GPU that isn't in the table
+    python benchmarks/kernels.py --peak-tflops 989 --bandwidth 4.8      # of a GPU that is not in the table
     python benchmarks/kernels.py --dtype float32 --only gram
 
-roofline    max(operations / peak rate, bytes / bandwidth): the operations are those that the kernel can't do without
+roofline    max(operations / peak rate, bytes / bandwidth): the operations are those that the kernel cannot do without
             (for the Gram form T (T + 1) (D + P) per row, one triangle), the bytes are each input once and the result.
             Peak rates are the data sheet's, dense, or --peak-tflops and --bandwidth
 fused, PyTorch
@@ -106,7 +106,7 @@ class Case:
         fused: runs the kernel; returns its result, and for Gram norms the mass.
         plain: the same in PyTorch.
         exact: the result in float64.
-        flops: operations that can't be avoided.
+        flops: operations that cannot be avoided.
         bytes: of inputs and result.
     """
 
@@ -284,7 +284,7 @@ def device_rates(options: argparse.Namespace) -> tuple[float | None, float | Non
     for part, (tensor, single, memory) in KNOWN_GPUS.items():
         if part in name:
             return peak or (single if options.dtype == "float32" else tensor), bandwidth or memory
-    raise SystemExit(f"{name} isn't in the table of known GPUs: give --peak-tflops and --bandwidth (TB/s).")
+    raise SystemExit(f"{name} is not in the table of known GPUs: give --peak-tflops and --bandwidth (TB/s).")
 
 
 def machine() -> dict[str, str | int]:
@@ -353,7 +353,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print, write."""
     options = parse_arguments(arguments)
     if not triton_kernels.available():
-        raise SystemExit("Triton isn't installed here, so there is no kernel to measure; pip install 'triton>=3.4'.")
+        raise SystemExit("Triton is not installed here, so there is no kernel to measure; pip install 'triton>=3.4'.")
     peak_tflops, bandwidth = device_rates(options)
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

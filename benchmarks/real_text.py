@@ -14,7 +14,7 @@ dpllm            DPTrainer: Poisson sampling, clipping, noise; each step's rows 
 No microbatch of any of them has more tokens, padding included, than the budget: rows of the stock Trainer's microbatch
 times the longest row of the data. That many rows are what fits into --max-tokens and divides --batch.
 
-tokens/s   tokens that aren't padding, of the steps after the warm-up, over their time
+tokens/s   tokens that are not padding, of the steps after the warm-up, over their time
 whole      the same of the whole run, with making the trainer, the warm-up and, private, the report
 padding    share of what went through the model that was padding, counted in the collated batches
 peak       memory, after the warm-up. On CUDA what the allocator handed out; elsewhere the bytes of live tensors in a
@@ -118,7 +118,7 @@ def prepare(settings: Settings) -> Material:
     often sorted, and a pass of the grouped sampler then sees every length.
 
     Raises:
-        ValueError: model or data can't be loaded, there are fewer records than a logical batch, or the longest row
+        ValueError: model or data cannot be loaded, there are fewer records than a logical batch, or the longest row
             exceeds the budget.
     """
     section = ModelConfig(
@@ -204,7 +204,7 @@ class StepCounter(TrainerCallback):
         collator: what counts.
         settings: warm-up, clock, device.
         whole_steps: whether all batches of a step are collated within it (DPTrainer). The stock loader is one ahead.
-        live: counts live tensors, where CUDA's allocator doesn't.
+        live: counts live tensors, where CUDA's allocator does not.
     """
 
     collator: CountingCollator
@@ -221,7 +221,7 @@ class StepCounter(TrainerCallback):
         self.collator.batches.clear()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count a microbatch of the stock Trainer that doesn't end a step."""
+        """Count a microbatch of the stock Trainer that does not end a step."""
         self.trained += 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -256,7 +256,7 @@ class StepCounter(TrainerCallback):
 
 
 class CountedTrainer(DPTrainer):
-    """Counts the rows that a step draws; those that a step compares with each other beforehand aren't trained on."""
+    """Counts the rows that a step draws; those that a step compares with each other beforehand are not trained on."""
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """As DPTrainer, whose collator is a `CountingCollator`."""
@@ -490,7 +490,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.config is not None and options.tokenizer is None:
         parser.error("--config has no tokenizer of its own; give --tokenizer")
     if options.clock == "cpu" and not Settings(device=options.device).on_cpu():
-        parser.error("--clock cpu doesn't see what a GPU does; use --clock wall")
+        parser.error("--clock cpu does not see what a GPU does; use --clock wall")
     return options
 
 

@@ -5,12 +5,12 @@
 
 A step is `TruncatedPoissonSampler.draw` and then `dpllm.training.microbatches.microbatches` of one rank, which looks up
 the rows (`UnitIndex.rows_of`), divides the units over the ranks (`deal`) and cuts this rank's share into microbatches,
-on the index and the lengths of all N rows. Rows aren't fetched and no tensor of tokens is made. `rows_of` and `deal`
+on the index and the lengths of all N rows. Rows are not fetched and no tensor of tokens is made. `rows_of` and `deal`
 are timed once more by themselves. The lengths take 4 bytes per row: 4 GB for 10^9.
 
 mask    the usual way for comparison, O(N): ``(torch.rand(N) < q).nonzero().tolist()`` (opacus/utils/uniform_sampler.py,
         UniformWithReplacementSampler); not run above --mask-up-to. Its random numbers are multiples of 2^-24, so the
-        rate at which it really draws isn't q: "mask q" says which it is
+        rate at which it really draws is not q: "mask q" says which it is
 peak    bytes alive at once beyond what was there before: Python and numpy by tracemalloc, torch by its live tensors
 """
 
@@ -285,7 +285,7 @@ def _count(text: str) -> int:
     except ValueError:
         value = math.nan
     if not (value >= 1 and value.is_integer()):
-        raise argparse.ArgumentTypeError(f"{text} isn't a whole number of at least 1; write it as 1000000 or 1e6")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1; write it as 1000000 or 1e6")
     return int(value)
 
 

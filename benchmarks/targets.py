@@ -14,7 +14,7 @@ FLOPs   operations are linear in the depth, so that the extended count is exact
 memory  bytes of live tensors. Their peak is the largest of several sums, each linear in the depth, so that the extended
         figure is an estimate
 values  products of matrices and attention return zeros at once instead of being computed: shapes decide what runs and
-        what is kept, values don't. Everything else runs as it is
+        what is kept, values do not. Everything else runs as it is
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def extended(shallow: int, deeper: int, layers: int) -> int:
 
 
 def measured(settings: Settings, method: str = OURS) -> dict[str, Any]:
-    """Times and memory of a step without and with privacy. FLOPs aren't counted: what Triton computes isn't seen."""
+    """Times and memory of a step without and with privacy. FLOPs are not counted: what Triton computes is not seen."""
     results = measure(settings, [PLAIN, method], counting=False)
     base, own = results[PLAIN], results[method]
     return {

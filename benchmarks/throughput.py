@@ -13,9 +13,9 @@ checks of the first batch. Ratios are method / non-private: 1 is parity, less is
 time    medians over the rounds; beside it the ratio of the fastest steps. Where others use the machine, processor time
         on one thread is steadier: OMP_NUM_THREADS=1 and --clock cpu
 FLOPs   of matrix products and attention in one step, 2 per multiply-add, counted by torch.utils.flop_counter;
-        elementwise work isn't counted
+        elementwise work is not counted
 memory  peak over one step, with weights and gradients: on CUDA what the allocator handed out, elsewhere the bytes of
-        live tensors (buffers inside an operation aren't seen)
+        live tensors (buffers inside an operation are not seen)
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class GhostStep(Step):
         super().__init__(model)
         self.clipper = GhostClipper(model, CLIP_NORM, norm_method)
         self.engine = SingleProcess(torch.optim.SGD(self.clipper.parameters.values(), lr=0.0))
-        self.engine.guard.done = True  # its check of the first step isn't what is measured
+        self.engine.guard.done = True  # its check of the first step is not what is measured
 
     def run(self, ids_BT: Tensor) -> None:
         """One DP step, noise left out."""
@@ -378,7 +378,7 @@ def measure(
         settings: what is measured.
         methods: keys of `METHODS`.
         timing: whether to take times.
-        counting: whether to count FLOPs. What a Triton kernel computes isn't seen, so that on CUDA the private step
+        counting: whether to count FLOPs. What a Triton kernel computes is not seen, so that on CUDA the private step
             appears cheaper than it is.
     """
     steps, refused, ids_BT = prepare(settings, methods)
@@ -548,10 +548,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name} is {getattr(options, name)}; at least 1 is needed")
     if options.clock == "cpu" and Settings(device=options.device).resolved_device().type != "cpu":
-        parser.error("--clock cpu doesn't see what a GPU does; use --clock wall")
+        parser.error("--clock cpu does not see what a GPU does; use --clock wall")
     for name, package in PEERS.items():
         if name in (*options.compare, options.profile) and importlib.util.find_spec(package) is None:
-            parser.error(f"{package} isn't installed here; pip install {package}, best in an extra environment")
+            parser.error(f"{package} is not installed here; pip install {package}, best in an extra environment")
     return options
 
 

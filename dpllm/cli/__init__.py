@@ -1,7 +1,7 @@
 """The command line: what a run costs, before and after it.
 
 Place in the flow: a thin door to accounting, plan, budget and report; nothing is computed here. With `--json` a
-command prints one JSON object and nothing else. What can't be done is one line, `error: ...`, on the error stream, and
+command prints one JSON object and nothing else. What cannot be done is one line, `error: ...`, on the error stream, and
 exit code 2; a check that fails (`dpllm verify`) is exit code 1.
 """
 

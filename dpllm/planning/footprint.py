@@ -20,8 +20,8 @@ Assumptions, all of them:
 * A collective over n GPUs sends (n - 1)/n of the tensor per GPU for an all-gather or a reduce-scatter, twice that for
   an all-reduce (ring algorithms). FSDP2 and ZeRO-3 gather all weights for forward and for backward of each
   microbatch; ZeRO-3 gathers each trainable one once more to hand over its sum, ZeRO-1 and -2 what was updated. Padding
-  of shards isn't counted.
-* CUDA context, fragmentation of the allocator, and buffers of NCCL aren't counted: leave 5 to 10 %.
+  of shards is not counted.
+* CUDA context, fragmentation of the allocator, and buffers of NCCL are not counted: leave 5 to 10 %.
 
 Sources: `dpllm.engines`, `dpllm.ghost`; ZeRO, arXiv:1910.02054, section 5 and 7; accelerate/utils/fsdp_utils.py
 (fsdp2_prepare_model); deepspeed/runtime/zero/{stage3,stage_1_and_2,config}.py and runtime/bf16_optimizer.py.
@@ -58,7 +58,7 @@ class Run:
     """How a model is trained, as far as memory and communication depend on it.
 
     Raises:
-        ConfigError: an unknown engine, or numbers that don't fit it.
+        ConfigError: an unknown engine, or numbers that do not fit it.
     """
 
     engine: str
@@ -443,8 +443,8 @@ def footprint_of_recipe(
         shard_size: GPUs that share one copy of the model under "fsdp2-hybrid".
 
     Raises:
-        ConfigError: a model whose configuration can't be read or whose blocks have an unknown form, an optimizer other
-            than AdamW, an engine that doesn't exist or fit.
+        ConfigError: a model whose configuration cannot be read or whose blocks have an unknown form, an optimizer other
+            than AdamW, an engine that does not exist or fit.
     """
     if num_gpus < 1:
         raise ConfigError(f"num_gpus must be at least 1, got {num_gpus}")

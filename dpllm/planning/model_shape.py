@@ -124,8 +124,8 @@ def shape_of_model(model: ModelConfig) -> ModelShape:
     """Return the shape of a recipe's model, adapters and frozen parameters included.
 
     Raises:
-        ConfigError: its configuration can't be read (a name on the Hub that can't be reached: give a folder that holds
-            config.json), or its blocks have a form that isn't known.
+        ConfigError: its configuration cannot be read (for a name on the Hub that cannot be reached, give a folder with
+            its config.json), or the form of its blocks is not known.
 
     >>> llama = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
     ...          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -152,7 +152,7 @@ def _config_of(model: ModelConfig) -> PreTrainedConfig:
             config = AutoConfig.from_pretrained(str(model.name))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"the configuration of the model {model.name!r} can't be read ({str(error).splitlines()[0][:200]}). "
+                f"the configuration of the model {model.name!r} cannot be read ({str(error).splitlines()[0][:200]}). "
                 "Give model.name a local folder that holds its config.json; nothing else is needed for this"
             ) from error
     else:
@@ -211,7 +211,7 @@ def _blocks(model: nn.Module, num_layers: int) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == num_layers and len({type(m) for m in module}) == 1:
             return module
     raise ConfigError(
-        f"{type(model).__name__} has no list of {num_layers} equal blocks, so its memory and communication aren't known"
+        f"{type(model).__name__} has no list of {num_layers} equal blocks, so its memory and communication are unknown"
     )
 
 
@@ -235,7 +235,7 @@ def _linears(block: nn.Module, hidden: int) -> tuple[Linear, ...]:
         first -= 1
     if first == last or first < 2 or found[last][1] != hidden or found[first - 1][1] != hidden:
         raise ConfigError(
-            f"{type(block).__name__} isn't a block of attention and MLP in that order, so its memory isn't known"
+            f"{type(block).__name__} is not a block of attention and MLP in that order, so its memory is not known"
         )
     roles = ["qkv"] * (first - 1) + ["attention_out"] + ["mlp_in"] * (last - first) + ["mlp_out"]
     return tuple(Linear(role, *numbers) for role, numbers in zip(roles, found, strict=True))

@@ -59,10 +59,10 @@ _ADJACENCIES = {"zero-out": 1.0, "replace-one": 2.0}  # how far one unit moves t
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a unit costs to compute. Everything may be left out; what can't be said of a point is then None.
+    """What a unit costs to compute. Everything may be left out; what cannot be said of a point is then None.
 
     Raises:
-        ValueError: a number is not positive, or the numbers don't belong together.
+        ValueError: a number is not positive, or the numbers do not belong together.
     """
 
     tokens_per_unit: float | None = None
@@ -130,7 +130,7 @@ class SweepPoint:
     share_of_full_batch: float | None
     """`signal_to_noise` over that of full batches."""
     effective_steps: float | None
-    """T / (1 + (σ/b)²/r²), steps without noise that the T are worth; None too where r isn't known."""
+    """T / (1 + (σ/b)²/r²), steps without noise that the T are worth; None too where r is not known."""
     epsilon: float | None
     """ε with this σ, an upper bound; at most the target."""
     examples: int
@@ -428,7 +428,7 @@ def _line(examples: int, batches: Sequence[int], steps: Sequence[int]) -> list[t
         if t >= 1:
             line.append((b, t))
     if not line:
-        raise ValueError(f"{examples} examples aren't one step of the smallest batch, {batches[0]}. Raise compute")
+        raise ValueError(f"{examples} examples are not one step of the smallest batch, {batches[0]}. Raise compute")
     return line
 
 
@@ -520,11 +520,11 @@ def _assumptions(chosen: SweepPoint, gradient_rms: float, cost: Cost) -> tuple[s
         f"Data seen again teach as much as new data: the recommended point takes {chosen.epochs:.3g} epochs.",
         "σ is for plain Poisson sampling. The plan of a run bounds the batch (B_max) where that costs less than 1e-3 "
         "in ε, and calibrates σ with it.",
-        "At the points that aren't recommended up to 1 % of ε is left, so that σ may be a little larger than needed.",
+        "At the points that are not recommended up to 1 % of ε is left, so that σ may be a little larger than needed.",
         "The budget is spent on one run. Tuning on the private data costs more.",
     ]
     if cost.tokens_per_second is not None:
-        texts.append("Time is tokens over the measured rate, which doesn't depend on b.")
+        texts.append("Time is tokens over the measured rate, which does not depend on b.")
     elif cost.flops_per_token is not None:
         texts.append(
             f"Time is estimated from {cost.flops_per_token:.3g} FLOPs per token on {cost.gpus} GPUs of "

@@ -93,7 +93,7 @@ def least_noise(budget: Budget, batch_size: int, num_steps: int, start: Noise, c
 
     With `coarse` the search is on a grid of losses of width 1e-3, and its result is kept when it is good enough on
     accounting's own; over many steps, or for a small target, it asks for too much noise, and the search goes on there.
-    When no σ up to 1000 will do, or accounting can't certify the setting, the result has a reason instead of a σ.
+    When no σ up to 1000 will do, or accounting cannot certify the setting, the result has a reason instead of a σ.
     """
 
     def on(width: float) -> Callable[[float], float]:

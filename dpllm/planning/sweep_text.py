@@ -78,7 +78,7 @@ def recommendation_text(sweep: Sweep) -> str:
     if missing:
         first = next(other for other in sweep.points if other.noise_multiplier is None)
         paragraphs.append(
-            f"{missing} of {len(sweep.points)} points can't reach the target; b = {first.expected_batch_size:,}, "
+            f"{missing} of {len(sweep.points)} points cannot reach the target; b = {first.expected_batch_size:,}, "
             f"T = {first.num_steps:,}: {first.reason}."
         )
     return "\n\n".join(paragraphs)

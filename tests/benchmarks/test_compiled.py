@@ -1,4 +1,4 @@
-"""benchmarks/compiled.py: the compiled model runs the same step, and the private one says why it doesn't take it."""
+"""benchmarks/compiled.py: the compiled model runs the same step, and the private one says why it does not take it."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def event(name, category, begin, duration):
 
 
 def test_a_profile_counts_what_the_gpu_does():
-    """Kernels and copies count, once where they overlap; what the CPU does and annotations don't."""
+    """Kernels and copies count, once where they overlap; what the CPU does and annotations do not."""
     events = [
         event("gemm", "kernel", 0, 40),
         event("gemm", "kernel", 30, 20),
@@ -300,7 +300,7 @@ def test_failures_are_in_the_section():
 
 
 def test_pieces_of_one_section_are_of_one_machine():
-    """Stages of several runs come together; runs of different machines don't."""
+    """Stages of several runs come together; runs of different machines do not."""
     first, second = (figures_of(**{n: {"title": f"stage {n}", "steps": {}}}) for n in ("2", "1"))
     assert list(report.merged([first, second])["stages"]) == ["1", "2"]
     with pytest.raises(ValueError, match="device is NVIDIA H100 in one and NVIDIA H200 in another"):

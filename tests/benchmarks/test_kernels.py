@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 @needs_triton
-@pytest.mark.skipif(torch.cuda.is_available(), reason="measures times, which the tests don't")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures times, which the tests do not")
 def test_every_kernel_is_reported_with_its_error_and_without_a_time(tmp_path, capsys):
     """Table and JSON hold each kernel; both forms agree with float64; the roofline is that of the rates given."""
     out = tmp_path / "kernels.json"
@@ -90,7 +90,7 @@ def test_a_known_gpu_has_its_rates_and_another_asks_for_them(monkeypatch):
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message, capsys):
-    """What can't be measured is said before anything runs."""
+    """What cannot be measured is said before anything runs."""
     with pytest.raises(SystemExit):
         benchmark.parse_arguments(arguments)
     assert message in capsys.readouterr().err
@@ -99,5 +99,5 @@ def test_wrong_arguments_are_refused(arguments, message, capsys):
 def test_a_machine_without_triton_is_told_so(monkeypatch):
     """No kernel, no figures."""
     monkeypatch.setattr(triton_kernels, "available", lambda: False)
-    with pytest.raises(SystemExit, match="Triton isn't installed"):
+    with pytest.raises(SystemExit, match="Triton is not installed"):
         benchmark.main([])

@@ -201,14 +201,14 @@ def test_wrong_options_are_one_line(arguments, message, capsys):
     ],
 )
 def test_what_does_not_fit_the_data_is_one_line(extra, message, material):
-    """A batch, a budget, a model or a column that doesn't exist ends with one clear line, before any run."""
+    """A batch, a budget, a model or a column that does not exist ends with one clear line, before any run."""
     with pytest.raises(SystemExit, match=message) as stopped:
         benchmark.main(options(material, *extra))
     assert "\n" not in str(stopped.value)
 
 
 def test_several_gpus_and_processor_time_are_refused(monkeypatch, capsys):
-    """The stock Trainer would spread over all GPUs it sees; processor time doesn't see what one does."""
+    """The stock Trainer would spread over all GPUs it sees; processor time does not see what one does."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit):
@@ -217,4 +217,4 @@ def test_several_gpus_and_processor_time_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit):
         benchmark.parse_arguments(["--clock", "cpu"])
-    assert "doesn't see what a GPU does" in capsys.readouterr().err
+    assert "does not see what a GPU does" in capsys.readouterr().err

@@ -45,7 +45,7 @@ def test_command_line_prints_tables_and_writes_json(clock, tmp_path, capsys):
 
 
 def test_memory_does_not_grow_with_the_units():
-    """A hundred times the units at the same batch size: the peak of a step stays, as it wouldn't with a mask."""
+    """A hundred times the units at the same batch size: the peak of a step stays, as it would not with a mask."""
     settings = benchmark.Settings(rounds=1)
     peaks = []
     for units in (10**4, 10**6):
@@ -107,9 +107,9 @@ def test_peak_bytes_counts_what_is_alive_at_once():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--units", "many"], "many isn't a whole number of at least 1; write it as 1000000 or 1e6"),
-        (["--units", "1.5"], "1.5 isn't a whole number"),
-        (["--rounds", "0"], "0 isn't a whole number of at least 1"),
+        (["--units", "many"], "many is not a whole number of at least 1; write it as 1000000 or 1e6"),
+        (["--units", "1.5"], "1.5 is not a whole number"),
+        (["--rounds", "0"], "0 is not a whole number of at least 1"),
         (["--rates", "2"], "--rates has 2; a sampling rate is above 0 and at most 1"),
         (["--rates", "nan"], "--rates has nan; a sampling rate is above 0"),
         (["--units", "1000", "--rates", "1e-6"], "is no unit in most steps; raise one of the two"),

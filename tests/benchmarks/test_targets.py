@@ -111,7 +111,7 @@ def test_command_line_prints_table_and_writes_files(tmp_path, capsys, monkeypatc
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_on_a_gpu_times_and_peers_are_in_the_row(monkeypatch, installed):
-    """Whole models are measured; what refuses a model says so in its column. What Triton computes can't be counted."""
+    """Whole models are measured; what refuses a model says so in its column. What Triton computes cannot be counted."""
 
     def measured(settings, methods, counting):
         assert json.loads(settings.config)["num_hidden_layers"] == 5 and not counting

@@ -45,7 +45,7 @@ def test_flop_ratio_of_a_four_layer_llama(mode, bound):
 
 
 def test_every_layer_is_counted():
-    """Each further block adds the same number of operations: the count isn't a constant and leaves no block out."""
+    """Each further block adds the same number of operations: the count is not a constant and leaves no block out."""
     one, two, three = (flops(layers=layers) for layers in (1, 2, 3))
     for method in (PLAIN, OURS):
         assert two[method] - one[method] == three[method] - two[method] > 0
@@ -89,7 +89,7 @@ def test_batched_product_with_an_output_dtype_has_a_formula():
 
 
 def test_operation_without_a_formula_is_refused():
-    """A product that can't be counted stops the count instead of making it too small."""
+    """A product that cannot be counted stops the count instead of making it too small."""
     with pytest.raises(RuntimeError, match=r"No FLOP formula for .*cdist"):
         throughput.count_flops(lambda: torch.cdist(torch.ones(3, 4), torch.ones(5, 4)))
 
@@ -125,7 +125,7 @@ def test_peak_memory_contains_weights_gradients_and_logits():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_twin_shares_weights_and_nothing_else(tied):
-    """Methods are compared on one set of weights; hooks and gradients of one don't reach the other; ties stay."""
+    """Methods are compared on one set of weights; hooks and gradients of one do not reach the other; ties stay."""
     model = throughput.build_model(throughput.Settings(**TINY, tied=tied))
     other = throughput.twin(model)
     pairs = list(zip(model.parameters(), other.parameters(), strict=True))
@@ -187,13 +187,13 @@ def test_profile_names_the_operations():
 
 
 def test_bad_arguments_are_refused(capsys, monkeypatch):
-    """A size below 1 and a method that isn't installed end with one clear line."""
+    """A size below 1 and a method that is not installed end with one clear line."""
     with pytest.raises(SystemExit):
         throughput.parse_arguments(["--batch", "0"])
     assert "--batch is 0; at least 1 is needed" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         throughput.parse_arguments(["--device", "cuda", "--clock", "cpu"])
-    assert "doesn't see what a GPU does" in capsys.readouterr().err
+    assert "does not see what a GPU does" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         throughput.parse_arguments(["--compare", "opacus"])

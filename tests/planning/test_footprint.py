@@ -164,12 +164,12 @@ def test_local_folder(tmp_path):
         ({"config": {"model_type": "t5", "vocab_size": 100}, "task": "seq2seq_lm"}, "not for encoder-decoders"),
         (
             {"config": {"model_type": "mamba", "vocab_size": 99, "hidden_size": 32}},
-            "MambaBlock isn't a block of attention and MLP",
+            "MambaBlock is not a block of attention and MLP",
         ),
     ],
 )
 def test_shape_refuses(model, message):
-    """What can't be read or isn't known is said, with the remedy."""
+    """What cannot be read or is not known is said, with the remedy."""
     with pytest.raises(ConfigError, match=message):
         shape_of_model(ModelConfig(**model))
 
@@ -366,7 +366,7 @@ def test_total_holds_every_moment(shape):
     ],
 )
 def test_run_refuses(changes, message):
-    """Numbers that don't fit the engine are named."""
+    """Numbers that do not fit the engine are named."""
     with pytest.raises(ConfigError, match=message):
         run_of(**changes)
 
@@ -459,7 +459,7 @@ def test_recipe_of_users():
 
 
 def test_recipe_refuses_an_unknown_optimizer():
-    """Memory of an optimizer that isn't AdamW would be a guess."""
+    """Memory of an optimizer that is not AdamW would be a guess."""
     recipe, arguments = recipe_of("train.optim=adafactor")
     with pytest.raises(ConfigError, match=r"train\.optim=adafactor"):
         footprint_of_recipe(recipe, arguments, 100, "ddp", 8)
@@ -469,7 +469,7 @@ def test_recipe_of_a_model_that_is_not_here():
     """Without the Hub the remedy is a folder with config.json."""
     recipe, arguments = recipe_of("model.config=null", "model.tokenizer_vocab_size=null", "model.name=nobody/nothing")
     with pytest.raises(
-        ConfigError, match=r"'nobody/nothing' can't be read .* local folder that holds its config\.json"
+        ConfigError, match=r"'nobody/nothing' cannot be read .* local folder that holds its config\.json"
     ):
         footprint_of_recipe(recipe, arguments, 100, "ddp", 8)
 

@@ -131,7 +131,7 @@ def test_max_compute_is_the_corner_of_the_grid_split_in_other_ways():
 
 
 def test_a_compute_in_examples_takes_the_grid_s_steps_where_they_nearly_fit():
-    """T comes from the grid within 5 %, and is K/b rounded down elsewhere, so that K isn't exceeded."""
+    """T comes from the grid within 5 %, and is K/b rounded down elsewhere, so that K is not exceeded."""
     result = sweep(**FEW, compute=103_000)
     assert [(p.expected_batch_size, p.num_steps) for p in result.line] == [(512, 200), (2048, 50)]
     assert all(point.examples <= 103_000 for point in result.line)
@@ -244,7 +244,7 @@ def test_what_would_change_the_noise(result):
 
 
 def test_twice_a_batch_of_more_than_half_the_units_is_impossible():
-    """What can't be done has no number."""
+    """What cannot be done has no number."""
     result = sweep(**{**SETTING, "num_units": 3000, "expected_batch_sizes": [2048], "step_counts": [100]})
     assert result.what_if[0].noise_to_batch_ratio is None and result.what_if[0].factor is None
     assert result.what_if[2].factor is not None
@@ -252,7 +252,7 @@ def test_twice_a_batch_of_more_than_half_the_units_is_impossible():
 
 
 def test_an_unreachable_point_stays_with_its_reason():
-    """It has no σ and isn't recommended; the others are as they would be without it."""
+    """It has no σ and is not recommended; the others are as they would be without it."""
     result = sweep(
         target_epsilon=0.01,
         delta=1e-4,
@@ -340,7 +340,7 @@ def test_to_dict_is_json(result):
         ({"gradient_rms": math.nan}, "gradient_rms must be at least 0 and finite, got nan"),
         ({"compute": "largest"}, 'compute must be "centre", "max" or a positive number of examples, got \'largest\''),
         ({"compute": 0}, "compute must be"),
-        ({"compute": 511}, "511 examples aren't one step of the smallest batch, 512"),
+        ({"compute": 511}, "511 examples are not one step of the smallest batch, 512"),
     ],
 )
 def test_bad_input_is_refused(changes, message):

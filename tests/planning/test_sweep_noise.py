@@ -58,7 +58,7 @@ def test_where_the_coarse_grid_asks_for_too_much_noise_the_fine_one_decides():
 
 
 def test_a_small_target_is_searched_on_the_fine_grid():
-    """A target near the width of the coarse grid can't be met on it."""
+    """A target near the width of the coarse grid cannot be met on it."""
     noise = calibrate_grid(Budget(0.01, 1e-6, 42_000, "zero-out"), [(16, 100)], near=(16, 100))[16, 100]
     assert 0.01 * (1 - TOLERANCE) <= noise.epsilon <= 0.01
 
@@ -81,7 +81,7 @@ def test_a_target_out_of_reach_is_said_not_met():
 
 
 def test_what_accounting_refuses_is_the_reason(monkeypatch):
-    """A setting that can't be certified is no point, and its reason is accounting's."""
+    """A setting that cannot be certified is no point, and its reason is accounting's."""
 
     def refuse(*_):
         raise ValueError("delta is too small")

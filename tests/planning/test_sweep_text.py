@@ -71,7 +71,7 @@ def test_a_point_out_of_reach_is_shown_without_numbers(result):
     )
     changed = dataclasses.replace(result, points=(lost, *result.points[1:]))
     assert sweep_rows(changed)[1][0] == ["", "1,024", "100", "none", "", "", "", "", "2.44", "10 M", "2 h 51 min"]
-    assert "1 of 4 points can't reach the target; b = 1,024, T = 100: too many steps." in recommendation_text(changed)
+    assert "1 of 4 points cannot reach the target; b = 1,024, T = 100: too many steps." in recommendation_text(changed)
 
 
 def test_the_text_says_what_why_what_else_and_what_is_assumed(result):
@@ -82,11 +82,11 @@ def test_the_text_says_what_why_what_else_and_what_is_assumed(result):
     assert result.reason in text and all(assumption in text for assumption in result.assumptions)
     for change in result.what_if:
         assert f"{change.change}: times {change.factor:.2f}" in text
-    assert "can't reach" not in text
+    assert "cannot reach" not in text
 
 
 def test_an_impossible_change_is_called_so(result):
-    """A batch can't be doubled beyond the data."""
+    """A batch cannot be doubled beyond the data."""
     impossible = dataclasses.replace(result.what_if[0], factor=None, noise_to_batch_ratio=None)
     text = recommendation_text(dataclasses.replace(result, what_if=(impossible,)))
     assert "(twice the compute): impossible." in text
