@@ -1,1 +1,1 @@
-"""Before a run: what it will cost in memory, and which settings give the least noise."""
+"""Planning before a run: its memory, and the settings with the least noise."""

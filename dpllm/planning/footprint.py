@@ -1,4 +1,4 @@
-"""Memory and communication of a private run, per GPU, on paper: formulas, before anything is started.
+"""Memory and communication of a private run, per GPU, computed by formulas before the run.
 
 Place in the flow: beside the plan, after `dpllm.planning.model_shape`. Nothing here is measured.
 
@@ -6,22 +6,22 @@ Symbols: P parameters, P_t trainable ones, N GPUs, S GPUs of a shard group (N wi
 a microbatch, M microbatches of a step, L blocks, d hidden size, V vocabulary, c bytes of the compute dtype, s bytes of
 the residual stream's dtype.
 
-Assumptions, all of them:
+The assumptions are:
 
-* AdamW, fused (no temporaries). Its moments have the dtype of what it updates: the parameters, or under DeepSpeed
-  float32 master weights. Frozen parameters have neither sum nor optimizer state.
-* ``train.bf16``: one process and DDP compute under autocast and keep parameters as ``model.dtype`` says; FSDP2 keeps
+* AdamW, fused (no temporaries). Its moments have the dtype of the tensors it updates: the parameters, or under
+  DeepSpeed float32 master weights. Frozen parameters have neither sum nor optimizer state.
+* ``train.bf16``: one process and DDP compute under autocast and keep parameters in ``model.dtype``; FSDP2 keeps
   trainable parameters in float32 and gathers bfloat16; DeepSpeed keeps all in bfloat16 beside float32 master weights.
   PEFT keeps adapters in float32.
-* Every row is T tokens long and nothing is padded, all tokens are targets, attention runs in a fused kernel that saves
-  no (T, T) matrix, dropout is 0, and blocks are alike.
+* Every row has T tokens without padding, all tokens are targets, attention runs in a fused kernel that saves no (T, T)
+  matrix, dropout is 0, and all blocks are equal.
 * Sums are float32. FSDP2 and ZeRO-3 form them one parameter at a time and keep a shard; ZeRO-2 reduces buckets of 5e8
-  entries; ZeRO-1 hands in the whole once per step, and DeepSpeed's optimizer for bfloat16 holds a second whole.
+  entries; ZeRO-1 passes the whole sum once per step, and DeepSpeed's optimizer for bfloat16 holds a second copy.
 * A collective over n GPUs sends (n - 1)/n of the tensor per GPU for an all-gather or a reduce-scatter, twice that for
   an all-reduce (ring algorithms). FSDP2 and ZeRO-3 gather all weights for forward and for backward of each
-  microbatch; ZeRO-3 gathers each trainable one once more to hand over its sum, ZeRO-1 and -2 what was updated. Padding
-  of shards is not counted.
-* CUDA context, fragmentation of the allocator, and buffers of NCCL are not counted: leave 5 to 10 %.
+  microbatch; ZeRO-3 gathers each trainable weight once more to pass its sum, ZeRO-1 and -2 gather the updated weights.
+  Padding of shards is not counted.
+* CUDA context, fragmentation of the allocator, and buffers of NCCL are not counted: leave 5 to 10 % free.
 
 Sources: `dpllm.engines`, `dpllm.ghost`; ZeRO, arXiv:1910.02054, section 5 and 7; accelerate/utils/fsdp_utils.py
 (fsdp2_prepare_model); deepspeed/runtime/zero/{stage3,stage_1_and_2,config}.py and runtime/bf16_optimizer.py.
@@ -55,10 +55,10 @@ _SUB_GROUP = 10**9  # DeepSpeed's sub_group_size: entries of a shard that ZeRO-3
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How a model is trained, as far as memory and communication depend on it.
+    """The settings of training that determine memory and communication.
 
     Raises:
-        ConfigError: an unknown engine, or numbers that do not fit it.
+        ConfigError: the engine is unknown, or the numbers do not fit it.
     """
 
     engine: str
@@ -72,11 +72,11 @@ class Run:
     num_microbatches: int
     """M: microbatches of a step on each GPU."""
     checkpointing: bool
-    """Whether a block keeps its input alone and is recomputed in the backward pass."""
+    """Whether a block keeps only its input and is recomputed in the backward pass."""
     bf16: bool
     """``train.bf16``."""
     unit_rows: int = 1
-    """Rows of a unit at most; those of a unit with more than B go through the model in several passes."""
+    """Largest number of rows of a unit; a unit with more than B rows goes through the model in several passes."""
     shard_size: int = GPUS_OF_A_NODE
     """S of "fsdp2-hybrid": GPUs that share one copy of the model. Other engines shard over all GPUs or none."""
 
@@ -90,7 +90,7 @@ class Run:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.engine == "single" and self.num_gpus != 1:
-            raise ConfigError(f"the engine single uses 1 GPU, not {self.num_gpus}; take ddp, fsdp2 or a zero engine")
+            raise ConfigError(f"the engine single uses 1 GPU, not {self.num_gpus}; use ddp, fsdp2 or a zero engine")
         if self.engine == "fsdp2-hybrid" and self.num_gpus % self.shard_size:
             raise ConfigError(
                 f"fsdp2-hybrid needs a number of GPUs that shard_size={self.shard_size} divides, got {self.num_gpus}"
@@ -98,17 +98,17 @@ class Run:
 
     @property
     def group(self) -> int:
-        """S: GPUs that share one copy of what the engine shards."""
+        """S: GPUs that share one sharded copy of the model."""
         return self.shard_size if self.engine == "fsdp2-hybrid" else self.num_gpus
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether PyTorch shards."""
+        """Whether PyTorch shards the model."""
         return self.engine.startswith("fsdp2")
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed shards."""
+        """Whether DeepSpeed shards the model."""
         return self.engine.startswith("zero")
 
     @property
@@ -119,7 +119,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes per GPU, and bytes that each GPU sends per step. Computed, not measured."""
+    """Bytes per GPU, and bytes that each GPU sends per step; computed, not measured."""
 
     run: Run
     shape: ModelShape
@@ -128,26 +128,26 @@ class Footprint:
     clipped_sum: int
     """Float32 sum of clipped gradients, from the first microbatch of a step to its update."""
     optimizer: int
-    """AdamW's moments, and float32 master weights where the engine keeps them."""
+    """AdamW's moments, and float32 master weights if the engine keeps them."""
     gathered: int
-    """Whole weights of the blocks at work: two blocks and the head (FSDP2 fetches one ahead), or 1e9 entries and a
-    block (ZeRO-3)."""
+    """Gathered weights of the active blocks: two blocks and the head (FSDP2 prefetches one), or 1e9 entries and a block
+    (ZeRO-3)."""
     activations: int
-    """Kept from forward to backward: what autograd and the taps save; with checkpointing, the inputs of the blocks."""
+    """Tensors that autograd and the taps keep from forward to backward; with checkpointing, the blocks' inputs."""
     recomputed: int
-    """What one block saves, recomputed in the backward pass; 0 without checkpointing."""
+    """The saved tensors of one block, recomputed in the backward pass; 0 without checkpointing."""
     logits: int
-    """Logits and their gradient, in the model's dtype, at the worst moment, the start of the backward pass; and a
+    """Logits and their gradient, in the model's dtype, at the peak, which is the start of the backward pass; and a
     float32 chunk of `dpllm.models.losses`."""
     book: int
-    """What private training holds at the end of the backward pass, until the norms are known: input and output
-    gradient of every trainable layer, or the per-row gradient where that is smaller. Ordinary training frees these
-    layer by layer, as weight gradients take their place."""
+    """Tensors that private training holds at the end of the backward pass, until the norms are known: input and output
+    gradient of every trainable layer, or the per-row gradient if that is smaller. Ordinary training frees these layer
+    by layer, when weight gradients replace them."""
     forming: int
-    """While the sum is formed: one parameter's whole float32 sum where the engine shards, its noise, and float32 copies
-    of the layer's input and output gradient; ZeRO-2: a bucket and its flat copy."""
+    """Memory while the sum is formed: one parameter's whole float32 sum if the engine shards, its noise, and float32
+    copies of the layer's input and output gradient; for ZeRO-2 a bucket and its flat copy."""
     update: int
-    """Gradients that the optimizer is handed beside the sum."""
+    """Gradients that the optimizer receives beside the sum."""
     cpu: int
     """Memory of the CPU per GPU: master weights, moments, sum and gradient (zero3_offload)."""
     weights_sent: int
@@ -157,15 +157,15 @@ class Footprint:
 
     @property
     def persistent(self) -> int:
-        """What stands from step to step and microbatch to microbatch."""
+        """Memory that is kept between steps and microbatches."""
         return self.weights + self.clipped_sum + self.optimizer
 
     @property
     def total(self) -> int:
-        """The persistent part and the largest of four moments.
+        """The persistent part plus the peak of four phases.
 
-        The start of the backward pass (all activations, logits), its end (the book, one block's activations), the sum
-        (the book, one parameter), the update.
+        The phases are the start of the backward pass (all activations, logits), its end (the book, one block's
+        activations), the sum (the book, one parameter), and the update.
         """
         moments = (
             self.activations + self.logits + self.gathered,
@@ -181,11 +181,11 @@ class Footprint:
         return self.weights_sent + self.sums_sent
 
     def seconds(self, bandwidth: float) -> float:
-        """Seconds of communication per step at a bandwidth in bytes per second, if nothing overlaps."""
+        """Return the seconds of communication per step at a bandwidth in bytes per second, without overlap."""
         return self.sent / bandwidth
 
     def to_dict(self) -> dict[str, int | str]:
-        """Every number by name, in bytes."""
+        """Return every number by name, in bytes."""
         numbers = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -205,11 +205,11 @@ class _Dtypes:
     stream: int
     gather: int
     autocast: bool  # whether float32 activations are cast for every matrix product
-    casts_weights: bool  # whether weights are
+    casts_weights: bool  # whether weights are cast too
 
     @classmethod
     def of(cls, shape: ModelShape, run: Run) -> _Dtypes:
-        """Which dtype stands where; see the assumptions at the head of this file."""
+        """Return the dtypes of a run; see the assumptions in the docstring of this module."""
         stored = shape.dtype_bytes
         adapted = _FLOAT32 if shape.has_adapters else stored
         compute = _BFLOAT16 if run.bf16 else stored
@@ -225,8 +225,8 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
     """Apply the formulas.
 
     Args:
-        shape: of the model, `dpllm.planning.model_shape.shape_of_model`.
-        run: how it is trained.
+        shape: shape of the model (`dpllm.planning.model_shape.shape_of_model`).
+        run: settings of the training.
     """
     dtypes = _Dtypes.of(shape, run)
     tokens = run.rows * run.tokens
@@ -259,7 +259,7 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
 
 
 def _share(size: int, group: int) -> int:
-    """One GPU's part, rounded up."""
+    """Return one GPU's part, rounded up."""
     return -(-size // group)
 
 
@@ -273,7 +273,7 @@ def _sum(shape: ModelShape, run: Run) -> int:
 
 
 def _optimizer(shape: ModelShape, run: Run, dtypes: _Dtypes) -> tuple[int, int]:
-    """Bytes on the GPU and in the memory of the CPU."""
+    """Return the bytes on the GPU and in the memory of the CPU."""
     if not run.is_deepspeed:
         moments = 2 * dtypes.trainable * shape.trainable
         return (_share(moments, run.group) if run.is_fsdp else moments), 0
@@ -302,7 +302,7 @@ def _gathered(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
 
 
 def _per_token_inputs(linears: tuple[Linear, ...], compute: int, shared: bool) -> int:
-    """Bytes per token of the inputs of trainable layers; those of one role read the same one unless each has a copy."""
+    """Return the bytes per token of the inputs of trainable layers; with `shared`, one input per role."""
     total, seen = 0, set()
     for linear in linears:
         if linear.trainable and not (shared and linear.role in seen):
@@ -312,10 +312,10 @@ def _per_token_inputs(linears: tuple[Linear, ...], compute: int, shared: bool) -
 
 
 def _block_activations(shape: ModelShape, dtypes: _Dtypes) -> int:
-    """Bytes per token that one block saves for backward.
+    """Return the bytes per token that one block saves for backward.
 
-    Norms in float32, queries, keys, values and the attention's output, the MLP's inner tensors; for trainable layers
-    their input, which the output layers of attention and a gated MLP share with what is saved anyway.
+    They are the norms in float32, queries, keys, values and the attention's output, the MLP's inner tensors, and the
+    inputs of trainable layers. The inputs of the output layers of attention and of a gated MLP are saved in any case.
     """
     compute, linears = dtypes.compute, shape.linears
     norms = sum(
@@ -343,7 +343,7 @@ def _block_activations(shape: ModelShape, dtypes: _Dtypes) -> int:
 
 
 def _book(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
-    """What the book holds of all trainable layers; `dpllm.ghost.contributions` decides between factors and instance."""
+    """Return the bytes of the book; `dpllm.ghost.contributions` decides between factors and instance for each layer."""
     compute, rows, tokens = dtypes.compute, run.rows, run.tokens
     shared = not (dtypes.autocast and dtypes.stream == _FLOAT32)
     factored = tuple(
@@ -376,12 +376,12 @@ def _book(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
 
 
 def _prefers_instance(inputs: int, outputs: int, run: Run, width: int) -> bool:
-    """The rule of `dpllm.ghost.NormMethod.holds_instance`, for units of one row."""
+    """Return the result of `dpllm.ghost.NormMethod.holds_instance` for units of one row."""
     return NormMethod().holds_instance(run.tokens * width * (inputs + outputs), inputs * outputs * _FLOAT32)
 
 
 def _forming(shape: ModelShape, run: Run) -> int:
-    """Whole sums, noise, and float32 copies of a layer's factors."""
+    """Return the bytes of whole sums, noise, and float32 copies of a layer's factors."""
     tokens = run.rows * run.tokens
     copies = 0
     layers = [(x.inputs, x.outputs) for x in shape.linears if x.trainable]
@@ -399,7 +399,7 @@ def _forming(shape: ModelShape, run: Run) -> int:
 
 
 def _communication(shape: ModelShape, run: Run, dtypes: _Dtypes) -> tuple[int, int]:
-    """Bytes that one GPU sends per step for weights and for sums."""
+    """Return the bytes that one GPU sends per step for weights and for sums."""
 
     def around(size: int, gpus: int) -> int:
         return size * (gpus - 1) // gpus
@@ -416,7 +416,7 @@ def _communication(shape: ModelShape, run: Run, dtypes: _Dtypes) -> tuple[int, i
         return around(updated, group), times * around(sums, group)
     gathers = 2 * dtypes.gather * shape.total
     if run.engine.startswith("zero3"):
-        gathers += updated  # once more, to hand over the sum
+        gathers += updated  # once more, to pass the sum
     replicas = run.num_gpus // group
     across = 2 * around(_share(sums, group), replicas)
     return microbatches * around(gathers, group), microbatches * around(sums, group) + across
@@ -430,12 +430,11 @@ def footprint_of_recipe(
     num_gpus: int,
     shard_size: int = GPUS_OF_A_NODE,
 ) -> Footprint:
-    """Memory and communication of a recipe; no private data is read, and no weights.
+    """Return the memory and communication of a recipe; no private data is read, and no weights.
 
     Args:
-        recipe: what is trained. ``data.max_length`` is T, and B what ``microbatch_tokens`` holds of such rows
-            ("auto" or left out: ``per_device_train_batch_size``). Users with several rows are taken to have
-            ``max_rows_per_unit`` each.
+        recipe: the recipe. ``data.max_length`` is T, and B the number of such rows in ``microbatch_tokens`` ("auto" or
+            left out: ``per_device_train_batch_size``). Every user is assumed to have ``max_rows_per_unit`` rows.
         arguments: its ``train`` section.
         plan_or_batch: the plan, or the expected batch size b in units.
         engine: one of `ENGINES`.
@@ -443,15 +442,15 @@ def footprint_of_recipe(
         shard_size: GPUs that share one copy of the model under "fsdp2-hybrid".
 
     Raises:
-        ConfigError: a model whose configuration cannot be read or whose blocks have an unknown form, an optimizer other
-            than AdamW, an engine that does not exist or fit.
+        ConfigError: the model's configuration cannot be read, its blocks have an unknown form, the optimizer is not
+            AdamW, or the engine does not exist or does not fit.
     """
     if num_gpus < 1:
         raise ConfigError(f"num_gpus must be at least 1, got {num_gpus}")
     optimizer = str(getattr(arguments.optim, "value", arguments.optim))
     if optimizer not in ("adamw_torch", "adamw_torch_fused"):
         raise ConfigError(
-            f"train.optim={optimizer}: how much memory it takes is known for adamw_torch and adamw_torch_fused alone"
+            f"train.optim={optimizer}: its memory is unknown; use adamw_torch or adamw_torch_fused for this estimate"
         )
     batch = plan_or_batch if isinstance(plan_or_batch, int) else plan_or_batch.expected_batch_size
     by_example = recipe.privacy.sampling == "example"
@@ -474,7 +473,7 @@ def footprint_of_recipe(
 
 
 def engines_for(num_gpus: int) -> tuple[str, ...]:
-    """The engines that are worth comparing on so many GPUs.
+    """Return the engines that are worth comparing on this number of GPUs.
 
     >>> engines_for(1)
     ('single', 'zero3_offload')
@@ -488,7 +487,7 @@ def engines_for(num_gpus: int) -> tuple[str, ...]:
 
 
 def footprint_rows(result: Footprint) -> list[tuple[str, str]]:
-    """The footprint as (name, value) rows for people; every size is per GPU."""
+    """Return the footprint as (name, value) rows for people; every size is per GPU."""
     run = result.run
     spread = f"{run.engine} on {run.num_gpus} GPU{'s' if run.num_gpus > 1 else ''}"
     if run.engine == "fsdp2-hybrid":
@@ -502,13 +501,13 @@ def footprint_rows(result: Footprint) -> list[tuple[str, str]]:
 
 
 def comparison_rows(results: Sequence[Footprint]) -> tuple[str, list[tuple[str, ...]]]:
-    """Several engines side by side.
+    """Return several engines side by side.
 
     Args:
-        results: of one recipe and number of GPUs.
+        results: footprints of one recipe and number of GPUs.
 
     Returns:
-        The unit of all numbers; and rows of a name and one number per footprint, the first row with the engines' names.
+        The unit of all numbers; and rows of a name and one number per footprint. The first row has the engines' names.
     """
     parts = [_parts(result) for result in results]
     unit, size_of_unit = _unit_of(max(size for part in parts for name, size in part if name not in _SENT))
@@ -521,7 +520,7 @@ def comparison_rows(results: Sequence[Footprint]) -> tuple[str, list[tuple[str, 
 
 
 def setting_of(result: Footprint) -> str:
-    """What is trained and how it is divided, on one line; the same for every engine that shards over all GPUs."""
+    """Return the model and its microbatches on one line; it is the same for every engine that shards over all GPUs."""
     return "; ".join(f"{name}: {value}" for name, value in _setting(result))
 
 
@@ -555,7 +554,7 @@ def _parts(result: Footprint) -> list[tuple[str, int]]:
 
 
 def format_bytes(size: int) -> str:
-    """Bytes for people, in powers of 1000 as GPUs and networks are sold.
+    """Format bytes for people, in powers of 1000, the units in which GPUs and networks are sold.
 
     >>> format_bytes(80 * 2**30), format_bytes(1500), format_bytes(0)
     ('85.9 GB', '1.5 kB', '0 B')
@@ -565,7 +564,7 @@ def format_bytes(size: int) -> str:
 
 
 def _unit_of(size: int) -> tuple[str, int]:
-    """The largest unit that a size reaches, and its bytes."""
+    """Return the largest unit that a size reaches, and the unit's bytes."""
     for unit, size_of_unit in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= size_of_unit:
             return unit, size_of_unit

@@ -1,7 +1,7 @@
-"""The shape of a model: how many parameters where, read off a model on the meta device. No weight is allocated.
+"""The shape of a model: the numbers of its parameters, read from a model on the meta device. No weight is allocated.
 
-Place in the flow: what `dpllm.planning.footprint` computes from. Adapters and frozen parameters are those that the
-functions make which prepare the model for training.
+Place in the flow: input of `dpllm.planning.footprint`. Adapters and frozen parameters come from the functions that
+prepare the model for training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Linear:
     """One matrix of a block.
 
     Attributes:
-        role: one of `ROLES`; layers of one of the roles "qkv" and "mlp_in" read the same input.
+        role: one of `ROLES`; all "qkv" layers read the same input, and so do all "mlp_in" layers.
         inputs: width of its input.
         outputs: width of its output.
         trainable: whether its weight is trained.
@@ -48,8 +48,8 @@ class Norm:
     """One norm of a block.
 
     Attributes:
-        width: features it works on.
-        widens: whether it computes on a float32 copy, as transformers' RMS norms do.
+        width: number of its features.
+        widens: whether it computes on a float32 copy, like transformers' RMS norms.
         trainable: whether its scale is trained.
     """
 
@@ -79,21 +79,21 @@ class ModelShape:
     embedding: int
     """Entries of the input embedding."""
     head: int
-    """Entries of the output layer, also when it is the embedding."""
+    """Entries of the output layer, even if it is the embedding."""
     tied: bool
     """Whether the output layer is the embedding."""
     head_trainable: bool
     """Whether the output layer is trained."""
     trainable_tables: int
-    """Trainable embeddings (of tokens, positions)."""
+    """Number of trainable embeddings (of tokens, positions)."""
     dtype_bytes: int
-    """Bytes per parameter as the recipe's ``model.dtype`` says, adapters aside."""
+    """Bytes per parameter by the recipe's ``model.dtype``, without adapters."""
     linears: tuple[Linear, ...]
     """The matrices of one block."""
     norms: tuple[Norm, ...]
     """The norms of one block."""
     composed_activation: bool
-    """Whether the MLP's activation function is written out in elementary operations (GPT-2's GELU) that each save."""
+    """Whether the MLP's activation function consists of elementary operations (GPT-2's GELU), each of which saves."""
 
     @property
     def frozen(self) -> int:
@@ -116,7 +116,7 @@ class ModelShape:
         return self.width("mlp_in", "outputs") == 2 * self.width("mlp_out", "inputs")
 
     def width(self, role: str, side: str) -> int:
-        """Summed ``inputs`` or ``outputs`` of the matrices of a role."""
+        """Return the summed ``inputs`` or ``outputs`` of the matrices of a role."""
         return sum(getattr(linear, side) for linear in self.linears if linear.role == role)
 
 
@@ -153,12 +153,15 @@ def _config_of(model: ModelConfig) -> PreTrainedConfig:
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the configuration of the model {model.name!r} cannot be read ({str(error).splitlines()[0][:200]}). "
-                "Give model.name a local folder that holds its config.json; nothing else is needed for this"
+                "Set model.name to a local folder with its config.json; no other file is needed for this"
             ) from error
     else:
         config = _fresh(model)
     if config.is_encoder_decoder:
-        raise ConfigError("memory and communication are known for models of one stack, not for encoder-decoders")
+        raise ConfigError(
+            "memory and communication are known for models of one stack, not for encoder-decoders. Measure a short run "
+            "instead"
+        )
     if model.tie_word_embeddings is not None:
         config.tie_word_embeddings = model.tie_word_embeddings
     if model.task == "sequence_classification" and model.num_labels:
@@ -206,7 +209,7 @@ def _shape_of(model: nn.Module, base: Any, dtype_bytes: int) -> ModelShape:
 
 
 def _blocks(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The stack of blocks: the one list of so many modules of one class."""
+    """Return the stack of blocks: the list of `num_layers` modules of one class."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers and len({type(m) for m in module}) == 1:
             return module
@@ -216,7 +219,7 @@ def _blocks(model: nn.Module, num_layers: int) -> nn.ModuleList:
 
 
 def _linears(block: nn.Module, hidden: int) -> tuple[Linear, ...]:
-    """The matrices of a block by role, told by order and width: (queries, keys, values), output, MLP in, MLP out."""
+    """Return the matrices of a block, with roles by order and width: queries/keys/values, output, MLP in, MLP out."""
     found: list[tuple[int, int, bool, bool, int]] = []
     for path, module in block.named_modules():
         if not is_linear(module) or ".lora_" in path:
@@ -235,7 +238,7 @@ def _linears(block: nn.Module, hidden: int) -> tuple[Linear, ...]:
         first -= 1
     if first == last or first < 2 or found[last][1] != hidden or found[first - 1][1] != hidden:
         raise ConfigError(
-            f"{type(block).__name__} is not a block of attention and MLP in that order, so its memory is not known"
+            f"{type(block).__name__} is not a block of attention and MLP in that order, so its memory is unknown"
         )
     roles = ["qkv"] * (first - 1) + ["attention_out"] + ["mlp_in"] * (last - first) + ["mlp_out"]
     return tuple(Linear(role, *numbers) for role, numbers in zip(roles, found, strict=True))
@@ -247,7 +250,7 @@ def _trained_rank(adapted: nn.Module | None) -> int:
 
 
 def _norms(block: nn.Module) -> tuple[Norm, ...]:
-    """Modules whose own parameters are a scale (and a shift)."""
+    """Return the modules whose own parameters are a scale (and a shift)."""
     found = []
     for module in block.modules():
         weight = getattr(module, "weight", None)

@@ -1,40 +1,39 @@
-"""Which batch size and how many steps: one privacy budget spent in many ways, before any of them is paid for.
+"""Choose batch size and number of steps: compare many ways to spend one privacy budget before paying for a run.
 
-Place in the flow: beside the plan, before a run. `dpllm.planning.sweep_noise` asks accounting for σ at every point of a
-grid; here one is recommended. Nothing is trained, no private data are seen. `dpllm.planning.sweep_text` puts the result
-into words, `dpllm.planning.sweep_figure` draws it.
+Place in the flow: beside the plan, before a run. `dpllm.planning.sweep_noise` calibrates σ at every point of a grid;
+this module recommends one point. Nothing is trained, and no private data are read. `dpllm.planning.sweep_text` puts
+the result into words, `dpllm.planning.sweep_figure` draws it.
 
-Notions. b units are expected in a step, T steps are taken, σ keeps the run within the budget (ε, δ), C is the clip
-norm.
+Terms. b units are expected in a step, T steps are taken, σ keeps the run within the budget (ε, δ), C is the clip norm.
 
-* *Noise-to-batch ratio* σ/b: standard deviation of the noise in every entry of the averaged gradient, over C. How well
-  a model trains privately depends on it and on T, hardly on b and σ apart ("Scaling Laws for Differentially Private
-  Language Models", arXiv:2501.18914, with which VaultGemma, arXiv:2510.15001, was set up).
-* *Cumulative signal-to-noise ratio* √T b/σ: T averaged gradients added up hold T times the signal of one and √T times
-  its noise. In units of (signal per step)/C, which by assumption is the same at all points.
-* *Full batch* N μ: what b = N reaches whatever T is, since σ is √T/μ there, μ being the distance of two unit normals
-  that are (ε, δ) apart (analytic Gaussian mechanism, arXiv:1805.06530). Under replace-one adjacency, where a unit moves
-  the sum twice as far, it is N μ/2.
+* *Noise-to-batch ratio* σ/b: standard deviation of the noise in every entry of the averaged gradient, over C. The
+  quality of private training depends on σ/b and on T, and hardly on b and σ separately ("Scaling Laws for
+  Differentially Private Language Models", arXiv:2501.18914, used to set up VaultGemma, arXiv:2510.15001).
+* *Cumulative signal-to-noise ratio* √T b/σ: the sum of T averaged gradients has T times the signal of one and √T times
+  its noise. Its unit is (signal per step)/C, which is assumed to be the same at all points.
+* *Full batch* N μ: the ratio of b = N for any T, since σ is √T/μ there; μ is the distance of two unit normals that are
+  (ε, δ) apart (analytic Gaussian mechanism, arXiv:1805.06530). Under replace-one adjacency, where a unit moves the sum
+  twice as far, it is N μ/2.
 
 Derived. On a line of equal compute K = b T the ratio is √(K b)/σ. In the limit of many steps at a small sampling rate
 q = b/N the run is as private as normals μ = q √T √(exp(1/σ²) - 1) apart (arXiv:1911.11607, zero-out). Without T:
 
     (√T b/σ) / (N μ) = 1 / √(σ² (exp(1/σ²) - 1)),      d log(√T b/σ) / d log b = (1 - σ² (1 - exp(-1/σ²))) / 2.
 
-So the share of the full batch's ratio depends on σ alone. Where σ is small, twice the batch and half the steps hardly
-ask for more noise and the ratio grows like √b; where σ is large, σ itself grows like √b and nothing is gained. 90 % are
-reached at σ = 1.57. `limit_share` is the first formula. The numbers of a sweep come from the accountant, not from it:
-the limit is no bound, and far off where few steps see a unit.
+So the share of the full batch's ratio depends only on σ. If σ is small, twice the batch and half the steps need hardly
+more noise, and the ratio grows like √b. If σ is large, σ itself grows like √b, and the ratio does not grow. The
+share is 90 % at σ = 1.57. `limit_share` is the first formula. The numbers of a sweep come from the accountant, not from
+this formula: the limit is not a bound, and it is inaccurate when few steps see a unit.
 
-The rule. Of the points of one compute, those are nearly the best whose √(T / ((σ/b)² + r²)) is within 10 % of the best;
-of these the one with the smallest batch is recommended, which takes the most steps. r is the root mean square of the
-entries of the averaged clipped gradient over C: what the noise in an entry is to be compared with. With r = 0, noise
-drowns the signal of every step, and the rule is about √T b/σ. With r > 0, T / (1 + (σ/b)²/r²) is what T noisy steps are
-worth in steps without noise: the gain of the best step along a gradient with noise is that of the noiseless one over
-1 + (noise power)/(signal power) when all directions curve alike (arXiv:1812.06162, section 2.2); the bound of SGD on
-convex losses, proportional to √((signal power + noise power)/T), orders points in the same way. That larger batches
-against more steps pay at a given compute is what the two papers on private training report; how far to go is this rule,
-under the assumptions that `Sweep.assumptions` lists. It is no fitted law.
+The rule. Points of one compute are nearly the best if their √(T / ((σ/b)² + r²)) is within 10 % of the best. Of these,
+the point with the smallest batch, which takes the most steps, is recommended. r is the root mean square of the entries
+of the averaged clipped gradient over C; the noise in an entry is compared with it. With r = 0, noise exceeds the signal
+of every step, and the rule compares √T b/σ. With r > 0, T noisy steps are worth T / (1 + (σ/b)²/r²) noiseless steps:
+if all directions have the same curvature, the gain of the best step along a noisy gradient is that of the noiseless one
+divided by 1 + (noise power)/(signal power) (arXiv:1812.06162, section 2.2). The bound of SGD on convex losses,
+proportional to √((signal power + noise power)/T), orders points in the same way. The two papers on private training
+report that, for a given compute, larger batches pay more than more steps. This rule decides how large, under the
+assumptions in `Sweep.assumptions`. It is not a fitted law.
 """
 
 from __future__ import annotations
@@ -54,31 +53,31 @@ NEARLY_BEST = 0.9
 """Share of a compute line's best cumulative signal-to-noise ratio that counts as nearly the best."""
 
 _SAME_COMPUTE = 0.05
-_ADJACENCIES = {"zero-out": 1.0, "replace-one": 2.0}  # how far one unit moves the sum, in clip norms
+_ADJACENCIES = {"zero-out": 1.0, "replace-one": 2.0}  # largest change of the sum by one unit, in clip norms
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a unit costs to compute. Everything may be left out; what cannot be said of a point is then None.
+    """The compute cost of a unit. Every field is optional; figures that cannot be computed are then None.
 
     Raises:
         ValueError: a number is not positive, or the numbers do not belong together.
     """
 
     tokens_per_unit: float | None = None
-    """Tokens of a unit, padding included: on average, or at most."""
+    """Tokens of a unit, padding included: the mean or the maximum."""
     tokens_per_second: float | None = None
-    """Measured, of all GPUs together."""
+    """Measured throughput of all GPUs together."""
     flops_per_token: float | None = None
-    """For an estimate where nothing was measured; 6 per parameter for forward and backward of a full fine-tuning."""
+    """For an estimate without measurement; 6 per parameter for forward and backward of a full fine-tuning."""
     peak_flops: float | None = None
-    """Floating-point operations per second of one GPU at most."""
+    """Peak floating-point operations per second of one GPU."""
     utilization: float | None = None
     """Share of `peak_flops` that training reaches, above 0 and at most 1."""
     gpus: int = 1
 
     def __post_init__(self) -> None:
-        """Check ranges and what belongs together."""
+        """Check ranges and combinations."""
         for name, value in dataclasses.asdict(self).items():
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, got {value}")
@@ -91,16 +90,16 @@ class Cost:
                     "an estimate of time needs flops_per_token, peak_flops and utilization: give all three"
                 )
             if self.tokens_per_second is not None:
-                raise ValueError("tokens_per_second was measured and flops_per_token estimates it: give one of the two")
+                raise ValueError("tokens_per_second is measured and flops_per_token estimates it: give one of the two")
         if self.tokens_per_unit is None and (self.tokens_per_second or self.flops_per_token):
             raise ValueError("the time of a run needs tokens_per_unit: give the tokens of a unit")
 
     def tokens(self, examples: float) -> float | None:
-        """Return the tokens of so many units."""
+        """Return the tokens of this many units."""
         return None if self.tokens_per_unit is None else examples * self.tokens_per_unit
 
     def seconds(self, examples: float) -> float | None:
-        """Return the time that so many units take.
+        """Return the time for this many units, in seconds.
 
         >>> Cost(tokens_per_unit=1000, flops_per_token=6e9, peak_flops=1e15, utilization=0.6, gpus=8).seconds(1e6)
         1250.0
@@ -113,7 +112,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """One way to spend the budget. What follows from σ is None where no σ reaches the target."""
+    """One way to spend the budget. The figures that depend on σ are None if no σ reaches the target."""
 
     expected_batch_size: int
     """b."""
@@ -122,7 +121,7 @@ class SweepPoint:
     sampling_rate: float
     """q = b/N."""
     noise_multiplier: float | None
-    """σ, the least found whose ε is within the target."""
+    """σ, the smallest one found whose ε is within the target."""
     noise_to_batch_ratio: float | None
     """σ/b, in units of the clip norm."""
     signal_to_noise: float | None
@@ -130,7 +129,7 @@ class SweepPoint:
     share_of_full_batch: float | None
     """`signal_to_noise` over that of full batches."""
     effective_steps: float | None
-    """T / (1 + (σ/b)²/r²), steps without noise that the T are worth; None too where r is not known."""
+    """T / (1 + (σ/b)²/r²), the equivalent number of steps without noise; also None if r is unknown."""
     epsilon: float | None
     """ε with this σ, an upper bound; at most the target."""
     examples: int
@@ -140,26 +139,26 @@ class SweepPoint:
     tokens: float | None
     seconds: float | None
     on_line: bool = False
-    """Whether it is of the compute that the recommendation is for."""
+    """Whether it has the compute of the recommendation."""
     recommended: bool = False
     reason: str | None = None
-    """Why there is no σ; None where there is one."""
+    """Why there is no σ; None if there is one."""
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What a change of the recommended point would do to the noise of a step."""
+    """The effect of a change of the recommended point on the noise of a step."""
 
     change: str
     noise_to_batch_ratio: float | None
-    """None where the change is impossible."""
+    """None if the change is impossible."""
     factor: float | None
-    """The ratio after over the ratio before."""
+    """The ratio after the change divided by the ratio before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A grid of points of one privacy budget, and which of them to take. Made by `sweep`."""
+    """A grid of points of one privacy budget, and the recommended one. Made by `sweep`."""
 
     target_epsilon: float
     delta: float
@@ -168,26 +167,26 @@ class Sweep:
     compute: int
     """K, the expected units (b T) that the recommendation may use."""
     compute_name: str
-    """Where K comes from."""
+    """Source of K."""
     gradient_rms: float
     """r; 0 when unknown."""
     full_batch_signal_to_noise: float
     """N μ, or N μ/2 under replace-one."""
     points: tuple[SweepPoint, ...]
-    """By batch size and steps: the grid, and what of the line of compute K lies beside it."""
+    """By batch size and steps: the grid, and the points of the line of compute K that are not in it."""
     reason: str
-    """Why the recommended point, in words."""
+    """Reason for the recommended point, in words."""
     assumptions: tuple[str, ...]
     what_if: tuple[WhatIf, ...]
 
     @property
     def recommended(self) -> SweepPoint:
-        """The point to take."""
+        """The recommended point."""
         return next(point for point in self.points if point.recommended)
 
     @property
     def line(self) -> tuple[SweepPoint, ...]:
-        """The points that the recommended one was chosen from, by batch size."""
+        """The points from which the recommended one was chosen, by batch size."""
         return tuple(point for point in self.points if point.on_line)
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,7 +198,7 @@ class Sweep:
 
 
 def default_grid(expected_batch_size: int, num_steps: int, num_units: int) -> tuple[list[int], list[int]]:
-    """Return batch sizes and steps around a recipe's: a quarter, half, one, two and four times each, b at most N.
+    """Return batch sizes and steps around a recipe's: 1/4, 1/2, 1, 2 and 4 times each, b at most N.
 
     Raises:
         ValueError: a number is not a positive integer, or b exceeds N.
@@ -240,12 +239,12 @@ def sweep(
         expected_batch_sizes: values of b, at most N each.
         step_counts: values of T.
         adjacency: "zero-out" or "replace-one".
-        rows_per_unit: 1; units are drawn as wholes.
+        rows_per_unit: must be 1: whole units are drawn.
         compute: K = b T of the recommendation: "centre" of the grid, "max" for the grid's largest, or a number of
-            examples. For each batch size the line has T = K/b, taken from the grid where that has one within 5 %.
-        min_steps: the fewest steps that the optimizer can do with; points of fewer are not recommended.
+            examples. For each batch size the line has T = K/b, or a T of the grid that is within 5 % of it.
+        min_steps: the smallest number of steps that the optimizer needs; points with fewer are not recommended.
         gradient_rms: r, ‖mean clipped gradient‖ / (C √parameters), measured on public data; 0 when unknown.
-        cost: what a unit costs, for tokens and time.
+        cost: compute cost of a unit, for tokens and time.
 
     Raises:
         ValueError: a number is out of range, a grid is empty, or no point can be recommended.
@@ -301,7 +300,7 @@ def recommend(line: Iterable[SweepPoint], min_steps: int = 1, gradient_rms: floa
 
     Args:
         line: points of one compute.
-        min_steps: points of fewer steps are left out.
+        min_steps: points with fewer steps are left out.
         gradient_rms: r.
 
     Raises:
@@ -311,7 +310,7 @@ def recommend(line: Iterable[SweepPoint], min_steps: int = 1, gradient_rms: floa
     if not usable:
         raise ValueError(
             f"no point of this compute both reaches the target and takes at least min_steps={min_steps} steps. "
-            "Take smaller batches into the grid, more compute, or fewer steps at least"
+            "Add smaller batches to the grid, raise the compute, or lower min_steps"
         )
     enough = NEARLY_BEST * max(_score(point, gradient_rms) for point in usable)
     nearly_best = (point for point in usable if _score(point, gradient_rms) >= enough)
@@ -380,8 +379,8 @@ def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency
         raise ValueError(f"adjacency must be one of {', '.join(_ADJACENCIES)}, got {adjacency!r}")
     if rows_per_unit != 1:
         raise ValueError(
-            f"a sweep is over runs that draw whole units; got rows_per_unit={rows_per_unit}. For runs that draw single "
-            "rows make a plan for each batch size"
+            f"a sweep needs runs that draw whole units; got rows_per_unit={rows_per_unit}. For runs that draw single "
+            "rows, make a plan for each batch size"
         )
 
 
@@ -398,7 +397,7 @@ def _check_rule(min_steps: int, gradient_rms: float) -> None:
 
 def _check_counts(num_units: int | None, name: str, values: Sequence[int]) -> None:
     if not values:
-        raise ValueError(f"the grid holds no {name}: give at least one")
+        raise ValueError(f"the grid has no {name}: give at least one")
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -416,11 +415,11 @@ def _compute(compute: str | int, batches: Sequence[int], steps: Sequence[int]) -
         return batches[-1] * steps[-1], "the largest of the grid"
     if not isinstance(compute, int) or isinstance(compute, bool) or compute < 1:
         raise ValueError(f'compute must be "centre", "max" or a positive number of examples, got {compute!r}')
-    return compute, "the one asked for"
+    return compute, "the requested one"
 
 
 def _line(examples: int, batches: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (b, T) of the given compute, T from the grid where it nearly fits."""
+    """Return (b, T) of the given compute, with a T of the grid if one nearly fits."""
     line = []
     for b in batches:
         nearest = min(steps, key=lambda t: abs(math.log(b * t / examples)))
@@ -428,7 +427,7 @@ def _line(examples: int, batches: Sequence[int], steps: Sequence[int]) -> list[t
         if t >= 1:
             line.append((b, t))
     if not line:
-        raise ValueError(f"{examples} examples are not one step of the smallest batch, {batches[0]}. Raise compute")
+        raise ValueError(f"{examples} examples are less than one step of the smallest batch, {batches[0]}. Raise it")
     return line
 
 
@@ -457,13 +456,13 @@ def _point(
 
 
 def _what_if(budget: Budget, b: int, t: int, now: Noise) -> tuple[WhatIf, ...]:
-    """Return what twice the batch, twice the budget and twice the data would do to the noise of a step."""
+    """Return the effect of twice the batch, twice the budget and twice the data on the noise of a step."""
     assert now.sigma is not None
     changes = (
-        ("twice the batch, as many steps (twice the compute)", budget, 2 * b),
+        ("twice the batch, the same steps (twice the compute)", budget, 2 * b),
         ("twice the budget ε", dataclasses.replace(budget, target=2 * budget.target), b),
         (
-            "twice the units N, the batch and δ as they are",
+            "twice the units N, the same batch and δ",
             dataclasses.replace(budget, num_units=2 * budget.num_units),
             b,
         ),
@@ -485,7 +484,7 @@ def _reason(line: Sequence[SweepPoint], chosen: SweepPoint, gradient_rms: float,
     least = f"; at least {min_steps:,} steps" if min_steps > 1 else ""
     words = [f"The compute is {compute_name}: {examples:,} examples, split in {len(usable)} ways{least}."]
     if len(usable) == 1:
-        words.append("No other is within the budget and what was asked for.")
+        words.append("No other point is within the budget and the requested limits.")
         return " ".join(words)
     if chosen is best:
         words.append(f"This one has the highest {measure}, and no smaller batch comes within 10 % of it.")
@@ -496,35 +495,35 @@ def _reason(line: Sequence[SweepPoint], chosen: SweepPoint, gradient_rms: float,
         )
     if chosen.expected_batch_size == usable[-1].expected_batch_size:
         words.append(
-            "It has the largest batch of them, so larger ones may do better, as long as the model can be trained in "
-            f"fewer than {chosen.num_steps:,} steps."
+            "It has the largest batch of them, so larger ones may do better, if the model can be trained in fewer than "
+            f"{chosen.num_steps:,} steps."
         )
     elif chosen is usable[0]:
-        words.append("It has the smallest batch of them: smaller ones may do as well.")
+        words.append("It has the smallest batch of them, so smaller ones may be as good.")
     return " ".join(words)
 
 
 def _assumptions(chosen: SweepPoint, gradient_rms: float, cost: Cost) -> tuple[str, ...]:
     signal = (
         f"The entries of the averaged clipped gradient have a root mean square of {gradient_rms:.3g} clip norms at all "
-        "points, and all directions curve alike."
+        "points, and all directions have the same curvature."
         if gradient_rms
-        else "Noise outweighs signal in every step, so that steps add up and the optimizer can do with few of them. "
-        "Very large batches break this first: the fewest steps that do (min_steps), or the size of the gradient "
-        "(gradient_rms), can be found on public data and given."
+        else "Noise exceeds signal in every step, so that steps add up and the optimizer needs few of them. "
+        "Very large batches violate this first: the smallest sufficient number of steps (min_steps), or the size of "
+        "the gradient (gradient_rms), can be measured on public data and given."
     )
     texts = [
-        "Every step brings the same signal, whatever b and T: the learning rate is tuned anew for each point.",
+        "Every step brings the same signal for all b and T: the learning rate is tuned again for each point.",
         signal,
-        "The noise added for privacy outweighs the sampling noise of the gradient (arXiv:2501.18914 assumes this too).",
-        f"Data seen again teach as much as new data: the recommended point takes {chosen.epochs:.3g} epochs.",
-        "σ is for plain Poisson sampling. The plan of a run bounds the batch (B_max) where that costs less than 1e-3 "
-        "in ε, and calibrates σ with it.",
-        "At the points that are not recommended up to 1 % of ε is left, so that σ may be a little larger than needed.",
+        "The noise added for privacy exceeds the sampling noise of the gradient (arXiv:2501.18914 also assumes this).",
+        f"Repeated data teach as much as new data: the recommended point takes {chosen.epochs:.3g} epochs.",
+        "σ is for plain Poisson sampling. The plan of a run bounds the batch (B_max) such that this costs less than "
+        "1e-3 in ε, and calibrates σ with it.",
+        "At the points that are not recommended, up to 1 % of ε is unused, so σ may be slightly larger than needed.",
         "The budget is spent on one run. Tuning on the private data costs more.",
     ]
     if cost.tokens_per_second is not None:
-        texts.append("Time is tokens over the measured rate, which does not depend on b.")
+        texts.append("Time is tokens divided by the measured rate, which does not depend on b.")
     elif cost.flops_per_token is not None:
         texts.append(
             f"Time is estimated from {cost.flops_per_token:.3g} FLOPs per token on {cost.gpus} GPUs of "

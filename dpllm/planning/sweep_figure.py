@@ -1,4 +1,4 @@
-"""The picture of a sweep: noise over batch size, and what one compute buys.
+"""The picture of a sweep: noise over batch size, and signal-to-noise for each amount of compute.
 
 Place in the flow: after `dpllm.planning.sweep`. Only planned numbers are drawn, no private data.
 """
@@ -33,9 +33,9 @@ def plot_sweep(sweep: Sweep, path: str | Path) -> Path:
 def draw_sweep(sweep: Sweep) -> Figure:
     """Return a figure of two panels over the batch size, all axes logarithmic, with the recommended point marked.
 
-    Left: noise-to-batch ratio, a line for each number of steps that the grid has for several batch sizes; points of one
-    compute are joined by dashes. Right: cumulative signal-to-noise ratio along each compute, as a share of that of full
-    batches; the compute of the recommendation is bold, and its points say their steps.
+    Left: noise-to-batch ratio, with a line for each number of steps that the grid has for several batch sizes; dashes
+    join points of one compute. Right: cumulative signal-to-noise ratio along each compute, as a share of that of full
+    batches; the compute of the recommendation is bold, and its points show their steps.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -131,7 +131,7 @@ def _beside(right: int, up: int, align: str = "left") -> dict[str, Any]:
 
 
 def _shades(count: int) -> list[tuple[float, ...]]:
-    """Return so many blues, from pale to dark."""
+    """Return this many blues, from pale to dark."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("blues", [_PALEST, BLUE, "#0d2b40"])

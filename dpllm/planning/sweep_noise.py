@@ -1,7 +1,7 @@
-"""The least noise at every point of a grid of batch sizes and steps, quickly.
+"""A fast search for the least noise at every point of a grid of batch sizes and steps.
 
-Place in the flow: below `dpllm.planning.sweep`, above accounting. The calibration of a point starts where its
-neighbours ended, so that it takes two or three values of ε instead of ten; ε itself is accounting's.
+Place in the flow: below `dpllm.planning.sweep`, above accounting. The calibration of a point starts at the result of
+its neighbours, so it computes two or three values of ε instead of ten. ε itself comes from accounting.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dpllm.privacy.calibration import calibrate_noise_multiplier
 from dpllm.privacy.plan import format_epsilon
 
 TOLERANCE = 0.01
-"""ε of a point lies at most this share below the target."""
+"""ε of a point is at most this share below the target."""
 
 _COARSE = 1e-3
-_COARSE_FROM = 0.5  # a smaller target is searched on the fine grid alone
+_COARSE_FROM = 0.5  # a smaller target is searched only on the fine grid
 _MOST_NOISE = 1000.0
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may cost, and what its units are drawn from."""
+    """The ε and δ that a run may cost, and the number of its units."""
 
     target: float
     """The ε that the whole run may cost."""
@@ -44,7 +44,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Noise:
-    """σ and its ε, or why there is none."""
+    """σ and its ε, or the reason why there is none."""
 
     sigma: float | None
     epsilon: float | None
@@ -52,13 +52,13 @@ class Noise:
     coarse: bool = False
     """Whether the search was done on the coarse grid."""
     slope: float = -1.3
-    """d log ε / d log σ where it ended."""
+    """d log ε / d log σ at the end of the search."""
 
 
 def calibrate_grid(
     budget: Budget, sizes: Sequence[tuple[int, int]], near: tuple[int, int]
 ) -> dict[tuple[int, int], Noise]:
-    """Return the least σ of every (b, T), found from the point `near` outwards.
+    """Return the least σ of every (b, T), searched outwards from the point `near`.
 
     Guarantee: ``budget.epsilon`` of every point with its σ, on accounting's own grid of losses, is at most the target,
     and at most 1 % below it.
@@ -79,7 +79,7 @@ def _distance(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _expected(at: np.ndarray, solved: Sequence[tuple[float, float, float, float]]) -> Noise:
-    """Return about σ and slope at (log b, log T): the nearest solved point's, moved along a plane through five."""
+    """Return a guess of σ and slope at (log b, log T), from the nearest solved point and a plane through five."""
     if not solved:
         return Noise(1.0, None)
     close = np.array(sorted(solved, key=lambda item: _distance(at, np.array(item[:2])))[:5])
@@ -91,9 +91,10 @@ def _expected(at: np.ndarray, solved: Sequence[tuple[float, float, float, float]
 def least_noise(budget: Budget, batch_size: int, num_steps: int, start: Noise, coarse: bool) -> Noise:
     """Return the least σ of one point, searched from the σ and the slope of `start`.
 
-    With `coarse` the search is on a grid of losses of width 1e-3, and its result is kept when it is good enough on
-    accounting's own; over many steps, or for a small target, it asks for too much noise, and the search goes on there.
-    When no σ up to 1000 will do, or accounting cannot certify the setting, the result has a reason instead of a σ.
+    With `coarse` the search uses a grid of losses of width 1e-3, and its result is kept if it is good enough on
+    accounting's own grid. Over many steps, or for a small target, it gives too much noise, and the search continues on
+    the fine grid. If no σ up to 1000 is enough, or accounting cannot certify the setting, the result has a reason
+    instead of a σ.
     """
 
     def on(width: float) -> Callable[[float], float]:
@@ -112,7 +113,7 @@ def least_noise(budget: Budget, batch_size: int, num_steps: int, start: Noise, c
 
 
 def refined(budget: Budget, batch_size: int, num_steps: int, coarse: Noise) -> Noise:
-    """Return σ of a point as a plan without truncation calibrates it; never more than the one at hand."""
+    """Return σ of a point, calibrated as for a plan without truncation; never larger than that of `coarse`."""
     rate = batch_size / budget.num_units
     sigma = calibrate_noise_multiplier(budget.target, budget.delta, rate, num_steps, adjacency=budget.adjacency)
     if coarse.sigma is not None and coarse.sigma <= sigma:
@@ -121,7 +122,7 @@ def refined(budget: Budget, batch_size: int, num_steps: int, coarse: Noise) -> N
 
 
 def _solve(cost: Callable[[float], float], target: float, start: Noise) -> Noise:
-    """Return a σ whose cost lies within half a percent below the target, by secant steps in log σ and log ε."""
+    """Return a σ whose cost is at most half a percent below the target, by secant steps in log σ and log ε."""
     aim, most = math.log(target * (1 - TOLERANCE / 4)), math.log(_MOST_NOISE)
     low, high = -math.inf, most  # log σ: too little noise, enough noise
     best = Noise(None, None)
@@ -136,7 +137,7 @@ def _solve(cost: Callable[[float], float], target: float, start: Noise) -> Noise
             return Noise(None, None, reason)
         else:
             low = at
-        # The cost jumps where σ is so small that accounting widens its grid; there the bracket closes on the jump.
+        # The cost jumps when σ is so small that accounting widens its grid; there the bracket closes on the jump.
         if best.sigma is not None and (target * (1 - TOLERANCE / 2) <= value <= target or high - low < 1e-7):
             return best
         move = 1.0  # out of an infinite ε

@@ -1,6 +1,6 @@
 """A sweep for people: rows of a table, and the recommendation in words.
 
-Place in the flow: after `dpllm.planning.sweep`; nothing is computed here. What is printed of ε and σ is rounded up.
+Place in the flow: after `dpllm.planning.sweep`; nothing is computed here. Printed values of ε and σ are rounded up.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _cells(point: SweepPoint) -> list[str]:
 
 
 def recommendation_text(sweep: Sweep) -> str:
-    """Return the recommendation as a few short paragraphs: what, why, what would change it, and what it rests on."""
+    """Return the recommendation as short paragraphs: the point, its reason, its noise, and its assumptions."""
     point = sweep.recommended
     assert point.noise_multiplier is not None and point.epsilon is not None
     cost = [f"{point.epochs:.3g} epochs"]
@@ -89,11 +89,11 @@ def _what_if(sweep: Sweep) -> str:
         f"{change.change}: times {change.factor:.2f}" if change.factor is not None else f"{change.change}: impossible"
         for change in sweep.what_if
     ]
-    return f"What would change that noise: {'; '.join(changes)}."
+    return f"Changes of that noise: {'; '.join(changes)}."
 
 
 def _rounded_up(value: float) -> str:
-    """Return four significant digits, rounded up: with what is printed the guarantee holds."""
+    """Return four significant digits, rounded up, so that the guarantee holds with the printed value."""
     return up(value, max(0, 3 - math.floor(math.log10(value))))
 
 
@@ -104,7 +104,7 @@ def format_tokens(tokens: float) -> str:
     ('950', '1.2 B', '53 T')
     """
     for name, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        # What would be rounded to a thousand of a unit is one of the next.
+        # A value that would be rounded to a thousand of a unit is shown in the next unit.
         if tokens >= 0.9995 * size:
             return f"{tokens / size:.{1 if tokens < 9.95 * size else 0}f} {name}"
     return f"{tokens:.0f}"

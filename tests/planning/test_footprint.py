@@ -158,7 +158,7 @@ def test_local_folder(tmp_path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"name": "nobody/no-such-model"}, "local folder that holds its config.json"),
+        ({"name": "nobody/no-such-model"}, "local folder with its config.json"),
         ({"config": {"model_type": "llamma"}}, "no model_type 'llamma'"),
         ({"config": {**LLAMA, "hidden_sizes": 3}}, "has no 'hidden_sizes'; did you mean 'hidden_size'"),
         ({"config": {"model_type": "t5", "vocab_size": 100}, "task": "seq2seq_lm"}, "not for encoder-decoders"),

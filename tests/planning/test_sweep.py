@@ -104,7 +104,7 @@ def test_the_rule_depends_on_what_limits_the_run(result):
     # With few units σ is large, the signal-to-noise ratio is near the full batch's everywhere, and steps are free.
     few = sweep(**{**LINE, "num_units": 2500})
     assert few.recommended.expected_batch_size == 512
-    assert "smaller ones may do as well" in few.reason
+    assert "smaller ones may be as good" in few.reason
 
 
 def test_effective_steps_are_those_the_noise_leaves():
@@ -248,7 +248,7 @@ def test_twice_a_batch_of_more_than_half_the_units_is_impossible():
     result = sweep(**{**SETTING, "num_units": 3000, "expected_batch_sizes": [2048], "step_counts": [100]})
     assert result.what_if[0].noise_to_batch_ratio is None and result.what_if[0].factor is None
     assert result.what_if[2].factor is not None
-    assert "No other is within the budget" in result.reason
+    assert "No other point is within the budget" in result.reason
 
 
 def test_an_unreachable_point_stays_with_its_reason():
