@@ -1,8 +1,8 @@
-"""The command line: what a run costs, before and after it.
+"""The command line: the cost of a run, before and after it.
 
-Place in the flow: a thin door to accounting, plan, budget and report; nothing is computed here. With `--json` a
-command prints one JSON object and nothing else. What cannot be done is one line, `error: ...`, on the error stream, and
-exit code 2; a check that fails (`dpllm verify`) is exit code 1.
+Place in the flow: a thin layer over accounting, plan, budget and report; nothing is computed here. With `--json` a
+command prints only one JSON object. A mistake is one line, `error: ...`, on the error stream, with exit code 2; a
+failed check (`dpllm verify`) has exit code 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Differentially private fine-tuning of language models: what a run costs, before and after it.",
+    help="Differentially private fine-tuning of language models: the cost of a run, before and after it.",
 )
 cost.register(app)
 planning.register(app)

@@ -1,4 +1,4 @@
-"""`dpllm budget create | show`: what all runs on one data set may cost together."""
+"""`dpllm budget create | show | settle`: the ε that all runs on one data set may cost together."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def create(
     unit_column: Annotated[str | None, typer.Option(help="The column of the user's id, with --unit user.")] = None,
     adjacency: Adjacency = "zero-out",
     shared_people: Annotated[
-        bool, typer.Option("--shared-people", help="Runs may have another N: the data set grows between them.")
+        bool, typer.Option("--shared-people", help="Runs may have a different N: the data set grows between them.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make the budget file of a data set."""
+    """Create the budget file of a data set."""
     from dpllm.privacy.budget import budget_rows, create_budget
 
     made = create_budget(
@@ -56,7 +56,7 @@ def create(
 @app.command("show", epilog="Example: dpllm budget show notes.budget.json")
 @one_line_errors
 def show_budget(path: BudgetFile, as_json: AsJson = False) -> None:
-    """Print what a data set's runs have spent, and what is left."""
+    """Print the ε that a data set's runs have spent, and the ε that is left."""
     from dpllm.privacy.budget import budget_rows, read_budget
 
     budget = read_budget(path)
@@ -72,13 +72,13 @@ def settle(
         bool,
         typer.Option(
             "--independent",
-            help="Declare that the crash depended neither on the private data nor on what the run released: its "
-            "ledger, report and model card say so, and the steps that were not taken are free again.",
+            help="Declare that the crash depended neither on the private data nor on the run's releases: its ledger, "
+            "report and model card state this, and the steps that were not taken return to the budget.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Settle a run that crashed: without steps, or with --independent, what it did not take is free again."""
+    """Settle a run that crashed: if it took no step, or with --independent, unused steps return to the budget."""
     from dpllm.privacy.budget import budget_rows, read_budget
     from dpllm.report.model_card import settle_run
 

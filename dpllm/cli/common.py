@@ -1,4 +1,4 @@
-"""What all commands share: options, output, and errors in one line."""
+"""Shared parts of all commands: options, output, and errors in one line."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Steps = Annotated[int, typer.Option(help="T: number of steps.")]
 Delta = Annotated[float, typer.Option(help="δ, below 1/N; usual is 1/(10 N).")]
 NumUnits = Annotated[int | None, typer.Option(help="N: number of units. Needed with --max-batch-size.")]
 MaxBatchSize = Annotated[
-    int | None, typer.Option(help="Units that enter one step at most. Without it: plain Poisson sampling.")
+    int | None, typer.Option(help="Largest number of units in one step. Without it: plain Poisson sampling.")
 ]
 RowsPerUnit = Annotated[
-    int, typer.Option(help="k: rows of one unit that are drawn and clipped singly; 1 when units are drawn as wholes.")
+    int, typer.Option(help="k: rows of one unit that are drawn and clipped singly; 1 when whole units are drawn.")
 ]
 Adjacency = Annotated[
-    str, typer.Option(help="What a neighbouring data set is: zero-out (a unit against nothing) or replace-one.")
+    str, typer.Option(help="Definition of neighbours: zero-out (a unit against nothing) or replace-one.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 def one_line_errors(command: _Command) -> _Command:
-    """Turn a mistake into one line on the error stream and exit code 2, a fault into a traceback and exit code 1."""
+    """Turn a user's mistake into one line and exit code 2, a bug into a traceback and exit code 1."""
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ def one_line_errors(command: _Command) -> _Command:
             command(*args, **kwargs)
         except (typer.Exit, typer.Abort):
             raise
-        except Exception as error:  # any: nothing goes on after it, and `tell` prints the traceback of a fault
+        except Exception as error:  # any error ends the command, and `tell` prints the traceback of a bug
             raise typer.Exit(tell(error, lambda text: typer.echo(text, err=True))) from error
 
     return guarded  # type: ignore[return-value]

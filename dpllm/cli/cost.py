@@ -1,4 +1,4 @@
-"""`dpllm epsilon`, `dpllm calibrate`, `dpllm compose`: what steps cost, and how little noise keeps a target."""
+"""`dpllm epsilon`, `dpllm calibrate`, `dpllm compose`: ε of steps, and the least noise for a target ε."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dpllm.mechanism.events import Event
     from dpllm.privacy.accounting import History
 
-# The accounting brings dp_accounting and scipy with it, which take a second: it is imported where a number is computed.
+# The accounting imports dp_accounting and scipy, which takes a second: it is imported only to compute a number.
 
 
 def register(app: typer.Typer) -> None:
@@ -55,7 +55,7 @@ def _method(history: History, adjacency: str) -> dict[str, Any]:
 
 
 def _cost(numbers: dict[str, Any], steps: int, delta: float, adjacency: str) -> tuple[Event, dict[str, Any], list[Any]]:
-    """Return the event of a step with these numbers, and what a run costs: values for machines, and rows for people."""
+    """Return the event of a step with these numbers, and the cost of a run: values for programs, rows for people."""
     from dpllm.mechanism.events import dp_sgd
     from dpllm.privacy import accounting
     from dpllm.privacy.plan import format_epsilon
@@ -102,7 +102,7 @@ def epsilon(
     max_batch_size: MaxBatchSize = None,
     rows_per_unit: RowsPerUnit = 1,
     adjacency: Adjacency = "zero-out",
-    compare: Annotated[bool, typer.Option("--compare", help="Print ε by other ways of accounting beside it.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also print ε by other accountants.")] = False,
     best_of: Annotated[
         float | None,
         typer.Option(
@@ -111,7 +111,7 @@ def epsilon(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the ε that a run costs."""
+    """Print the ε of a run."""
     from dpllm.privacy.plan import format_epsilon
 
     numbers = {
@@ -126,9 +126,9 @@ def epsilon(
         _tuning(step, steps, delta, best_of, values, rows)
     if not compare:
         _cross_check(step, steps, delta, values, rows)
-        show(values, rows, "What the run costs", as_json)
+        show(values, rows, "Cost of the run", as_json)
         return
-    from dpllm.privacy.comparison import compare as compare_methods  # two more accountants only here
+    from dpllm.privacy.comparison import compare as compare_methods  # imports two more accountants
 
     methods = compare_methods([(step, steps)], delta, adjacency)
     if as_json:
@@ -141,13 +141,13 @@ def epsilon(
             (row.name, "-" if row.epsilon is None else format_epsilon(row.epsilon), row.kind, row.note)
             for row in methods
         ),
-        f"ε at δ = {delta:g}, {adjacency}, by several ways of accounting",
+        f"ε at δ = {delta:g}, {adjacency}, by several accountants",
         left=(0, 2, 3),
     )
 
 
 def _cross_check(step: Event, steps: int, delta: float, values: dict[str, Any], rows: list[tuple[str, str]]) -> None:
-    """Add ε by the PRV accountant, an independent way to compute it; it knows no truncation and no single rows."""
+    """Add ε by the PRV accountant, an independent check; it supports neither truncation nor single rows."""
     from dpllm.privacy.comparison import prv_epsilon
     from dpllm.privacy.plan import format_epsilon
 
@@ -176,7 +176,7 @@ def _tuning(
 
     found = best_of_epsilon([(step, steps)], delta, mean_runs)
     if found is None:
-        raise ValueError("--best-of is not known where rows of one unit are drawn singly; add the runs up instead")
+        raise ValueError("--best-of cannot be computed if rows of one unit are drawn singly; add the runs up instead")
     values["best_of"] = {"mean_runs": mean_runs, "epsilon": found}
     words = f"{format_epsilon(found)} by Rényi accounting (one run: see above, by PLD)"
     rows.insert(2, (f"ε of the best of {mean_runs:g} runs on average, zero-out", words))
@@ -210,30 +210,30 @@ def calibrate(
     _, values, rows = _cost(numbers, steps, delta, adjacency)
     values["target_epsilon"] = target_epsilon
     rows.insert(0, ("target ε", f"{target_epsilon:g} ({adjacency})"))
-    show(values, rows, "The least noise that keeps the target", as_json)
+    show(values, rows, "The least noise for the target", as_json)
 
 
 @one_line_errors
 def compose(
     folders: Annotated[list[Path], typer.Argument(help="Output folders of runs on the same data.", show_default=False)],
-    delta: Annotated[float | None, typer.Option(help="δ of the whole. Without it: the one of all runs.")] = None,
+    delta: Annotated[float | None, typer.Option(help="δ of the composition. Without it: the δ of all runs.")] = None,
     adjacency: Annotated[
-        str | None, typer.Option(help="zero-out or replace-one. Without it: that of all runs.")
+        str | None, typer.Option(help="zero-out or replace-one. Without it: the adjacency of all runs.")
     ] = None,
     dataset: Annotated[
-        str | None, typer.Option(help="Vouch that runs whose plan names no data set were on this one.")
+        str | None, typer.Option(help="Declare that runs whose plan names no data set used this one.")
     ] = None,
     shared_people: Annotated[
         bool,
         typer.Option(
-            "--shared-people", help="The data sets differ in name or size, and have people in common: a grown data set."
+            "--shared-people", help="The data sets differ in name or size, and have people in common, as after growth."
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print what several runs on the same data cost together, from their ledgers."""
+    """Print the joint ε of several runs on the same data, from their ledgers."""
     from dpllm.privacy.compose import compose as compose_runs
     from dpllm.privacy.compose import composition_rows
 
     made = compose_runs(folders, delta, adjacency, dataset, shared_people)
-    show(made.to_dict(), composition_rows(made), "What the runs cost together", as_json)
+    show(made.to_dict(), composition_rows(made), "Joint cost of the runs", as_json)

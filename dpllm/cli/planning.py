@@ -1,4 +1,4 @@
-"""`dpllm plan`: what a run will cost in privacy, memory and time, before it is paid for."""
+"""`dpllm plan`: the cost of a run in privacy, memory and time, before paying for it."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from dpllm.config import Recipe, load_recipe
 if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan
 
-Memory = Annotated[bool, typer.Option("--memory", help="Print memory and communication per GPU instead, on paper.")]
+Memory = Annotated[bool, typer.Option("--memory", help="Print the computed memory and communication per GPU instead.")]
 Sweep = Annotated[
-    bool, typer.Option("--sweep", help="Spend the budget on other batch sizes and steps, and recommend one.")
+    bool, typer.Option("--sweep", help="Compare other batch sizes and steps for the same budget, and recommend one.")
 ]
 Gpus = Annotated[int | None, typer.Option(help="With --memory or --sweep: number of GPUs; 1 without it.")]
 Engine = Annotated[
     str | None,
     typer.Option(
         help="With --memory: single, ddp, fsdp2, fsdp2-hybrid, zero1, zero2, zero3 or zero3_offload; without it, all "
-        "that make sense on so many GPUs."
+        "that make sense on this number of GPUs."
     ),
 ]
-Counts = Annotated[str | None, typer.Option(help="With --sweep: values separated by commas, instead of those around.")]
+Counts = Annotated[str | None, typer.Option(help="With --sweep: values separated by commas; default: near the run's.")]
 Compute = Annotated[
-    str, typer.Option(help="With --sweep: what may be computed: recipe (b T), max (of the grid), or units in all.")
+    str, typer.Option(help="With --sweep: the compute: recipe (b T), max (of the grid), or a total number of units.")
 ]
 MinSteps = Annotated[
     int | None,
     typer.Option(
-        help="With --sweep: the fewest steps that the optimizer can do with; half of the recipe's without it."
+        help="With --sweep: the smallest number of steps that the optimizer needs; half of the recipe's without it."
     ),
 ]
 GradientRms = Annotated[
@@ -46,11 +46,11 @@ GradientRms = Annotated[
     ),
 ]
 TokensPerSecond = Annotated[
-    float | None, typer.Option(help="With --sweep: measured, of all GPUs together; gives the time of a run.")
+    float | None, typer.Option(help="With --sweep: measured throughput of all GPUs together; gives the time of a run.")
 ]
 PeakTflops = Annotated[
     float | None,
-    typer.Option(help=f"With --sweep: of one GPU, of which {UTILIZATION:.0%} are taken; gives the time of a run."),
+    typer.Option(help=f"With --sweep: of one GPU, of which {UTILIZATION:.0%} are used; gives the time of a run."),
 ]
 Picture = Annotated[Path | None, typer.Option(help="With --sweep: write a PNG.")]
 
@@ -92,25 +92,25 @@ def plan(
     tokens_per_unit: Annotated[float | None, typer.Option(help="Likewise: tokens of a unit.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the privacy plan of a recipe, without training: every number that the guarantee rests on.
+    """Print the privacy plan of a recipe, without training: every number that determines the guarantee.
 
-    With --memory: what a GPU holds and sends, by formulas. Neither private data nor a GPU are needed for it.
+    With --memory: memory and traffic of a GPU, by formulas. This needs neither private data nor a GPU.
 
-    With --sweep: which batch size and how many steps make most of the budget; of a recipe, or of numbers alone.
+    With --sweep: the batch size and number of steps that make most of the budget, for a recipe or for given numbers.
     """
     numbers = (num_units, expected_batch_size, steps, epsilon, delta, tokens_per_unit)
     alone = any(number is not None for number in numbers)
     if memory and sweep:
-        raise ValueError("--memory and --sweep are two questions: ask one at a time")
+        raise ValueError("--memory and --sweep cannot be combined: give one of them")
     of_sweep = (batch_sizes, step_counts, min_steps, gradient_rms, tokens_per_second, peak_tflops, picture)
     if not sweep and (alone or compute != "recipe" or any(of_sweep)):
-        raise ValueError("the options of a sweep need --sweep: add it, or leave them out")
+        raise ValueError("the options of a sweep need --sweep: add it, or omit them")
     if not memory and (engine is not None or (gpus is not None and not sweep)):
-        raise ValueError("--gpus and --engine say what --memory is computed for: add --memory, or leave them out")
+        raise ValueError("--gpus and --engine are options of --memory: add --memory, or omit them")
     if recipe is None and not (sweep and alone):
         raise ValueError("give a recipe, or --sweep with the numbers of a run (dpllm plan --help)")
     if recipe is not None and alone:
-        raise ValueError("--num-units and the other numbers stand in for a recipe: override the recipe's instead")
+        raise ValueError("--num-units and the other numbers replace a recipe: override the recipe's values instead")
     if recipe is None:
         setting = Setting.of_numbers(
             num_units=num_units,
@@ -138,7 +138,7 @@ def plan(
 
 def _plan_of(recipe: Recipe) -> tuple[PrivacyPlan, dict[str, int]]:
     """Return the plan, and the local files that were read, each with its number of records."""
-    # These bring torch with them, which the other commands needn't wait for.
+    # These import torch, for which the other commands need not wait.
     from dpllm.data.rows import load_train_and_eval, sources_of, unit_index_of
     from dpllm.training.arguments import plan_for, training_arguments
     from dpllm.training.preflight import PLAIN, check_recipe
@@ -176,7 +176,7 @@ def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: 
     )
     from dpllm.training.arguments import training_arguments
 
-    # This machine needn't be able to train: bf16 and tf32 are those of the GPUs.
+    # This machine need not be able to train: bf16 and tf32 refer to the GPUs.
     section = {**{name: value for name, value in recipe.train.items() if name != "tf32"}, "use_cpu": True}
     arguments, batch = training_arguments(section), recipe.privacy.expected_batch_size
     results = [

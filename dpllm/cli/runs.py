@@ -1,4 +1,4 @@
-"""`dpllm report`, `dpllm verify`: what a run left behind, said and checked."""
+"""`dpllm report`, `dpllm verify`, `dpllm adopt`: print, check and adopt the files of a run."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def register(app: typer.Typer) -> None:
 @one_line_errors
 def report(
     output_dir: OutputDir,
-    data_holder: Annotated[str | None, typer.Option(help="Note who holds the raw data.")] = None,
-    audience: Annotated[str | None, typer.Option(help="Note who will see the released model.")] = None,
+    data_holder: Annotated[str | None, typer.Option(help="Note the holder of the raw data.")] = None,
+    audience: Annotated[str | None, typer.Option(help="Note the audience of the released model.")] = None,
     other_uses: Annotated[
         str | None,
         typer.Option(help='Note other uses of the same data, such as tuning runs; "none" if there were none.'),
     ] = None,
-    audit: Annotated[str | None, typer.Option(help="Note what an empirical audit of the model found.")] = None,
+    audit: Annotated[str | None, typer.Option(help="Note the result of an empirical audit of the model.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check the ledger of a run, compute ε from it anew, and print the privacy report.
+    """Check the ledger of a run, recompute ε from it, and print the privacy report.
 
-    With a note, which fills in what only people know, the report's files are written anew, and so are the open points
-    of the model card.
+    A note adds a fact that only people know; with one, the report's files and the open points of the model card are
+    rewritten.
     """
     from dpllm.report.model_card import add_notes
     from dpllm.report.statement import render_markdown
@@ -48,12 +48,12 @@ def report(
 
 @one_line_errors
 def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
-    """Compute everything that a run's report says anew from its ledger and plan, and fail on any difference."""
+    """Recompute all facts of a run's report from its ledger and plan, and fail on any difference."""
     from dpllm.report.verify import verification_rows
     from dpllm.report.verify import verify as verify_folder
 
     if not output_dir.is_dir():
-        raise ValueError(f"{output_dir} is no folder")
+        raise ValueError(f"{output_dir} is not a folder. Give the folder of a run or of a checkpoint")
     result = verify_folder(output_dir)
     if as_json:
         show_json(result.to_dict())
@@ -63,7 +63,7 @@ def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
             console.print(f"{what}: {words}", style="" if check.ok else "bold red")
         failed = sum(not check.ok for check in result.checks)
         console.print(
-            f"\n{output_dir} is what its ledger says."
+            f"\n{output_dir} matches its ledger."
             if result.ok
             else f"\n{failed} of {len(result.checks)} checks failed: do not rely on the report in {output_dir}."
         )
@@ -73,10 +73,10 @@ def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
 
 @one_line_errors
 def adopt(output_dir: OutputDir, as_json: AsJson = False) -> None:
-    """Declare that this copy of a run's folder is the one that goes on, and that no other copy does.
+    """Declare that this copy of a run's folder is the one to continue, and that no other copy is.
 
-    Needed once before a resume where the folder was copied, moved to another file system or restored. The report then
-    has an open point that says so: report and model card are written again where they exist.
+    This is needed once before a resume if the folder was copied, moved to another file system or restored. The report
+    then has an open point about it: report and model card are rewritten if they exist.
     """
     from dpllm.report.model_card import adopt_run
 

@@ -1,4 +1,4 @@
-"""What `dpllm plan --sweep` sweeps over: the numbers of a recipe, or numbers alone."""
+"""The settings of `dpllm plan --sweep`: the numbers of a recipe, or numbers given directly."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan
 
 UTILIZATION = 0.4
-"""Share of a GPU's peak that training is taken to reach where no throughput was measured."""
+"""Share of a GPU's peak that training is assumed to reach if no throughput was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One budget, and the run around which it is spent otherwise."""
+    """One budget, and the run around which the sweep varies batch size and steps."""
 
     name: str
     num_units: int
@@ -45,7 +45,7 @@ class Setting:
         delta: float | None,
         tokens_per_unit: float | None,
     ) -> Setting:
-        """Take the numbers of the command line."""
+        """Return the setting of the command line's numbers."""
         if num_units is None or expected_batch_size is None or num_steps is None or target_epsilon is None:
             raise ValueError(
                 "a sweep without a recipe needs --num-units, --expected-batch-size, --steps and --epsilon: give all "
@@ -70,9 +70,9 @@ class Setting:
 
     @classmethod
     def of_recipe(cls, path: Path, recipe: Recipe, plan: PrivacyPlan, with_flops: bool) -> Setting:
-        """Take a recipe's numbers; its rows count as long as they may be."""
+        """Return the setting of a recipe; its rows are assumed to have the maximum length."""
         if plan.sampling == "example":
-            raise ValueError('--sweep is over runs that draw whole units; set privacy.sampling="unit" for it')
+            raise ValueError('--sweep needs runs that draw whole units; set privacy.sampling="unit" for it')
         rows = plan.max_rows_per_unit or 1
         return cls(
             name=str(path),
@@ -88,8 +88,8 @@ class Setting:
 
 
 def _flops_per_token(recipe: Recipe) -> float:
-    """6 per trained parameter and 4 per frozen one: forward, backward to the activations, backward to the weights."""
-    from dpllm.planning.model_shape import shape_of_model  # brings torch
+    """Return 6 per trained parameter and 4 per frozen one: forward, backward to activations, backward to weights."""
+    from dpllm.planning.model_shape import shape_of_model  # imports torch
 
     shape = shape_of_model(recipe.model)
     return 4.0 * shape.total + 2.0 * shape.trainable
@@ -115,7 +115,7 @@ def run_sweep(
     batches, steps = default_grid(setting.expected_batch_size, setting.num_steps, setting.num_units)
     estimated = peak_tflops is not None
     if estimated and setting.flops_per_token is None:
-        raise ValueError("--peak-tflops needs a recipe, whose model says how much there is to compute")
+        raise ValueError("--peak-tflops needs a recipe, because the compute depends on its model. Give a recipe")
     made = sweep(
         target_epsilon=setting.target_epsilon,
         delta=setting.delta,

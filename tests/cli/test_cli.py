@@ -205,8 +205,8 @@ def test_memory_of_all_engines(recipe: Path) -> None:
         (["--memory", "--gpus", "2", "--engine", "single"], "the engine single uses 1 GPU, not 2"),
         (["--memory", "train.optim=adafactor"], "train.optim=adafactor"),
         (["--memory", "model.config.n_layers=3"], "has no 'n_layers'; did you mean 'n_layer'"),
-        (["--gpus", "8"], "add --memory, or leave them out"),
-        (["--engine", "ddp"], "add --memory, or leave them out"),
+        (["--gpus", "8"], "add --memory, or omit them"),
+        (["--engine", "ddp"], "add --memory, or omit them"),
     ],
 )
 def test_memory_errors_are_one_line(recipe: Path, arguments: list[str], message: str) -> None:
@@ -293,14 +293,14 @@ def test_verify_passes_and_fails(folder: Path) -> None:
     contents = read_ledger(folder / "privacy_ledger.jsonl")
     write_report(folder, PrivacyPlan.load(folder / "privacy_plan.json"), contents)
     assert as_json(["verify", str(folder)])["ok"]
-    assert "is what its ledger says" in run(["verify", str(folder)])
+    assert "matches its ledger" in run(["verify", str(folder)])
     path = folder / "privacy_report.md"
     path.write_text(path.read_text().replace("0.0002", "0.0001"))
     result = CliRunner().invoke(app, ["verify", str(folder)])
     assert result.exit_code == 1 and "FAILED" in result.stdout and "do not rely on the report" in result.stdout
     result = CliRunner().invoke(app, ["verify", str(folder), "--json"])
     assert result.exit_code == 1 and not json.loads(result.stdout)["ok"]
-    assert "is no folder" in refuse(["verify", str(folder / "nowhere")])
+    assert "is not a folder" in refuse(["verify", str(folder / "nowhere")])
 
 
 def test_what_people_know_is_noted(folder: Path) -> None:
@@ -401,11 +401,11 @@ def test_sweep_of_a_recipe(tmp_path: Path) -> None:
         (["plan"], "give a recipe, or --sweep with the numbers"),
         (["plan", "--sweep"], "give a recipe, or --sweep with the numbers"),
         (["plan", "--sweep", "--num-units", "10"], "--expected-batch-size, --steps and --epsilon: give all four"),
-        (["plan", "r.yaml", "--sweep", "--memory"], "ask one at a time"),
+        (["plan", "r.yaml", "--sweep", "--memory"], "give one of them"),
         (["plan", "r.yaml", "--picture", "x.png"], "the options of a sweep need --sweep"),
         (["plan", "r.yaml", "--min-steps", "3"], "the options of a sweep need --sweep"),
         (["plan", "r.yaml", "--compute", "max"], "the options of a sweep need --sweep"),
-        (["plan", "r.yaml", "--sweep", "--steps", "3"], "override the recipe's instead"),
+        (["plan", "r.yaml", "--sweep", "--steps", "3"], "override the recipe's values instead"),
         ([*SWEEP, "--batch-sizes", "1,x"], "whole numbers separated by commas"),
         ([*SWEEP, "--peak-tflops", "100"], "needs a recipe"),
         ([*SWEEP, "--min-steps", "5000"], "at least min_steps=5000 steps"),

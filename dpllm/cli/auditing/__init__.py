@@ -1,4 +1,4 @@
-"""`dpllm audit`: attacks on what a run claims."""
+"""`dpllm audit`: attacks on the claim of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dpllm.cli.auditing import attack, gradient, prepare, run
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Attack what a run claims: canaries by coin flips, lower bounds on ε, and the most that they could show.",
+    help="Attack the claim of a run: canaries by coin flips, lower bounds on ε, and the highest bound possible.",
 )
 prepare.register(app)
 run.register(app)

@@ -22,28 +22,28 @@ def attack(
     ],
     reference: Annotated[
         str | None,
-        typer.Option(help="A model that saw none of the records. Default: the one that the training began at."),
+        typer.Option(help="A model that saw none of the records. Default: the starting model of the training."),
     ] = None,
     records: Annotated[
-        int, typer.Option(help="Members, and held-out records, at most; an FPR of 0.1 % shows from 1000 on.")
+        int, typer.Option(help="Largest number of members, and of held-out records; an FPR of 0.1 % needs 1000.")
     ] = 1000,
-    shadows: Annotated[int, typer.Option(help="LiRA with so many shadow adapters; they are trained here.")] = 0,
+    shadows: Annotated[int, typer.Option(help="Run LiRA with this many shadow adapters; they are trained here.")] = 0,
     shadow_epochs: Annotated[float, typer.Option(help="Passes of each shadow over its half of the records.")] = 4.0,
     extract: Annotated[int, typer.Option(help="Texts sampled per kind of prompt; 0: no extraction.")] = 200,
-    span: Annotated[int, typer.Option(help="Tokens in a row that count as verbatim.")] = 20,
+    span: Annotated[int, typer.Option(help="Consecutive tokens that count as verbatim.")] = 20,
     prefix: Annotated[int, typer.Option(help="Target tokens of a record given before it must be continued.")] = 10,
-    new_tokens: Annotated[int, typer.Option(help="Tokens of a sampled text at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the likeliest so many tokens; 0: all.")] = 40,
+    new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of a sampled text.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Temperature of the sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample among this many likeliest tokens; 0: all.")] = 40,
     word: Annotated[str, typer.Option(help="The word that one kind of prompt repeats.")] = "company",
-    seed: Annotated[int, typer.Option(help="Of the draw of records, the samples and the shadows.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draw of records, the samples and the shadows.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Attack a finished model: can its training records be told from held-out ones, and does it write them out?
+    """Attack a finished model: test whether it reveals its training records, and whether it writes them verbatim.
 
-    Members and non-members are drawn at random from the records that the recipe names; the share of members found
-    stands beside what the ledger allows any attack. Writes attacks.json and attacks.png into the folder. They come from
-    private records, and ε doesn't cover them.
+    Members and non-members are drawn at random from the records that the recipe names. The share of members found is
+    printed beside the share that the ledger allows for any attack. The command writes attacks.json and attacks.png into
+    the folder. They come from private records, and ε does not cover them.
     """
     from rich.console import Console
 

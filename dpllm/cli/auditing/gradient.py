@@ -1,4 +1,4 @@
-"""`dpllm audit gradient`: what the private steps of this installation really release."""
+"""`dpllm audit gradient`: measure the releases of the private steps of this installation."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def register(app: typer.Typer) -> None:
 def gradient(
     config: Annotated[Path, typer.Option(help="The recipe; its data are not read.", show_default=False)],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Such as model.name=gpt2.", metavar="key=value", show_default=False)
+        list[str] | None, typer.Argument(help="For example model.name=gpt2.", metavar="key=value", show_default=False)
     ] = None,
-    blocks: Annotated[int, typer.Option(help="R: independent repetitions, each with coins of its own.")] = 1000,
+    blocks: Annotated[int, typer.Option(help="R: independent repetitions, each with its own coins.")] = 1000,
     canaries: Annotated[
-        int, typer.Option(help="Canaries, each included by a fair coin in each block; one for each block shows most.")
+        int, typer.Option(help="Canaries, each included by a fair coin in each block; one per block shows most.")
     ] = 1,
-    base: Annotated[int, typer.Option(help="Units that are always there.")] = 2,
-    steps: Annotated[int, typer.Option(help="T: steps of a block; the claim is ε of so many.")] = 1,
+    base: Annotated[int, typer.Option(help="Units that are always present.")] = 2,
+    steps: Annotated[int, typer.Option(help="T: steps of a block; the claim is the ε of these steps.")] = 1,
     sampling_rate: Annotated[float, typer.Option(help="q; q times the units must be a whole number.")] = 1.0,
-    noise_multiplier: Annotated[float, typer.Option(help="σ of the steps that are audited.")] = 1.0,
+    noise_multiplier: Annotated[float, typer.Option(help="σ of the audited steps.")] = 1.0,
     delta: Annotated[float, typer.Option(help="δ of the claim.")] = 1e-5,
     tokens: Annotated[int, typer.Option(help="Tokens of a canary's row.")] = 16,
     confidence: Annotated[float, typer.Option(help="A sound stack passes with at least this probability.")] = 0.95,
     output: Annotated[Path | None, typer.Option(help="Folder for audit.json.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take private steps with canaries of known gradients, and compute from what they release how much ε is at least.
+    """Take private steps with canaries of known gradients, and compute a lower bound on ε from their releases.
 
-    Rows are of random tokens, and the model stays where it is. Exit code 1: the lower bound is above ε, so something in
+    The rows are random tokens, and the model does not change. Exit code 1: the lower bound is above ε, so a part of
     this installation breaks the guarantee.
     """
     from rich.console import Console

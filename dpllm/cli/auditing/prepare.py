@@ -30,7 +30,7 @@ def prepare(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Replace values of the recipe.", show_default=False),
     ] = None,
-    canaries: Annotated[int, typer.Option(help="m: canaries, each with a coin of its own.")] = 1000,
+    canaries: Annotated[int, typer.Option(help="m: number of canaries, each with its own coin.")] = 1000,
     kind: Annotated[
         str,
         typer.Option(
@@ -38,15 +38,15 @@ def prepare(
             "temperature)."
         ),
     ] = "random-tokens",
-    length: Annotated[int | None, typer.Option(help="Tokens of a canary's own text; 32 at most without it.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a canary's own text; at most 32 without it.")] = None,
     records_per_user: Annotated[
-        int | None, typer.Option(help="User level: different records of one canary user; 8 at most without it.")
+        int | None, typer.Option(help="User level: different records of one canary user; at most 8 without it.")
     ] = None,
-    repetitions: Annotated[int, typer.Option(help="User level: how often each of them stands in the data.")] = 1,
+    repetitions: Annotated[int, typer.Option(help="User level: how often each of them is in the data.")] = 1,
     prefixes: Annotated[
         Path | None,
         typer.Option(
-            help="For rare-suffix: a file with public text, a line each; the recipe's public text without it."
+            help="For rare-suffix: a file with one public text per line; the recipe's public text without it."
         ),
     ] = None,
     sampler: Annotated[
@@ -55,14 +55,14 @@ def prepare(
     temperature: Annotated[float, typer.Option(help="For sampled: 0.8 or more.")] = 1.0,
     candidates: Annotated[
         int | None,
-        typer.Option(help="More texts of the kind, without coins, for exposure; as many as canaries without it."),
+        typer.Option(help="Further texts of the kind, without coins, for exposure; default: the number of canaries."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Put canaries into the data of a recipe, each by a secret fair coin, and write the recipe that trains on them.
 
-    Then train with that recipe, and audit with `dpllm audit run`. canaries.json is a secret until then: it says which
-    canaries are in, and only its owner can read it. The folder holds a copy of the private records.
+    Then train with that recipe, and audit with `dpllm audit run`. canaries.json is a secret until then: it lists the
+    included canaries, and only its owner can read it. The folder holds a copy of the private records.
     """
     from dpllm.audit.prepare import CanaryOptions, read_prefixes
     from dpllm.audit.prepare import prepare as prepare_audit
@@ -84,7 +84,7 @@ def prepare(
 
 
 def _values(prepared: Prepared) -> dict[str, Any]:
-    """For programs."""
+    """Return the values for programs."""
     made = prepared.made
     return {
         "canaries": len(made.canaries),
@@ -104,15 +104,15 @@ def _values(prepared: Prepared) -> dict[str, Any]:
 
 
 def _rows(prepared: Prepared) -> list[tuple[str, str]]:
-    """For people."""
+    """Return the rows for people."""
     from dpllm.audit.power import power_in_words
 
     made, per_unit = prepared.made, _records_per_canary(prepared)
     return [
         ("canaries m", f"{len(made.canaries):,} ({made.kind}), {per_unit} record(s) each, in one {made.unit}"),
-        ("included", "each by a fair coin of its own; which ones is secret"),
+        ("included", "each by its own fair coin; the coins are secret"),
         ("units N, with those included", f"{made.num_units:,}"),
-        ("ceiling", f"ε ≥ {prepared.ceiling:.2f} at δ = {made.delta:g}: the most that so many can show, at 95 %"),
+        ("ceiling", f"ε ≥ {prepared.ceiling:.2f} at δ = {made.delta:g}: the most this many can show, at 95 %"),
         *([("power", power_in_words(prepared.power))] if prepared.power else []),
         ("data", str(prepared.folder / made.data_name)),
         ("secret until the audit", f"{prepared.secret_path} (mode 0600)"),

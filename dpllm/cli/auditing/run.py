@@ -1,4 +1,4 @@
-"""`dpllm audit run`: what the canaries show of a trained model."""
+"""`dpllm audit run`: audit a trained model with its canaries."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def run(
     reference: Annotated[
         str | None,
         typer.Option(
-            help="Folder or Hub id of a model that never saw the data; without it what the run began with, where known."
+            help="Folder or Hub id of a model that never saw the data; default: the run's starting model, if known."
         ),
     ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="The model was trained without privacy, and claims nothing.")
     ] = False,
-    confidence: Annotated[float, typer.Option(help="Of all lower bounds together.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Confidence of all lower bounds together.")] = 0.95,
     as_json: AsJson = False,
 ) -> None:
-    """Score every canary under the trained model, and say what that shows of ε.
+    """Score every canary under the trained model, and print the lower bounds on ε.
 
-    Writes audit.json and audit.png into the folder of the run. The verdict is FAIL, with exit code 1, when a lower
-    bound exceeds the ε of the ledger; otherwise the claim is consistent with what was seen, which is no proof.
+    The command writes audit.json and audit.png into the folder of the run. The verdict is FAIL, with exit code 1, if a
+    lower bound exceeds the ε of the ledger. If not, the claim is consistent with the scores, which is not a proof.
     """
     from rich.console import Console
 
