@@ -29,7 +29,7 @@ MEMORY = Path("/dev/shm")  # thousands of lines are flushed to the disk one by o
 
 
 class Charged:
-    """Counts steps in memory; what a ledger writes is tested elsewhere."""
+    """Counts steps in memory; the ledger's file is tested elsewhere."""
 
     steps_planned = None
 
@@ -52,7 +52,7 @@ def plan_of(num_units: int, batch: int, noise_multiplier: float, num_steps: int)
 def vectors(*lengths: float) -> tuple[nn.Module, TrainingRows, Callable]:
     """Units whose gradients are at right angles to each other, of these multiples of the clip norm.
 
-    The loss is linear, so the gradient is the row, once for each of two outputs, whatever the weights.
+    The loss is linear, so the gradient is the row, once for each of two outputs, for any weights.
     """
     table = torch.diag(torch.tensor([*lengths, 0.0, 0.0, 0.0, 0.0])) * CLIP_NORM / 2**0.5
     count = len(lengths)
@@ -211,7 +211,7 @@ def resumed() -> AuditResult:
 
 
 def summary(result: AuditResult) -> dict[str, Any]:
-    """What the table of planted bugs says."""
+    """A row of the table of planted bugs."""
     (attack,) = [attack for attack in result.attacks if result.best in attack.bounds][:1]
     return {
         "claimed": result.claimed_epsilon,

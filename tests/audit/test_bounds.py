@@ -82,7 +82,7 @@ def test_independent_runs_see_noise_that_is_too_small_by_the_root_of_two():
 
 
 def test_perfect_scores_reach_the_ceiling():
-    """What so many canaries could show is what they show when every guess is right, and it grows with their number."""
+    """The ceiling is the bound when every guess is right, and it grows with the number of canaries."""
     ceilings = []
     for num in (100, 1000):
         coins = np.random.default_rng(1).random(num) < 0.5

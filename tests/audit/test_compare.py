@@ -129,7 +129,7 @@ def test_the_plain_training_takes_as_many_steps_of_as_many_rows(compare, recipe,
 
 
 def test_the_plain_training_begins_where_the_private_steps_began(compare, recipe, tmp_path):
-    """After the public training, whose model and tokenizer lie in the private run's folder."""
+    """After the public training, whose model and tokenizer are in the private run's folder."""
     made = load_recipe(recipe)
     public = PublicPretrainConfig(data=made.data)
     model = ModelConfig(config={"model_type": "llama"}, tokenizer_vocab_size=300)
@@ -220,7 +220,7 @@ def test_the_command_line_attacks_a_folder(compared):
 
 
 def test_what_the_command_line_can_not_attack_is_one_line(compared, tmp_path):
-    """Exit code 2, and the name of what is missing."""
+    """Exit code 2, and the name of the missing part."""
     _, output = compared
     for words, expected in (
         ([str(tmp_path)], "holds no recipe.yaml"),

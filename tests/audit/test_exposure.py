@@ -13,7 +13,7 @@ from dpllm.audit.exposure import Exposure, exposure, exposure_by_rank, exposure_
 
 
 def test_rank_among_others():
-    """The best of n + 1 has log2(n + 1) bits, the worst none; ties stand half before."""
+    """The best of n + 1 has log2(n + 1) bits, the worst none; half of the ties rank before."""
     reference = np.arange(1.0, 16.0)
     found = exposure_by_rank(np.array([99.0, 0.0, 14.0, 14.5]), reference)
     assert found == pytest.approx([4.0, 0.0, math.log2(16 / 2.5), 3.0])
@@ -32,7 +32,7 @@ def test_extrapolation_is_the_normal_tail_for_normal_scores():
 
 @pytest.mark.parametrize("skewed", [-3.0, 0.0, 3.0])
 def test_extrapolation_far_out(skewed):
-    """Beyond what a float holds as a probability, bits go on rising without a jump, as the square of the distance."""
+    """Where a probability underflows, bits continue to rise without a jump, as the square of the distance."""
     reference = stats.skewnorm.rvs(skewed, size=2000, random_state=1)
     bits = exposure_extrapolated(np.linspace(3, 60, 600), reference)
     assert np.isfinite(bits).all() and (np.diff(bits) > 0).all()
@@ -62,6 +62,6 @@ def test_what_was_never_seen_has_a_median_of_one():
     ],
 )
 def test_refusals(included, reference, message):
-    """What cannot be compared with anything is refused."""
+    """Scores without a reference to compare with are refused."""
     with pytest.raises(AuditError, match=message):
         exposure(np.array(included), np.array(reference))

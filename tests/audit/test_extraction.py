@@ -1,4 +1,4 @@
-"""Extraction: verbatim training spans in what a model writes."""
+"""Extraction: verbatim training spans in a model's text."""
 
 import datasets
 import numpy as np
@@ -65,7 +65,7 @@ def test_the_index_finds_what_a_search_finds(span):
 
 
 def test_equal_hashes_are_no_hit(monkeypatch):
-    """What is counted was compared token by token."""
+    """Every counted span was compared token by token."""
     monkeypatch.setattr(SpanIndex, "_hashes", lambda self, tokens: np.zeros(max(0, len(tokens) - 1), dtype=np.uint64))
     assert SpanIndex([[1, 2]], span=2).find([1, 2, 3]).tolist() == [True, False]
 
@@ -77,7 +77,7 @@ def test_an_index_of_nothing_and_a_short_text():
 
 
 def test_spans_are_counted_once_and_by_where_they_stand():
-    """What held-out text has as well is no memory, and a span written twice is one span."""
+    """A span that is also in held-out text is not memory, and a span written twice is one span."""
     training, held_out = SpanIndex([[1, 2, 3], [4, 5]], 2), SpanIndex([[4, 5], [6, 7]], 2)
     hits = sample_hits("x", [[1, 2, 3], [9, 1, 2], [4, 5], [6, 7, 6, 7]], training, SpanIndex([[4, 5]], 2), held_out)
     assert (hits.num_samples, hits.num_tokens, hits.samples) == (4, 12, 2)
@@ -96,7 +96,7 @@ def test_a_model_that_knows_its_rows_continues_them_and_no_others(memorising, to
 
 
 def test_samples_of_a_model_that_knows_its_rows_hold_training_spans_alone(memorising, tokenizer, rows):
-    """From nothing it writes its rows; the kinds of prompt are told apart, and the seed fixes the samples."""
+    """Without a prompt it writes its rows; the kinds of prompt are separated, and the seed fixes the samples."""
     settings = ExtractionSettings(num_samples=12, new_tokens=16, span=6, temperature=0.7, repeats=5)
     arguments = (memorising, tokenizer, rows.select(range(8)), rows.select(range(8, 16)), settings)
     state = torch.random.get_rng_state()
@@ -111,7 +111,7 @@ def test_samples_of_a_model_that_knows_its_rows_hold_training_spans_alone(memori
 
 
 def test_a_continuation_is_the_models_own(memorising, tokenizer, rows, monkeypatch):
-    """Padding on the left, batches, what other prompts say and settings saved with the model change nothing."""
+    """Padding on the left, batches, other prompts and settings saved with the model change nothing."""
     monkeypatch.setattr(memorising, "generation_config", GenerationConfig(repetition_penalty=9.0, max_new_tokens=1))
     prompts = [ids[:length] for ids, length in zip(rows["input_ids"][:5], (3, 9, 6, 12, 4), strict=True)]
     found = continuations(memorising, tokenizer, prompts, 8, 8, None)
@@ -126,7 +126,7 @@ def test_a_long_prompt_loses_its_beginning_and_a_span_that_does_not_fit_is_refus
     """The model's context bounds both."""
     (text,) = continuations(memorising, tokenizer, [[5] * 100], 30, 20, ExtractionSettings(span=20))
     assert 0 < len(text) <= 30
-    with pytest.raises(AuditError, match="no room for a span of 64"):
+    with pytest.raises(AuditError, match="too short for a span of 64"):
         continuations(memorising, tokenizer, [[5]], 64, 64, None)
 
 

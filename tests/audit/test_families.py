@@ -1,4 +1,4 @@
-"""The mechanisms that a bound is read from: each leaks at most what is said, and they are ordered."""
+"""The mechanisms behind a bound: each leaks at most its stated ε, and they are ordered."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_scores_of_every_attack():
 
 
 def test_the_stock_order_is_torch_s():
-    """What DistributedSampler gives in its first epoch, with the seed that it has by default."""
+    """The order of DistributedSampler in its first epoch, with its default seed."""
     from torch.utils.data import DistributedSampler
 
     sampler = DistributedSampler(list(range(11)), num_replicas=1, rank=0)
@@ -200,7 +200,7 @@ def test_releases_of_another_model_are_refused():
     "optimizer", [lambda p: torch.optim.AdamW(p), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)]
 )
 def test_a_movement_that_is_no_gradient_is_refused(optimizer):
-    """Adam's step, or momentum's, does not say what was released."""
+    """Adam's step, or momentum's, does not show the release."""
     with pytest.raises(AuditError, match="does not move them by the gradient alone"):
         _check_plain_sgd(optimizer(nn.Linear(2, 2).parameters()))
 
@@ -285,7 +285,7 @@ def test_noise_directions_see_no_unit():
     [
         ({"tokens": 100_000}, "tokens must be from 2 to 4096, got 100000"),
         ({"canaries": 10**7}, "canaries must be from 1 to 1024"),
-        ({"blocks": 10**5, "steps": 100}, "at most 1000000 are taken: lower --blocks or --steps"),
+        ({"blocks": 10**5, "steps": 100}, "at most 1000000 are allowed: lower --blocks or --steps"),
     ],
 )
 def test_audits_that_would_not_end_are_refused(values, match):

@@ -1,4 +1,4 @@
-"""Tests of dpllm.audit.kinds: what canaries say."""
+"""Tests of dpllm.audit.kinds: the texts of canaries."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_rare_tokens_are_those_that_public_text_lacks(tokenizer):
 
 
 def test_samples_are_the_models_own(model, tokenizer):
-    """Near temperature 0 the sample is the likeliest readable token at each place; the seed decides the rest."""
+    """Near temperature 0 the sample is the likeliest readable token at each position; above, the seed decides."""
     ((_, text),) = sampled(model, tokenizer, (0, 6), 1e-4, seed=1)(1)
     ids, allowed = [tokenizer.bos_token_id], readable_tokens(tokenizer)
     for _ in range(6):

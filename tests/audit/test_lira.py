@@ -44,7 +44,7 @@ def test_the_ratio_finds_what_the_confidence_alone_hides(num_shadows, least):
 
 
 def test_offline_needs_models_that_saw_nothing_alone():
-    """Without IN models the score is how far the target stands above the OUT models."""
+    """Without IN models the score is how far the target is above the OUT models."""
     target_R, shadows_KR, included_KR, member_R = simulated(16)
     out_KR = shadows_KR - 1.5 * included_KR
     found = auroc(lira_score(target_R, out_KR, np.zeros_like(included_KR)), member_R).value
@@ -98,7 +98,7 @@ def test_shadows_are_more_confident_of_what_they_saw(tiny_llama):
 
 
 def test_the_recipes_adapter_is_the_shadows(tiny_llama):
-    """Shadows train what the target trained."""
+    """Shadows train the same parameters as the target."""
     rows = datasets.Dataset.from_dict({"input_ids": [[3, 4], [5, 6]], "labels": [[3, 4], [5, 6]], "record": [0, 1]})
     model = ModelConfig(name="x", peft={"r": 2, "target_modules": ["nothing"]})
     arguments = (copies_of(tiny_llama), model, rows, RowCollator(pad_token_id=0), np.eye(2, dtype=bool))

@@ -1,4 +1,4 @@
-"""Membership inference: what attacks find, beside what they can find at most."""
+"""Membership inference: the results of attacks, beside the bound for any attack."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_every_attack_finds_members_whose_tokens_became_likelier():
 
 
 def test_the_bounds_are_those_of_the_ledger():
-    """Beside what an attack finds stands what the run's own history allows any."""
+    """The bound from the run's history is printed beside the result of each attack."""
     limits = {rate: highest_fpr(2000, rate) for rate in (0.01, 0.001)}
     bounds = bounds_of(HISTORY, 2000)
     found = attack_risk(HISTORY, "zero-out", tuple(limits.values()), (0.5,)).true_positive_rate
@@ -68,7 +68,7 @@ def test_a_rate_that_so_few_records_can_not_show_is_not_shown():
 
 
 def test_records_that_differ_before_any_training_are_refused():
-    """What tells easy texts from hard ones is no membership inference."""
+    """Separating easy texts from hard ones is not membership inference."""
     rng = np.random.default_rng(0)
     included = np.arange(400) < 200
     found = check_exchangeable(both(tokens(rng, 200), tokens(rng, 200)), included)

@@ -5,8 +5,8 @@ Each bug is planted in a copy of the package, as `tests.test_mutations` does it,
 
 A run notices some of these bugs by itself: its guard stops the first update that no private step could have made, and
 the check of independent rows stops a loss that depends on the batch. Both are off in the copies, so that the audit is
-the only one that can see the bug. That units may come in an order which nobody knows is beyond
-a lower bound of this size; the accountant knows no shuffling, and refuses it by name.
+the only one that can see the bug. An unknown order of units is beyond
+a lower bound of this size; the accountant does not support shuffling, and refuses it by name.
 """
 
 import json
@@ -151,12 +151,12 @@ BUGS = [
 
 @cache
 def sound(setup: str) -> dict[str, Any]:
-    """What the audit says of the package as it is."""
+    """The result of the audit of the unchanged package."""
     return summary(SETUPS[setup]())
 
 
 def planted(bug: Bug) -> dict[str, Any]:
-    """What the audit says of a copy of the package with the bug in it."""
+    """The result of the audit of a copy of the package with the bug in it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in ("dpllm", "tests/audit", "tests/distributed"):
@@ -186,7 +186,7 @@ def test_a_bug_is_planted_in_the_code_as_it_is(bug):
 
 @pytest.mark.parametrize("bug", [pytest.param(b, id=b.what, marks=() if b.quick else tiers.deep) for b in BUGS])
 def test_a_planted_bug_is_refuted(bug):
-    """The lower bound lies above the claim, which stays below what so many coins can show."""
+    """The lower bound is above the claim, which is below the highest bound of this many coins."""
     found = planted(bug)
     assert found["verdict"] == FAIL and found["lower"] > found["claimed"], found
     assert found["claimed"] < found["ceiling"]

@@ -1,4 +1,4 @@
-"""Tests of dpllm.audit.prepare and dpllm.audit.canaries: what enters the data, and what is written about it."""
+"""Tests of dpllm.audit.prepare and dpllm.audit.canaries: the canaries that enter the data, and the files about them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ USERS = ["privacy.unit=user", "privacy.unit_column=user", "privacy.max_rows_per_
 
 
 def texts_of(made: CanarySet, included: bool) -> list[str]:
-    """What the canaries say."""
+    """The texts of the canaries."""
     return [text for canary in made.canaries for _, text in canary.records if canary.included == included]
 
 
@@ -36,7 +36,7 @@ def prepared(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pre
 
 class TestData:
     def test_the_included_canaries_are_in_it_and_the_others_not(self, prepared, recipe_file):
-        """Records keep their order and columns; of the canaries, those that are in stand among them."""
+        """Records keep their order and columns; the included canaries are among them."""
         before, held_out = load_train_and_eval(load_recipe(recipe_file).data)
         recipe = load_recipe(prepared.recipe_path)
         after, held_out_after = load_train_and_eval(recipe.data)
@@ -51,7 +51,7 @@ class TestData:
         )
 
     def test_the_numbers_are_those_of_the_training(self, prepared):
-        """N counts the included canaries; δ, the ceiling and the folder are what the command prints."""
+        """N counts the included canaries; the command prints δ, the ceiling and the folder."""
         recipe = load_recipe(prepared.recipe_path)
         records, _ = load_train_and_eval(recipe.data)
         made = prepared.made
@@ -61,7 +61,7 @@ class TestData:
         assert len(made.candidates) == len(made.canaries) == 30
 
     def test_no_canary_is_cut(self, prepared, base_model):
-        """What the training makes of a canary is the whole of it."""
+        """The training rows of a canary contain all of it."""
         recipe = load_recipe(prepared.recipe_path)
         tokenizer = load_tokenizer(recipe.model)
         records = datasets.Dataset.from_dict({"text": texts_of(prepared.made, True)})
@@ -104,7 +104,7 @@ class TestData:
 
     @pytest.mark.parametrize("form", ["prompt_completion", "chat"])
     def test_other_formats(self, recipe_file, tmp_path, form):
-        """A canary stands where the model learns to write, behind a prompt of its own; other fields stay empty."""
+        """A canary is in the text that the model learns to write, behind its own prompt; other fields are empty."""
         columns: dict[str, Any] = {"prompt": "sees", "completion": "a red house"}
         if form == "chat":
             turns = [{"role": "user", "content": "who", "mood": "good"}, {"role": "assistant", "content": "a dog"}]
@@ -124,7 +124,7 @@ class TestData:
 
 
 def chat_model(model: Any, folder: Path) -> Any:
-    """The model with a tokenizer that knows chats."""
+    """The model with a tokenizer that supports chats."""
     tokenizer = load_tokenizer(model)
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
     tokenizer.save_pretrained(folder)
@@ -156,7 +156,7 @@ class TestKinds:
         assert all(canary.records[0][0].startswith("seven") for canary in made.canaries)
 
     def test_sampled(self, recipe_file, tmp_path):
-        """The recipe's model writes the canaries; no two are alike."""
+        """The recipe's model writes the canaries; no two are equal."""
         options = CanaryOptions(num=20, length=8, kind="sampled", temperature=1.5)
         made = prepare(load_recipe(recipe_file), tmp_path / "a", options).made
         assert len(set(texts_of(made, True) + texts_of(made, False))) == 20 and made.kind == "sampled"
@@ -164,7 +164,7 @@ class TestKinds:
 
 class TestFile:
     def test_it_is_its_owners_alone_and_reads_back(self, prepared):
-        """Mode 0600; what is read is what was made, and the data's name is part of its hash."""
+        """Mode 0600; the file is read back as it was made, and the data's name is part of its hash."""
         path = prepared.folder / CANARIES_FILE
         assert os.stat(path).st_mode & 0o777 == 0o600
         assert CanarySet.load(path) == prepared.made
@@ -253,7 +253,7 @@ class TestRefusals:
         ],
     )
     def test_requests(self, recipe_file, tmp_path, options, overrides, message):
-        """What could show nothing, or something untrue, is refused before anything is written."""
+        """Canaries that could show nothing, or something untrue, are refused before anything is written."""
         with pytest.raises(AuditError, match=message):
             prepare(load_recipe(recipe_file, overrides), tmp_path / "a", CanaryOptions(**{"num": 12, **options}))
         assert not (tmp_path / "a").exists()
@@ -271,11 +271,11 @@ class TestRefusals:
             prepare(load_recipe(recipe_file), tmp_path, SMALL)
 
     def test_canaries_that_the_data_hold_already(self, recipe_file, tmp_path, monkeypatch):
-        """Leaving out what is there all the same would be no coin."""
+        """A canary that is in the data anyway has no coin."""
         records, _ = load_train_and_eval(load_recipe(recipe_file).data)
         known = iter([("", text) for text in records["text"]])
         monkeypatch.setattr(preparing, "_texts", lambda *_: lambda num: [next(known) for _ in range(num)])
-        with pytest.raises(AuditError, match="12 of the canaries are in the data already"):
+        with pytest.raises(AuditError, match="12 of the canaries are already in the data"):
             prepare(load_recipe(recipe_file), tmp_path / "a", CanaryOptions(num=12))
 
     def test_prefixes_that_can_not_be_read(self, tmp_path):

@@ -104,12 +104,12 @@ def test_no_held_out_records_and_too_few_are_refused(recipe_of):
         draw_sample(recipe_of(texts, "data.eval_fraction=0"), 100)
     with pytest.raises(AuditError, match="72 members and 8 non-members can be compared"):
         draw_sample(recipe_of(texts, "data.eval_fraction=0.1"), 100)
-    with pytest.raises(AuditError, match="and 5 were asked for; fewer than 20"):
+    with pytest.raises(AuditError, match="of 5 requested; fewer than 20"):
         draw_sample(recipe_of(texts), 5)
 
 
 def test_rows_of_a_user_that_were_left_out_are_no_members(recipe_of):
-    """At user level the first rows are known to be taken; which of them a secret draw took, nobody knows."""
+    """At user level the first rows are known to be used; the rows of a secret draw are unknown."""
     texts, users = [f"text {number}" for number in range(80)], ["crowd"] * 30 + [f"user {n}" for n in range(50)]
     level = ["privacy.unit=user", "privacy.unit_column=user", "privacy.max_rows_per_unit=2"]
     sample = draw_sample(recipe_of(texts, *level, "data.eval_fraction=0.4", user=users), 100)
@@ -119,7 +119,7 @@ def test_rows_of_a_user_that_were_left_out_are_no_members(recipe_of):
 
 
 def test_a_folder_that_lacks_something_is_refused(folder, tmp_path):
-    """What is missing is named, and where it comes from."""
+    """The missing file is named, with its origin."""
     recipe = load_recipe(folder / "recipe.yaml")
     (folder / "tokenizer_config.json").rename(folder / "elsewhere.json")
     with pytest.raises(AuditError, match="holds no tokenizer"):
@@ -140,7 +140,7 @@ def test_a_folder_that_lacks_something_is_refused(folder, tmp_path):
 
 
 def test_a_run_from_a_fixed_seed_has_no_bounds(folder):
-    """Nothing in it is private, so no bound may stand beside the attacks."""
+    """Nothing in it is private, so no bound may be printed beside the attacks."""
     recipe = load_recipe(folder / "recipe.yaml", ["privacy.seed=1"])
     plan = make_plan(recipe.privacy, 40, 2)
     plan.save(folder / "privacy_plan.json")
@@ -152,12 +152,12 @@ def test_a_run_from_a_fixed_seed_has_no_bounds(folder):
 def test_a_reference_with_another_vocabulary_is_refused(folder, tmp_path):
     """Its token numbers would mean other texts."""
     LlamaForCausalLM(tiny_llama_config(vocab_size=61)).save_pretrained(tmp_path / "small")
-    with pytest.raises(AuditError, match="knows 61 tokens and the tokenizer has 26"):
+    with pytest.raises(AuditError, match="has 61 tokens but the tokenizer has 26"):
         load_causal_model(str(tmp_path / "small"), "float32", load_released(folder).tokenizer)
 
 
 def test_the_start_of_a_run_with_public_training_lies_beside_it(folder):
-    """The private steps began at public_pretrain/; without it nobody knows where."""
+    """The private steps started from public_pretrain/; without it the starting model is unknown."""
     values = recipe_to_dict(load_recipe(folder / "recipe.yaml"))
     values["public_pretrain"] = {"data": {"path": "builtin:sotu", "max_length": 16}, "train": {}}
     (folder / "recipe.yaml").write_text(json.dumps(values), encoding="utf-8")

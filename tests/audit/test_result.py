@@ -1,4 +1,4 @@
-"""The verdict: who is refuted, who is not, and what is said of it."""
+"""The verdict: which claims are refuted, which are not, and the words for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def audit(mu: float, history=CLAIM, num: int = 1000, **options):
 
 
 def test_a_sound_run_is_consistent_and_a_broken_one_fails():
-    """The claim of μ = 1/2 stands for a mechanism that keeps it, and falls for one of μ = 3."""
+    """The claim of μ = 1/2 is kept for a mechanism that satisfies it, and refuted for one of μ = 3."""
     sound, broken = audit(0.5), audit(3.0)
     assert sound.verdict == CONSISTENT and not sound.failed
     assert sound.epsilon_lower <= sound.claimed_epsilon == pytest.approx(epsilon(CLAIM, DELTA))
@@ -68,7 +68,7 @@ def test_what_is_printed_says_what_was_done():
     "history", [None, [], [(Step(sampling_rate=0.1, noise_multiplier=0.0), 5)]], ids=["none", "empty", "no noise"]
 )
 def test_without_privacy_nothing_is_claimed_and_the_bound_is_still_stated(history):
-    """A model trained without noise has no ε to refute; a perfect attack shows what the coins can show."""
+    """A model trained without noise has no ε to refute; a perfect attack reaches the ceiling of the coins."""
     coins = np.random.default_rng(0).random(400) < 0.5
     result = judge({"loss": coins * 1.0}, coins, delta=DELTA, history=history, canary_kind="random tokens")
     assert result.verdict == NO_CLAIM and result.claimed_epsilon is None and result.tpr_bounds == {}
@@ -108,7 +108,7 @@ def test_a_rate_that_so_few_can_not_show_is_left_out():
 
 
 def test_a_sound_run_is_not_accused_by_its_true_positive_rates():
-    """The best attack on 300 sound runs is found within what the claim allows, but for the error that is stated."""
+    """The best attack on 300 sound runs is within the limit of the claim, up to the stated error."""
     history, mu, num = [(Step(sampling_rate=1.0, noise_multiplier=0.5), 1)], 2.0, 400
     accused = naive = 0
     for seed in range(300):

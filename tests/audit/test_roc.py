@@ -43,7 +43,7 @@ def test_a_perfect_attack_on_few_is_not_certain():
 
 
 def test_true_positive_rates_never_accuse_more_than_allowed():
-    """The threshold stands at one of the others, who are not accused themselves."""
+    """The threshold is the score of one of the others, which are not accused themselves."""
     scores, coins = np.array([5.0, 4.0, 3.0, 2.0, 1.0, 3.0]), np.array([True, False, True, False, False, True])
     assert tpr_at(scores, coins, 0.0).value == pytest.approx(1 / 3)
     assert tpr_at(scores, coins, 1 / 3).value == 1.0
@@ -51,7 +51,7 @@ def test_true_positive_rates_never_accuse_more_than_allowed():
 
 
 def test_one_kind_alone_is_refused():
-    """Nothing can be told apart; and a rate is a rate."""
+    """Without both kinds nothing can be judged; a rate must be between 0 and 1."""
     with pytest.raises(AuditError, match="3 members and 0 others"):
         auroc(np.arange(3.0), np.ones(3, dtype=bool))
     with pytest.raises(AuditError, match="must be between 0 and 1, got 2"):

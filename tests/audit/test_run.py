@@ -92,7 +92,7 @@ def memorised(prepared: Path, base_model: Path, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def broken(memorised: Path, made: CanarySet, tmp_path: Path) -> Path:
-    """A run whose model knows its data by heart, and whose ledger claims a small ε."""
+    """A run whose model has memorised its data, and whose ledger claims a small ε."""
     return write_claim(Path(shutil.copytree(memorised, tmp_path / "broken")), made)
 
 
@@ -107,7 +107,7 @@ class TestVerdicts:
         for expected in (
             *("claimed", "zero-out adjacency", "one sequence", "60 (random-tokens), 1 row", "independent fair coins"),
             *("attack: loss", f"attack: {RATIO}", "AUROC 0.", "at 95 %", "power"),
-            *("Bonferroni over", "ceiling", "what 60 canaries could show", "exposure", "verdict", CONSISTENT),
+            *("Bonferroni over", "ceiling", "the bound of 60 canaries", "exposure", "verdict", CONSISTENT),
         ):
             assert expected in words
         assert "found at FPR" not in words  # about 30 that are not in the data can show no such rate
@@ -121,7 +121,7 @@ class TestVerdicts:
     def test_a_model_without_privacy_nears_the_ceiling(
         self, prepared: Path, memorised: Path, recipe_file: Path, tmp_path: Path
     ):
-        """Of a model that knows its data by heart nearly all is shown that so many can show, as was said beforehand."""
+        """For a model that has memorised its data, the bound is nearly the ceiling that was stated in advance."""
         run = shutil.copytree(memorised, tmp_path / "plain")
         result = call("run", run, "--canaries", prepared / CANARIES_FILE, "--plain", "--json")
         assert result.exit_code == 0, result.output
@@ -194,7 +194,7 @@ class TestModels:
             load_model_of_run(tmp_path, tmp_path, made, tokenizer)
 
     def test_a_prefix_is_read_and_not_scored(self, made, base_model):
-        """What stands before a rare suffix is no target; what follows is, to the end of the text."""
+        """The prefix of a rare suffix has no targets; the suffix has, to the end of the text."""
         tokenizer = AutoTokenizer.from_pretrained(base_model)
         units = [Canary(records=(("the small dog", "xq zv"),)), Canary(records=(("", "xq zv"),))]
         with_prefix, without = canary_rows(units, made, tokenizer)
@@ -219,7 +219,7 @@ class TestRefusals:
         assert "whose claim must be audited: omit --plain" in self.refuse(broken, canaries, "--plain")
 
     def test_a_model_older_than_the_canaries(self, prepared: Path, broken: Path, memorised: Path, made, tmp_path):
-        """By its file, and by the ledger's first line: what was trained before cannot have seen them."""
+        """By its file, and by the ledger's first line: an earlier training cannot have seen them."""
         os.utime(broken / "model.safetensors", (1.6e9, 1.6e9))
         assert "was written at 2020-09-13" in self.refuse(broken, prepared / CANARIES_FILE)
         later = dataclasses.replace(made, created_at="2125-01-01T00:00:00+00:00")
@@ -287,7 +287,7 @@ class TestRefusals:
         """Too few canaries to show anything: the message has their ceiling."""
         result = call("prepare", "--config", recipe_file, "--output", tmp_path / "a", "--canaries", 5)
         assert result.exit_code == 2 and result.stderr.splitlines()[-1].startswith("error: 5 canaries cannot show")
-        assert "of perfect scores the bound would be 0." in result.stderr and not (tmp_path / "a").exists()
+        assert "with perfect scores the bound would be 0." in result.stderr and not (tmp_path / "a").exists()
 
 
 def test_help_shows_commands_that_can_be_copied():

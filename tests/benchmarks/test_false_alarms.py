@@ -1,4 +1,4 @@
-"""benchmarks/false_alarms.py: what it simulates is the mechanism it names, and it counts what it says."""
+"""benchmarks/false_alarms.py: it simulates the mechanism that it names, and its counts are correct."""
 
 from __future__ import annotations
 

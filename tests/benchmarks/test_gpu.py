@@ -38,7 +38,7 @@ def call(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """The figures of all stages in the toy, and what was printed."""
+    """The figures of all stages in the toy, and the printed output."""
     out = tmp_path_factory.mktemp("gpu")
     done = call("--toy", "--out", str(out), check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -101,7 +101,7 @@ def good(figures, setting):
 
 @pytest.mark.parametrize("value", [2e-5, math.nan, math.inf])
 def test_a_wrong_figure_fails_its_step_alone(tmp_path, value):
-    """It is kept with what was found after it; the steps that follow run."""
+    """It is kept with the later figures; the steps that follow run."""
 
     def wrong(figures, setting):
         figures.check("error", value, at_most=1e-5)
@@ -188,7 +188,7 @@ def test_a_stage_that_can_not_begin_is_a_failure(tmp_path):
     ],
 )
 def test_the_kernels_tests_run_on_the_device(monkeypatch, tmp_path, status, printed, wrong):
-    """What fails of them is named; that none ran is a failure as well."""
+    """Failing tests are named; it is also a failure if none ran."""
     from gpu import first_contact
     from gpu.setting import Setting
 
@@ -250,7 +250,7 @@ def event(name, category, begin, duration):
 
 
 def test_a_profile_counts_what_the_gpu_does():
-    """Kernels and copies count, once where they overlap; what the CPU does and annotations do not."""
+    """Kernels and copies count, once where they overlap; work of the CPU and annotations do not."""
     events = [
         event("gemm", "kernel", 0, 40),
         event("gemm", "kernel", 30, 20),
@@ -313,7 +313,7 @@ def test_pieces_of_one_section_are_of_one_machine():
 
 
 def test_the_list_of_wheels_is_exact_and_without_torch():
-    """One version of each, none of what the machine has, and everything that this package needs beside it."""
+    """One version of each, none that the machine has, and everything else that this package needs."""
     names = [line.split("==") for line in wheels.wanted(wheels.LIST.read_text())]
     assert all(len(pair) == 2 for pair in names)
     packages = [name for name, _ in names]
@@ -323,7 +323,7 @@ def test_the_list_of_wheels_is_exact_and_without_torch():
 
 
 def test_what_pip_is_asked_for(tmp_path):
-    """Nothing that is needed in turn, and binaries for the machine; what is published as source is built."""
+    """Nothing that is needed in turn, and binaries for the machine; source distributions are built."""
     download, *built = wheels.commands(tmp_path, ["hjson==3.1.0", "deepspeed==0.19.8"], ["folder"])
     assert all("--no-deps" in command for command in (download, *built))
     assert "--python-version=3.12" in download and "hjson==3.1.0" in download and "deepspeed==0.19.8" not in download
@@ -331,7 +331,7 @@ def test_what_pip_is_asked_for(tmp_path):
 
 
 def test_libraries_for_other_devices_stay_behind(tmp_path):
-    """The wheel of bitsandbytes keeps its Python files and CUDA 13, and lists what it has."""
+    """The wheel of bitsandbytes keeps its Python files and CUDA 13, and lists its contents."""
     wheel = tmp_path / "bitsandbytes-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as made:
         for name in ("__init__.py", *(f"libbitsandbytes_{device}.so" for device in ("cuda130", "cuda118", "rocm70"))):

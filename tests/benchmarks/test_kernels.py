@@ -1,4 +1,4 @@
-"""benchmarks/kernels.py: its counts and errors are what it says, and it measures no time where none would count."""
+"""benchmarks/kernels.py: its counts and errors are correct, and it measures no time where time is meaningless."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_known_gpu_has_its_rates_and_another_asks_for_them(monkeypatch):
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message, capsys):
-    """What cannot be measured is said before anything runs."""
+    """A measurement that is impossible is refused before anything runs."""
     with pytest.raises(SystemExit):
         benchmark.parse_arguments(arguments)
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""benchmarks/sampling.py: its tables say what was drawn and divided."""
+"""benchmarks/sampling.py: its tables match the draws and their division."""
 
 from __future__ import annotations
 

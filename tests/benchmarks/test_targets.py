@@ -1,4 +1,4 @@
-"""benchmarks/targets.py: what is counted without computing products is what runs, and the depth is extended rightly."""
+"""benchmarks/targets.py: counts without computed products match a real run, and the depth is extended correctly."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def as_it_runs(settings):
 @pytest.mark.parametrize("mode", ["full", "lora"])
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "nonreentrant"])
 def test_counts_without_products_are_those_of_a_step(mode, checkpointing):
-    """The same operations and the same bytes, whatever is trained: values decide neither."""
+    """The same operations and the same bytes, for any trained parameters: values change neither."""
     settings = settings_of(1, mode=mode, checkpointing=checkpointing)
     without, ran = benchmark.counted(settings), as_it_runs(settings)
     for name in (PLAIN, OURS):
@@ -65,7 +65,7 @@ def test_the_extension_to_the_whole_depth(mode):
 
 
 def test_products_are_skipped_and_the_rest_is_not():
-    """A product gives zeros of its shape and type, one in place leaves what it was given."""
+    """A product gives zeros of its shape and type, one in place leaves its argument."""
     with benchmark.WithoutProducts():
         product = torch.ones(3, 4, dtype=torch.bfloat16) @ torch.ones(4, 5, dtype=torch.bfloat16)
         total = torch.ones(3, 5)
@@ -111,7 +111,7 @@ def test_command_line_prints_table_and_writes_files(tmp_path, capsys, monkeypatc
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_on_a_gpu_times_and_peers_are_in_the_row(monkeypatch, installed):
-    """Whole models are measured; what refuses a model says so in its column. What Triton computes cannot be counted."""
+    """Whole models are measured; a refusal of a model is in its column. Triton's work cannot be counted."""
 
     def measured(settings, methods, counting):
         assert json.loads(settings.config)["num_hidden_layers"] == 5 and not counting

@@ -1,4 +1,4 @@
-"""benchmarks/throughput.py: what it counts is what ran, and the DP step keeps its bounds."""
+"""benchmarks/throughput.py: its counts match the run, and the DP step keeps its bounds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def flops(**changes) -> dict[str, int]:
 
 @pytest.mark.parametrize(("mode", "bound"), [("full", 1.25), ("lora", 1.05)])
 def test_flop_ratio_of_a_four_layer_llama(mode, bound):
-    """Norms and clipped sum cost no more than promised; neither count is below what the step cannot do without."""
+    """Norms and clipped sum cost no more than promised; neither count is below the minimum of the step."""
     shape = {"hidden": 512, "layers": 4, "vocab": 32_000, "heads": 8, "batch": 1, "tokens": 256, "warmup": 0}
     counted = flops(mode=mode, **shape)
     weights = 4 * (4 * 512 * 512 + 3 * 512 * 1376) + 512 * 32_000

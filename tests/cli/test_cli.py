@@ -100,7 +100,7 @@ def test_calibrate_keeps_the_target() -> None:
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str) -> None:
-    """What is refused prints one line on the error stream and exits with 2."""
+    """A refusal prints one line on the error stream and exits with 2."""
     assert message in refuse(arguments)
 
 
@@ -168,7 +168,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_memory_of_one_engine(recipe: Path) -> None:
-    """`dpllm plan --memory` gives what the formulas do, in bytes and for people, without data and without a GPU."""
+    """`dpllm plan --memory` prints the formulas' results, in bytes and for people, without data and without a GPU."""
     arguments = ["plan", str(recipe), "--memory", "--gpus", "4", "--engine", "fsdp2"]
     values = as_json(arguments)
     (found,) = values["engines"]
@@ -239,7 +239,7 @@ def test_compare_prints_every_method() -> None:
 
 
 def test_epsilon_is_checked_by_a_second_accountant() -> None:
-    """Beside ε stands that of the PRV accountant; where it does not apply, that is said."""
+    """ε of the PRV accountant is printed beside ε; if it does not apply, this is said."""
     assert as_json(EPSILON)["prv"]["estimate"] == pytest.approx(4.8137, abs=1e-3)
     assert "checked by PRV, zero-out" in run(EPSILON) and "between 4.79" in run(EPSILON)
     assert as_json([*EPSILON, "--rows-per-unit", "3"])["prv"] is None
@@ -249,7 +249,7 @@ def test_epsilon_is_checked_by_a_second_accountant() -> None:
 
 
 def test_tuning_is_priced() -> None:
-    """--best-of: what it costs to release the best of a random number of runs."""
+    """--best-of: the cost of releasing the best of a random number of runs."""
     assert as_json([*EPSILON, "--best-of", "10"])["best_of"]["epsilon"] == pytest.approx(9.26, abs=5e-3)
     assert "ε of the best of 10 runs on average" in run([*EPSILON, "--best-of", "10"])
     assert "rows of one unit are drawn singly" in refuse([*EPSILON, "--best-of", "10", "--rows-per-unit", "2"])
@@ -273,7 +273,7 @@ def two_runs(tmp_path: Path, dataset: str | None = "notes") -> list[str]:
 
 
 def test_compose_adds_runs_up(tmp_path: Path) -> None:
-    """`dpllm compose`: what two runs cost together, at least what either does and at most their sum."""
+    """`dpllm compose`: the joint cost of two runs, at least the cost of either and at most their sum."""
     folders = two_runs(tmp_path)
     values = as_json(["compose", *folders])
     alone = [entry["epsilon"] for entry in values["runs"]]
@@ -289,7 +289,7 @@ def test_compose_adds_runs_up(tmp_path: Path) -> None:
 
 
 def test_verify_passes_and_fails(folder: Path) -> None:
-    """`dpllm verify`: exit code 0 for what a run left behind, 1 with the failed check for an edited report."""
+    """`dpllm verify`: exit code 0 for the files of a run, 1 with the failed check for an edited report."""
     contents = read_ledger(folder / "privacy_ledger.jsonl")
     write_report(folder, PrivacyPlan.load(folder / "privacy_plan.json"), contents)
     assert as_json(["verify", str(folder)])["ok"]
@@ -323,7 +323,7 @@ def test_what_people_know_is_noted(folder: Path) -> None:
 
 
 def test_budget_is_made_and_shown(tmp_path: Path) -> None:
-    """`dpllm budget create` makes the file that runs charge, `show` says what is spent; not twice."""
+    """`dpllm budget create` creates the file that runs charge, once; `show` prints the spent ε."""
     path = tmp_path / "notes.budget.json"
     create = ["budget", "create", str(path), "--dataset", "notes", "--epsilon", "8", "--delta", "1e-6"]
     created = as_json([*create, "--num-units", "42000"])
@@ -364,7 +364,7 @@ SWEEP = ["plan", "--sweep", "--num-units", "5000", "--epsilon", "8", "--expected
 
 
 def test_sweep_of_numbers(tmp_path: Path) -> None:
-    """`dpllm plan --sweep` from numbers alone: every point keeps the budget, one is recommended, and there is a PNG."""
+    """`dpllm plan --sweep` from given numbers: every point keeps the budget, one is recommended, and there is a PNG."""
     picture = tmp_path / "sweep.png"
     grid = ["--batch-sizes", "100,200,400", "--step-counts", "20,40,80", "--delta", "1e-5"]
     values = as_json(
@@ -417,7 +417,7 @@ def test_sweep_errors_are_one_line(arguments: list[str], message: str) -> None:
 
 
 def test_help_names_every_engine() -> None:
-    """What --engine takes is what the formulas know."""
+    """--engine accepts the engines of the formulas."""
     shown = " ".join(run(["plan", "--help"]).replace("│", " ").split())
     assert all(name in shown for name in ENGINES)
 

@@ -83,7 +83,7 @@ def test_a_ledger_that_cannot_be_used_is_refused_on_every_rank(seen):
 def test_a_step_that_rank_zero_cannot_charge_is_taken_by_nobody(seen, folder):
     """A full disk, a number out of turn, a closed file: the same error everywhere, and no count goes up."""
     assert same_error(seen("ledger_errors", "full"), "OSError", "File too large")
-    assert same_error(seen("ledger_errors", "out of turn"), "LedgerError", "step 5 can't be charged")
+    assert same_error(seen("ledger_errors", "out of turn"), "LedgerError", "step 5 cannot be charged")
     assert same_error(seen("ledger_errors", "closed"), "LedgerError", "is closed")
     assert seen("ledger_errors", "num_steps") == [(1, 1), (1, 1)]
     assert read_ledger(folder / "ledger_errors" / "full" / LEDGER_FILE).num_steps == 1

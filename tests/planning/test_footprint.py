@@ -120,7 +120,7 @@ def test_llama3(size, total):
 
 
 def test_roles():
-    """The matrices of a block are told apart, also fused ones and those with adapters."""
+    """The matrices of a block are distinguished, also fused ones and those with adapters."""
     roles = {"qkv": 3, "attention_out": 1, "mlp_in": 2, "mlp_out": 1}
     for changes in ({}, {"peft": LORA}):
         linears = shape_of_model(ModelConfig(config=LLAMA, **changes)).linears
@@ -169,12 +169,12 @@ def test_local_folder(tmp_path):
     ],
 )
 def test_shape_refuses(model, message):
-    """What cannot be read or is not known is said, with the remedy."""
+    """A file that cannot be read or an unknown form is named, with the remedy."""
     with pytest.raises(ConfigError, match=message):
         shape_of_model(ModelConfig(**model))
 
 
-# ----------------------------------------------------- against what is alive
+# ----------------------------------------------------- against live tensors
 
 
 def live_bytes():
@@ -279,7 +279,7 @@ def shape():
 
 
 def test_persistent_bytes(shape):
-    """Weights, sum and optimizer state of every engine in float32 and under train.bf16, from P and N alone."""
+    """Weights, sum and optimizer state of every engine in float32 and under train.bf16, from only P and N."""
     total, gpus = shape.total, 4
     expected = {  # bytes per parameter on the GPU: weights, clipped sum, optimizer
         "ddp": ((4, 4, 8), (4, 4, 8)),
@@ -341,7 +341,7 @@ def test_more_rows_cost_memory_and_save_communication(shape):
 
 
 def test_checkpointing_trades_activations(shape):
-    """With checkpointing blocks keep their input alone, and one block is recomputed; the book stays what it was."""
+    """With checkpointing blocks keep only their input, and one block is recomputed; the book does not change."""
     without, kept = (footprint(shape, run_of(checkpointing=on)) for on in (False, True))
     assert kept.activations < without.activations and without.recomputed == 0 < kept.recomputed
     assert kept.book == without.book
@@ -394,7 +394,7 @@ def test_recipe():
 
 
 def test_engines_side_by_side():
-    """Every engine that makes sense has a column, in one unit, with the numbers that it has alone."""
+    """Every engine that makes sense has a column, in one unit, with the numbers that it has by itself."""
     recipe, arguments = recipe_of()
     assert engines_for(1) == ("single", "zero3_offload")
     assert set(engines_for(16)) == set(ENGINES) - {"single"} == {*engines_for(8), "fsdp2-hybrid"}
@@ -417,14 +417,14 @@ def test_a_number_of_gpus_below_one():
 
 
 def test_a_value_that_a_configuration_refuses():
-    """One error of ours, whatever transformers raises."""
+    """One error of ours, for any error of transformers."""
     with pytest.raises(ConfigError, match=r"config\.hidden_size must be a whole number, got 'wide'"):
         shape_of_model(ModelConfig(config={**LLAMA, "hidden_size": "wide"}))
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 def test_recipe_of_a_model_by_name(tmp_path):
-    """Llama 3 8B with LoRA from a folder with config.json alone: precision and checkpointing are the recipe's."""
+    """Llama 3 8B with LoRA from a folder with only config.json: precision and checkpointing are the recipe's."""
     settings = dict(llama3("8B").config)
     AutoConfig.for_model(settings.pop("model_type"), **settings).save_pretrained(tmp_path)
     recipe = load_recipe(ROOT / "recipes/llama3_8b_chat_lora.yaml", [f"model.name={tmp_path}"])
@@ -437,14 +437,14 @@ def test_recipe_of_a_model_by_name(tmp_path):
 
 
 def test_recipe_with_microbatches_by_tokens():
-    """B is what the budget holds of the longest rows; where it is found on the GPU, the rows stand in for it."""
+    """B is the number of longest rows within the budget; if it is found on the GPU, the rows replace it."""
     for budget, expected in (("40", 1), ("4096", 4096 // 48), ("auto", 32)):
         recipe, arguments = recipe_of(f"microbatch_tokens={budget}")
         assert footprint_of_recipe(recipe, arguments, 100, "single", 1).run.rows == expected
 
 
 def test_recipe_of_users():
-    """A user's rows go through the model in several passes; what is held in between is at most one gradient."""
+    """A user's rows go through the model in several passes; at most one gradient is held in between."""
     user = ("privacy.unit=user", "privacy.unit_column=author", "privacy.max_rows_per_unit=50")
     recipe, arguments = recipe_of(*user)
     result = footprint_of_recipe(recipe, arguments, 100, "fsdp2", 8)
@@ -468,9 +468,7 @@ def test_recipe_refuses_an_unknown_optimizer():
 def test_recipe_of_a_model_that_is_not_here():
     """Without the Hub the remedy is a folder with config.json."""
     recipe, arguments = recipe_of("model.config=null", "model.tokenizer_vocab_size=null", "model.name=nobody/nothing")
-    with pytest.raises(
-        ConfigError, match=r"'nobody/nothing' cannot be read .* local folder that holds its config\.json"
-    ):
+    with pytest.raises(ConfigError, match=r"'nobody/nothing' cannot be read .* local folder with its config\.json"):
         footprint_of_recipe(recipe, arguments, 100, "ddp", 8)
 
 
@@ -515,9 +513,9 @@ def scale_table():
 
 
 def test_table_of_the_readme():
-    """The table in launch/README.md is what the formulas give."""
+    """The table in launch/README.md matches the formulas."""
     assert scale_table() in (ROOT / "launch/README.md").read_text(encoding="utf-8"), (
-        "run python -m tests.planning.test_footprint and put what it prints into launch/README.md"
+        "run python -m tests.planning.test_footprint and put its output into launch/README.md"
     )
 
 

@@ -1,4 +1,4 @@
-"""The sweep: what it says of a point holds, and the recommendation follows its rule."""
+"""The sweep: its figures of a point hold, and the recommendation follows its rule."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def result():
 
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
 def test_every_point_keeps_the_budget_and_uses_it(adjacency):
-    """ε of each point, computed anew on the plan's grid, is at most the target and at most 1 % below it."""
+    """ε of each point, recomputed on the plan's grid, is at most the target and at most 1 % below it."""
     for point in sweep(**FEW, adjacency=adjacency).points:
         step = Step(sampling_rate=point.sampling_rate, noise_multiplier=point.noise_multiplier)
         assert 2 * 0.99 <= epsilon([(step, point.num_steps)], 1e-6, adjacency, DISCRETIZATION) <= 2
@@ -244,7 +244,7 @@ def test_what_would_change_the_noise(result):
 
 
 def test_twice_a_batch_of_more_than_half_the_units_is_impossible():
-    """What cannot be done has no number."""
+    """An impossible change has no number."""
     result = sweep(**{**SETTING, "num_units": 3000, "expected_batch_sizes": [2048], "step_counts": [100]})
     assert result.what_if[0].noise_to_batch_ratio is None and result.what_if[0].factor is None
     assert result.what_if[2].factor is not None
@@ -273,7 +273,7 @@ def test_the_reason_says_where_the_grid_ends(result):
 
 
 def test_assumptions_name_the_epochs_and_the_source_of_the_time(result):
-    """What the numbers rest on, for this very sweep."""
+    """The assumptions of the numbers, for this sweep."""
     text = " ".join(result.assumptions)
     assert f"takes {result.recommended.epochs:.3g} epochs" in text
     assert "Time" not in text and "min_steps" in text
@@ -311,7 +311,7 @@ def test_equal_compute_groups_what_costs_the_same(result):
 
 
 def test_to_dict_is_json(result):
-    """Everything, in plain values; the recommended point stands by itself too."""
+    """Everything, in plain values; the recommended point is also listed by itself."""
     values = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert values["recommended"]["expected_batch_size"] == result.recommended.expected_batch_size
     assert len(values["points"]) == 9 and sum(point["recommended"] for point in values["points"]) == 1
@@ -344,13 +344,13 @@ def test_to_dict_is_json(result):
     ],
 )
 def test_bad_input_is_refused(changes, message):
-    """Each with what is wrong and what to do."""
+    """Each with the problem and the remedy."""
     with pytest.raises(ValueError, match=message):
         sweep(**{**SETTING, **changes})
 
 
 def test_a_budget_that_no_point_reaches_is_refused():
-    """Nothing to recommend: the error says what the noise would still cost."""
+    """Nothing to recommend: the error states the remaining cost."""
     with pytest.raises(ValueError, match="no point of the grid reaches the target: at a noise multiplier of 1000"):
         sweep(target_epsilon=0.01, delta=1e-4, num_units=1000, expected_batch_sizes=[1000], step_counts=[100])
 

@@ -1,4 +1,4 @@
-"""The picture of a sweep shows what the sweep holds."""
+"""The picture of a sweep shows the points of the sweep."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_left_panel_has_a_line_for_each_number_of_steps(result):
         row = [point for point in result.points if point.num_steps == steps]
         assert list(line.get_xdata()) == [512, 1024, 2048]
         assert list(line.get_ydata()) == [point.noise_to_batch_ratio for point in row]
-    assert len(lines_of(panel, "--")) == 3  # of 2, 3 and 2 points; the corners are alone
+    assert len(lines_of(panel, "--")) == 3  # of 2, 3 and 2 points; the corners are single points
 
 
 def test_the_right_panel_has_a_line_for_each_compute(result):
@@ -69,7 +69,7 @@ def test_the_recommended_point_is_marked_in_both_panels(result):
 
 
 def test_points_without_noise_are_left_out(result, tmp_path):
-    """A point out of reach has no place on a logarithmic axis; the rest is drawn."""
+    """A point out of reach has no place on a logarithmic axis; the others are drawn."""
     lost = dataclasses.replace(
         result.points[0], noise_multiplier=None, noise_to_batch_ratio=None, share_of_full_batch=None
     )

@@ -19,7 +19,7 @@ SIZES = [(b, t) for b in (512, 2048) for t in (50, 100, 200)]
 
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
 def test_every_point_costs_at_most_the_target_and_hardly_less(adjacency):
-    """The guarantee, against accounting called anew on its own grid; one percent is left at most."""
+    """The guarantee, against accounting on its own grid; at most one percent is unused."""
     budget = Budget(4.0, 1e-6, 42_000, adjacency)
     found = calibrate_grid(budget, SIZES, near=(512, 100))
     assert set(found) == set(SIZES)
@@ -32,7 +32,7 @@ def test_every_point_costs_at_most_the_target_and_hardly_less(adjacency):
 
 
 def test_the_result_is_that_of_the_plan_s_calibration():
-    """The quick search finds the same σ as accounting's own, within what its coarse grid and tolerance leave."""
+    """The quick search finds the same σ as accounting's own, within its coarse grid and tolerance."""
     for (b, t), noise in calibrate_grid(BUDGET, SIZES[::3], near=SIZES[0]).items():
         sigma = calibrate_noise_multiplier(4.0, 1e-6, b / 42_000, t)
         assert noise.sigma == pytest.approx(sigma, rel=0.01)

@@ -1,4 +1,4 @@
-"""What is printed of a sweep: complete, rounded the safe way, and readable."""
+"""The printed text of a sweep: complete, rounded safely, and readable."""
 
 from __future__ import annotations
 

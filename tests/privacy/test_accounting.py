@@ -134,7 +134,7 @@ def _exact_delta(
 ) -> float:
     """Return the larger divergence of one step when all other units contribute `others`, and one `own` or `instead`.
 
-    By going through the number drawn: the others alone, or the others and the unit, cut to `size` at random.
+    It sums over the number drawn: only the others, or the others and the unit, cut to `size` at random.
     """
     grid = np.linspace(-size - 8 * sigma, size + 8 * sigma, 8001)
     with_unit, without = np.zeros_like(grid), np.zeros_like(grid)
@@ -173,7 +173,7 @@ def test_bound_holds_for_tiny_instances() -> None:
 
 @pytest.mark.parametrize("sigma", [1, True, np.float32(1.0), np.int64(2), "1.0", None])
 def test_noise_that_is_no_float_is_refused(sigma: object) -> None:
-    """An accountant that is given other kinds of numbers was seen to drop terms; ours takes floats alone."""
+    """An accountant dropped terms when it was given other number types; ours accepts only floats."""
     with pytest.raises(ValueError, match="noise_multiplier must be a float"):
         plain(sigma, 0.02)  # type: ignore[arg-type]
     assert type(plain(np.float64(1.0), 0.02).noise_multiplier) is float
@@ -270,7 +270,7 @@ def test_tiny_delta_over_many_steps(width: float, expected: float) -> None:
 
 
 def test_delta_below_the_tails_is_refused() -> None:
-    """A δ smaller than what is cut off the tails is refused instead of reported as infinite."""
+    """A δ smaller than the mass cut off the tails is refused instead of reported as infinite."""
     with pytest.raises(ValueError, match="cannot be certified over 100000 steps"):
         epsilon([(plain(2.0, 0.001), 100_000)], 1e-16)
 

@@ -69,7 +69,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_new_budget_reads_back(path: Path) -> None:
-    """What was given is what is read, with nothing spent."""
+    """The given values are read back, with nothing spent."""
     budget = read_budget(path)
     assert {name: getattr(budget, name) for name in HEAD} == HEAD
     assert (budget.unit_column, budget.adjacency, budget.entries, budget.spent) == (None, "zero-out", (), 0.0)
@@ -151,7 +151,7 @@ def test_users_drawn_whole_and_row_by_row_share_a_budget(tmp_path: Path) -> None
     ],
 )
 def test_wrong_run_is_refused(path: Path, change: dict[str, Any], dataset: str, match: str) -> None:
-    """Other data, another unit, or no privacy: nothing is charged, and what differs is named."""
+    """Other data, another unit, or no privacy: nothing is charged, and the difference is named."""
     before = path.read_bytes()
     with pytest.raises(BudgetError, match=match):
         charge(path, make(**change), dataset)
@@ -159,7 +159,7 @@ def test_wrong_run_is_refused(path: Path, change: dict[str, Any], dataset: str, 
 
 
 def test_room_is_asked_for_without_charging(path: Path) -> None:
-    """What would be refused is refused beforehand, with the same words; what fits leaves the file as it was."""
+    """A run that would be refused is refused in advance, in the same words; one that fits changes no file."""
     before = path.read_bytes()
     require_room(path, make(), "chats")
     for plan, dataset in ((make(100_000), "chats"), (make(), "letters"), (make(seed=0), "chats")):
@@ -209,7 +209,7 @@ def test_settling_writes_down_what_ran_even_beyond_the_budget(path: Path) -> Non
 
 
 def test_resumed_run_reserves_its_steps_again(path: Path) -> None:
-    """A resumed run needs its own entry, and all its steps anew: refused when others took what it had left."""
+    """A resumed run needs its own entry and all its steps again: refused when others took the ε that it left."""
     plan = make(500)
     entry = charge(path, plan, "chats")
     check_entry(path, entry, plan)
@@ -261,7 +261,7 @@ def test_processes_charge_one_after_the_other(path: Path, tmp_path: Path) -> Non
 
 
 def test_charging_reads_only_once_it_has_the_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A charge that waits while another one writes sees what that one wrote."""
+    """A charge that waits while another one writes sees the result of the other."""
     plan, empty = make(**FULL), path.read_bytes()
     first = charge(path, plan, "chats")
     charged = path.read_bytes()
@@ -285,7 +285,7 @@ def test_charging_reads_only_once_it_has_the_lock(path: Path, monkeypatch: pytes
 
 
 def test_crash_while_writing_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A half-written file beside the budget is no harm, and is written anew by the next charge."""
+    """A half-written file beside the budget does no harm, and the next charge replaces it."""
     first = charge(path, make(), "chats")
     before = path.read_bytes()
 
@@ -396,7 +396,7 @@ def test_a_budget_that_cannot_be_locked_is_refused(path: Path, monkeypatch: pyte
 
 
 def test_those_who_may_read_a_budget_still_may_after_a_charge(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A team shares it, whatever the umask of each; a lock file of somebody else is locked without being written."""
+    """A team shares it, with any umask; a lock file of another user is locked without being written."""
     path.chmod(0o664)
     before, real = os.umask(0o077), os.open
 
@@ -493,7 +493,7 @@ def test_budget_is_never_overwritten(path: Path, tmp_path: Path) -> None:
 
 
 def test_rows_and_dictionary_say_everything(path: Path) -> None:
-    """What is spent is rounded up, what is allowed down; each run stands with its steps and its own ε."""
+    """Spent ε is rounded up, allowed ε down; each run is listed with its steps and its own ε."""
     first = charge(path, make(), "chats")
     settle(path, first, 20)
     charge(path, make(40), "chats")
@@ -546,7 +546,7 @@ def test_a_crashed_run_is_settled_with_the_steps_that_its_report_states(tmp_path
 
 
 def failed_run(folder: Path, path: Path) -> PrivacyPlan:
-    """Three of 50 steps, then an error; report and card are there, and what people noted."""
+    """Three of 50 steps, then an error; report and card exist, and so do the notes of people."""
     plan = make()
     folder.mkdir()
     plan.save(folder / PLAN_FILE)
@@ -562,7 +562,7 @@ def failed_run(folder: Path, path: Path) -> PrivacyPlan:
 
 
 def test_report_and_card_follow_a_stop_that_is_declared_independent_afterwards(tmp_path: Path, path: Path) -> None:
-    """Budget, report and card speak of the same steps; what people noted stays, and so does the rest of the card."""
+    """Budget, report and card state the same steps; notes of people and other parts of the card are kept."""
     folder = tmp_path / "run"
     plan = failed_run(folder, path)
     card = folder / CARD_FILE
@@ -604,7 +604,7 @@ def test_a_damaged_report_is_told_before_anything_is_settled(tmp_path: Path, pat
 
 
 def test_a_copy_of_a_ledger_from_before_the_crash_gives_nothing_back(tmp_path: Path, path: Path) -> None:
-    """It holds fewer steps than were taken: neither settling it nor a new run over it frees what the others cost."""
+    """It holds fewer steps than were taken: neither settling nor a new run over it returns the cost of the others."""
     plan, folder, copied = make(), tmp_path / "run", tmp_path / "copied"
     folder.mkdir()
     entry = charge(path, plan, "chats")
@@ -624,7 +624,7 @@ def test_a_copy_of_a_ledger_from_before_the_crash_gives_nothing_back(tmp_path: P
 
 
 def test_a_new_run_over_a_ledger_that_was_cut_gives_nothing_back(tmp_path: Path, path: Path) -> None:
-    """The budget knows how far the run had come when it saved."""
+    """The budget records how far the run had come when it saved."""
     plan, place = make(), tmp_path / "privacy_ledger.jsonl"
     entry = charge(path, plan, "chats")
     ledger = Ledger.create(place, plan, budget={"file": path.name, "entry": entry})
@@ -639,7 +639,7 @@ def test_a_new_run_over_a_ledger_that_was_cut_gives_nothing_back(tmp_path: Path,
 
 
 def test_a_run_that_crashed_before_its_first_step_gives_everything_back(tmp_path: Path, path: Path) -> None:
-    """Nothing was released, whatever made it stop."""
+    """Nothing was released, for any reason of the stop."""
     entry = charge(path, make(), "chats")
     Ledger.create(tmp_path / "privacy_ledger.jsonl", make(), budget={"file": path.name, "entry": entry}).close()
     assert settle_crashed(path, tmp_path) == 0

@@ -204,7 +204,7 @@ def test_damaged_manifest(tmp_path: Path, text: str | None, match: str) -> None:
 
 
 def test_unreadable_file_is_not_whole(tmp_path: Path) -> None:
-    """What cannot be read is reported as such."""
+    """A file that cannot be read is reported as such."""
     final = save(tmp_path, 1)
     (final / "empty").unlink()
     (final / "empty").mkdir()
@@ -224,7 +224,7 @@ def test_files_added_later_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_publishing_nothing_is_refused(tmp_path: Path) -> None:
-    """No folder, an empty folder and a link are mistakes of the caller, and leave the earlier checkpoint alone."""
+    """No folder, an empty folder and a link are mistakes of the caller, and do not change the earlier checkpoint."""
     before = save(tmp_path, 1)
     with pytest.raises(CheckpointError, match="is not a folder"):
         publish(staging_folder(tmp_path, 2), checkpoint_folder(tmp_path, 2))
@@ -263,7 +263,7 @@ def test_failed_replacement_puts_the_old_one_back(tmp_path: Path, monkeypatch: p
 
 
 def test_only_remnants_of_saves_are_discarded(tmp_path: Path) -> None:
-    """Preparing a save removes what a crash left, and nothing that someone else put there."""
+    """Preparing a save removes the leftovers of a crash, and no file of anybody else."""
     stage(tmp_path, 4)
     (tmp_path / STAGING_FOLDER / "mine").mkdir()
     outside = tmp_path / "elsewhere"
@@ -286,7 +286,7 @@ def test_rotation_keeps_what_was_published_last(tmp_path: Path) -> None:
     rotate(tmp_path, 3, keep=[tmp_path / "checkpoint-1"])
     assert checkpoints_in(tmp_path) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
     rotate(tmp_path, 1, keep=[tmp_path / "checkpoint-1"])
-    assert checkpoints_in(tmp_path) == ["checkpoint-1", "checkpoint-4"]  # the last one stays whatever the limit
+    assert checkpoints_in(tmp_path) == ["checkpoint-1", "checkpoint-4"]  # the last one is kept for any limit
     rotate(tmp_path, 1)
     assert checkpoints_in(tmp_path) == ["checkpoint-4"]
     rotate(tmp_path / "empty", 1)
@@ -304,7 +304,7 @@ def test_rotation_does_not_go_by_the_clock(tmp_path: Path) -> None:
 
 
 def test_rotation_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be deleted is named."""
+    """A folder that cannot be deleted is named."""
     for step in (1, 2):
         save(tmp_path, step)
 
@@ -466,7 +466,7 @@ def plain_file(path: Path) -> None:
     ],
 )
 def test_disk_full_while_saving(small_disk: Path, writer, error: str, last: str) -> None:
-    """Whatever the writing library raises, the error names the last file and the checkpoint to resume from."""
+    """For any error of the writing library, the error names the last file and the checkpoint to resume from."""
     before = save(small_disk, 1)
     prepare_staging(small_disk, 2)
     with pytest.raises(CheckpointError) as caught, saving(small_disk, 2) as folder:
@@ -545,7 +545,7 @@ def test_a_checkpoint_that_lacks_the_shards_of_a_process_is_not_published(tmp_pa
 
 
 def test_a_resume_that_finds_shards_missing_names_their_processes(tmp_path: Path) -> None:
-    """The manifest knows how many processes wrote it, under which engine."""
+    """The manifest records how many processes wrote it, under which engine."""
     final = checkpoint_folder(tmp_path, 2)
     publish(shards(tmp_path, [0, 1, 2, 3]), final, made_by=(4, "DeepSpeedZero"))
     verify(final)

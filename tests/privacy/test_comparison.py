@@ -121,7 +121,7 @@ def test_library_accountant_takes_truncation_and_rows_drawn_singly() -> None:
 
 
 def test_zcdp_is_the_least_over_all_orders() -> None:
-    """ε is that of the best order, by brute force, and below what the library finds among its own orders."""
+    """ε is that of the best order, by brute force, and below the library's result among its own orders."""
     for sigma, steps, at in ((1.0, 1, 1e-5), (20.0, 100, 1e-5), (0.3, 1000, 1e-6), (500.0, 3, 1e-9), (3.0, 7, 0.4)):
         rho = steps / (2 * sigma**2)
         excess = np.exp(np.linspace(-12, 25, 400_001))
@@ -205,7 +205,7 @@ def test_basic_and_advanced_composition_of_several_kinds_of_steps() -> None:
 )
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
 def test_the_reported_number_is_the_least_of_the_bounds(history: accounting.History, adjacency: str) -> None:
-    """The table has every method; its first row is what is reported, and no upper bound is below it."""
+    """The table has every method; its first row is the reported ε, and no upper bound is below it."""
     rows = compare(history, 1e-5, adjacency)
     assert [row.name for row in rows] == NAMES
     assert rows[0].epsilon == accounting.epsilon(history, 1e-5, adjacency) and rows[0].kind == UPPER_BOUND
@@ -278,7 +278,7 @@ def test_bad_arguments_are_refused() -> None:
     ("mean", "shape", "expected"), [(10, 0.0, 8.16), (10, 1.0, 9.26), (10, math.inf, 10.95), (50, 1.0, 11.05)]
 )
 def test_tuning_with_a_random_number_of_runs(mean: float, shape: float, expected: float) -> None:
-    """The best of a random number of runs costs what the library's event says: more than one, less than all."""
+    """The best of a random number of runs costs the ε of the library's event: more than one, less than all."""
     history = [(plain(1.0, 0.02), 1500)]
     found = best_of_epsilon(history, 1e-5, mean, shape)
     assert found == pytest.approx(expected, abs=5e-3)

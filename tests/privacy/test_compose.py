@@ -20,7 +20,7 @@ from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 def make_run(
     folder: Path, num_steps: int = 50, num_units: int = 1000, end: str | None = "completed", **change: Any
 ) -> PrivacyPlan:
-    """Leave behind in `folder` what a run of `num_steps` out of 50 steps does, and return its plan."""
+    """Write to `folder` the files of a run of `num_steps` out of 50 steps, and return its plan."""
     settings: dict[str, Any] = {"noise_multiplier": 1.0, "clip_norm": 0.5, "expected_batch_size": 20, "delta": 1e-5}
     plan = make_plan(PrivacyConfig(**{**settings, "dataset": "chats", **change}), num_units, 50)
     folder.mkdir()
@@ -57,7 +57,7 @@ def test_single_run_is_its_own_composition(tmp_path: Path) -> None:
 
 
 def test_given_delta_and_adjacency_are_used(tmp_path: Path) -> None:
-    """What the caller gives takes the place of what the plans say, also where these differ."""
+    """Values of the caller replace those of the plans, also where these differ."""
     one = make_run(tmp_path / "one", adjacency="replace-one", delta=1e-4)
     make_run(tmp_path / "two")
     folders = [tmp_path / "one", tmp_path / "two"]
@@ -80,7 +80,7 @@ def test_delta_out_of_range_is_refused(tmp_path: Path, delta: float) -> None:
 
 
 def test_same_run_is_never_counted_twice_or_in_part(tmp_path: Path) -> None:
-    """A folder given twice, by another name or as a copy, and a checkpoint alone, are errors."""
+    """A folder given twice, by another name or as a copy, and a single checkpoint, are errors."""
     make_run(tmp_path / "one")
     (tmp_path / "link").symlink_to(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
@@ -183,7 +183,7 @@ def test_rows_and_dictionary_say_everything(tmp_path: Path) -> None:
 
 
 def test_a_data_set_that_has_grown_composes(tmp_path: Path) -> None:
-    """Runs on the same people with another N are one history, each step with its own N; nobody is told to add apart."""
+    """Runs on the same people with another N are one history, each step with its own N."""
     one = make_run(tmp_path / "one")
     two = make_run(tmp_path / "two", num_units=1500, dataset="chats of May")
     folders = [tmp_path / "one", tmp_path / "two"]

@@ -1,4 +1,4 @@
-"""Tests of dpllm.privacy.identity: what belongs to a ledger, and what does not."""
+"""Tests of dpllm.privacy.identity: files that belong to a ledger, and files that do not."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_rewound_ledger_is_refused(tmp_path: Path) -> None:
-    """Restored from an older copy into the same file, and then resumed: the checkpoint knows more steps."""
+    """Restored from an older copy into the same file, and then resumed: the checkpoint has more steps."""
     begin(tmp_path, 2)
     old = (tmp_path / LEDGER_FILE).read_bytes()
     go_on(resume(tmp_path), tmp_path, 4)
@@ -73,7 +73,7 @@ def test_weights_of_more_steps_than_their_ledger_charged_are_refused(tmp_path: P
     """Also under a manifest that fits."""
     begin(tmp_path, 2)
     (tmp_path / "checkpoint-2" / "trainer_state.json").write_text('{"global_step": 4}')
-    with pytest.raises(LedgerError, match="have taken 4 steps, and its ledger charged 2"):
+    with pytest.raises(LedgerError, match="have taken 4 steps, but its ledger charged 2"):
         check_checkpoint(tmp_path / LEDGER_FILE, tmp_path / "checkpoint-2")
 
 
@@ -89,7 +89,7 @@ def test_a_checkpoint_that_names_no_ledger_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_forks_on_one_budget_count_once(tmp_path: Path) -> None:
-    """Both copies are resumed: the second is refused, also when it was adopted, and the budget holds what ran."""
+    """Both copies are resumed: the second is refused, also when adopted, and the budget holds the steps that ran."""
     budget = create_budget(
         tmp_path / "mail.json", dataset="mail", epsilon=50.0, delta=PLAN.delta, unit=PLAN.unit, num_units=PLAN.num_units
     ).path

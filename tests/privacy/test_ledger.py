@@ -96,7 +96,7 @@ def test_each_line_is_on_disk_before_the_call_returns(path: Path, monkeypatch: p
 
 
 def test_append_does_not_read_the_file(path: Path) -> None:
-    """An append costs the same whatever stands before it: it adds one line and rewrites nothing."""
+    """An append costs the same for any ledger: it adds one line and rewrites nothing."""
     with Ledger.create(path, PLAN) as ledger:
         for number in range(20):
             before = path.read_bytes()
@@ -215,7 +215,7 @@ def test_a_line_of_another_version_is_one_error_however_it_is_read(path: Path, r
 
 
 def test_after_a_write_that_failed_nothing_more_is_charged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line may be there in part or not on the disk; a resumed run reads what there is and mends it."""
+    """The line may be partly there or not on the disk; a resumed run reads the rest and repairs the file."""
     with Ledger.create(path, PLAN) as ledger:
         ledger.append_step(0, PLAN.event)
 
@@ -262,7 +262,7 @@ def test_closed_ledger_takes_nothing(path: Path) -> None:
 
 
 def test_existing_ledger_is_not_overwritten(path: Path) -> None:
-    """Steps charged by an earlier run cannot be erased by starting anew."""
+    """Steps charged by an earlier run cannot be erased by a new start."""
     write(path, 1)
     before = path.read_bytes()
     with pytest.raises(LedgerError, match="ledger of an earlier run, and its steps stay charged"):

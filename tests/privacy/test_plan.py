@@ -52,7 +52,7 @@ def test_no_noise_is_planned_as_infinite() -> None:
 
 
 def test_given_bound_is_kept_and_never_above_the_units() -> None:
-    """A given max_batch_size stands, but a batch cannot hold more than all units."""
+    """A given max_batch_size is kept, but a batch cannot hold more than all units."""
     assert make_plan(privacy(max_batch_size=30), 1000, 5).max_batch_size == 30
     assert make_plan(privacy(max_batch_size=99), 50, 5).max_batch_size == 50
     assert make_plan(privacy(expected_batch_size=50), 50, 5).sampling_rate == 1.0
@@ -70,7 +70,7 @@ def test_given_bound_is_kept_and_never_above_the_units() -> None:
     ],
 )
 def test_impossible_plan_is_refused(change: dict[str, Any], units: int, steps: int, match: str) -> None:
-    """What cannot be run truthfully is an error before anything starts."""
+    """A configuration that would break the guarantee is an error before anything starts."""
     with pytest.raises(ValueError, match=match):
         make_plan(privacy(**change), units, steps)
 
@@ -85,7 +85,7 @@ def test_saved_plan_loads_equal(tmp_path: Path) -> None:
 
 
 def test_hash_depends_on_every_field() -> None:
-    """Whatever differs between two plans shows in the hash."""
+    """Any difference between two plans changes the hash."""
     plan = make_plan(privacy(), num_units=1000, num_steps=50)
     change: dict[str, Any] = {
         "unit": "user",
@@ -118,7 +118,7 @@ def test_hash_depends_on_every_field() -> None:
     ],
 )
 def test_edited_plan_is_refused(tmp_path: Path, edit: dict[str, Any], match: str) -> None:
-    """A plan file that is not what was saved is an error."""
+    """A plan file that was changed after saving is an error."""
     path = tmp_path / "plan.json"
     make_plan(privacy(), 1000, 50).save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
@@ -227,7 +227,7 @@ def test_seeded_plan_says_so_first() -> None:
 
 
 def test_printed_epsilon_is_rounded_up() -> None:
-    """What is printed holds: ε is never rounded down, and is never shown as 0 after a step."""
+    """The printed number holds: ε is never rounded down, and never shown as 0 after a step."""
     assert format_epsilon(2.00001) == "2.0001"
     assert format_epsilon(2.0) == "2.0000"
     assert format_epsilon(1e-7) == "0.0001"

@@ -151,14 +151,14 @@ def test_tradeoff_curve(adjacency: str) -> None:
 
 
 def test_tradeoff_of_a_gaussian_is_the_exact_one() -> None:
-    """For one full-batch step the curve is known: the bound lies on it or just above."""
+    """For one full-batch step the curve is known: the bound is on it or slightly above."""
     rates, found = tradeoff_curve([(plain(1.0, 1.0), 1)], "zero-out", [1e-4, 1e-2, 0.3], 1e-3)
     exact = stats.norm.sf(stats.norm.isf(rates) - 1.0)
     assert (exact <= found).all() and (found <= exact * 1.01).all()
 
 
 def test_words_round_up() -> None:
-    """A sentence never states less than the bound, and names what blind guessing achieves."""
+    """A sentence never states less than the bound, and names the success of blind guessing."""
     words = in_plain_words(
         AttackRisk("replace-one", 0.1, {0.5: 0.55001, 0.01: 0.990001}, {0.01: 0.020001}, {1e-6: 3.41e-6, 0.25: 0.5})
     )

@@ -61,7 +61,7 @@ def test_the_same_rows_are_resumed_without_an_open_point(tmp_path):
 
 @pytest.mark.parametrize("damage", ["missing", "damaged"])
 def test_without_the_key_it_is_an_open_point_once_and_compared_again_later(damage, tmp_path):
-    """A folder that was copied without what is not for release."""
+    """A folder that was copied without the files that are not for release."""
     started(tmp_path)
     key = tmp_path / KEY_FILE
     key.unlink() if damage == "missing" else key.write_text("no key")
@@ -78,13 +78,13 @@ def test_a_ledger_without_a_digest_is_an_open_point(tmp_path):
     path = tmp_path / LEDGER
     lines = path.read_text().splitlines(keepends=True)
     kept = next(number for number, line in enumerate(lines) if DIGEST in line)
-    path.write_text("".join(lines[:kept]))  # the chain of what is left holds
+    path.write_text("".join(lines[:kept]))  # the chain of the remaining lines holds
     PrivateRun.resume(tmp_path, plan_of(), rows_of()).finish()
     assert any("its ledger holds no digest of them" in point for point in points(tmp_path))
 
 
 def test_the_key_is_secret_and_of_one_run(tmp_path):
-    """Two runs on one data set have different digests, so neither tells that they share it, nor which text is in it."""
+    """Two runs on one data set have different digests: neither reveals that they share it, nor a text in it."""
     digests = []
     for name in ("a", "b"):
         started(tmp_path / name)

@@ -1,4 +1,4 @@
-"""What ε is stated for, and how far a run may go on whose mechanism begins anew at a resume."""
+"""The steps whose ε is stated, and the steps that a resumed run may take if its mechanism restarts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PLAN = plan_of()
 
 
 def run_for(folder: Path, plan: PrivacyPlan, num_steps: int, budget: str | None = None) -> SharedLedger:
-    """Begin, or go on, and take so many steps; the run then breaks off."""
+    """Start or resume, and take this many steps; the run is then interrupted."""
     path = folder / LEDGER_FILE
     start = SharedLedger.open if path.exists() else SharedLedger.create
     ledger = start(path, plan, Processes(), budget_file=budget)
@@ -96,7 +96,7 @@ def test_dp_sgd_is_never_cut(tmp_path: Path) -> None:
 
 
 def test_without_a_target_a_resumed_run_keeps_to_the_epsilon_of_its_plan(tmp_path: Path) -> None:
-    """σ was given; what the plan printed still holds."""
+    """σ was given; the plan's printed ε still holds."""
     plan = plan_of(target_epsilon=None, noise_multiplier=1.5)
     for first, allowed in ((8, None), (6, 38)):
         ledger = run_for(tmp_path / str(first), plan, first)
@@ -110,13 +110,13 @@ def test_a_run_of_which_no_round_is_left_is_not_resumed(tmp_path: Path) -> None:
     for _ in range(10):
         ledger = run_for(tmp_path, PLAN, 1)
     with pytest.raises(
-        ValueError, match=r"not one more step keeps to ε = 3\. Release the model of the last checkpoint"
+        ValueError, match=r"no further step stays within ε = 3\. Release the model of the last checkpoint"
     ):
         SharedLedger.open(ledger.path, PLAN, Processes())
 
 
 def test_a_budget_counts_the_rounds_of_every_start(tmp_path: Path) -> None:
-    """It is never charged less than what the ledger costs, and other runs have what is left."""
+    """It is never charged less than the cost of its ledger, and other runs have the remaining ε."""
     file = tmp_path / "chats.budget.json"
     create_budget(file, dataset="chats", epsilon=3.0, delta=1e-5, unit="sequence", num_units=1000)
     ledger = run_for(tmp_path / "run", PLAN, 6, str(file))

@@ -48,7 +48,7 @@ def test_a_failure_before_the_first_step_gives_back_what_was_reserved(tmp_path: 
 
 
 def test_a_crash_before_the_first_step_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
-    """The process died, so nothing was settled: the new run settles it, and notes again what was written out."""
+    """The process died, so nothing was settled: the new run settles it, and notes its disclosures again."""
     budget = budget_of(tmp_path)
     path = tmp_path / "run" / LEDGER_FILE
     ledger = SharedLedger.create(path, plan(), Processes(), budget_file=budget)

@@ -78,7 +78,7 @@ def test_an_existing_ledger_is_not_overwritten_nor_a_missing_one_opened(path):
 def test_a_step_out_of_turn_is_refused(path):
     """A step charged twice or left out would make the count a matter of interpretation."""
     ledger = SharedLedger.create(path, PLAN, Processes())
-    with pytest.raises(LedgerError, match="step 1 can't be charged: the next one"):
+    with pytest.raises(LedgerError, match="step 1 cannot be charged: the next one"):
         ledger.append_step(1, PLAN.event)
     ledger.append_end("completed")
     with pytest.raises(LedgerError, match="has ended"):
