@@ -1,11 +1,11 @@
-"""What torch.compile gives the step without privacy, and what dpllm says to a compiled model.
+"""The speed-up of torch.compile for the step without privacy, and dpllm's refusal of a compiled model.
 
     python benchmarks/compiled.py
     OMP_NUM_THREADS=1 python benchmarks/compiled.py --clock cpu --hidden 256 --json compiled.json
 
-The model and the options are those of throughput.py; its step without privacy is run as it is and with
-``torch.compile(model)``, in turn, and beside them the private step, on the model as it is. Needs what torch.compile
-needs: a C++ compiler on the CPU, Triton on CUDA.
+The model and the options are those of throughput.py. The step without privacy is run unchanged and with
+``torch.compile(model)``, in turn, and then the private step on the unchanged model. It needs the compiler that
+torch.compile needs: a C++ compiler on the CPU, Triton on CUDA.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ COMPILED, OURS = "non-private, compiled", "dpllm, not compiled"
 
 
 def refusal(model: Any) -> str:
-    """What GhostClipper says to this model.
+    """Return the error of GhostClipper for this model.
 
     Raises:
-        RuntimeError: nothing; it took the model.
+        RuntimeError: there was no error; it accepted the model.
     """
     try:
         GhostClipper(model, CLIP_NORM).remove()
@@ -44,7 +44,7 @@ def refusal(model: Any) -> str:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Times of the three steps, in turn, and the refusal."""
+    """Return the times of the three steps, in turn, and the refusal."""
     model = build_model(settings)
     ids_BT = batch_of(settings, model.config.vocab_size)
     compiled: Any = torch.compile(twin(model))
@@ -76,7 +76,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """The table, the machine and the refusal."""
+    """Return the table, the machine and the refusal."""
     where, settings = report["machine"], report["settings"]
     lines = [
         f"{where['device']}, {where['threads']} CPU threads, PyTorch {where['torch']}; Llama {settings['layers']} × "

@@ -1,4 +1,4 @@
-"""What one piece of work takes, counted while it runs: floating-point operations, and bytes of live tensors."""
+"""Count the floating-point operations and the bytes of live tensors of a piece of work while it runs."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _attention_backward(
     return flop_counter.sdpa_backward_flop_count(grad, query, key, value)
 
 
-# What FlopCounterMode leaves out: in-place products (a clipped sum is made of them), products with a vector, attention
-# on the CPU. Its own formula for bmm fails where an output dtype is given.
+# FlopCounterMode leaves out in-place products (which form a clipped sum), products with a vector, and attention
+# on the CPU. Its own formula for bmm fails if an output dtype is given.
 FORMULAS: dict[Any, Callable[..., int]] = {
     **dict.fromkeys((aten.bmm, aten.mv, aten.dot, aten.vdot), _product),
     **dict.fromkeys((aten.addmm_, aten.baddbmm_, aten.addbmm, aten.addbmm_, aten.addmv, aten.addmv_), _added_product),

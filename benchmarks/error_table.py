@@ -10,10 +10,10 @@ Models are tiny random instances of the architectures (tests/reference/zoo.py). 
 error: relative l2 error of the clipped sum against the loop's, formed with the factors that the clipper used; the
 largest over heads (tied, untied) and checkpointing. In bfloat16 this is the rounding of the activations, which any
 training in bfloat16 has; in brackets the same against autograd in the same precision, on the same activations.
-released: the largest norm of what is released of one unit, over C, for units whose gradient is larger than C. It must
+released: the largest norm of one unit's contribution, over C, for units whose gradient is larger than C. It must
 not exceed 1.
 
-"-": with dropout on, a float64 loop does not draw the numbers that the model drew; what stands in brackets counts.
+"-": with dropout on, a float64 loop does not draw the numbers that the model drew; the value in brackets counts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def cases_of(arguments: argparse.Namespace) -> Iterator[Case]:
-    """Every meaningful combination that was asked for."""
+    """Return every meaningful requested combination."""
     for model in arguments.models:
         for mode in arguments.modes:
             for dtype in arguments.dtypes:
@@ -60,7 +60,7 @@ def cases_of(arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def measure(case: Case) -> dict:
-    """Errors and released norm of one case; None where there is nothing to compare with."""
+    """Return the errors and released norm of one case; None if there is nothing to compare with."""
     row = {
         "model": case.family,
         "mode": case.mode,
@@ -86,7 +86,7 @@ def measure(case: Case) -> dict:
 
 
 def _largest(rows: list[dict], key: str) -> float | None:
-    """The largest value, None if there is none; a NaN counts as the largest."""
+    """Return the largest value, None if there is none; a NaN counts as the largest."""
     values = [row[key] for row in rows if row[key] is not None]
     return max(values, key=lambda value: math.inf if math.isnan(value) else value) if values else None
 
@@ -106,7 +106,7 @@ def _cell(rows: list[dict]) -> str:
 
 
 def markdown(rows: list[dict], dtypes: list[str]) -> str:
-    """The table, one line per model and mode, and a last line with the largest values."""
+    """Return the table, one line per model and mode, and a last line with the largest values."""
     lines = ["| model | mode | " + " | ".join(dtypes) + " |", "|---|---|" + "---|" * len(dtypes)]
     kinds = list(dict.fromkeys((row["model"], row["mode"]) for row in rows))
     for model, mode in kinds:

@@ -1,10 +1,10 @@
-"""How often the audit accuses a run that keeps its promise.
+"""Measure how often the audit accuses a sound run.
 
     python benchmarks/false_alarms.py --runs 200
 
 Simulates sound runs: per canary a fair coin, and over T steps Poisson sampling at rate q and Gaussian noise σ, the
-score being the likelihood ratio of what was released, the best there is. Each run is judged as `dpllm audit` judges
-one, at 95 %, by one run and by independent runs. A sound audit says FAIL in at most 5 % of them.
+score being the likelihood ratio of the releases, the best possible score. Each run is judged as by `dpllm audit`,
+at 95 %, by one run and by independent runs. A sound audit gives FAIL in at most 5 % of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ console = Console()
 
 
 class Setting(NamedTuple):
-    """A mechanism, and how many canaries look at it."""
+    """A mechanism, and the number of its canaries."""
 
     name: str
     sampling_rate: float
@@ -48,7 +48,7 @@ SETTINGS = (
 
 
 def simulate(setting: Setting, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and coins of one sound run."""
+    """Return the scores and coins of one sound run."""
     q, sigma = setting.sampling_rate, setting.noise_multiplier
     coins = rng.random(setting.num_canaries) < 0.5
     shape = (setting.num_canaries, setting.num_steps)
@@ -59,7 +59,7 @@ def simulate(setting: Setting, rng: np.random.Generator) -> tuple[np.ndarray, np
 
 
 def share_of_alarms(setting: Setting, runs: int, seed: int) -> dict[str, float]:
-    """Judge so many sound runs, and the highest bound over the claimed ε."""
+    """Judge this many sound runs, and return the highest bound over the claimed ε."""
     rng = np.random.default_rng([seed, SETTINGS.index(setting)])
     step = Step(sampling_rate=setting.sampling_rate, noise_multiplier=setting.noise_multiplier)
     alarms, nearest = 0, 0.0
@@ -82,7 +82,7 @@ def share_of_alarms(setting: Setting, runs: int, seed: int) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate, print a table, and write JSON where asked."""
+    """Simulate, print a table, and write JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200, help="sound runs of each setting")
     parser.add_argument("--seed", type=int, default=0)

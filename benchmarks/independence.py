@@ -1,4 +1,4 @@
-"""How closely rows agree alone and in company, and what measuring it costs.
+"""Measure how closely single rows agree with rows in a batch, and the cost of this check.
 
     python benchmarks/independence.py                      # every model family and PEFT variant that can be built
     python benchmarks/independence.py --only families --json independence.json
@@ -97,11 +97,11 @@ class Charged:
 
 @dataclass(frozen=True)
 class Measured:
-    """What became of one model.
+    """The result for one model.
 
     Attributes:
         name: of the family or variant.
-        task: what it was trained for.
+        task: its task.
         loss: largest relative difference.
         norm: likewise.
         outcome: "sound", "refused", or why it does not count.
@@ -173,7 +173,7 @@ def measure(
         outcome = f"refused: {error}"[:160]
     except GhostError as error:
         outcome = f"not clipped: {error}"[:160]
-    except Exception as error:  # the first row may be too short for the family alone
+    except Exception as error:  # the first row may be too short for the family by itself
         if type(error).__module__.startswith("dpllm"):
             raise
         outcome = f"did not run: {type(error).__name__}: {error}"[:160]
@@ -330,7 +330,7 @@ def couplings() -> Iterator[Measured]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the cost is measured for.
+    """The setting of a cost measurement.
 
     Attributes:
         model: makes it.
@@ -375,7 +375,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What the checks of a run of 100 steps take, as shares of what its steps take.
+    """Return the cost of the checks of a run of 100 steps, as shares of the cost of its steps.
 
     Attributes:
         name: of the setting.
@@ -413,7 +413,7 @@ def cost(name: str) -> Cost:
         return loss(net, inputs)
 
     def measured(act: Callable[[], Any], already: int) -> np.ndarray:
-        """What is spent while the check believes that this many steps were taken."""
+        """Return the cost of the check after this many steps."""
         assert run._attached.independence is not None
         run._attached.independence._steps = already
         spent[:] = 0

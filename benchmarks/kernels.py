@@ -1,4 +1,4 @@
-"""Each fused kernel against its PyTorch form and against what the device could do at best.
+"""Compare each fused kernel with its PyTorch form and with the best possible time of the device.
 
     python benchmarks/kernels.py                                        # on CUDA: times; elsewhere: counts and errors
     python benchmarks/kernels.py --json kernels.json --rounds 50
@@ -12,7 +12,7 @@ fused, PyTorch
             medians over the rounds, by CUDA events, in turn, warm, with the L2 cache overwritten in between; launches
             are in it, as in a training step. In brackets: time / roofline, 1 is the limit
 error       largest relative error of a result against the same in float64 on the same inputs
-slack       for Gram norms, by how much the norm came out too small, in units of what is allowed for
+slack       for Gram norms, how much too small the norm came out, in units of the allowed margin
             (`dpllm.ghost.kernels.rounding_slack` times the mass): above 1 the clipped gradient may exceed its bound.
             The rows of positive entries are there for it: all terms of a sum then have one sign
 
@@ -288,7 +288,7 @@ def device_rates(options: argparse.Namespace) -> tuple[float | None, float | Non
 
 
 def machine() -> dict[str, str | int]:
-    """What the figures were measured on."""
+    """Return the machine of the figures."""
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, Triton's interpreter",
@@ -333,7 +333,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of activations and gradients")
-    parser.add_argument("--only", choices=KERNELS, action="append", help="this kernel alone; may be repeated")
+    parser.add_argument("--only", choices=KERNELS, action="append", help="only this kernel; may be repeated")
     parser.add_argument("--rounds", type=int, default=20, help="timed runs of each form")
     parser.add_argument("--warmup", type=int, default=5, help="runs before that")
     parser.add_argument("--peak-tflops", type=float, help="dense peak rate for the dtype, in TFLOP/s")

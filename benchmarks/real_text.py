@@ -12,12 +12,12 @@ stock, grouped   train_sampling_strategy="group_by_length": rows of like length 
 dpllm            DPTrainer: Poisson sampling, clipping, noise; each step's rows are sorted by length
 
 No microbatch of any of them has more tokens, padding included, than the budget: rows of the stock Trainer's microbatch
-times the longest row of the data. That many rows are what fits into --max-tokens and divides --batch.
+times the longest row of the data. This number of rows fits into --max-tokens and divides --batch.
 
 tokens/s   tokens that are not padding, of the steps after the warm-up, over their time
 whole      the same of the whole run, with making the trainer, the warm-up and, private, the report
-padding    share of what went through the model that was padding, counted in the collated batches
-peak       memory, after the warm-up. On CUDA what the allocator handed out; elsewhere the bytes of live tensors in a
+padding    share of padding among the tokens that went through the model, counted in the collated batches
+peak       memory, after the warm-up. On CUDA the allocator's record; elsewhere the bytes of live tensors in a
            run of two steps of its own, in the second of them
 """
 
@@ -61,7 +61,7 @@ METHODS = (STOCK, GROUPED, PRIVATE)
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured. ``config`` (a transformers configuration, random weights) replaces ``model``."""
+    """The settings. ``config`` (a transformers configuration, random weights) replaces ``model``."""
 
     model: str = "openai-community/gpt2"
     config: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Material:
-    """What all runs share.
+    """Shared material of all runs.
 
     Attributes:
         base: the model before LoRA, never trained itself.
@@ -164,7 +164,7 @@ def _format(settings: Settings) -> dict[str, str]:
 class CountingCollator:
     """Collates rows and counts, for each batch, its real tokens, all its tokens and its rows.
 
-    The row that stands in for an empty draw counts as well; with b rows a step on average, a draw is empty with
+    The row that replaces an empty draw counts as well; with b rows a step on average, a draw is empty with
     probability e^-b.
     """
 
@@ -190,7 +190,7 @@ class CountingCollator:
 
 @dataclass
 class Mark:
-    """Where a run stood when a step had ended: the time, and how many of the collated batches had been trained on."""
+    """The state of a run after a step: the time, and the number of collated batches that had been trained on."""
 
     seconds: float
     batches: int
@@ -201,7 +201,7 @@ class StepCounter(TrainerCallback):
     """Notes when the steps after the warm-up began and ended, and which batches they took.
 
     Attributes:
-        collator: what counts.
+        collator: the counting collator.
         settings: warm-up, clock, device.
         whole_steps: whether all batches of a step are collated within it (DPTrainer). The stock loader is one ahead.
         live: counts live tensors, where CUDA's allocator does not.
@@ -217,7 +217,7 @@ class StepCounter(TrainerCallback):
     first_peak: int = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget what was collated before: DPTrainer compares samples of the rows between processes."""
+        """Forget earlier batches: DPTrainer compares samples of the rows between processes."""
         self.collator.batches.clear()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -277,7 +277,7 @@ def make_trainer(
     privacy: PrivacyConfig | None = None,
     **changes: Any,
 ) -> tuple[Trainer, StepCounter]:
-    """A trainer of this method on a copy of the model, with what counts its batches.
+    """Return a trainer of this method on a copy of the model, and the counter of its batches.
 
     Args:
         method: one of `METHODS`.
@@ -335,7 +335,7 @@ def run(method: str, settings: Settings, material: Material) -> dict[str, Any]:
 
 
 def counted_figures(counter: StepCounter, whole_s: float) -> dict[str, Any]:
-    """Tokens, padding, speed and memory of a run that has ended, and that took so many seconds in all."""
+    """Return the tokens, padding, speed and memory of a run that has ended, from its total seconds."""
     assert counter.start is not None and counter.end is not None, "the run has all its steps"
     counted = counter.collator.batches[counter.start.batches : counter.end.batches]
     real, tokens, rows = (sum(column) for column in zip(*counted, strict=True))
@@ -396,7 +396,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def _free() -> None:
-    """Give the GPU's memory back, and let its peak start anew."""
+    """Free the GPU's memory, and reset its peak."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
@@ -467,9 +467,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--data", default=d.data, help="local file or Hub name")
     what.add_argument("--split", default=d.split, help="split of a Hub data set")
     what.add_argument("--columns", nargs="+", default=d.columns, help="one: text; two: prompt and completion")
-    what.add_argument("--max-length", type=int, default=d.max_length, help="tokens of a row at most; the rest is cut")
+    what.add_argument("--max-length", type=int, default=d.max_length, help="tokens of a row; longer ones are cut")
     run_group = parser.add_argument_group("runs")
-    run_group.add_argument("--mode", choices=("full", "lora", "both"), default="both", help="what is trained")
+    run_group.add_argument("--mode", choices=("full", "lora", "both"), default="both", help="trained parameters")
     run_group.add_argument("--rank", type=int, default=d.rank, help="LoRA rank, on all linear layers")
     run_group.add_argument("--dtype", choices=("float32", "bfloat16"), default=d.dtype, help="of weights, activations")
     run_group.add_argument("--device", choices=("auto", "cpu"), default=d.device, help="auto: CUDA where there is one")

@@ -1,4 +1,4 @@
-"""What drawing and dividing a step's units costs, from 10^6 to 10^9 units.
+"""Measure the cost of drawing and dividing a step's units, from 10^6 to 10^9 units.
 
     python benchmarks/sampling.py                                      # N = 10^6 ... 10^9, q = 1e-6, 1e-5, 1e-4
     python benchmarks/sampling.py --units 1e9 --rates 1e-6 --ranks 64 --json sampling.json
@@ -11,7 +11,7 @@ are timed once more by themselves. The lengths take 4 bytes per row: 4 GB for 10
 mask    the usual way for comparison, O(N): ``(torch.rand(N) < q).nonzero().tolist()`` (opacus/utils/uniform_sampler.py,
         UniformWithReplacementSampler); not run above --mask-up-to. Its random numbers are multiples of 2^-24, so the
         rate at which it really draws is not q: "mask q" says which it is
-peak    bytes alive at once beyond what was there before: Python and numpy by tracemalloc, torch by its live tensors
+peak    bytes alive at once beyond those before: Python and numpy by tracemalloc, torch by its live tensors
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MASK_RESOLUTION = 2.0**-24  # of torch.rand in float32
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured."""
+    """The settings."""
 
     units: tuple[int, ...] = (10**6, 10**7, 10**8, 10**9)
     rates: tuple[float, ...] = (1e-6, 1e-5, 1e-4)
@@ -103,7 +103,7 @@ class Drawn:
 
 
 def timed(function: Callable[[], Any], clock: str) -> tuple[Any, float]:
-    """What one call returns, and its milliseconds."""
+    """Return the result of one call, and its milliseconds."""
     start = CLOCKS[clock]()
     result = function()
     return result, 1000 * (CLOCKS[clock]() - start)
@@ -175,7 +175,7 @@ def measure_mask(units: int, rate: float, rounds: int, clock: str) -> dict[str, 
 
 
 def measure_setup(units: int, clock: str) -> tuple[dict[str, Any], tuple[UnitIndex, np.ndarray]]:
-    """What is done once per run over all N units, one row each.
+    """Measure the work that is done once per run over all N units, one row each.
 
     Returns:
         Seconds and bytes of making the index, of hashing it with the lengths so that processes can compare them, and of
@@ -234,7 +234,7 @@ def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """Two tables: a step, and what is done once per run."""
+    """Return two tables: a step, and the work done once per run."""
     where, settings = report["machine"], report["settings"]
     lines = [
         f"{where['device']}, {where['threads']} threads, numpy {where['numpy']}, PyTorch {where['torch']}; "

@@ -1,4 +1,4 @@
-"""Every row of the target table: what privacy costs the models one fine-tunes, of one and eight billion parameters.
+"""Measure every row of the target table: the cost of privacy for models of one and eight billion parameters.
 
     python benchmarks/targets.py                                    # all rows; on CUDA time and memory
     python benchmarks/targets.py --rows 1 4 --markdown targets.md --json targets.json
@@ -13,8 +13,8 @@ their figures are extended to the whole depth:
 FLOPs   operations are linear in the depth, so that the extended count is exact
 memory  bytes of live tensors. Their peak is the largest of several sums, each linear in the depth, so that the extended
         figure is an estimate
-values  products of matrices and attention return zeros at once instead of being computed: shapes decide what runs and
-        what is kept, values do not. Everything else runs as it is
+values  products of matrices and attention return zeros at once instead of being computed: only shapes decide which
+        operations run and which tensors are kept. Everything else runs unchanged
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from throughput import (
     prepare,
 )
 
-DEPTHS = (2, 3)  # of the shallow models; of a single layer the peak lies elsewhere than of many
+DEPTHS = (2, 3)  # of the shallow models; the peak of a single layer is at another place than that of many
 WIDTHS = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
@@ -74,7 +74,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """What the row says of itself."""
+        """Return the name of the row."""
         kept = "" if self.checkpointing == "none" else ", checkpointing"
         kept += ", two passes" if self.method == TWICE else ""
         return f"Llama {self.model}, {'LoRA r=16' if self.mode == 'lora' else 'full'}, {self.batch}×{self.tokens}{kept}"
@@ -85,7 +85,7 @@ class Target:
         return WIDTHS[self.model]["num_hidden_layers"]
 
     def settings(self, layers: int, device: str, rounds: int, dtype: str = "bfloat16") -> Settings:
-        """What throughput.py measures, at this depth."""
+        """Return the settings for throughput.py at this depth."""
         config = {
             "model_type": "llama",
             "num_attention_heads": 32,
@@ -125,12 +125,12 @@ TARGETS = (
 
 
 class WithoutProducts(TorchDispatchMode):
-    """Products and attention return zeros of the right shape, in-place ones what they were given."""
+    """Products and attention return zeros of the right shape, in-place ones return their argument."""
 
     SKIPPED = frozenset(flop_registry) | frozenset(FORMULAS)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Skip what has a FLOP formula, run everything else."""
+        """Skip operations that have a FLOP formula, run all others."""
         kwargs = kwargs or {}
         if func._overloadpacket not in self.SKIPPED:
             return func(*args, **kwargs)
@@ -170,7 +170,7 @@ def extended(shallow: int, deeper: int, layers: int) -> int:
 
 
 def measured(settings: Settings, method: str = OURS) -> dict[str, Any]:
-    """Times and memory of a step without and with privacy. FLOPs are not counted: what Triton computes is not seen."""
+    """Times and memory of a step without and with privacy. FLOPs are not counted, because Triton's are not seen."""
     results = measure(settings, [PLAIN, method], counting=False)
     base, own = results[PLAIN], results[method]
     return {
@@ -185,13 +185,13 @@ def peer(settings: Settings, name: str, plain_bytes: int) -> dict[str, Any]:
     """The same of a library of others, beside steps without privacy of its own.
 
     Args:
-        settings: what is measured.
+        settings: the settings.
         name: one of `PEERS`.
-        plain_bytes: peak without privacy, measured by itself: what another library keeps after its step is in memory
-            during those beside it.
+        plain_bytes: peak without privacy, measured separately: memory that another library keeps after its step counts
+            during the steps beside it.
 
     Returns:
-        Ratios and times, or only why there are none.
+        Ratios and times, or only the reason why there are none.
     """
     if importlib.util.find_spec(PEERS[name]) is None:
         return {"refused": "not installed"}
@@ -237,7 +237,7 @@ def measure_row(target: Target, device: str, rounds: int) -> dict[str, Any]:
 
 
 def peer_cell(figures: dict[str, Any]) -> str:
-    """What the table says of another library."""
+    """Return the table's entry for another library."""
     return figures.get("refused") or f"{figures['speed_ratio']:.2f} / {figures['memory_ratio']:.2f}"
 
 

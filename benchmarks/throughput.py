@@ -1,4 +1,4 @@
-"""What privacy costs: a DP step against the same step without privacy, in time, floating-point operations and memory.
+"""Measure the cost of privacy: a DP step against the same step without privacy, in time, FLOPs and memory.
 
     python benchmarks/throughput.py                                            # 4-layer Llama, full fine-tuning
     python benchmarks/throughput.py --mode lora --tokens 512
@@ -14,7 +14,7 @@ time    medians over the rounds; beside it the ratio of the fastest steps. Where
         on one thread is steadier: OMP_NUM_THREADS=1 and --clock cpu
 FLOPs   of matrix products and attention in one step, 2 per multiply-add, counted by torch.utils.flop_counter;
         elementwise work is not counted
-memory  peak over one step, with weights and gradients: on CUDA what the allocator handed out, elsewhere the bytes of
+memory  peak over one step, with weights and gradients: on CUDA the allocator's record, elsewhere the bytes of
         live tensors (buffers inside an operation are not seen)
 """
 
@@ -62,7 +62,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured. ``config`` (a transformers configuration) or ``model`` (a folder) replaces the inline Llama."""
+    """The settings. ``config`` (a transformers configuration) or ``model`` (a folder) replaces the inline Llama."""
 
     hidden: int = 512
     layers: int = 4
@@ -204,7 +204,7 @@ class GhostStep(Step):
         super().__init__(model)
         self.clipper = GhostClipper(model, CLIP_NORM, norm_method)
         self.engine = SingleProcess(torch.optim.SGD(self.clipper.parameters.values(), lr=0.0))
-        self.engine.guard.done = True  # its check of the first step is not what is measured
+        self.engine.guard.done = True  # its check of the first step is not measured
 
     def run(self, ids_BT: Tensor) -> None:
         """One DP step, noise left out."""
@@ -250,7 +250,7 @@ class OpacusStep(Step):
 class FastDPStep(Step):
     """fastDP's book-keeping (MixOpt): hooks that leave the clipped sum in ``private_grad`` during one backward pass.
 
-    It knows no RMSNorm and leaves its weights untrained, without an error, so that on such a model it does less.
+    It does not support RMSNorm and leaves its weights untrained, without an error, so on such a model it does less.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -375,10 +375,10 @@ def measure(
     """Figures of every method; times are taken in turn, in an order that rotates from round to round.
 
     Args:
-        settings: what is measured.
+        settings: the settings.
         methods: keys of `METHODS`.
         timing: whether to take times.
-        counting: whether to count FLOPs. What a Triton kernel computes is not seen, so that on CUDA the private step
+        counting: whether to count FLOPs. The work of a Triton kernel is not seen, so on CUDA the private step
             appears cheaper than it is.
     """
     steps, refused, ids_BT = prepare(settings, methods)
@@ -410,7 +410,7 @@ def _same_norms(ours_B: Tensor | None, theirs_B: Tensor | None) -> None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return the machine of the figures."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists() and (found := re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())):
@@ -522,7 +522,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     source = model.add_mutually_exclusive_group()
     source.add_argument("--config", help="transformers configuration as JSON text, JSON file or folder; random weights")
     source.add_argument("--model", help="folder (or Hub name) of a model with its weights")
-    what = parser.add_argument_group("what is trained, and how")
+    what = parser.add_argument_group("trained parameters and method")
     what.add_argument(
         "--mode", choices=("full", "lora"), default=d.mode, help="all weights, or LoRA on all linear ones"
     )

@@ -1,7 +1,7 @@
-"""What one GPU shows of this library: first contact, targets, profile, a whole run, engines, quantized weights.
+"""Checks and measurements on one GPU: first contact, targets, profile, a whole run, engines, quantized weights.
 
     benchmarks/gpu.sh                             # all stages, at most 20 minutes
-    benchmarks/gpu.sh 1 2                         # these alone; 1 2 and 3 4 5 6 end within ten minutes each
+    benchmarks/gpu.sh 1 2                         # only these; 1 2 and 3 4 5 6 end within ten minutes each
     benchmarks/gpu.sh --toy                       # tiny sizes, on the CPU: shows that the script runs, and no speed
     benchmarks/gpu.sh wheels FOLDER [MORE...]     # wheels for a machine without a network; MORE: source folders
     benchmarks/gpu.sh report FILE...              # a section for results.md from one or several gpu.json
@@ -41,7 +41,7 @@ from gpu.record import Record, run_stage  # noqa: E402
 STAGES = {1: "first_contact", 2: "targets_table", 3: "busy", 4: "whole_run", 5: "nccl", 6: "quantized"}
 # Seconds of each: 1 and 2 in 555, 3 to 6 in 555, which leaves time for the wheels in pieces of ten minutes.
 LIMITS = {1: 245, 2: 310, 3: 75, 4: 295, 5: 110, 6: 75}
-TOY_LIMIT = 3600  # catches a deadlock alone
+TOY_LIMIT = 3600  # only catches a deadlock
 FIGURES, LOG = "gpu.json", "gpu.log"
 
 
@@ -67,7 +67,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def material_of(options: argparse.Namespace) -> Path | None:
-    """As given, or where it usually lies."""
+    """Return the folder as given, or the usual one."""
     usual = [BENCHMARKS.parent / ".material", BENCHMARKS.parents[1] / "shared" / "data"]
     for path in (options.material, *usual):
         if path is not None and (path / "stories15M").is_dir():
@@ -85,7 +85,7 @@ def environment(toy: bool) -> dict[str, str]:
 
 
 def start(options: argparse.Namespace, numbers: list[int]) -> None:
-    """Run some stages in a process of their own, print and keep what it says, and end it when its time is over."""
+    """Run some stages in a separate process, print and keep its output, and end it when its time is over."""
     command = [sys.executable, str(BENCHMARKS / "gpu"), *map(str, numbers), "--child", f"--out={options.out}"]
     command += [f"--only={options.only}", *["--toy"] * options.toy]
     command += [f"--material={options.material}"] if options.material else []
@@ -148,7 +148,7 @@ def run_here(options: argparse.Namespace) -> None:
 
 
 def summary(options: argparse.Namespace) -> int:
-    """The failures in a few lines, and how many there were."""
+    """Return the failures in a few lines, and their number."""
     record = Record(options.out / FIGURES)
     failed = 0
     print(f"\n== {record.values['machine'].get('device')}; figures in {options.out / FIGURES}")

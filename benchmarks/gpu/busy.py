@@ -1,4 +1,4 @@
-"""Stage 3: where the time of a step goes: is the GPU busy or waiting for launches, and which kernels take most."""
+"""Stage 3: where the time of a step goes: whether the GPU is busy or waits for launches, and the slowest kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Event = tuple[str, float, float]  # name, begin, end
 
 
 def events_of(trace: dict[str, Any], categories: Iterable[str]) -> list[Event]:
-    """What ran, of these categories, from a trace of torch.profiler; times in microseconds."""
+    """Return the events of these categories from a trace of torch.profiler; times in microseconds."""
     wanted = set(categories)
     return [
         (event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
@@ -37,7 +37,7 @@ def events_of(trace: dict[str, Any], categories: Iterable[str]) -> list[Event]:
 
 
 def busy_time(events: list[Event]) -> float:
-    """The time in which at least one of them ran.
+    """Return the time in which at least one of them ran.
 
     >>> busy_time([("a", 0, 4), ("b", 2, 6), ("c", 8, 9)])
     7.0
@@ -50,7 +50,7 @@ def busy_time(events: list[Event]) -> float:
 
 
 def top(events: list[Event], steps: int, count: int = TOP) -> list[dict[str, Any]]:
-    """The names that take most time, per step.
+    """Return the names that take most time, per step.
 
     >>> top([("a", 0, 1000), ("b", 0, 500), ("a", 5, 505)], steps=1, count=1)
     [{'name': 'a', 'ms': 1.5, 'calls': 2.0}]
@@ -67,7 +67,7 @@ def top(events: list[Event], steps: int, count: int = TOP) -> list[dict[str, Any
 
 
 def summarize(trace: dict[str, Any], steps: int, on_gpu: bool) -> dict[str, Any]:
-    """Share busy under the profiler, launches, top kernels; without a GPU operations of the CPU stand for kernels."""
+    """Return the busy share under the profiler, launches, top kernels; without a GPU, of CPU operations."""
     events = events_of(trace, ON_GPU if on_gpu else ("cpu_op",))
     if not events:
         raise ValueError("The profile has no event of the device.")
@@ -83,7 +83,7 @@ def summarize(trace: dict[str, Any], steps: int, on_gpu: bool) -> dict[str, Any]
 
 
 def with_time(profile: dict[str, Any], step_ms: float) -> dict[str, Any]:
-    """The profile, and what it says of a step whose time was taken without the profiler, which slows the CPU.
+    """Return the profile with the share of a step that was timed without the profiler, which slows the CPU.
 
     >>> with_time({"busy_ms": 70.0}, 80.0)["share_of_step_busy"]
     0.875
@@ -109,7 +109,7 @@ def profiled(step: Any, ids_BT: torch.Tensor, device: torch.device) -> dict[str,
 
 
 def profile_of(target: targets.Target) -> Step:
-    """Training without privacy and this library. The profiler slows the CPU, so times without it stand beside."""
+    """Profile training without privacy and this library, with times without the profiler, which slows the CPU."""
 
     def step(figures: Figures, setting: Setting) -> None:
         if setting.toy and target is not targets.TARGETS[0]:

@@ -1,4 +1,4 @@
-"""Stage 1: does each part compute on this device what it computes in float64 on the CPU?"""
+"""Stage 1: compare each part on this device with the same computation in float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.reference.zoo import Case, build_model, make_batch
 
 TITLE = "first contact"
 EXACT = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
-"""Largest relative error against float64, as in tests/ghost/test_triton_kernels.py: the inputs are exact."""
+"""Return the largest relative error against float64, as in tests/ghost/test_triton_kernels.py: the inputs are exact."""
 TESTS_LIMIT = 120  # seconds
 
 
@@ -81,7 +81,7 @@ def kernels_of(kernel: str) -> Step:
 
 
 def _cases(kernel: str, dtype: torch.dtype, device: torch.device, whole: bool) -> list[Callable[[], Any]]:
-    """What makes each case, so that only one is in memory."""
+    """Return functions that make each case, so that only one is in memory."""
     shapes = kernels_benchmark.FULL if whole else kernels_benchmark.TINY
     makers = {
         "gram": kernels_benchmark.gram_case,
@@ -106,7 +106,7 @@ def _worse(a: float, b: float) -> float:
 
 
 def _timed(row: dict[str, Any]) -> dict[str, Any]:
-    """What a table of kernels shows of one shape."""
+    """Return one shape's row of a table of kernels."""
     figures = {"shape": row["shape"], "error": row["fused"]["error"], "PyTorch error": row["plain"]["error"]}
     for form, name in (("fused", "fused us"), ("plain", "PyTorch us")):
         figures[name] = 1e3 * row[form]["median_ms"]
@@ -134,7 +134,7 @@ def kernel_tests(figures: Figures, setting: Setting) -> None:
 
 
 def rounding(figures: Figures, setting: Setting) -> None:
-    """What training measures before its first norm; it refuses a device that is far off."""
+    """Run the measurement that training makes before its first norm; it refuses a device that is far off."""
     sizes = [(17, 200)] if setting.toy else [*_SHAPES]
     for fused in (True, False):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -149,7 +149,7 @@ def rounding(figures: Figures, setting: Setting) -> None:
 
 
 def noise(figures: Figures, setting: Setting) -> None:
-    """Normal with the variance asked for, across the blocks of a tensor, between tensors, and never the same twice."""
+    """Check that noise is normal with the requested variance over blocks and tensors, and never the same twice."""
     entries = 50_000 if setting.toy else 2 * _BLOCK + 12_345
     source, stddev = NoiseSource(), 3.0
     drawn = []
@@ -173,7 +173,7 @@ def noise(figures: Figures, setting: Setting) -> None:
         total = torch.zeros(1000, device=setting.device)
         NoiseSource(seed=5).add_(total, 1.0)
         seeded.append(total)
-    figures.require(torch.equal(*seeded), "a seed doesn't give the same noise twice")
+    figures.require(torch.equal(*seeded), "a seed does not give the same noise twice")
     if setting.device.type == "cuda":
         _philox_state(figures, setting.device)
 
@@ -182,7 +182,7 @@ def _philox_state(figures: Figures, device: torch.device) -> None:
     """Key and offset are taken as they were given, for offsets that use all their bits."""
     states = [NoiseSource()._cuda_generator(device).get_state().view(torch.int64).tolist() for _ in range(20)]
     figures["largest offset"] = max(offset for _, offset in states)
-    figures.require(figures["largest offset"] > 2**58, "the generator doesn't keep the random offset")
+    figures.require(figures["largest offset"] > 2**58, "the generator does not keep the random offset")
     figures.require(len({key for key, _ in states}) == 20, "keys repeat")
 
 
@@ -191,7 +191,7 @@ TOLERANCES = {"float32": (1e-5, 2e-5, 1e-4), "bfloat16": (3e-2, 6e-2, 0.3), "aut
 
 
 def against_the_loop(dtype: str) -> Step:
-    """Whole models: norms and clipped sum against float64 autograd of single rows, and what one unit can contribute."""
+    """Check whole models: norms and clipped sum against float64 autograd, and one unit's contribution."""
 
     def step(figures: Figures, setting: Setting) -> None:
         families = ("llama",) if setting.toy else ("llama", "gpt2-without-dropout", "gemma3", "bert", "t5")
@@ -252,7 +252,7 @@ def tf32(figures: Figures, setting: Setting) -> None:
             figures.check(f"{name}, norms", worst, at_most=1e-5)
             figures.check(f"{name}, sums", relative_error(sums, exact_sum), at_most=1e-5)
             figures[f"{name}, a plain product"] = plain
-        if device.type == "cuda":  # otherwise nothing was shown
+        if device.type == "cuda":  # if not, nothing was shown
             shown = max((value for key, value in figures.items() if key.endswith("plain product")), default=0.0)
             figures.require(shown > 1e-5, "TF32 never came on, so that this step shows nothing")
     finally:
@@ -283,7 +283,7 @@ def packed(figures: Figures, setting: Setting) -> None:
 
 
 def without_triton(figures: Figures, setting: Setting) -> None:
-    """The PyTorch forms on this device, which are what runs where Triton isn't installed."""
+    """Check the PyTorch forms on this device, which run if Triton is not installed."""
     setting.needs_cuda()
     for dtype in ("float32", "bfloat16"):
         case = Case("llama", dtype=dtype)
@@ -297,10 +297,12 @@ def without_triton(figures: Figures, setting: Setting) -> None:
 def triton_is_there(figures: Figures, setting: Setting) -> None:
     """Without it every other step would measure the PyTorch forms."""
     if not triton_kernels.available():
-        raise Skipped("Triton is not installed") if setting.toy else RuntimeError("Triton can't run here")
+        raise Skipped("Triton is not installed") if setting.toy else RuntimeError("Triton cannot run here")
     figures["triton"] = triton_kernels.triton.__version__
     figures["interpreted"] = triton_kernels.INTERPRETED
-    figures.require(setting.toy == triton_kernels.INTERPRETED, "the kernels run in the interpreter, or the toy doesn't")
+    figures.require(
+        setting.toy == triton_kernels.INTERPRETED, "the kernels run in the interpreter, or the toy does not"
+    )
 
 
 STEPS: list[tuple[str, Step]] = [

@@ -78,7 +78,7 @@ def loss_of(model: nn.Module, device: torch.device) -> Any:
 
 
 def stepped(model: Any, rows: Rows, max_rows: int, setting: Setting) -> tuple[Tensor, Any, int]:
-    """One private step without noise: its gradient on the CPU, what happened, and its peak of memory."""
+    """Take one private step without noise; return its gradient on the CPU, its events, and its peak of memory."""
     num_rows = len(rows.ids)
     privacy = PrivacyConfig(noise_multiplier=0.0, clip_norm=0.3, expected_batch_size=num_rows // 4)
     plan = make_plan(privacy, num_rows, 3)
@@ -118,7 +118,7 @@ def scarce(model: Any, allowed: int, max_tokens: int, setting: Setting) -> Itera
 
 
 def memory_runs_out(figures: Figures, setting: Setting) -> None:
-    """A microbatch that doesn't fit is taken in halves; the step's gradient is that of memory enough."""
+    """Check that a microbatch that does not fit is split in half, and that the step's gradient is unchanged."""
     count, tokens = (12, 16) if setting.toy else (64, 256)
     model = llama(setting)
     rows = Rows(count, tokens, model.config.vocab_size)
@@ -138,7 +138,7 @@ def memory_runs_out(figures: Figures, setting: Setting) -> None:
 
 
 class LiveMemory:
-    """Memory of the CPU that PyTorch's tensors take, with a capacity that is made up."""
+    """CPU memory of PyTorch's tensors, with an invented capacity."""
 
     def __init__(self, capacity: int, live: Any) -> None:
         """Take the counter of live tensors."""
@@ -154,13 +154,13 @@ class LiveMemory:
 
 
 def automatic_budget(figures: Figures, setting: Setting) -> None:
-    """The rows found by trial fill the memory, and a step of so many runs."""
+    """Check that the rows found by trial fill the memory, and that a step of this many rows runs."""
     from throughput import LiveBytes
 
     tokens, most = (16, 60) if setting.toy else (512, 4096)
     sizes = {} if setting.toy else {**WIDTHS["1B"], "vocab_size": 32_000, "num_attention_heads": 32}
     model = llama(setting, torch.float32 if setting.toy else torch.bfloat16, **sizes)
-    for p in model.model.layers[:-2].parameters():  # sums and activations are what grows, not weights
+    for p in model.model.layers[:-2].parameters():  # sums and activations grow, not weights
         p.requires_grad_(False)
     clipper = GhostClipper(model, 0.3)
     parameters = list(clipper.parameters.values())

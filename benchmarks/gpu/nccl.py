@@ -127,7 +127,7 @@ def command(config: str, recipe: Path) -> list[str]:
 
 
 def outside_a_group() -> dict[str, str]:
-    """The environment without what `join` added: the launcher sets it for its own process."""
+    """Return the environment without the variables of `join`: the launcher sets them for its own process."""
     own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in os.environ.items() if name not in own}
 

@@ -82,7 +82,7 @@ def nf4(figures: Figures, setting: Setting) -> None:
 
 
 def in_turn(model: Any, ids_BT: torch.Tensor, setting: Setting) -> dict[str, Any]:
-    """Steps without privacy and then with it, on the same model: weights of four bits can't be shared by two."""
+    """Time steps without and then with privacy on the same model: two models cannot share weights of four bits."""
     found: dict[str, Any] = {}
     for name, make in (("non-private", TimedStep), ("dpllm", GhostStep)):
         step = make(model)

@@ -1,6 +1,6 @@
-"""Runs the steps of a stage one after another, and saves after each what it found.
+"""Run the steps of a stage one after another, and save the figures after each.
 
-A step fills in figures. It fails by raising, or by a figure that is not what it should be (`Figures.check`); what it
+A step fills in figures. It fails by raising, or by a figure outside its bounds (`Figures.check`); the figures that it
 had found until then is kept, and the next step goes on. Nothing is retried, and nothing that failed is left out.
 """
 
@@ -19,14 +19,14 @@ PASSED, FAILED, SKIPPED, NOT_REACHED, RUNNING = "passed", "failed", "skipped", "
 
 
 class Skipped(Exception):
-    """A step that can't run here, and why."""
+    """Error: a step cannot run here; the message gives the reason."""
 
 
 class Figures(dict[str, Any]):
-    """What a step found.
+    """The figures of a step.
 
     Attributes:
-        wrong: a sentence for each figure that isn't what it should be.
+        wrong: a sentence for each figure that is not as it should be.
     """
 
     def __init__(self) -> None:
@@ -48,16 +48,16 @@ class Figures(dict[str, Any]):
             self.wrong.append(f"{name} is {value:.4g}, outside {at_least:g} to {at_most:g}")
 
     def require(self, holds: bool, otherwise: str) -> None:
-        """Note what is wrong unless it holds."""
+        """Note a problem unless a condition holds."""
         if not holds:
             self.wrong.append(otherwise)
 
 
 class Record:
-    """The JSON file of all figures, written anew after every change, so that a broken-off run is worth something."""
+    """The JSON file of all figures, rewritten after every change, so that an interrupted run keeps its figures."""
 
     def __init__(self, path: Path) -> None:
-        """Go on with what the file has."""
+        """Continue with the contents of the file."""
         self._path = path
         self.values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"machine": {}, "stages": {}}
 
@@ -68,7 +68,7 @@ class Record:
         os.replace(scratch, self._path)
 
     def stage(self, number: int, title: str) -> dict[str, Any]:
-        """A stage's entry, empty: a stage that is run again replaces what it had."""
+        """Return an empty entry of a stage: a stage that is run again replaces its old entry."""
         entry = self.values["stages"][str(number)] = {"title": title, "steps": {}}
         self.save()
         return entry
@@ -104,14 +104,14 @@ def run_stage(
     seconds: float,
     device_is_lost: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run all steps; after `seconds` those that are left are noted as not reached.
+    """Run all steps; after `seconds` the remaining ones are noted as not reached.
 
     Args:
         record: where the figures go.
         number: of the stage.
         title: in words.
         steps: names and functions.
-        setting: what the functions are given.
+        setting: argument of the functions.
         seconds: for the whole stage.
         device_is_lost: asked after a failure; nothing can be run any more then.
     """

@@ -7,7 +7,7 @@ from typing import Any
 from gpu.record import FAILED, NOT_REACHED, PASSED, SKIPPED, shown
 
 SAME = ("device", "torch", "triton", "transformers", "source", "toy")
-"""What pieces of one section must have in common."""
+"""Names that must agree in all parts of one section."""
 OPTIONAL, ABSENT = ("deepspeed", "bitsandbytes", "opacus", "fastDP"), "not installed"
 
 
@@ -23,13 +23,13 @@ def merged(records: list[dict[str, Any]]) -> dict[str, Any]:
         for name in SAME:
             ours, theirs = records[0]["machine"].get(name), record["machine"].get(name)
             if ours != theirs:
-                raise ValueError(f"The runs can't be one section: {name} is {ours} in one and {theirs} in another.")
+                raise ValueError(f"The runs cannot be one section: {name} is {ours} in one and {theirs} in another.")
     stages = {number: stage for record in records for number, stage in record["stages"].items()}
     return {"machine": records[0]["machine"], "stages": dict(sorted(stages.items(), key=lambda item: int(item[0])))}
 
 
 def as_markdown(records: list[dict[str, Any]]) -> str:
-    """The section: machine, targets met and missed, all figures, and what failed.
+    """Return the section: machine, targets met and missed, all figures, and the failures.
 
     Raises:
         ValueError: as of `merged`.

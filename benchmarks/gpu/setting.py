@@ -1,4 +1,4 @@
-"""What the stages share: sizes, places, the device, and what it is."""
+"""Shared parts of the stages: sizes, folders, the device and its description."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Setting:
 
     Attributes:
         toy: tiny sizes, on the CPU.
-        folder: for scratch; what comes out of a run lies elsewhere.
+        folder: scratch folder; the results of a run are elsewhere.
         material: the folder that has ``stories15M`` and ``e2e``; None where there is none.
     """
 
@@ -48,7 +48,7 @@ class Setting:
             raise Skipped("no CUDA")
 
     def needs(self, package: str) -> None:
-        """End a step without what it is about."""
+        """End a step that lacks its subject."""
         if importlib.util.find_spec(package) is None:
             raise Skipped(f"{package} is not installed")
 
@@ -60,7 +60,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_memory() -> None:
-    """Give everything back, and let the peak start anew."""
+    """Free all memory, and reset the peak."""
     from dpllm.training.out_of_memory import free_memory as give_back
 
     give_back()
@@ -100,7 +100,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """As given, or asked of git; a copy without its history is told by `_source`."""
+    """Return the commit as given or from git; `_source` identifies a copy without history."""
     given = os.environ.get("DPLLM_COMMIT")
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:

@@ -14,11 +14,11 @@ from gpu.setting import Setting, free_memory
 TITLE = "the target table"
 ROUNDS = 6
 TOY: dict[str, Any] = {"config": None, "hidden": 32, "layers": 2, "vocab": 97, "heads": 2, "batch": 2, "tokens": 8}
-_found: dict[str, int] = {}  # peak bytes without privacy, by row; what the steps of other libraries are compared with
+_found: dict[str, int] = {}  # peak bytes without privacy, by row; the steps of other libraries are compared with it
 
 
 def settings_of(target: targets.Target, setting: Setting) -> Settings:
-    """What throughput.py measures; in the toy the same modes on a tiny model."""
+    """Return the settings for throughput.py; in the toy the same modes on a tiny model."""
     whole = target.settings(target.layers, setting.device.type, ROUNDS)
     return replace(whole, **TOY, rank=2, rounds=1, warmup=1) if setting.toy else whole
 

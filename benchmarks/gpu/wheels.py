@@ -1,9 +1,9 @@
-"""Makes the folder of wheels that a machine without a network needs beside what it has.
+"""Make the folder of wheels that a machine without a network still needs.
 
     benchmarks/gpu.sh wheels .whl                              # wheels.txt, for Python 3.12 on x86-64
     benchmarks/gpu.sh wheels .whl fast-differential-privacy    # and a wheel of a source folder, for stage 2
 
-What is published as source alone is built here, without compiling anything; of bitsandbytes the libraries for other
+Packages published only as source are built here, without compiling anything; of bitsandbytes the libraries for other
 devices are left out. Nothing that is needed in turn is fetched: neither torch nor CUDA can come along.
 """
 
@@ -39,7 +39,7 @@ def wanted(text: str) -> list[str]:
 
 
 def commands(folder: Path, requirements: list[str], sources: list[str]) -> list[list[str]]:
-    """What pip is asked for."""
+    """The requirements for pip."""
     pip = [sys.executable, "-m", "pip"]
     binary = [line for line in requirements if line.split("==")[0] not in FROM_SOURCE]
     built = [line for line in requirements if line not in binary]
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check(folder: Path) -> int:
-    """Whether what travels is small enough and runs there: no torch, no wheel of another Python or machine."""
+    """Check that the folder is small enough and runs there: no torch, no wheel of another Python or machine."""
     wheels = sorted(folder.glob("*.whl"))
     total = sum(wheel.stat().st_size for wheel in wheels)
     wrong = [wheel.name for wheel in wheels if not runs_there(wheel.name)]
