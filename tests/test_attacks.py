@@ -106,7 +106,7 @@ def test_a_ledger_replaced_in_mid_run_stops_the_run(tmp_path):
                 shutil.copy(tmp_path / LEDGER, tmp_path / "new")
                 os.replace(tmp_path / "new", tmp_path / LEDGER)
 
-    with pytest.raises(ValueError, match="was replaced by another file while the run went on"):
+    with pytest.raises(ValueError, match="was replaced by another file during the run"):
         trainer(tmp_path, args=arguments(tmp_path), callbacks=[Replaces()]).train()
 
 

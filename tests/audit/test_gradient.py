@@ -201,7 +201,7 @@ def test_releases_of_another_model_are_refused():
 )
 def test_a_movement_that_is_no_gradient_is_refused(optimizer):
     """Adam's step, or momentum's, does not show the release."""
-    with pytest.raises(AuditError, match="does not move them by the gradient alone"):
+    with pytest.raises(AuditError, match="does not change them by the gradient only"):
         _check_plain_sgd(optimizer(nn.Linear(2, 2).parameters()))
 
 

@@ -301,7 +301,7 @@ def test_canaries_that_would_take_hours_are_refused(recipe_file, tmp_path):
         CanaryOptions(num=10**7)
     for options, match in (
         (CanaryOptions(num=20, length=10**6), r"canaries of 1000000 tokens are longer than data\.max_length"),
-        (CanaryOptions(num=20, num_candidates=10**7), "and at most 20000000 are made"),
+        (CanaryOptions(num=20, num_candidates=10**7), "but at most 20000000 are allowed"),
     ):
         with pytest.raises(AuditError, match=match):
             prepare(load_recipe(recipe_file), tmp_path / "audit", options)

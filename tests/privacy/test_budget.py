@@ -294,7 +294,7 @@ def test_crash_while_writing_leaves_the_old_file(path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
-        with pytest.raises(BudgetError, match=r"cannot be written \(No space left on device\), and is as it was"):
+        with pytest.raises(BudgetError, match=r"cannot be written \(No space left on device\), and is unchanged"):
             charge(path, make(), "chats")
     assert path.read_bytes() == before
     half = path.with_name(f"{path.name}.tmp")
@@ -362,7 +362,7 @@ def test_a_lock_file_that_is_removed_lets_nobody_write_over_another(
     with locked(path) as held:
         lock.unlink()
         second = charge(path, make(), "chats")  # with a new lock file
-        with pytest.raises(BudgetError, match=r"lock was removed while it was held"):
+        with pytest.raises(BudgetError, match=r"lock was removed while it was locked"):
             held.require_held()
     assert [entry.id for entry in read_budget(path).entries] == [second]
     asked, real = threading.Event(), fcntl.flock
@@ -444,7 +444,7 @@ def test_edited_file_is_refused(path: Path) -> None:
         read_budget(path)
     broken = {**raw, "entries": [{"id": "1"}]}
     path.write_text(json.dumps({**broken, "sha256": _reseal(broken)}))
-    with pytest.raises(BudgetError, match="is not a whole budget"):
+    with pytest.raises(BudgetError, match="is not a complete budget"):
         read_budget(path)
     for other in ({**raw, "format": 2}, {}, []):
         path.write_text(json.dumps(other))

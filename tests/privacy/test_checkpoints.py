@@ -522,7 +522,7 @@ def test_a_fault_on_a_disk_with_room_does_not_ask_for_room(tmp_path: Path, monke
         with pytest.raises(CheckpointError, match=r"TypeError: .*set is not JSON") as caught, saving(tmp_path, 2):
             json.dumps({1})
         assert ("Free space" in str(caught.value)) == asked == ("are free on this disk" in str(caught.value))
-        assert "end what the error names" in str(caught.value) and "\n" not in str(caught.value)
+        assert "ix the cause that the error names" in str(caught.value) and "\n" not in str(caught.value)
 
 
 SHARDS = ["global_step2/zero_pp_rank_{}_mp_rank_00_optim_states.pt", "global_step2/mp_rank_00_model_states.pt"]

@@ -147,14 +147,14 @@ def test_nameless_data_need_somebody_to_vouch(tmp_path: Path) -> None:
         compose(folders)
     assert compose(folders, dataset="chats").dataset == "chats"
     for asked in (folders, folders[1:]):
-        with pytest.raises(ValueError, match=r"different data or units \(vouched for: 'letters'\)"):
+        with pytest.raises(ValueError, match=r"different data or units \(declared: 'letters'\)"):
             compose(asked, dataset="letters")
 
 
 def test_runs_that_are_not_private(tmp_path: Path) -> None:
     """A seeded run is refused; one without noise makes ε infinite, in words."""
     make_run(tmp_path / "seeded", seed=0)
-    with pytest.raises(ValueError, match="seeded drew from a fixed seed, so nothing in it is private"):
+    with pytest.raises(ValueError, match="seeded used a fixed seed, so neither it nor a composition"):
         compose([tmp_path / "seeded"])
     make_run(tmp_path / "one")
     make_run(tmp_path / "open", noise_multiplier=0)
@@ -173,7 +173,7 @@ def test_rows_and_dictionary_say_everything(tmp_path: Path) -> None:
     rows = dict(composition_rows(found))
     assert rows["data set"] == "chats" and rows["unit of privacy"] == "one sequence of 1,000"
     assert "(50 of 50 steps)" in rows[f"ε of {tmp_path / 'one'} alone"]
-    assert "(20 of 50 steps, not ended: it may yet cost more)" in rows[f"ε of {tmp_path / 'two'} alone"]
+    assert "(20 of 50 steps, not ended: it may still cost more)" in rows[f"ε of {tmp_path / 'two'} alone"]
     assert found.epsilon <= float(rows["ε of all together"]) < found.epsilon + 1e-4
     assert found.basic_epsilon <= float(rows["the same by basic composition"])
     values = json.loads(json.dumps(found.to_dict()))

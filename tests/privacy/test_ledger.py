@@ -380,11 +380,11 @@ def test_a_ledger_that_was_replaced_while_the_run_goes_on_is_an_error(path: Path
             ledger.require_intact,
             lambda: ledger.append_end("x"),
         ):
-            with pytest.raises(LedgerError, match="was replaced by another file while the run went on"):
+            with pytest.raises(LedgerError, match="was replaced by another file during the run"):
                 charge()
         (saved,) = path.parent.glob(f"{path.name}.*")
         path.unlink()
-        with pytest.raises(LedgerError, match="was removed while the run went on"):
+        with pytest.raises(LedgerError, match="was removed during the run"):
             ledger.append_step(2, PLAN.event)
     assert read_ledger(saved).num_steps == 2
 
