@@ -13,6 +13,7 @@ from dpllm.cli import app
 from dpllm.config import load_recipe
 from dpllm.data.rows import load_train_and_eval, unit_index_of
 from tests import children
+from tests.tiers import deep_case
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -83,7 +84,14 @@ def test_every_program_runs(code, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("command", [line for line in commands("dpllm ") if not line.startswith("dpllm audit")])
+@pytest.mark.parametrize(
+    "command",
+    [
+        deep_case(line) if "--sweep" in line else line
+        for line in commands("dpllm ")
+        if not line.startswith("dpllm audit")
+    ],
+)
 def test_every_dpllm_command_runs(command, workplace, monkeypatch):
     """Plain and with --json."""
     monkeypatch.chdir(workplace)

@@ -77,7 +77,6 @@ BUGS = [
                 "                before_update,\n",
             ),
         ),
-        quick=True,
     ),
     Bug(
         "norms without the tied cross term",

@@ -156,6 +156,7 @@ def test_noise_that_is_too_small_fails():
     assert abs(np.mean(shares) - few["σ/√2"]) < 0.1
 
 
+@pytest.mark.deep
 def test_the_power_that_is_printed_is_that_of_the_audit():
     """Simulated audits of a run with half the noise fail as often as it says; a wide claim can hardly be refuted."""
     history = [(Step(sampling_rate=1.0, noise_multiplier=1.0), 1)]

@@ -19,6 +19,7 @@ from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.statement import write_report
 from dpllm.training.arguments import training_arguments
 from tests import children
+from tests.tiers import deep_case
 
 EPSILON = ["epsilon", "--noise-multiplier", "1", "--sampling-rate", "0.02", "--steps", "1500", "--delta", "1e-5"]
 CALIBRATE = ["calibrate", "--epsilon", "8", "--delta", "1e-5", "--sampling-rate", "0.0244", "--steps", "410"]
@@ -408,7 +409,7 @@ def test_sweep_of_a_recipe(tmp_path: Path) -> None:
         (["plan", "r.yaml", "--sweep", "--steps", "3"], "override the recipe's values instead"),
         ([*SWEEP, "--batch-sizes", "1,x"], "whole numbers separated by commas"),
         ([*SWEEP, "--peak-tflops", "100"], "needs a recipe"),
-        ([*SWEEP, "--min-steps", "5000"], "at least min_steps=5000 steps"),
+        deep_case([*SWEEP, "--min-steps", "5000"], "at least min_steps=5000 steps"),
     ],
 )
 def test_sweep_errors_are_one_line(arguments: list[str], message: str) -> None:

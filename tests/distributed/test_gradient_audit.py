@@ -10,20 +10,32 @@ from dpllm.audit.result import CONSISTENT
 from tests.distributed.auditing import DESIGN, NOISE_MULTIPLIER
 from tests.distributed.setups import ENGINES
 from tests.distributed.world import run
+from tests.tiers import deep_case
 
-ALL = ENGINES  # one process is audited in tests.audit
+QUICK = ("fsdp2", "zero2")
+ALL = [engine if engine in QUICK else deep_case(engine) for engine in ENGINES]  # tests.audit has one process
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """The observations of the two processes."""
-    return run(tmp_path_factory.mktemp("audit"), "tests.distributed.auditing:every_engine", engines=list(ALL))
+    """The observations of both processes on an engine; one start for several engines."""
+    known: dict[bool, list] = {}
+
+    def of(engine):
+        quick = engine in QUICK
+        if quick not in known:
+            engines = [other for other in ENGINES if (other in QUICK) == quick]
+            folder = tmp_path_factory.mktemp("audit")
+            known[quick] = run(folder, "tests.distributed.auditing:every_engine", fresh=not quick, engines=engines)
+        return [result[engine] for result in known[quick]]
+
+    return of
 
 
 @pytest.mark.parametrize("engine", ALL)
 def test_the_processes_toss_the_same_coins_and_see_the_same_releases(engine, ranks):
     """Separate coins on each process would include a canary on one of them."""
-    (coins, seen, _), (others_coins, others_seen, _) = (result[engine] for result in ranks)
+    (coins, seen, _), (others_coins, others_seen, _) = ranks(engine)
     assert coins.shape == (DESIGN.num_blocks, DESIGN.num_canaries) and 0.4 < coins.mean() < 0.6
     assert np.array_equal(coins, others_coins) and np.allclose(seen, others_seen, rtol=1e-5)
 
@@ -31,7 +43,7 @@ def test_the_processes_toss_the_same_coins_and_see_the_same_releases(engine, ran
 @pytest.mark.parametrize("engine", ALL)
 def test_a_release_holds_each_included_canary_once_and_its_noise_once(engine, ranks):
     """C where it is included, 0 where it is not, each with a standard deviation of σC; in units of C."""
-    coins, seen, _ = ranks[0][engine]
+    coins, seen, _ = ranks(engine)[0]
     projected = seen[:, 0] / 0.5
     for kind, mean in ((coins, 1.0), (~coins, 0.0)):
         error = NOISE_MULTIPLIER / kind.sum() ** 0.5
@@ -42,7 +54,7 @@ def test_a_release_holds_each_included_canary_once_and_its_noise_once(engine, ra
 @pytest.mark.parametrize("engine", ALL)
 def test_a_sound_engine_is_not_refuted_by_an_audit_that_could(engine, ranks, table):
     """The area under the curve is that of a Gaussian sum, Φ(μ/√2), and the bound goes a good part of the way to ε."""
-    result = ranks[0][engine][2]
+    result = ranks(engine)[0][2]
     total = next(attack for attack in result.attacks if attack.name == "total")
     table(engine, f"AUROC {total.auroc}", f"bound {result.epsilon_lower:.2f} of {result.claimed_epsilon:.2f}")
     assert result.verdict == CONSISTENT

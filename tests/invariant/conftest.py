@@ -1,4 +1,4 @@
-"""Every parametrised test of this folder is a grid: `make test` runs a sample of its cases, see `tests.tiers`."""
+"""Each parametrised test here is a grid: `make test` runs cases in which all pairs of values meet (`tests.tiers`)."""
 
 from __future__ import annotations
 

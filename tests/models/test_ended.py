@@ -11,6 +11,7 @@ from dpllm import PrivateRun, per_sequence_loss
 from dpllm.config import ConfigError
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from tests.conftest import tiny_llama_config
+from tests.tiers import deep_case
 from tests.training.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments, trainer
 
@@ -46,7 +47,7 @@ def test_another_model_in_the_place_of_the_trained_one_is_an_open_point(tmp_path
     assert any("other parameter(s) changed after the end" in point for point in open_points(run))
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "state_dict", "one tensor"])
+@pytest.mark.parametrize("how", ["deepcopy", deep_case("state_dict"), "one tensor"])
 def test_a_copy_of_trained_weights_is_refused_or_declared(how, tmp_path):
     """They hold the first run's steps, which the second run's ledger does not charge."""
     start = LlamaForCausalLM(tiny_llama_config())

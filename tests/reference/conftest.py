@@ -1,4 +1,4 @@
-"""Every parametrised test of this folder is a grid: `make test` runs a sample of its cases, see `tests.tiers`."""
+"""Each parametrised test here is a grid: `make test` runs cases in which every value appears, see `tests.tiers`."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark it."""
-    item.add_marker(pytest.mark.grid)
+    item.add_marker(pytest.mark.grid(1))

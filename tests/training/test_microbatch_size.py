@@ -132,6 +132,7 @@ def longest(count):
     return rows.microbatch(np.arange(count), count)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(("limit", "expected"), [(10**6, 40), (25, 25), (1, 1), (0, 0)])
 def test_trials_of_a_model_leave_nothing_behind(limit, expected, direction):

@@ -112,6 +112,7 @@ def ended_in_order(folder):
     assert report["accounting"]["steps"]["charged"] == ledger.num_steps
 
 
+@pytest.mark.deep
 def test_ctrl_c_in_a_terminal_below_accelerate_launch(start, tmp_path):
     """The launcher ends as its child does: no traceback, no orphan, exit code 0."""
     master, slave = pty.openpty()

@@ -191,6 +191,7 @@ def test_a_user_with_more_rows_than_a_microbatch_is_clipped_as_one(tmp_path):
         assert float((update - updates[0]).norm()) <= 2e-3 * float(updates[0].norm())
 
 
+@pytest.mark.deep
 def test_rows_of_users_drawn_singly(tmp_path):
     """Example sampling: q over the kept rows, each clipped by itself, ε that of users with 6 rows."""
     run = trainer(tmp_path, dataset=rows(who=[n % 8 for n in range(64)]), config=users(singly=True, rows_kept="random"))
