@@ -140,7 +140,7 @@ def test_noise_is_drawn_exactly_once(engine, tmp_path, table):
         )
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "fsdp2-hybrid", "zero3-offload"])
+@pytest.mark.parametrize("engine", [*ENGINES, tiers.deep_case("fsdp2-hybrid"), tiers.deep_case("zero3-offload")])
 def test_other_mechanisms_hold_on_every_engine(engine, tmp_path, table):
     """Automatic clipping reaches C at most; banded noise has each step's variance; white noise is no such noise."""
     results = run(tmp_path, "tests.distributed.matrix:mechanism", size=size_of(engine), engine=engine)
