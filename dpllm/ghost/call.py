@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 
 def flatten_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dicts, in order."""
+    """Yield the tensors in nested tuples, lists and dicts, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -23,7 +23,7 @@ def flatten_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same nesting with each tensor replaced by the next of ``tensors``."""
+    """Return the same nesting with each tensor replaced by the next of ``tensors``."""
     if isinstance(value, Tensor):
         return next(tensors)
     if type(value) in (tuple, list):

@@ -215,7 +215,7 @@ class RowProbe:
     """Receives the gradients of some rows' losses; any gradient in another row is an error."""
 
     def __init__(self, rows: Tensor, packed: bool) -> None:
-        """Probe these rows."""
+        """Remember the rows to probe."""
         self.rows, self._packed = rows, packed
         self.finite_B: Tensor | None = None  # rows that received only finite values
 

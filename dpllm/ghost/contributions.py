@@ -161,7 +161,7 @@ class Instance:
         return Instance(self.value_U[units])
 
     def add_weighted_(self, total: Tensor, factor_U: Tensor, norm_method: NormMethod) -> None:
-        """``total += sum_u factor_u g_u``."""
+        """Add the weighted gradients in place: ``total += sum_u factor_u g_u``."""
         del norm_method
         total += torch.tensordot(factor_U.to(total.dtype), self.value_U.to(total.dtype), dims=1)
 
@@ -226,7 +226,7 @@ class Outer:
         return Outer(self.left_BTL[rows], self.right_BTR[rows], self.input_side)
 
     def add_weighted_(self, total: Tensor, factor_B: Tensor, norm_method: NormMethod) -> None:
-        """``total += sum_b factor_b g_b``."""
+        """Add the weighted gradients in place: ``total += sum_b factor_b g_b``."""
         norm_method.add_weighted_outer_(total, self.left_BTL, self.right_BTR, factor_B)
 
     def mass(self) -> Tensor:
@@ -283,7 +283,7 @@ class Lookup:
         return Lookup(self.index_BT[rows], self.right_BTR[rows], self.num_entries)
 
     def add_weighted_(self, total: Tensor, factor_B: Tensor, norm_method: NormMethod) -> None:
-        """``total += sum_b factor_b g_b``."""
+        """Add the weighted gradients in place: ``total += sum_b factor_b g_b``."""
         del norm_method
         weighted = self.right_BTR.to(total.dtype) * factor_B.to(total.dtype)[:, None, None]
         total.index_add_(0, self.index_BT.flatten(), weighted.flatten(0, 1))
@@ -299,7 +299,7 @@ Contribution = Instance | Outer | Lookup
 
 
 def _one_row(x: Tensor) -> Tensor:
-    """(B, T, ...) to (1, B * T, ...)."""
+    """Reshape (B, T, ...) to (1, B * T, ...)."""
     return x.flatten(0, 1)[None]
 
 

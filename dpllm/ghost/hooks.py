@@ -110,7 +110,7 @@ class Hooks:
     def __init__(
         self, model: nn.Module, host: shared.Host, parameters: Mapping[str, nn.Parameter], forget: Callable[[], None]
     ) -> None:
-        """Attach."""
+        """Attach the hooks to the model."""
         self.calls = ModelCalls(model)
         self.uses: FunctionalUses | None = FunctionalUses(model, {id(p): name for name, p in parameters.items()})
         self._forget, self._switch = forget, Switch(parameters.values())

@@ -306,7 +306,7 @@ def lookup_inner(index_NT: Tensor, right_NTR: Tensor, index_NS: Tensor, right_NS
 
 
 def add_weighted_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, factor_B: Tensor) -> None:
-    """``total += sum_b factor_b sum_t left_bt (x) right_bt`` in place, in the dtype of ``total``.
+    """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total`` in place, in the dtype of ``total``.
 
     The factor multiplies only numbers of the accumulator's dtype: scaling in bfloat16 would round the released gradient
     away from the one whose norm was bounded. With tensor cores it multiplies the product over a row's tokens, a few

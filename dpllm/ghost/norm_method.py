@@ -124,7 +124,7 @@ class NormMethod:
         return sq_norm_B, mass_B
 
     def add_weighted_outer_(self, total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, factor_B: Tensor) -> None:
-        """``total += sum_b factor_b sum_t left_bt (x) right_bt`` in place; see `kernels.add_weighted_outer_`."""
+        """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total``, as `kernels.add_weighted_outer_`."""
         narrow = left_BTL.element_size() == right_BTR.element_size() == 2  # cuBLAS is best for wider ones
         fused = narrow and total_LR.dtype == torch.float32 and self.fuses(left_BTL, right_BTR, total_LR)
         (triton_kernels if fused else kernels).add_weighted_outer_(total_LR, left_BTL, right_BTR, factor_B)

@@ -95,7 +95,7 @@ class Weights:
         return cls(None, factor) if keep.numel() == factor.numel() else cls(keep, factor[keep])
 
     def add_(self, total: Tensor, contribution: Contribution, norm_method: NormMethod) -> None:
-        """``total += sum factor g``."""
+        """Add the weighted gradients in place: ``total += sum factor g``."""
         if self.factor.numel():
             kept = contribution if self.keep is None else contribution.select(self.keep)
             kept.add_weighted_(total, self.factor, norm_method)

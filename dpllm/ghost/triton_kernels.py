@@ -163,7 +163,7 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
 
 
 def add_weighted_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, factor_B: Tensor) -> None:
-    """``total += sum_b factor_b sum_t left_bt (x) right_bt`` in place.
+    """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total`` in place.
 
     Drop-in for `dpllm.ghost.kernels.add_weighted_outer_`. A factor multiplies a row's finished gradient, in float32 and
     in registers: neither factor nor product is rounded to the inputs' 16 bits, and no input is scaled.

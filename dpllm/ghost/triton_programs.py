@@ -87,7 +87,7 @@ def gram_program(
     CHUNK_K: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """One tile pair (s, t), t <= s, of one row: its share of the squared norm and of the mass's root."""
+    """Compute one tile pair (s, t), t <= s, of one row: its share of the squared norm and of the mass's root."""
     program = tl.program_id(0)
     pair = program % pairs
     row = (program // pairs).to(tl.int64)
@@ -191,7 +191,7 @@ def weighted_outer_program(
     GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """One tile of the weighted sum over rows: each row's gradient is complete before it is multiplied by its factor."""
+    """Compute one tile of the weighted sum over rows: a row's factor multiplies its complete gradient."""
     program = tl.program_id(0)
     # Tiles that run at the same time share their inputs: GROUP tiles of the left side by all of the right.
     first_l = (program // (GROUP * tiles_r)) * GROUP
@@ -278,7 +278,7 @@ def run_program(
     BLOCK_J: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> None:
-    """For the first position of a run of equal keys, the squared norm of the run's sum; for all others, zero."""
+    """Compute the squared norm of the sum of each run of equal keys, at its first position; zero at the others."""
     program = tl.program_id(0)
     position = program // tiles_r
     r_R = (program % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R)

@@ -221,7 +221,7 @@ class Step(Numbers):
         return [(dataclasses.replace(self, clip_norm=1.0), num_steps)]
 
     def has_pair(self, adjacency: str) -> bool:
-        """Both adjacencies have distributions."""
+        """Return True: both adjacencies have distributions."""
         return True
 
     def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
@@ -309,7 +309,7 @@ class StepOfRows(Numbers):
         return [(dataclasses.replace(self, clip_norm=1.0), num_steps)]
 
     def has_pair(self, adjacency: str) -> bool:
-        """Replacing all rows of a unit has no known pair."""
+        """Return whether there is a pair: none is known for replacing all rows of a unit."""
         return adjacency == "zero-out"
 
     def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:

@@ -80,7 +80,7 @@ class OneGroup:
     """A clipping that has one norm over all parameters together."""
 
     def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Sequence[str]]:
-        """All parameters."""
+        """Return one group of all parameters."""
         return [list(shapes)]
 
 
