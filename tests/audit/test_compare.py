@@ -167,7 +167,7 @@ def test_a_recipe_with_public_training_is_compared_from_where_that_ended(compare
     ("override", "message"),
     [
         ("data.eval_fraction=0", "holds out no records"),
-        ("train.resume_from_checkpoint=true", "is not resumed"),
+        ("train.resume_from_checkpoint=true", "cannot be resumed"),
         ("model.task=seq2seq_lm", "model.task=seq2seq_lm"),
     ],
 )

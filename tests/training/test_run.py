@@ -101,7 +101,7 @@ def attached(folder, plan, seed=None):
     ("plan", "units", "match"),
     [
         ({"num_units": UNITS + 1}, {}, "The plan is for 41 units, and the data have 40"),
-        ({}, {"max_rows_per_unit": None, "more": True}, "A user has 6 rows, and the plan says at most 3"),
+        ({}, {"max_rows_per_unit": None, "more": True}, "A user has 6 rows, but the plan allows at most 3"),
         ({"singly": True}, {"singly": True, "max_rows_per_unit": None, "more": True}, "drawn singly"),
         ({"singly": True}, {}, "rows to draw, and the data have 40"),
     ],

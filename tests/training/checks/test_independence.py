@@ -193,7 +193,9 @@ def test_a_model_that_takes_a_row_in_company_only_is_refused_in_one_line(tmp_pat
     torch.manual_seed(0)
     config = CanineConfig(**{**SMALL, "vocab_size": 99}, num_hidden_layers=1, num_hash_buckets=64, downsampling_rate=4)
     model = head_only(CanineForSequenceClassification(config))
-    with pytest.raises(IndependenceError, match=r"A row of 3 tokens goes through .* and not alone \(RuntimeError: .*"):
+    with pytest.raises(
+        IndependenceError, match=r"A row of 3 tokens passes through .* but not alone \(RuntimeError: .*"
+    ):
         trainer(tmp_path, model).train()
     assert read_ledger(tmp_path / LEDGER_FILE).disclosures["losses of single rows, in an error message"] == 1
 
