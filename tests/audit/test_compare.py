@@ -225,7 +225,7 @@ def test_what_the_command_line_can_not_attack_is_one_line(compared, tmp_path):
     for words, expected in (
         ([str(tmp_path)], "holds no recipe.yaml"),
         ([str(output / "private"), "--records", "0"], "num_records must be at least 1"),
-        ([str(output / "private"), "--shadows", "1"], "1 shadow cannot be both"),
+        ([str(output / "private"), "--shadows", "1"], "1 shadow cannot provide both"),
     ):
         result = CliRunner().invoke(app, ["audit", "attack", *words])
         assert result.exit_code == 2 and expected in result.stderr and result.stderr.count("error: ") == 1

@@ -108,7 +108,7 @@ def test_the_recipes_adapter_is_the_shadows(tiny_llama):
 
 def test_too_few_shadows_and_what_does_not_fit_are_refused():
     """One model cannot be compared with itself, and a record needs both kinds."""
-    with pytest.raises(AuditError, match="1 shadow cannot be both"):
+    with pytest.raises(AuditError, match="1 shadow cannot provide both"):
         draw_halves(1, 10, np.random.default_rng(0))
     target_R, shadows_KR, included_KR, _ = simulated(4, num_records=10)
     with pytest.raises(AuditError, match="at least 2 shadows"):
