@@ -48,7 +48,10 @@ def test_a_replaced_data_set_is_refused(tmp_path):
     [
         (rows().to_iterable_dataset(), "of type IterableDataset, whose rows cannot be read by number"),
         (None, "of type NoneType, whose rows cannot be read by number"),
-        (torch.utils.data.TensorDataset(torch.ones(64, 4)), "Row 0 of train_dataset is of type tuple. Rows are dict"),
+        (
+            torch.utils.data.TensorDataset(torch.ones(64, 4)),
+            "Row 0 of train_dataset is of type tuple. Pass rows that are dict",
+        ),
         (
             {"input_ids": [[5, 6]]},
             r"of type dict, with the keys input_ids, and not a list of rows: pass one of",

@@ -269,9 +269,9 @@ def test_packed_rows_are_as_many_as_their_own_tokens_allow():
     ("change", "match"),
     [
         ({"cu_seq_lens_q": torch.tensor([0, 2])}, r"3 rows into packed rows with the boundaries \[0, 2\]"),
-        ({"cu_seq_lens_q": torch.tensor([0, 1, 1, 2])}, r"begin at \[0, 1, 1, 2\]"),
-        ({"cu_seq_lens_q": torch.tensor([1, 2, 3, 4])}, r"begin at \[1, 2, 3, 4\]"),
-        ({"input_ids": torch.zeros(1, 5)}, r"packed 4 tokens, and 'input_ids' has shape \(1, 5\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 1, 1, 2])}, r"with the boundaries \[0, 1, 1, 2\]"),
+        ({"cu_seq_lens_q": torch.tensor([1, 2, 3, 4])}, r"with the boundaries \[1, 2, 3, 4\]"),
+        ({"input_ids": torch.zeros(1, 5)}, r"packed 4 tokens, but 'input_ids' has shape \(1, 5\)"),
         ({"input_ids": torch.zeros(3, 4)}, r"'input_ids' has shape \(3, 4\)"),
     ],
 )

@@ -56,7 +56,7 @@ def test_auto_says_what_is_missing(tmp_path):
         restart_of(tmp_path / "a", "auto")
     (tmp_path / "b").mkdir()
     checkpoint(tmp_path / "b", 2)
-    with pytest.raises(CheckpointError, match=f"holds checkpoint-2 and no {LEDGER_FILE}"):
+    with pytest.raises(CheckpointError, match=f"holds checkpoint-2 but no {LEDGER_FILE}"):
         restart_of(tmp_path / "b", "auto")
 
 

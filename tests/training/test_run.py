@@ -100,10 +100,10 @@ def attached(folder, plan, seed=None):
 @pytest.mark.parametrize(
     ("plan", "units", "match"),
     [
-        ({"num_units": UNITS + 1}, {}, "The plan is for 41 units, and the data have 40"),
+        ({"num_units": UNITS + 1}, {}, "The plan is for 41 units, but the data have 40"),
         ({}, {"max_rows_per_unit": None, "more": True}, "A user has 6 rows, but the plan allows at most 3"),
-        ({"singly": True}, {"singly": True, "max_rows_per_unit": None, "more": True}, "drawn singly"),
-        ({"singly": True}, {}, "rows to draw, and the data have 40"),
+        ({"singly": True}, {"singly": True, "max_rows_per_unit": None, "more": True}, "drawn separately"),
+        ({"singly": True}, {}, "rows to draw, but the data have 40"),
     ],
 )
 def test_rows_that_the_plan_does_not_count_are_refused(plan, units, match, tmp_path):
@@ -327,7 +327,7 @@ def test_every_row_and_the_collator_are_compared(change):
 def test_a_seed_belongs_to_a_seeded_plan(tmp_path):
     """The report takes from the plan whether anything is private."""
     plan = plan_of()
-    with pytest.raises(ConfigError, match="The seed of the run is 3 and the plan says seeded=False"):
+    with pytest.raises(ConfigError, match="The seed of the run is 3 and the plan has seeded=False"):
         PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan), seed=3)
 
 
@@ -381,7 +381,7 @@ def test_a_run_is_saved_and_resumed_by_accelerate(tmp_path, accelerator):
     accelerator.register_for_checkpointing(
         PrivateRun(plan_of(0.9), rows_of(), ledger_of(tmp_path / "new", plan_of(0.9)))
     )
-    with pytest.raises(LedgerError, match="Resume with the configuration of the first run"):
+    with pytest.raises(LedgerError, match="Resume with the configuration of the first start"):
         accelerator.load_state(str(tmp_path / "checkpoint"))
 
 

@@ -439,7 +439,7 @@ def test_an_optimizer_that_lacks_parameters_is_refused_when_it_is_attached(tmp_p
     """They would never be trained; nothing is charged."""
     model = network()
     run = PrivateRun(plan_of(), rows_of(), ledger_of(tmp_path, plan_of()))
-    with pytest.raises(WatchError, match=r"0\.bias is trainable, and the optimizer does not hold it \(2 parameter"):
+    with pytest.raises(WatchError, match=r"0\.bias is trainable, but the optimizer does not hold it \(2 parameter"):
         run.attach(model, torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], lr=0.1))
     assert run.ledger.num_steps == 0
 
