@@ -82,8 +82,7 @@ def check_reach(jobs: list[Job], results: list, table: Callable[..., None]) -> N
 
 def test_every_engine_releases_the_clipped_sum_of_one_process(tmp_path, table):
     """Every engine with every option; all combinations are in `test_the_reduced_clipped_sum_is_that_of_one_process`."""
-    jobs = [job for engine in ENGINES for job in some(jobs_of(engine))]
-    jobs += [jobs_of(engine)[0] for engine in VARIANTS if size_of(engine) == 2]
+    jobs = some([job for engine in (*ENGINES, *VARIANTS) if size_of(engine) == 2 for job in jobs_of(engine)])
     check_errors(jobs, run(tmp_path / "two", "tests.distributed.matrix:errors", jobs=jobs), table)
     hybrid = jobs_of("fsdp2-hybrid")[:1]
     check_errors(hybrid, run(tmp_path / "four", "tests.distributed.matrix:errors", size=4, jobs=hybrid), table)
@@ -140,7 +139,9 @@ def test_noise_is_drawn_exactly_once(engine, tmp_path, table):
         )
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, tiers.deep_case("fsdp2-hybrid"), tiers.deep_case("zero3-offload")])
+@pytest.mark.parametrize(
+    "engine", ["ddp", "fsdp2", "zero3", *map(tiers.deep_case, ("zero1", "zero2", "fsdp2-hybrid", "zero3-offload"))]
+)
 def test_other_mechanisms_hold_on_every_engine(engine, tmp_path, table):
     """Automatic clipping reaches C at most; banded noise has each step's variance; white noise is no such noise."""
     results = run(tmp_path, "tests.distributed.matrix:mechanism", size=size_of(engine), engine=engine)
