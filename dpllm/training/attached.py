@@ -68,6 +68,16 @@ class Attached:
         self.watch.before_step()
         refuse_leftovers(self.clipper, self.engine)
 
+    def begin_step(self, drawn: int) -> None:
+        """Look at how the loop used the last step, before a loss of this one is known."""
+        if self.steering is not None:
+            self.steering.before_step(drawn)
+
+    def end(self, drawn: int, steps_planned: int) -> None:
+        """Look at how the loop used the last step, while the ledger is open."""
+        if self.steering is not None:
+            self.steering.end(drawn, is_last=drawn >= steps_planned)
+
     def loss(self, loss_of: LossOf) -> Callable[[Mapping[str, Any]], Tensor]:
         """Return the function from a microbatch's inputs to one loss per row (B,)."""
         return lambda inputs: loss_of(self.model, inputs)
@@ -106,7 +116,7 @@ class Attached:
         """Record the private gradient, and the changes made by an engine's own update."""
         self.watch.note_gradients()
         if self.steering is not None:
-            self.steering.after_update()
+            self.steering.after_step()
 
     def find_max_tokens(self, loss_of: LossOf, rows: TrainingRows, plan: PrivacyPlan, processes: Processes) -> int:
         """Return the most tokens of a microbatch that fit on every process, by trials that are not charged.
@@ -138,7 +148,7 @@ class Attached:
         """Use the weights and hyperparameters that a checkpoint has just restored for later comparisons."""
         self.watch.rebase()
         if self.steering is not None:
-            self.steering.take()
+            self.steering.loaded()
 
     def remove(self) -> None:
         """Remove the hooks and restore the model."""

@@ -168,9 +168,9 @@ class PrivateRun:
             norm_method: method of computing norms; the default is the cheapest for each layer.
             start_is_independent: declares that starting weights and adapters hold nothing of the private rows, where
                 this is in doubt (`dpllm.models.starting_point`). It becomes an open point of the report.
-            schedule_is_independent: declares that learning rates and other hyperparameters set by the loop do not
-                depend on losses or anything else computed from private rows (`dpllm.training.checks.steering`). It
-                becomes a fact of the report; without it such a change is an open point.
+            schedule_is_independent: declares that hyperparameters set by the loop, and its decisions about updates,
+                do not depend on losses or anything else computed from private rows
+                (`dpllm.training.checks.steering`). They become a fact of the report; without it each is an open point.
 
         Raises:
             EngineError: the guarantee would not hold under the engine or one of its options.
@@ -184,6 +184,7 @@ class PrivateRun:
         back.
         """
         own_loop = self._files_before is not None
+        again = self.weights is not None and self.ledger.num_steps > 0
         with self.ledger.ended_on_failure() if own_loop else contextlib.nullcontext():
             self._attached = attach(
                 model,
@@ -199,7 +200,7 @@ class PrivateRun:
             self.weights = self._attached.weights
             if own_loop:
                 by_engine = isinstance(self._attached.engine, DeepSpeedZero)
-                self._attached.steering = Steering(optimizer, self.ledger, schedule_is_independent, by_engine)
+                self._attached.steering = Steering(optimizer, self.ledger, schedule_is_independent, by_engine, again)
 
     def draws(self, num_steps: int, present_N: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """Yield the unit numbers of the next steps: independent draws of rank 0, the same on every process.
@@ -266,6 +267,7 @@ class PrivateRun:
             raise ConfigError("No model is attached to the run: call attach(model, optimizer) before step()")
         mode = mode_now(attached.model.training)
         unit_ids, charged = self._draws.take(unit_ids, mode, found_by(attached.make_ready))
+        attached.begin_step(self.ledger.num_steps)
         if isinstance(self.max_tokens, str):
             self.max_tokens = attached.find_max_tokens(loss_of, self.rows, self.plan, self.processes)
         attached.check_rows(loss_of, self.max_tokens, self.ledger, self.steps_planned)
@@ -350,6 +352,8 @@ class PrivateRun:
         """
         self.check_before_saving()
         self.end_weights()
+        if self._attached is not None:
+            self._attached.end(self.ledger.num_steps, self.steps_planned)
         self.detach()
         if self._files_before is not None and self.is_main:
             note_own_release(self.ledger, self.ledger.path.parent, self._files_before)

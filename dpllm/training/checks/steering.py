@@ -1,33 +1,36 @@
-"""Detection of hyperparameters of an optimizer that change between two updates, in a custom loop.
+"""Decisions of a custom loop about updates: an open point of the report where they may follow losses.
 
-Place in the flow: on the optimizer, from `dpllm.training.run.PrivateRun.attach` to its end. A step returns to its loop
-the exact mean loss of private rows (`dpllm.training.step.StepDiagnostics`). A learning rate that follows the loss
-carries it into the weights, and ε does not cover that. A schedule that was fixed before does no harm. The numbers do
-not distinguish the two, so people must: a change is an open point of the report, unless a scheduler of PyTorch made it
-or it was declared. The schedulers of PyTorch compute their rates from the number of the step, except
-``ReduceLROnPlateau``. Most of them multiply the present rate, which may have been changed before. If a single scheduler
-sets the rate and has a closed form, the rate must therefore equal that form.
+Place in the flow: on the optimizer, from `dpllm.training.run.PrivateRun.attach` to its end. A step tells its loop the
+exact mean loss of private rows (`dpllm.training.step.StepDiagnostics`). A decision that follows the loss carries it
+into the weights, and ε does not cover that. A schedule that was fixed before does no harm. The numbers do not tell one
+from the other, so people have to: each of these is an open point of the report, unless it was declared independent of
+the private rows.
 
-The values are compared on the host, before each update.
+* A hyperparameter, or the members of a parameter group, changed after the first private step began, and not as the
+  schedulers of PyTorch that were there then change it (`dpllm.training.checks.schedules`). ``ReduceLROnPlateau``
+  follows results.
+* A scheduler was not stepped at one fixed pace.
+* A private step was followed by no update or by several; a draw was followed by no private step.
+* A checkpoint was loaded, or the run was detached and attached again, after the first private step.
+
+All is compared on the host. A learning rate that is a tensor on a device is read in the steps 1, 2, 4, 8, ….
 """
 
 from __future__ import annotations
 
-import gc
-import math
-from collections.abc import Iterable
 from typing import Any, Protocol
 
-from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-
 from dpllm.engines.optimizers import innermost
+from dpllm.training.checks.schedules import MEMBERS, Foreseen
 
 DECLARED = "hyperparameters that changed between updates, and were declared independent of the private rows"
 """Name of the fact in ledger and report."""
-_SCHEDULED = ("lr", "momentum", "betas")
-_ROUNDING = 1e-5  # of a rate that was multiplied in each step
-_NO_HYPERPARAMETERS = ("params", "initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum")  # of schedulers
+DECISIONS = "decisions of the loop about updates, declared independent of the private rows"
+"""Likewise, for all that is no hyperparameter."""
+_SETTLE = (
+    "make sure that this follows neither losses nor anything else of the private rows, or train with a loop that "
+    "decides nothing by itself. For the next run, PrivateRun.attach(schedule_is_independent=True) declares it."
+)
 
 
 class _Ledger(Protocol):
@@ -36,113 +39,171 @@ class _Ledger(Protocol):
 
 
 class Steering:
-    """Watch that notes once each hyperparameter changed by anything but the optimizer or a scheduler of PyTorch.
+    """Notes each decision of a loop that reaches the weights past the private gradient, once.
 
     Args:
-        optimizer: the prepared optimizer; wrappers are removed.
-        ledger: ledger of the run.
-        is_declared: whether people declared that changes do not depend on private rows; they are then a fact.
-        by_engine: whether the engine updates within the private step (DeepSpeed), between `before_update` and
-            `after_update`.
+        optimizer: as prepared; wrappers are looked through.
+        ledger: of the run.
+        is_declared: whether people declared that decisions follow nothing of the private rows: they are a fact then.
+        by_engine: the engine updates within the private step (DeepSpeed): `before_update` and `after_step` say when.
+        again: the run was detached after a private step: what happened in between is not known.
     """
 
-    def __init__(self, optimizer: Any, ledger: _Ledger, is_declared: bool = False, by_engine: bool = False) -> None:
-        """Store the present values, and hook the optimizer."""
+    def __init__(
+        self,
+        optimizer: Any,
+        ledger: _Ledger,
+        is_declared: bool = False,
+        by_engine: bool = False,
+        again: bool = False,
+    ) -> None:
+        """Hook the optimizer."""
         self._optimizer, self._ledger, self._is_declared = innermost(optimizer), ledger, is_declared
         self._by_engine = by_engine
         self._noted: set[str] = set()
-        self._schedulers: list[LRScheduler] = []
+        self._foreseen: Foreseen | None = None  # no loss of the run is known before the first private step
+        self._steps = self._drawn = 0
+        self._updates: int | None = None  # since the last private gradient
+        self._depth = 0  # an optimizer's step may call that of its base class, with the same hooks
+        self._before: list[dict[str, Any]] = []
         self._handles: list[Any] = []
+        if again:
+            self._note("a run that was attached again", "The run was detached and attached again after a private step")
         if not by_engine:
             self._handles = [
-                self._optimizer.register_step_pre_hook(lambda *_: self.before_update()),
-                self._optimizer.register_step_post_hook(lambda *_: self.take()),
+                self._optimizer.register_step_pre_hook(lambda *_: self._begin_update()),
+                self._optimizer.register_step_post_hook(lambda *_: self._end_update()),
             ]
-        self.take()
 
-    def take(self) -> None:
-        """Store the present values for comparison: changes made by the optimizer itself are allowed."""
-        self._taken = self._values()
+    # ------------------------------------------------------------------ steps
+
+    def before_step(self, drawn: int) -> None:
+        """Take the values of now for those to begin with, or look at how the last step was used.
+
+        Args:
+            drawn: draws of the run so far, that of this step included.
+        """
+        if self._foreseen is None:
+            self._foreseen = Foreseen(self._optimizer, holds_members=not self._by_engine)
+        elif drawn > self._drawn + 1:
+            self._note("a draw without a step", "A draw of units was followed by no private step")
+        self._settle_updates()
+        self._drawn, self._depth = drawn, 0
+        self._steps += 1
 
     def before_update(self) -> None:
-        """Compare with the values after the last update."""
-        now = self._values()
-        if now == self._taken:
-            return
-        for place, (before, after) in enumerate(zip(self._taken, now, strict=False)):
-            for name in sorted(before.keys() & after.keys() - self._noted):
-                if before[name] != after[name] and not self._is_scheduled(name, place):
-                    self._note(name)
-        self._taken = now
+        """Compare with what was foreseen, when the private gradient is complete."""
+        if self._by_engine and self._foreseen is not None:
+            self._look_at_paces(self._foreseen)
+            self._before = self._foreseen.values()
+        self._compare()
 
-    def after_update(self) -> None:
-        """Store the values after the engine's own update."""
-        if self._by_engine:
-            self.take()
+    def after_step(self) -> None:
+        """Expect one update by the private gradient, or adopt what the engine's own update changed."""
+        if not self._by_engine:
+            self._updates = 0
+        elif self._foreseen is not None:
+            self._foreseen.adopt(self._before)
+
+    def loaded(self) -> None:
+        """Take the values of a checkpoint for those to begin with."""
+        if self._foreseen is not None:
+            self._note("a checkpoint in mid-run", "A checkpoint was loaded after a private step of the same process")
+        self._foreseen = self._updates = None
+
+    def end(self, drawn: int, is_last: bool) -> None:
+        """Look at the last step, while the ledger is open.
+
+        Args:
+            drawn: draws of the run.
+            is_last: whether the plan has no further step; an interrupt may leave one draw without a step.
+        """
+        self._settle_updates()
+        if self._foreseen is None:
+            return
+        if drawn > self._drawn + (not is_last):
+            self._note("a draw without a step", "A draw of units was followed by no private step")
+        for pace in self._foreseen.paces:
+            if drawn == self._steps and not pace.is_kept_to_the_end():
+                self._note_pace(type(pace.scheduler).__name__)
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._schedulers.clear()
+        self._foreseen = None
 
-    def _values(self) -> list[dict[str, Any]]:
-        return [
-            {name: _comparable(value) for name, value in group.items() if name not in _NO_HYPERPARAMETERS}
-            for group in self._optimizer.param_groups
-        ]
+    # ---------------------------------------------------------------- updates
 
-    def _is_scheduled(self, name: str, place: int) -> bool:
-        """Return whether a scheduler of PyTorch that follows the number of the step has set this group's values."""
-        group = self._optimizer.param_groups[place]
-        if name not in _SCHEDULED or "initial_lr" not in group:
-            return False
-        if not self._is_set(group["lr"], place):
-            self._schedulers = list(_schedulers_of(self._optimizer))
-        return self._is_set(group["lr"], place)
+    def _begin_update(self) -> None:
+        self._depth += 1
+        if self._depth > 1 or self._foreseen is None:
+            return
+        if any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]):
+            self._updates = (self._updates or 0) + 1
+            if self._updates > 1:
+                self._note("several updates after one private step", "A private step was followed by several updates")
+        self._look_at_paces(self._foreseen)
+        self._compare()
+        self._before = self._foreseen.values()
 
-    def _is_set(self, rate: Any, place: int) -> bool:
-        followed = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
-        if followed or not any(_has_set(scheduler, rate, place) for scheduler in self._schedulers):
-            return False
-        return len(self._schedulers) > 1 or _has_its_form(self._schedulers[0], rate, place)
+    def _end_update(self) -> None:
+        self._depth -= 1
+        if self._depth > 0 or self._foreseen is None:
+            return
+        if type(self._optimizer).__module__.startswith("torch.optim."):  # these change none: a hook of the loop did
+            self._compare()
+        else:
+            self._foreseen.adopt(self._before)
 
-    def _note(self, name: str) -> None:
+    def _settle_updates(self) -> None:
+        if self._updates == 0:
+            self._note("private steps without an update", "A private step was followed by no update of the optimizer")
+        self._updates = None
+
+    # ------------------------------------------------------------------ notes
+
+    def _compare(self) -> None:
+        if self._foreseen is None:
+            return
+        is_due = self._steps & (self._steps - 1) == 0
+        for name in self._foreseen.differing(self._noted, is_due):
+            if name == MEMBERS:
+                self._note(name, "The parameters in the groups of the optimizer were changed after the first step")
+            else:
+                self._note_change(name)
+
+    def _look_at_paces(self, foreseen: Foreseen) -> None:
+        for pace in foreseen.paces:
+            if not pace.is_kept():
+                if pace.follows_results:
+                    self._note_change("lr")
+                else:
+                    self._note_pace(type(pace.scheduler).__name__)
+
+    def _note_pace(self, name: str) -> None:
+        self._note(f"the pace of {name}", f"The scheduler {name} was not stepped at one fixed pace over the updates")
+
+    def _note(self, decision: str, finding: str) -> None:
+        if decision in self._noted:
+            return
+        self._noted.add(decision)
+        if self._is_declared:
+            self._ledger.append_fact(DECISIONS, decision if decision != MEMBERS else "the members of parameter groups")
+        else:
+            self._ledger.append_open_point(f"{finding}: {_SETTLE}")
+
+    def _note_change(self, name: str) -> None:
+        if name in self._noted:
+            return
         self._noted.add(name)
         if self._is_declared:
             self._ledger.append_fact(DECLARED, name)
             return
         self._ledger.append_open_point(
             f"The hyperparameter {name} of the optimizer was changed between two updates, and by no scheduler of "
-            "PyTorch that follows the number of the step only: make sure that it follows neither losses nor anything "
-            "else of the private rows, or train with a schedule that is fixed before. For the next run, "
-            "PrivateRun.attach(schedule_is_independent=True) declares it."
+            "PyTorch that follows the number of the step only and was there before the first step: make sure that it "
+            "follows neither losses nor anything else of the private rows, or train with a schedule that is fixed "
+            "before. For the next run, PrivateRun.attach(schedule_is_independent=True) declares it."
         )
-
-
-def _comparable(value: Any) -> Any:
-    """Return a value that can be compared without reading the device."""
-    return (id(value), value._version) if isinstance(value, Tensor) else value
-
-
-def _schedulers_of(optimizer: Any) -> Iterable[LRScheduler]:
-    """Return the schedulers of an optimizer, which refer to it while it does not refer to them."""
-    for one in gc.get_objects():
-        if issubclass(type(one), LRScheduler) and innermost(one.__dict__.get("optimizer")) is optimizer:
-            yield one
-
-
-def _has_its_form(scheduler: Any, rate: Any, place: int) -> bool:
-    """Return whether a rate follows from a scheduler and its first rate only, as far as that can be computed."""
-    form = getattr(scheduler, "_get_closed_form_lr", None)
-    if form is None or isinstance(rate, Tensor) or not type(scheduler).__module__.startswith("torch."):
-        return True
-    return math.isclose(form()[place], rate, rel_tol=_ROUNDING, abs_tol=_ROUNDING * abs(scheduler.base_lrs[place]))
-
-
-def _has_set(scheduler: LRScheduler, rate: Any, place: int) -> bool:
-    if isinstance(rate, Tensor) or not type(scheduler).__module__.startswith("torch."):
-        return True  # a subclass may store its last rates elsewhere
-    rates = getattr(scheduler, "_last_lr", ())
-    return place < len(rates) and bool(rates[place] == rate)

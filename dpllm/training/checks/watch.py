@@ -409,9 +409,15 @@ class Watch:
         with torch.no_grad():
             for name, parameter in self._trainable.items():
                 grad = parameter.grad
-                if grad is None:
-                    continue
                 left, stamp = self._left.get(id(parameter), (None, ()))
+                if grad is None and left is None:
+                    continue
+                if grad is None:
+                    raise WatchError(
+                        f"The gradient of {name} was taken away between the private step and optimizer.step(): a "
+                        "choice that follows private rows would reach the weights. Run nothing in between that "
+                        "touches .grad, and zero_grad() after optimizer.step()"
+                    )
                 if stamp != _stamp(grad) or (left is not None and left is not grad):
                     raise WatchError(
                         f"The gradient of {name} is not the one that the private step left: something wrote to it or "

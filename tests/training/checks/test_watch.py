@@ -322,6 +322,20 @@ def test_a_gradient_that_was_touched_is_refused_in_every_step(spoil, step, tmp_p
     assert stopped(tmp_path, LlamaForCausalLM(tiny_llama_config()), touch, match) == step + 1
 
 
+@pytest.mark.parametrize("count", [1, None], ids=["one", "all"])
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_gradient_that_is_taken_away_is_refused_in_every_step(count, before, tmp_path):
+    """A loop could choose by the loss which parameters are updated."""
+    model = network()
+    run, optimizer = run_of(tmp_path, model)
+    take(run, optimizer, before)
+    run.step(run.choose(np.arange(8)), loss_of)
+    for parameter in list(model.parameters())[:count]:
+        parameter.grad = None
+    with pytest.raises(WatchError, match=r"was taken away between the private step and optimizer\.step\(\)"):
+        optimizer.step()
+
+
 def test_a_loss_with_a_parameter_of_its_own_is_refused_when_it_is_attached(tmp_path):
     """Its gradient may start later."""
     model, scale = network(), nn.Parameter(torch.ones(()))
