@@ -72,7 +72,7 @@ BAD_OPTIONS = [
     (["train.report_to=tensorbord"], "report_to=tensorbord is unknown; did you mean 'tensorboard'"),
     (["public_pretrain.train.max_step=3"], r"public_pretrain\.train\.max_step is unknown"),
     (["public_pretrain.train.optim_args=nope"], r"public_pretrain\.train\.optim"),
-    (["privacy.budget_file=/nowhere/b.json", "privacy.dataset=x"], "/nowhere/b.json can't be read"),
+    (["privacy.budget_file=/nowhere/b.json", "privacy.dataset=x"], "/nowhere/b.json cannot be read"),
     (["model.peft.target_modules=[c_attn, q_prj]"], "target_modules names 'q_prj'"),
     (["model.peft.modules_to_save=[nope]"], "modules_to_save names 'nope'"),
     (["model.peft.rr=3"], "LoraConfig has no argument 'rr'; did you mean 'r'"),
