@@ -42,8 +42,8 @@ def report(
     from dpllm.report.statement import render_markdown
 
     given = {"data_holder": data_holder, "audience": audience, "other_uses": other_uses, "audit": audit}
-    values = add_notes(output_dir, {name: text for name, text in given.items() if text is not None})
-    typer.echo(json.dumps(values, ensure_ascii=False, allow_nan=False) if as_json else render_markdown(values))
+    made = add_notes(output_dir, {name: text for name, text in given.items() if text is not None})
+    typer.echo(json.dumps(made.to_dict(), ensure_ascii=False, allow_nan=False) if as_json else render_markdown(made))
 
 
 @one_line_errors

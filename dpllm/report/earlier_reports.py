@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from pydantic import Field, create_model
 
+from dpllm.report.kinds import Count
 from dpllm.report.models import (
     Accounting,
     Checkable,
-    Count,
     Definition,
     Part,
     PrivacyReport,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -33,6 +34,8 @@ from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, format_epsilon
+from dpllm.privacy.rounding import up
+from dpllm.report.models import Checkable, PlanOfParts, PrivacyReport
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
 CARD_FILE = "README.md"
@@ -50,6 +53,7 @@ _AUTO_CLASS = {
     "seq2seq_lm": "AutoModelForSeq2SeqLM",
     "sequence_classification": "AutoModelForSequenceClassification",
 }
+# With independent noise; another mechanism is named by its event.
 _MECHANISM = {
     "unit": "DP-SGD: Gaussian noise on clipped sums over truncated Poisson samples",
     "example": "DP-SGD: Gaussian noise on sums of singly clipped rows over Poisson samples of rows",
@@ -68,7 +72,7 @@ _FILES = {
 
 def write_model_card(
     folder: str | Path,
-    report: Mapping[str, Any],
+    report: PrivacyReport,
     *,
     base_model: str | None,
     task: str | None,
@@ -139,7 +143,7 @@ def write_model_card(
     return path
 
 
-def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> dict[str, Any]:
+def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> PrivacyReport:
     """Fill in what people, or an audit, know about a run: its report is written anew, and the card's open points.
 
     Args:
@@ -243,12 +247,12 @@ def _rewritten(folder: Path) -> Iterator[None]:
         os.replace(temporary, card)
 
 
-def _renewed(card: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def _renewed(card: str, before: PrivacyReport, after: PrivacyReport) -> str:
     """Return the text of a card with the guarantee of another report, and the ledger's hash there; the rest stays."""
     blocks = ([*guarantee_section(report), *_files(report)] for report in (before, after))
     for old, new in zip(*blocks, strict=True):
         card = card.replace(old, new, 1)
-    card = card.replace(before["checkable"]["ledger_sha256"], after["checkable"]["ledger_sha256"])
+    card = card.replace(before.checkable.ledger_sha256, after.checkable.ledger_sha256)
     metadata = privacy_metadata(after)
     if metadata == privacy_metadata(before):
         return card
@@ -257,7 +261,7 @@ def _renewed(card: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> 
     return str(parsed)
 
 
-def renew_open_points(folder: str | Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+def renew_open_points(folder: str | Path, before: PrivacyReport, after: PrivacyReport) -> None:
     """Put the open points of a report that people added to into the card, if there is a card.
 
     Args:
@@ -268,7 +272,7 @@ def renew_open_points(folder: str | Path, before: Mapping[str, Any], after: Mapp
     path = Path(folder) / CARD_FILE
     if not path.is_file():
         return
-    old, new = ("\n\n".join(_open_points(report["open_points"])) for report in (before, after))
+    old, new = ("\n\n".join(_open_points(report.open_points)) for report in (before, after))
     text = path.read_text(encoding="utf-8")
     if old != new:
         where = f"{old}\n\n" if old else f"{_PRIVACY_HEADING}\n\n"  # which follows them
@@ -333,7 +337,7 @@ def _hub_id(name: Any) -> str | None:
 
 def _metadata(
     earlier: Mapping[str, Any],
-    report: Mapping[str, Any],
+    report: PrivacyReport,
     base: str | None,
     task: str | None,
     adapter: bool,
@@ -341,7 +345,7 @@ def _metadata(
     license: str | None,
 ) -> ModelCardData:
     kept = {key: value for key, value in earlier.items() if key not in _NOT_KEPT}
-    kept["tags"] = _tags(kept.get("tags"), report["statement"]["private"])
+    kept["tags"] = _tags(kept.get("tags"), report.statement.private)
     data_sets = kept.pop("datasets", None) or []
     data_sets = [name for name in ([data_sets] if isinstance(data_sets, str) else data_sets) if _hub_id(name)]
     own = {
@@ -368,33 +372,34 @@ def _tags(earlier: Any, private: bool) -> list[str]:
     return [*own, *(tag for tag, base in named.items() if base is None or _hub_id(base[1]))]
 
 
-def privacy_metadata(report: Mapping[str, Any]) -> dict[str, Any]:
+def privacy_metadata(report: PrivacyReport) -> dict[str, Any]:
     """Return the guarantee for programs; a run that is not private has an infinite ε, whatever would hold otherwise."""
-    statement, accounting = report["statement"], report["accounting"]
-    parameters = accounting["parameters"]
-    private = statement["private"]
+    statement, accounting = report.statement, report.accounting
+    parameters = accounting.parameters
+    private, plan = statement.private, report.checkable.plan
+    correlated = isinstance(plan, PlanOfParts) and plan.noise != "independent"
 
-    def number(value: float | str) -> float | str:
-        return float(format_epsilon(value)) if private and not isinstance(value, str) else "infinite"
+    def number(value: float) -> float | str:
+        return float(up(value)) if private and math.isfinite(value) else "infinite"
 
     return {
         "private": private,
-        "epsilon": number(statement["epsilon"]),
-        "delta": statement["delta"],
-        "unit": "record" if statement["unit"] == "sequence" else "user",
-        "adjacency": statement["adjacency"],
-        "epsilon_by_adjacency": {name: number(value) for name, value in accounting["epsilon"].items()},
-        "mechanism": _MECHANISM[parameters["sampling"]],
-        "accountant": f"PLD, {accounting['tool']} {accounting['tool_version']}",
-        "noise_multiplier": parameters["noise_multiplier"],
-        "sampling_rate": parameters["sampling_rate"],
-        "num_steps": accounting["steps"]["stated"],
-        "num_units": parameters["num_units"],
+        "epsilon": number(statement.epsilon),
+        "delta": statement.delta,
+        "unit": "record" if statement.unit == "sequence" else "user",
+        "adjacency": statement.adjacency,
+        "epsilon_by_adjacency": {name: number(value) for name, value in accounting.epsilon.items()},
+        "mechanism": accounting.event if correlated else _MECHANISM[parameters.sampling],
+        "accountant": f"PLD, {accounting.tool} {accounting.tool_version}",
+        "noise_multiplier": parameters.noise_multiplier,
+        "sampling_rate": parameters.sampling_rate,
+        "num_steps": accounting.steps.stated,
+        "num_units": parameters.num_units,
     }
 
 
-def _what_it_is(report: Mapping[str, Any], base: str | None, adapter: bool) -> list[str]:
-    private = report["statement"]["private"]
+def _what_it_is(report: PrivacyReport, base: str | None, adapter: bool) -> list[str]:
+    private = report.statement.private
     kind = "adapter" if adapter else "model"
     of = f"[`{base}`](https://huggingface.co/{base})" if base else "a model that has no name on the Hub"
     how = "with differential privacy" if private else "WITHOUT a privacy guarantee"
@@ -402,9 +407,9 @@ def _what_it_is(report: Mapping[str, Any], base: str | None, adapter: bool) -> l
     return [
         f"# {title}",
         f"This {kind} was made from {of} by fine-tuning on private text {how}, with dpllm "
-        f"{report['checkable']['versions']['dpllm']}.",
-        *([] if private else [f"> **{report['statement']['words']}**"]),
-        *_open_points(report["open_points"]),
+        f"{report.checkable.versions.dpllm}.",
+        *([] if private else [f"> **{report.statement.words}**"]),
+        *_open_points(report.open_points),
     ]
 
 
@@ -416,30 +421,30 @@ def _open_points(points: Sequence[str]) -> list[str]:
     )
 
 
-def guarantee_section(report: Mapping[str, Any]) -> list[str]:
+def guarantee_section(report: PrivacyReport) -> list[str]:
     """Return the blocks of Markdown that state the guarantee."""
-    statement, strength, definition = report["statement"], report["strength"], report["definition"]
-    if not statement["private"]:
-        return [_PRIVACY_HEADING, strength["words"]]
-    rows = [f"| {name} | {format_epsilon(float(value))} |" for name, value in report["accounting"]["epsilon"].items()]
+    statement, strength, definition = report.statement, report.strength, report.definition
+    if not statement.private:
+        return [_PRIVACY_HEADING, strength.words]
+    rows = [f"| {name} | {format_epsilon(value)} |" for name, value in report.accounting.epsilon.items()]
     return [
         _PRIVACY_HEADING,
-        statement["words"],
+        statement.words,
         "\n".join(["| adjacency | ε |", "| --- | --- |", *rows]),
         _list(
             (
-                f"Unit of privacy: {definition['unit']}.",
-                f"Neighbouring data sets: {definition['adjacency']}.",
-                f"Taken as public: {'; '.join(definition['public'])}.",
-                f"Strength: {strength['tier']}. {strength['words']}",
+                f"Unit of privacy: {definition.unit}.",
+                f"Neighbouring data sets: {definition.adjacency}.",
+                f"Taken as public: {'; '.join(definition.public)}.",
+                f"Strength: {strength.tier}. {strength.words}",
             )
         ),
         "What an attacker can achieve at most, who knows everything but one unit:",
-        _list(strength["in_plain_words"]),
+        _list(strength.in_plain_words),
     ]
 
 
-def own_lines(report: Mapping[str, Any], base: Any = None) -> set[str]:
+def own_lines(report: PrivacyReport, base: Any = None) -> set[str]:
     """Return every line that dpllm writes into the card of a report, whatever the model's kind.
 
     Args:
@@ -452,12 +457,10 @@ def own_lines(report: Mapping[str, Any], base: Any = None) -> set[str]:
     return {line.strip() for block in blocks for line in block.split("\n")}
 
 
-def _not_covered(report: Mapping[str, Any]) -> list[str]:
-    definition = report["definition"]
-    written = [
-        f"{item['what']}: written out {item['count']} times" for item in definition["written_out_and_not_covered"]
-    ]
-    never = [f"{item['what']}: {item['advice']}" for item in definition["never_covered"]]
+def _not_covered(report: PrivacyReport) -> list[str]:
+    definition = report.definition
+    written = [f"{item.what}: written out {item.count} times" for item in definition.written_out_and_not_covered]
+    never = [f"{item.what}: {item.advice}" for item in definition.never_covered]
     return ["## What the guarantee does not cover", _list([*written, *never])]
 
 
@@ -497,21 +500,21 @@ def _adapter_lines(base: str | None, task: str | None, num_labels: int | None) -
     ]
 
 
-def _files(report: Mapping[str, Any]) -> list[str]:
-    checkable = report["checkable"]
+def _files(report: PrivacyReport) -> list[str]:
+    checkable = report.checkable
     digest = {
-        PLAN_FILE: f"; hash of the numbers `{checkable['plan_hash']}`",
-        LEDGER_FILE: f"; SHA-256 of the file `{checkable['ledger_sha256']}`",
+        PLAN_FILE: f"; hash of the numbers `{checkable.plan_hash}`",
+        LEDGER_FILE: f"; SHA-256 of the file `{checkable.ledger_sha256}`",
     }
     return [
         "## Check it yourself",
         _list(f"[`{name}`]({name}): {what}{digest.get(name, '')}" for name, what in _FILES.items()),
-        *_commands(checkable, report["statement"]["private"]),
+        *_commands(checkable, report.statement.private),
     ]
 
 
-def _commands(checkable: Mapping[str, Any], private: bool) -> list[str]:
-    verify, numbers = checkable["verify"], checkable["recompute_from_the_numbers"]
+def _commands(checkable: Checkable, private: bool) -> list[str]:
+    verify, numbers = checkable.verify, checkable.recompute_from_the_numbers
     if not private:  # the numbers alone don't tell that the randomness was no secret
         return ["This checks ledger, plan, report and card against each other:", f"```bash\n{verify}\n```"]
     return [

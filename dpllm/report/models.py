@@ -8,122 +8,36 @@ out of range, is refused: a report that was forged or that a later version wrote
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    AllowInfNan,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    GetCoreSchemaHandler,
-    JsonValue,
-    PlainSerializer,
-    Tag,
-    ValidationError,
-    WithJsonSchema,
-)
-from pydantic_core import core_schema
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, ValidationError
 
-from dpllm.config import ROWS_KEPT, SAMPLINGS, UNITS
-from dpllm.mechanism.catalogue import clipping_of, from_fields, noise_of
-from dpllm.mechanism.limits import ADJACENCIES
-from dpllm.mechanism.parts import Spec
+from dpllm.report.kinds import (
+    Adjacency,
+    AtLeastOne,
+    Chances,
+    ClippingSpec,
+    Count,
+    Epsilon,
+    Event,
+    NoiseSpec,
+    NotNegative,
+    OneOf,
+    Positive,
+    Probability,
+    Rate,
+    RowsKept,
+    Sampling,
+    Sha256,
+    Unit,
+)
 
 FORMAT: Final = 3
 """Format of the report's JSON. Format 2 had no facts of the run and no open points of the ledger."""
-INFINITE = "inf"
-"""The infinite ε in JSON, which has no number for it; in Python it is `math.inf`."""
 TIERS = ("strong", "reasonable", "weak", "none")
 _MOST_LISTED = 12
 SECTIONS = ("setting", "definition", "accounting", "strength", "checkable", "utility")
-
-
-@dataclass(frozen=True)
-class _OneOf:
-    """One of a few values, which another module lists."""
-
-    values: Sequence[str | None]
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        """Return the schema of the values."""
-        return core_schema.literal_schema(list(self.values))
-
-
-def _read_epsilon(value: Any) -> Any:
-    return math.inf if value == INFINITE else value
-
-
-def _write_epsilon(value: float) -> float | str:
-    return value if math.isfinite(value) else INFINITE
-
-
-def _known(make: Callable[[Any], Any]) -> AfterValidator:
-    """Refuse an event, a clipping or a noise that the catalogue of this version does not make of these values."""
-
-    def checked(values: Any) -> Any:
-        try:
-            make(values)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-        return values
-
-    return AfterValidator(checked)
-
-
-def _kind_of_run(value: Any) -> str:
-    resumed = "num_steps" in value if isinstance(value, dict) else isinstance(value, ResumedRun)
-    return "resumed" if resumed else "started"
-
-
-_EPSILON_SCHEMA = {
-    "description": f'A number of at least 0, or "{INFINITE}".',
-    "oneOf": [{"type": "number", "minimum": 0}, {"const": INFINITE}],
-}
-_CHANCES_SCHEMA = {
-    "type": "object",
-    "propertyNames": {"pattern": "^[0-9.e-]+$"},
-    "additionalProperties": {"type": "number", "minimum": 0, "maximum": 1},
-}
-_EVENT_SCHEMA = {
-    "type": "object",
-    "required": ["sampling_rate", "noise_multiplier"],
-    "additionalProperties": {"type": ["number", "string", "null"]},
-}
-_SPEC_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "object", "required": ["kind"]}]}
-
-Adjacency = Annotated[str, _OneOf(ADJACENCIES)]
-Unit = Annotated[str, _OneOf(UNITS)]
-Sampling = Annotated[str, _OneOf(SAMPLINGS)]
-RowsKept = Annotated[str | None, _OneOf((*ROWS_KEPT, None))]
-Epsilon = Annotated[
-    float,
-    AllowInfNan(),
-    Field(ge=0),
-    BeforeValidator(_read_epsilon),
-    PlainSerializer(_write_epsilon, when_used="json"),
-    WithJsonSchema(_EPSILON_SCHEMA),
-]
-Probability = Annotated[float, Field(ge=0, le=1)]
-Rate = Annotated[float, Field(gt=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=0)]
-AtLeastOne = Annotated[int, Field(ge=1)]
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Chances = Annotated[dict[Annotated[str, Field(pattern="^[0-9.e-]+$")], Probability], WithJsonSchema(_CHANCES_SCHEMA)]
-Event = Annotated[dict[str, str | int | float | None], _known(from_fields), WithJsonSchema(_EVENT_SCHEMA)]
-ClippingSpec = Annotated[
-    str | dict[str, JsonValue], _known(lambda plain: clipping_of(Spec.of(plain), 1.0)), WithJsonSchema(_SPEC_SCHEMA)
-]
-NoiseSpec = Annotated[
-    str | dict[str, JsonValue], _known(lambda plain: noise_of(Spec.of(plain))), WithJsonSchema(_SPEC_SCHEMA)
-]
 
 
 class Part(BaseModel):
@@ -317,7 +231,7 @@ class Accounting(Part):
 class Strength(Part):
     """How strong the guarantee is, in terms of attacks."""
 
-    tier: Annotated[str, _OneOf(TIERS)] = Field(
+    tier: Annotated[str, OneOf(TIERS)] = Field(
         description="strong: ε at most 1; reasonable: at most 10; weak: above; none: no guarantee."
     )
     words: str = Field(description="The tier in words.")
@@ -471,6 +385,11 @@ class Versions(Part):
         return ", ".join(f"{name} {version}" for name, version in self if version)
 
 
+def _kind_of_run(value: Any) -> str:
+    resumed = "num_steps" in value if isinstance(value, dict) else isinstance(value, ResumedRun)
+    return "resumed" if resumed else "started"
+
+
 class Checkable(Part):
     """How to check all of it."""
 
@@ -503,7 +422,7 @@ class Checkable(Part):
 class Line(Part):
     """A line that every report must answer (Ponomareva et al., JAIR 2023)."""
 
-    section: Annotated[str, _OneOf(SECTIONS)] = Field(description="Which part of the report it belongs to.")
+    section: Annotated[str, OneOf(SECTIONS)] = Field(description="Which part of the report it belongs to.")
     question: str = Field(description="The question.")
     answer: str | None = Field(description="The answer; null: not filled in.")
     filled: bool = Field(description="Whether there is an answer.")
@@ -540,6 +459,10 @@ class PrivacyReport(Findings):
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold; an infinite ε is "inf"."""
         return self.model_dump(mode="json", by_alias=True)
+
+    def with_part(self, name: str, **values: Any) -> Self:
+        """Return the report with other values in one of its parts; checklist and open points stay as they are."""
+        return self.model_copy(update={name: getattr(self, name).model_copy(update=values)})
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:

@@ -27,6 +27,7 @@ from dpllm.privacy.accounting import merge
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
 from dpllm.privacy.risk import attack_risk, in_plain_words
+from dpllm.privacy.rounding import up
 from dpllm.privacy.stated import planned_steps, stated_history
 from dpllm.report.checklist import REFUTED, completed
 from dpllm.report.curves import curves
@@ -76,11 +77,28 @@ class ReleaseNotes:
     utility: Mapping[str, Any] = field(default_factory=dict)
     """Held-out metric, the same without privacy, hardware, cost: name to value."""
 
+    def __post_init__(self) -> None:
+        """Refuse what no report can hold, before a run is trained for it.
+
+        Raises:
+            ValueError: a note is no text, or a figure is nothing that JSON can hold.
+        """
+        for name in ("data_holder", "audience", "other_uses", "audit"):
+            value = getattr(self, name)
+            if not isinstance(value, str | None):
+                raise ValueError(f"the note {name} must be a text, got {value!r} ({type(value).__name__})")
+        try:
+            json.dumps(dict(self.utility), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"utility must hold texts and finite numbers, got {dict(self.utility)!r} ({error})"
+            ) from error
+
 
 def privacy_report(
     plan: PrivacyPlan, ledger_contents: LedgerContents, notes: ReleaseNotes | None = None
-) -> dict[str, Any]:
-    """Return the privacy statement of what ran so far, as plain values that JSON can hold (an infinite ε is "inf").
+) -> PrivacyReport:
+    """Return the privacy statement of what ran so far.
 
     Args:
         plan: the plan of the run.
@@ -90,10 +108,7 @@ def privacy_report(
     Raises:
         ValueError: the ledger belongs to another plan, or charges steps that are not the plan's.
     """
-    return _report(plan, ledger_contents, notes or ReleaseNotes()).to_dict()
-
-
-def _report(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> PrivacyReport:
+    contents, notes = ledger_contents, notes or ReleaseNotes()
     _check_belongs(plan, contents)
     seeded = plan.seeded or contents.seeded
     history = stated_history(plan, contents)
@@ -125,7 +140,7 @@ def write_report(
     plan: PrivacyPlan,
     ledger: Ledger | LedgerContents,
     notes: ReleaseNotes | None = None,
-) -> dict[str, Any]:
+) -> PrivacyReport:
     """Write ``privacy_report.json``, ``.md`` and ``.html`` into a folder, and return the report.
 
     Args:
@@ -139,16 +154,15 @@ def write_report(
     """
     contents = read_ledger(ledger.path) if isinstance(ledger, Ledger) else ledger
     report = privacy_report(plan, contents, notes)
-    report = json.loads(json_text(report))  # what people noted may hold values that JSON writes otherwise
     _replace(Path(output_dir) / JSON_FILE, json_text(report))
     _replace(Path(output_dir) / MARKDOWN_FILE, render_markdown(report))
     _replace(Path(output_dir) / HTML_FILE, render_html(report, draw_figures(report)))
     return report
 
 
-def json_text(report: Mapping[str, Any]) -> str:
+def json_text(report: PrivacyReport) -> str:
     """Return the text of the JSON file."""
-    return json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(report.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def notes_in(folder: str | Path) -> ReleaseNotes:
@@ -235,10 +249,10 @@ def _guarantee(plan: PrivacyPlan, epsilons: EpsilonByAdjacency, unit: str) -> st
     changes = {"zero-out": "contributed nothing", "replace-one": f"been another {unit}"}
     epsilon = epsilons.of(plan.adjacency)
     other = "replace-one" if plan.adjacency == "zero-out" else "zero-out"
-    value = f"ε = {_up(epsilons.of(other))}" if math.isfinite(epsilons.of(other)) else "ε is infinite"
+    value = f"ε = {up(epsilons.of(other))}" if math.isfinite(epsilons.of(other)) else "ε is infinite"
     return (
-        f"The training satisfies (ε, δ)-differential privacy with ε = {_up(epsilon)} and δ = {plan.delta:.3g} for "
-        f"every single {unit}. Whatever is released of the model would have come out almost as likely had any one "
+        f"The training satisfies (ε, δ)-differential privacy with ε = {up(epsilon)} and δ = {plan.delta:.3g} "
+        f"for every single {unit}. Whatever is released of the model would have come out almost as likely had any one "
         f"{unit} {changes[plan.adjacency]}: the chance of any outcome changes at most by the factor "
         f"exp(ε) = {_factor(epsilon)}, plus {plan.delta:.3g}. Had any one {unit} {changes[other]} "
         f"({other} adjacency), {value} at the same δ."
@@ -256,11 +270,6 @@ def _about_the_stop(plan: PrivacyPlan, contents: LedgerContents) -> str:
         f"{taken} The figures are those of all {planned}: the stop, or the choice of this checkpoint, may "
         "depend on the data or on what the run released, and they hold in spite of that."
     )
-
-
-def _up(value: float, digits: int = 4) -> str:
-    """Round up for print, so that the printed bound holds."""
-    return f"{math.ceil(value * 10**digits - 1e-9) / 10**digits:.{digits}f}"
 
 
 def _factor(epsilon: float) -> str:

@@ -9,7 +9,7 @@ the JSON, and the other forms are held to them.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -24,12 +24,12 @@ import dpllm
 from dpllm.privacy import accounting
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
-from dpllm.report.checklist import checklist, open_points
+from dpllm.report.checklist import completed
 from dpllm.report.earlier_reports import EARLIER_FORMATS, format_of, in_todays_form, in_todays_lines
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.markdown import render_markdown
 from dpllm.report.model_card import CARD_FILE, guarantee_section, metadata_in, own_lines, privacy_metadata
-from dpllm.report.models import FORMAT, Part, PrivacyReport, complaints, listed
+from dpllm.report.models import FORMAT, Part, PrivacyReport, Versions, complaints, listed
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
 from dpllm.report.verify_release import foreign_claims, missing_points, release_checks
 
@@ -117,12 +117,12 @@ def verify(folder: str | Path) -> Verification:
     due = _recomputed(checks, plan, contents, recorded)
     earlier = format_of(recorded) in EARLIER_FORMATS
     if due is not None and recorded is not None:
-        found = in_todays_form(recorded, due, keep_words=False) if earlier else recorded
-        checks.append(_json_check(found, due, recorded))
-        if checks[-1].ok:
-            due = (
-                in_todays_form(recorded, due, keep_words=True) if earlier else recorded
-            )  # so that rounding of numbers that other versions computed can't matter
+        found = in_todays_form(recorded, due.to_dict(), keep_words=False) if earlier else recorded
+        checks.append(_json_check(found, due.to_dict(), recorded))
+        if checks[-1].ok:  # so that rounding of numbers that other versions computed can't matter
+            form = in_todays_form(recorded, due.to_dict(), keep_words=True) if earlier else recorded
+            with contextlib.suppress(ValueError):  # a number just out of its range, which the schema's check named
+                due = PrivacyReport.read(form)
     for name, compare in ((MARKDOWN_FILE, _markdown_check), (HTML_FILE, _html_check)):
         checks.append(_file_check(folder / name, due, compare, earlier))
     if (folder / CARD_FILE).is_file():
@@ -245,48 +245,45 @@ def _age_check(contents: LedgerContents) -> Check:
 
 def _recomputed(
     checks: list[Check], plan: PrivacyPlan | None, contents: LedgerContents | None, recorded: dict[str, Any] | None
-) -> dict[str, Any] | None:
+) -> PrivacyReport | None:
     """Return the report as it should be: what people noted and the versions are taken from what was recorded."""
     if plan is None or contents is None:
         return None
     what = "the report can be computed anew"
     try:
-        report = privacy_report(plan, contents, _notes(recorded))
+        report = _with_its_software(privacy_report(plan, contents, _notes(recorded)), recorded or {})
     except ValueError as error:
         checks.append(Check(what, False, _in_words(error)))
         return None
-    report = json.loads(json.dumps(report))
-    if recorded is not None:
-        _take_over(report, recorded)
-    epsilon = report["statement"]["epsilon"]
-    checks.append(Check(what, True, f"ε = {epsilon if isinstance(epsilon, str) else f'{epsilon:.6g}'}"))
+    epsilon = report.statement.epsilon
+    checks.append(Check(what, True, f"ε = {epsilon:.6g}"))
     return report
 
 
 def _notes(recorded: Mapping[str, Any] | None) -> ReleaseNotes:
     try:
         return notes_of(recorded or {})
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, ValueError):
         return ReleaseNotes()  # what is missing is found when the keys are compared
 
 
-def _take_over(report: dict[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Put in which software the record names, and answer the checklist again with it."""
-    for section, name in (("checkable", "versions"), ("checkable", "machine"), ("accounting", "tool_version")):
-        part = recorded.get(section)
-        value = part.get(name) if isinstance(part, dict) else None
-        if _same_shape(value, report[section][name]):
-            report[section][name] = copy.deepcopy(value)
-    report["checklist"] = checklist(report)
-    report["open_points"] = open_points(report)
+def _with_its_software(report: PrivacyReport, recorded: Mapping[str, Any]) -> PrivacyReport:
+    """Return the report with the software that the record names, where it names it as reports do."""
+    accounting, checkable = _part(recorded, "accounting"), _part(recorded, "checkable")
+    tool, machine = accounting.get("tool_version"), checkable.get("machine")
+    versions = checkable.get("versions")
+    if isinstance(tool, str):
+        report = report.with_part("accounting", tool_version=tool)
+    if isinstance(machine, str):
+        report = report.with_part("checkable", machine=machine)
+    if isinstance(versions, dict) and not complaints(Versions, versions):
+        report = report.with_part("checkable", versions=Versions.model_validate(versions))
+    return completed(report)
 
 
-def _same_shape(value: Any, due: Any) -> bool:
-    """Whether a value names versions the way a report does: a text, or a text or nothing for each name."""
-    if not isinstance(due, dict):
-        return isinstance(value, str)
-    named = isinstance(value, dict) and set(value) == set(due) and value["dpllm"] is not None
-    return named and all(version is None or isinstance(version, str) for version in value.values())
+def _part(recorded: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = recorded.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def _json_check(found: Mapping[str, Any], due: Mapping[str, Any], recorded: Mapping[str, Any]) -> Check:
@@ -378,8 +375,8 @@ def _short(value: Any) -> str:
 
 def _file_check(
     path: Path,
-    due: Mapping[str, Any] | None,
-    compare: Callable[[Path, str, Mapping[str, Any]], tuple[bool, str]],
+    due: PrivacyReport | None,
+    compare: Callable[[Path, str, PrivacyReport], tuple[bool, str]],
     earlier: bool = False,
 ) -> Check:
     what = f"{path.name} says the same"
@@ -397,13 +394,13 @@ def _file_check(
         return Check(what, False, _in_words(error))
 
 
-def _markdown_check(_path: Path, text: str, due: Mapping[str, Any]) -> tuple[bool, str]:
+def _markdown_check(_path: Path, text: str, due: PrivacyReport) -> tuple[bool, str]:
     return _same_text(text, render_markdown(due), "exactly")
 
 
-def _html_check(_path: Path, text: str, due: Mapping[str, Any]) -> tuple[bool, str]:
+def _html_check(_path: Path, text: str, due: PrivacyReport) -> tuple[bool, str]:
     """Compare the pictures too, where the program that drew them is the one installed."""
-    drawn, here = due["checkable"]["versions"].get("matplotlib"), importlib.metadata.version("matplotlib")
+    drawn, here = due.checkable.versions.matplotlib, importlib.metadata.version("matplotlib")
     page = render_html(due, draw_figures(due))
     if drawn == here:
         return _same_text(text, page, "exactly, with its pictures")
@@ -420,7 +417,7 @@ def _same_text(found: str, due: str, how: str) -> tuple[bool, str]:
     return False, f"line {number} is {_short(one)} and should be {_short(other)}"
 
 
-def _card_check(path: Path, text: str, due: Mapping[str, Any]) -> tuple[bool, str]:
+def _card_check(path: Path, text: str, due: PrivacyReport) -> tuple[bool, str]:
     found = metadata_in(path).get("differential_privacy", _ABSENT)
     blocks = [block for block in guarantee_section(due) if block not in text]
     if found is _ABSENT:
@@ -431,7 +428,7 @@ def _card_check(path: Path, text: str, due: Mapping[str, Any]) -> tuple[bool, st
     right = json.loads(json.dumps(privacy_metadata(due)))
     lines = [_difference(*found_) for found_ in _differences(found, right, "differential_privacy", 0.0)]
     lines += [f"its text lacks {_short(block)}" for block in blocks]
-    lines += [f"its open points lack {_short(point)}" for point in missing_points(text, due["open_points"])]
+    lines += [f"its open points lack {_short(point)}" for point in missing_points(text, due.open_points)]
     foreign, words = foreign_claims(text, own_lines(due, metadata_in(path).get("base_model")))
     lines += [f"another claim: {_short(line)}" for line in foreign]
     if lines:

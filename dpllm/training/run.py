@@ -359,7 +359,9 @@ class PrivateRun:
             note_own_release(self.ledger, self.ledger.path.parent, self._files_before)
         self.ledger.append_end(reason, independent=stopped_independently)
         self.ledger.close()
-        return write_report(self.ledger.path.parent, self.plan, read_ledger(self.ledger.path)) if self.is_main else None
+        if not self.is_main:
+            return None
+        return write_report(self.ledger.path.parent, self.plan, read_ledger(self.ledger.path)).to_dict()
 
     def check_saved_state(self) -> None:
         """Check before a save that buffers and frozen parameters are unchanged since the run was attached.

@@ -406,7 +406,7 @@ class DPTrainer(CoveredTrainer):
         """Return the privacy statement of all steps so far, from the ledger; the same as ``privacy_report.json``."""
         if self.ledger is None:
             raise ValueError("There is nothing to report before train(): call it first.")
-        return privacy_report(self.plan, read_ledger(self.ledger.path), self.notes)
+        return privacy_report(self.plan, read_ledger(self.ledger.path), self.notes).to_dict()
 
     # ------------------------------------------------------------------- saving
 

@@ -150,9 +150,9 @@ def test_the_report_says_what_a_resume_left_out_and_verifies(tmp_path: Path) -> 
     contents = read_ledger(ledger.path)
     report = write_report(tmp_path, PLAN, contents)
     assert contents.num_steps == planned_steps(PLAN, contents) == 38
-    assert report["statement"]["epsilon"] <= 3.0
-    assert "cyclic truncated Poisson sampling" in report["definition"]["mechanism"]
-    assert "noise has 4 bands" in report["accounting"]["event"]
+    assert report.statement.epsilon <= 3.0
+    assert "cyclic truncated Poisson sampling" in report.definition.mechanism
+    assert "noise has 4 bands" in report.accounting.event
     failed = [check for check in verify(tmp_path).checks if not check.ok]
     assert not failed, failed
     assert isinstance(PLAN.event, BandedStep)

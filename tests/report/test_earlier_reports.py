@@ -24,7 +24,8 @@ def failed(folder):
 def whole(number, folder):
     """Copy what a version wrote, and draw the pictures of its page."""
     shutil.copytree(WRITTEN / f"format{number}", folder)
-    figures = draw_figures(json.loads((folder / "privacy_report.json").read_text()))
+    plain = json.loads((folder / "privacy_report.json").read_text())
+    figures = draw_figures(EARLIER_FORMATS[number].model_validate(plain))
     page = folder / "privacy_report.html"
     text, count = re.subn(r"<svg>(\w+)</svg>", lambda found: figures[PICTURES[found[1]]].rstrip(), page.read_text())
     assert count == len(PICTURES)

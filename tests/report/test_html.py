@@ -13,9 +13,10 @@ import pytest
 
 from dpllm.config import PrivacyConfig
 from dpllm.privacy.ledger import Ledger, read_ledger
-from dpllm.privacy.plan import make_plan
-from dpllm.report.html import FIGURES, draw_figures, render_html
-from dpllm.report.markdown import print_epsilon
+from dpllm.privacy.plan import format_epsilon, make_plan
+from dpllm.report.html import draw_figures, render_html
+from dpllm.report.models import PrivacyReport
+from dpllm.report.pages import template
 from dpllm.report.statement import HTML_FILE, ReleaseNotes, privacy_report, write_report
 
 NOTES = ReleaseNotes(
@@ -26,7 +27,7 @@ NOTES = ReleaseNotes(
 )
 
 
-def report_of(folder: Path, notes: ReleaseNotes | None = NOTES, **change: Any) -> dict[str, Any]:
+def report_of(folder: Path, notes: ReleaseNotes | None = NOTES, **change: Any) -> PrivacyReport:
     config = {"noise_multiplier": 2.0, "clip_norm": 0.5, "expected_batch_size": 20, **change}
     plan = make_plan(PrivacyConfig(**config), num_units=1000, num_steps=6)
     with Ledger.create(folder / "privacy_ledger.jsonl", plan) as ledger:
@@ -39,12 +40,12 @@ def report_of(folder: Path, notes: ReleaseNotes | None = NOTES, **change: Any) -
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(tmp_path_factory: pytest.TempPathFactory) -> PrivacyReport:
     return report_of(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
-def page(report: dict[str, Any]) -> str:
+def page(report: PrivacyReport) -> str:
     return render_html(report, draw_figures(report))
 
 
@@ -90,30 +91,30 @@ def test_page_stands_by_itself(page: str) -> None:
     assert "prefers-color-scheme: dark" in page and "@media print" in page
 
 
-def test_statement_and_tier_come_first(page: str, report: dict[str, Any]) -> None:
+def test_statement_and_tier_come_first(page: str, report: PrivacyReport) -> None:
     """Before everything else: the title, the statement, and how strong it is."""
     words = " ".join(Page(page).words.split())
-    assert words.startswith(f"Privacy report Privacy report {report['statement']['words']} Strength: strong")
+    assert words.startswith(f"Privacy report Privacy report {report.statement.words} Strength: strong")
 
 
-def test_everything_of_the_report_is_on_the_page(page: str, report: dict[str, Any]) -> None:
+def test_everything_of_the_report_is_on_the_page(page: str, report: PrivacyReport) -> None:
     """Every sentence, assumption, parameter, checklist line and hash, and ε rounded up."""
     words = " ".join(Page(page).words.split())
-    lines = [*report["strength"]["in_plain_words"], *report["open_points"], report["definition"]["mechanism"]]
-    lines += [item["how_ensured"] for item in report["accounting"]["assumptions"]]
-    lines += [line["question"] for line in report["checklist"]]
-    lines += [line["answer"] for line in report["checklist"] if line["filled"]]
-    lines += [item["what"] for item in report["definition"]["never_covered"]]
-    lines += [report["checkable"]["plan_hash"], report["checkable"]["ledger_sha256"]]
-    lines += [report["checkable"]["verify"], report["checkable"]["recompute_from_the_numbers"]]
-    lines += [print_epsilon(value) for value in report["accounting"]["epsilon"].values()]
-    lines += [check["note"] for check in report["accounting"]["cross_checks"]]
+    lines = [*report.strength.in_plain_words, *report.open_points, report.definition.mechanism]
+    lines += [item.how_ensured for item in report.accounting.assumptions]
+    lines += [line.question for line in report.checklist]
+    lines += [line.answer for line in report.checklist if line.filled]
+    lines += [item.what for item in report.definition.never_covered]
+    lines += [report.checkable.plan_hash, report.checkable.ledger_sha256]
+    lines += [report.checkable.verify, report.checkable.recompute_from_the_numbers]
+    lines += [format_epsilon(value) for _, value in report.accounting.epsilon.items()]
+    lines += [check.note for check in report.accounting.cross_checks]
     lines += ["training loss 3", "units with a non-finite gradient 4"]
     for line in lines:
         assert " ".join(line.split()) in words, line
-    for name, value in report["accounting"]["parameters"].items():
+    for name, value in report.accounting.parameters:
         assert f"{name} {'–' if value is None else value}" in words
-    assert page.count('class="missing">not filled in') == 2 * sum(not line["filled"] for line in report["checklist"])
+    assert page.count('class="missing">not filled in') == 2 * sum(not line.filled for line in report.checklist)
 
 
 def test_what_people_noted_is_escaped(page: str) -> None:
@@ -124,19 +125,19 @@ def test_what_people_noted_is_escaped(page: str) -> None:
     assert not {"script", "b"} & {tag for tag, _ in found.tags}
 
 
-def test_three_pictures_with_captions_and_words(page: str, report: dict[str, Any]) -> None:
+def test_three_pictures_with_captions_and_words(page: str, report: PrivacyReport) -> None:
     """Each picture has a caption, and says in words what it shows."""
     found = Page(page)
     pictures = [attributes for tag, attributes in found.tags if attributes.get("role") == "img"]
     assert len(pictures) == 3 == page.count("<figcaption>") == page.count("<svg ")
     alternatives = " ".join(str(attributes["aria-label"]) for attributes in pictures)
     assert "false positive rate" in alternatives and "over δ" in alternatives
-    assert f"rising to {print_epsilon(report['statement']['epsilon'])} after 6 steps" in alternatives
+    assert f"rising to {format_epsilon(report.statement.epsilon)} after 6 steps" in alternatives
 
 
-def test_page_can_be_made_again_from_the_json(page: str, report: dict[str, Any], tmp_path: Path) -> None:
+def test_page_can_be_made_again_from_the_json(page: str, report: PrivacyReport, tmp_path: Path) -> None:
     """The JSON alone gives the same page, to the letter."""
-    stored = json.loads(json.dumps(report))
+    stored = PrivacyReport.read(json.loads(json.dumps(report.to_dict())))
     assert render_html(stored, draw_figures(stored)) == page
     again = report_of(tmp_path)
     assert draw_figures(again) == draw_figures(report)
@@ -163,10 +164,14 @@ def test_not_private_is_said_first_thing(tmp_path: Path, change: dict[str, Any])
     assert ("would hold only with noise from secret randomness" in found.words) == drawn
 
 
-def test_missing_picture_or_key_is_refused(report: dict[str, Any]) -> None:
+def test_missing_picture_or_key_is_refused(report: PrivacyReport) -> None:
     """A page with a hole is not made."""
     with pytest.raises(ValueError, match=r"the page has the pictures tradeoff, .*got none"):
         render_html(report, {})
-    without = {name: value for name, value in report.items() if name != "definition"}
+    without = {name: value for name, value in report.to_dict().items() if name != "definition"}
+    with pytest.raises(ValueError, match="definition is missing"):
+        PrivacyReport.read(without)
     with pytest.raises(jinja2.UndefinedError):
-        render_html(without, dict.fromkeys(FIGURES, ""))
+        template("privacy_report.html").render(report=without)
+    with pytest.raises(jinja2.UndefinedError):
+        template("privacy_report.md").render(report=without)

@@ -26,12 +26,15 @@ from dpllm.config import PrivacyConfig
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger
 from dpllm.privacy.plan import PLAN_FILE, format_epsilon, make_plan
 from dpllm.report.model_card import TAGS, write_model_card
+from dpllm.report.models import PrivacyReport
 from dpllm.report.statement import ReleaseNotes, write_report
 
 IDS = torch.tensor([[1, 5, 6, 2]])
 
 
-def evidence(folder: Path, notes: ReleaseNotes | None = None, end: str | None = "completed", **change: Any) -> dict:
+def evidence(
+    folder: Path, notes: ReleaseNotes | None = None, end: str | None = "completed", **change: Any
+) -> PrivacyReport:
     """Write plan, ledger and report of a run into a folder, and return the report."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"noise_multiplier": 2.0, "clip_norm": 0.5, "expected_batch_size": 20, **change}
@@ -87,18 +90,18 @@ def test_statement_and_numbers_are_those_of_the_report(tmp_path: Path) -> None:
     """Every sentence of the guarantee is the report's, ε is rounded up, and the evidence is linked."""
     report = evidence(tmp_path)
     card = ModelCard.load(write_model_card(tmp_path, report, base_model="org/base", task="causal_lm", adapter=False))
-    assert report["statement"]["words"] in card.text and "NOT PRIVATE" not in card.text
-    for line in (*report["strength"]["in_plain_words"], *report["open_points"], report["definition"]["unit"]):
+    assert report.statement.words in card.text and "NOT PRIVATE" not in card.text
+    for line in (*report.strength.in_plain_words, *report.open_points, report.definition.unit):
         assert line in card.text
-    for item in report["definition"]["never_covered"]:
-        assert f"- {item['what']}: {item['advice']}" in card.text
+    for item in report.definition.never_covered:
+        assert f"- {item.what}: {item.advice}" in card.text
     assert "- training loss: written out 4 times" in card.text
-    for name, value in report["accounting"]["epsilon"].items():
+    for name, value in report.accounting.epsilon.items():
         assert f"| {name} | {format_epsilon(value)} |" in card.text
     for name in ("privacy_report.md", "privacy_report.json", PLAN_FILE, LEDGER_FILE):
         assert f"[`{name}`]({name})" in card.text and (tmp_path / name).is_file()
-    assert report["checkable"]["plan_hash"] in card.text and report["checkable"]["ledger_sha256"] in card.text
-    assert report["checkable"]["recompute_from_the_numbers"] in card.text
+    assert report.checkable.plan_hash in card.text and report.checkable.ledger_sha256 in card.text
+    assert report.checkable.recompute_from_the_numbers in card.text
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -115,7 +118,7 @@ def test_metadata(tmp_path: Path) -> None:
         "pipeline_tag": "text-generation",
         "tags": list(TAGS),
     }
-    epsilon = report["statement"]["epsilon"]
+    epsilon = report.statement.epsilon
     assert privacy["private"] is True and epsilon <= privacy["epsilon"] < epsilon + 1e-4
     assert privacy["epsilon_by_adjacency"]["zero-out"] == privacy["epsilon"] == float(format_epsilon(epsilon))
     assert privacy["epsilon_by_adjacency"]["replace-one"] > privacy["epsilon"]
@@ -144,7 +147,7 @@ def test_not_private_is_said_first_thing(tmp_path: Path, change: dict[str, Any])
     card = ModelCard.load(write_model_card(tmp_path, report, base_model=None, task="causal_lm", adapter=False))
     lines = [line for line in card.text.splitlines() if line]
     assert lines[0].startswith("# NOT PRIVATE") and "WITHOUT a privacy guarantee" in lines[1]
-    assert lines[2] == f"> **{report['statement']['words']}**" and lines[2].startswith("> **NOT PRIVATE")
+    assert lines[2] == f"> **{report.statement.words}**" and lines[2].startswith("> **NOT PRIVATE")
     assert "satisfies" not in card.text and "| zero-out |" not in card.text
     assert "dpllm verify" in card.text and "dpllm epsilon" not in card.text
     assert card.data.tags == ["dpllm", "lora"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import Ledger, LedgerContents, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.report.disclosures import DESTINATIONS, TRAINING_LOSS, receivers
-from dpllm.report.models import PrivacyReport, complaints, report_schema
+from dpllm.report.models import BudgetEntry, PrivacyReport, WrittenOut, complaints, report_schema
 from dpllm.report.statement import ReleaseNotes, notes_in, notes_of, privacy_report, render_markdown, write_report
 from dpllm.report.verify import verify
 
@@ -37,9 +38,10 @@ def every_report_fits_the_schema(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     schema = jsonschema.Draft202012Validator(report_schema())
     made = []
 
-    def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    def checked(*args: Any, **kwargs: Any) -> PrivacyReport:
         report = privacy_report(*args, **kwargs)
-        made.append(json.loads(json.dumps(report, allow_nan=False)))
+        made.append(json.loads(json.dumps(report.to_dict(), allow_nan=False)))
+        assert PrivacyReport.read(made[-1]) == report
         return report
 
     monkeypatch.setattr("dpllm.report.statement.privacy_report", checked)
@@ -62,18 +64,18 @@ def make(
     return plan, ledger
 
 
-def make_report(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes | None = None) -> dict[str, Any]:
+def make_report(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes | None = None) -> PrivacyReport:
     """Return the report as the package makes it at this moment, so that the schema is held against it."""
     return dpllm.report.statement.privacy_report(plan, contents, notes)
 
 
-def report_of(tmp_path: Path, notes: ReleaseNotes | None = None, **change: Any) -> dict[str, Any]:
+def report_of(tmp_path: Path, notes: ReleaseNotes | None = None, **change: Any) -> PrivacyReport:
     plan, ledger = make(tmp_path, **change)
     ledger.close()
     return make_report(plan, read_ledger(ledger.path), notes)
 
 
-def run_of(tmp_path: Path, plan: PrivacyPlan, **ledger_entries: Any) -> dict[str, Any]:
+def run_of(tmp_path: Path, plan: PrivacyPlan, **ledger_entries: Any) -> PrivacyReport:
     """Return the report of a run of all steps of a plan."""
     with Ledger.create(tmp_path / "privacy_ledger.jsonl", plan, **ledger_entries) as ledger:
         for number in range(plan.num_steps):
@@ -110,15 +112,15 @@ def test_a_run_that_stops_early_states_the_epsilon_of_its_plan(tmp_path: Path, e
     """Who stops because of what the run showed has used a mechanism of all planned steps; it is never "completed"."""
     plan, ledger = make(tmp_path, taken=7, end=end)
     report = write_report(tmp_path, plan, ledger)
-    assert report["statement"]["epsilon"] == report["accounting"]["epsilon"]["zero-out"] == plan.epsilon
-    assert report["accounting"]["epsilon"]["replace-one"] == plan.epsilon_under("replace-one")
-    assert "7 of 20 planned steps were taken" in report["statement"]["words"]
-    assert f"--steps {NUM_STEPS} " in report["checkable"]["recompute_from_the_numbers"]
-    steps = report["accounting"]["steps"]
-    assert (steps["charged"], steps["stated"]) == (7, 20) and "ε is stated for all steps planned" in steps["words"]
-    assert report["accounting"]["parameters"]["num_steps_planned"] == 20
-    assert report["accounting"]["parameters"]["num_steps_charged"] == 7
-    assert report["checkable"]["ended"] == ("stopped early" if end == "completed" else end)
+    assert report.statement.epsilon == report.accounting.epsilon.zero_out == plan.epsilon
+    assert report.accounting.epsilon.replace_one == plan.epsilon_under("replace-one")
+    assert "7 of 20 planned steps were taken" in report.statement.words
+    assert f"--steps {NUM_STEPS} " in report.checkable.recompute_from_the_numbers
+    steps = report.accounting.steps
+    assert (steps.charged, steps.stated) == (7, 20) and "ε is stated for all steps planned" in steps.words
+    assert report.accounting.parameters.num_steps_planned == 20
+    assert report.accounting.parameters.num_steps_charged == 7
+    assert report.checkable.ended == ("stopped early" if end == "completed" else end)
     assert "completed" not in render_markdown(report)
     ledger.close()
 
@@ -129,18 +131,18 @@ def test_a_stop_that_was_declared_independent_states_the_epsilon_of_the_steps_ta
     ledger.append_end("the allocation ended", independent=True)
     ledger.close()
     report = make_report(plan, read_ledger(ledger.path))
-    assert report["statement"]["epsilon"] == epsilon([(plan.event, 7)], plan.delta) < plan.epsilon
-    assert "declared independent" in report["statement"]["words"]
-    assert "declared independent" in report["accounting"]["steps"]["words"]
+    assert report.statement.epsilon == epsilon([(plan.event, 7)], plan.delta) < plan.epsilon
+    assert "declared independent" in report.statement.words
+    assert "declared independent" in report.accounting.steps.words
     Ledger.open(ledger.path, plan).close()
-    assert make_report(plan, read_ledger(ledger.path))["statement"]["epsilon"] == plan.epsilon
+    assert make_report(plan, read_ledger(ledger.path)).statement.epsilon == plan.epsilon
 
 
 def test_a_run_without_a_step_states_nothing(tmp_path: Path) -> None:
     """Nothing was learnt from the data, so nothing can have depended on it."""
     plan, ledger = make(tmp_path, taken=0, end="failed")
     ledger.close()
-    assert make_report(plan, read_ledger(ledger.path))["statement"]["epsilon"] == 0
+    assert make_report(plan, read_ledger(ledger.path)).statement.epsilon == 0
 
 
 def test_both_files_are_written_and_agree(tmp_path: Path) -> None:
@@ -149,35 +151,34 @@ def test_both_files_are_written_and_agree(tmp_path: Path) -> None:
     report = write_report(tmp_path, plan, ledger)
     ledger.close()
     stored = json.loads((tmp_path / "privacy_report.json").read_text(), parse_constant=pytest.fail)
-    assert stored == report
+    assert stored == report.to_dict() and PrivacyReport.read(stored) == report
     assert (tmp_path / "privacy_report.md").read_text() == render_markdown(report)
     assert not list(tmp_path.glob("*.tmp"))
-    assert report["checkable"]["ledger_sha256"] == read_ledger(ledger.path).sha256
-    assert report["checkable"]["plan_hash"] == plan.hash
+    assert report.checkable.ledger_sha256 == read_ledger(ledger.path).sha256
+    assert report.checkable.plan_hash == plan.hash
 
 
 def test_headline_follows_the_adjacency(tmp_path: Path) -> None:
     """With replace-one in the plan, the headline is the replace-one ε and says so."""
     report = report_of(tmp_path, adjacency="replace-one")
-    assert report["statement"]["epsilon"] == report["accounting"]["epsilon"]["replace-one"]
-    assert report["statement"]["epsilon"] > report["accounting"]["epsilon"]["zero-out"]
-    assert "been another record" in report["statement"]["words"]
-    assert "which of two records" in report["strength"]["in_plain_words"][0]
+    assert report.statement.epsilon == report.accounting.epsilon.replace_one
+    assert report.statement.epsilon > report.accounting.epsilon.zero_out
+    assert "been another record" in report.statement.words
+    assert "which of two records" in report.strength.in_plain_words[0]
 
 
 def test_curve_falls_as_delta_rises(tmp_path: Path) -> None:
     """The curve starts at the run's δ, and a smaller δ costs a larger ε."""
-    curve = report_of(tmp_path)["accounting"]["curve"]
-    assert curve[0]["delta"] == 1e-4 and len(curve) == 3
-    for name in ("zero-out", "replace-one"):
-        values = [row[name] for row in curve]
+    curve = report_of(tmp_path).accounting.curve
+    assert curve[0].delta == 1e-4 and len(curve) == 3
+    for values in ([row.zero_out for row in curve], [row.replace_one for row in curve]):
         assert values == sorted(values) and values[0] > 0
 
 
 def test_what_the_reporting_guide_asks_for(tmp_path: Path) -> None:
     """Every line of the guide has its field, and every field reaches the page."""
     report = report_of(tmp_path, NOTES, dataset="letters to the clinic")
-    assert report["open_points"] == []
+    assert report.open_points == ()
     page = render_markdown(report)
     for words in (
         "central differential privacy",
@@ -210,22 +211,22 @@ def test_what_the_reporting_guide_asks_for(tmp_path: Path) -> None:
         "dpllm verify OUTPUT_DIR",
         "dpllm report OUTPUT_DIR",
         "dpllm epsilon --noise-multiplier 2.0 --sampling-rate 0.02 --steps 20 --delta 0.0001 --num-units 1000",
-        report["checkable"]["ledger_sha256"],
-        report["checkable"]["plan_hash"],
+        report.checkable.ledger_sha256,
+        report.checkable.plan_hash,
     ):
         assert words in page, words
-    for line in report["checklist"]:
-        assert line["filled"] and f"| {line['question']} |" in page
-    for name, value in report["accounting"]["parameters"].items():
+    for line in report.checklist:
+        assert line.filled and f"| {line.question} |" in page
+    for name, value in report.accounting.parameters:
         assert f"| {name} | {'-' if value is None else value} |" in page
 
 
 def test_what_is_missing_is_a_reason_not_to_release(tmp_path: Path) -> None:
     """A point that nobody filled in is named before anything else."""
     report = report_of(tmp_path)
-    assert "Not filled in: Who holds the raw data?" in report["open_points"]
-    assert len(report["open_points"]) == 5
-    assert sum(not line["filled"] for line in report["checklist"]) == 5
+    assert "Not filled in: Who holds the raw data?" in report.open_points
+    assert len(report.open_points) == 5
+    assert sum(not line.filled for line in report.checklist) == 5
     page = render_markdown(report)
     assert "a reason not to release" in page and page.count("| **not filled in** |") == 5
 
@@ -238,9 +239,9 @@ def test_disclosures_and_diagnostics_are_listed_with_counts(tmp_path: Path) -> N
     ledger.append_diagnostic("units with a non-finite gradient", 4)
     report = write_report(tmp_path, plan, ledger)
     ledger.close()
-    assert report["definition"]["written_out_and_not_covered"] == [{"what": "training loss", "count": 5}]
-    assert report["checkable"]["diagnostics_not_covered"] == {"units with a non-finite gradient": 4}
-    assert any("written out" in point for point in report["open_points"])
+    assert report.definition.written_out_and_not_covered == (WrittenOut(what="training loss", count=5),)
+    assert report.checkable.diagnostics_not_covered == {"units with a non-finite gradient": 4}
+    assert any("written out" in point for point in report.open_points)
     page = render_markdown(report)
     assert "| training loss | 5 |" in page and "| units with a non-finite gradient | 4 |" in page
 
@@ -251,33 +252,34 @@ def test_training_losses_that_stay_with_the_run_are_listed_and_no_open_point(tmp
     ledger.append_fact(DESTINATIONS, receivers([]))
     ledger.append_disclosure(TRAINING_LOSS, 3)
     report = write_report(tmp_path, plan, ledger)
-    assert report["definition"]["written_out_and_not_covered"] == [{"what": TRAINING_LOSS, "count": 3}]
-    assert not any("written out" in point for point in report["open_points"])
+    assert report.definition.written_out_and_not_covered == (WrittenOut(what=TRAINING_LOSS, count=3),)
+    assert not any("written out" in point for point in report.open_points)
     ledger.append_fact(DESTINATIONS, "TensorBoard, the Trainer's state")
     report = write_report(tmp_path, plan, ledger)
     ledger.close()
-    assert any(TRAINING_LOSS in point for point in report["open_points"])
+    assert any(TRAINING_LOSS in point for point in report.open_points)
 
 
 def test_no_noise_is_infinite_in_words(tmp_path: Path) -> None:
     """σ = 0: ε is "inf" in the JSON and "infinite: no privacy" on the page; nothing claims privacy."""
     report = report_of(tmp_path, noise_multiplier=0)
-    assert report["statement"]["epsilon"] == "inf" and not report["statement"]["private"]
-    assert report["accounting"]["epsilon"] == {"zero-out": "inf", "replace-one": "inf"}
-    assert [check["epsilon"] for check in report["accounting"]["cross_checks"]] == ["inf"] * 3
-    assert report["accounting"]["zcdp_rho"] == "inf" and report["curves"]["tradeoff"]["true_positive_rate"] == []
-    assert report["strength"]["tier"] == "none" and report["strength"]["advantage"] == 1.0
+    plain = report.to_dict()
+    assert plain["statement"]["epsilon"] == "inf" and not report.statement.private
+    assert plain["accounting"]["epsilon"] == {"zero-out": "inf", "replace-one": "inf"}
+    assert [check["epsilon"] for check in plain["accounting"]["cross_checks"]] == ["inf"] * 3
+    assert plain["accounting"]["zcdp_rho"] == "inf" and plain["curves"]["tradeoff"]["true_positive_rate"] == []
+    assert report.strength.tier == "none" and report.strength.advantage == 1.0
     page = render_markdown(report)
     assert page.startswith("# NOT PRIVATE") and "infinite: no privacy" in page and "satisfies" not in page
-    json.dumps(report, allow_nan=False)
+    json.dumps(plain, allow_nan=False)
 
 
 def test_seeded_run_is_not_private_first_thing(tmp_path: Path) -> None:
     """A fixed seed is the first thing the page and the statement say."""
     report = report_of(tmp_path, seed=1)
-    assert not report["statement"]["private"] and report["statement"]["words"].startswith("NOT PRIVATE")
-    assert report["strength"]["tier"] == "none"
-    assert all(line.startswith("Not with the fixed seed") for line in report["strength"]["in_plain_words"])
+    assert not report.statement.private and report.statement.words.startswith("NOT PRIVATE")
+    assert report.strength.tier == "none"
+    assert all(line.startswith("Not with the fixed seed") for line in report.strength.in_plain_words)
     page = render_markdown(report)
     assert page.startswith("# NOT PRIVATE") and "fixed seed (NOT PRIVATE)" in page and "satisfies" not in page
 
@@ -285,44 +287,44 @@ def test_seeded_run_is_not_private_first_thing(tmp_path: Path) -> None:
 def test_cross_checks(tmp_path: Path) -> None:
     """The looser accountants lie above the stated ε, and the estimate's bounds hold it: nothing disagrees."""
     report = report_of(tmp_path)
-    epsilon = report["accounting"]["epsilon"]["zero-out"]
-    prv, library, renyi = report["accounting"]["cross_checks"]
-    assert prv["bounds"][0] < epsilon < prv["bounds"][1]
-    assert prv["epsilon"] == pytest.approx(epsilon, abs=2e-3)
-    assert epsilon < library["epsilon"] < epsilon + 5e-3 and epsilon < renyi["epsilon"]
-    assert not [point for point in report["open_points"] if "disagree" in point]
-    assert f"| {prv['name']} | {prv['epsilon']:.3f}"[:-1] in render_markdown(report)
+    epsilon = report.accounting.epsilon.zero_out
+    prv, library, renyi = report.accounting.cross_checks
+    assert prv.bounds[0] < epsilon < prv.bounds[1]
+    assert prv.epsilon == pytest.approx(epsilon, abs=2e-3)
+    assert epsilon < library.epsilon < epsilon + 5e-3 and epsilon < renyi.epsilon
+    assert not [point for point in report.open_points if "disagree" in point]
+    assert f"| {prv.name} | {prv.epsilon:.3f}"[:-1] in render_markdown(report)
 
 
 def test_truncation_is_not_taken_for_a_disagreement(tmp_path: Path) -> None:
     """A maximal batch that costs a lot of ε is unknown to the estimate, which is held against the same without it."""
     report = report_of(tmp_path, max_batch_size=22)
-    prv = report["accounting"]["cross_checks"][0]
-    assert report["accounting"]["epsilon"]["zero-out"] > 2 * prv["epsilon"]
-    assert prv["pld_of_the_same_steps"] == pytest.approx(prv["epsilon"], abs=2e-3)
-    assert not [point for point in report["open_points"] if "disagree" in point]
+    prv = report.accounting.cross_checks[0]
+    assert report.accounting.epsilon.zero_out > 2 * prv.epsilon
+    assert prv.pld_of_the_same_steps == pytest.approx(prv.epsilon, abs=2e-3)
+    assert not [point for point in report.open_points if "disagree" in point]
 
 
 @pytest.mark.parametrize(("size", "sigma", "tier"), [(20, 2.0, "strong"), (500, 3.0, "reasonable"), (500, 1.2, "weak")])
 def test_tiers(tmp_path: Path, size: int, sigma: float, tier: str) -> None:
     """ε up to 1 is strong, up to 10 reasonable, above weak with an audit asked for."""
-    strength = report_of(tmp_path, expected_batch_size=size, noise_multiplier=sigma)["strength"]
-    assert strength["tier"] == tier
-    assert ("audit" in strength["words"]) == (tier == "weak")
+    strength = report_of(tmp_path, expected_batch_size=size, noise_multiplier=sigma).strength
+    assert strength.tier == tier
+    assert ("audit" in strength.words) == (tier == "weak")
 
 
 def test_never_zero_after_a_step(tmp_path: Path) -> None:
     """One step with a lot of noise still costs something, in the JSON and on the page."""
     report = report_of(tmp_path, taken=1, noise_multiplier=500.0)
-    assert report["statement"]["epsilon"] > 0
+    assert report.statement.epsilon > 0
     assert "ε = 0.0000" not in render_markdown(report) and "| 0.0000 |" not in render_markdown(report)
 
 
 def test_before_the_first_step(tmp_path: Path) -> None:
     """A run without a step has learnt nothing, and its report says that it has not ended."""
     report = report_of(tmp_path, taken=0, end=None)
-    assert report["statement"]["epsilon"] == 0.0 and "No step has been charged" in report["statement"]["words"]
-    assert any("has not ended" in point for point in report["open_points"])
+    assert report.statement.epsilon == 0.0 and "No step has been charged" in report.statement.words
+    assert any("has not ended" in point for point in report.open_points)
     render_markdown(report)
 
 
@@ -337,8 +339,8 @@ def test_crash_and_resume_are_charged(tmp_path: Path) -> None:
             resumed.append_step(number, plan.event)
         resumed.append_end("completed")
         report = write_report(tmp_path, plan, resumed)
-    assert report["statement"]["epsilon"] == plan.epsilon and report["checkable"]["ended"] == "completed"
-    assert report["checkable"]["torn_lines"] == [6]
+    assert report.statement.epsilon == plan.epsilon and report.checkable.ended == "completed"
+    assert report.checkable.torn_lines == (6,)
     assert "of 2 run(s)" in render_markdown(report)
     assert "1 step(s) torn by a crash are charged" in render_markdown(report)
 
@@ -346,12 +348,12 @@ def test_crash_and_resume_are_charged(tmp_path: Path) -> None:
 def test_user_level_words(tmp_path: Path) -> None:
     """Users drawn as wholes: the unit, its column, its bound, and one clip for all rows of a user."""
     report = report_of(tmp_path, unit="user", unit_column="sender", max_rows_per_unit=4)
-    assert "'sender'" in report["definition"]["unit"] and "at most 4 rows" in report["definition"]["unit"]
-    assert "every single user" in report["statement"]["words"]
-    mechanism = report["definition"]["mechanism"]
+    assert "'sender'" in report.definition.unit and "at most 4 rows" in report.definition.unit
+    assert "every single user" in report.statement.words
+    mechanism = report.definition.mechanism
     assert mechanism.startswith("user-level sampling (ULS)") and "summed over all rows of that user" in mechanism
     assert "1000 users is drawn" in mechanism and "clipped once" in mechanism
-    assert any("bounded before the sampling rate" in item["assumption"] for item in report["accounting"]["assumptions"])
+    assert any("bounded before the sampling rate" in item.assumption for item in report.accounting.assumptions)
 
 
 def test_the_number_of_rows_left_out_is_not_printed(tmp_path: Path) -> None:
@@ -360,8 +362,8 @@ def test_the_number_of_rows_left_out_is_not_printed(tmp_path: Path) -> None:
     ledger.append_diagnostic("rows left out by the bound on rows per user", 1753)
     report = write_report(tmp_path, plan, ledger)
     ledger.close()
-    (item,) = report["definition"]["written_out_and_not_covered"]
-    assert item["what"].startswith("rows left out by the bound on rows per user") and item["count"] == 1
+    (item,) = report.definition.written_out_and_not_covered
+    assert item.what.startswith("rows left out by the bound on rows per user") and item.count == 1
     assert "1753" not in render_markdown(report) and "1,753" not in render_markdown(report)
 
 
@@ -370,19 +372,16 @@ def test_the_unit_is_not_everybody_its_text_names(tmp_path: Path) -> None:
     for change in ({}, {"unit": "user", "unit_column": "sender", "max_rows_per_unit": 4}):
         folder = tmp_path / str(len(change))
         folder.mkdir()
-        assert (
-            "Other people whom a unit's text names are not that unit"
-            in report_of(folder, **change)["definition"]["unit"]
-        )
+        assert "Other people whom a unit's text names are not that unit" in report_of(folder, **change).definition.unit
     report = run_of(tmp_path, rows_drawn())
-    assert "the exact number of rows to draw from" in report["definition"]["public"][0]
+    assert "the exact number of rows to draw from" in report.definition.public[0]
 
 
 def test_rows_drawn_each_by_itself(tmp_path: Path) -> None:
     """Example-level sampling: what is drawn, the bound k, the event it is accounted as, and no truncation anywhere."""
     plan = rows_drawn()
     report = run_of(tmp_path, plan)
-    mechanism, event = report["definition"]["mechanism"], report["accounting"]["event"]
+    mechanism, event = report.definition.mechanism, report.accounting.event
     assert "example-level sampling (ELS)" in mechanism and "every one of 3000 rows is drawn" in mechanism
     assert (
         "at most 4 rows" in mechanism
@@ -391,19 +390,19 @@ def test_rows_drawn_each_by_itself(tmp_path: Path) -> None:
         and "truncated" not in mechanism
     )
     assert "mixture of Gaussians" in event and "k = 4" in event and "arXiv:2407.07737" in event
-    assert "chosen by a secret draw" in report["definition"]["unit"]
-    assert report["statement"]["epsilon"] == epsilon([(plan.event, NUM_STEPS)], plan.delta)
-    assert report["statement"]["epsilon"] > epsilon(
+    assert "chosen by a secret draw" in report.definition.unit
+    assert report.statement.epsilon == epsilon([(plan.event, NUM_STEPS)], plan.delta)
+    assert report.statement.epsilon > epsilon(
         [(Step(num_units=1000, sampling_rate=plan.sampling_rate, noise_multiplier=2.0, clip_norm=0.5), NUM_STEPS)],
         plan.delta,
     )
-    prv, library, renyi = report["accounting"]["cross_checks"]
-    assert prv["epsilon"] is None and renyi["epsilon"] is None and "does not apply" in renyi["note"]
-    assert library["epsilon"] == pytest.approx(report["statement"]["epsilon"], abs=5e-3)
-    command = report["checkable"]["recompute_from_the_numbers"]
+    prv, library, renyi = report.accounting.cross_checks
+    assert prv.epsilon is None and renyi.epsilon is None and "does not apply" in renyi.note
+    assert library.epsilon == pytest.approx(report.statement.epsilon, abs=5e-3)
+    command = report.checkable.recompute_from_the_numbers
     assert "--rows-per-unit 4" in command and "--max-batch-size" not in command
-    assert "number of rows to draw from" in report["definition"]["public"][0]
-    assert not any("cut to the maximal batch" in item["assumption"] for item in report["accounting"]["assumptions"])
+    assert "number of rows to draw from" in report.definition.public[0]
+    assert not any("cut to the maximal batch" in item.assumption for item in report.accounting.assumptions)
     assert "mixture of Gaussians" in render_markdown(report)
 
 
@@ -412,9 +411,9 @@ def test_data_set_budget_and_steps(tmp_path: Path) -> None:
     plan = rows_drawn(sampling="unit", num_examples=None, sampling_rate=0.02, max_batch_size=60, num_steps_wanted=50)
     plan = dataclasses.replace(plan, target_epsilon=0.5)
     report = run_of(tmp_path, plan, budget={"file": "letters.json", "entry": "a1b2"})
-    assert report["definition"]["dataset"] == "letters"
-    assert report["accounting"]["budget"] == [{"file": "letters.json", "entry": "a1b2"}]
-    assert report["accounting"]["steps"] == {
+    assert report.definition.dataset == "letters"
+    assert report.accounting.budget == (BudgetEntry(file="letters.json", entry="a1b2"),)
+    assert report.accounting.steps.model_dump() == {
         "wanted": 50,
         "planned": 20,
         "charged": 20,
@@ -430,41 +429,41 @@ def test_data_set_budget_and_steps(tmp_path: Path) -> None:
 def test_both_adjacencies_stand_in_the_statement(tmp_path: Path) -> None:
     """The headline names ε under the other adjacency too, rounded up."""
     report = report_of(tmp_path)
-    assert report["statement"]["epsilon_by_adjacency"] == report["accounting"]["epsilon"]
-    other = report["accounting"]["epsilon"]["replace-one"]
-    assert f"(replace-one adjacency), ε = {other + 5e-5:.4f}" in report["statement"]["words"]
+    assert report.statement.epsilon_by_adjacency == report.accounting.epsilon
+    other = report.accounting.epsilon.replace_one
+    assert f"(replace-one adjacency), ε = {other + 5e-5:.4f}" in report.statement.words
 
 
 def test_zcdp(tmp_path: Path) -> None:
     """ρ = T / (2σ²), k² times that where k rows of a user are clipped each by itself."""
-    assert report_of(tmp_path)["accounting"]["zcdp_rho"] == pytest.approx(20 / 8)
+    assert report_of(tmp_path).accounting.zcdp_rho == pytest.approx(20 / 8)
     (tmp_path / "privacy_ledger.jsonl").unlink()
-    assert run_of(tmp_path, rows_drawn())["accounting"]["zcdp_rho"] == pytest.approx(16 * 20 / 8)
+    assert run_of(tmp_path, rows_drawn()).accounting.zcdp_rho == pytest.approx(16 * 20 / 8)
 
 
 def test_an_audit_that_refutes_the_claim_is_a_reason_not_to_release(tmp_path: Path) -> None:
     """The report says so first among its open points; an audit that is consistent leaves none."""
     refuted = report_of(tmp_path, ReleaseNotes(audit="FAIL: 1,000 canaries: ε is at least 9"))
-    assert "An audit of this model refutes the claim. Do not release it (see below)." in refuted["open_points"]
+    assert "An audit of this model refutes the claim. Do not release it (see below)." in refuted.open_points
     (tmp_path / "privacy_ledger.jsonl").unlink()
     fine = report_of(tmp_path, ReleaseNotes(audit="consistent, not proof: ε is at least 0.3"))
-    assert not [point for point in fine["open_points"] if "audit" in point.lower()]
+    assert not [point for point in fine.open_points if "audit" in point.lower()]
 
 
 def test_weak_guarantee_asks_for_an_audit(tmp_path: Path) -> None:
     """Above ε = 10 a missing audit is an open point, and one that was noted answers it."""
     change: dict[str, Any] = {"expected_batch_size": 500, "noise_multiplier": 1.2}
-    assert "Not filled in: What did an empirical audit find?" in report_of(tmp_path, **change)["open_points"]
+    assert "Not filled in: What did an empirical audit find?" in report_of(tmp_path, **change).open_points
     (tmp_path / "privacy_ledger.jsonl").unlink()
     report = report_of(tmp_path, ReleaseNotes(audit="ε of at least 1.3 at 95 %"), **change)
-    assert not [point for point in report["open_points"] if "audit" in point]
+    assert not [point for point in report.open_points if "audit" in point]
     assert "Empirical audit: ε of at least 1.3 at 95 %." in render_markdown(report)
 
 
 def test_schema_refuses_missing_and_additional_keys(tmp_path: Path) -> None:
     """Every fixed key is required, and no other is allowed, at every depth."""
     schema = jsonschema.Draft202012Validator(report_schema())
-    report = report_of(tmp_path, NOTES)
+    report = report_of(tmp_path, NOTES).to_dict()
     for path in ((), ("statement",), ("accounting", "parameters"), ("checkable", "plan"), ("curves", "tradeoff")):
         for change in ("missing", "additional"):
             edited = json.loads(json.dumps(report))
@@ -555,3 +554,44 @@ def test_facts_and_open_points_of_the_ledger_are_in_every_form(tmp_path: Path) -
     edited = (tmp_path / "privacy_report.json").read_text().replace("3e-06", "3e-07")
     (tmp_path / "privacy_report.json").write_text(edited)
     assert not verify(tmp_path).ok
+
+
+@pytest.mark.parametrize(
+    ("notes", "words"),
+    [
+        ({"audience": 5}, r"the note audience must be a text, got 5 \(int\)"),
+        ({"utility": {"perplexity": float("nan")}}, "utility must hold texts and finite numbers"),
+        ({"utility": {"perplexity": {1}}}, "utility must hold texts and finite numbers"),
+    ],
+)
+def test_a_note_that_no_report_can_hold_is_refused_when_it_is_made(notes: dict[str, Any], words: str) -> None:
+    """It would otherwise be found when the trained model is saved."""
+    with pytest.raises(ValueError, match=words):
+        ReleaseNotes(**notes)
+
+
+def test_a_report_has_no_other_keys_kinds_or_values(tmp_path: Path) -> None:
+    """Whatever was forged, the place is named, and a report is never half understood."""
+    plain = report_of(tmp_path, noise={"kind": "banded", "bands": 4}).to_dict()
+    assert PrivacyReport.read(plain).to_dict() == plain
+    run, plan = plain["checkable"]["runs"][0], plain["checkable"]["plan"]
+    for part, key, value, words in (
+        (plain["statement"], "epsilon", "infinite", "statement.epsilon: Input should be a valid number"),
+        (plain["statement"], "epsilon", -0.1, "statement.epsilon: Input should be greater than or equal to 0"),
+        (plain["statement"], "private", 1, "statement.private: Input should be a valid boolean"),
+        (plain["strength"]["bayes_success"], "0.5", "1", "strength.bayes_success.0.5: Input should be a valid number"),
+        (plain["accounting"]["steps"], "planned", 0, "accounting.steps.planned: Input should be greater than"),
+        (run["planned_step"], "event", "tree", "checkable.runs[0].planned_step: Value error, unknown kind of event"),
+        (run["planned_step"], "bands", None, "checkable.runs[0].planned_step: Value error"),
+        (run, "num_steps", 0, "checkable.runs[0].num_steps: Input should be greater than or equal to 1"),
+        (plan, "noise", "tree", "checkable.plan.noise: Value error, noise must be one of"),
+        (plan, "format", 2, "checkable.plan.clipping is no key of the report"),
+    ):
+        before = part.get(key)
+        part[key] = value
+        with pytest.raises(ValueError, match=re.escape(words)) as raised:
+            PrivacyReport.read(plain)
+        assert "\n" not in str(raised.value)
+        part[key] = before
+        if before is None:
+            del part[key]

@@ -19,8 +19,11 @@ from dpllm.privacy.checkpoints import checkpoint_folder, latest_whole, prepare_s
 from dpllm.privacy.identity import ADOPTED, adopt, note_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
-from dpllm.report import verify as verify_module
+from dpllm.report.checklist import completed
+from dpllm.report.html import draw_figures, render_html
+from dpllm.report.markdown import render_markdown
 from dpllm.report.model_card import CARD_FILE, add_audit, adopt_run, renew_open_points, write_model_card
+from dpllm.report.models import PrivacyReport
 from dpllm.report.statement import (
     HTML_FILE,
     JSON_FILE,
@@ -304,14 +307,12 @@ def test_empty_folder(tmp_path: Path) -> None:
 
 def rewrite(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the JSON and make the pages of it."""
-    report = json.loads((run / JSON_FILE).read_text(encoding="utf-8"))
-    change(report)
-    report["checklist"] = verify_module.checklist(report)
-    report["open_points"] = verify_module.open_points(report)
+    plain = json.loads((run / JSON_FILE).read_text(encoding="utf-8"))
+    change(plain)
+    report = completed(PrivacyReport.read(plain))
     (run / JSON_FILE).write_text(json_text(report), encoding="utf-8")
-    (run / MARKDOWN_FILE).write_text(verify_module.render_markdown(report), encoding="utf-8")
-    page = verify_module.render_html(report, verify_module.draw_figures(report))
-    (run / HTML_FILE).write_text(page, encoding="utf-8")
+    (run / MARKDOWN_FILE).write_text(render_markdown(report), encoding="utf-8")
+    (run / HTML_FILE).write_text(render_html(report, draw_figures(report)), encoding="utf-8")
     (run / "README.md").unlink()
 
 
@@ -371,7 +372,7 @@ def test_another_dpllm_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_notes_are_taken_from_the_json(run: Path) -> None:
     """What people noted afterwards is no edit of numbers, but the pages must say the same."""
     plan = PrivacyPlan.load(run / PLAN_FILE)
-    contents = verify_module.read_ledger(run / LEDGER_FILE)
+    contents = read_ledger(run / LEDGER_FILE)
     report = privacy_report(plan, contents, dataclasses.replace(NOTES, audience="the staff"))
     (run / JSON_FILE).write_text(json_text(report), encoding="utf-8")
     found = failed(verify(run))
@@ -537,7 +538,8 @@ def test_open_points_come_and_go_in_a_card(tmp_path: Path) -> None:
     card.write_text("# A model\n\n## Privacy\n\nWords.\n")
 
     def renew(before: list[str], after: list[str]) -> str:
-        renew_open_points(tmp_path, {"open_points": before}, {"open_points": after})
+        reports = (PrivacyReport.model_construct(open_points=tuple(points)) for points in (before, after))
+        renew_open_points(tmp_path, *reports)
         return card.read_text(encoding="utf-8")
 
     assert "# A model" in renew([], ["one", "two"]) and "- one\n- two\n\n## Privacy\n" in card.read_text()
@@ -675,8 +677,8 @@ def test_a_verdict_that_was_turned_round(released: Path) -> None:
     notes = dataclasses.replace(NOTES, audit="consistent, not proof")
     plan = PrivacyPlan.load(released / PLAN_FILE)
     report = write_report(released, plan, read_ledger(released / LEDGER_FILE), notes)
-    assert report["strength"]["audit"].startswith("FAIL")
-    assert any("refutes the claim" in point for point in report["open_points"])
+    assert (report.strength.audit or "").startswith("FAIL")
+    assert any("refutes the claim" in point for point in report.open_points)
     edit(released / JSON_FILE, r'"audit": "FAIL', '"audit": "consistent')
     assert "strength.audit" in failed(verify(released))[f"{JSON_FILE} says what plan and ledger say"]
 
