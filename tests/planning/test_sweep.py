@@ -340,7 +340,7 @@ def test_to_dict_is_json(result):
         ({"gradient_rms": math.nan}, "gradient_rms must be at least 0 and finite, got nan"),
         ({"compute": "largest"}, 'compute must be "centre", "max" or a positive number of examples, got \'largest\''),
         ({"compute": 0}, "compute must be"),
-        ({"compute": 511}, "511 examples are not one step of the smallest batch, 512"),
+        ({"compute": 511}, "511 examples are less than one step of the smallest batch, 512"),
     ],
 )
 def test_bad_input_is_refused(changes, message):
