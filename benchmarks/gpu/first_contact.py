@@ -19,7 +19,7 @@ import torch
 
 from dpllm.ghost import NormMethod, kernels, triton_kernels
 from dpllm.ghost.rounding import _MOST, _SHAPES, shortfalls, slack_factor
-from dpllm.mechanism.generators import _BLOCK, NoiseSource
+from dpllm.mechanism.generators import ENTRIES_AT_A_TIME, NoiseSource
 from gpu.memory_limits import automatic_budget, memory_runs_out
 from gpu.record import Figures, Skipped, Step
 from gpu.setting import ROOT, Setting, free_memory
@@ -150,7 +150,7 @@ def rounding(figures: Figures, setting: Setting) -> None:
 
 def noise(figures: Figures, setting: Setting) -> None:
     """Check that noise is normal with the requested variance over blocks and tensors, and never the same twice."""
-    entries = 50_000 if setting.toy else 2 * _BLOCK + 12_345
+    entries = 50_000 if setting.toy else 2 * ENTRIES_AT_A_TIME + 12_345
     source, stddev = NoiseSource(), 3.0
     drawn = []
     for _ in range(3):
@@ -163,7 +163,7 @@ def noise(figures: Figures, setting: Setting) -> None:
     figures.check("variance - 1", max(abs(float(x.var()) - 1) for x in drawn), at_most=bound * 2**0.5)
     figures.check("Kolmogorov-Smirnov p", min(scipy.stats.kstest(x, "norm").pvalue for x in sampled), at_least=1e-6)
     pairs = [(drawn[0], drawn[1]), (drawn[0], drawn[2]), (drawn[1], drawn[2])]
-    lags = [lag for lag in (1, 2, 4, 1024, _BLOCK) if lag < entries // 2]
+    lags = [lag for lag in (1, 2, 4, 1024, ENTRIES_AT_A_TIME) if lag < entries // 2]
     pairs += [(drawn[0][lag:], drawn[0][:-lag]) for lag in lags]
     worst = max(abs(float(np.mean(a * b))) * len(a) ** 0.5 for a, b in pairs)
     figures.check("correlation in standard errors", worst, at_most=6)

@@ -31,6 +31,7 @@ def test_the_simulated_mechanism_is_the_one_claimed():
     assert np.exp(scores[coins]).mean() > 1.02
 
 
+@pytest.mark.deep
 def test_sound_runs_are_not_accused(tmp_path, capsys):
     """Of 12 sound runs of each setting hardly one fails; the table and the JSON say the same."""
     path = tmp_path / "alarms.json"

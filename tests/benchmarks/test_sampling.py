@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tiers import deep_case
+
 _PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "sampling.py"
 _spec = importlib.util.spec_from_file_location("benchmark_sampling", _PATH)
 benchmark = importlib.util.module_from_spec(_spec)
@@ -20,7 +22,7 @@ _spec.loader.exec_module(benchmark)
 SMALL = ["--units", "1e5", "1e6", "--rates", "1e-5", "--rounds", "2", "--ranks", "3", "--rows", "4"]
 
 
-@pytest.mark.parametrize("clock", ["wall", "cpu"])
+@pytest.mark.parametrize("clock", ["wall", deep_case("cpu")])
 def test_command_line_prints_tables_and_writes_json(clock, tmp_path, capsys):
     """Both N are measured, on the index of all their units, the mask up to its limit; figures agree."""
     path = tmp_path / "sampling.json"
@@ -44,6 +46,7 @@ def test_command_line_prints_tables_and_writes_json(clock, tmp_path, capsys):
         assert len({line.count("|") for line in lines}) == 1
 
 
+@pytest.mark.deep
 def test_memory_does_not_grow_with_the_units():
     """A hundred times the units at the same batch size: the peak of a step stays, as it would not with a mask."""
     settings = benchmark.Settings(rounds=1)
