@@ -115,7 +115,9 @@ def _is_text(task: str | None) -> bool:
 
 def _check(number: int, ids: Any, labels: Any, task: str | None) -> None:
     """Refuse one row; every message about a row's contents is written here."""
-    if len(ids) == 0:
+    if isinstance(ids, str | bytes) or (ids is not None and len(ids) and isinstance(ids[0], str | bytes)):
+        raise DataError(f"the input_ids of row {number} are text: tokenize the records first")
+    if ids is None or len(ids) == 0:
         raise DataError(f"row {number} has no input_ids: a row needs at least one token")
     if getattr(ids, "ndim", 1) != 1 or isinstance(ids[0], list | tuple):
         raise DataError(
@@ -176,7 +178,9 @@ def _list_columns(dataset: Any, task: str | None) -> datasets.Dataset | None:
     columns = dataset.select_columns([name for name in wanted if name in dataset.column_names]).with_format("arrow")
     kinds = [field.type for field in columns.features.arrow_schema]
     lists = [kind for kind in kinds if pa.types.is_list(kind) or pa.types.is_large_list(kind)]
-    all_lists = len(lists) == len(kinds) and not any(pa.types.is_nested(kind.value_type) for kind in lists)
+    values = [kind.value_type for kind in lists]
+    numbers = all(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind) for kind in values)
+    all_lists = len(lists) == len(kinds) and numbers
     return columns if "input_ids" in columns.column_names and all_lists else None
 
 

@@ -29,6 +29,11 @@ from dpllm.data.tokenization import tokenize_records as tokenize_records
 from dpllm.data.tokenization import train_tokenizer as train_tokenizer
 from dpllm.data.units import UnitIndex
 
+CLASS_AS_TEXT = (
+    "the column '{name}' of a row holds text or another thing that is no number, and the loss needs numbers: replace "
+    "each class by its number, 0 to model.config.num_labels - 1 (datasets.Dataset.class_encode_column numbers a column)"
+)
+
 # Columns that a tokenizer leaves when it cuts a text into several rows.
 _PIECES = ("overflow_to_sample_mapping", "overflowing_tokens", "num_truncated_tokens")
 
@@ -227,7 +232,10 @@ def _list(row: Mapping[str, Any], name: str) -> list[int]:
 def _class(row: Mapping[str, Any], name: str) -> int:
     if name not in row:
         raise DataError(f"a row has no '{name}'; it has {', '.join(row)}: a classifier needs the class of each row")
-    return int(row[name])
+    try:
+        return int(row[name])
+    except (TypeError, ValueError) as error:
+        raise DataError(CLASS_AS_TEXT.format(name=name)) from error
 
 
 def _pad(rows: list[list[int]], value: int) -> Tensor:

@@ -73,7 +73,7 @@ def refuse_other_rows(name: str, shape: Sequence[int], num_rows: int, packed: bo
     raise GhostError(
         f"{name}: a module that uses it works on {shape[0]} rows, the losses on {num_rows}. Every module with "
         "trainable parameters has to keep the rows of the batch as its first dimension, and all calls of the model "
-        "that a loss is computed from need the same rows."
+        "that a loss is computed from need the same rows. Or freeze these parameters."
     )
 
 

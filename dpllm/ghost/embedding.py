@@ -61,7 +61,7 @@ class EmbeddingRule:
         if index.ndim != 2:
             raise GhostError(
                 f"{self.path}: the index has shape {tuple(index.shape)}; rows and tokens (B, T), or (1, T) for one "
-                "index shared by all rows, are needed to assign gradients to rows."
+                "index shared by all rows, are needed to assign gradients to rows. Or freeze this embedding."
             )
         if index.shape[0] == 1 and rows is not None and rows > 1:
             output = output.expand(rows, *output.shape[1:])

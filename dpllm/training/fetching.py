@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from dpllm.config import ConfigError
+from dpllm.data.rows import CLASS_AS_TEXT, DataError
 
 _COLLATED = ("label", "label_ids", "labels", "special_tokens_mask", "offset_mapping")  # by transformers' collators
 
@@ -55,15 +56,34 @@ def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.nd
         model: the model to train.
         collate: the collator of the rows.
         args: arguments of the training.
+
+    Raises:
+        DataError: such a collator would be given a class as text.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     taken = {*inspect.signature(inner.forward).parameters, *_COLLATED, *(args.label_names or ())}
-    module = getattr(collate, "__module__", None) or type(collate).__module__
-    if not args.remove_unused_columns or module.partition(".")[0] != "transformers" or "input_ids" not in taken:
+    maker = (getattr(collate, "__module__", None) or type(collate).__module__).partition(".")[0]
+    if maker == "transformers":
+        _refuse_text_labels(dataset)
+    if not args.remove_unused_columns or maker != "transformers" or "input_ids" not in taken:
         return lambda numbers: fetch_rows(dataset, numbers)
     return lambda numbers: [
         {name: value for name, value in row.items() if name in taken} for row in fetch_rows(dataset, numbers)
     ]
+
+
+def _refuse_text_labels(dataset: Any) -> None:
+    """Make sure that the class of row 0 is a number; a column of a `datasets.Dataset` has one kind.
+
+    Raises:
+        DataError: a class is text.
+    """
+    row = fetch_rows(dataset, np.arange(1))[0] if len(dataset) else {}
+    for name in {"label", "label_ids", "labels"} & set(row.keys()):
+        value = row[name]
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(first, str | bytes):
+            raise DataError(CLASS_AS_TEXT.format(name=name))
 
 
 def refuse_unreadable(dataset: Any) -> None:
@@ -77,6 +97,11 @@ def refuse_unreadable(dataset: Any) -> None:
             f"train_dataset is of type {type(dataset).__name__}, whose rows cannot be read by number. A private step "
             "draws its rows from the whole data set: load the data without streaming, or store them first "
             "(datasets.Dataset.from_generator)"
+        )
+    if hasattr(dataset, "iloc"):
+        raise ConfigError(
+            f"train_dataset is of type {type(dataset).__name__}, a table whose rows cannot be read by number: pass "
+            "datasets.Dataset.from_pandas(table, preserve_index=False)"
         )
     if isinstance(dataset, Mapping):
         raise ConfigError(

@@ -79,6 +79,9 @@ def test_rows_that_cannot_be_trained_on_are_refused_with_their_number(row, task,
     [
         ({"input_ids": [[5, 6]]}, "the input_ids of row 0 are a list of lists and not a list of token ids: tokenize"),
         ({"text": "five six"}, "row 0 has no input_ids; it has text: tokenize the records first"),
+        ({"input_ids": "five six"}, "the input_ids of row 0 are text: tokenize the records first"),
+        ({"input_ids": ["five", "six"]}, "the input_ids of row 0 are text: tokenize the records first"),
+        ({"input_ids": None}, "row 0 has no input_ids: a row needs at least one token"),
     ],
 )
 @pytest.mark.parametrize("arrow", [True, False])

@@ -7,10 +7,16 @@ import torch
 from datasets import DatasetDict
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import DataCollatorForLanguageModeling, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from dpllm import DPTrainer
 from dpllm.config import ConfigError
+from dpllm.data.rows import DataError, RowCollator
 from tests.conftest import tiny_llama_config
 from tests.training.test_trainer import arguments, privacy, rows, trainer
 
@@ -56,6 +62,7 @@ def test_a_replaced_data_set_is_refused(tmp_path):
             {"input_ids": [[5, 6]]},
             r"of type dict, with the keys input_ids, and not a list of rows: pass one of",
         ),
+        (rows().to_pandas(), r"of type DataFrame, a table whose rows cannot be read by number: pass datasets\.Dataset"),
         (DatasetDict({"train": rows()}), r"of type DatasetDict, with the keys train, and not a list of rows: pass one"),
     ],
 )
@@ -170,3 +177,21 @@ def test_any_other_collator_is_given_all_columns(tmp_path):
     run = trainer(tmp_path, dataset=rows(weight=[1.0] * 64), data_collator=collate)
     run._rows.collate(run._rows.fetch(torch.arange(2).numpy()))
     assert seen == {"input_ids", "labels", "weight"}
+
+
+def test_classes_as_text_are_refused_unless_a_collator_of_ones_own_numbers_them(tmp_path):
+    """A collator of transformers, or of dpllm, would end in an error about tensors or about an int."""
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")), pad_token="a")
+    dataset = rows(label=["yes", "no"] * 32).remove_columns("labels")
+    inner = RowCollator(pad_token_id=0)
+
+    def numbered(given):
+        return {**inner([{"input_ids": row["input_ids"]} for row in given]), "is_yes": [row["label"] for row in given]}
+
+    run = trainer(tmp_path, dataset=dataset, data_collator=numbered)
+    assert run._rows.collate(run._rows.fetch(torch.arange(2).numpy()))["is_yes"] == ["yes", "no"]
+    with pytest.raises(DataError, match=r"the column 'label' of a row holds text .* and the loss needs numbers"):
+        trainer(tmp_path, dataset=dataset, data_collator=DataCollatorWithPadding(words))
+    with pytest.raises(DataError, match=r"the column 'label' of a row holds text .* and the loss needs numbers"):
+        RowCollator(pad_token_id=0, task="sequence_classification")(dataset.to_list())
+    assert not list(tmp_path.iterdir())

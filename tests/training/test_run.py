@@ -324,6 +324,21 @@ def test_every_row_and_the_collator_are_compared(change):
     assert differing == {"the rows' contents or their order" if change == "content" else "the collator"}
 
 
+@pytest.mark.parametrize("kind", [torch.long, torch.float32])
+def test_one_number_that_is_repeated_for_all_rows_is_compared(kind):
+    """Its stride is 0, which PyTorch takes for contiguous and cannot read as bytes."""
+
+    def facts(number):
+        def collate(rows):
+            return {"n": torch.tensor(number, dtype=kind).expand(len(rows))}
+
+        one = UnitIndex.one_row_per_unit(3)
+        return TrainingRows(one, np.ones(3, dtype=np.int64), lambda numbers: [0] * len(numbers), collate, 2).facts()
+
+    name = "the rows as the collator leaves them"
+    assert facts(2)[name] == facts(2)[name] != facts(3)[name]
+
+
 def test_a_seed_belongs_to_a_seeded_plan(tmp_path):
     """The report takes from the plan whether anything is private."""
     plan = plan_of()

@@ -204,7 +204,8 @@ def _add(digest: Any, value: Any) -> None:
             _add(digest, value[name])
     elif isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        own = value.detach().cpu().clone(memory_format=torch.contiguous_format)  # one repeated number has stride 0
+        digest.update(own.flatten().view(torch.uint8).numpy().data)
     elif (
         isinstance(value, list | tuple | np.ndarray | np.generic | int | float)
         and (array := _numbers(value)) is not None

@@ -6,12 +6,17 @@ takes its rows out of that batch, cut to their own length. A mixture of rows by 
 beside another row of the same length, from the same random state, a row must have the same values. Whether the model
 reads padding can be checked only if rows can be cut to their own length, so the batch must mark padding.
 
+Beside longer rows, and beside several, other numbers are drawn for the same row. There its values are compared in
+distribution (`changed`): every column of a row, cut to the row's own length, has to come out alike by itself and in
+company, over many random states. A column without random numbers has to be equal.
+
 Shape suffixes: B rows, T tokens.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +29,15 @@ from torch import Tensor
 from dpllm.data.labels import IGNORE
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 
+_PAIRS = 64  # times that a row is collated by itself and in company
+_FAR, _FAR_UNCUT = 5.5, 3.5
+"""Where two distributions are taken for different; at most `sqrt(_PAIRS)`. By chance one figure in more than a million
+lies beyond the first. The second is for the length of rows of which no mask ever cuts anything off."""
+_ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _GATES = 8  # random states: an effect in at least one of eight microbatches is found with certainty
 _MOST = 1 << 20
+_LARGE = 1e30  # in the place of infinite values, and of larger ones, whose squares are no numbers
+_SIZE = "its size"
 
 MIXED = (
     "The collator draws random numbers, and gives a row other values beside another row of the same length: it mixes "
@@ -46,6 +58,13 @@ UNTOLD = (
     "The collator draws random numbers, and '{name}' of a row is padded beside longer rows in a way that its batch "
     "does not mark, so it cannot be measured whether the row's loss depends on padding, which other rows decide. "
     "Return an attention_mask (B, T) that is 0 at padding, and labels that are -100 there"
+)
+
+CHANGED = (
+    "The collator draws random numbers, and '{name}' of a row comes out differently beside other rows than by itself: "
+    "{figure} is {alone:.6g} by itself and {beside:.6g} beside {others} other row(s), on average over {states} random "
+    "states. A unit cannot be bounded then, and ε would not hold. Compute every value of a row from that row only: "
+    "count, weigh and number its own tokens, and take nothing from the batch's width or from its other rows"
 )
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
@@ -81,18 +100,44 @@ class Alone:
         apart = any(_width(one, "labels") != _width(one, "input_ids") for one in every)
         return apart and len({_width(one, "labels") for one in every}) > 1
 
-    def untold(self, part: Mapping[str, Any], place: int) -> str | None:
-        """Return a message if a row taken out of a batch is longer than alone: it holds padding that is not marked.
+    def changed(self, collate: Collate, rows: Sequence[Any], part: Mapping[str, Any]) -> str | None:
+        """Return a message where the first row has other values beside the other rows than by itself.
+
+        Figures of each column (`_figures`) are taken by itself and in company, each time from another random state, in
+        pairs. While a row's values have one distribution, the sign of each difference d is a fair coin, and
+        Σd / sqrt(Σd²) exceeds `_FAR` with a probability of less than 2 exp(-_FAR²/2), whatever the distribution
+        (Hoeffding's inequality). Two constants that differ give sqrt(_PAIRS). A row that is always equally long by
+        itself may not be longer in ``part`` either: it holds padding that nothing tells.
 
         Args:
-            part: the row, by `part_of`.
-            place: its position among the rows of this object.
+            collate: rows to a batch.
+            rows: the first row of this object at place 0, and those beside it; it has every place in turn.
+            part: the first row, taken out of the batch of a check by `part_of`.
         """
+        row, *others = rows
+        apart, pairs = self.labels_apart(), []
+        is_cut: set[str] = set()
+        for number in range(_PAIRS if others else 0):
+            place = number % len(rows)
+            two: dict[bool, dict[str, Any]] = {}
+            for is_beside in ((False, True), (True, False))[secrets.randbits(1)]:  # collators may count calls
+                given = [*others[:place], row, *others[place:]] if is_beside else [row]
+                with same_randomness(secrets.randbits(32)):
+                    batch = collate(copy.deepcopy(given))
+                two[is_beside] = part_of(batch, [place if is_beside else 0], apart)
+                if is_beside:
+                    is_cut |= {name for name in two[True] if _width(batch, name) != _width(two[True], name)}
+            pairs.append((two[False], two[True]))
+        usual = [part_of(batches[0], [0], apart) for batches in self.batches]
         for name, value in part.items():
-            widths = [_width(batches[place], name) for batches in self.batches]
-            known = [width for width in widths if width is not None]
-            if isinstance(value, Tensor) and value.ndim > 1 and known and value.shape[1] > max(known):
+            widths = [_width(one, name) for one in (*usual, *(alone for alone, _ in pairs))]
+            known = {width for width in widths if width is not None}
+            if isinstance(value, Tensor) and value.ndim > 1 and len(known) == 1 and value.shape[1] > known.pop():
                 return UNTOLD.format(name=name)
+        for name in dict.fromkeys(name for pair in pairs for one in pair for name in one):
+            message = _first_change(name, pairs, usual, name in is_cut, len(others))
+            if message is not None:
+                return message
         return None
 
 
@@ -147,6 +192,105 @@ def equally_long(numbers: np.ndarray, lengths: np.ndarray) -> tuple[int, int] | 
     return int(order[place]), int(order[place + 1])
 
 
+def _first_change(
+    name: str,
+    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    usual: Sequence[Mapping[str, Any]],
+    is_cut: bool,
+    others: int,
+) -> str | None:
+    """Return a message where a figure of one column is another one in company; see `Alone.changed`."""
+    references = [_Numbers.of(one[name]) for one in usual if name in one]
+    seen = []
+    for alone, beside in pairs:
+        if _all_used(name, alone, beside):
+            continue
+        seen.append([_figures(one[name], references) if name in one else {} for one in (alone, beside)])
+    for figure in dict.fromkeys(figure for two in seen for one in two for figure in one):
+        values = np.array([[one.get(figure, (0.0, 0.0)) for one in two] for two in seen])
+        d = values[:, 0, 0] - values[:, 1, 0]
+        d[np.abs(d) <= values[:, :, 1].max(1)] = 0.0
+        length = math.sqrt(float(d @ d))
+        is_size = figure == _SIZE
+        if length and abs(d.sum()) / length > (_FAR_UNCUT if is_size and not is_cut else _FAR):
+            means = values[:, :, 0].mean(0)
+            if is_size and means[1] > means[0] and isinstance(pairs[0][1].get(name), Tensor):
+                return UNTOLD.format(name=name)
+            words = {"figure": figure, "alone": means[0], "beside": means[1], "states": len(pairs)}
+            return CHANGED.format(name=name, others=others, **words)
+    return None
+
+
+def _all_used(name: str, *both: Mapping[str, Any]) -> bool:
+    """Whether a mask that one of two batches lacks has nothing but ones in the other: that says the same."""
+    values = [one[name] for one in both if name in one]
+    return (
+        len(values) == 1 and name.endswith("attention_mask") and isinstance(values[0], Tensor) and bool(values[0].all())
+    )
+
+
+def _figures(value: Any, references: Sequence[_Numbers]) -> dict[str, tuple[float, float]]:
+    """Numbers that describe one value of a row, each with the difference that rounding explains.
+
+    Args:
+        value: of a column, cut to the row.
+        references: values of the same column from other random states.
+    """
+    own = _Numbers.of(value)
+    figures = {"the number of times that it is there": (1.0, 0.0)}
+    if own.array is not None:
+        room = max(own.rounding, 1e-12) * float(np.abs(own.array).sum())
+        weights = np.arange(1, len(own.array) + 1) * math.sqrt(2) % 1
+        figures[_SIZE] = (float(len(own.array)), 0.0)
+        figures["the number of its values that are -100"] = (float((own.array == IGNORE).sum()), 0.0)
+        figures["its sum"] = (float(own.array.sum()), room)
+        figures["the sum of its magnitudes"] = (float(np.abs(own.array).sum()), room)
+        figures["its sum with irregular weights"] = (float(own.array @ weights), room)
+    share = sum(own.agreement(other) for other in references) / max(1, len(references))
+    return {**figures, "the share of it that is as usual": (share, 1e-9)}
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What can be compared of a value.
+
+    Attributes:
+        value: itself.
+        array: its numbers as one row of finite float64; None where it holds other things.
+        rounding: of these numbers, relative.
+    """
+
+    value: Any
+    array: np.ndarray | None = None
+    rounding: float = 0.0
+
+    @classmethod
+    def of(cls, value: Any) -> _Numbers:
+        if isinstance(value, list | tuple) and value and all(isinstance(one, Tensor) for one in value):
+            value = torch.cat([one.flatten() for one in value])
+        if isinstance(value, Tensor):
+            rounding, array = _ROUNDING.get(value.dtype, 0.0), value.detach().cpu().double().numpy()
+        else:
+            try:
+                array = np.asarray(value)
+            except ValueError:  # lists of different lengths
+                return cls(value)
+            rounding = _ROUNDING[torch.float32] if array.dtype.kind == "f" else 0.0
+        if array.dtype.kind not in "biuf":
+            return cls(value)
+        array = np.nan_to_num(array.astype(float).ravel(), nan=-_LARGE, posinf=_LARGE, neginf=-_LARGE)
+        return cls(value, array.clip(-_LARGE, _LARGE), rounding)
+
+    def agreement(self, other: _Numbers) -> float:
+        """The share of two values that is equal, but for rounding; 0 where they have other sizes."""
+        if self.array is None or other.array is None:
+            return float(self.array is other.array and repr(self.value) == repr(other.value))
+        if self.array.shape != other.array.shape:
+            return 0.0
+        room = self.rounding * np.maximum(np.abs(self.array), np.abs(other.array))
+        return float((np.abs(self.array - other.array) <= room).mean()) if len(self.array) else 1.0
+
+
 def _same_row(one: Mapping[str, Any], other: Mapping[str, Any], any_shape: bool) -> bool:
     """Return whether the first rows of two batches are equal; ``any_shape`` skips values of different shapes."""
     names = [name for name, value in one.items() if isinstance(value, Tensor) and value.ndim > 0]
@@ -163,16 +307,14 @@ def part_of(inputs: Mapping[str, Any], places: Sequence[int], labels_apart: bool
     """Return some rows of a collated batch, in this order, without the columns that are padding in all of them.
 
     Args:
-        inputs: rows first; columns are cut if there is an ``attention_mask`` (B, T).
+        inputs: rows first; columns are cut if there is an ``attention_mask`` (B, T). Numbers, texts and lists of
+            another length than B stay as they are.
         places: positions of the rows.
         labels_apart: whether ``labels`` (B, T) have their own length, up to the last target; the decoder's inputs have
             the same length.
     """
-    part = {
-        name: value[list(places)] if isinstance(value, Tensor) else [value[place] for place in places]
-        for name, value in inputs.items()
-        if isinstance(value, Tensor | list | tuple)
-    }
+    rows = next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.ndim), None)
+    part = {name: _picked(value, places, rows) for name, value in inputs.items()}
     decoded = {name for name in part if labels_apart and (name == "labels" or name.startswith("decoder_"))}
     mask, labels = part.get("attention_mask"), part.get("labels")
     if "labels" in decoded and isinstance(labels, Tensor) and labels.ndim == 2 and bool((labels != IGNORE).any()):
@@ -187,6 +329,15 @@ def part_of(inputs: Mapping[str, Any], places: Sequence[int], labels_apart: bool
         if bool((outside != IGNORE).any()):  # targets at padding
             return part
     return {name: value if name in decoded else _cut(value, low, high, width) for name, value in part.items()}
+
+
+def _picked(value: Any, places: Sequence[int], rows: int | None) -> Any:
+    """The places of a value that has one entry for each of the rows; any other value as it is."""
+    if isinstance(value, Tensor) and value.ndim:
+        return value[list(places)]
+    if isinstance(value, list | tuple) and len(value) == rows:
+        return [value[place] for place in places]
+    return value
 
 
 def _cut(value: Any, low: int, high: int, width: int) -> Any:

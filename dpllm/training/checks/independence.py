@@ -50,6 +50,7 @@ Relative to the larger of the loss and 1. In float32, sound models differ by at 
 FINE = 2e-5
 _LOOSEST = 500  # times the tolerance: the largest difference of clipped units' norms if the loss is nearly 0
 _GATES = 8  # random states of the first check: a coupling in at least one of eight microbatches is found with certainty
+_BESIDE = 8  # rows of the company in which a collator that draws numbers is checked
 _Result = TypeVar("_Result")
 
 
@@ -249,12 +250,14 @@ class _Passes:
             self._refuse_unmeasured(short)
 
     def _refuse_unmeasured(self, short: int) -> None:
-        """Check that a collator which draws numbers mixes no rows, and that its batch marks padding."""
+        """Check that a collator which draws numbers makes each row from that row only, and that it marks padding."""
         rows = self._check._rows
         message = unmeasured(rows.collate, rows.fetch, short, np.asarray(rows.units.rows), rows.lengths)
         part = self._drawn(Company((short,), ""), self._check._seed)
         if message is None and part is not None:
-            message = self._alone.untold(part.inputs, 0)
+            sample, most = self.sample, min(_BESIDE, rows.max_rows or _BESIDE)  # replaced rows begin with a long one
+            few = list(dict.fromkeys([short, *sample.replaced, *sample.together, *sample.crowd]))[:most]
+            message = self._alone.changed(rows.collate, [sample.rows[number] for number in few], part.inputs)
         if message is not None:
             raise IndependenceError(message)
 
