@@ -36,6 +36,7 @@ lies beyond the first. The second is for the length of rows of which no mask eve
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _GATES = 8  # random states: an effect in at least one of eight microbatches is found with certainty
 _MOST = 1 << 20
+_FEW = 8  # numbers of a token that are columns of their own
 _LARGE = 1e30  # in the place of infinite values, and of larger ones, whose squares are no numbers
 _SIZE = "its size"
 
@@ -127,15 +128,16 @@ class Alone:
                 two[is_beside] = part_of(batch, [place if is_beside else 0], apart)
                 if is_beside:
                     is_cut |= {name for name in two[True] if _width(batch, name) != _width(two[True], name)}
-            pairs.append((two[False], two[True]))
-        usual = [part_of(batches[0], [0], apart) for batches in self.batches]
+            pairs.append((_taken_apart(two[False]), _taken_apart(two[True])))
+        part = _taken_apart(part)
+        usual = [_taken_apart(part_of(batches[0], [0], apart)) for batches in self.batches]
         for name, value in part.items():
             widths = [_width(one, name) for one in (*usual, *(alone for alone, _ in pairs))]
             known = {width for width in widths if width is not None}
             if isinstance(value, Tensor) and value.ndim > 1 and len(known) == 1 and value.shape[1] > known.pop():
                 return UNTOLD.format(name=name)
         for name in dict.fromkeys(name for pair in pairs for one in pair for name in one):
-            message = _first_change(name, pairs, usual, name in is_cut, len(others))
+            message = _first_change(name, pairs, usual, name.partition("[")[0] in is_cut, len(others))
             if message is not None:
                 return message
         return None
@@ -190,6 +192,17 @@ def equally_long(numbers: np.ndarray, lengths: np.ndarray) -> tuple[int, int] | 
         return None
     place = int(places[secrets.randbelow(len(places))])
     return int(order[place]), int(order[place + 1])
+
+
+def _taken_apart(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch whose values (B, T, few) are several columns: large numbers of one would hide small ones."""
+    columns: dict[str, Any] = {}
+    for name, value in part.items():
+        if isinstance(value, Tensor) and value.ndim > 2 and 1 < value.shape[-1] <= _FEW:
+            columns |= {f"{name}[..., {number}]": value[..., number] for number in range(value.shape[-1])}
+        else:
+            columns[name] = value
+    return columns
 
 
 def _first_change(
