@@ -166,7 +166,7 @@ def test_a_recipe_with_public_training_is_compared_from_where_that_ended(compare
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.eval_fraction=0", "holds out no records"),
+        ("data.eval_fraction=0", "holds no records out"),
         ("train.resume_from_checkpoint=true", "cannot be resumed"),
         ("model.task=seq2seq_lm", "model.task=seq2seq_lm"),
     ],
@@ -181,7 +181,7 @@ def test_canaries_of_other_data_are_refused_before_any_training(compare, compare
     """They are not in the records of this recipe."""
     options, _ = compared
     compare.check(load_recipe(options.config), options.canaries)
-    with pytest.raises(AuditError, match=r"data\.jsonl, into which .*canaries\.json put nothing"):
+    with pytest.raises(AuditError, match=r"data\.jsonl, which has no canaries of .*canaries\.json"):
         compare.check(load_recipe(recipe), options.canaries)
 
 
@@ -199,7 +199,7 @@ def test_a_mistake_is_one_line_and_exit_code_two(compare, recipe, monkeypatch, c
     with pytest.raises(SystemExit) as caught:
         compare.main()
     printed = capsys.readouterr().err
-    assert caught.value.code == 2 and printed.startswith("error: the recipe holds out no records")
+    assert caught.value.code == 2 and printed.startswith("error: the recipe holds no records out")
 
 
 def test_the_command_line_attacks_a_folder(compared):

@@ -56,7 +56,7 @@ def test_what_was_never_seen_has_a_median_of_one():
     ("included", "reference", "message"),
     [
         ([], np.arange(20.0), "no canary was included"),
-        ([1.0], np.arange(9.0), "there are 9: at least 10 are needed"),
+        ([1.0], np.arange(9.0), "there are only 9: at least 10 are needed"),
         ([1.0], [*range(19), np.nan], "not finite"),
         ([1.0], np.ones(20), "the same score"),
     ],
