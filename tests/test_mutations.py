@@ -202,6 +202,13 @@ MUTATIONS = [
         ("tests/mechanism/test_banded.py",),
     ),
     Mutation(
+        "each layer may have the norm of all layers together",
+        "dpllm/mechanism/per_layer.py",
+        "self.clip_norm / math.sqrt(len(norm_GU)) / norm_GU",
+        "self.clip_norm / norm_GU",
+        ("tests/mechanism/test_per_layer.py",),
+    ),
+    Mutation(
         "the budget of the data set is not asked",
         "dpllm/privacy/budget.py",
         "        _check_fits(budget, budget.entries, (), plan.event, plan.num_steps)\n        entry = ",

@@ -16,8 +16,9 @@ from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.events import Event, Step, StepOfRows, dp_sgd
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Clipping, Noise, Spec
+from dpllm.mechanism.per_layer import PerLayerClipping
 
-_CLIPPINGS: tuple[type[Clipping], ...] = (FlatClipping, AutomaticClipping)
+_CLIPPINGS: tuple[type[Clipping], ...] = (FlatClipping, AutomaticClipping, PerLayerClipping)
 _NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise)
 _EVENTS: tuple[type[Event], ...] = (Step, StepOfRows, BandedStep)
 

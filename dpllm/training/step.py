@@ -33,7 +33,8 @@ class StepDiagnostics:
         mean_loss: mean of the rows' losses; NaN for an empty step.
         num_units: number of units in the step.
         num_nonfinite: number of units whose gradient was not finite, so that they contributed zero.
-        num_clipped: number of units whose gradient norm exceeded the clip norm.
+        num_clipped: number of units whose gradient norm over all parameters exceeded the clip norm. A clipping that
+            is not flat may scale down other units too.
         num_divided: how often memory ran out and a microbatch was run again in halves.
         max_tokens: the most tokens of a microbatch, padding included, in the rest of the step; None if memory
             sufficed.
