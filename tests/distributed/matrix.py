@@ -227,12 +227,14 @@ def noise(engine: str, steps: int = 3, noise_multiplier: float = 2.0, clip_norm:
 
 
 def mechanism(engine: str, steps: int = 4, clip_norm: float = 1e-6) -> dict[str, Any]:
-    """Banded noise and automatic clipping on an engine: how far units reach, the noise of each step, white noise."""
+    """Other clippings and banded noise on an engine: how far units reach, the noise of each step, white noise."""
     case = Case("llama", tied=True, dtype="float32")
     parts = {"clipping": {"kind": "automatic", "stability": 0.01}, "batch_size": 1}
-    silent = plan_of(clip_norm, 0.0, **parts)
-    every = list(range(NUM_ROWS))
-    reached = movement(engine, build_model(case), case, silent, units=every)[0].norm() / (clip_norm * NUM_ROWS)
+    every, reached = list(range(NUM_ROWS)), {}
+    for clipping in (parts["clipping"], "per-layer"):
+        silent = plan_of(clip_norm, 0.0, **{**parts, "clipping": clipping})
+        total = movement(engine, build_model(case), case, silent, units=every)[0]
+        reached[silent.mechanism.clipping.kind] = float(total.norm() / (clip_norm * NUM_ROWS))
     plan = plan_of(0.5, 2.0, num_steps=steps, noise={"kind": "banded", "bands": 3}, **parts)
     released = movement(engine, build_model(case), case, plan, units=[], steps=steps)
     try:
@@ -241,7 +243,7 @@ def mechanism(engine: str, steps: int = 4, clip_norm: float = 1e-6) -> dict[str,
     except Exception as error:
         refusal = f"{type(error).__name__}: {error}"
     return {
-        "reached": float(reached),
+        "reached": reached,
         "variance": [float((r / plan.noise_stddev).square().mean()) for r in released],
         "expected": [plan.mechanism.noise.variance(step, plan.num_steps) for step in range(steps)],
         "entries": released[0].numel(),
