@@ -1,0 +1,83 @@
+"""Other mechanisms than DP-SGD through the Trainer: no file holds noise, a resume begins afresh, reports verify."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM, TrainerCallback
+
+from dpllm.mechanism.banded import BandedStream
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.report.verify import verify
+from tests.conftest import tiny_llama_config
+from tests.training.test_trainer import arguments, privacy, rows, trainer
+
+BANDED = {"kind": "banded", "bands": 3}
+
+
+@pytest.mark.parametrize("parts", [{"noise": BANDED}, {"clipping": "automatic"}, {"clipping": "per-layer"}])
+def test_a_run_says_what_it_was_and_verifies(parts, tmp_path):
+    """Its ε is that of its steps by the mechanism's event."""
+    run = trainer(tmp_path, dataset=rows(60), config=privacy(expected_batch_size=8, **parts))
+    run.train()
+    run.save_model()
+    (step,) = {event for event, _ in read_ledger(tmp_path / LEDGER_FILE).history}
+    assert step == run.plan.event and run.epsilon == epsilon([(step, 4)], run.plan.delta)
+    checked = verify(tmp_path)
+    assert checked.ok, [check for check in checked.checks if not check.ok]
+    page = (tmp_path / "privacy_report.md").read_text(encoding="utf-8")
+    assert run.plan.mechanism.clipping.words() in page or run.plan.mechanism.noise.words() in page
+
+
+def test_no_file_of_a_checkpoint_or_of_the_end_holds_noise(tmp_path, monkeypatch):
+    """Who knows the noise that is kept for later steps can take it out of the last updates."""
+    streams = []
+    begin = BandedStream.__init__
+    monkeypatch.setattr(BandedStream, "__init__", lambda self, *args: (streams.append(self), begin(self, *args))[1])
+    kept: list[bytes] = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            for past in streams[-1]._past.values():
+                kept.extend(one.numpy().astype(np.float32).tobytes() for one in past if one.numel() >= 16)
+
+    run = trainer(
+        tmp_path,
+        dataset=rows(60),
+        config=privacy(expected_batch_size=8, noise=BANDED),
+        args=arguments(tmp_path, save_strategy="steps", save_steps=2),
+        callbacks=[Look()],
+    )
+    run.train()
+    run.save_model()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(kept) > 20 and any("checkpoint-2" in str(path) for path in files)
+    weights = next(iter(LlamaForCausalLM.from_pretrained(tmp_path).parameters())).detach().flatten()[:16]
+    content = b"".join(path.read_bytes() for path in files)
+    assert weights.float().numpy().tobytes() in content  # the search finds what is there
+    for noise in kept:
+        assert noise[: 16 * 4] not in content
+
+
+def test_a_resume_begins_a_fresh_cycle_with_fresh_noise(tmp_path):
+    """Steps of each start are counted by themselves, and the report is that of both."""
+    config = privacy(expected_batch_size=8, noise=BANDED)
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6)
+
+    class Crash(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        trainer(tmp_path, dataset=rows(60), config=config, args=args, callbacks=[Crash()]).train()
+    run = trainer(tmp_path, LlamaForCausalLM(tiny_llama_config()), rows(60), config, args)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    run.save_model()
+    history = read_ledger(tmp_path / LEDGER_FILE).history
+    assert history == [(run.plan.event, 3), (run.plan.event, 3)]
+    assert run.epsilon == epsilon(history, run.plan.delta) == epsilon([(run.plan.event, 6)], run.plan.delta)
+    assert verify(tmp_path).ok
+    assert all(torch.isfinite(p).all() for p in run.model.parameters())
