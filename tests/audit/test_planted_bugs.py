@@ -141,7 +141,7 @@ BUGS = [
             (
                 "dpllm/training/run.py",
                 "NoiseSource(seed, stream=self.processes.rank)",
-                "NoiseSource(int(hashlib.sha256(ledger.path.read_bytes().splitlines()[0]).hexdigest(), 16))",
+                "NoiseSource(int(ledger.path.read_bytes().splitlines()[0].hex()[:64], 16))",
             ),
         ),
     ),
