@@ -32,6 +32,7 @@ class Draws:
     ) -> None:
         """Begin without a draw."""
         self._ledger, self._drawn = ledger, drawn
+        self._uncharged: NDArray[np.int64] | None = None  # made on rank 0, and seen by nobody
         self._outstanding, self._turns = Outstanding(plan, ledger), Turns(processes)
 
     def next(self, present_N: np.ndarray | None = None) -> NDArray[np.int64]:
@@ -44,8 +45,16 @@ class Draws:
             ValueError, LedgerError, DisagreementError: see `dpllm.training.run.PrivateRun.draws`.
         """
         self._outstanding.require_steps()
-        drawn = self._turns.draw(lambda: next(self._drawn), self._ledger.num_steps)
-        return self._outstanding.made(drawn if present_N is None else drawn[present_N[drawn]])
+        drawn = self._turns.draw(self._draw, self._ledger.num_steps)
+        made = self._outstanding.made(drawn if present_N is None else drawn[present_N[drawn]])
+        self._uncharged = None
+        return made
+
+    def _draw(self) -> NDArray[np.int64]:
+        """Make a draw, or return the one that could not be charged: a sampler counts its draws as steps."""
+        if self._uncharged is None:
+            self._uncharged = next(self._drawn)
+        return self._uncharged
 
     def chosen(self, unit_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Charge these units as a draw; for runs that are not private."""

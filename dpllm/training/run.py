@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ from dpllm.training.shared_folder import require_shared_folder
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import StepDiagnostics, private_step
 
+_TAKEN: weakref.WeakSet[SharedLedger] = weakref.WeakSet()  # ledgers of the runs of this process
+
 
 class PrivateRun:
     """Draws units, divides them over the processes, and takes private steps; the same on every process.
@@ -83,6 +86,12 @@ class PrivateRun:
                 f"The seed of the run is {seed} and the plan has seeded={plan.seeded}: the report would state the "
                 "entropy wrongly. Set privacy.seed, which sets both, or neither"
             )
+        if plan.event.restarts and ledger in _TAKEN:
+            raise ConfigError(
+                "A run of this process has this ledger already, and its noise is correlated over steps: another run on "
+                "it begins a new cycle of draws and noise, which the ledger does not state. Use PrivateRun.resume"
+            )
+        _TAKEN.add(ledger)
         self.processes = Processes()
         self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
         agreement.check_rows(plan, rows.units)  # now, so that an error is raised by all processes
@@ -214,11 +223,19 @@ class PrivateRun:
 
         Raises:
             ValueError: the plan has no step left.
+            DrawError: ``present_N`` has another shape or dtype; nothing is drawn.
             LedgerError: a step cannot be charged.
             DisagreementError: a process draws more often or less often than the others.
         """
-        if present_N is not None and not bool(np.all(present_N)):
-            self.ledger.append_open_point(LEFT_OUT)
+        if present_N is not None:
+            if np.shape(present_N) != (self.rows.units.num_units,) or np.asarray(present_N).dtype != np.bool_:
+                raise DrawError(
+                    f"present_N has shape {np.shape(present_N)} and dtype {np.asarray(present_N).dtype}; one bool for "
+                    f"each of the {self.rows.units.num_units} units is needed"
+                )
+            present_N = np.array(present_N)
+            if not bool(present_N.all()):
+                self.ledger.append_open_point(LEFT_OUT)
         for _ in range(num_steps):
             yield self._draws.next(present_N)
 

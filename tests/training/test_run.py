@@ -1,6 +1,7 @@
 """A private run driven by a custom loop; the same over several processes is in `tests.distributed`."""
 
 import dataclasses
+import itertools
 from itertools import islice
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper
-from dpllm.config import ConfigError
+from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data.units import UnitIndex
 from dpllm.engines import EngineError, SingleProcess
 from dpllm.engines.processes import Processes
@@ -19,7 +20,7 @@ from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.privacy.budget import create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
-from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.verify import verify
 from dpllm.training.checks.outstanding import DrawError
 from dpllm.training.checks.watch import WatchError
@@ -446,6 +447,77 @@ def test_units_that_are_absent_are_in_no_draw(tmp_path):
     part = PrivateRun(plan, rows, ledger_of(tmp_path / "b", plan), seed=3)
     for all_of_it, those in zip(whole.draws(4), part.draws(4, present_N), strict=True):
         assert those.tolist() == [unit for unit in all_of_it if present_N[unit]]
+
+
+@pytest.mark.parametrize(
+    "present_N", [np.ones(UNITS, dtype=int), np.ones(UNITS - 1, bool), np.array(True), [1] * UNITS]
+)
+def test_units_that_are_present_are_told_by_one_bool_each(present_N, tmp_path):
+    """Numbers would be taken for unit numbers: one unit, several times in a step. Nothing is drawn or charged."""
+    plan = plan_of()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    with pytest.raises(DrawError, match="one bool for each of the 40 units is needed"):
+        next(run.draws(1, present_N))
+    assert run.ledger.num_steps == 0
+
+
+def test_a_draw_that_holds_a_unit_twice_is_refused(tmp_path):
+    """Each of its places would be clipped by itself."""
+    plan = plan_of(noise_multiplier=0.0)
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    with pytest.raises(DrawError, match="holds a unit twice"):
+        run.choose([3, 5, 3])
+    assert run.ledger.num_steps == 0
+
+
+def banded_plan(num_steps=12):
+    config = PrivacyConfig(
+        noise_multiplier=0.8,
+        expected_batch_size=5,
+        delta=1e-3,
+        unit="user",
+        unit_column="who",
+        max_rows_per_unit=3,
+        noise={"kind": "banded", "bands": 4},
+    )
+    return make_plan(config, UNITS, num_steps)
+
+
+def test_a_draw_that_could_not_be_charged_is_the_next_one(tmp_path, monkeypatch):
+    """Under banded noise a unit's steps are a cycle apart, also where a loop goes on after errors of the ledger."""
+    plan = banded_plan()
+    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    steps = {unit: [] for unit in range(UNITS)}
+    charge = SharedLedger.append_step
+    for step in range(plan.num_steps):
+        if step % 4 == 1:
+            monkeypatch.setattr(SharedLedger, "append_step", _no_disk)
+            for _ in range(3):
+                with pytest.raises(LedgerError, match="no disk"):
+                    next(run.draws(1))
+            monkeypatch.setattr(SharedLedger, "append_step", charge)
+        for unit in next(run.draws(1)):
+            steps[int(unit)].append(step)
+    assert max(map(len, steps.values())) > 1
+    assert all((later - earlier) % 4 == 0 for taken in steps.values() for earlier, later in itertools.pairwise(taken))
+
+
+def _no_disk(self, step_number, step):
+    raise LedgerError("no disk")
+
+
+def test_a_second_run_on_the_ledger_of_one_with_correlated_noise_is_refused(tmp_path):
+    """It would begin a new cycle that the ledger does not state; a run of DP-SGD has no cycles."""
+    plan = banded_plan()
+    ledger = ledger_of(tmp_path / "banded", plan)
+    run = PrivateRun(plan, rows_of(), ledger)
+    next(run.draws(1))
+    with pytest.raises(ConfigError, match="has this ledger already"):
+        PrivateRun(plan, rows_of(), ledger)
+    plain = plan_of()
+    ledger = ledger_of(tmp_path / "plain", plain)
+    for _ in range(2):
+        next(PrivateRun(plain, rows_of(), ledger).draws(1))
 
 
 def test_a_checkpoint_of_another_run_or_of_a_fork_is_refused(tmp_path):

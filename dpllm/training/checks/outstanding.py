@@ -111,9 +111,12 @@ class Outstanding:
 
         Raises:
             ValueError: the plan has no step left.
+            DrawError: a unit is there twice; nothing is charged.
             LedgerError: it cannot be charged.
         """
         self.require_steps()
+        if len(np.unique(unit_ids)) != len(unit_ids):
+            raise DrawError("A draw holds a unit twice: it would be clipped twice and exceed the clip norm")
         self._unit_ids, number = None, self._ledger.num_steps
         self._ledger.append_step(number, self._plan.event)
         self._unit_ids, self._charged = (
