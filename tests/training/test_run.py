@@ -473,6 +473,7 @@ def test_a_draw_that_holds_a_unit_twice_is_refused(tmp_path):
 def banded_plan(num_steps=12):
     config = PrivacyConfig(
         noise_multiplier=0.8,
+        clip_norm=0.5,
         expected_batch_size=5,
         delta=1e-3,
         unit="user",
