@@ -13,6 +13,8 @@ from dpllm.ghost.errors import GhostError
 from dpllm.mechanism.catalogue import CLIPPINGS
 from dpllm.mechanism.parts import Clipping
 
+_ROUNDING = 1e-5  # largest relative difference between two computations of one factor
+
 
 def clip_factors(clipping: Clipping, sq_norm_GU: Tensor, slack_GU: Tensor | None = None) -> Tensor:
     """Return the factor by which each unit's gradient is multiplied, in each group of parameters.
@@ -21,8 +23,8 @@ def clip_factors(clipping: Clipping, sq_norm_GU: Tensor, slack_GU: Tensor | None
     zero-out, also after rounding.
 
     Args:
-        clipping: one of `dpllm.mechanism.catalogue`, or another one. The factors of another one are checked, which
-            waits for the device.
+        clipping: one of `dpllm.mechanism.catalogue`, or another one. The factors of another one are computed for each
+            unit by itself and checked, which waits for the device.
         sq_norm_GU: (G, U) squared norms of each group; may be non-finite.
         slack_GU: (G, U) the rounding error that they may have lost. It is added before the root is taken, and the
             root is raised by the rounding error that later steps may add.
@@ -31,7 +33,8 @@ def clip_factors(clipping: Clipping, sq_norm_GU: Tensor, slack_GU: Tensor | None
         (G, U) factors; exactly 0 in all groups of a unit where a norm is not finite.
 
     Raises:
-        GhostError: a clipping from outside the catalogue gives a factor beyond its sensitivity.
+        GhostError: a clipping from outside the catalogue gives a factor beyond its sensitivity, or one that depends
+            on other units.
 
     >>> from dpllm.mechanism.clipping import FlatClipping
     >>> clip_factors(FlatClipping(1.0), torch.tensor([[4.0, 0.25, float("inf")]]))
@@ -41,20 +44,33 @@ def clip_factors(clipping: Clipping, sq_norm_GU: Tensor, slack_GU: Tensor | None
     finite_U = torch.isfinite(upper_GU).all(dim=0)
     kind = torch.finfo(upper_GU.dtype)
     norm_GU = torch.where(finite_U, upper_GU, 1).clamp_min(kind.tiny).sqrt() * (1 + 8 * kind.eps)
-    factor_GU = clipping.factors(norm_GU)
-    if CLIPPINGS.get(clipping.kind) is not type(clipping):
-        _check(clipping, norm_GU, factor_GU)
+    catalogued = type(clipping) in CLIPPINGS.values()
+    factor_GU = clipping.factors(norm_GU) if catalogued else _checked_factors(clipping, norm_GU)
     return torch.where(finite_U, factor_GU, 0)
 
 
-def _check(clipping: Clipping, norm_GU: Tensor, factor_GU: Tensor) -> None:
+def _checked_factors(clipping: Clipping, norm_GU: Tensor) -> Tensor:
+    """Return the factors of a clipping from outside the catalogue: those of each unit by itself."""
+    kind = getattr(clipping, "kind", None)
+    if not isinstance(kind, str):
+        raise GhostError(f"The kind of clipping {type(clipping).__name__} is {kind!r}. Give it a word: kind = 'mine'")
+    columns = norm_GU.split(1, dim=1)  # clones below: a clipping that writes into the norms changes only its own
+    factor_GU, of_one = clipping.factors(norm_GU.clone()), [clipping.factors(column.clone()) for column in columns]
     bound = clipping.sensitivity("zero-out")
-    if factor_GU.shape == norm_GU.shape:
-        reach_U = (factor_GU * norm_GU).double().square().sum(dim=0).sqrt()
-        if bool((factor_GU >= 0).all() & (reach_U <= bound * (1 + 1e-6)).all()):
-            return
+    if factor_GU.shape == norm_GU.shape and all(one.shape == columns[0].shape for one in of_one):
+        single_GU = torch.cat(of_one, dim=1)
+        # Sums over groups may be rounded differently for one column, so the factors returned are those of one column.
+        if not bool(torch.isclose(factor_GU, single_GU, rtol=_ROUNDING, atol=0, equal_nan=True).all()):
+            raise GhostError(
+                f"Clipping {kind!r} gives a unit another factor beside other units than by itself, so one unit could "
+                "change the contributions of others, and the noise would be too small. Compute each column of factors "
+                "(G, U) from the same column of norm_GU only"
+            )
+        reach_U = (single_GU * norm_GU).double().square().sum(dim=0).sqrt()
+        if bool((single_GU >= 0).all() & (reach_U <= bound * (1 + 1e-6)).all()):
+            return single_GU
     raise GhostError(
-        f"Clipping {clipping.kind!r} gives a factor whose product with the norm exceeds its sensitivity {bound:g}, or "
+        f"Clipping {kind!r} gives a factor whose product with the norm exceeds its sensitivity {bound:g}, or "
         "that is negative or not a number: the noise would be too small for it. Give factors (G, U), at least 0, under "
         "which the norm over all groups is at most the sensitivity."
     )

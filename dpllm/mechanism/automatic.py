@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,6 +11,9 @@ from dpllm.mechanism.parts import OneGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_MIN_STABILITY = 1e-9  # the norm of a gradient that means anything is far longer
+_MAX_FACTOR = 1e30  # far within float32
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,8 @@ class AutomaticClipping(OneGroup):
 
     Attributes:
         clip_norm: C > 0.
-        stability: γ > 0. It keeps short gradients short: with γ = 0 a nearly flat loss would count as much as a steep
-            one.
+        stability: γ, at least 1e-9 and at least C / 1e30, so that every factor is finite. It keeps short gradients
+            short: with γ = 0 a nearly flat loss would count as much as a steep one.
     """
 
     kind: ClassVar[str] = "automatic"
@@ -34,8 +37,11 @@ class AutomaticClipping(OneGroup):
         """Check the numbers."""
         check_clip_norm(self.clip_norm)
         known = isinstance(self.stability, (int, float)) and not isinstance(self.stability, bool)
-        if not known or not math.isfinite(self.stability) or self.stability <= 0:
-            raise ValueError(f"stability is {self.stability!r}; a finite number above 0 is needed, usually 0.01")
+        least = max(_MIN_STABILITY, self.clip_norm / _MAX_FACTOR)
+        if not known or not least <= self.stability <= sys.float_info.max:
+            huge = known and isinstance(self.stability, int) and self.stability > 0
+            shown = "beyond every float" if huge and self.stability > sys.float_info.max else repr(self.stability)
+            raise ValueError(f"stability is {shown}; a finite number of at least {least:g} is needed, usually 0.01")
 
     def factors(self, norm_GU: Tensor) -> Tensor:
         """Return c_u = C / (||g_u|| + γ).

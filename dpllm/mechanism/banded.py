@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
-from dpllm.mechanism.noise import slice_of
+from dpllm.mechanism.noise import IndependentNoise, slice_of
 from dpllm.mechanism.parts import Draw, NormalGenerator
 
 if TYPE_CHECKING:
@@ -107,6 +107,11 @@ class BandedStep(Numbers):
 
     def __post_init__(self) -> None:
         """Check kinds and ranges."""
+        for name in ("num_units", "max_batch_size", "bands"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+            object.__setattr__(self, name, int(value))
         super().__post_init__()
         if self.num_units is None or not 1 <= self.bands <= self.num_units:
             raise ValueError(f"bands must be between 1 and the number of units, got {self.bands} of {self.num_units}")
@@ -133,6 +138,8 @@ class BandedStep(Numbers):
 
     def words(self) -> EventWords:
         """Return the report's description of the event."""
+        if self.bands == 1:
+            return self._round.words()
         return EventWords(
             sampling=f"cyclic Poisson over {self.bands} groups, at most {self.max_batch_size} units",
             accounted_as="a Gaussian sum over a truncated Poisson sample (arXiv:2508.15089), once for every "
@@ -231,6 +238,8 @@ class BandedNoise:
 
     def drawing(self, draw: Draw, drawn: str) -> str:
         """Return how a step is drawn, for the report."""
+        if self.bands == 1:
+            return IndependentNoise().drawing(draw, drawn)
         return (
             f"the {draw.num_units} {drawn}s are split once, in secret, into {self.bands} groups, which the steps take "
             f"in turn; in each step every {drawn} of the group is drawn independently with probability "
@@ -240,22 +249,35 @@ class BandedNoise:
 
     def words(self) -> str:
         """Return the noise's description, for the report."""
-        return f"Gaussian noise, correlated with that of the {self.bands - 1} steps before (banded factorisation),"
+        if self.bands == 1:
+            return IndependentNoise().words()
+        return (
+            f"Gaussian noise, correlated with that of the {self._before} before (banded factorisation) and made from "
+            "independent noise"
+        )
+
+    @property
+    def _before(self) -> str:
+        return "step" if self.bands == 2 else f"{self.bands - 1} steps"
 
     def ensured(self, draw: Draw, drawn: str, noise_stddev: float) -> list[tuple[str, str]]:
         """Return the assumptions of the accounting, and how the run ensures each."""
+        if self.bands == 1:
+            return IndependentNoise().ensured(draw, drawn, noise_stddev)
         return [
             (
                 "Units are drawn by cyclic Poisson sampling and cut to the maximal batch (not shuffled)",
-                f"the sampler is made from the plan: {self.bands} groups of {draw.num_units} units, split by secret "
-                f"entropy at each start and resume, q' = {self.sampler(draw).sampling_rate:.6g}, at most "
-                f"{draw.max_batch_size} in a step; each step in the ledger carries these numbers",
+                f"the sampler is made from the plan: {self.bands} groups of about {draw.num_units / self.bands:.0f} "
+                f"units each ({draw.num_units} in all), split by secret entropy at each start and resume, "
+                f"q' = {self.sampler(draw).sampling_rate:.6g}, at most {draw.max_batch_size} in a step; each "
+                "step in the ledger carries these numbers",
             ),
             (
                 f"Noise is that of a strategy with {self.bands} bands whose columns have norm 1",
-                f"normal noise is drawn once per step for every entry of the complete sum, by exactly one process; "
-                f"what {self.bands - 1} steps before took is taken back as the strategy says. It is scaled by "
-                f"{noise_stddev:.6g}, kept in memory only, and drawn afresh after a resume",
+                f"independent noise of standard deviation {noise_stddev:.6g} is drawn once per step for every entry of "
+                f"the complete sum, by exactly one process. A part of the noise of the {self._before} before is "
+                "subtracted, and the difference is scaled up, as the strategy says. The noise is kept in memory only, "
+                "and drawn again after a resume",
             ),
         ]
 
@@ -298,13 +320,19 @@ class BandedStream:
         """Add the noise of this step to one process's slice of the entries, in place.
 
         Raises:
-            ValueError: the parameter already had its noise of this step.
+            ValueError: the parameter already had its noise of this step, or changed its shape, or the dtype is neither
+                float32 nor float64.
         """
         if name in self._added:
             raise ValueError(f"{name} already had its noise of step {self._step}: add it once per step")
-        self._added.add(name)
         share = slice_of(total, rank, size)
         past = self._past.setdefault(name, deque(maxlen=max(1, len(self._strategy) - 1)))
+        if past and past[0].shape != share.shape:
+            raise ValueError(
+                f"{name} has {share.numel()} entries for this process and had {past[0].numel()} in the steps before, "
+                "with whose noise it is correlated: keep the model's shapes, or start a new run"
+            )
+        self._added.add(name)
         share.add_(self._next(past, share), alpha=stddev)
 
     def _next(self, past: deque[Tensor], like: Tensor) -> Tensor:

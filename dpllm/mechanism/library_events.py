@@ -5,6 +5,9 @@ Place in the flow: beside the accounting, for users who describe their mechanism
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import dp_accounting
 from dp_accounting import dp_event
 
@@ -24,15 +27,16 @@ def from_dp_event(event: dp_accounting.DpEvent, count: int = 1) -> list[tuple[Ev
         (event, count) pairs: a history for `dpllm.epsilon`.
 
     Raises:
-        ValueError: it is of another kind.
+        ValueError: it is of another kind, or a count is not a whole number of at least 0.
 
     >>> [(step, count)] = from_dp_event(
     ...     dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(1.0)), 1500)
     >>> step.sampling_rate, step.noise_multiplier, count
     (0.02, 1.0, 1500)
     """
+    count = whole_count(count)
     if isinstance(event, dp_event.SelfComposedDpEvent):
-        return from_dp_event(event.event, count * event.count)
+        return from_dp_event(event.event, count * whole_count(event.count))
     if isinstance(event, dp_event.ComposedDpEvent):
         return [pair for part in event.events for pair in from_dp_event(part, count)]
     if isinstance(event, dp_event.NoOpDpEvent):
@@ -45,6 +49,21 @@ def from_dp_event(event: dp_accounting.DpEvent, count: int = 1) -> list[tuple[Ev
             "dpllm.mechanism"
         )
     return [(step, count)]
+
+
+def whole_count(count: Any) -> int:
+    """Return the number of times that a step ran.
+
+    Raises:
+        ValueError: it is not a whole number of at least 0.
+    """
+    try:
+        number = operator.index(count)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"a step cannot have run {count!r} times. Give a count that is a whole number of at least 0")
+    return number
 
 
 def _step(event: dp_accounting.DpEvent) -> Step | None:

@@ -24,10 +24,18 @@ def slice_of(total: Tensor, rank: int, size: int) -> Tensor:
         rank: this process, 0 <= rank < size.
         size: processes whose tensors will be added up.
 
+    Raises:
+        ValueError: no such rank, or a tensor of lower precision than float32.
+
     >>> import torch
-    >>> [slice_of(torch.arange(5), rank, 2).tolist() for rank in (0, 1)]
-    [[0, 1], [2, 3, 4]]
+    >>> [slice_of(torch.arange(5.0), rank, 2).tolist() for rank in (0, 1)]
+    [[0.0, 1.0], [2.0, 3.0, 4.0]]
     """
+    if not (total.dtype.is_floating_point and total.dtype.itemsize >= 4):
+        raise ValueError(
+            f"Noise is added in float32 or float64, but the gradient is {total.dtype}. Keep the clipped sum in float32 "
+            "until the noise is added, also where nobody was drawn."
+        )
     if not 0 <= rank < size:
         raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
     entries = total.numel()

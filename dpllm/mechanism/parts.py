@@ -58,6 +58,9 @@ class Clipping(Protocol):
     def factors(self, norm_GU: Tensor) -> Tensor:
         """Return the factor by which each unit's gradient is multiplied, in each group.
 
+        A column of factors depends only on the same column of norms: otherwise one unit could change the contributions
+        of others. The caller checks this for a clipping that is not in the catalogue.
+
         Args:
             norm_GU: (G, U) l2 norms, rounded up, finite. A unit whose gradient is not finite gets the factor 0
                 from the caller.
@@ -112,6 +115,9 @@ class NoiseStream(Protocol):
             stddev: σ·C.
             rank: this process.
             size: processes whose tensors will be added up.
+
+        Raises:
+            ValueError: the sum has another dtype (`dpllm.mechanism.noise.slice_of` checks it).
         """
         ...
 
@@ -237,6 +243,11 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         """Refuse parts without an accounting."""
+        if not isinstance(getattr(self.clipping, "kind", None), str):
+            raise ValueError(
+                f"the clipping has the kind {getattr(self.clipping, 'kind', None)!r}; its kind must be a word, for "
+                "instance kind = 'mine'"
+            )
         self.noise.sampler(self.draw)
         self.noise.event(self.draw, self.noise_multiplier, self.clipping.clip_norm)
         if not math.isclose(self.clipping.sensitivity("zero-out"), self.clipping.clip_norm):
@@ -260,6 +271,11 @@ class Mechanism:
     def noise_stddev(self) -> float:
         """σC, in units of the gradient."""
         return self.noise_multiplier * self.clipping.clip_norm
+
+    def release_stddevs(self, num_steps: int) -> tuple[float, float]:
+        """Return the standard deviations of the noise in the first and in the last of ``num_steps`` releases."""
+        first, last = (self.noise.variance(step, num_steps) for step in (0, num_steps - 1))
+        return self.noise_stddev * math.sqrt(first), self.noise_stddev * math.sqrt(last)
 
     def history(self, num_steps: int) -> list[tuple[Event, int]]:
         """Return the charge of ``num_steps`` steps from a start onwards."""

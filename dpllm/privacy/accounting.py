@@ -21,7 +21,7 @@ from scipy import optimize
 
 from dpllm.mechanism import pld
 from dpllm.mechanism.events import Event, Round
-from dpllm.mechanism.library_events import from_dp_event
+from dpllm.mechanism.library_events import from_dp_event, whole_count
 from dpllm.mechanism.limits import ADJACENCIES, MAX_STEPS
 from dpllm.mechanism.parts import Mechanism
 
@@ -138,26 +138,40 @@ def merge(history: History) -> _Merged:
     """Return the rounds that make up a history, with equal rounds counted together, in a fixed order.
 
     Raises:
-        ValueError: a count is negative, or there are more than `MAX_STEPS` steps.
+        ValueError: a count is not a whole number of at least 0, or there are more than `MAX_STEPS` steps.
+        TypeError: it is not a list of pairs, or holds something that is neither an event nor a mechanism.
     """
+    try:
+        pairs = [(what, count) for what, count in history]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "a history is a list of (event, count) pairs, for instance [(event, 1500)] or mechanism.history(1500), got "
+            f"{type(history).__name__}"
+        ) from error
+    steps = [(event, whole_count(number)) for what, count in pairs for event, number in _steps(what, count)]
     counts: dict[Round, int] = {}
-    for event, num_steps in history:
-        if num_steps < 0:
-            raise ValueError(f"a step cannot have run {num_steps} times. Give a count of at least 0")
-        for step, number in _steps(event, num_steps) if num_steps else ():
-            for one, count in step.rounds(number):
-                counts[one] = counts.get(one, 0) + count
-    if (total := sum(num_steps for _, num_steps in history)) > MAX_STEPS:
+    for step, number in steps:
+        for one, count in step.rounds(number) if number else ():
+            counts[one] = counts.get(one, 0) + count
+    if (total := sum(number for _, number in steps)) > MAX_STEPS:
         raise ValueError(
             f"{total:,} steps are more than {MAX_STEPS:,}: computing their ε would take too long. Take fewer steps"
         )
     return tuple(sorted(counts.items(), key=lambda item: str(item[0])))
 
 
-def _steps(what: Event | Mechanism | dp_accounting.DpEvent, num_steps: int) -> list[tuple[Event, int]]:
+def _steps(what: Event | Mechanism | dp_accounting.DpEvent, count: int) -> list[tuple[Event, int]]:
+    num_steps = whole_count(count)
     if isinstance(what, dp_accounting.DpEvent):
-        return from_dp_event(what, num_steps)
-    return what.history(num_steps) if isinstance(what, Mechanism) else [(what, num_steps)]
+        return from_dp_event(what, num_steps) if num_steps else []
+    if isinstance(what, Mechanism):
+        return what.history(num_steps)
+    if isinstance(what, type) or not callable(getattr(what, "rounds", None)):
+        raise TypeError(
+            f"a history holds events or mechanisms, got {type(what).__name__}. Give (event, count) pairs; the event of "
+            "a plan is plan.event"
+        )
+    return [(what, num_steps)]
 
 
 @lru_cache(maxsize=256)

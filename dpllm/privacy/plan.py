@@ -378,7 +378,7 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
         ("noise multiplier σ", f"{plan.noise_multiplier:.6g}"),
         ("clip norm C", f"{plan.clip_norm:g}"),
         *_parts_shown(plan),
-        ("noise standard deviation σC", f"{plan.noise_stddev:.6g}"),
+        _noise_shown(plan),
         ("δ", f"{plan.delta:.3g}"),
         ("ε, zero-out", format_epsilon(plan.epsilon_under("zero-out"))),
         ("ε, replace-one", format_epsilon(plan.epsilon_under("replace-one"))),
@@ -393,6 +393,16 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
     if plan.seeded:
         rows.insert(0, ("NOT PRIVATE", "a fixed seed makes sampling and noise predictable"))
     return rows
+
+
+def _noise_shown(plan: PrivacyPlan) -> tuple[str, str]:
+    first, last = plan.mechanism.release_stddevs(plan.num_steps)
+    if first == last == plan.noise_stddev:
+        return "noise standard deviation σC", f"{plan.noise_stddev:.6g}"
+    return (
+        "noise standard deviation σC, before correlation",
+        f"{plan.noise_stddev:.6g}; of a release about {first:.2g} to {last:.2g}",
+    )
 
 
 def _parts_shown(plan: PrivacyPlan) -> list[tuple[str, str]]:

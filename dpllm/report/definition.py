@@ -133,7 +133,7 @@ def mechanism(plan: PrivacyPlan) -> str:
     noise = (
         f"{parts.noise.words()} of standard deviation σC = {plan.noise_stddev:.6g} "
         f"(σ = {plan.noise_multiplier:.6g}) is added "
-        f"to the sum, and the result is divided by {plan.expected_batch_size}"
+        f"to the sum, and the result is divided by {plan.expected_batch_size}{_noise_of_a_release(plan)}"
     )
     how = parts.clipping.words()
     if plan.sampling == "example":
@@ -145,6 +145,18 @@ def mechanism(plan: PrivacyPlan) -> str:
     whole = "over all its rows" if plan.unit == "sequence" else "over all rows of that user"
     return (
         f"{name}{parts.noise.drawing(parts.draw, drawn)}; the gradient of each {drawn}, summed {whole}, {how}; {noise}"
+    )
+
+
+def _noise_of_a_release(plan: PrivacyPlan) -> str:
+    """Return the standard deviation of a release where correlation makes it another one than σC."""
+    first, last = plan.mechanism.release_stddevs(plan.num_steps)
+    if first == last == plan.noise_stddev:
+        return ""
+    # Two digits: the strategy is optimised numerically, and other machines may find it with other last digits.
+    return (
+        f"; the noise in one release has a standard deviation of about {first:.2g} in the first step and about "
+        f"{last:.2g} in step {plan.num_steps}"
     )
 
 

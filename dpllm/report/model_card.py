@@ -378,6 +378,7 @@ def privacy_metadata(report: PrivacyReport) -> dict[str, Any]:
     parameters = accounting.parameters
     private, plan = statement.private, report.checkable.plan
     correlated = isinstance(plan, PlanOfParts) and plan.noise != "independent"
+    rounds = _rounds(report) if correlated else {}
 
     def number(value: float) -> float | str:
         return float(up(value)) if private and math.isfinite(value) else "infinite"
@@ -395,6 +396,23 @@ def privacy_metadata(report: PrivacyReport) -> dict[str, Any]:
         "sampling_rate": parameters.sampling_rate,
         "num_steps": accounting.steps.stated,
         "num_units": parameters.num_units,
+        **rounds,
+    }
+
+
+def _rounds(report: PrivacyReport) -> dict[str, Any]:
+    """Return the options of correlated noise, and the numbers from which ε is recomputed: of rounds, not of steps."""
+    plan = report.checkable.plan
+    options = plan.noise if isinstance(plan, PlanOfParts) and isinstance(plan.noise, dict) else {}
+    words = report.checkable.recompute_from_the_numbers.split()
+    given = dict(zip(words[2::2], words[3::2], strict=False))
+    of_group = {"num_units_of_a_round": int(given["--num-units"])} if "--num-units" in given else {}
+    return {
+        **{name: value for name, value in options.items() if name != "kind"},
+        "rounds": int(given["--steps"]),
+        "sampling_rate_of_a_round": float(given["--sampling-rate"]),
+        **of_group,
+        "max_batch_size": report.accounting.parameters.max_batch_size,
     }
 
 

@@ -97,3 +97,65 @@ def test_factors_of_another_shape_are_refused():
 
     with pytest.raises(GhostError, match=r"Give factors \(G, U\)"):
         clip_factors(One(0.5, 1.0), torch.tensor([[4.0, 1.0]]))
+
+
+class Batchy(Doubled):
+    """Each factor is within the sensitivity, and depends on all units."""
+
+    def factors(self, norm_GU):
+        return self.clip_norm * (norm_GU < 5 * norm_GU.median()).all() / norm_GU
+
+
+class Summed(Doubled):
+    """A bound on the norm over all units."""
+
+    def factors(self, norm_GU):
+        return self.clip_norm / norm_GU.square().sum().sqrt().expand_as(norm_GU)
+
+
+class InPlace(Doubled):
+    """Shortens the norms that it is given, so that its factors look small enough beside them."""
+
+    def factors(self, norm_GU):
+        return self.clip_norm / norm_GU.clamp_(max=self.clip_norm)
+
+
+@pytest.mark.parametrize("kind", [Batchy, Summed])
+def test_a_factor_that_depends_on_other_units_is_refused(kind):
+    """One unit could change the contributions of all others."""
+    sq_norm_GU = torch.ones(1, 50)
+    sq_norm_GU[0, 7] = 1e4
+    with pytest.raises(GhostError, match="another factor beside other units than by itself") as raised:
+        clip_factors(kind(1.0, 1.0), sq_norm_GU)
+    assert "\n" not in str(raised.value)
+    assert float(clip_factors(kind(1.0, 1.0), sq_norm_GU[:, :1])) == pytest.approx(1, rel=1e-5)
+
+
+def test_norms_that_a_clipping_changes_stay_as_they_were():
+    """The check compares with the true norm."""
+    with pytest.raises(GhostError, match="exceeds its sensitivity"):
+        clip_factors(InPlace(1.0, 1.0), torch.tensor([[100.0, 0.25]]))
+
+
+def test_factors_over_several_groups_are_those_of_single_units():
+    """A sum over groups is a unit's own; without units there are no factors."""
+
+    class Own(Doubled):
+        def factors(self, norm_GU):
+            return (self.clip_norm / norm_GU.square().sum(dim=0).sqrt()).expand_as(norm_GU)
+
+    sq_norm_GU = torch.rand(37, 501, generator=torch.Generator().manual_seed(0))
+    factor_GU = clip_factors(Own(0.5, 1.0), sq_norm_GU)
+    for unit in (0, 250, 500):
+        assert torch.equal(factor_GU[:, unit], clip_factors(Own(0.5, 1.0), sq_norm_GU[:, [unit]])[:, 0])
+    assert clip_factors(Own(0.5, 1.0), sq_norm_GU[:, :0]).shape == (37, 0)
+
+
+def test_a_clipping_whose_kind_is_no_word_is_refused():
+    """In one line, also where it extends one of the catalogue."""
+
+    class Listed(FlatClipping):
+        kind = ("flat",)
+
+    with pytest.raises(GhostError, match=r"kind of clipping Listed is \('flat',\)"):
+        clip_factors(Listed(1.0), torch.ones(1, 2))

@@ -8,13 +8,18 @@ import pytest
 import torch
 from scipy import stats
 
+from dpllm.config import PrivacyConfig
 from dpllm.mechanism.banded import BandedNoise, BandedStep, BandedStream, coefficients, prefix_error
+from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.generators import NoiseSource
-from dpllm.mechanism.parts import Draw
+from dpllm.mechanism.noise import IndependentNoise
+from dpllm.mechanism.parts import Draw, Mechanism
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.privacy.accounting import epsilon, merge
 from dpllm.privacy.calibration import calibrate
+from dpllm.privacy.plan import format_plan, make_plan
+from dpllm.report import definition
 
 # Of jax_privacy 2.0 and an independent computation, for T = 410 (E2E: N = 42 061, B = 1024, δ = 1e-6).
 COEFFICIENTS = {
@@ -238,3 +243,52 @@ def test_an_event_out_of_range_is_refused(bad):
     fields = {"num_units": 42_061, "sampling_rate": 0.1, "max_batch_size": 9, "noise_multiplier": 1.0, "bands": 4}
     with pytest.raises(ValueError, match="must be"):
         BandedStep(**{**fields, **bad})
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (4, 3), (1, 4)])
+def test_a_parameter_of_another_shape_is_refused(before, after):
+    """One entry's noise would be subtracted from that of several."""
+    stream = BandedStream(NoiseSource(), coefficients(3, 9))
+    stream.begin(0)
+    stream.add_share_("w", torch.zeros(before), 1.0, 0, 1)
+    stream.begin(1)
+    with pytest.raises(ValueError, match=f"w has {after} entries for this process and had {before} in the steps"):
+        stream.add_share_("w", torch.zeros(after), 1.0, 0, 1)
+
+
+def test_words_name_the_groups_and_the_noise_of_a_release():
+    """Groups of N / b units; σC is that of z, and a release has more."""
+    draw = Draw(num_units=200, population=200, expected_batch_size=10, max_batch_size=33)
+    (_, sampling), (_, noise) = BandedNoise(4).ensured(draw, "record", 0.5)
+    assert "4 groups of about 50 units each (200 in all)" in sampling
+    assert "independent noise of standard deviation 0.5 is drawn" in noise and "noise of the 3 steps before" in noise
+    assert "that of the step before" in BandedNoise(2).words()
+    mechanism = Mechanism(draw, FlatClipping(0.5), BandedNoise(4), 1.0)
+    first, last = mechanism.release_stddevs(16)
+    inverse = np.linalg.inv(matrix(4, 16))
+    assert (first, last) == pytest.approx(tuple(0.5 * np.linalg.norm(inverse[step]) for step in (0, 15)))
+
+
+def test_plan_and_report_state_the_standard_deviation_of_a_release():
+    """About, since other machines may find other last digits; DP-SGD has σC only."""
+    config = {"noise_multiplier": 1.0, "clip_norm": 1.0, "expected_batch_size": 10}
+    banded = make_plan(PrivacyConfig(**config, noise={"kind": "banded", "bands": 4}), num_units=200, num_steps=16)
+    first, last = (f"{value:.2g}" for value in banded.mechanism.release_stddevs(16))
+    assert first != last and float(first) > 1.2
+    words = f"of about {first} in the first step and about {last} in step 16"
+    assert words in definition.mechanism(banded)
+    assert ("noise standard deviation σC, before correlation", f"1; of a release about {first} to {last}") in (
+        format_plan(banded)
+    )
+    plain = make_plan(PrivacyConfig(**config), num_units=200, num_steps=16)
+    assert ("noise standard deviation σC", "1") in format_plan(plain)
+    assert definition.mechanism(plain).endswith("and the result is divided by 10")
+
+
+def test_one_band_has_the_words_of_dp_sgd():
+    """No 0 steps before and no 1 groups."""
+    draw = Draw(num_units=200, population=200, expected_batch_size=10, max_batch_size=33)
+    one, plain = BandedNoise(1), IndependentNoise()
+    assert one.words() == plain.words() and one.drawing(draw, "record") == plain.drawing(draw, "record")
+    assert one.ensured(draw, "record", 1.0) == plain.ensured(draw, "record", 1.0)
+    assert one.event(draw, 1.0, 1.0).words() == plain.event(draw, 1.0, 1.0).words()

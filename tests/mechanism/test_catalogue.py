@@ -94,3 +94,16 @@ def test_a_mechanism_without_accounting_is_refused():
     units = Draw(num_units=100, population=100, expected_batch_size=5, max_batch_size=30)
     with pytest.raises(ValueError, match="lets one unit change the sum by 3"):
         Mechanism(units, Wider(1.0), noise_of(Spec("independent")), 1.0)
+
+    class Listed(type(flat)):
+        kind = ("flat",)
+
+    with pytest.raises(ValueError, match=r"the clipping has the kind \('flat',\); its kind must be a word"):
+        Mechanism(units, Listed(1.0), noise_of(Spec("independent")), 1.0)
+
+
+@pytest.mark.parametrize("bad", [{"bands": 4.0}, {"bands": True}, {"max_batch_size": 33.5}, {"num_units": 100.0}])
+def test_numbers_of_a_banded_step_in_a_ledger_are_whole(bad):
+    """A ledger that another program wrote: `verify` ends in one line."""
+    with pytest.raises(ValueError, match=f"{next(iter(bad))} must be a whole number, got {next(iter(bad.values()))}"):
+        from_fields({**to_fields(STEPS[2]), **bad})

@@ -4,9 +4,11 @@ import dp_accounting
 import pytest
 from dp_accounting import dp_event
 
+from dpllm.config import PrivacyConfig
 from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.library_events import from_dp_event
 from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.plan import make_plan
 
 POISSON = dp_event.PoissonSampledDpEvent(0.02, dp_event.GaussianDpEvent(1.0))
 
@@ -50,3 +52,46 @@ def test_epsilon_takes_both():
     """One function for steps from either library."""
     own = epsilon([(Step(sampling_rate=0.02, noise_multiplier=1.0), 1500)], 1e-5)
     assert epsilon([(POISSON, 1500)], 1e-5) == epsilon([(dp_event.SelfComposedDpEvent(POISSON, 1500), 1)], 1e-5) == own
+
+
+GAUSSIAN = dp_event.GaussianDpEvent(1.0)
+
+
+@pytest.mark.parametrize("count", [-1, 2.5, 2.0, "2", None])
+def test_a_count_that_is_not_whole_or_below_zero_is_refused(count):
+    """A negative count would take back what other steps cost."""
+    composed = dp_event.ComposedDpEvent([dp_event.SelfComposedDpEvent(GAUSSIAN, count), GAUSSIAN, GAUSSIAN])
+    words = "a step cannot have run .* times. Give a count that is a whole number of at least 0"
+    for make in (
+        lambda: epsilon([(composed, 1)], 1e-5),
+        lambda: from_dp_event(composed),
+        lambda: from_dp_event(GAUSSIAN, count),
+        lambda: from_dp_event(dp_event.SelfComposedDpEvent(dp_event.SelfComposedDpEvent(GAUSSIAN, count), count)),
+        lambda: epsilon([(Step(sampling_rate=0.1, noise_multiplier=1.0), count)], 1e-5),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make()
+
+
+def test_steps_of_a_composition_are_bounded_too():
+    """The bound is on steps, not on pairs of a history."""
+    with pytest.raises(ValueError, match="20,000,000 steps are more than"):
+        epsilon([(dp_event.SelfComposedDpEvent(GAUSSIAN, 20_000_000), 1)], 1e-5)
+
+
+PLAN = make_plan(PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=10), num_units=200, num_steps=4)
+
+
+@pytest.mark.parametrize("wrong", [PLAN, PLAN.mechanism, "x", 3, None, [1], [(PLAN.event,)]])
+def test_what_is_no_history_is_refused_in_one_line(wrong):
+    """The error shows a history."""
+    with pytest.raises(TypeError, match=r"a history is a list of \(event, count\) pairs") as raised:
+        epsilon(wrong, 1e-5)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("wrong", [PLAN, "x", Step])
+def test_what_is_no_event_is_refused_in_one_line(wrong):
+    """The error says where a plan has its event."""
+    with pytest.raises(TypeError, match=r"a history holds events or mechanisms, .* the event of a plan is plan\.event"):
+        epsilon([(wrong, 2)], 1e-5)

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from dpllm.mechanism.banded import BandedNoise
 from dpllm.mechanism.generators import NoiseSource
-from dpllm.mechanism.noise import IndependentStream
+from dpllm.mechanism.noise import IndependentNoise, IndependentStream
 
 
 @settings(max_examples=80, deadline=None)
@@ -62,3 +63,13 @@ def test_noise_of_a_rank_that_does_not_exist_is_refused(rank, size):
     """Entries of its slice would have none."""
     with pytest.raises(ValueError, match=rf"rank is {rank} of {size} processes"):
         IndependentStream(NoiseSource()).add_share_("w", torch.zeros(3), 1.0, rank, size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64])
+@pytest.mark.parametrize("noise", [IndependentNoise(), BandedNoise(1), BandedNoise(4)])
+def test_noise_of_lower_precision_is_refused(noise, dtype):
+    """Rounding would undo a part of it, and the precision would tell whether anybody was drawn."""
+    stream = noise.stream(NoiseSource(), 8)
+    stream.begin(0)
+    with pytest.raises(ValueError, match=r"Noise is added in float32 or float64, but the gradient is torch\."):
+        stream.add_share_("w", torch.zeros(6, dtype=dtype), 1.0, 0, 1)

@@ -23,6 +23,8 @@ from transformers import (
 )
 
 from dpllm.config import PrivacyConfig
+from dpllm.mechanism.events import Step
+from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger
 from dpllm.privacy.plan import PLAN_FILE, format_epsilon, make_plan
 from dpllm.report.model_card import TAGS, write_model_card
@@ -137,6 +139,24 @@ def test_metadata(tmp_path: Path) -> None:
     data = ModelCard.load(path).data
     assert (data.library_name, data.pipeline_tag, data.language) == ("peft", "text-classification", ["en"])
     assert (data.license, data.base_model, data["base_model_relation"]) == ("mit", "org/base", "adapter")
+
+
+def test_metadata_of_correlated_noise_give_epsilon_again(tmp_path: Path) -> None:
+    """ε is that of a few rounds over groups; the numbers of DP-SGD would give another one."""
+    report = evidence(tmp_path, noise={"kind": "banded", "bands": 4})
+    path = write_model_card(tmp_path, report, base_model=None, task="causal_lm", adapter=False)
+    found = ModelCard.load(path).data["differential_privacy"]
+    assert (found["bands"], found["rounds"], found["sampling_rate_of_a_round"]) == (4, 5, 0.08)
+    one = Step(
+        num_units=found["num_units_of_a_round"],
+        sampling_rate=found["sampling_rate_of_a_round"],
+        max_batch_size=found["max_batch_size"],
+        noise_multiplier=found["noise_multiplier"],
+    )
+    assert float(format_epsilon(epsilon([(one, found["rounds"])], found["delta"]))) == found["epsilon"]
+    plain = evidence(tmp_path / "plain")
+    path = write_model_card(tmp_path / "plain", plain, base_model=None, task="causal_lm", adapter=False)
+    assert not {"bands", "rounds"} & set(ModelCard.load(path).data["differential_privacy"])
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"noise_multiplier": 0}])
