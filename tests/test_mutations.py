@@ -377,8 +377,8 @@ MUTATIONS = [
     Mutation(
         "a run that stops early states the steps it took",
         "dpllm/privacy/stated.py",
-        "    return (*before, (event, taken + planned - contents.num_steps))\n",
-        "    return tuple(contents.history)\n",
+        "    return (*before, (event, taken + left))\n",
+        "    return tuple(history)\n",
         ("tests/report/test_statement.py::test_a_run_that_stops_early_states_the_epsilon_of_its_plan",),
     ),
     Mutation(

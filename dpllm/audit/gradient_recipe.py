@@ -23,12 +23,13 @@ from dpllm.audit.bounds import CONFIDENCE, AuditError
 from dpllm.audit.gradient import Basis, Design, Steps, observe, unit_gradients
 from dpllm.audit.gradient_attacks import judge_releases
 from dpllm.audit.result import AuditResult
-from dpllm.config import Recipe
+from dpllm.config import PrivacyConfig, Recipe
 from dpllm.data.lengths import Limits
 from dpllm.data.rows import RowCollator, load_records
 from dpllm.data.units import UnitIndex
 from dpllm.engines import private_config
 from dpllm.engines.processes import Processes
+from dpllm.mechanism.parts import Spec
 from dpllm.models.load import load_model, load_tokenizer
 from dpllm.models.tasks import default_row_loss
 from dpllm.privacy.ledger import LEDGER_FILE
@@ -92,12 +93,20 @@ class Settings:
         """Number of directions in which the noise is tested: enough to show a σ that is a tenth too small."""
         return min(8, -(-NOISE_PROJECTIONS // (self.blocks * self.steps)))
 
-    def plan(self, clip_norm: float) -> PrivacyPlan:
-        """Return the plan of all blocks.
+    def plan(self, privacy: PrivacyConfig) -> PrivacyPlan:
+        """Return the plan of all blocks: DP-SGD with the clip norm of a recipe.
 
         Raises:
-            AuditError: the sampling rate does not give a whole number of units per step.
+            AuditError: the recipe has another mechanism than DP-SGD, or the sampling rate does not give a whole number
+                of units per step.
         """
+        for name, audited in (("clipping", "flat"), ("noise", "independent")):
+            given = Spec.of(getattr(privacy, name)).to_plain()
+            if given != audited:
+                raise AuditError(
+                    f"This audit takes steps of DP-SGD, and the recipe has privacy.{name}={given}, which they do not "
+                    f"test. Add privacy.{name}={audited} to audit the other parts of the installation"
+                )
         num_units = self.base + self.canaries
         batch = round(self.sampling_rate * num_units)
         if batch < 1 or abs(batch - self.sampling_rate * num_units) > 1e-9:
@@ -106,7 +115,7 @@ class Settings:
                 f"{max(1, batch)}/{num_units} = {max(1, batch) / num_units:g}, or another number of units"
             )
         return PrivacyPlan.untruncated(
-            num_units, batch, self.blocks * self.steps, self.noise_multiplier, clip_norm, self.delta
+            num_units, batch, self.blocks * self.steps, self.noise_multiplier, privacy.clip_norm, self.delta
         )
 
 
@@ -122,12 +131,12 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
         The result on rank 0, None on the others.
 
     Raises:
-        AuditError: the settings do not describe an audit.
+        AuditError: the settings do not describe an audit, or the recipe has another mechanism than DP-SGD.
         ConfigError: the model cannot be loaded.
         EngineError: the engine cannot be used.
     """
     design = Design(settings.base, settings.canaries, settings.blocks, settings.steps)
-    plan = settings.plan(recipe.privacy.clip_norm)
+    plan = settings.plan(recipe.privacy)
     design.check(plan)
     torch.manual_seed(_PUBLIC_SEED)
     model, rows = _model_and_rows(recipe, settings, int(recipe.train.get("per_device_train_batch_size", 8)))

@@ -70,9 +70,21 @@ class Setting:
 
     @classmethod
     def of_recipe(cls, path: Path, recipe: Recipe, plan: PrivacyPlan, with_flops: bool) -> Setting:
-        """Return the setting of a recipe; its rows are assumed to have the maximum length."""
+        """Return the setting of a recipe; its rows are assumed to have the maximum length.
+
+        Raises:
+            ValueError: the recipe draws rows, or its noise is correlated over steps.
+        """
+        from dpllm.mechanism.events import Step  # imports dp_accounting, for which the help does not wait
+
         if plan.sampling == "example":
             raise ValueError('--sweep needs runs that draw whole units; set privacy.sampling="unit" for it')
+        if not isinstance(plan.event, Step):  # its σ would be computed for the event of DP-SGD
+            noise = plan.noise.to_plain()
+            raise ValueError(
+                f"--sweep calibrates σ for independent noise, and this recipe has privacy.noise={noise}. "
+                "Set privacy.noise=independent for it, or print the plan of each setting without --sweep"
+            )
         rows = plan.max_rows_per_unit or 1
         return cls(
             name=str(path),

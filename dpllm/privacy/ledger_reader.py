@@ -119,6 +119,8 @@ class LedgerContents:
     history: list[tuple[Event, int]] = field(default_factory=list)
     """The steps charged, in order. Equal neighbours are counted together, also over a restart if it does not change
     their cost."""
+    begins: bool = False
+    """Whether the last start or resume has taken no step yet."""
     disclosures: dict[str, int] = field(default_factory=dict)
     """Disclosures that ε does not cover, and how often each was written out."""
     diagnostics: dict[str, int] = field(default_factory=dict)
@@ -162,12 +164,19 @@ class LedgerContents:
         """The declared public values of all runs, each once."""
         return list(dict.fromkeys(line for run in self.runs for line in run["public"]))
 
-    def _charge(self, step: Event, begins: bool) -> None:
-        """Count a step; ``begins``: it is the first step of a run or of a resume."""
-        if self.history and self.history[-1][0] == step and not (begins and step.restarts):
-            self.history[-1] = (step, self.history[-1][1] + 1)
-        else:
-            self.history.append((step, 1))
+
+def count_step(history: list[tuple[Event, int]], step: Event, begins: bool) -> None:
+    """Add a step to the steps charged so far, in place.
+
+    Args:
+        history: the steps charged so far (`LedgerContents.history`).
+        step: the event of the step.
+        begins: whether it is the first step of a start or of a resume.
+    """
+    if history and history[-1][0] == step and not (begins and step.restarts):
+        history[-1] = (step, history[-1][1] + 1)
+    else:
+        history.append((step, 1))
 
 
 def file_hash(run: str, identity: str) -> str:
@@ -215,7 +224,7 @@ class LedgerReader:
         self.chain = CHAIN_START
         self.ends_with_newline = data.endswith(b"\n")
         self.torn_tail: tuple[int, bool] | None = None
-        self._running = self._begins = False
+        self._running = False
         self._steps_by_text: dict[str, Event] = {}
         # A byte outside ASCII can only come from damage; its replacement matches no hash.
         lines = data.decode("ascii", errors="replace").split("\n")
@@ -300,15 +309,15 @@ class LedgerReader:
         self._charge(step)
 
     def _charge(self, step: Event) -> None:
-        self.contents._charge(step, self._begins)
-        self._begins = False
+        count_step(self.contents.history, step, self.contents.begins)
+        self.contents.begins = False
         self._num_steps += 1
 
     def _take(self, number: int, entry: dict[str, Any]) -> None:
         contents, kind = self.contents, entry.pop("kind", None)
         if kind == "run":
             self._check_run(number, entry)
-            self._begins = True
+            contents.begins = True
             contents.runs.append(entry)
             contents.end, contents.notes.stopped_independently = None, False
             contents.notes.file = (entry["run"], entry["file"]) if entry.get("file") else None

@@ -5,6 +5,8 @@ Place in the flow: between the ledger and all code that prints an ε.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dpllm.mechanism.events import Event
 from dpllm.privacy.calibration import steps_within
 from dpllm.privacy.ledger import LedgerContents
@@ -27,8 +29,23 @@ def stated_history(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[E
     planned = planned_steps(plan, contents)
     if contents.num_steps == 0 or contents.num_steps >= planned or contents.notes.stopped_independently:
         return tuple(contents.history)
-    *before, (event, taken) = contents.history  # the remaining planned steps follow the last pair without a new start
-    return (*before, (event, taken + planned - contents.num_steps))
+    return with_planned(contents.history, planned, contents.begins)
+
+
+def with_planned(history: Sequence[tuple[Event, int]], planned: int, begins: bool) -> tuple[tuple[Event, int], ...]:
+    """Return the charged steps and the remaining planned steps, by start.
+
+    Args:
+        history: the charged steps, at least one.
+        planned: steps of all starts together, at least those charged.
+        begins: whether the last start has taken no step yet. If a start begins a new cycle of noise, its planned steps
+            are then counted separately.
+    """
+    *before, (event, taken) = history
+    left = planned - sum(count for _, count in history)
+    if begins and event.restarts:
+        return (*history, (event, left))
+    return (*before, (event, taken + left))
 
 
 def planned_steps(plan: PrivacyPlan, contents: LedgerContents) -> int:

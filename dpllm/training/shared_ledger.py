@@ -12,10 +12,10 @@ from dpllm.mechanism.events import Event
 from dpllm.privacy.budget import BudgetError, charge, check_entry, mark, settle
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY, note_public_start, require_prefix, require_public_start
 from dpllm.privacy.ledger import Ledger, LedgerError, read_ledger
-from dpllm.privacy.ledger_reader import LedgerHead
+from dpllm.privacy.ledger_reader import LedgerHead, count_step
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.same_rows import compare_rows, remember_rows
-from dpllm.privacy.stated import planned_steps, steps_allowed
+from dpllm.privacy.stated import planned_steps, steps_allowed, with_planned
 from dpllm.privacy.unused import make_way
 from dpllm.privacy.writer import note_writer
 
@@ -42,12 +42,14 @@ class SharedLedger:
         processes: Processes,
         budget: tuple[str, str] | None = None,
         planned: int | None = None,
+        history: Sequence[tuple[Event, int]] = (),
     ) -> None:
         """Store the ledger opened by rank 0; use `create` or `open`."""
         self.path, self._ledger, self._head, self._processes = path, ledger, head, processes
         self._budget = budget  # on rank 0: the file and the run's entry in it
         self._planned = planned  # steps
-        self._stated: int | None = None  # number of steps whose ε is stated, set when the run ends
+        self._history, self._begins = list(history), True  # as in `LedgerContents`, on every process
+        self._stated: tuple[tuple[Event, int], ...] | None = None  # steps whose ε is stated, set when the run ends
 
     @classmethod
     def create(
@@ -86,7 +88,7 @@ class SharedLedger:
                 ledger.append_disclosure(what, count)
             return ledger, None if entry is None or budget_file is None else (budget_file, entry)
 
-        return cls._made(start, Path(path), processes, lambda: plan.num_steps)
+        return cls._made(start, Path(path), processes, plan)
 
     @classmethod
     def open(
@@ -152,7 +154,7 @@ class SharedLedger:
             check_entry(budget_file, named["entry"], plan, path, go_on, allowed)
             return opened[0], (budget_file, named["entry"])
 
-        return cls._made(start, Path(path), processes, lambda: planned_steps(plan, read_ledger(path)))
+        return cls._made(start, Path(path), processes, plan)
 
     @classmethod
     def _made(
@@ -160,18 +162,19 @@ class SharedLedger:
         start: Callable[[], tuple[Ledger, tuple[str, str] | None]],
         path: Path,
         processes: Processes,
-        planned: Callable[[], int],
+        plan: PrivacyPlan,
     ) -> SharedLedger:
         opened: list[tuple[Ledger, tuple[str, str] | None]] = []
 
-        def on_main() -> tuple[LedgerHead, int]:
+        def on_main() -> tuple[LedgerHead, int, list[tuple[Event, int]]]:
             opened.append(start())
             note_writer(path.parent)
-            return opened[0][0].head, planned()
+            contents = read_ledger(path)
+            return opened[0][0].head, planned_steps(plan, contents), contents.history
 
-        head, num_steps = processes.from_main(on_main)
+        head, num_steps, history = processes.from_main(on_main)
         ledger, budget = opened[0] if opened else (None, None)
-        return cls(ledger, path, head, processes, budget, num_steps)
+        return cls(ledger, path, head, processes, budget, num_steps, history)
 
     def remember_rows(self, contents: str) -> None:
         """Note the rows of a new run (`dpllm.privacy.same_rows`). Called by all processes together."""
@@ -193,9 +196,12 @@ class SharedLedger:
         return self._planned
 
     @property
-    def stated_steps(self) -> int:
-        """Number of charged steps; after the end, of the steps in the report's ε (`dpllm.privacy.stated`)."""
-        return self.num_steps if self._stated is None else self._stated
+    def history(self) -> tuple[tuple[Event, int], ...]:
+        """The charged steps by start; after the end, the steps in the report's ε (`dpllm.privacy.stated`).
+
+        It is the same on every process.
+        """
+        return tuple(self._history) if self._stated is None else self._stated
 
     @property
     def head(self) -> LedgerHead:
@@ -232,6 +238,8 @@ class SharedLedger:
             return self._ledger.head
 
         self._head = self._processes.from_main(charge)
+        count_step(self._history, step, self._begins)
+        self._begins = False
 
     def append_disclosure(self, what: str, count: int = 1) -> None:
         """Do as `Ledger.append_disclosure` on rank 0; other ranks write nothing."""
@@ -265,15 +273,16 @@ class SharedLedger:
         its stop was declared independent or it took no step.
         """
         taken = self.num_steps
-        early = self._planned is not None and taken < self._planned
-        self._stated = self._planned if early and taken > 0 and not independent else taken
+        planned = taken if self._planned is None else self._planned
+        early = taken < planned
+        keep = early and taken > 0 and not independent
+        self._stated = with_planned(self._history, planned, self._begins) if keep else tuple(self._history)
         if self._ledger is None:
             return
         if early and reason.startswith(COMPLETED):
             reason = STOPPED_EARLY
         self._ledger.append_end(reason, independent=early and independent)
         if self._budget is not None:
-            keep = early and taken > 0 and not independent
             try:
                 settle(*self._budget, taken, self._ledger.head, keep_reserved=keep)
             except (BudgetError, OSError) as error:  # all planned steps stay reserved; the model is kept

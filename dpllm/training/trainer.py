@@ -400,7 +400,7 @@ class DPTrainer(CoveredTrainer):
         """Return ε spent so far at the plan's δ, from the ledger; after `train`, the ε stated by the report."""
         if self.ledger is None or self.ledger.num_steps == 0:
             return 0.0
-        return epsilon([(self.plan.event, self.ledger.stated_steps)], self.plan.delta, self.plan.adjacency)
+        return epsilon(self.ledger.history, self.plan.delta, self.plan.adjacency)
 
     def privacy_report(self) -> dict[str, Any]:
         """Return the privacy statement of all steps so far, from the ledger; the same as ``privacy_report.json``."""

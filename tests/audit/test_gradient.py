@@ -16,6 +16,7 @@ from dpllm.audit.gradient_attacks import judge_releases, known_orders, scores_of
 from dpllm.audit.gradient_recipe import Settings
 from dpllm.audit.result import CONSISTENT, FAIL
 from dpllm.cli import app
+from dpllm.config import PrivacyConfig
 from dpllm.engines.whole import updates_by_itself, whole_gradient, whole_parameters
 from tests.audit.planted import CLIP_NORM, Charged, Tied, basis_of, plan_of, text_loss, texts, vectors
 from tests.conftest import tiny_llama_config
@@ -207,9 +208,28 @@ def test_a_movement_that_is_no_gradient_is_refused(optimizer):
 
 def test_a_sampling_rate_gives_whole_units():
     """Another rate than the one asked for would be another claim."""
-    assert Settings(base=2, canaries=6, sampling_rate=0.5).plan(1.0).sampling_rate == 0.5
+    assert Settings(base=2, canaries=6, sampling_rate=0.5).plan(privacy_of()).sampling_rate == 0.5
     with pytest.raises(AuditError, match=r"not a whole number of units: use 3/10 = 0\.3"):
-        Settings(base=2, canaries=8, sampling_rate=0.33).plan(1.0)
+        Settings(base=2, canaries=8, sampling_rate=0.33).plan(privacy_of())
+
+
+@pytest.mark.parametrize(
+    ("part", "remedy"),
+    [
+        ({"noise": {"kind": "banded", "bands": 4}}, "privacy.noise=independent"),
+        ({"clipping": "per-layer"}, "privacy.clipping=flat"),
+        ({"clipping": {"kind": "automatic", "stability": 0.1}}, "privacy.clipping=flat"),
+    ],
+)
+def test_a_recipe_of_another_mechanism_is_not_audited_as_dp_sgd(part, remedy):
+    """A pass would be read as a pass of the recipe's own clipping and noise."""
+    with pytest.raises(AuditError, match=f"which they do not test. Add {remedy}"):
+        Settings().plan(privacy_of(**part))
+    assert Settings().plan(privacy_of(noise={"kind": "independent"})) == Settings().plan(privacy_of())
+
+
+def privacy_of(**change):
+    return PrivacyConfig(**{"target_epsilon": 8.0, "clip_norm": 1.0, "expected_batch_size": 8, **change})
 
 
 def recipe_of(folder, saved):

@@ -396,6 +396,24 @@ def test_sweep_of_a_recipe(tmp_path: Path) -> None:
     assert all(point["seconds"] > 0 for point in values["points"])
 
 
+def test_no_sweep_of_correlated_noise(tmp_path: Path) -> None:
+    """Its σ would be too small for the noise of the recipe; clipping has the event of DP-SGD."""
+    data = tmp_path / "records.jsonl"
+    data.write_text("".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(400)))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(data=data))
+    arguments = ["plan", str(path), "--sweep", "--batch-sizes", "10,20", "--step-counts", "60,120"]
+    done = CliRunner().invoke(app, [*arguments, "privacy.noise={kind: banded, bands: 4}"])
+    message = done.stderr.splitlines()[-1]  # before it is a note on the tokenizer
+    assert (
+        done.exit_code == 2
+        and message.startswith("error: ")
+        and "calibrates σ for independent noise" in message
+        and "Set privacy.noise=independent" in message
+    )
+    assert as_json([*arguments, "privacy.clipping=per-layer"])["points"] == as_json(arguments)["points"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

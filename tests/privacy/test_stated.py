@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from dpllm.engines.processes import Processes
 from dpllm.mechanism.banded import BandedStep
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, create_budget, read_budget
+from dpllm.privacy.compose import compose
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.privacy.stated import planned_steps, stated_history, steps_allowed
@@ -84,6 +86,79 @@ def test_a_resumed_run_ends_where_the_target_would_be_exceeded(tmp_path: Path, f
     contents = read_ledger(ledger.path)
     assert planned_steps(PLAN, contents) == (allowed or T)
     assert epsilon(stated_history(PLAN, contents), PLAN.delta) <= 3.0
+
+
+@pytest.mark.parametrize("starts", [(5, 0), (5, 0, 0), (5, 3, 0), (8, 0)])
+def test_a_resume_without_a_step_begins_a_new_cycle_too(tmp_path: Path, starts: tuple[int, ...]) -> None:
+    """It was planned to go on from there: report, `dpllm verify`, composition and budget count its planned steps so."""
+    plan, file = plan_of(noise_multiplier=1.0, target_epsilon=50.0), tmp_path / "chats.budget.json"
+    create_budget(file, dataset="chats", epsilon=60.0, delta=1e-5, unit="sequence", num_units=1000)
+    folder = tmp_path / "run"
+    for num_steps in starts[:-1]:
+        ledger = run_for(folder, plan, num_steps, str(file))
+    resumed = SharedLedger.open(ledger.path, plan, Processes(), str(file))
+    resumed.append_end("completed")
+    resumed.close()
+    taken = [(plan.event, count) for count in starts if count]
+    planned = (*taken, (plan.event, T - sum(starts)))
+    contents = read_ledger(ledger.path)
+    assert contents.history == taken and contents.begins
+    assert stated_history(plan, contents) == resumed.history == planned
+    report = write_report(folder, plan, contents)
+    assert report.statement.epsilon == epsilon(planned, plan.delta) == read_budget(file).spent
+    assert compose([folder]).epsilon == report.statement.epsilon
+    assert all(check.ok for check in verify(folder).checks)
+
+
+def test_a_resume_of_dp_sgd_without_a_step_costs_nothing(tmp_path: Path) -> None:
+    """Its steps are counted together."""
+    plan = plan_of(noise="independent")
+    for num_steps in (5, 0):
+        ledger = run_for(tmp_path, plan, num_steps)
+    contents = read_ledger(ledger.path)
+    assert contents.begins and stated_history(plan, contents) == ((plan.event, T),)
+
+
+class Elsewhere(Processes):
+    """Another process than the first: it has only the values that the first one sends."""
+
+    def __init__(self, sent: list[Any]) -> None:
+        super().__init__()
+        self._sent = sent
+
+    def from_main(self, function: Any) -> Any:
+        return pickle.loads(self._sent.pop(0))
+
+
+class Sending(Processes):
+    """The first process, which keeps what it sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Any] = []
+
+    def from_main(self, function: Any) -> Any:
+        value = function()
+        self.sent.append(pickle.dumps(value))
+        return value
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_every_process_of_a_resumed_run_counts_its_starts(tmp_path: Path, independent: bool) -> None:
+    """Those that hold no file too: while the run goes on the charged steps, after its end the stated ones."""
+    path, first = run_for(tmp_path, PLAN, 5).path, Sending()
+    ledger = SharedLedger.open(path, PLAN, first)
+    other = SharedLedger.open(path, PLAN, Elsewhere(first.sent))
+    assert ledger.history == other.history == ((PLAN.event, 5),)
+    for number in (5, 6):
+        for one in (ledger, other):
+            one.append_step(number, PLAN.event)
+        assert ledger.history == other.history == ((PLAN.event, 5), (PLAN.event, number - 4))
+    for one in (ledger, other):
+        one.append_end("interrupted", independent=independent)
+    contents = read_ledger(path)
+    assert ledger.history == other.history == stated_history(PLAN, contents)
+    assert ledger.history == ((PLAN.event, 5), (PLAN.event, 2 if independent else 32))
 
 
 def test_dp_sgd_is_never_cut(tmp_path: Path) -> None:

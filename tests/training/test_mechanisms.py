@@ -81,3 +81,25 @@ def test_a_resume_begins_a_fresh_cycle_with_fresh_noise(tmp_path):
     assert run.epsilon == epsilon(history, run.plan.delta) == epsilon([(run.plan.event, 6)], run.plan.delta)
     assert verify(tmp_path).ok
     assert all(torch.isfinite(p).all() for p in run.model.parameters())
+
+
+def test_the_epsilon_of_a_resumed_run_counts_its_starts(tmp_path):
+    """In its logs, at its end and in its report: 2 and 4 steps are 3 rounds, and 6 in one go are 2."""
+    config = privacy(expected_batch_size=8, noise=BANDED, noise_multiplier=1.0, target_epsilon=50.0)
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6, logging_steps=1)
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    trainer(tmp_path, dataset=rows(60), config=config, args=args, callbacks=[Stop()]).train()
+    run = trainer(tmp_path, LlamaForCausalLM(tiny_llama_config()), rows(60), config, args)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    run.save_model()
+    event, delta = run.plan.event, run.plan.delta
+    logged = {entry["step"]: entry["epsilon"] for entry in run.state.log_history if "epsilon" in entry}
+    for step in range(3, 7):
+        assert logged[step] == round(epsilon([(event, 2), (event, step - 2)], delta), 4)
+    assert run.epsilon == epsilon([(event, 2), (event, 4)], delta) > run.plan.epsilon
+    assert run.epsilon == run.privacy_report()["statement"]["epsilon"]
+    assert verify(tmp_path).ok
