@@ -91,7 +91,6 @@ class PrivateRun:
                 "A run of this process has this ledger already, and its noise is correlated over steps: another run on "
                 "it begins a new cycle of draws and noise, which the ledger does not state. Use PrivateRun.resume"
             )
-        _TAKEN.add(ledger)
         self.processes = Processes()
         self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
         agreement.check_rows(plan, rows.units)  # now, so that an error is raised by all processes
@@ -108,6 +107,7 @@ class PrivateRun:
         self.weights: RunWeights | None = None  # of the attached model, or of the last one
         # In a custom loop: files in the folder before; the ledger ends when `attach` fails. None: the Trainer's.
         self._files_before: dict[str, tuple[int, int, int]] | None = None
+        _TAKEN.add(ledger)
 
     @classmethod
     def start(

@@ -28,7 +28,7 @@ def test_a_run_says_what_it_was_and_verifies(parts, tmp_path):
     checked = verify(tmp_path)
     assert checked.ok, [check for check in checked.checks if not check.ok]
     page = (tmp_path / "privacy_report.md").read_text(encoding="utf-8")
-    assert run.plan.mechanism.clipping.words() in page or run.plan.mechanism.noise.words() in page
+    assert run.plan.mechanism.clipping.words() in page and run.plan.mechanism.noise.words() in page
 
 
 def test_no_file_of_a_checkpoint_or_of_the_end_holds_noise(tmp_path, monkeypatch):
