@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from dpllm.config import ConfigError
 from dpllm.engines.processes import Processes
+from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.report.disclosures import (
@@ -32,6 +33,7 @@ from dpllm.report.disclosures import (
     receivers,
 )
 from dpllm.report.model_card import CARD_FILE, keep_own_card, write_model_card
+from dpllm.report.models import PrivacyReport
 from dpllm.report.publishing import PublishError, files_to_publish, require_publishable, upload
 from dpllm.report.statement import ReleaseNotes, notes_in, write_report
 from dpllm.training.shared_ledger import SharedLedger
@@ -44,20 +46,73 @@ LOST_NOTES = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class StartingModel:
+    """The model as it was given to the Trainer, which a card names.
+
+    Attributes:
+        name: name under which it was loaded. None: it was not loaded.
+        task: see `dpllm.models.tasks.task_of`.
+    """
+
+    name: str | None
+    task: str | None
+
+    @classmethod
+    def of(cls, model: Any) -> StartingModel:
+        """Read name and task before training changes the model."""
+        return cls(getattr(getattr(model, "config", None), "_name_or_path", None), task_of(model))
+
+    def write_card(
+        self, folder: Path, report: PrivacyReport, trained: Any, base_model: str | None = None, **metadata: Any
+    ) -> None:
+        """Write the card of the trained model.
+
+        Args:
+            folder: folder of the report.
+            report: the privacy report.
+            trained: the trained model.
+            base_model: the base model's Hub id. None: `name`.
+            metadata: other arguments of `dpllm.report.model_card.write_model_card`.
+        """
+        config = getattr(trained, "config", None)
+        write_model_card(
+            folder,
+            report,
+            base_model=base_model or self.name or None,
+            task=self.task,
+            adapter=isinstance(trained, PeftModel),
+            num_labels=getattr(config, "num_labels", None) if self.task == "sequence_classification" else None,
+            **metadata,
+        )
+
+
 class Outlets(Trainer):
     """The Trainer's outputs, with the guarantee; `dpllm.DPTrainer` is the class to use."""
 
-    ledger: SharedLedger | None
-    plan: PrivacyPlan
-    privacy: Any
     notes: ReleaseNotes
-    processes: Processes
     hub_model_id: Any
     declared_points: Sequence[str] = ()
     """Open points of the report that follow from declarations outside of the Trainer; set them before ``train()``."""
-    _task: str | None
-    _base_name: str | None
+    _start: StartingModel
     _evaluating: Evaluating | None = None
+
+    # ------------------------------------------- parts of the run, which DPTrainer has
+
+    @property
+    def ledger(self) -> SharedLedger | None:
+        """The ledger of the run."""
+        raise NotImplementedError
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The constants of the run."""
+        raise NotImplementedError
+
+    @property
+    def processes(self) -> Processes:
+        """All processes of the run."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------ figures
 
@@ -138,19 +193,18 @@ class Outlets(Trainer):
     def _noted_before(self) -> Counter[str]:
         return self.__dict__.setdefault("_noted_before_the_ledger", Counter())
 
-    def _note_outlets(self) -> None:
-        """Write the destinations of figures, the declarations and the earlier outputs into the ledger, now open."""
-        assert self.ledger is not None
-        self.ledger.append_fact(DESTINATIONS, receivers(self.callback_handler.callbacks))
+    def _note_outlets(self, ledger: SharedLedger) -> None:
+        """Write the destinations of figures, the declarations and the earlier outputs into an open ledger."""
+        ledger.append_fact(DESTINATIONS, receivers(self.callback_handler.callbacks))
         for point in self.declared_points:
-            self.ledger.append_open_point(point)
+            ledger.append_open_point(point)
         for name in own_callbacks(self.callback_handler.callbacks):
-            self.ledger.append_open_point(
+            ledger.append_open_point(
                 f"The callback {name} runs within training, where it can read losses of private rows: make sure that "
                 "neither learning rate, nor weights, nor the end of training follow them."
             )
         for what, count in self._noted_before.items():
-            self.disclose(what, count)
+            ledger.append_disclosure(what, count)
         self._noted_before.clear()
 
     def _renew_report(self) -> None:
@@ -176,18 +230,8 @@ class Outlets(Trainer):
             (folder / LEDGER_FILE).write_bytes(self.ledger.path.read_bytes())
         notes = self._notes_for(folder)  # first: its findings are open points of this report
         report = write_report(folder, self.plan, read_ledger(self.ledger.path), notes)
-        if not with_card:
-            return
-        config = getattr(self.model, "config", None)
-        write_model_card(
-            folder,
-            report,
-            base_model=metadata.pop("base_model", None) or self._base_name or None,
-            task=self._task,
-            adapter=self._is_adapter,
-            num_labels=getattr(config, "num_labels", None) if self._task == "sequence_classification" else None,
-            **metadata,
-        )
+        if with_card:
+            self._start.write_card(folder, report, self.model, **metadata)
 
     def _notes_for(self, folder: Path) -> ReleaseNotes:
         assert self.ledger is not None

@@ -175,7 +175,7 @@ def test_any_other_collator_is_given_all_columns(tmp_path):
         return trainer(tmp_path / "other").data_collator([{"input_ids": row["input_ids"]} for row in given])
 
     run = trainer(tmp_path, dataset=rows(weight=[1.0] * 64), data_collator=collate)
-    run._rows.collate(run._rows.fetch(torch.arange(2).numpy()))
+    run._prepared.rows.collate(run._prepared.rows.fetch(torch.arange(2).numpy()))
     assert seen == {"input_ids", "labels", "weight"}
 
 
@@ -189,7 +189,7 @@ def test_classes_as_text_are_refused_unless_a_collator_of_ones_own_numbers_them(
         return {**inner([{"input_ids": row["input_ids"]} for row in given]), "is_yes": [row["label"] for row in given]}
 
     run = trainer(tmp_path, dataset=dataset, data_collator=numbered)
-    assert run._rows.collate(run._rows.fetch(torch.arange(2).numpy()))["is_yes"] == ["yes", "no"]
+    assert run._prepared.rows.collate(run._prepared.rows.fetch(torch.arange(2).numpy()))["is_yes"] == ["yes", "no"]
     with pytest.raises(DataError, match=r"the column 'label' of a row holds text .* and the loss needs numbers"):
         trainer(tmp_path, dataset=dataset, data_collator=DataCollatorWithPadding(words))
     with pytest.raises(DataError, match=r"the column 'label' of a row holds text .* and the loss needs numbers"):

@@ -1,0 +1,191 @@
+"""The preparation of a Trainer's private training: guarantee, data and plan are checked and fixed before training.
+
+Place in the flow: made by `dpllm.DPTrainer` with its arguments; it opens the ledger and makes the run of each
+``train()`` (`dpllm.training.trainer_run`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+from transformers import TrainingArguments
+
+from dpllm.config import ConfigError, PrivacyConfig
+from dpllm.data.lengths import Limits, row_lengths
+from dpllm.data.rows import PackedCollator, unit_index_of
+from dpllm.data.units import UnitIndex
+from dpllm.engines.processes import Processes
+from dpllm.ghost import GhostClipper, NormMethod
+from dpllm.mechanism.sampling import seeded_rng
+from dpllm.models.padding import default_collator, refuse_other_padding
+from dpllm.models.tasks import task_of
+from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.unused import is_used
+from dpllm.training.arguments import checked_arguments, plan_for
+from dpllm.training.checks import agreement
+from dpllm.training.fetching import reader, refuse_replaced, refuse_unreadable
+from dpllm.training.noted import note_data, note_units
+from dpllm.training.preflight import require_positions
+from dpllm.training.rows import TrainingRows
+from dpllm.training.run import PrivateRun
+from dpllm.training.shared_ledger import SharedLedger
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Guarantee, data and plan of a Trainer; the same on every process.
+
+    Attributes:
+        privacy: the privacy guarantee.
+        processes: the processes, which have compared options, data and plan.
+        arguments: the copy of the Trainer's arguments for private training.
+        dataset: the private rows.
+        units: the rows of each unit, also if rows are drawn separately.
+        plan: the constants.
+        rows: the rows as a run reads them.
+        collate: rows to inputs, with padding; the collator of ``rows`` packs if rows are packed.
+        norm_method: as for `PrivateRun.attach`.
+        start_is_independent: as for `PrivateRun.attach`.
+    """
+
+    privacy: PrivacyConfig
+    processes: Processes
+    arguments: TrainingArguments
+    dataset: Any
+    units: UnitIndex
+    plan: PrivacyPlan
+    rows: TrainingRows
+    collate: Any
+    norm_method: NormMethod | None
+    start_is_independent: bool
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        args: TrainingArguments,
+        privacy: PrivacyConfig,
+        dataset: Any,
+        *,
+        tokenizer: Any,
+        collator: Callable[[list[Any]], Mapping[str, Any]] | None,
+        max_tokens: int | str | None,
+        pack_rows: bool,
+        own_optimizer: bool,
+        norm_method: NormMethod | None,
+        start_is_independent: bool,
+    ) -> Prepared:
+        """Check the options, then read the data, and compute the plan. Called by all processes together.
+
+        Args:
+            model: the model to train.
+            args: arguments of the Trainer; they are not changed.
+            privacy: the privacy guarantee.
+            dataset: the private rows.
+            tokenizer: for padding.
+            collator: rows to inputs. None: the default, which pads.
+            max_tokens: the most tokens of a microbatch, or "auto". None: the number of rows in ``args``.
+            pack_rows: whether the rows of a microbatch are concatenated without padding.
+            own_optimizer: whether the caller passes an optimizer.
+            norm_method: as for `PrivateRun.attach`.
+            start_is_independent: as for `PrivateRun.attach`.
+
+        Raises:
+            ConfigError, DataError, ValueError: an option or a row would make the guarantee untrue.
+            DisagreementError: the processes differ.
+        """
+        processes = Processes()
+        private = processes.together(lambda: checked_arguments(args, own_optimizer))
+        processes.agree({**agreement.software(), **agreement.training(args)})
+        refuse_unreadable(dataset)  # the first access to data: all earlier errors are about options
+        units = unit_index_of(dataset, privacy, _draw_of_rows(processes, privacy))
+        drawn = units.each_row() if privacy.sampling == "example" else units
+        processes.agree(
+            {
+                "the number of units": units.num_units,
+                "the number of rows": len(dataset),
+                "the privacy section": repr(privacy),
+                "train.max_steps, train.num_train_epochs": (args.max_steps, args.num_train_epochs),
+            }
+        )
+        plan = plan_for(args, privacy, units)
+        private.max_steps = plan.num_steps
+        task = task_of(model)
+        collate: Any = collator or default_collator(tokenizer, model, task)
+        refuse_other_padding(model, tokenizer, collate)
+        rows = TrainingRows(
+            units=drawn,
+            lengths=row_lengths(dataset, task, Limits.of(model)),
+            fetch=reader(dataset, model, collate, args),
+            collate=PackedCollator() if pack_rows else collate,
+            max_rows=args.per_device_train_batch_size if max_tokens is None else None,
+            max_tokens=max_tokens,
+            packed=pack_rows,
+        )
+        require_positions(model, int(rows.lengths.max()), "the longest row has")
+        return cls(privacy, processes, private, dataset, units, plan, rows, collate, norm_method, start_is_independent)
+
+    def refuse_replaced(self, dataset: Any) -> None:
+        """Check that the Trainer still has the data set with which the plan was made.
+
+        Raises:
+            ConfigError: ``train_dataset`` was set to another object.
+        """
+        refuse_replaced(dataset, self.dataset)
+
+    def refuse_unclippable(self, model: nn.Module) -> None:
+        """Check that every trainable parameter can be clipped, before anything is charged or written.
+
+        Raises:
+            GhostError: a part of the model cannot be clipped exactly.
+        """
+        GhostClipper(model, norm_method=self.norm_method, clipping=self.plan.mechanism.clipping).remove()
+
+    def open_ledger(self, folder: Path, resume: bool, public: Sequence[str]) -> SharedLedger:
+        """Continue the ledger of a folder, or begin one and charge the budget. Called by all processes together.
+
+        Args:
+            folder: the run's output folder.
+            resume: whether the folder's ledger is continued.
+            public: earlier training on public data, one line each.
+
+        Raises:
+            ConfigError: the folder holds a run that is not continued.
+            LedgerError: the ledger is of another plan or of other rows.
+            BudgetError: the run would exceed the budget.
+        """
+        path, budget = folder / LEDGER_FILE, self.privacy.budget_file
+        if resume:
+            return SharedLedger.open(path, self.plan, self.processes, budget, self.rows.contents, public)
+        if self.processes.from_main(lambda: is_used(path)):
+            raise ConfigError(
+                f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model beside "
+                f"it and is not overwritten: set "
+                "train.output_dir to another folder, or resume from its checkpoint."
+            )
+        ledger = SharedLedger.create(path, self.plan, self.processes, public, budget)
+        note_data(ledger, self.dataset, self.units, self.privacy)
+        note_units(ledger, self.units, self.rows.lengths)
+        ledger.remember_rows(self.rows.contents)
+        return ledger
+
+    def run(self, ledger: SharedLedger) -> PrivateRun:
+        """Make the run that charges this ledger. Called by all processes together."""
+        return PrivateRun(self.plan, self.rows, ledger, self.privacy.seed)
+
+    def attach(self, run: PrivateRun, model: Any, optimizer: Any) -> None:
+        """Hook a model that the Trainer has distributed; see `PrivateRun.attach`."""
+        run.attach(model, optimizer, self.norm_method, self.start_is_independent)
+
+
+def _draw_of_rows(processes: Processes, privacy: PrivacyConfig) -> np.random.Generator:
+    """Return the generator that draws the rows a user keeps: secret, and the same on every process."""
+    entropy = processes.from_main(lambda: int.from_bytes(secrets.token_bytes(32), "little"))
+    return seeded_rng(entropy if privacy.seed is None else privacy.seed)

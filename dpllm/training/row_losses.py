@@ -1,0 +1,50 @@
+"""The losses of a microbatch's rows, from the model's inputs.
+
+Place in the flow: made by `dpllm.DPTrainer`, called by `dpllm.training.run.PrivateRun.step` for each microbatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from dpllm.data.labels import BOUNDARIES
+from dpllm.models.losses import packed_sequence_loss, take_labels
+from dpllm.models.packing import attention_by_row
+from dpllm.models.tasks import RowLoss
+
+
+class RowLosses:
+    """Runs the model on a microbatch and returns one loss per row (B,), each computed only from its own row.
+
+    Args:
+        row_loss: ``(outputs, labels) -> (B,)``; not used for packed rows.
+        packed: whether rows are concatenated without padding.
+    """
+
+    def __init__(self, row_loss: RowLoss, packed: bool) -> None:
+        """Store the loss and the layout."""
+        self._row_loss, self._packed = row_loss, packed
+
+    def attention(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the model's attention processes packed rows separately."""
+        return attention_by_row(model) if self._packed else contextlib.nullcontext()
+
+    def __call__(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the losses (B,) with a graph.
+
+        Args:
+            model: the model to run.
+            inputs: the collator's result on the model's device, with labels.
+        """
+        inputs = dict(inputs)
+        labels = take_labels(inputs)
+        if self._packed:
+            return packed_sequence_loss(model(**inputs).logits, labels, inputs[BOUNDARIES])
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
+            shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)  # M2M100 shifts labels by itself
+            inputs.update({"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)})
+        return self._row_loss(model(**inputs), labels)
