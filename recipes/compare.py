@@ -36,7 +36,7 @@ from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
-from dpllm.privacy.plan import format_epsilon
+from dpllm.privacy.rounding import down, format_epsilon, up
 from dpllm.training.arguments import num_private_steps, training_arguments
 from dpllm.training.preflight import check_recipe
 
@@ -289,7 +289,7 @@ def canary_column(audit: AuditResult | None) -> dict[str, str]:
     if audit is None:
         return {}
     values = {f"canaries, {attack.name}: AUROC": interval(attack.auroc) for attack in audit.attacks}
-    values["canaries: ε is at least"] = f"{audit.epsilon_lower:.2f} (ceiling {audit.ceiling:.2f})"
+    values["canaries: ε is at least"] = f"{down(audit.epsilon_lower, 2)} (ceiling {up(audit.ceiling, 2)})"
     values["canaries: verdict"] = audit.verdict
     exposure = audit.details.get("exposure")
     if exposure is None:

@@ -40,7 +40,8 @@ from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.models.starting_point import refuse_shared_records, shared_records_point
 from dpllm.privacy.budget import require_room
 from dpllm.privacy.ledger import LEDGER_FILE
-from dpllm.privacy.plan import format_epsilon, format_plan
+from dpllm.privacy.plan import format_plan
+from dpllm.privacy.rounding import format_epsilon
 from dpllm.privacy.unused import is_used
 from dpllm.report.figures import plot_training
 from dpllm.report.statement import ReleaseNotes

@@ -57,7 +57,7 @@ from dpllm.data.labels import IGNORE
 from dpllm.data.records import required_columns
 from dpllm.data.tokenization import RECORD
 from dpllm.privacy.accounting import History, epsilon
-from dpllm.privacy.plan import format_epsilon
+from dpllm.privacy.rounding import format_epsilon
 
 ATTACKS_FILE = "attacks.json"
 PICTURE_FILE = "attacks.png"

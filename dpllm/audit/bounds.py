@@ -28,6 +28,7 @@ from scipy import optimize, special, stats
 
 from dpllm.audit.families import MOST_EPSILON, Family, Member, gaussian_family, plan_family
 from dpllm.privacy.accounting import History, epsilon
+from dpllm.privacy.rounding import up
 
 CONFIDENCE = 0.95
 ONE_SIDED = (0.02, 0.05, 0.15, 0.5)
@@ -319,7 +320,7 @@ def checked(
     if len(scores) < FEWEST_CANARIES:
         raise AuditError(
             f"{len(scores)} canaries cannot show anything: even with perfect scores the bound would be "
-            f"{_ceiling_of_few(len(scores), delta, confidence):.2f}. Take at least {FEWEST_CANARIES}, better 1000"
+            f"{up(_ceiling_of_few(len(scores), delta, confidence), 2)}. Take at least {FEWEST_CANARIES}, better 1000"
         )
     if coins.all() or not coins.any():
         raise AuditError(

@@ -16,6 +16,7 @@ from dpllm.audit.result import AuditResult
 from dpllm.audit.roc import roc_curve
 from dpllm.privacy.accounting import History
 from dpllm.privacy.risk import tradeoff_curve
+from dpllm.privacy.rounding import down, up
 from dpllm.report.figures import BLUE, GREY, ORANGE
 
 _COLOURS = (BLUE, "#5b8e7d", "#8a5a83", "#b08d2f", "#4f5d75")
@@ -76,11 +77,14 @@ def plot_audit(
 
 
 def _bars(panel: Any, result: AuditResult) -> None:
-    named = [("shown at least", result.epsilon_lower, BLUE), ("could show at most", result.ceiling, GREY)]
+    named = [
+        ("shown at least", result.epsilon_lower, BLUE, down),
+        ("could show at most", result.ceiling, GREY, up),
+    ]
     if result.claimed_epsilon is not None:
-        named.insert(1, ("claimed", result.claimed_epsilon, ORANGE))
-    names, values, colours = zip(*named, strict=True)
+        named.insert(1, ("claimed", result.claimed_epsilon, ORANGE, up))
+    names, values, colours, sides = zip(*named, strict=True)
     bars = panel.barh(names, values, color=colours, height=0.55)
-    panel.bar_label(bars, labels=[f"{value:.2f}" for value in values], padding=3)
+    panel.bar_label(bars, labels=[side(value, 2) for side, value in zip(sides, values, strict=True)], padding=3)
     panel.set(xlabel=f"ε at δ = {result.delta:g}", xlim=(0, 1.2 * max(*values, 1e-3)))
     panel.invert_yaxis()

@@ -30,6 +30,7 @@ from dpllm.audit.scores import (
     zlib_score,
 )
 from dpllm.privacy.accounting import History
+from dpllm.privacy.rounding import up
 
 RATES = (0.01, 0.001)
 """False positive rates at which the share of members found is stated."""
@@ -164,7 +165,7 @@ def membership_rows(
         for attack in attacks
     ]
     if bounds is not None:
-        limits = (f"{bounds[rate]:.3f}" if rate in bounds else "too few records" for rate in rates)
+        limits = (up(bounds[rate], 3) if rate in bounds else "too few records" for rate in rates)
         rows.append(["any attack, at most (95 %)", "", *limits])
     return head, rows
 

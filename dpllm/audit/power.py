@@ -19,6 +19,7 @@ from scipy import optimize, stats
 from dpllm.audit.bounds import CONFIDENCE, Claim
 from dpllm.audit.families import gaussian_epsilon
 from dpllm.privacy.accounting import History, epsilon, merge
+from dpllm.privacy.rounding import up
 
 WEAKER = {"σ/√2": math.sqrt(2), "σ/2": 2.0}
 """Name of the noise of a weaker run -> the factor by which it is smaller."""
@@ -122,7 +123,7 @@ class NoiseTest:
         return {name: float(stats.chi2.cdf(critical * factor**2, self.num)) for name, factor in WEAKER.items()}
 
     def __str__(self) -> str:
-        return f"{self.ratio:.4f} of σC in {self.num:,} projections, at most {self.highest:.4f}"
+        return f"{self.ratio:.4f} of σC in {self.num:,} projections, at most {up(self.highest)}"
 
 
 def power_in_words(shares: Mapping[str, float]) -> str:

@@ -22,6 +22,7 @@ from dpllm.audit.roc import Estimate, auroc, highest_fpr, shown_rates, tpr_at
 from dpllm.config.json_values import json_value
 from dpllm.privacy.accounting import History, epsilon, merge
 from dpllm.privacy.risk import attack_risk
+from dpllm.privacy.rounding import down, format_epsilon, up
 from dpllm.report.checklist import REFUTED
 
 AUDIT_FILE = "audit.json"
@@ -123,15 +124,15 @@ class AuditResult:
     def summary(self) -> str:
         """Return one sentence for the report of the run."""
         shown = (
-            f"ε is at least {self.epsilon_lower:.2f} at {100 * self.confidence:g} % (δ = {self.delta:g}; this many "
-            f"could show at most {self.ceiling:.2f})"
+            f"ε is at least {down(self.epsilon_lower, 2)} at {100 * self.confidence:g} % (δ = {self.delta:g}; "
+            f"this many could show at most {up(self.ceiling, 2)})"
         )
         canaries = f"{self.num_canaries:,} canaries ({self.canary_kind}) included by {self.inclusion}"
-        if self.failed:
+        if self.claimed_epsilon is not None and self.failed:
             noise = "" if self.noise is None or not self.noise.refuted else f"; the noise is {self.noise}"
             return (
-                f"FAIL: {canaries}: {shown}{noise}, and the claim is {self.claimed_epsilon:.4g}. The claim is refuted: "
-                "do not release the model"
+                f"FAIL: {canaries}: {shown}{noise}, and the claim is {format_epsilon(self.claimed_epsilon)}. "
+                "The claim is refuted: do not release the model"
             )
         return f"{self.verdict}: {canaries}: {shown}{self._power()}"
 
@@ -153,7 +154,7 @@ class AuditResult:
         """Return names and values for people."""
         claim = "nothing"
         if self.claimed_epsilon is not None:
-            claim = f"ε = {self.claimed_epsilon:.4f} at δ = {self.delta:g}, {self.adjacency} adjacency"
+            claim = f"ε = {format_epsilon(self.claimed_epsilon)} at δ = {self.delta:g}, {self.adjacency} adjacency"
         rows = [
             ("claimed", claim),
             ("unit of privacy", f"one {self.unit}"),
@@ -167,9 +168,9 @@ class AuditResult:
             rows += [(f"  {bound.method}", self._of_bound(bound)) for bound in attack.bounds]
         best = self.best
         rows += [
-            ("ε at least", f"{self.epsilon_lower:.4f} at {100 * self.confidence:g} %: {best.method}"),
+            ("ε at least", f"{down(self.epsilon_lower)} at {100 * self.confidence:g} %: {best.method}"),
             ("correction", best.correction),
-            ("ceiling", f"{self.ceiling:.2f}: the bound of {self.num_canaries:,} canaries with perfect scores"),
+            ("ceiling", f"{up(self.ceiling, 2)}: the bound of {self.num_canaries:,} canaries with perfect scores"),
         ]
         if self.noise is not None:
             seen = ", ".join(f"{name} in {100 * share:.0f} %" for name, share in self.noise.power().items())
@@ -184,21 +185,20 @@ class AuditResult:
             return ""
         level = tpr_confidence(self.confidence, len(self.attacks), len(self.tpr_bounds))
         limit = highest_fpr(self.num_canaries - self.num_included, rate, level)
-        words = f"; the claim allows {self.tpr_bounds[rate]:.4f}, since the FPR may be {100 * limit:.2g} %"
+        words = f"; the claim allows {up(self.tpr_bounds[rate])}, since the FPR may be {100 * limit:.2g} %"
         return f"{words}: MORE than allowed" if found.low > self.tpr_bounds[rate] else words
 
     @staticmethod
     def _of_bound(bound: LowerBound) -> str:
         right = f"{bound.num_correct:,} of {bound.num_guesses:,} guesses right"
-        return f"ε at least {bound.epsilon:.4f} ({right}; ceiling {bound.ceiling:.2f})"
+        return f"ε at least {down(bound.epsilon)} ({right}; ceiling {up(bound.ceiling, 2)})"
 
     def _verdict(self) -> str:
         if self.noise is not None and self.noise.refuted:
-            return f"{FAIL}: the noise has a standard deviation of at most {self.noise.highest:.4f} σC. Do not release"
-        if self.failed:
-            return (
-                f"{FAIL}: at least {self.epsilon_lower:.4f}, but {self.claimed_epsilon:.4f} is claimed. Do not release"
-            )
+            return f"{FAIL}: the noise has a standard deviation of at most {up(self.noise.highest)} σC. Do not release"
+        if self.claimed_epsilon is not None and self.failed:
+            claim = format_epsilon(self.claimed_epsilon)
+            return f"{FAIL}: at least {down(self.epsilon_lower)}, but {claim} is claimed. Do not release"
         return self.verdict
 
     def save(self, folder: str | Path) -> Path:

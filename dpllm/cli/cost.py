@@ -58,7 +58,7 @@ def _cost(numbers: dict[str, Any], steps: int, delta: float, adjacency: str) -> 
     """Return the event of a step with these numbers, and the cost of a run: values for programs, rows for people."""
     from dpllm.mechanism.events import dp_sgd
     from dpllm.privacy import accounting
-    from dpllm.privacy.plan import format_epsilon
+    from dpllm.privacy.rounding import format_epsilon
 
     step = dp_sgd(**numbers)
     history = [(step, steps)]
@@ -112,7 +112,7 @@ def epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Print the ε of a run."""
-    from dpllm.privacy.plan import format_epsilon
+    from dpllm.privacy.rounding import format_epsilon
 
     numbers = {
         "noise_multiplier": noise_multiplier,
@@ -149,7 +149,7 @@ def epsilon(
 def _cross_check(step: Event, steps: int, delta: float, values: dict[str, Any], rows: list[tuple[str, str]]) -> None:
     """Add ε by the PRV accountant, an independent check; it supports neither truncation nor single rows."""
     from dpllm.privacy.comparison import prv_epsilon
-    from dpllm.privacy.plan import format_epsilon
+    from dpllm.privacy.rounding import down, format_epsilon, up
 
     found = prv_epsilon([(step, steps)], delta)
     values["prv"] = None if found is None else {name: getattr(found, name) for name in ("lower", "estimate", "upper")}
@@ -158,7 +158,7 @@ def _cross_check(step: Event, steps: int, delta: float, values: dict[str, Any], 
         words = format_epsilon(found.estimate)
     elif found is not None:
         truncated = ", without truncation" if values["max_batch_size"] is not None else ""
-        words = f"{found.estimate:.4f}, between {found.lower:.4f} and {found.upper:.4f}{truncated}"
+        words = f"{up(found.estimate)}, between {down(found.lower)} and {up(found.upper)}{truncated}"
     rows.insert(2, ("checked by PRV, zero-out", words))
 
 
@@ -172,7 +172,7 @@ def _tuning(
 ) -> None:
     """Add ε of releasing the best of a random number of runs."""
     from dpllm.privacy.comparison import best_of_epsilon
-    from dpllm.privacy.plan import format_epsilon
+    from dpllm.privacy.rounding import format_epsilon
 
     found = best_of_epsilon([(step, steps)], delta, mean_runs)
     if found is None:

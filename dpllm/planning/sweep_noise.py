@@ -16,7 +16,7 @@ import numpy as np
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import DISCRETIZATION, epsilon
 from dpllm.privacy.calibration import calibrate_noise_multiplier
-from dpllm.privacy.plan import format_epsilon
+from dpllm.privacy.rounding import format_epsilon
 
 TOLERANCE = 0.01
 """ε of a point is at most this share below the target."""

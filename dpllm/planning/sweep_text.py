@@ -5,11 +5,8 @@ Place in the flow: after `dpllm.planning.sweep`; nothing is computed here. Print
 
 from __future__ import annotations
 
-import math
-
 from dpllm.planning.sweep import Sweep, SweepPoint
-from dpllm.privacy.plan import format_epsilon
-from dpllm.privacy.rounding import up
+from dpllm.privacy.rounding import format_epsilon, up_significant
 
 MARK = "→"
 """Marks the recommended row."""
@@ -44,7 +41,7 @@ def _cells(point: SweepPoint) -> list[str]:
         MARK if point.recommended else "·" if point.on_line else "",
         f"{point.expected_batch_size:,}",
         f"{point.num_steps:,}",
-        "none" if point.noise_multiplier is None else _rounded_up(point.noise_multiplier),
+        "none" if point.noise_multiplier is None else up_significant(point.noise_multiplier),
         "" if point.noise_to_batch_ratio is None else f"{point.noise_to_batch_ratio:.3g}",
         "" if point.share_of_full_batch is None else f"{100 * point.share_of_full_batch:.3g} %",
         steps,
@@ -66,7 +63,7 @@ def recommendation_text(sweep: Sweep) -> str:
         cost.append(f"about {format_duration(point.seconds)}")
     paragraphs = [
         f"Recommended: {point.num_steps:,} steps of {point.expected_batch_size:,} units each ({', '.join(cost)}). "
-        f"σ = {_rounded_up(point.noise_multiplier)} keeps ε at {format_epsilon(point.epsilon)} for "
+        f"σ = {up_significant(point.noise_multiplier)} keeps ε at {format_epsilon(point.epsilon)} for "
         f"δ = {sweep.delta:.3g}, {sweep.adjacency} adjacency.",
         f"Why: {sweep.reason}",
         f"The noise on the averaged gradient is {point.noise_to_batch_ratio:.3g} clip norms in every entry. All steps "
@@ -90,11 +87,6 @@ def _what_if(sweep: Sweep) -> str:
         for change in sweep.what_if
     ]
     return f"Changes of that noise: {'; '.join(changes)}."
-
-
-def _rounded_up(value: float) -> str:
-    """Return four significant digits, rounded up, so that the guarantee holds with the printed value."""
-    return up(value, max(0, 3 - math.floor(math.log10(value))))
 
 
 def format_tokens(tokens: float) -> str:

@@ -50,8 +50,8 @@ from dpllm.privacy.calibration import steps_within
 from dpllm.privacy.identity import require_prefix
 from dpllm.privacy.ledger import LedgerError, read_ledger, sync_folder
 from dpllm.privacy.ledger_reader import LedgerHead
-from dpllm.privacy.plan import PrivacyPlan, format_epsilon
-from dpllm.privacy.rounding import down
+from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.rounding import down, format_epsilon
 
 _FORMAT = 1
 _HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", "delta", "shared_people")

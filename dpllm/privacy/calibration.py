@@ -13,6 +13,7 @@ from dpllm.mechanism.events import Event, chance_to_enter, dp_sgd
 from dpllm.mechanism.limits import MAX_TARGET_EPSILON, MIN_NOISE
 from dpllm.mechanism.sampling import default_max_batch_size
 from dpllm.privacy.accounting import DISCRETIZATION, History, epsilon, merge, untruncated
+from dpllm.privacy.rounding import format_epsilon
 
 _COARSE = 1e-3
 _TRUNCATION_COST = 1e-3
@@ -225,7 +226,8 @@ def _check_reachable(target_epsilon: float, exact: Callable[[float], float]) -> 
     if least > target_epsilon:
         raise ValueError(
             f"target_epsilon={target_epsilon:g} cannot be reached: at a noise multiplier of {_MOST_NOISE:g} the run "
-            f"still costs ε={least:.3g}. Take fewer steps, a smaller expected_batch_size, or a larger max_batch_size"
+            f"still costs ε = {format_epsilon(least)}. Take fewer steps, a smaller expected_batch_size, or a larger "
+            "max_batch_size"
         )
 
 

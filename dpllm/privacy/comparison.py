@@ -29,6 +29,7 @@ from scipy import integrate, optimize
 from dpllm.mechanism.events import Step
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import DISCRETIZATION, History, merge
+from dpllm.privacy.rounding import up
 
 UPPER_BOUND = "upper bound"
 ESTIMATE = "estimate"
@@ -354,7 +355,7 @@ def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: flo
     if one_run > whole + NEGLIGIBLE:
         raise ValueError(
             f"the best of several runs is accounted without truncation, but truncation costs privacy here: one run has "
-            f"ε = {one_run:.4g}, and {whole:.4g} without truncation. Raise --max-batch-size until truncation costs "
+            f"ε = {up(one_run)}, and {up(whole)} without truncation. Raise --max-batch-size until truncation costs "
             "nothing (a plan's default does that), or add the runs up"
         )
     run = dp_event.ComposedDpEvent([dp_event.SelfComposedDpEvent(event, count) for event, count in _events(plain)])

@@ -23,7 +23,8 @@ from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.privacy import accounting
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
-from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, format_epsilon
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.rounding import format_epsilon
 from dpllm.privacy.stated import stated_history
 
 

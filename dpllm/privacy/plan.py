@@ -23,7 +23,7 @@ from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.mechanism.parts import Draw, Mechanism, Spec
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.calibration import calibrate, choose_max_batch_size, steps_within
-from dpllm.privacy.rounding import up
+from dpllm.privacy.rounding import format_epsilon
 
 PLAN_FILE = "privacy_plan.json"
 _FORMAT = 3
@@ -414,12 +414,3 @@ def _parts_shown(plan: PrivacyPlan) -> list[tuple[str, str]]:
         rows.append(("sampling", plan.event.words().sampling))
         rows.append(("noise", plan.mechanism.noise.words().rstrip(",")))
     return rows
-
-
-def format_epsilon(value: float) -> str:
-    """Format ε for people, rounded up so that the printed number holds; without noise, the text says so.
-
-    >>> format_epsilon(7.99991), format_epsilon(math.inf)
-    ('8.0000', 'infinite: no privacy')
-    """
-    return up(value) if math.isfinite(value) else "infinite: no privacy"

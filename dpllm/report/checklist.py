@@ -118,15 +118,10 @@ def disagreements(checks: Sequence[CrossCheck]) -> list[str]:
             apart = abs(other - ours) if check.bounds is not None else ours - other
         if apart > _LEAST_DIFFERENCE and (math.isinf(apart) or apart > MOST_DIFFERENCE * ours):
             lines.append(
-                f"The two accountants disagree: {check.name} says ε = {_number(other)}, and the PLD of the same "
-                f"steps says {_number(ours)}. Find out which is wrong before relying on either."
+                f"The two accountants disagree: {check.name} says ε = {up(other)}, and the PLD of the same "
+                f"steps says {up(ours)}. Find out which is wrong before relying on either."
             )
     return lines
-
-
-def _number(value: float) -> str:
-    """Print ε, rounded up."""
-    return up(value) if math.isfinite(value) else "infinite"
 
 
 def _setting(setting: Setting, definition: Definition) -> _Lines:
@@ -162,16 +157,16 @@ def _definition(definition: Definition) -> _Lines:
 
 def _accounting(statement: Statement, accounting: Accounting) -> _Lines:
     by_adjacency = accounting.epsilon
-    values = ", ".join(f"{name}: ε = {_number(value)}" for name, value in by_adjacency.items())
+    values = ", ".join(f"{name}: ε = {up(value)}" for name, value in by_adjacency.items())
     checks = [
-        f"{check.name}: ε = {_number(check.epsilon)}" for check in accounting.cross_checks if check.epsilon is not None
+        f"{check.name}: ε = {up(check.epsilon)}" for check in accounting.cross_checks if check.epsilon is not None
     ]
     charged = {f"entry {entry.entry} of {entry.file}" for entry in accounting.budget}
     budget = f"; charged to the budget of the data set: {', '.join(sorted(charged))}" if charged else ""
     rho = accounting.zcdp_rho
     parameters = accounting.parameters
     return [
-        ("What is the guarantee?", f"ε = {_number(statement.epsilon)}, δ = {statement.delta:.3g}"),
+        ("What is the guarantee?", f"ε = {up(statement.epsilon)}, δ = {statement.delta:.3g}"),
         ("What is ε under each adjacency that the sampler supports?", values),
         (
             "How was it accounted for, with which tool, version and discretization?",
@@ -183,7 +178,7 @@ def _accounting(statement: Statement, accounting: Accounting) -> _Lines:
         ("How many steps were asked for, planned and taken, and why did it stop?", accounting.steps.words),
         (
             "What is ε at other δ?",
-            "; ".join(f"δ = {row.delta:.3g}: ε = {_number(row.zero_out)}" for row in accounting.curve) + " (zero-out)",
+            "; ".join(f"δ = {row.delta:.3g}: ε = {up(row.zero_out)}" for row in accounting.curve) + " (zero-out)",
         ),
         (
             "What is ρ of zero-concentrated privacy?",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config import ConfigError
+from dpllm.privacy.rounding import up
 
 BLUE, ORANGE, GREY = "#2a6f97", "#c8553d", "#6b6b6b"
 
@@ -71,7 +72,7 @@ def plot_training(
     if finite:
         lower.plot(*zip(*finite, strict=True), ".-", color=ORANGE, linewidth=1.6)
         lower.annotate(
-            f"ε = {finite[-1][1]:.2f}",
+            f"ε = {up(finite[-1][1], 2)}",
             finite[-1],
             textcoords="offset points",
             xytext=(0, -26),

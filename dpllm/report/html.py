@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from dpllm.privacy.plan import format_epsilon
-from dpllm.privacy.rounding import up
+from dpllm.privacy.rounding import format_epsilon, up
 from dpllm.report.figures import plot_epsilon_curve, plot_epsilon_over_steps, plot_tradeoff
 from dpllm.report.markdown import title_of
 from dpllm.report.models import Curves, PrivacyReport

@@ -33,8 +33,8 @@ from dpllm.privacy.checkpoints import MANIFEST_FILE
 from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
-from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, format_epsilon
-from dpllm.privacy.rounding import up
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.rounding import format_epsilon, up
 from dpllm.report.models import Checkable, PlanOfParts, PrivacyReport
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 

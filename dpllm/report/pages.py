@@ -12,8 +12,7 @@ from typing import Any
 
 import jinja2
 
-from dpllm.privacy.plan import format_epsilon
-from dpllm.privacy.rounding import up
+from dpllm.privacy.rounding import format_epsilon, up
 
 NOT_FILLED = "**not filled in**"
 

@@ -274,8 +274,11 @@ def _about_the_stop(plan: PrivacyPlan, contents: LedgerContents) -> str:
 
 def _factor(epsilon: float) -> str:
     """Print exp(ε), rounded up to three digits."""
+    if epsilon >= 700:
+        return "more than 1e300"
     if epsilon > 30:
-        return f"more than {10 ** int(epsilon / math.log(10)):.0e}" if epsilon < 700 else "more than 1e300"
+        power = int(epsilon / math.log(10))
+        return f"more than {10**power:.0e}"
     value = math.exp(epsilon)
     digits = 2 - math.floor(math.log10(value))
     return f"{math.ceil(value * 10**digits) / 10**digits:,g}" if value < 1e5 else f"{math.ceil(value):,}"

@@ -24,6 +24,7 @@ import dpllm
 from dpllm.privacy import accounting
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.checklist import completed
 from dpllm.report.earlier_reports import EARLIER_FORMATS, format_of, in_todays_form, in_todays_lines
 from dpllm.report.html import draw_figures, render_html
@@ -256,7 +257,7 @@ def _recomputed(
         checks.append(Check(what, False, _in_words(error)))
         return None
     epsilon = report.statement.epsilon
-    checks.append(Check(what, True, f"ε = {epsilon:.6g}"))
+    checks.append(Check(what, True, f"ε = {format_epsilon(epsilon)}"))
     return report
 
 

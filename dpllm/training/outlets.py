@@ -23,6 +23,7 @@ from dpllm.engines.processes import Processes
 from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.rounding import epsilon_to_log
 from dpllm.report.disclosures import (
     DESTINATIONS,
     GRADIENT_NORM,
@@ -141,7 +142,7 @@ class Outlets(Trainer):
         if "grad_norm" in logs:
             logs[GRADIENT_NORM] = logs.pop("grad_norm")
         if "loss" in logs:
-            logs["epsilon"] = round(self.epsilon, 4)
+            logs["epsilon"] = epsilon_to_log(self.epsilon)
         for what, count in not_covered(logs, self._evaluating, self.is_in_train).items():
             self._note(what, count)
         super().log(logs, start_time)

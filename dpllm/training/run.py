@@ -37,6 +37,7 @@ from dpllm.privacy.identity import COMPLETED, note_own_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.statement import write_report
 from dpllm.training.attached import Attached, attach
 from dpllm.training.checks import agreement
@@ -253,8 +254,9 @@ class PrivateRun:
         """
         if not self.plan.seeded and self.plan.noise_multiplier > 0:
             raise DrawError(
-                f"The plan states ε = {self.plan.epsilon:.4g}, which holds for units that its sampler draws. Take them "
-                "from `draws`; chosen units need a run that is not private (privacy.seed, or a noise multiplier of 0)"
+                f"The plan states ε = {format_epsilon(self.plan.epsilon)}, which holds for units that its sampler "
+                "draws. Take them from `draws`; chosen units need a run that is not private (privacy.seed, or a noise "
+                "multiplier of 0)"
             )
         return self._draws.chosen(np.asarray(unit_ids, dtype=np.int64))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -62,6 +63,24 @@ def test_what_is_printed_says_what_was_done():
         "verdict: consistent, not proof",
     ):
         assert needed in text, needed
+
+
+@pytest.mark.parametrize("mu", [0.5, 3.0], ids=["sound", "broken"])
+def test_claims_are_printed_rounded_up_and_bounds_rounded_down(mu):
+    """In the table and in the sentence for the report: every "at least" is below its bound, every claim above."""
+    result = audit(mu)
+    rows = dict(result.rows())
+    text = "\n".join([*rows.values(), result.summary()])
+    claims = [float(found) for found in re.findall(r"(?:the claim is|ε =|but) (\d+\.\d{4})", text)]
+    least = [float(found) for found in re.findall(r"at least (\d+\.\d+)", text)]
+    most = [float(found) for found in re.findall(r"(?:could show at most|ceiling) (\d+\.\d+)", text)]
+    assert len(claims) == (3 if result.failed else 1) and len(least) >= 3 and len(most) >= 2
+    assert all(result.claimed_epsilon <= claim < result.claimed_epsilon + 1e-4 for claim in claims)
+    assert all(shown <= result.epsilon_lower for shown in least)
+    assert float(rows["ε at least"].split()[0]) <= result.epsilon_lower < float(rows["ε at least"].split()[0]) + 1e-4
+    assert max(most) >= result.ceiling
+    allowed = re.search(r"the claim allows (\d\.\d+)", text)
+    assert allowed and float(allowed[1]) >= min(result.tpr_bounds.values())
 
 
 @pytest.mark.parametrize(

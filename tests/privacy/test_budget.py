@@ -40,7 +40,8 @@ from dpllm.privacy.budget import (
 from dpllm.privacy.budget_lock import locked
 from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.ledger import Ledger, LedgerError, read_ledger
-from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, format_epsilon, make_plan
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
+from dpllm.privacy.rounding import format_epsilon
 from dpllm.privacy.stated import stated_history
 from dpllm.privacy.unused import is_used
 from dpllm.report.model_card import CARD_FILE, metadata_in, write_model_card

@@ -14,7 +14,7 @@ from dpllm.config import PrivacyConfig
 from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.sampling import TruncatedPoissonSampler
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.plan import PrivacyPlan, format_epsilon, format_plan, make_plan
+from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
 
 
 def privacy(**change: Any) -> PrivacyConfig:
@@ -224,14 +224,6 @@ def test_seeded_plan_says_so_first() -> None:
     plan = make_plan(privacy(seed=0), num_units=1000, num_steps=50)
     assert plan.seeded and format_plan(plan)[0][0] == "NOT PRIVATE"
     assert not make_plan(privacy(), num_units=1000, num_steps=50).seeded
-
-
-def test_printed_epsilon_is_rounded_up() -> None:
-    """The printed number holds: ε is never rounded down, and never shown as 0 after a step."""
-    assert format_epsilon(2.00001) == "2.0001"
-    assert format_epsilon(2.0) == "2.0000"
-    assert format_epsilon(1e-7) == "0.0001"
-    assert format_epsilon(math.inf) == "infinite: no privacy"
 
 
 @pytest.mark.parametrize("value", [None, "many", [], {}])

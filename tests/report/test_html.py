@@ -13,7 +13,8 @@ import pytest
 
 from dpllm.config import PrivacyConfig
 from dpllm.privacy.ledger import Ledger, read_ledger
-from dpllm.privacy.plan import format_epsilon, make_plan
+from dpllm.privacy.plan import make_plan
+from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.models import PrivacyReport
 from dpllm.report.pages import template

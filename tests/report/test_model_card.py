@@ -26,7 +26,8 @@ from dpllm.config import PrivacyConfig
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger
-from dpllm.privacy.plan import PLAN_FILE, format_epsilon, make_plan
+from dpllm.privacy.plan import PLAN_FILE, make_plan
+from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.model_card import TAGS, write_model_card
 from dpllm.report.models import PrivacyReport
 from dpllm.report.statement import ReleaseNotes, write_report

@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 from dpllm.mechanism.banded import BandedStream
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.rounding import epsilon_to_log
 from dpllm.report.verify import verify
 from tests.conftest import tiny_llama_config
 from tests.training.test_trainer import arguments, privacy, rows, trainer
@@ -99,7 +100,7 @@ def test_the_epsilon_of_a_resumed_run_counts_its_starts(tmp_path):
     event, delta = run.plan.event, run.plan.delta
     logged = {entry["step"]: entry["epsilon"] for entry in run.state.log_history if "epsilon" in entry}
     for step in range(3, 7):
-        assert logged[step] == round(epsilon([(event, 2), (event, step - 2)], delta), 4)
+        assert logged[step] == epsilon_to_log(epsilon([(event, 2), (event, step - 2)], delta))
     assert run.epsilon == epsilon([(event, 2), (event, 4)], delta) > run.plan.epsilon
     assert run.epsilon == run.privacy_report()["statement"]["epsilon"]
     assert verify(tmp_path).ok

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm.config import ConfigError
 from dpllm.privacy.ledger import read_ledger
-from dpllm.privacy.plan import format_epsilon
+from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.disclosures import EVALUATION_OUTSIDE, FINAL_LOSS, PREDICTION, TRAINING_LOSS
 from dpllm.report.model_card import metadata_in
 from dpllm.report.publishing import PublishError, files_to_publish, require_publishable
