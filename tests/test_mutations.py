@@ -209,6 +209,27 @@ MUTATIONS = [
         ("tests/mechanism/test_per_layer.py",),
     ),
     Mutation(
+        "each group of parameters has the whole clip norm",
+        "dpllm/mechanism/group_clipping.py",
+        "self.clip_norm * math.sqrt(share / whole)",
+        "self.clip_norm",
+        ("tests/mechanism/test_group_clipping.py",),
+    ),
+    Mutation(
+        "a parameter may be in two groups",
+        "dpllm/mechanism/group_clipping.py",
+        "if len(found) > 1:",
+        "if False:",
+        ("tests/mechanism/test_group_clipping.py",),
+    ),
+    Mutation(
+        "adaptive scaling divides by less than the norm",
+        "dpllm/mechanism/automatic.py",
+        "(norm_GU + self.stability / (norm_GU + self.stability))",
+        "(norm_GU - self.stability / (norm_GU + self.stability)).clamp_min(1e-9)",
+        ("tests/ghost/test_factors.py",),
+    ),
+    Mutation(
         "the budget of the data set is not asked",
         "dpllm/privacy/budget.py",
         "        _check_fits(budget, budget.entries, (), plan.event, plan.num_steps)\n        entry = ",

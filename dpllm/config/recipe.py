@@ -94,8 +94,9 @@ class PrivacyConfig:
     a user separately, and the accounting assumes that every user has k rows."""
     clipping: Any = "flat"
     """How a unit's contribution is bounded: "flat" (scaled down to `clip_norm` if its norm is larger), "per-layer"
-    (each of G layers to `clip_norm`/√G), or "automatic" (scaled by C / (its norm + stability)). Options go into a
-    mapping: {kind: automatic, stability: 0.01}."""
+    (each of G layers to `clip_norm`/√G), "groups" (named groups of parameters, each to its share of `clip_norm`²),
+    "automatic" (scaled by C / (its norm + stability)), or "psac" (scaled by C / (its norm + r / (its norm + r))).
+    Options go into a mapping: {kind: automatic, stability: 0.01}."""
     noise: Any = "independent"
     """How the noise of the steps is correlated: "independent" (DP-SGD), or correlated with the noise of earlier steps:
     {kind: banded, bands: 8}, where the units are drawn from each of 8 groups in turn."""

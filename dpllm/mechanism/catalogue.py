@@ -10,15 +10,22 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dpllm.mechanism.automatic import AutomaticClipping
+from dpllm.mechanism.automatic import AdaptiveScaleClipping, AutomaticClipping
 from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.events import Event, Step, StepOfRows, dp_sgd
+from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Clipping, Noise, Spec
 from dpllm.mechanism.per_layer import PerLayerClipping
 
-_CLIPPINGS: tuple[type[Clipping], ...] = (FlatClipping, AutomaticClipping, PerLayerClipping)
+_CLIPPINGS: tuple[type[Clipping], ...] = (
+    FlatClipping,
+    AutomaticClipping,
+    AdaptiveScaleClipping,
+    PerLayerClipping,
+    GroupClipping,
+)
 _NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise)
 _EVENTS: tuple[type[Event], ...] = (Step, StepOfRows, BandedStep)
 

@@ -35,19 +35,29 @@ def check_clip_norm(clip_norm: float) -> None:
 
 
 @dataclass(frozen=True)
-class FlatClipping(OneGroup):
-    """Scale each unit's whole gradient to a norm of at most ``clip_norm`` (Abadi et al. 2016, arXiv:1607.00133).
+class NormBound:
+    """The part that clippings share: a contribution has an l2 norm of at most C over all parameters together.
 
     Attributes:
-        clip_norm: C > 0, one bound over all parameters together.
+        clip_norm: C > 0.
     """
 
-    kind: ClassVar[str] = "flat"
     clip_norm: float
 
     def __post_init__(self) -> None:
         """Check the clip norm."""
         check_clip_norm(self.clip_norm)
+
+    def sensitivity(self, adjacency: str) -> float:
+        """Return the largest l2 change of the clipped sum between neighbouring data sets (`sensitivity_of`)."""
+        return sensitivity_of(self.clip_norm, adjacency)
+
+
+@dataclass(frozen=True)
+class FlatClipping(NormBound, OneGroup):
+    """Scale each unit's whole gradient to a norm of at most C (Abadi et al. 2016, arXiv:1607.00133)."""
+
+    kind: ClassVar[str] = "flat"
 
     def factors(self, norm_GU: Tensor) -> Tensor:
         """Return c_u = min(1, C / ||g_u||).
@@ -63,10 +73,6 @@ class FlatClipping(OneGroup):
         tensor([0.5000, 1.0000])
         """
         return (self.clip_norm / norm_GU).clamp_max(1)
-
-    def sensitivity(self, adjacency: str) -> float:
-        """Return the largest l2 change of the clipped sum between neighbouring data sets (`sensitivity_of`)."""
-        return sensitivity_of(self.clip_norm, adjacency)
 
     def words(self) -> str:
         """Return how a gradient is bounded, for the report."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dpllm.mechanism.clipping import check_clip_norm, sensitivity_of
+from dpllm.mechanism.clipping import NormBound
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,23 +17,15 @@ _INSIDE_A_LAYER = ("base_layer", "modules_to_save", "original_module")  # PEFT's
 
 
 @dataclass(frozen=True)
-class PerLayerClipping:
+class PerLayerClipping(NormBound):
     """Scale each unit's gradient in each of G layers to a norm of at most C / √G.
 
     Per-layer clipping of McMahan et al. 2018 (arXiv:1710.06963), with an equal share for each layer. The norm of a
     contribution over all layers is at most √(G · C²/G) = C, so the privacy event is that of `FlatClipping`. Only names
     decide the layers (`layer_of`), so they do not depend on the data.
-
-    Attributes:
-        clip_norm: C > 0, the bound over all layers together.
     """
 
     kind: ClassVar[str] = "per-layer"
-    clip_norm: float
-
-    def __post_init__(self) -> None:
-        """Check the clip norm."""
-        check_clip_norm(self.clip_norm)
 
     def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Sequence[str]]:
         """Return the names of the trainable parameters of each layer, in the order of the model.
@@ -63,10 +55,6 @@ class PerLayerClipping:
         tensor([0.5000, 1.0000, 0.2500, 1.0000])
         """
         return (self.clip_norm / math.sqrt(len(norm_GU)) / norm_GU).clamp_max(1)
-
-    def sensitivity(self, adjacency: str) -> float:
-        """Return the largest l2 change of the clipped sum between neighbouring data sets (`sensitivity_of`)."""
-        return sensitivity_of(self.clip_norm, adjacency)
 
     def words(self) -> str:
         """Return how a gradient is bounded, for the report."""

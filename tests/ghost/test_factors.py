@@ -9,8 +9,9 @@ import torch
 
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import clip_factors
-from dpllm.mechanism.automatic import AutomaticClipping
+from dpllm.mechanism.automatic import AdaptiveScaleClipping, AutomaticClipping
 from dpllm.mechanism.clipping import FlatClipping, sensitivity_of
+from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.parts import OneGroup
 from dpllm.mechanism.per_layer import PerLayerClipping
 
@@ -23,7 +24,16 @@ def test_a_unit_is_scaled_to_the_clip_norm_or_left_alone():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "clipping", [FlatClipping(0.3), AutomaticClipping(0.3), AutomaticClipping(0.3, 1e-9), PerLayerClipping(0.3)]
+    "clipping",
+    [
+        FlatClipping(0.3),
+        AutomaticClipping(0.3),
+        AutomaticClipping(0.3, 1e-9),
+        AdaptiveScaleClipping(0.3, 0.5),
+        AdaptiveScaleClipping(0.3, 1e-9),
+        PerLayerClipping(0.3),
+        GroupClipping(0.3, {"all": "*"}),
+    ],
 )
 def test_the_scaled_norm_never_exceeds_the_bound(clipping, dtype):
     """Also after rounding, over sixty orders of magnitude."""
@@ -48,7 +58,16 @@ def test_slack_lowers_the_factor():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("clipping", [FlatClipping(1.0), AutomaticClipping(1.0), PerLayerClipping(1.0)])
+@pytest.mark.parametrize(
+    "clipping",
+    [
+        FlatClipping(1.0),
+        AutomaticClipping(1.0),
+        AdaptiveScaleClipping(1.0),
+        PerLayerClipping(1.0),
+        GroupClipping(1.0, {"all": "*"}),
+    ],
+)
 def test_a_nonfinite_unit_counts_exactly_zero(clipping, bad):
     """The step continues without it."""
     (factors,) = clip_factors(clipping, torch.tensor([[bad, 1.0]]))

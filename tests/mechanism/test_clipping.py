@@ -6,22 +6,31 @@ import pytest
 import torch
 
 from dpllm.ghost.factors import clip_factors
-from dpllm.mechanism.automatic import AutomaticClipping
+from dpllm.mechanism.automatic import AdaptiveScaleClipping, AutomaticClipping
 from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.per_layer import PerLayerClipping
+
+KINDS = [
+    FlatClipping,
+    AutomaticClipping,
+    AdaptiveScaleClipping,
+    PerLayerClipping,
+    lambda clip_norm: GroupClipping(clip_norm, {"embeddings": "*embed*", "rest": "*"}),
+]
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.inf, math.nan, "1"])
 def test_a_bound_that_bounds_nothing_is_refused(clip_norm):
     """Infinite sensitivity has no epsilon."""
-    for clipping in (FlatClipping, AutomaticClipping, PerLayerClipping):
+    for clipping in KINDS:
         with pytest.raises(ValueError, match="clip_norm is"):
             clipping(clip_norm)
 
 
 def test_sensitivity_by_adjacency():
     """Zero-out changes the sum by C, replace-one by 2C."""
-    for clipping in (FlatClipping(0.5), AutomaticClipping(0.5), PerLayerClipping(0.5)):
+    for clipping in (kind(0.5) for kind in KINDS):
         assert clipping.sensitivity("zero-out") == 0.5
         assert clipping.sensitivity("replace-one") == 1.0
         with pytest.raises(ValueError, match="adjacency is 'add'"):
@@ -32,6 +41,19 @@ def test_automatic_clipping_scales_nearly_all_gradients_to_the_clip_norm():
     """C / (norm + stability), AUTO-S; a gradient much shorter than the stability stays short."""
     factors = AutomaticClipping(2.0, stability=0.1).factors(torch.tensor([9.9, 0.1, 1e-6], dtype=torch.float64))
     torch.testing.assert_close(factors, torch.tensor([0.2, 10.0, 2 / (0.1 + 1e-6)], dtype=torch.float64))
+
+
+def test_adaptive_scaling_gives_short_gradients_a_smaller_factor_than_automatic_clipping():
+    """C / (norm + r / (norm + r)), DP-PSAC: nearly C for long gradients, the factor C for the shortest ones."""
+    norms, r = torch.tensor([100.0, 0.3, 1e-3, 1e-9], dtype=torch.float64), 0.04
+    factors = AdaptiveScaleClipping(2.0, r).factors(norms)
+    expected = [2 / (100 + r / (100 + r)), 2 / (0.3 + r / 0.34), 2 / (1e-3 + r / (1e-3 + r)), 2.0]
+    torch.testing.assert_close(factors, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
+    assert (factors[2:] < AutomaticClipping(2.0, r).factors(norms)[2:] / 20).all()
+    largest = AdaptiveScaleClipping(2.0, r).factors(torch.linspace(1e-6, 1, 100_001, dtype=torch.float64)).max()
+    assert float(largest) == pytest.approx(2 / (2 * r**0.5 - r), rel=1e-6)
+    with pytest.raises(ValueError, match=r"stability is 1\.5; at most 1 is needed for psac"):
+        AdaptiveScaleClipping(1.0, 1.5)
 
 
 @pytest.mark.parametrize("stability", [0.0, -1.0, 1e-10, 1e-30, math.inf, math.nan, 10**400, "1", True])
