@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dpllm.ghost import kernels, memory
 from dpllm.ghost.calls import not_repeatable
@@ -24,27 +23,25 @@ from dpllm.ghost.checks import (
     RowProbe,
     SpreadProbe,
     probed_rows,
-    refuse_missing,
     refuse_other_rows,
-    refuse_uses_in_loss,
     unmeasured_spread,
 )
 from dpllm.ghost.contributions import Rows, Use
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.groups import Groups, numbered, one_group
+from dpllm.ghost.groups import Groups, one_group
 from dpllm.ghost.hooks import Hooks
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.passes import AddUp, HeldUnit, Keep, Measure, Pass, Receiver
-from dpllm.ghost.rounding import is_measured, slack_factor
+from dpllm.ghost.rounding import Flows
 from dpllm.ghost.rules import (
     refuse_coupled_modules,
     refuse_skipped_layers,
     refuse_wrapped,
-    trainable_parameters,
     two_passes_over_shards,
 )
 from dpllm.ghost.tally import NormTally
 from dpllm.ghost.tap import Receive, tap
+from dpllm.ghost.trained import TrainedParameters
 
 
 @dataclass
@@ -98,22 +95,24 @@ class Book:
         refuse_wrapped(model)
         refuse_coupled_modules(model)
         refuse_skipped_layers(model)
-        self._parameters = trainable_parameters(model)
-        self.sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self._parameters.values())
+        self._trained = TrainedParameters(model, groups or one_group)
         if self.sharded and self.norm_method.backward_passes == 2:
             raise two_passes_over_shards()
-        self._names = {id(p): name for name, p in self._parameters.items()}
-        self._num_groups, self._groups = numbered(groups or one_group, self._parameters)
-        self._flows: set[tuple[torch.device, torch.dtype]] = set()  # of all that norms were computed from
+        self._flows = Flows()
         self._held = HeldUnit()
         self._pass: Pass | None = None
         self._receiver: Receiver | None = None
         self._again: Again | None = None
         self.checked = Checked()
         self._memory = memory.Passes(model)
-        self._hooks = Hooks(model, self, self._parameters, self._forget_pass)
+        self._hooks = Hooks(model, self, self._trained.by_name, self._forget_pass)
 
     # ------------------------------------------------------- interface for taps and rules
+
+    @property
+    def sharded(self) -> bool:
+        """Whether processes hold parts of the parameters."""
+        return self._trained.sharded
 
     @property
     def rows_in_pass(self) -> int | None:
@@ -137,7 +136,7 @@ class Book:
                     "backward() was called on a loss directly. Pass the per-row losses to GhostClipper.backward(), "
                     "which clips."
                 )
-            self._flows.update((t.device, t.dtype) for t in (grad, *tensors) if is_measured(t))
+            self._flows.note((grad, *tensors))
             with self.pause():
                 receive(grad, tensors)
 
@@ -158,7 +157,7 @@ class Book:
     def record(self, parameter: nn.Parameter, use: Use) -> None:
         """Record the contribution of one use of a parameter to its gradient."""
         assert self._receiver is not None, "gradients arrive in a backward pass"
-        name = self._names[id(parameter)]
+        name = self._trained.name_of(parameter)
         refuse_other_rows(name, use.grad.shape, self._of_now().rows.unit_B.numel(), self.is_packed)
         with kernels.exact_matmul(), torch.no_grad():
             self._receiver.take(name, parameter, use)
@@ -188,7 +187,7 @@ class Book:
         self._differentiate(one, loss_B, Keep(one))
         if self._held:
             one = self._pass = self._held.complete(one, loss_B.device)
-        refuse_missing(self._parameters, one.contributions.keys())
+        self._trained.refuse_missing(one.contributions.keys())
         with kernels.exact_matmul(), torch.no_grad():
             sq_norm_GU, slack_GU = one.add_norms(self._tally(one))
         return self._settled(unit_B, sq_norm_GU), slack_GU
@@ -213,13 +212,13 @@ class Book:
     def _begin(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> Pass:
         self._hooks.calls.differentiated(len(loss_B))
         rows = Rows.of(unit_B, num_units, loss_B.device)
-        self._pass = Pass(rows, self.norm_method, groups=self._groups)
+        self._pass = Pass(rows, self.norm_method, groups=self._trained.groups)
         return self._pass
 
     def _differentiate(self, one: Pass, loss_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:
         """Pass the contributions of these rows to the receiver."""
         if self._hooks.uses is not None:
-            refuse_uses_in_loss(loss_B, self._names)
+            self._trained.refuse_uses_in_loss(loss_B)
         weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)
         try:
             with self._hooks.backward():
@@ -241,13 +240,15 @@ class Book:
             self._receiver = before
 
     def _tally(self, one: Pass, max_waiting: int | None = None) -> NormTally:
-        wide = any(p.dtype == torch.float64 for p in self._parameters.values())
-        dtype = torch.float64 if wide else torch.float32
-        return NormTally(one.rows, self.norm_method, dtype, self._slack_factor, max_waiting, self._num_groups)
-
-    def _slack_factor(self) -> float:
-        """Return the largest factor over all devices and dtypes from which norms and sums were computed."""
-        return max((slack_factor(self.norm_method, *flow) for flow in self._flows), default=1.0)
+        trained, norm_method = self._trained, self.norm_method
+        return NormTally(
+            one.rows,
+            norm_method,
+            trained.norm_dtype,
+            lambda: self._flows.slack_factor(norm_method),
+            max_waiting,
+            trained.num_groups,
+        )
 
     # ---------------------------------------------------------- independence of rows
 
@@ -321,7 +322,7 @@ class Book:
         one = self._begin(loss_B, unit_B, num_units)
         measure = Measure(one, self._hooks.calls.counts, self._tally(one, max_waiting=1))
         self._differentiate(one, loss_B, measure, retain_graph=True)
-        refuse_missing(self._parameters, measure.seen)
+        self._trained.refuse_missing(measure.seen)
         with kernels.exact_matmul(), torch.no_grad():
             sq_norm_GU, slack_GU = one.add_norms(measure.tally)
         one.contributions.clear()
@@ -402,7 +403,7 @@ class Book:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name, each once."""
-        return dict(self._parameters)
+        return dict(self._trained.by_name)
 
     def remove(self) -> None:
         """Undo the hooks."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -52,6 +53,22 @@ def slack_factor(norm_method: NormMethod, device: torch.device, dtype: torch.dty
             "norm_method=NormMethod(fused=False), or train in float32"
         )
     return 1.0 if worst <= 1 else 2 * worst
+
+
+class Flows:
+    """The kinds of tensors from which norms and sums were computed: devices and dtypes whose rounding is measured."""
+
+    def __init__(self) -> None:
+        """Start without tensors."""
+        self._seen: set[tuple[torch.device, torch.dtype]] = set()
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Note the kinds of these tensors."""
+        self._seen.update((t.device, t.dtype) for t in tensors if is_measured(t))
+
+    def slack_factor(self, norm_method: NormMethod) -> float:
+        """Return the largest `slack_factor` of all kinds noted."""
+        return max((slack_factor(norm_method, *kind) for kind in self._seen), default=1.0)
 
 
 def shortfalls(

@@ -24,13 +24,12 @@ from dpllm.ghost.tap import Recorder
 
 
 class Host(Recorder, Protocol):
-    """The interface of the book that the encoders' hooks need.
+    """The interface of the book that the encoders' hooks need."""
 
-    Attributes:
-        sharded: whether processes hold parts of the parameters.
-    """
-
-    sharded: bool
+    @property
+    def sharded(self) -> bool:
+        """Whether processes hold parts of the parameters."""
+        ...
 
     @property
     def rows_in_pass(self) -> int | None:

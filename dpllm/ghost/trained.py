@@ -1,0 +1,59 @@
+"""The trainable parameters of one model: their names, and the groups that have separate norms.
+
+Place in the flow: found when a clipper is attached, and read by the book for every contribution and every tally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dpllm.ghost.checks import refuse_missing, refuse_uses_in_loss
+from dpllm.ghost.groups import Groups, numbered
+from dpllm.ghost.rules import trainable_parameters
+
+
+class TrainedParameters:
+    """The parameters that are trainable when this object is made.
+
+    Attributes:
+        by_name: the parameters, each once.
+        groups: the number of each parameter's group, by the parameter's id.
+        num_groups: G.
+        sharded: whether processes hold parts of the parameters.
+
+    Args:
+        model: the model.
+        groups: returns the groups of names from all names and shapes.
+
+    Raises:
+        GhostError: there is none, one has a hook on its gradient, or the groups are not a partition.
+    """
+
+    def __init__(self, model: nn.Module, groups: Groups) -> None:
+        """Find and number the parameters."""
+        self.by_name: Mapping[str, nn.Parameter] = trainable_parameters(model)
+        self.num_groups, self.groups = numbered(groups, self.by_name)
+        self.sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.by_name.values())
+        self._names = {id(p): name for name, p in self.by_name.items()}
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return the name of one of the parameters."""
+        return self._names[id(parameter)]
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """The dtype in which norms add up: float64 if a parameter has it, otherwise float32."""
+        wide = any(p.dtype == torch.float64 for p in self.by_name.values())
+        return torch.float64 if wide else torch.float32
+
+    def refuse_missing(self, seen: Collection[int]) -> None:
+        """Raise `GhostError` for a parameter that is not among the ids of those that received a gradient."""
+        refuse_missing(self.by_name, seen)
+
+    def refuse_uses_in_loss(self, loss_B: Tensor) -> None:
+        """Raise `GhostError` for a parameter that the losses (B,) use outside the calls of the model."""
+        refuse_uses_in_loss(loss_B, self._names)
