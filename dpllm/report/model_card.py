@@ -34,8 +34,9 @@ from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
-from dpllm.privacy.rounding import format_epsilon, up
-from dpllm.report.models import Checkable, PlanOfParts, PrivacyReport
+from dpllm.privacy.rounding import up
+from dpllm.report.models import PlanOfParts, PrivacyReport
+from dpllm.report.pages import part, template
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
 CARD_FILE = "README.md"
@@ -61,13 +62,7 @@ _MECHANISM = {
 _NOT_KEPT = ("differential_privacy", "model-index", "metrics", "base_model", "base_model_relation", "library_name")
 _BASE_TAG = re.compile(r"base_model:(?:[a-z]+:)?(.+)")
 _PRIVACY_HEADING = "## Privacy"
-_FILES = {
-    MARKDOWN_FILE: "the whole privacy report: accounting, assumptions, parameters",
-    HTML_FILE: "the same as a page with pictures",
-    JSON_FILE: "the same for programs",
-    PLAN_FILE: "every number that the guarantee rests on, fixed before the run",
-    LEDGER_FILE: "every step that ran, which ε is computed from",
-}
+_FILES = (MARKDOWN_FILE, HTML_FILE, JSON_FILE, PLAN_FILE, LEDGER_FILE)
 
 
 def write_model_card(
@@ -129,18 +124,25 @@ def write_model_card(
     if datasets:
         earlier["datasets"] = list(datasets)
     data = _metadata(earlier, report, base, task, adapter, language, license)
-    blocks = [
-        *_what_it_is(report, base, adapter),
-        *guarantee_section(report),
-        *_not_covered(report),
-        *_loading(folder, base, task, adapter, num_labels),
-        *_files(report),
-    ]
-    card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(blocks) + "\n")
-    temporary = path.with_name(path.name + ".tmp")
-    card.save(temporary)
-    os.replace(temporary, path)
+    card = template("model_card.md").render(
+        metadata=data.to_yaml(),
+        report=report,
+        base=base,
+        task=task,
+        adapter=adapter,
+        auto_class=_AUTO_CLASS.get(task or ""),
+        num_labels=num_labels,
+        has_tokenizer=(folder / "tokenizer_config.json").is_file(),
+    )
+    _replace(path, card)
     return path
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file such that a reader sees the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(temporary, path)
 
 
 def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> PrivacyReport:
@@ -242,16 +244,14 @@ def _rewritten(folder: Path) -> Iterator[None]:
     renew_open_points(folder, before, after)
     card = folder / CARD_FILE
     if card.is_file():
-        temporary = card.with_name(card.name + ".tmp")
-        temporary.write_text(_renewed(card.read_text(encoding="utf-8"), before, after), encoding="utf-8")
-        os.replace(temporary, card)
+        _replace(card, _renewed(card.read_text(encoding="utf-8"), before, after))
 
 
 def _renewed(card: str, before: PrivacyReport, after: PrivacyReport) -> str:
     """Return the text of a card with the guarantee of another report, and the ledger's hash there; the rest stays."""
-    blocks = ([*guarantee_section(report), *_files(report)] for report in (before, after))
-    for old, new in zip(*blocks, strict=True):
-        card = card.replace(old, new, 1)
+    for name in ("guarantee", "check_it"):
+        for old, new in zip(*(_part(name, report).split("\n\n") for report in (before, after)), strict=True):
+            card = card.replace(old, new, 1)
     card = card.replace(before.checkable.ledger_sha256, after.checkable.ledger_sha256)
     metadata = privacy_metadata(after)
     if metadata == privacy_metadata(before):
@@ -272,14 +272,11 @@ def renew_open_points(folder: str | Path, before: PrivacyReport, after: PrivacyR
     path = Path(folder) / CARD_FILE
     if not path.is_file():
         return
-    old, new = ("\n\n".join(_open_points(report.open_points)) for report in (before, after))
-    text = path.read_text(encoding="utf-8")
+    old, new = (_part("open_points", report) for report in (before, after))
     if old != new:
         where = f"{old}\n\n" if old else f"{_PRIVACY_HEADING}\n\n"  # which follows them
         kept = "" if old else where
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(text.replace(where, (f"{new}\n\n" if new else "") + kept, 1), encoding="utf-8")
-        os.replace(temporary, path)
+        _replace(path, path.read_text(encoding="utf-8").replace(where, (f"{new}\n\n" if new else "") + kept, 1))
 
 
 def keep_own_card(folder: str | Path) -> Path | None:
@@ -416,50 +413,14 @@ def _rounds(report: PrivacyReport) -> dict[str, Any]:
     }
 
 
-def _what_it_is(report: PrivacyReport, base: str | None, adapter: bool) -> list[str]:
-    private = report.statement.private
-    kind = "adapter" if adapter else "model"
-    of = f"[`{base}`](https://huggingface.co/{base})" if base else "a model that has no name on the Hub"
-    how = "with differential privacy" if private else "WITHOUT a privacy guarantee"
-    title = f"A language {kind} fine-tuned with differential privacy" if private else f"NOT PRIVATE: a language {kind}"
-    return [
-        f"# {title}",
-        f"This {kind} was made from {of} by fine-tuning on private text {how}, with dpllm "
-        f"{report.checkable.versions.dpllm}.",
-        *([] if private else [f"> **{report.statement.words}**"]),
-        *_open_points(report.open_points),
-    ]
-
-
-def _open_points(points: Sequence[str]) -> list[str]:
-    return (
-        ["The privacy report has open points, and each is a reason not to release yet:", _list(points)]
-        if points
-        else []
-    )
-
-
 def guarantee_section(report: PrivacyReport) -> list[str]:
     """Return the blocks of Markdown that state the guarantee."""
-    statement, strength, definition = report.statement, report.strength, report.definition
-    if not statement.private:
-        return [_PRIVACY_HEADING, strength.words]
-    rows = [f"| {name} | {format_epsilon(value)} |" for name, value in report.accounting.epsilon.items()]
-    return [
-        _PRIVACY_HEADING,
-        statement.words,
-        "\n".join(["| adjacency | ε |", "| --- | --- |", *rows]),
-        _list(
-            (
-                f"Unit of privacy: {definition.unit}.",
-                f"Neighbouring data sets: {definition.adjacency}.",
-                f"Taken as public: {'; '.join(definition.public)}.",
-                f"Strength: {strength.tier}. {strength.words}",
-            )
-        ),
-        "What an attacker can achieve at most, who knows everything but one unit:",
-        _list(strength.in_plain_words),
-    ]
+    return _part("guarantee", report).split("\n\n")
+
+
+def _part(name: str, report: PrivacyReport, **context: Any) -> str:
+    """Return a part of the card; the names are those of the blocks in its template."""
+    return part("model_card.md", name, report=report, **context)
 
 
 def own_lines(report: PrivacyReport, base: Any = None) -> set[str]:
@@ -469,78 +430,7 @@ def own_lines(report: PrivacyReport, base: Any = None) -> set[str]:
         report: as `dpllm.report.statement.privacy_report` returns it.
         base: Hub id of the base model, as the card names it.
     """
-    bases, kinds = (None, _hub_id(base)), (False, True)
-    blocks = [*guarantee_section(report), *_not_covered(report), *_files(report)]
-    blocks += [block for name in bases for adapter in kinds for block in _what_it_is(report, name, adapter)]
-    return {line.strip() for block in blocks for line in block.split("\n")}
-
-
-def _not_covered(report: PrivacyReport) -> list[str]:
-    definition = report.definition
-    written = [f"{item.what}: written out {item.count} times" for item in definition.written_out_and_not_covered]
-    never = [f"{item.what}: {item.advice}" for item in definition.never_covered]
-    return ["## What the guarantee does not cover", _list([*written, *never])]
-
-
-def _loading(folder: Path, base: str | None, task: str | None, adapter: bool, num_labels: int | None) -> list[str]:
-    if adapter:
-        imports, load = _adapter_lines(base, task, num_labels)
-    elif task is None:
-        imports = ["import transformers"]
-        load = [
-            'config = transformers.AutoConfig.from_pretrained(".")',
-            'model = getattr(transformers, config.architectures[0]).from_pretrained(".")',
-        ]
-    else:
-        imports = [f"from transformers import {_AUTO_CLASS[task]}"]
-        load = [f'model = {_AUTO_CLASS[task]}.from_pretrained(".")']
-    if (folder / "tokenizer_config.json").is_file():
-        imports.append("from transformers import AutoTokenizer")
-        load.append('tokenizer = AutoTokenizer.from_pretrained(".")')
-    code = "\n".join([*imports, "", *load])
-    explained = "In this folder; elsewhere, write its path or the model's name on the Hub in place of the dot."
-    if adapter and base is None and task is not None:
-        explained += " The adapter fits only the base model it was trained on, which has no name on the Hub."
-    return ["## How to load it", explained, f"```python\n{code}\n```"]
-
-
-def _adapter_lines(base: str | None, task: str | None, num_labels: int | None) -> tuple[list[str], list[str]]:
-    if task is None:
-        return ["from peft import AutoPeftModel"], ['model = AutoPeftModel.from_pretrained(".")']
-    name = base or "path/to/the/base/model"
-    labels = f", num_labels={num_labels}" if task == "sequence_classification" else ""
-    return [
-        "from peft import PeftModel",
-        f"from transformers import {_AUTO_CLASS[task]}",
-    ], [
-        f'base = {_AUTO_CLASS[task]}.from_pretrained("{name}"{labels})',
-        'model = PeftModel.from_pretrained(base, ".")',
-    ]
-
-
-def _files(report: PrivacyReport) -> list[str]:
-    checkable = report.checkable
-    digest = {
-        PLAN_FILE: f"; hash of the numbers `{checkable.plan_hash}`",
-        LEDGER_FILE: f"; SHA-256 of the file `{checkable.ledger_sha256}`",
-    }
-    return [
-        "## Check it yourself",
-        _list(f"[`{name}`]({name}): {what}{digest.get(name, '')}" for name, what in _FILES.items()),
-        *_commands(checkable, report.statement.private),
-    ]
-
-
-def _commands(checkable: Checkable, private: bool) -> list[str]:
-    verify, numbers = checkable.verify, checkable.recompute_from_the_numbers
-    if not private:  # the numbers alone don't tell that the randomness was no secret
-        return ["This checks ledger, plan, report and card against each other:", f"```bash\n{verify}\n```"]
-    return [
-        "The first command checks ledger, plan, report and card against each other, the second computes ε from the "
-        "numbers alone:",
-        f"```bash\n{verify}\n{numbers}\n```",
-    ]
-
-
-def _list(lines: Any) -> str:
-    return "\n".join(f"- {line}" for line in lines)
+    texts = [_part(name, report) for name in ("open_points", "guarantee", "not_covered", "check_it")]
+    for name in (None, _hub_id(base)):
+        texts += [_part("title", report, base=name, adapter=adapter) for adapter in (False, True)]
+    return {line.strip() for text in texts for line in text.split("\n")}

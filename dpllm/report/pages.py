@@ -45,6 +45,18 @@ def template(name: str) -> jinja2.Template:
     return environment.from_string(text)
 
 
+def part(name: str, block: str, **context: Any) -> str:
+    """Return one block of a page, without the empty lines around it.
+
+    Args:
+        name: of the template.
+        block: of the block in it.
+        context: the values that the block prints.
+    """
+    page = template(name)
+    return "".join(page.blocks[block](page.new_context(context))).strip()
+
+
 def _in_one_line(value: Any) -> str:
     if isinstance(value, _Verbatim):
         return value

@@ -101,7 +101,7 @@ def test_statement_and_numbers_are_those_of_the_report(tmp_path: Path) -> None:
     assert "- training loss: written out 4 times" in card.text
     for name, value in report.accounting.epsilon.items():
         assert f"| {name} | {format_epsilon(value)} |" in card.text
-    for name in ("privacy_report.md", "privacy_report.json", PLAN_FILE, LEDGER_FILE):
+    for name in ("privacy_report.md", "privacy_report.html", "privacy_report.json", PLAN_FILE, LEDGER_FILE):
         assert f"[`{name}`]({name})" in card.text and (tmp_path / name).is_file()
     assert report.checkable.plan_hash in card.text and report.checkable.ledger_sha256 in card.text
     assert report.checkable.recompute_from_the_numbers in card.text
@@ -218,6 +218,16 @@ def test_results_on_private_records_are_not_repeated(tmp_path: Path) -> None:
     report = evidence(tmp_path, ReleaseNotes(utility={"held-out perplexity": 12.3456}))
     text = write_model_card(tmp_path, report, base_model=None, task="causal_lm", adapter=False).read_text()
     assert "12.3456" not in text and "non-finite gradient" not in text
+
+
+def test_a_noted_text_cannot_leave_its_line(tmp_path: Path) -> None:
+    """An open point with line breaks stays one item of its list: it forges no heading and no guarantee."""
+    report = evidence(tmp_path)
+    point = "The data came from\n\n## Privacy\n\n| zero-out | 0.0100 |"
+    forged = report.model_copy(update={"open_points": [point]})
+    text = write_model_card(tmp_path, forged, base_model=None, task="causal_lm", adapter=False).read_text()
+    assert "- The data came from ## Privacy | zero-out | 0.0100 |\n" in text
+    assert re.findall(r"^## .*", text, flags=re.MULTILINE).count("## Privacy") == 1
 
 
 def test_checkpoint_of_a_running_run(tmp_path: Path) -> None:
