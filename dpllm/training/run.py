@@ -16,7 +16,6 @@ another way:
 from __future__ import annotations
 
 import contextlib
-import secrets
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,8 +29,6 @@ from dpllm.engines import DeepSpeedZero
 from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.replicas import check_before_saving
 from dpllm.ghost import NormMethod
-from dpllm.mechanism.generators import NoiseSource
-from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.ended import RunWeights, refuse_other_weights
 from dpllm.privacy.identity import COMPLETED, note_own_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
@@ -42,10 +39,10 @@ from dpllm.report.statement import write_report
 from dpllm.training.attached import Attached, attach
 from dpllm.training.checks import agreement
 from dpllm.training.checks.outstanding import LEFT_OUT, DrawError
-from dpllm.training.checks.randomness import SecretStreams
 from dpllm.training.checks.steering import Steering
-from dpllm.training.checks.turns import dealing_key, mode_now
+from dpllm.training.checks.turns import mode_now
 from dpllm.training.draws import Draws
+from dpllm.training.entropy import RunEntropy
 from dpllm.training.microbatches import Microbatch, microbatches
 from dpllm.training.noted import note_units, note_users
 from dpllm.training.rows import LossOf, TrainingRows
@@ -96,13 +93,8 @@ class PrivateRun:
         self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
         agreement.check_rows(plan, rows.units)  # now, so that an error is raised by all processes
         self._plan, self.rows, self.ledger = plan, rows, ledger
-        rng = seeded_rng(int.from_bytes(secrets.token_bytes(32), "little") if seed is None else seed)
-        self._draws = Draws(plan, ledger, self.processes, plan.mechanism.sampler.steps(rng))  # rank 0's are used
-        self._deal_key = dealing_key(self.processes, lambda: secrets.randbits(128) if seed is None else seed)
-        generator = NoiseSource(seed, stream=self.processes.rank)
-        self._first = ledger.num_steps  # number of steps at this start or resume, at which draws and noise begin again
-        self._noise = plan.mechanism.noise.stream(generator, plan.num_steps)
-        self._streams = SecretStreams(self.processes, seed)
+        self._entropy = RunEntropy(plan, self.processes, ledger, seed)
+        self._draws = Draws(plan, ledger, self.processes, self._entropy.draws())
         self.max_tokens = rows.max_tokens
         self._attached: Attached | None = None
         self.weights: RunWeights | None = None  # of the attached model, or of the last one
@@ -291,11 +283,10 @@ class PrivateRun:
             self.max_tokens = attached.find_max_tokens(loss_of, self.rows, self.plan, self.processes)
         attached.check_rows(loss_of, self.max_tokens, self.ledger, self.steps_planned)
         attached.note_trained(self.ledger.num_steps)
-        self._streams.separate()
+        self._entropy.begin_step()
 
         def before_update() -> None:
-            self._streams.check()
-            self._streams.share()
+            self._entropy.end_step()
             attached.before_update()
 
         try:
@@ -306,12 +297,12 @@ class PrivateRun:
                 self.plan,
                 attached.engine,
                 charged,
-                self._noise,
+                self._entropy.noise,
                 before_update,
-                self._first,
+                self._entropy.first,
             )
         except BaseException:
-            self._streams.share()  # a state saved from now on must not reveal how many numbers the rows took
+            self._entropy.give_up_step()
             raise
         attached.after_step()
         self._note(done)
@@ -330,7 +321,7 @@ class PrivateRun:
             packed=self.rows.packed,
             rank=self.processes.rank,
             size=self.processes.size,
-            key=self._deal_key + self.ledger.num_steps,
+            key=self._entropy.deal_key(self.ledger.num_steps),
         )
 
     def _note(self, done: StepDiagnostics) -> None:

@@ -71,10 +71,15 @@ BUGS = [
         (
             (
                 "dpllm/training/run.py",
-                "                self._noise,\n                before_update,\n",
+                "                self._entropy.noise,\n                before_update,\n",
                 "                self.plan.mechanism.noise.stream(NoiseSource("
-                "self._deal_key + (self.ledger.num_steps - 1) // 2), self.plan.num_steps),\n"
+                "self._entropy.deal_key((self.ledger.num_steps - 1) // 2)), self.plan.num_steps),\n"
                 "                before_update,\n",
+            ),
+            (
+                "dpllm/training/run.py",
+                "from dpllm.models.ended import",
+                "from dpllm.mechanism.generators import NoiseSource\nfrom dpllm.models.ended import",
             ),
         ),
     ),
@@ -139,8 +144,8 @@ BUGS = [
         "resumed",
         (
             (
-                "dpllm/training/run.py",
-                "NoiseSource(seed, stream=self.processes.rank)",
+                "dpllm/training/entropy.py",
+                "NoiseSource(seed, stream=processes.rank)",
                 "NoiseSource(int(ledger.path.read_bytes().splitlines()[0].hex()[:64], 16))",
             ),
         ),
