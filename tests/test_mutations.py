@@ -338,6 +338,21 @@ MUTATIONS = [
         ("tests/mechanism/test_noise.py::test_streams_of_a_seed_and_fresh_entropy_differ_between_ranks",),
     ),
     Mutation(
+        "ChaCha20 draws the same blocks again",
+        "dpllm/mechanism/chacha20.py",
+        "            self._block += len(part)\n",
+        "",
+        ("tests/mechanism/test_chacha20.py::test_a_stream_goes_on_where_it_was_and_keys_are_independent",),
+        quick=True,
+    ),
+    Mutation(
+        "a fork draws the noise of its parent",
+        "dpllm/mechanism/keys.py",
+        "        if os.getpid() != self._process:\n",
+        "        if False:\n",
+        ("tests/mechanism/test_keys.py::test_a_key_is_refused_in_a_fork",),
+    ),
+    Mutation(
         "nothing is watched between the steps",
         "dpllm/training/checks/watch.py",
         "        self._raise_deferred()\n        self._check_trainable_set()\n"

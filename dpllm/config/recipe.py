@@ -31,6 +31,7 @@ from dpllm.mechanism.limits import (
     MAX_TARGET_EPSILON,
     MIN_CLIP_NORM,
     MIN_NOISE,
+    RANDOMNESS,
 )
 from dpllm.mechanism.parts import Spec
 
@@ -114,6 +115,9 @@ class PrivacyConfig:
     """Public name of the private data set; the costs of runs on it are added up. Required with `budget_file`."""
     budget_file: str | None = None
     """The file with the privacy budget of all runs on this data set (`dpllm budget`); it is charged beforehand."""
+    randomness: str = "os"
+    """The generator of the noise, keyed by the operating system: "os" (NumPy's PCG64DXSM, on a GPU PyTorch's Philox) or
+    "chacha20" (a cipher: to tell its bits from random ones, it would have to be broken)."""
     seed: int | None = None
     """Fixes sampling and noise. For tests only: anyone with the seed can subtract the noise, so nothing is private."""
 
@@ -129,6 +133,7 @@ class PrivacyConfig:
         values.choice("adjacency", self.adjacency, ADJACENCIES)
         values.choice("on_budget", self.on_budget, ON_BUDGET)
         values.choice("stop", self.stop, STOPS)
+        values.choice("randomness", self.randomness, RANDOMNESS)
         for name in ("dataset", "budget_file"):
             if getattr(self, name) is not None:
                 values.text(name, getattr(self, name))

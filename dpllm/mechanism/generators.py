@@ -4,6 +4,13 @@ Every tensor of every step gets its noise from a new generator, seeded from the 
 drawn in the gradient's float32 and never in the parameter's dtype. No random state is stored, so a resumed run cannot
 repeat the noise.
 
+`privacy.randomness` names the generator, which expands the operating system's entropy to the noise of a whole tensor:
+
+* "os": NumPy's PCG64DXSM on the CPU, with 256 bits of entropy; PyTorch's Philox on a GPU, with 126 bits (its key and
+  offset). Both pass statistical tests. Neither was designed to withstand somebody who computes the key from the noise.
+* "chacha20": ChaCha20 with a key of 256 bits (`dpllm.mechanism.chacha20`). To tell this noise from that of true random
+  bits, the cipher would have to be broken. It is drawn on the CPU also for a gradient on a GPU, and copied: slower.
+
 Known limit: floating-point Gaussian samples are not exactly Gaussian (Mironov 2012); no attack on the gradients of
 large models is known, and other libraries have the same limit.
 """
@@ -17,6 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpllm.mechanism.chacha20 import ChaCha20Normals
+from dpllm.mechanism.keys import KEY_BYTES
+from dpllm.mechanism.limits import RANDOMNESS
+
 ENTRIES_AT_A_TIME = 1 << 22
 """Noise drawn at a time: 16 MiB, which a GPU's cache holds until it is added."""
 
@@ -25,15 +36,21 @@ class NoiseSource:
     """Draws N(0, noise_stddev^2) per entry.
 
     Args:
-        seed: None takes fresh entropy from the operating system for each tensor: 256 bits on the CPU (NumPy's
-            PCG64DXSM); 126 bits on a GPU (key and offset of PyTorch's Philox). A number gives the same noise in every
+        seed: None takes fresh entropy from the operating system for each tensor. A number gives the same noise in every
             run: only for tests, and such a run is not private.
         stream: the number of the sequence that the seed starts; the rank of a process.
+        randomness: the generator, "os" or "chacha20".
+
+    Raises:
+        ValueError: there is no such generator.
     """
 
-    def __init__(self, seed: int | None = None, stream: int = 0) -> None:
+    def __init__(self, seed: int | None = None, stream: int = 0, randomness: str = "os") -> None:
         """Set the source of the entropy."""
+        if randomness not in RANDOMNESS:
+            raise ValueError(f"randomness must be one of {', '.join(RANDOMNESS)}, got {randomness!r}")
         self._children = None if seed is None else np.random.SeedSequence([seed, stream])
+        self._randomness = randomness
 
     def add_(self, grad: Tensor, noise_stddev: float) -> None:
         """Add independent noise to every entry, in place.
@@ -60,39 +77,49 @@ class NoiseSource:
             raise ValueError(f"noise_stddev is {noise_stddev}; a number of at least 0 is needed.")
         if noise_stddev == 0:
             return
-        draw = self._normal_of(grad)
+        draw = normals_from(self._entropy(), self._randomness, grad)
         for block in grad.view(-1).split(ENTRIES_AT_A_TIME):  # no second tensor of the gradient's size
             block.add_(draw(block), alpha=noise_stddev)
 
     def normal_like(self, total: Tensor) -> Tensor:
         """Return independent N(0, 1) of the shape, dtype and device of a contiguous tensor."""
-        draw = self._normal_of(total)
+        draw = normals_from(self._entropy(), self._randomness, total)
         return torch.cat([draw(block) for block in total.view(-1).split(ENTRIES_AT_A_TIME)]).view_as(total)
 
-    def _normal_of(self, grad: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return a function that draws N(0, 1) like a block of the gradient, from one new generator."""
-        if grad.is_cuda:
-            on_device = self._cuda_generator(grad.device)
-            return lambda block: torch.empty_like(block).normal_(generator=on_device)
-        generator = self._numpy_generator()
-        dtype = np.float64 if grad.dtype == torch.float64 else np.float32
-        return lambda block: torch.from_numpy(generator.standard_normal(block.numel(), dtype=dtype)).to(block.device)
-
-    def _entropy(self) -> int:
-        """Return 256 bits."""
+    def _entropy(self) -> bytes:
+        """Return 256 bits that no other call returns."""
         if self._children is None:
-            return int.from_bytes(secrets.token_bytes(32), "little")
+            return secrets.token_bytes(KEY_BYTES)
         (child,) = self._children.spawn(1)
-        return int.from_bytes(child.generate_state(8).tobytes(), "little")
+        return child.generate_state(KEY_BYTES // 4).tobytes()
 
-    def _numpy_generator(self) -> np.random.Generator:
-        return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(self._entropy(), pool_size=8)))
 
-    def _cuda_generator(self, device: torch.device) -> torch.Generator:
-        """Return PyTorch's Philox generator with a random key and offset; ``manual_seed`` would set only the key."""
-        entropy = self._entropy()
-        key = np.uint64(entropy & (2**64 - 1)).astype(np.int64)
-        offset = ((entropy >> 64) & (2**62 - 1)) & ~3  # a signed 64-bit number, in multiples of four
-        generator = torch.Generator(device)
-        generator.set_state(torch.tensor([int(key), offset], dtype=torch.int64).view(torch.uint8))
-        return generator
+def normals_from(entropy: bytes, randomness: str, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that draws N(0, 1) of the shape, dtype and device of a block, from one new generator.
+
+    Args:
+        entropy: 32 secret bytes. The same ones give the same numbers again, on the same kind of device.
+        randomness: the generator.
+        like: float32 or float64, on the device of the blocks.
+    """
+    if like.is_cuda and randomness == "os":
+        on_device = _philox(entropy, like.device)
+        return lambda block: torch.empty_like(block).normal_(generator=on_device)
+    generator = ChaCha20Normals(entropy) if randomness == "chacha20" else _pcg64dxsm(entropy)
+    dtype = np.float64 if like.dtype == torch.float64 else np.float32
+    return lambda block: torch.from_numpy(generator.standard_normal(block.numel(), dtype=dtype)).to(block.device)
+
+
+def _pcg64dxsm(entropy: bytes) -> np.random.Generator:
+    seed = int.from_bytes(entropy, "little")
+    return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(seed, pool_size=8)))
+
+
+def _philox(entropy: bytes, device: torch.device) -> torch.Generator:
+    """Return PyTorch's generator with a random key and offset; ``manual_seed`` would set only the key."""
+    number = int.from_bytes(entropy, "little")
+    key = np.uint64(number & (2**64 - 1)).astype(np.int64)
+    offset = ((number >> 64) & (2**62 - 1)) & ~3  # a signed 64-bit number, in multiples of four
+    generator = torch.Generator(device)
+    generator.set_state(torch.tensor([int(key), offset], dtype=torch.int64).view(torch.uint8))
+    return generator

@@ -33,6 +33,7 @@ from dpllm.mechanism.events import Event
 from dpllm.privacy import locks
 from dpllm.privacy.ledger_reader import (
     CHAIN_START,
+    ENTROPY,
     LedgerHead,
     LedgerNotes,
     LedgerReader,
@@ -56,6 +57,8 @@ class _Plan(Protocol):
     def event(self) -> Event: ...
     @property
     def seeded(self) -> bool: ...
+    @property
+    def randomness(self) -> str: ...
 
 
 class Ledger:
@@ -337,7 +340,7 @@ class Ledger:
                 "plan_hash": plan.hash,
                 "version": dpllm.__version__,
                 "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-                "entropy": ENTROPY_SEEDED if plan.seeded else ENTROPY_SYSTEM,
+                "entropy": ENTROPY_SEEDED if plan.seeded else ENTROPY[plan.randomness],
                 "public": list(public),
                 "planned_step": to_fields(plan.event),
                 "budget": dict(budget) if budget else None,

@@ -19,6 +19,11 @@ from dpllm.mechanism.events import Event
 
 ENTROPY_SYSTEM = "operating system"
 ENTROPY_SEEDED = "fixed seed (NOT PRIVATE)"
+ENTROPY = {
+    "os": ENTROPY_SYSTEM,
+    "chacha20": f"{ENTROPY_SYSTEM}; noise by ChaCha20 (RFC 8439), draws of units by PCG64DXSM",
+}
+"""Words of a ledger for the entropy of a run that has no seed, for each generator of noise."""
 
 CHAIN_START = hashlib.sha256(b"dpllm privacy ledger, format 1").hexdigest()[:16]
 _CHAIN_LENGTH = 16
@@ -157,7 +162,7 @@ class LedgerContents:
     @property
     def seeded(self) -> bool:
         """Whether any run used a fixed seed; then nothing in the ledger is private."""
-        return any(run["entropy"] != ENTROPY_SYSTEM for run in self.runs)
+        return any(run["entropy"] not in ENTROPY.values() for run in self.runs)
 
     @property
     def public(self) -> list[str]:

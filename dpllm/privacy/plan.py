@@ -19,15 +19,20 @@ from typing import Any
 from dpllm.config import SAMPLINGS, UNITS, PrivacyConfig
 from dpllm.mechanism.catalogue import clipping_of, noise_of
 from dpllm.mechanism.events import Event
-from dpllm.mechanism.limits import ADJACENCIES
+from dpllm.mechanism.limits import ADJACENCIES, RANDOMNESS
 from dpllm.mechanism.parts import Draw, Mechanism, Spec
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.calibration import calibrate, choose_max_batch_size, steps_within
 from dpllm.privacy.rounding import format_epsilon
 
 PLAN_FILE = "privacy_plan.json"
-_FORMAT = 3
-_FORMAT_OF_DP_SGD = 2  # the format of earlier versions; a plan without newer parts keeps it, and so its hash
+# A plan has the earliest format that can say what it says, and so the same hash as in earlier versions.
+_FORMAT_OF_DP_SGD, _FORMAT_OF_PARTS, _FORMAT = 2, 3, 4
+_NOT_IN_FORMAT: dict[int, set[str]] = {
+    _FORMAT_OF_DP_SGD: {"clipping", "noise", "randomness"},
+    _FORMAT_OF_PARTS: {"randomness"},
+    _FORMAT: set(),
+}
 _FLAT, _INDEPENDENT = Spec("flat"), Spec("independent")
 
 
@@ -83,6 +88,8 @@ class PrivacyPlan:
     """Public name of the data set."""
     seeded: bool = False
     """Whether sampling and noise come from a fixed seed; then nothing is private."""
+    randomness: str = "os"
+    """The generator of the noise (`dpllm.mechanism.generators`)."""
 
     @classmethod
     def untruncated(
@@ -131,6 +138,7 @@ class PrivacyPlan:
             f"unit in {UNITS}": self.unit in UNITS,
             f"sampling in {SAMPLINGS}": self.sampling in SAMPLINGS,
             f"adjacency in {ADJACENCIES}": self.adjacency in ADJACENCIES,
+            f"randomness in {RANDOMNESS}": self.randomness in RANDOMNESS,
         }
         broken = [rule for rule, holds in checks.items() if not holds]
         if broken:
@@ -192,12 +200,16 @@ class PrivacyPlan:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values; clipping and noise only if they differ from DP-SGD."""
+        """Return the fields as plain values; clipping, noise and randomness only if they are not those of DP-SGD."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         parts = {"clipping": fields.pop("clipping"), "noise": fields.pop("noise")}
+        randomness = fields.pop("randomness")
+        plain = {name: part.to_plain() for name, part in parts.items()}
+        if randomness != "os":
+            return {"format": _FORMAT, **fields, **plain, "randomness": randomness}
         if parts == {"clipping": _FLAT, "noise": _INDEPENDENT}:
             return {"format": _FORMAT_OF_DP_SGD, **fields}
-        return {"format": _FORMAT, **fields, **{name: part.to_plain() for name, part in parts.items()}}
+        return {"format": _FORMAT_OF_PARTS, **fields, **plain}
 
     def save(self, path: str | Path) -> None:
         """Write the plan and its hash as JSON."""
@@ -217,12 +229,12 @@ class PrivacyPlan:
             raise ValueError(f"{path} cannot be read ({error.strerror})") from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON ({error})") from error
-        names = {item.name for item in dataclasses.fields(cls)}
-        if isinstance(raw, dict) and raw.get("format") == _FORMAT_OF_DP_SGD:
-            names -= {"clipping", "noise"}
-        known = isinstance(raw, dict) and raw.get("format") in (_FORMAT_OF_DP_SGD, _FORMAT)
-        if not known or set(raw) != names | {"format", "hash"}:
-            raise ValueError(f"{path} is not a privacy plan of format {_FORMAT} or {_FORMAT_OF_DP_SGD}")
+        format_ = raw.get("format") if isinstance(raw, dict) else None
+        lacking = _NOT_IN_FORMAT.get(format_) if isinstance(format_, int) else None
+        names = {item.name for item in dataclasses.fields(cls)} - (lacking or set())
+        if lacking is None or set(raw) != names | {"format", "hash"}:
+            *earlier, last = _NOT_IN_FORMAT
+            raise ValueError(f"{path} is not a privacy plan of format {', '.join(map(str, earlier))} or {last}")
         try:
             values = {name: raw[name] for name in names}
             values |= {name: Spec.of(raw[name]) for name in ("clipping", "noise") if name in names}
@@ -301,6 +313,7 @@ def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int, num_exampl
         noise=Spec.of(privacy.noise),
         dataset=privacy.dataset,
         seeded=privacy.seed is not None,
+        randomness=privacy.randomness,
     )
     return _within_budget(plan, privacy)
 
@@ -390,6 +403,8 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
         rows.insert(3, ("rows, each drawn and clipped by itself", f"{plan.num_examples:,}"))
     if plan.num_steps_wanted is not None:
         rows.insert(-7, ("steps asked for, more than the budget allows", f"{plan.num_steps_wanted:,}"))
+    if plan.randomness != "os":
+        rows.append(("randomness of the noise", plan.randomness))
     if plan.seeded:
         rows.insert(0, ("NOT PRIVATE", "a fixed seed makes sampling and noise predictable"))
     return rows

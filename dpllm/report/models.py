@@ -340,6 +340,13 @@ class PlanOfParts(Plan):
     noise: NoiseSpec = Field(description="How the noise of the steps hangs together.")
 
 
+class PlanOfGenerator(PlanOfParts):
+    """A plan whose noise has another generator than the default."""
+
+    format: Literal[4] = Field(description="Format of the plan: 4 where it names a generator.")  # type: ignore[assignment]
+    randomness: Literal["chacha20"] = Field(description="Generator of the noise.")
+
+
 class Run(Part):
     """A start or resumption of the run."""
 
@@ -396,7 +403,7 @@ class Checkable(Part):
     verify: str = Field(description="Command that recomputes everything and fails on any difference.")
     recompute_from_the_ledger: str = Field(description="Command that makes the report again.")
     recompute_from_the_numbers: str = Field(description="Command that computes ε from the parameters.")
-    plan: Annotated[Plan | PlanOfParts, Discriminator("format")] = Field(
+    plan: Annotated[Plan | PlanOfParts | PlanOfGenerator, Discriminator("format")] = Field(
         description="Every number that the guarantee rests on, fixed before the run."
     )
     plan_hash: Sha256 = Field(description="SHA-256 of the plan's fields.")

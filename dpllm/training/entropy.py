@@ -42,7 +42,8 @@ class RunEntropy:
         """Take the entropy, and share the part that all processes need."""
         self._sampler, self._seed = plan.mechanism.sampler, seed
         self._deal_key = dealing_key(processes, lambda: secrets.randbits(128) if seed is None else seed)
-        self.noise = plan.mechanism.noise.stream(NoiseSource(seed, stream=processes.rank), plan.num_steps)
+        generator = NoiseSource(seed, processes.rank, plan.randomness)
+        self.noise = plan.mechanism.noise.stream(generator, plan.num_steps)
         self.first = ledger.num_steps
         self._streams = SecretStreams(processes, seed)
 

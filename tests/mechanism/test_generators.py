@@ -1,17 +1,23 @@
 """The noise has the distribution that the accounting assumes, and is drawn freshly each time, in float32."""
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 
+from dpllm.mechanism.chacha20 import ChaCha20Normals
 from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.limits import RANDOMNESS
+
+LEVELS = pytest.mark.parametrize("level", RANDOMNESS)
 
 
+@LEVELS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_noise_is_gaussian_with_the_given_deviation(dtype):
+def test_the_noise_is_gaussian_with_the_given_deviation(dtype, level):
     """Kolmogorov-Smirnov against N(0, stddev^2), with a fixed seed so that the test cannot flicker."""
     grad = torch.zeros(100, 1000, dtype=dtype)
-    NoiseSource(seed=1).add_(grad, 3.0)
+    NoiseSource(seed=1, randomness=level).add_(grad, 3.0)
     assert stats.kstest(grad.flatten().numpy(), "norm", args=(0, 3.0)).pvalue > 1e-3
     assert stats.kstest(grad.flatten().numpy(), "norm", args=(0, 3.1)).pvalue < 1e-3
 
@@ -23,9 +29,10 @@ def test_the_noise_is_added_to_what_stands_there():
     assert abs(float(grad.mean()) - 5) < 0.05
 
 
-def test_every_draw_is_independent_of_every_other():
+@LEVELS
+def test_every_draw_is_independent_of_every_other(level):
     """Across tensors, steps and processes: no correlation, with fresh entropy and with a seed."""
-    for source in (NoiseSource(), NoiseSource(seed=3)):
+    for source in (NoiseSource(randomness=level), NoiseSource(seed=3, randomness=level)):
         draws = [torch.zeros(20_000) for _ in range(4)]
         for draw in draws:
             source.add_(draw, 1.0)
@@ -33,30 +40,44 @@ def test_every_draw_is_independent_of_every_other():
         assert float(correlation.abs().max()) < 6 / 20_000**0.5
 
 
-def test_fresh_entropy_does_not_follow_torch_seeds():
+@LEVELS
+def test_fresh_entropy_does_not_follow_torch_seeds(level):
     """set_seed() on every rank or after a resume must not repeat the noise."""
     draws = []
     for _ in range(2):
         torch.manual_seed(0)
         draw = torch.zeros(100)
-        NoiseSource().add_(draw, 1.0)
+        NoiseSource(randomness=level).add_(draw, 1.0)
         draws.append(draw)
     assert not torch.equal(*draws)
 
 
-def test_a_seed_repeats_the_noise():
+@LEVELS
+def test_a_seed_repeats_the_noise(level):
     """Only for tests; the report then says so."""
     draws = [torch.zeros(100), torch.zeros(100)]
     for draw in draws:
-        NoiseSource(seed=5).add_(draw, 1.0)
+        NoiseSource(seed=5, randomness=level).add_(draw, 1.0)
     assert torch.equal(*draws) and draws[0].any()
 
 
-@pytest.mark.parametrize("block", [1, 7, 1000])
-def test_every_entry_has_noise_of_its_own_whatever_the_block(monkeypatch, block):
+def test_the_level_is_the_generator_that_draws():
+    """ChaCha20 keyed by the same entropy as PCG64DXSM; a level that does not exist is refused."""
+    drawn = {level: NoiseSource(seed=5, randomness=level).normal_like(torch.zeros(100)) for level in RANDOMNESS}
+    entropy = NoiseSource(seed=5)._entropy()
+    assert np.array_equal(drawn["chacha20"].numpy(), ChaCha20Normals(entropy).standard_normal(100))
+    seed = np.random.SeedSequence(int.from_bytes(entropy, "little"), pool_size=8)
+    pcg = np.random.Generator(np.random.PCG64DXSM(seed))
+    assert np.array_equal(drawn["os"].numpy(), pcg.standard_normal(100, dtype=np.float32))
+    with pytest.raises(ValueError, match="randomness must be one of os, chacha20, got 'urandom'"):
+        NoiseSource(randomness="urandom")
+
+
+@pytest.mark.parametrize(("level", "block"), [("os", 1), ("os", 7), ("os", 1000), ("chacha20", 13), ("chacha20", 1000)])
+def test_every_entry_has_noise_of_its_own_whatever_the_block(monkeypatch, block, level):
     """Numbers drawn a block at a time are never used twice, reach every entry, and have the right deviation."""
     monkeypatch.setattr("dpllm.mechanism.generators.ENTRIES_AT_A_TIME", block)
-    for source in (NoiseSource(), NoiseSource(seed=2)):
+    for source in (NoiseSource(randomness=level), NoiseSource(seed=2, randomness=level)):
         grad = torch.zeros(30, 100, dtype=torch.float64)
         source.add_(grad, 2.0)
         assert grad.unique().numel() == grad.numel() and grad.all()
@@ -85,7 +106,7 @@ def test_a_deviation_that_is_none_is_refused(stddev):
 
 def test_the_state_of_the_gpu_generator_holds_key_and_offset():
     """Philox is started from 64 + 62 random bits; its state is those two numbers."""
-    entropies = {NoiseSource()._entropy() for _ in range(20)}
+    entropies = {int.from_bytes(NoiseSource()._entropy(), "little") for _ in range(20)}
     assert len(entropies) == 20 and max(e.bit_length() for e in entropies) > 250
 
 

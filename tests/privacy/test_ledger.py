@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import os
@@ -26,6 +27,7 @@ class Plan:
     hash: str = "a" * 64
     event: Step = STEP
     seeded: bool = False
+    randomness: str = "os"
 
 
 PLAN = Plan()
@@ -295,6 +297,17 @@ def test_seeded_run_is_marked(path: Path) -> None:
     Ledger.open(path, PLAN).close()
     contents = read_ledger(path)
     assert contents.seeded and contents.runs[0]["entropy"] == ENTROPY_SEEDED
+
+
+def test_the_ledger_names_the_generator_of_the_noise(tmp_path: Path) -> None:
+    """A cipher keyed by the operating system is no fixed seed; words that this version does not know are."""
+    path = tmp_path / "ledger.jsonl"
+    with Ledger.create(path, dataclasses.replace(PLAN, randomness="chacha20")):
+        pass
+    contents = read_ledger(path)
+    assert contents.runs[0]["entropy"].startswith("operating system; noise by ChaCha20") and not contents.seeded
+    contents.runs[0]["entropy"] += "!"
+    assert contents.seeded
 
 
 def test_counts_are_positive(path: Path) -> None:

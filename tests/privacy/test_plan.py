@@ -102,11 +102,48 @@ def test_hash_depends_on_every_field() -> None:
         "num_steps_wanted": 60,
         "dataset": "mail",
         "seeded": True,
+        "randomness": "chacha20",
     }
     hashes = {dataclasses.replace(plan, **{name: value}).hash for name, value in change.items()}
     hashes.add(make_plan(privacy(expected_batch_size=21, max_batch_size=52), 1000, 50).hash)
     hashes.add(make_plan(privacy(delta=1e-4, expected_batch_size=40, max_batch_size=52), 2000, 50).hash)
     assert len(hashes | {plan.hash}) == len(change) + 3
+
+
+@pytest.mark.parametrize(
+    ("change", "number", "without"),
+    [
+        ({}, 2, {"clipping", "noise", "randomness"}),
+        ({"clipping": "automatic"}, 3, {"randomness"}),
+        ({"randomness": "chacha20"}, 4, set()),
+        ({"noise": {"kind": "banded", "bands": 3}, "randomness": "chacha20"}, 4, set()),
+    ],
+)
+def test_a_plan_has_the_earliest_format_that_can_say_it(
+    change: dict[str, Any], number: int, without: set[str], tmp_path: Path
+) -> None:
+    """So plans, and hashes, of earlier versions stay as they were; a plan of another format has other keys."""
+    plan = make_plan(privacy(**change), num_units=1000, num_steps=50)
+    fields = {item.name for item in dataclasses.fields(plan)}
+    assert plan.to_dict()["format"] == number and fields - set(plan.to_dict()) == without
+    plan.save(tmp_path / "plan.json")
+    assert PrivacyPlan.load(tmp_path / "plan.json") == plan
+    saved = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    for other in {1, 2, 3, 4, 5} - {number}:
+        (tmp_path / "plan.json").write_text(json.dumps({**saved, "format": other}), encoding="utf-8")
+        with pytest.raises(ValueError, match="is not a privacy plan of format 2, 3 or 4"):
+            PrivacyPlan.load(tmp_path / "plan.json")
+
+
+def test_the_generator_of_the_noise_is_shown_and_known() -> None:
+    """Only a plan with another one than the default names it."""
+    plan = make_plan(privacy(randomness="chacha20"), num_units=1000, num_steps=50)
+    assert ("randomness of the noise", "chacha20") in format_plan(plan)
+    assert plan.epsilon == make_plan(privacy(), num_units=1000, num_steps=50).epsilon
+    with pytest.raises(ValueError, match=r"randomness in \('os', 'chacha20'\)"):
+        dataclasses.replace(plan, randomness="rand")
+    with pytest.raises(ValueError, match="randomness must be one of"):
+        privacy(randomness="discrete")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,15 @@ from tests.training.test_trainer import arguments, privacy, rows, trainer
 BANDED = {"kind": "banded", "bands": 3}
 
 
-@pytest.mark.parametrize("parts", [{"noise": BANDED}, {"clipping": "automatic"}, {"clipping": "per-layer"}])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"noise": BANDED},
+        {"clipping": "automatic"},
+        {"clipping": "per-layer"},
+        {"noise": BANDED, "randomness": "chacha20"},
+    ],
+)
 def test_a_run_says_what_it_was_and_verifies(parts, tmp_path):
     """Its ε is that of its steps by the mechanism's event."""
     run = trainer(tmp_path, dataset=rows(60), config=privacy(expected_batch_size=8, **parts))
@@ -30,6 +38,7 @@ def test_a_run_says_what_it_was_and_verifies(parts, tmp_path):
     assert checked.ok, [check for check in checked.checks if not check.ok]
     page = (tmp_path / "privacy_report.md").read_text(encoding="utf-8")
     assert run.plan.mechanism.clipping.words() in page and run.plan.mechanism.noise.words() in page
+    assert ("noise by ChaCha20 (RFC 8439), draws of units by PCG64DXSM" in page) == ("randomness" in parts)
 
 
 def test_no_file_of_a_checkpoint_or_of_the_end_holds_noise(tmp_path, monkeypatch):

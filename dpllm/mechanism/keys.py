@@ -1,0 +1,112 @@
+"""Secret keys of noise, and the keys derived from them by HKDF-SHA256.
+
+Place in the flow: below the generators of noise. Most noise is drawn from fresh entropy, once, and needs no key. Noise
+that a run must be able to draw a second time is a function of a secret key and of an address: the step, the parameter
+and the place of its entries. Whoever has the key can subtract the noise from the releases. So it is in memory only:
+there is no method that returns it, and it cannot be copied, pickled or used in a forked process.
+
+The operating system may still write memory to a disk, when it swaps or dumps a crashed process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from typing import NoReturn
+
+KEY_BYTES = 32
+"""256 bits, of which a quantum computer's search leaves 128."""
+_HASH_BYTES = 32
+
+
+class SecretKey:
+    """A key of 256 bits that stays in the memory of one process.
+
+    Args:
+        entropy: at least 32 secret, uniform bytes.
+
+    Raises:
+        ValueError: there are fewer bytes.
+
+    >>> key = SecretKey(os.urandom(32))
+    >>> key.derive("noise", 1, "w") == key.derive("noise", 1, "w") != key.derive("noise", 2, "w")
+    True
+    >>> key
+    SecretKey(...)
+    """
+
+    __slots__ = ("_process", "_pseudorandom")
+
+    def __init__(self, entropy: bytes) -> None:
+        """Keep the key that HKDF extracts from the entropy."""
+        if len(entropy) < KEY_BYTES:
+            raise ValueError(f"a key needs at least {KEY_BYTES} bytes of entropy, got {len(entropy)}")
+        self._pseudorandom = hkdf_extract(b"dpllm noise, version 1", entropy)
+        self._process = os.getpid()
+
+    def derive(self, *address: int | str) -> bytes:
+        """Return the 32 bytes that belong to an address; other addresses have independent ones.
+
+        Args:
+            address: whole numbers from 0 to 2^64 - 1, and texts. Addresses are equal only if they have the same parts
+                in the same order: each part is preceded by its kind and its length.
+
+        Raises:
+            ValueError: this process was forked from the one that made the key, and both would draw the same numbers;
+                or a number is out of range.
+        """
+        if os.getpid() != self._process:
+            raise ValueError(
+                f"the secret key was made by process {self._process}, and this is process {os.getpid()}, a fork of it: "
+                "both would draw the same noise. Begin the run in the process that trains"
+            )
+        return hkdf_expand(self._pseudorandom, b"".join(_encoded(part) for part in address), KEY_BYTES)
+
+    def __repr__(self) -> str:
+        return "SecretKey(...)"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse copies and pickles.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a secret key is kept in the memory of one process: it cannot be copied, pickled or saved, since it would "
+            "allow a reader to subtract the noise. Make a new run instead of a copy"
+        )
+
+
+def _encoded(part: int | str) -> bytes:
+    if isinstance(part, str):
+        text = part.encode("utf-8", "surrogatepass")
+        return b"t" + len(text).to_bytes(8, "little") + text
+    if not 0 <= part < 2**64:
+        raise ValueError(f"a number of an address is between 0 and 2^64 - 1, got {part}")
+    return b"n" + int(part).to_bytes(8, "little")
+
+
+def hkdf_extract(salt: bytes, entropy: bytes) -> bytes:
+    """Return the pseudorandom key of RFC 5869, section 2.2, with SHA-256."""
+    return hmac.new(salt, entropy, hashlib.sha256).digest()
+
+
+def hkdf_expand(pseudorandom: bytes, info: bytes, size: int) -> bytes:
+    """Return the output of RFC 5869, section 2.3, with SHA-256.
+
+    Args:
+        pseudorandom: the key that `hkdf_extract` returned.
+        info: distinguishes outputs of one key.
+        size: bytes to return.
+
+    Raises:
+        ValueError: more than 255 hashes were needed.
+    """
+    if size > 255 * _HASH_BYTES:
+        raise ValueError(f"HKDF-SHA256 returns at most {255 * _HASH_BYTES} bytes, not {size}")
+    output, last = b"", b""
+    for number in range(1, -(-size // _HASH_BYTES) + 1):
+        last = hmac.new(pseudorandom, last + info + bytes([number]), hashlib.sha256).digest()
+        output += last
+    return output[:size]
