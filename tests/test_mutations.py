@@ -356,14 +356,14 @@ MUTATIONS = [
         "nothing is watched between the steps",
         "dpllm/training/checks/watch.py",
         "        self._raise_deferred()\n        self._check_trainable_set()\n"
-        '        self._check_fixed("between two private steps")\n',
+        '        self._fixed.check("between two private steps")\n',
         "        return\n",
         ("tests/training/checks/test_watch.py::test_a_frozen_parameter_written_between_steps_is_refused",),
     ),
     Mutation(
         "buffers and frozen weights may change within a step",
         "dpllm/training/checks/watch.py",
-        "        self._check_fixed(_DURING, everything=due)\n",
+        "        self._fixed.check(_DURING, everything=due)\n",
         "",
         ("tests/training/checks/test_watch.py::test_a_frozen_embedding_with_max_norm_is_refused",),
     ),
