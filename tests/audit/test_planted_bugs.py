@@ -145,7 +145,7 @@ BUGS = [
         (
             (
                 "dpllm/training/entropy.py",
-                "NoiseSource(seed, stream=processes.rank)",
+                "NoiseSource(seed, processes.rank, plan.randomness)",
                 "NoiseSource(int(ledger.path.read_bytes().splitlines()[0].hex()[:64], 16))",
             ),
         ),
