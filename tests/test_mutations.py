@@ -202,6 +202,27 @@ MUTATIONS = [
         ("tests/mechanism/test_banded.py",),
     ),
     Mutation(
+        "the columns of a strategy may have any norm",
+        "dpllm/mechanism/strategies.py",
+        "    if square > 1 + _NORM_SLACK:\n",
+        "    if square > 2:\n",
+        ("tests/mechanism/test_banded.py", "tests/privacy/test_noise_choice.py"),
+    ),
+    Mutation(
+        "geometric noise keeps the noise of the step before",
+        "dpllm/mechanism/banded.py",
+        "alpha=-scale * self._ratio",
+        "alpha=0.0",
+        ("tests/mechanism/test_banded.py",),
+    ),
+    Mutation(
+        "geometric noise forgets the cycle before",
+        "dpllm/mechanism/banded.py",
+        ".mul_(self._ratio**self._bands)",
+        ".mul_(0.0)",
+        ("tests/mechanism/test_banded.py",),
+    ),
+    Mutation(
         "each layer may have the norm of all layers together",
         "dpllm/mechanism/per_layer.py",
         "self.clip_norm / math.sqrt(len(norm_GU)) / norm_GU",

@@ -53,9 +53,20 @@ def noise_of(spec: Spec) -> Noise:
         ValueError: the kind is unknown, an option is missing or unknown, or a value is out of range.
 
     >>> noise_of(Spec("banded", (("bands", 4),)))
-    BandedNoise(bands=4)
+    BandedNoise(bands=4, strategy=None, ratio=None, coefficients=None)
     """
     return _make("noise", NOISES, spec, {})
+
+
+def spec_of(part: Any) -> Spec:
+    """Return the specification from which a noise is made again: its kind, and the options that are not the default.
+
+    >>> spec_of(BandedNoise(bands=4)), spec_of(IndependentNoise())
+    (Spec(kind='banded', options=(('bands', 4),)), Spec(kind='independent', options=()))
+    """
+    options = {item.name: getattr(part, item.name) for item in dataclasses.fields(part)}
+    given = {item.name: options[item.name] for item in dataclasses.fields(part) if options[item.name] != item.default}
+    return Spec(part.kind, tuple(sorted(given.items())))
 
 
 def _make(name: str, known: Mapping[str, Any], spec: Spec, given: Mapping[str, Any]) -> Any:

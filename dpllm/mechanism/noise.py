@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from dpllm.mechanism.events import Event, dp_sgd
 from dpllm.mechanism.parts import Draw, NormalGenerator
 from dpllm.mechanism.sampling import TruncatedPoissonSampler
+from dpllm.mechanism.workload import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,19 @@ class IndependentNoise:
     """Noise drawn independently in every step, over a truncated Poisson sample of units or a Poisson sample of rows."""
 
     kind: ClassVar[str] = "independent"
+
+    @property
+    def tensors_kept(self) -> int:
+        """None: the steps do not depend on each other."""
+        return 0
+
+    def candidates(self, draw: Draw, workload: Workload) -> list[IndependentNoise]:
+        """Return itself: nothing is left open."""
+        return [self]
+
+    def error(self, workload: Workload) -> float:
+        """Return the norm of the workload's response."""
+        return workload.error([1.0])
 
     def sampler(self, draw: Draw) -> TruncatedPoissonSampler:
         """Return the Poisson sampler."""

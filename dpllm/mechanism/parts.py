@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dpllm.mechanism.events import Event
+    from dpllm.mechanism.workload import Workload
 
 
 class Sampler(Protocol):
@@ -127,6 +128,25 @@ class Noise(Protocol):
 
     kind: ClassVar[str]
 
+    def candidates(self, draw: Draw, workload: Workload) -> Sequence[Noise]:
+        """Return the noises from which the planner chooses, the one that needs the least memory first.
+
+        All their numbers are set: the plan stores them, and nothing is computed again. A noise that leaves nothing
+        open returns itself.
+
+        Args:
+            draw: the numbers of the draw.
+            workload: the map from the noise of the steps to the released weights.
+
+        Raises:
+            ValueError: there is no accounting for this draw.
+        """
+        ...
+
+    def error(self, workload: Workload) -> float:
+        """Return the standard deviation of the noise of the released weights, divided by σC and the learning rate."""
+        ...
+
     def sampler(self, draw: Draw) -> Sampler:
         """Return the sampler for which the accounting holds.
 
@@ -141,6 +161,11 @@ class Noise(Protocol):
         Raises:
             ValueError: there is no accounting for this draw.
         """
+        ...
+
+    @property
+    def tensors_kept(self) -> int:
+        """How many tensors of the gradient's size all processes together keep between two steps."""
         ...
 
     def variance(self, step: int, num_steps: int) -> float:
@@ -218,13 +243,18 @@ class Spec:
         if isinstance(value, str):
             return cls(value)
         if isinstance(value, Mapping) and isinstance(value.get("kind"), str):
-            options = sorted((str(name), option) for name, option in value.items() if name != "kind")
+            options = sorted(
+                (str(name), tuple(option) if isinstance(option, list) else option)
+                for name, option in value.items()
+                if name != "kind"
+            )
             return cls(value["kind"], tuple(options))
         raise ValueError(f"a word, or a mapping with kind and its options, is needed, got {value!r}")
 
     def to_plain(self) -> str | dict[str, Any]:
         """Return the value that `of` accepts."""
-        return {"kind": self.kind, **dict(self.options)} if self.options else self.kind
+        options = {name: list(option) if isinstance(option, tuple) else option for name, option in self.options}
+        return {"kind": self.kind, **options} if options else self.kind
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ import torch
 from scipy import stats
 
 from dpllm.config import PrivacyConfig
-from dpllm.mechanism.banded import BandedNoise, BandedStep, BandedStream, coefficients, prefix_error
+from dpllm.mechanism.banded import BandedNoise, BandedStep, BandedStream, GeometricStream
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Mechanism
 from dpllm.mechanism.sampling import seeded_rng
+from dpllm.mechanism.strategies import coefficients
+from dpllm.mechanism.workload import Workload
 from dpllm.privacy.accounting import epsilon, merge
 from dpllm.privacy.calibration import calibrate
 from dpllm.privacy.plan import format_plan, make_plan
@@ -32,10 +34,15 @@ SIGMA = {1: 0.71758, 2: 0.83187, 4: 0.99707, 8: 1.23699}
 REPLACE_ONE = {1: 9.92, 4: 11.61, 8: 12.79}
 
 
-def matrix(bands, num_steps):
-    """M, by its first column."""
+GEOMETRIC = {"strategy": "geometric", "ratio": 0.98}
+FREE = {"strategy": "free", "coefficients": (0.8, 0.5, 0.3)}
+
+
+def matrix(bands, num_steps, **strategy):
+    """M, by its first column; without a strategy that of plans of earlier versions."""
     column = np.zeros(num_steps)
-    column[:bands] = coefficients(bands, num_steps)[:num_steps]
+    first = BandedNoise(bands, **strategy).column(num_steps) if strategy else coefficients(bands, num_steps)
+    column[:bands] = first[:num_steps]
     return np.array([[column[i - j] if i >= j else 0.0 for j in range(num_steps)] for i in range(num_steps)])
 
 
@@ -56,8 +63,9 @@ def test_coefficients_are_those_of_other_implementations(bands):
 def test_the_error_of_prefix_sums_is_that_of_the_dense_matrix(bands):
     """Root mean square of the rows of A M⁻¹, A the prefix sums."""
     dense = np.tril(np.ones((410, 410))) @ np.linalg.inv(matrix(bands, 410))
-    assert prefix_error(bands, 410) == pytest.approx(math.sqrt((dense**2).sum() / 410), rel=1e-9)
-    assert prefix_error(bands, 410) == pytest.approx(RMSE[bands], abs=1e-4)
+    error = BandedNoise(bands).error(Workload.prefix_sums(410))
+    assert error == pytest.approx(math.sqrt((dense**2).sum() / 410), rel=1e-9)
+    assert error == pytest.approx(RMSE[bands], abs=1e-4)
 
 
 @pytest.mark.parametrize(("bands", "num_steps"), [(1, 1), (1, 9), (2, 1), (3, 7), (4, 410), (9, 5), (16, 40)])
@@ -109,9 +117,9 @@ def test_one_band_is_dp_sgd():
         assert torch.allclose(total, 2 * generator.normal_like(total))
 
 
-def released(bands, num_steps, entries=4, stddev=1.0, seed=0):
+def released(bands, num_steps, entries=4, stddev=1.0, seed=0, **strategy):
     """(T, entries): the noise of a run."""
-    stream = BandedNoise(bands).stream(NoiseSource(seed=seed), num_steps)
+    stream = BandedNoise(bands, **strategy).stream(NoiseSource(seed=seed), num_steps)
     rows = []
     for step in range(num_steps):
         stream.begin(step)
@@ -121,29 +129,67 @@ def released(bands, num_steps, entries=4, stddev=1.0, seed=0):
     return torch.stack(rows).numpy()
 
 
-@pytest.mark.parametrize("bands", [2, 4, 8])
-def test_the_stream_is_the_inverse_of_the_strategy(bands):
-    """M times the released noise is independent noise, equal to the numbers drawn up to rounding."""
-    noise = released(bands, 30, entries=5, stddev=0.5, seed=7)
+@pytest.mark.parametrize(
+    ("bands", "strategy"),
+    [
+        *((bands, {}) for bands in (2, 4, 8)),
+        *((bands, GEOMETRIC) for bands in (2, 3, 8, 30, 41)),
+        (5, {**GEOMETRIC, "ratio": 1.0}),
+        (4, {**GEOMETRIC, "ratio": 0.3}),
+        (3, FREE),
+    ],
+)
+def test_the_stream_is_the_inverse_of_the_strategy(bands, strategy):
+    """M⁻¹ times the numbers drawn, and M times the noise is them again; also with more bands than steps."""
+    noise = released(bands, 40, entries=5, stddev=0.5, seed=7, **strategy)
     generator = NoiseSource(seed=7)
-    drawn = np.stack([generator.normal_like(torch.zeros(5, dtype=torch.float64)).numpy() for _ in range(30)])
-    np.testing.assert_allclose(matrix(bands, 30) @ noise, 0.5 * drawn, atol=1e-12)
+    drawn = np.stack([generator.normal_like(torch.zeros(5, dtype=torch.float64)).numpy() for _ in range(40)])
+    dense = matrix(bands, 40, **strategy)
+    np.testing.assert_allclose(np.linalg.inv(dense) @ drawn, 2 * noise, atol=1e-12)
+    np.testing.assert_allclose(dense @ noise, 0.5 * drawn, atol=1e-12)
 
 
-def test_each_step_has_the_variance_that_the_guard_is_told():
+def test_geometric_noise_is_that_of_the_general_recursion_in_float32():
+    """The cheap recursion is a different order of the same sums, over hundreds of steps."""
+    cheap = BandedNoise(8, **GEOMETRIC).stream(NoiseSource(seed=5), 600)
+    general = BandedStream(NoiseSource(seed=5), BandedNoise(8, **GEOMETRIC).column(600))
+    assert type(cheap) is GeometricStream
+    for step in range(600):
+        totals = [torch.zeros(500) for _ in range(2)]
+        for stream, total in zip((cheap, general), totals, strict=True):
+            stream.begin(step)
+            stream.add_share_("w", total, 1.0, 0, 1)
+    torch.testing.assert_close(*totals, rtol=0, atol=1e-4)
+    assert totals[0].std() > 3
+
+
+@pytest.mark.parametrize(("bands", "strategy"), [(1, {}), (4, {}), (2, GEOMETRIC), (6, GEOMETRIC), (3, FREE)])
+def test_as_many_tensors_are_kept_as_the_memory_plan_counts(bands, strategy):
+    """Of the size of this process's slice; none with one band."""
+    noise = BandedNoise(bands, **strategy)
+    stream = noise.stream(NoiseSource(seed=5), 20)
+    for step in range(20):
+        stream.begin(step)
+        stream.add_share_("w", torch.zeros(8), 1.0, 0, 1)
+    assert sum(len(past) for past in getattr(stream, "_past", {}).values()) == noise.tensors_kept
+
+
+@pytest.mark.parametrize("strategy", [{}, GEOMETRIC])
+def test_each_step_has_the_variance_that_the_guard_is_told(strategy):
     """The square of the norm of row t of M⁻¹, and a Gaussian."""
-    noise = released(4, 12, entries=40_000, stddev=1.0)
-    inverse = np.linalg.inv(matrix(4, 12))
+    noise = released(4, 12, entries=40_000, stddev=1.0, **strategy)
+    inverse = np.linalg.inv(matrix(4, 12, **strategy))
     for step in (0, 1, 5, 11):
-        variance = BandedNoise(4).variance(step, 12)
+        variance = BandedNoise(4, **strategy).variance(step, 12)
         assert variance == pytest.approx((inverse[step] ** 2).sum(), rel=1e-9)
         assert noise[step].var() == pytest.approx(variance, rel=0.05)
         assert stats.kstest(noise[step], "norm", args=(0, math.sqrt(variance))).pvalue > 1e-3
 
 
-def test_a_draw_without_a_step_has_noise_all_the_same():
+@pytest.mark.parametrize("strategy", [{}, GEOMETRIC])
+def test_a_draw_without_a_step_has_noise_all_the_same(strategy):
     """The groups advanced, so the noise does too: the step after it is row t of M⁻¹ z, not row t - 1."""
-    stream, whole = (BandedStream(NoiseSource(seed=2), coefficients(3, 9)) for _ in range(2))
+    stream, whole = (BandedNoise(3, **strategy).stream(NoiseSource(seed=2), 9) for _ in range(2))
     found, expected = [], []
     for step in range(6):
         whole.begin(step)
@@ -170,11 +216,12 @@ def test_noise_out_of_order_twice_or_left_out_is_refused():
         stream.begin(2)
 
 
-def test_slices_of_processes_have_streams_of_their_own():
+@pytest.mark.parametrize("strategy", [{}, GEOMETRIC])
+def test_slices_of_processes_have_streams_of_their_own(strategy):
     """Each process keeps only the past of its own slice."""
     summed = []
-    streams = [BandedStream(NoiseSource(seed=4, stream=rank), coefficients(4, 9)) for rank in range(3)]
-    for step in range(5):
+    streams = [BandedNoise(4, **strategy).stream(NoiseSource(seed=4, stream=rank), 9) for rank in range(3)]
+    for step in range(9):
         total = torch.zeros(10, dtype=torch.float64)
         for rank, stream in enumerate(streams):
             stream.begin(step)
@@ -183,7 +230,7 @@ def test_slices_of_processes_have_streams_of_their_own():
             assert int((part != 0).sum()) == (4 if rank == 2 else 3)
             total += part
         summed.append(total)
-    white = matrix(4, 9)[:5, :5] @ torch.stack(summed).numpy()
+    white = matrix(4, 9, **strategy) @ torch.stack(summed).numpy()
     assert np.unique(white.round(9)).size == white.size
 
 
@@ -237,6 +284,68 @@ def test_groups_smaller_than_a_batch_and_single_rows_are_refused():
         BandedNoise(4).event(rows, 1.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"bands": 3, "strategy": "free", "coefficients": (0.8, 0.6, 0.1)}, "norm 1.00498756, but at most 1 is needed"),
+        ({"bands": 2, "strategy": "free", "coefficients": (0.6, 0.8 + 1e-9)}, "norm 1, but at most 1"),
+        ({"bands": 2, "strategy": "free", "coefficients": (0.6, 0.8)}, "grows 1.33-fold with every step"),
+        ({"bands": 2, "strategy": "free", "coefficients": (0.0, 0.8)}, "the first one above 0"),
+        ({"bands": 2, "strategy": "free", "coefficients": (-0.8, 0.5)}, "the first one above 0"),
+        ({"bands": 2, "strategy": "free", "coefficients": (0.8, math.nan)}, "must be finite"),
+        ({"bands": 2, "strategy": "free", "coefficients": (0.8, True)}, "must be numbers"),
+        ({"bands": 2, "strategy": "free", "coefficients": (0.8, "0.1")}, "must be numbers"),
+        ({"bands": 3, "strategy": "free", "coefficients": (0.8, 0.5)}, "a list of bands=3 numbers"),
+        ({"bands": 3, "strategy": "free", "coefficients": 0.8}, "a list of bands=3 numbers"),
+        ({"bands": 3, "coefficients": (0.8, 0.5, 0.1)}, "noise.coefficients needs strategy: free"),
+        ({"bands": 3, "strategy": "geometric", "coefficients": (0.8, 0.5, 0.1)}, "coefficients needs strategy: free"),
+        ({"bands": "auto", "strategy": "free", "coefficients": (0.8,)}, "and a number of bands"),
+        ({"bands": "auto", "strategy": "geometric", "ratio": 0.9}, "noise.ratio needs strategy: geometric and a numb"),
+        ({"bands": 3, "strategy": "free", "ratio": 0.9}, "noise.ratio needs strategy: geometric"),
+        *(
+            ({"bands": 3, "strategy": "geometric", "ratio": ratio}, "noise.ratio must be above 0 and at most 1")
+            for ratio in (0.0, -0.5, 1.001, math.nan, math.inf, True, "0.9")
+        ),
+        ({"bands": 3, "strategy": "best"}, "noise.strategy must be geometric or free, got 'best'"),
+        ({"bands": "most"}, "a whole number between 1 and 1000, or auto, got 'most'"),
+    ],
+)
+def test_a_strategy_that_is_none_is_refused(options, text):
+    """Above all a column of norm above 1, with which a unit could change the releases by more than C."""
+    with pytest.raises(ValueError, match=text):
+        BandedNoise(**options)
+
+
+def test_a_strategy_without_numbers_has_no_event_and_no_noise():
+    """Only make_plan computes them; a plan that is loaded has them."""
+    draw = Draw(num_units=100, population=100, expected_batch_size=5, max_batch_size=30)
+    for noise in (BandedNoise(4, "geometric"), BandedNoise(4, "free")):
+        for use in (
+            lambda n: n.event(draw, 1.0, 1.0),
+            lambda n: n.stream(NoiseSource(), 9),
+            lambda n: n.variance(0, 9),
+        ):
+            with pytest.raises(ValueError, match="no numbers of it: make the plan with make_plan"):
+                use(noise)
+    for use in (lambda n: n.event(draw, 1.0, 1.0), lambda n: n.sampler(draw), lambda n: n.stream(NoiseSource(), 9)):
+        with pytest.raises(ValueError, match="bands=auto is not a number yet"):
+            use(BandedNoise())
+
+
+def test_candidates_have_numbers_and_fit_into_the_groups():
+    """Of auto, all bands for which a group has a batch and that are not more than the steps."""
+    draw = Draw(num_units=70, population=70, expected_batch_size=10, max_batch_size=70)
+    found = BandedNoise("auto", "geometric").candidates(draw, Workload.released([1.0] * 40, 0.9))
+    assert [noise.bands for noise in found] == [1, 2, 3, 4, 6]
+    assert found[0] == BandedNoise(1) and all(0.3 <= noise.ratio <= 1 for noise in found[1:])
+    assert [noise.bands for noise in BandedNoise().candidates(draw, Workload.released([1.0] * 3, 0.9))] == [1, 2, 3]
+    (free,) = BandedNoise(7).candidates(draw, Workload.prefix_sums(40))
+    assert free.strategy == "free" and free.coefficients == pytest.approx(coefficients(7, 40), abs=1e-7)
+    assert free.candidates(draw, Workload.released([1.0] * 3)) == [free]
+    with pytest.raises(ValueError, match="take at most 7 bands"):
+        BandedNoise(8).candidates(draw, Workload.released([1.0] * 40))
+
+
 @pytest.mark.parametrize("bad", [{"bands": 0}, {"bands": 42_062}, {"max_batch_size": 0}, {"num_units": None}])
 def test_an_event_out_of_range_is_refused(bad):
     """In a ledger that another program wrote."""
@@ -263,6 +372,8 @@ def test_words_name_the_groups_and_the_noise_of_a_release():
     assert "4 groups of about 50 units each (200 in all)" in sampling
     assert "independent noise of standard deviation 0.5 is drawn" in noise and "noise of the 3 steps before" in noise
     assert "that of the step before" in BandedNoise(2).words()
+    assert "(banded factorisation, geometric with ratio 0.98)" in BandedNoise(4, **GEOMETRIC).words()
+    assert "(banded factorisation, with free coefficients)" in BandedNoise(3, **FREE).words()
     mechanism = Mechanism(draw, FlatClipping(0.5), BandedNoise(4), 1.0)
     first, last = mechanism.release_stddevs(16)
     inverse = np.linalg.inv(matrix(4, 16))

@@ -1,10 +1,14 @@
 """Parts named in recipes are created or refused by name, and events in ledgers are read back as written."""
 
+import dataclasses
+import json
+
 import pytest
 
 from dpllm.mechanism.banded import BandedNoise, BandedStep
-from dpllm.mechanism.catalogue import EVENTS, clipping_of, from_fields, noise_of, to_fields
+from dpllm.mechanism.catalogue import EVENTS, NOISES, clipping_of, from_fields, noise_of, spec_of, to_fields
 from dpllm.mechanism.events import Step, StepOfRows
+from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Mechanism, Spec
 
 STEPS = [
@@ -74,10 +78,35 @@ def test_wrong_clippings_are_refused_by_name(value, text):
         clipping_of(Spec.of(value), 1.0)
 
 
-def test_an_option_that_is_missing_is_named():
-    """The error shows the correct spelling."""
-    with pytest.raises(ValueError, match=r"noise: \{kind: banded\} needs bands"):
-        noise_of(Spec("banded"))
+def test_an_option_that_is_missing_is_named(monkeypatch):
+    """The error shows the correct spelling; of a noise whose options have no default."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Needy:
+        kind = "needy"
+        bands: int
+
+    monkeypatch.setitem(NOISES, "needy", Needy)
+    with pytest.raises(ValueError, match=r"noise: \{kind: needy\} needs bands: write noise: \{kind: needy, bands: …\}"):
+        noise_of(Spec("needy"))
+    assert spec_of(Needy(3)) == Spec("needy", (("bands", 3),))
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        IndependentNoise(),
+        BandedNoise(4),
+        BandedNoise(8, "geometric", ratio=0.98),
+        BandedNoise(3, "free", coefficients=(0.8, 0.5, 0.3)),
+    ],
+)
+def test_a_noise_is_made_again_from_what_a_plan_stores(noise):
+    """Through JSON, with all digits; options that are not set are left out."""
+    plain = json.loads(json.dumps(spec_of(noise).to_plain()))
+    spec = Spec.of(plain)
+    assert noise_of(spec) == noise and spec == spec_of(noise) and hash(spec) == hash(spec_of(noise))
+    assert None not in (plain.values() if isinstance(plain, dict) else ())
 
 
 def test_a_mechanism_without_accounting_is_refused():
