@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from dpllm.cli.sweeping import UTILIZATION, Setting, run_sweep
 from dpllm.config import Recipe, load_recipe
 
 if TYPE_CHECKING:
+    from dpllm.privacy.noise_choice import Prediction
     from dpllm.privacy.plan import PrivacyPlan
 
 Memory = Annotated[bool, typer.Option("--memory", help="Print the computed memory and communication per GPU instead.")]
@@ -125,9 +127,9 @@ def plan(
         if memory:
             _memory(recipe, loaded, 1 if gpus is None else gpus, engine, as_json)
             return
-        made, files = _plan_of(loaded)
+        made, files, predicted = _plan_of(loaded)
         if not sweep:
-            _show_plan(recipe, made, files, as_json)
+            _show_plan(recipe, made, files, predicted, as_json)
             return
         setting = Setting.of_recipe(recipe, loaded, made, with_flops=peak_tflops is not None)
     fewest = -(-setting.num_steps // 2) if min_steps is None else min_steps
@@ -136,22 +138,26 @@ def plan(
     run_sweep(setting, batch_sizes, step_counts, compute, rule, *time, picture, as_json)
 
 
-def _plan_of(recipe: Recipe) -> tuple[PrivacyPlan, dict[str, int]]:
-    """Return the plan, and the local files that were read, each with its number of records."""
+def _plan_of(recipe: Recipe) -> tuple[PrivacyPlan, dict[str, int], Prediction | None]:
+    """Return the plan, the local files that were read, each with its number of records, and the predicted noise."""
     # These import torch, for which the other commands need not wait.
     from dpllm.data.rows import load_train_and_eval, sources_of, unit_index_of
+    from dpllm.privacy.noise_choice import prediction
     from dpllm.training.arguments import plan_for, training_arguments
     from dpllm.training.preflight import PLAIN, check_recipe
+    from dpllm.training.workload import workload_of
 
     arguments = training_arguments({**PLAIN, **recipe.train})
     for line in check_recipe(recipe, to_train=False):
         typer.echo(f"note: {line}", err=True)
     records, _ = load_train_and_eval(recipe.data, recipe.privacy)
     plan = plan_for(arguments, recipe.privacy, unit_index_of(records, recipe.privacy))
-    return plan, sources_of(records)
+    return plan, sources_of(records), prediction(plan, workload_of(arguments, plan.num_steps))
 
 
-def _show_plan(path: Path, made: PrivacyPlan, files: dict[str, int], as_json: bool) -> None:
+def _show_plan(
+    path: Path, made: PrivacyPlan, files: dict[str, int], predicted: Prediction | None, as_json: bool
+) -> None:
     from dpllm.privacy.plan import format_plan
 
     values = {
@@ -159,10 +165,12 @@ def _show_plan(path: Path, made: PrivacyPlan, files: dict[str, int], as_json: bo
         "hash": made.hash,
         "epsilon_zero_out": made.epsilon_under("zero-out"),
         "epsilon_replace_one": made.epsilon_under("replace-one"),
+        "predicted_noise": None if predicted is None else dataclasses.asdict(predicted),
         "files": files,
     }
     read = [(f"records of {name}", f"{count:,}") for name, count in files.items()]
-    show(values, [*format_plan(made), *read], f"Privacy plan of {path}", as_json)
+    noise = [] if predicted is None else [("predicted noise of the released weights", predicted.words())]
+    show(values, [*format_plan(made), *noise, *read], f"Privacy plan of {path}", as_json)
 
 
 def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: bool) -> None:

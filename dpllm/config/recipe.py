@@ -99,8 +99,11 @@ class PrivacyConfig:
     "automatic" (scaled by C / (its norm + stability)), or "psac" (scaled by C / (its norm + r / (its norm + r))).
     Options go into a mapping: {kind: automatic, stability: 0.01}."""
     noise: Any = "independent"
-    """How the noise of the steps is correlated: "independent" (DP-SGD), or correlated with the noise of earlier steps:
-    {kind: banded, bands: 8}, where the units are drawn from each of 8 groups in turn."""
+    """How the noise of the steps is correlated: "independent" (DP-SGD), or "banded", correlated with the noise of
+    earlier steps, where the units are drawn from one of several groups in turn (`docs/correlated_noise.md`). Options:
+    {kind: banded, bands: 8, strategy: geometric}. ``bands``: the number of groups, or auto, the best one at
+    `target_epsilon`. ``strategy``: geometric or free; its numbers are computed for the optimizer and the schedule of
+    the run, and the plan stores them. To fix them: ``ratio``, or ``coefficients``, a list."""
     max_batch_size: int | None = None
     """More units than this never enter one step. None: b + 7 sqrt(b), raised until it costs nothing in ε."""
     adjacency: str = "zero-out"

@@ -220,6 +220,42 @@ def calibrate(
     return _solve(exact, target_epsilon, sigma, tolerance=1e-4)
 
 
+def approximate_noise(
+    target_epsilon: float,
+    delta: float,
+    event_of: Callable[[float], Event],
+    num_steps: int,
+    adjacency: str = "zero-out",
+) -> float:
+    """Return the noise multiplier of `calibrate` to about 0.2 %, without truncation; inf if none reaches the target.
+
+    It serves to compare mechanisms, and gives no guarantee. It takes a tenth of the time.
+
+    Args:
+        target_epsilon: the ε that all steps may cost.
+        delta: δ.
+        event_of: a function from σ to the event of a step.
+        num_steps: T.
+        adjacency: "zero-out" or "replace-one".
+
+    >>> from dpllm import Step
+    >>> round(approximate_noise(8, 1e-5, lambda sigma: Step(sampling_rate=0.0244, noise_multiplier=sigma), 410), 2)
+    0.68
+    """
+    require_target(target_epsilon)
+
+    def cost(discretization: float, sigma: float) -> float:
+        return epsilon(untruncated([(event_of(sigma), num_steps)]), delta, adjacency, discretization)
+
+    coarse = cost(_COARSE, _MOST_NOISE) < target_epsilon / 10  # else the target is finer than the coarse grid
+    width = _COARSE if coarse else DISCRETIZATION
+    if cost(width, _MOST_NOISE) > target_epsilon:
+        return math.inf
+    if chance_to_enter(merge([(event_of(1.0), num_steps)])) <= delta:
+        return MIN_NOISE  # any noise would do
+    return _solve(partial(cost, width), target_epsilon, 1.0, tolerance=2e-3)
+
+
 def _check_reachable(target_epsilon: float, exact: Callable[[float], float]) -> None:
     """Raise when even a noise multiplier of 1000 costs more than the target."""
     least = exact(_MOST_NOISE)

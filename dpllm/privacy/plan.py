@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config import SAMPLINGS, UNITS, PrivacyConfig
-from dpllm.mechanism.catalogue import clipping_of, noise_of
+from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES, RANDOMNESS
-from dpllm.mechanism.parts import Draw, Mechanism, Spec
+from dpllm.mechanism.parts import Draw, Mechanism, Noise, Spec
+from dpllm.mechanism.workload import Workload
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.calibration import calibrate, choose_max_batch_size, steps_within
+from dpllm.privacy.noise_choice import choose_noise
 from dpllm.privacy.rounding import format_epsilon
 
 PLAN_FILE = "privacy_plan.json"
@@ -246,7 +248,13 @@ class PrivacyPlan:
         return plan
 
 
-def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int, num_examples: int | None = None) -> PrivacyPlan:
+def make_plan(
+    privacy: PrivacyConfig,
+    num_units: int,
+    num_steps: int,
+    num_examples: int | None = None,
+    workload: Workload | None = None,
+) -> PrivacyPlan:
     """Fix the numbers of a run: q, δ, B_max, and σ, which is calibrated when a target ε is given.
 
     Args:
@@ -256,6 +264,8 @@ def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int, num_exampl
             that keep within the target (``on_budget="stop"``).
         num_examples: rows of all units together, at most k of each; needed where rows are drawn
             (``sampling="example"``), and public from here on.
+        workload: the way of the noise of each step into the released weights, for which correlated noise is designed
+            (`dpllm.training.workload.workload_of`). None: the sums of all steps. It does not change the guarantee.
 
     Returns:
         The plan. With a target, ``plan.epsilon <= privacy.target_epsilon``.
@@ -291,7 +301,17 @@ def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int, num_exampl
             f"outright would satisfy it. Take 1/(10 N) = {1 / (10 * num_units):.3g}, or leave delta out"
         )
     rate = size / population
-    noise_multiplier, max_batch_size = _noise_and_bound(privacy, num_units, population, num_steps, delta)
+    noise = choose_noise(
+        noise_of(Spec.of(privacy.noise)),
+        _draw(num_units, population, size, population, privacy.max_rows_per_unit if by_example else None),
+        workload or Workload.prefix_sums(num_steps),
+        target_epsilon=privacy.target_epsilon,
+        noise_multiplier=privacy.noise_multiplier,
+        num_steps=num_steps,
+        delta=delta,
+        adjacency=privacy.adjacency,
+    )
+    noise_multiplier, max_batch_size = _noise_and_bound(privacy, noise, num_units, population, num_steps, delta)
     plan = PrivacyPlan(
         unit=privacy.unit,
         adjacency=privacy.adjacency,
@@ -310,7 +330,7 @@ def make_plan(privacy: PrivacyConfig, num_units: int, num_steps: int, num_exampl
         sampling=privacy.sampling,
         num_examples=num_examples if by_example else None,
         clipping=Spec.of(privacy.clipping),
-        noise=Spec.of(privacy.noise),
+        noise=spec_of(noise),
         dataset=privacy.dataset,
         seeded=privacy.seed is not None,
         randomness=privacy.randomness,
@@ -348,13 +368,13 @@ def _draw(
 
 
 def _noise_and_bound(
-    privacy: PrivacyConfig, num_units: int, population: int, num_steps: int, delta: float
+    privacy: PrivacyConfig, noise: Noise, num_units: int, population: int, num_steps: int, delta: float
 ) -> tuple[float, int]:
     """Return σ and B_max. When neither is given, B_max is chosen at the σ that suffices without truncation.
 
     Where rows are drawn, no draw is truncated.
     """
-    noise, size, adjacency = noise_of(Spec.of(privacy.noise)), privacy.expected_batch_size, privacy.adjacency
+    size, adjacency = privacy.expected_batch_size, privacy.adjacency
     rows = privacy.max_rows_per_unit if privacy.sampling == "example" else None
 
     def event_of(sigma: float, at_most: int) -> Event:

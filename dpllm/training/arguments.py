@@ -18,9 +18,11 @@ from dpllm.config.extras import require
 from dpllm.config.train_values import check_arguments, check_train
 from dpllm.data.units import UnitIndex
 from dpllm.engines import private_config
+from dpllm.mechanism.parts import Spec
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.publishing import refuse_uploads
 from dpllm.training.launch_environment import refuse_environment
+from dpllm.training.workload import workload_of
 
 # Options of TrainingArguments that would change the optimizer's input, with the reason.
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -201,17 +203,25 @@ def refuse_options(args: TrainingArguments) -> None:
     refuse_uploads(args)
 
 
-def plan_for(args: TrainingArguments, privacy: PrivacyConfig, units: UnitIndex) -> PrivacyPlan:
+def plan_for(
+    args: TrainingArguments, privacy: PrivacyConfig, units: UnitIndex, own_optimizer: bool = False
+) -> PrivacyPlan:
     """Compute the plan of a run on these data; see `dpllm.privacy.plan.make_plan`.
+
+    Correlated noise is designed for the optimizer and the schedule of the arguments.
 
     Args:
         args: arguments of the private training.
         privacy: the privacy guarantee.
         units: index of the rows of each unit, within the bound on rows per user.
+        own_optimizer: whether the caller passes an optimizer, so that the arguments do not describe it.
     """
     population = units.num_rows if privacy.sampling == "example" else units.num_units
     num_steps = num_private_steps(args, privacy, population)
-    return make_plan(privacy, units.num_units, num_steps, units.num_rows)
+    workload = None
+    if num_steps > 0 and not own_optimizer and Spec.of(privacy.noise).kind != "independent":
+        workload = workload_of(args, num_steps)
+    return make_plan(privacy, units.num_units, num_steps, units.num_rows, workload)
 
 
 def num_private_steps(args: TrainingArguments, privacy: PrivacyConfig, population: int) -> int:

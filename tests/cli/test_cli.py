@@ -150,7 +150,7 @@ def test_plan_knows_units_and_steps(tmp_path: Path) -> None:
     recipe.write_text(RECIPE.format(data=data))
     values = as_json(["plan", str(recipe)])
     assert values["num_units"] == 205 and values["num_steps"] == 62 and values["delta"] == 1 / 2050
-    assert values["epsilon_zero_out"] <= 8 < values["epsilon_replace_one"]
+    assert values["epsilon_zero_out"] <= 3 < values["epsilon_replace_one"]
     given = ["plan", str(recipe), "train.max_steps=7", "privacy.target_epsilon=null", "privacy.noise_multiplier=2"]
     values = as_json(given)
     assert values["num_steps"] == 7 and values["target_epsilon"] is None and values["noise_multiplier"] == 2.0
@@ -394,6 +394,30 @@ def test_sweep_of_a_recipe(tmp_path: Path) -> None:
     values = as_json([*arguments, "--peak-tflops", "1", "--gpus", "2"])
     assert values["num_units"] == 400 and values["delta"] == 1 / 4000 and values["points"][0]["tokens"] == 16 * 600
     assert all(point["seconds"] > 0 for point in values["points"])
+
+
+def test_the_plan_of_correlated_noise_says_what_was_chosen(tmp_path: Path) -> None:
+    """Bands, strategy, the predicted noise beside that of independent noise, and ε under both adjacencies."""
+    data = tmp_path / "records.jsonl"
+    data.write_text("".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(200)))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(data=data))
+    arguments = ["plan", str(path), "privacy.max_batch_size=60", "privacy.target_epsilon=3"]
+    arguments += ["privacy.noise={kind: banded, bands: auto}", "train.optim=sgd", "train.optim_args=momentum=0.9"]
+    values = as_json(arguments)
+    noise, predicted = values["noise"], values["predicted_noise"]
+    assert noise["kind"] == "banded" and noise["bands"] in (3, 4, 6, 8, 12) and noise["strategy"] == "geometric"
+    assert 0.9 < noise["ratio"] <= 1 and 0 < predicted["noise"] < 0.9 * predicted["independent"]
+    assert values["epsilon_zero_out"] <= 3 < values["epsilon_replace_one"]
+    shown = " ".join(run(arguments).replace("│", " ").split())
+    for words in (
+        f"cyclic Poisson over {noise['bands']} groups",
+        f"geometric with ratio {noise['ratio']:g}",
+        f"{predicted['noise']:.3g} learning rates · C/b",
+        f"({predicted['independent']:.3g})",
+        "ε, replace-one",
+    ):
+        assert words in shown
 
 
 def test_no_sweep_of_correlated_noise(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from dpllm.config import PrivacyConfig
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.banded import BandedStep
+from dpllm.mechanism.strategies import coefficients
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, create_budget, read_budget
 from dpllm.privacy.compose import compose
@@ -56,7 +57,9 @@ def test_a_plan_of_banded_noise_is_saved_and_read_back(tmp_path: Path) -> None:
     PLAN.save(tmp_path / PLAN_FILE)
     again = PrivacyPlan.load(tmp_path / PLAN_FILE)
     assert again == PLAN and again.hash == PLAN.hash and again.event == PLAN.event
-    assert PLAN.to_dict()["format"] == 3 and PLAN.to_dict()["noise"] == {"kind": "banded", "bands": BANDS}
+    noise = PLAN.to_dict()["noise"]
+    assert PLAN.to_dict()["format"] == 3 and (noise["kind"], noise["bands"]) == ("banded", BANDS)
+    assert noise["coefficients"] == pytest.approx(coefficients(BANDS, T), abs=1e-7)
     plain = plan_of(noise="independent")
     assert plain.to_dict()["format"] == 2 and not {"noise", "clipping"} & set(plain.to_dict())
     assert len({PLAN.hash, plain.hash, plan_of(clipping="automatic").hash}) == 3

@@ -1,0 +1,140 @@
+"""Choose the noise of a plan among the candidates of a mechanism: the least predicted noise in the released weights.
+
+Place in the flow: `make_plan` calls it before it calibrates σ. All candidates are compared at the plan's ε. The numbers
+of the choice are public constants: they depend on N, B, T, ε, δ and the workload, never on the data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dpllm.mechanism.events import Event
+from dpllm.mechanism.limits import MAX_TARGET_EPSILON
+from dpllm.mechanism.noise import IndependentNoise
+from dpllm.mechanism.parts import Draw, Noise
+from dpllm.mechanism.workload import Workload
+from dpllm.privacy.calibration import approximate_noise
+
+if TYPE_CHECKING:
+    from dpllm.privacy.plan import PrivacyPlan
+
+NEARLY_LEAST = 1.05
+"""A candidate that keeps less noise in memory is chosen if its predicted noise is at most this times the least."""
+
+
+def choose_noise(
+    noise: Noise,
+    draw: Draw,
+    workload: Workload,
+    *,
+    target_epsilon: float | None,
+    noise_multiplier: float | None,
+    num_steps: int,
+    delta: float,
+    adjacency: str,
+) -> Noise:
+    """Return the noise of a plan, with all its numbers.
+
+    Of several candidates it is the first, which keeps the fewest tensors, whose predicted noise is within 5 % of the
+    least.
+
+    Args:
+        noise: the one that the recipe names.
+        draw: the numbers of the draw, without truncation.
+        workload: the map from the noise of the steps to the released weights.
+        target_epsilon: the ε of the run.
+        noise_multiplier: σ, if it is given.
+        num_steps: T.
+        delta: δ.
+        adjacency: "zero-out" or "replace-one".
+
+    Raises:
+        ValueError: several candidates and a σ that is given, or none of them reaches the target.
+    """
+    candidates = noise.candidates(draw, workload)
+    if len(candidates) == 1:
+        return candidates[0]
+    if noise_multiplier is not None or target_epsilon is None:
+        raise ValueError(
+            "noise.bands=auto compares bands at one ε, and noise_multiplier fixes σ instead: more bands would then "
+            "raise ε. Give target_epsilon without noise_multiplier, or a number of bands"
+        )
+    errors = [
+        predicted_noise(candidate, draw, workload, target_epsilon, num_steps, delta, adjacency)
+        for candidate in candidates
+    ]
+    return candidates[nearly_least(errors)]
+
+
+def nearly_least(errors: Sequence[float]) -> int:
+    """Return the number of the first entry that is at most 5 % above the least.
+
+    >>> nearly_least([8.13, 6.68, 5.10, 5.02])
+    2
+    """
+    least = min(errors)
+    return next(number for number, error in enumerate(errors) if error <= NEARLY_LEAST * least)
+
+
+def predicted_noise(
+    noise: Noise, draw: Draw, workload: Workload, target_epsilon: float, num_steps: int, delta: float, adjacency: str
+) -> float:
+    """Return σ‖wᵀM⁻¹‖, the standard deviation of the noise of the released weights, with σ calibrated to 0.2 %.
+
+    Its unit is (largest learning rate) · C / b. It is inf if no σ reaches the target.
+
+    Args:
+        noise: with all its numbers.
+        draw: the numbers of the draw, without truncation.
+        workload: the map from the noise of the steps to the released weights.
+        target_epsilon: the ε of the run.
+        num_steps: T.
+        delta: δ.
+        adjacency: "zero-out" or "replace-one".
+    """
+
+    def event_of(sigma: float) -> Event:
+        return noise.event(draw, sigma, 1.0)
+
+    sigma = approximate_noise(target_epsilon, delta, event_of, num_steps, adjacency)
+    return math.inf if math.isinf(sigma) else sigma * noise.error(workload)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted noise of a plan's released weights, in units of (largest learning rate) · C / b."""
+
+    noise: float
+    """Its standard deviation with the plan's noise."""
+    independent: float
+    """The same with independent noise at the same ε and δ."""
+
+    def words(self) -> str:
+        """Return the row of `dpllm plan`.
+
+        >>> Prediction(5.0234, 8.1294).words()
+        '5.02 learning rates · C/b, 0.62 of that of independent noise at the same ε (8.13)'
+        """
+        return (
+            f"{self.noise:.3g} learning rates · C/b, {self.noise / self.independent:.2f} of that of independent noise "
+            f"at the same ε ({self.independent:.3g})"
+        )
+
+
+def prediction(plan: PrivacyPlan, workload: Workload) -> Prediction | None:
+    """Predict the noise of the released weights; None if the noise is independent, or ε is infinite.
+
+    Args:
+        plan: the plan of a run.
+        workload: the map from the noise of the steps to the released weights.
+    """
+    mechanism, target = plan.mechanism, plan.epsilon_under(plan.adjacency)
+    if isinstance(mechanism.noise, IndependentNoise) or not 0 < target <= MAX_TARGET_EPSILON:
+        return None
+    independent = predicted_noise(
+        IndependentNoise(), mechanism.draw, workload, target, plan.num_steps, plan.delta, plan.adjacency
+    )
+    return Prediction(plan.noise_multiplier * mechanism.noise.error(workload), independent)

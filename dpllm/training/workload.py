@@ -1,0 +1,68 @@
+"""The workload of a run: how momentum, learning rates and averaging carry each step's noise into the released weights.
+
+Place in the flow: before the plan, from the training arguments. The numbers go to `dpllm.mechanism.workload`, for which
+the planner designs correlated noise. They are public, and cannot change ε.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.optimization import get_scheduler
+
+from dpllm.mechanism.workload import Workload
+
+
+def workload_of(args: TrainingArguments, num_steps: int, averaging: Sequence[float] | None = None) -> Workload:
+    """Return the workload of a run with the optimizer and the schedule of the arguments.
+
+    Args:
+        args: training arguments, whose optimizer and schedule can be built (`dpllm.training.arguments`).
+        num_steps: T.
+        averaging: (T,) share of the weights after each step in the released average; None: the last are released.
+    """
+    momentum, bias_correction = _first_moment(args)
+    return Workload.released(
+        learning_rates(args, num_steps), momentum, bias_correction=bias_correction, averaging=averaging
+    )
+
+
+def learning_rates(args: TrainingArguments, num_steps: int) -> list[float]:
+    """Return the (T,) learning rates of the arguments' schedule; of one that waits for a loss, the first rate."""
+    kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if kind in ("reduce_lr_on_plateau", "greedy"):
+        return [args.learning_rate] * num_steps
+    options: Any = args.lr_scheduler_kwargs
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+    schedule = get_scheduler(
+        args.lr_scheduler_type,
+        optimizer=optimizer,
+        num_warmup_steps=args.get_warmup_steps(num_steps),
+        num_training_steps=num_steps,
+        scheduler_specific_kwargs=dict(options or {}),
+    )
+    rates = []
+    for _ in range(num_steps):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def _first_moment(args: TrainingArguments) -> tuple[float, bool]:
+    """Return the decay of the optimizer's first moment, and whether its bias is corrected as Adam does."""
+    if args.optim_target_modules is not None:
+        return args.adam_beta1, True  # GaLore and others, which need the model: Adam in a subspace
+    try:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    except ImportError:  # not installed where the plan is made; the run itself refuses it
+        return args.adam_beta1, True
+    name = kind.__name__.lower()
+    if "lion" in name:
+        return float(options["betas"][1]), False
+    if "betas" in options:
+        return float(options["betas"][0]), "adam" in name
+    return float(options.get("momentum") or options.get("beta1") or 0.0), False
