@@ -266,7 +266,7 @@ def comparison_rows(reports: Mapping[str, AttackReport], audits: Mapping[str, Au
 
 def column_of(report: AttackReport, audit: AuditResult | None) -> dict[str, str]:
     """Return the measured quantities of one model and their values."""
-    values = {"guarantee": claim(report), "records attacked": f"{report.num_records} members, as many others"}
+    values = {"guarantee": claim(report), "records attacked": f"{report.records.num} members, as many others"}
     values |= {
         name: value for name, value in attack_facts(report) if name != "note" and not name.startswith("left out")
     }

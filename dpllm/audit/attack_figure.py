@@ -36,7 +36,7 @@ def plot_attacks(reports: Mapping[str, AttackReport], path: str | Path) -> Path:
     size = len(reports)
     figure, panels = plt.subplots(1, size, figsize=(5.2 * size + 0.6, 4.8), sharey=True, squeeze=False)
     for panel, (title, report) in zip(panels[0], reports.items(), strict=True):
-        least = 0.5 / report.num_records
+        least = 0.5 / report.records.num
         grid = np.geomspace(least, 1, 200)
         panel.plot(grid, grid, "--", color=GREY, linewidth=1.2, label="blind guessing")
         if report.history is not None:

@@ -93,6 +93,30 @@ class AttackSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttackedRecords:
+    """The records of the attacks, and how well the attacked model predicts them."""
+
+    num: int
+    """Number of members, and of non-members."""
+    dropped: dict[str, int]
+    """Reason -> number of records left out."""
+    member_perplexity: float
+    """exp of the mean loss per target token of the members."""
+    held_out_perplexity: float
+    """The same for the non-members."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A model that saw neither members nor non-members."""
+
+    name: str
+    """Its folder, or its name on the Hub."""
+    auroc: Estimate
+    """AUROC of its losses: about 1/2."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttackReport:
     """Results of the attacks."""
 
@@ -102,18 +126,10 @@ class AttackReport:
     """ε that the ledger charges, under zero-out adjacency; None: trained without privacy."""
     delta: float | None
     """Its δ."""
-    num_records: int
-    """Number of members, and of non-members."""
-    dropped: dict[str, int]
-    """Reason -> number of records left out."""
-    reference: str | None
-    """The reference model."""
-    reference_auroc: Estimate | None
-    """AUROC of the reference model, which saw neither members nor non-members: about 1/2."""
-    member_perplexity: float
-    """exp of the mean loss per target token of the members."""
-    held_out_perplexity: float
-    """The same for the non-members."""
+    records: AttackedRecords
+    """The members and the non-members."""
+    reference: Reference | None
+    """The reference model, if there is one."""
     attacks: tuple[MembershipResult, ...]
     """Membership inference."""
     bounds: dict[float, float] | None
@@ -129,18 +145,18 @@ class AttackReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, without scores of single records."""
-        extraction = self.settings.extraction
+        extraction, records, reference = self.settings.extraction, self.records, self.reference
         return {
             "folder": self.folder,
             "epsilon": self.epsilon,
             "delta": self.delta,
-            "num_members": self.num_records,
-            "num_non_members": self.num_records,
-            "dropped": self.dropped,
-            "reference": self.reference,
-            "reference_auroc": None if self.reference_auroc is None else self.reference_auroc.to_dict(),
-            "member_perplexity": self.member_perplexity,
-            "held_out_perplexity": self.held_out_perplexity,
+            "num_members": records.num,
+            "num_non_members": records.num,
+            "dropped": records.dropped,
+            "reference": None if reference is None else reference.name,
+            "reference_auroc": None if reference is None else reference.auroc.to_dict(),
+            "member_perplexity": records.member_perplexity,
+            "held_out_perplexity": records.held_out_perplexity,
             "membership": [attack.to_dict() for attack in self.attacks],
             "true_positive_rate_bounds": self.bounds and {f"{rate:g}": value for rate, value in self.bounds.items()},
             "extraction": None
@@ -189,10 +205,12 @@ def attack_folder(
     progress("membership inference")
     tuned = _scores(released.model, released, rows)
     name = settings.reference or starting_point(released)
-    base = None if name is None else load_causal_model(name, recipe.model.dtype, released.tokenizer)
-    reference = None if base is None else _scores(base, released, rows)
-    baseline = None if reference is None else check_exchangeable(reference, sample.included)
-    scores = membership_scores(tuned, _target_texts(released, rows), reference)
+    base = public = reference = None
+    if name is not None:
+        base = load_causal_model(name, recipe.model.dtype, released.tokenizer)
+        public = _scores(base, released, rows)
+        reference = Reference(name=name, auroc=check_exchangeable(public, sample.included))
+    scores = membership_scores(tuned, _target_texts(released, rows), public)
     if settings.shadows:
         if base is None:
             raise ConfigError(
@@ -206,12 +224,13 @@ def attack_folder(
         folder=str(folder),
         epsilon=_epsilon(released),
         delta=None if released.plan is None else released.plan.delta,
-        num_records=len(sample.members),
-        dropped=sample.dropped,
-        reference=name,
-        reference_auroc=baseline,
-        member_perplexity=_perplexity(members),
-        held_out_perplexity=_perplexity(others),
+        records=AttackedRecords(
+            num=len(sample.members),
+            dropped=sample.dropped,
+            member_perplexity=_perplexity(members),
+            held_out_perplexity=_perplexity(others),
+        ),
+        reference=reference,
         attacks=tuple(judge_attack(attack, values, sample.included) for attack, values in scores.items()),
         bounds=None if released.history is None else bounds_of(released.history, len(sample.non_members)),
         settings=settings,
@@ -226,7 +245,7 @@ def attack_tables(report: AttackReport) -> list[Table]:
     claim = "trained without privacy"
     if report.epsilon is not None and report.delta is not None:
         claim = f"ε = {format_epsilon(report.epsilon)} at δ = {report.delta:g}"
-    title = f"membership inference: {report.num_records} members, {report.num_records} others; {claim}"
+    title = f"membership inference: {report.records.num} members, {report.records.num} others; {claim}"
     tables: list[Table] = [(title, *membership_rows(report.attacks, report.bounds))]
     extraction = report.settings.extraction
     if extraction is not None:
@@ -243,17 +262,17 @@ def attack_tables(report: AttackReport) -> list[Table]:
 def attack_facts(report: AttackReport) -> list[tuple[str, str]]:
     """Return the facts to print beside the tables."""
     facts = [
-        ("perplexity of members", f"{report.member_perplexity:.4g}"),
-        ("perplexity of held-out records", f"{report.held_out_perplexity:.4g}"),
+        ("perplexity of members", f"{report.records.member_perplexity:.4g}"),
+        ("perplexity of held-out records", f"{report.records.held_out_perplexity:.4g}"),
     ]
-    if report.reference_auroc is not None:
-        facts.append(("AUROC of the reference, which saw neither", interval(report.reference_auroc)))
+    if report.reference is not None:
+        facts.append(("AUROC of the reference, which saw neither", interval(report.reference.auroc)))
     if report.settings.extraction is not None:
         prefix, span = report.settings.extraction.prefix, report.settings.extraction.span
         for hits in report.prefixes:
             name = f"{hits.records} whose next {span} tokens it wrote, given {prefix}"
             facts.append((name, f"{hits.continued:,} of {hits.num_records:,}"))
-    facts += [(f"left out: {reason}", f"{count:,}") for reason, count in report.dropped.items() if count]
+    facts += [(f"left out: {reason}", f"{count:,}") for reason, count in report.records.dropped.items() if count]
     return [*facts, ("note", NOTE)]
 
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from dpllm.audit.bounds import CONFIDENCE, AuditError, one_run_bounds, trial_bounds
 from dpllm.audit.gradient import Design, Observations
 from dpllm.audit.power import NoiseTest, power
-from dpllm.audit.result import INCLUSION, RATES, AttackResult, AuditResult, allowed_rates, tpr_confidence
+from dpllm.audit.result import RATES, AttackResult, AuditedCanaries, AuditResult, allowed_rates, tpr_confidence
 from dpllm.audit.roc import auroc, shown_rates, tpr_at
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.plan import PrivacyPlan
@@ -80,11 +80,7 @@ def judge_releases(
         delta=plan.delta,
         unit=plan.unit,
         adjacency="zero-out",
-        canary_kind="units whose gradient is known",
-        num_canaries=len(coins),
-        num_included=int(coins.sum()),
-        inclusion=INCLUSION,
-        repetitions=1,
+        canaries=AuditedCanaries(kind="units whose gradient is known", num=len(coins), num_included=int(coins.sum())),
         confidence=confidence,
         attacks=tuple(attacks),
         tpr_bounds=allowed_rates(history, rates, others, level),

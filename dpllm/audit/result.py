@@ -56,6 +56,32 @@ class AttackResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AuditedCanaries:
+    """The canaries of an audit."""
+
+    kind: str
+    """Kind of the canaries."""
+    num: int
+    """m."""
+    num_included: int
+    """Number of canaries that were included."""
+    inclusion: str = INCLUSION
+    """How the included canaries were chosen."""
+    repetitions: int = 1
+    """Rows of each canary, all in one unit."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, under the names that they have in an audit's file."""
+        return {
+            "canary_kind": self.kind,
+            "num_canaries": self.num,
+            "num_included": self.num_included,
+            "inclusion": self.inclusion,
+            "repetitions": self.repetitions,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class AuditResult:
     """The result of an audit."""
 
@@ -67,16 +93,8 @@ class AuditResult:
     """"sequence" or "user"."""
     adjacency: str
     """The adjacency that the coins test; always "zero-out"."""
-    canary_kind: str
-    """Kind of the canaries."""
-    num_canaries: int
-    """m."""
-    num_included: int
-    """Number of canaries that were included."""
-    inclusion: str
-    """How the included canaries were chosen."""
-    repetitions: int
-    """Rows of each canary, all in one unit."""
+    canaries: AuditedCanaries
+    """The canaries whose scores were judged."""
     confidence: float
     """Confidence with which all bounds hold together."""
     attacks: tuple[AttackResult, ...]
@@ -127,7 +145,8 @@ class AuditResult:
             f"ε is at least {down(self.epsilon_lower, 2)} at {100 * self.confidence:g} % (δ = {self.delta:g}; "
             f"this many could show at most {up(self.ceiling, 2)})"
         )
-        canaries = f"{self.num_canaries:,} canaries ({self.canary_kind}) included by {self.inclusion}"
+        made = self.canaries
+        canaries = f"{made.num:,} canaries ({made.kind}) included by {made.inclusion}"
         if self.claimed_epsilon is not None and self.failed:
             noise = "" if self.noise is None or not self.noise.refuted else f"; the noise is {self.noise}"
             return (
@@ -141,7 +160,9 @@ class AuditResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        own = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        own: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            own |= self.canaries.to_dict() if item.name == "canaries" else {item.name: getattr(self, item.name)}
         own["attacks"] = [attack.to_dict() for attack in self.attacks]
         own["tpr_bounds"] = {f"{rate:g}": bound for rate, bound in self.tpr_bounds.items()}
         own["details"] = dict(self.details)
@@ -152,14 +173,14 @@ class AuditResult:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values for people."""
-        claim = "nothing"
+        claim, made = "nothing", self.canaries
         if self.claimed_epsilon is not None:
             claim = f"ε = {format_epsilon(self.claimed_epsilon)} at δ = {self.delta:g}, {self.adjacency} adjacency"
         rows = [
             ("claimed", claim),
             ("unit of privacy", f"one {self.unit}"),
-            ("canaries", f"{self.num_canaries:,} ({self.canary_kind}), {self.repetitions} row(s) each, in one unit"),
-            ("included", f"{self.num_included:,}, by {self.inclusion}"),
+            ("canaries", f"{made.num:,} ({made.kind}), {made.repetitions} row(s) each, in one unit"),
+            ("included", f"{made.num_included:,}, by {made.inclusion}"),
         ]
         for attack in self.attacks:
             rows.append((f"attack: {attack.name}", f"AUROC {attack.auroc}"))
@@ -170,7 +191,7 @@ class AuditResult:
         rows += [
             ("ε at least", f"{down(self.epsilon_lower)} at {100 * self.confidence:g} %: {best.method}"),
             ("correction", best.correction),
-            ("ceiling", f"{up(self.ceiling, 2)}: the bound of {self.num_canaries:,} canaries with perfect scores"),
+            ("ceiling", f"{up(self.ceiling, 2)}: the bound of {made.num:,} canaries with perfect scores"),
         ]
         if self.noise is not None:
             seen = ", ".join(f"{name} in {100 * share:.0f} %" for name, share in self.noise.power().items())
@@ -184,7 +205,7 @@ class AuditResult:
         if rate not in self.tpr_bounds:
             return ""
         level = tpr_confidence(self.confidence, len(self.attacks), len(self.tpr_bounds))
-        limit = highest_fpr(self.num_canaries - self.num_included, rate, level)
+        limit = highest_fpr(self.canaries.num - self.canaries.num_included, rate, level)
         words = f"; the claim allows {up(self.tpr_bounds[rate])}, since the FPR may be {100 * limit:.2g} %"
         return f"{words}: MORE than allowed" if found.low > self.tpr_bounds[rate] else words
 
@@ -270,11 +291,12 @@ def judge(
         delta=delta,
         unit=unit,
         adjacency="zero-out",
-        canary_kind=canary_kind,
-        num_canaries=len(included),
-        num_included=int(np.asarray(included).sum()),
-        inclusion=INCLUSION,
-        repetitions=repetitions,
+        canaries=AuditedCanaries(
+            kind=canary_kind,
+            num=len(included),
+            num_included=int(np.asarray(included).sum()),
+            repetitions=repetitions,
+        ),
         confidence=confidence,
         attacks=attacks,
         tpr_bounds={} if history is None else allowed_rates(history, rates, num_others, level),

@@ -174,14 +174,8 @@ def _show_plan(
 
 
 def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: bool) -> None:
-    from dpllm.planning.footprint import (
-        NATURE,
-        comparison_rows,
-        engines_for,
-        footprint_of_recipe,
-        footprint_rows,
-        setting_of,
-    )
+    from dpllm.planning.footprint import engines_for, footprint_of_recipe
+    from dpllm.planning.footprint_text import NATURE, comparison_rows, footprint_rows, setting_of
     from dpllm.training.arguments import training_arguments
 
     # This machine need not be able to train: bf16 and tf32 refer to the GPUs.

@@ -30,7 +30,6 @@ Sources: `dpllm.engines`, `dpllm.ghost`; ZeRO, arXiv:1910.02054, section 5 and 7
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import TrainingArguments
@@ -39,12 +38,11 @@ from dpllm.config import ConfigError, Recipe, nearest
 from dpllm.ghost import NormMethod
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME
 from dpllm.models.losses import CHUNK_ENTRIES
-from dpllm.planning.model_shape import Linear, ModelShape, shape_of_model
+from dpllm.planning.model_shape import Block, Linear, ModelShape, shape_of_model
 from dpllm.privacy.plan import PrivacyPlan
 
 ENGINES = ("single", "ddp", "fsdp2", "fsdp2-hybrid", "zero1", "zero2", "zero3", "zero3_offload")
 GPUS_OF_A_NODE = 8
-NATURE = "computed by dpllm.planning.footprint, not measured"
 
 _FLOAT32, _BFLOAT16 = 4, 2
 _INDEX = 8  # bytes of a token id
@@ -118,17 +116,26 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """Bytes per GPU, and bytes that each GPU sends per step; computed, not measured."""
+class Kept:
+    """Memory that is kept between steps and microbatches, in bytes per GPU."""
 
-    run: Run
-    shape: ModelShape
     weights: int
     """Parameters, or this GPU's shard of them."""
     clipped_sum: int
     """Float32 sum of clipped gradients, from the first microbatch of a step to its update."""
     optimizer: int
     """AdamW's moments, and float32 master weights if the engine keeps them."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.clipped_sum + self.optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passing:
+    """Memory that exists only while a microbatch, or the update of a step, is computed, in bytes per GPU."""
+
     gathered: int
     """Gathered weights of the active blocks: two blocks and the head (FSDP2 prefetches one), or 1e9 entries and a block
     (ZeRO-3)."""
@@ -148,51 +155,73 @@ class Footprint:
     copies of the layer's input and output gradient; for ZeRO-2 a bucket and its flat copy."""
     update: int
     """Gradients that the optimizer receives beside the sum."""
-    cpu: int
-    """Memory of the CPU per GPU: master weights, moments, sum and gradient (zero3_offload)."""
-    weights_sent: int
-    """Bytes sent per step to gather weights."""
-    sums_sent: int
-    """Bytes sent per step to reduce clipped sums."""
 
     @property
-    def persistent(self) -> int:
-        """Memory that is kept between steps and microbatches."""
-        return self.weights + self.clipped_sum + self.optimizer
-
-    @property
-    def total(self) -> int:
-        """The persistent part plus the peak of four phases.
+    def peak(self) -> int:
+        """The peak of four phases.
 
         The phases are the start of the backward pass (all activations, logits), its end (the book, one block's
         activations), the sum (the book, one parameter), and the update.
         """
-        moments = (
+        return max(
             self.activations + self.logits + self.gathered,
             max(self.activations, self.book) + self.recomputed + self.gathered,
             self.book + self.forming,
             self.update,
         )
-        return self.persistent + max(moments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Bytes that a GPU sends per step."""
+
+    weights: int
+    """To gather weights."""
+    sums: int
+    """To reduce clipped sums."""
 
     @property
-    def sent(self) -> int:
-        """Bytes that this GPU sends per step."""
-        return self.weights_sent + self.sums_sent
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes per GPU, and bytes that each GPU sends per step; computed, not measured."""
+
+    run: Run
+    shape: ModelShape
+    kept: Kept
+    passing: Passing
+    cpu: int
+    """Memory of the CPU per GPU: master weights, moments, sum and gradient (zero3_offload)."""
+    sent: Sent
+
+    @property
+    def total(self) -> int:
+        """The kept memory and the peak of the passing one."""
+        return self.kept.total + self.passing.peak
 
     def seconds(self, bandwidth: float) -> float:
         """Return the seconds of communication per step at a bandwidth in bytes per second, without overlap."""
-        return self.sent / bandwidth
+        return self.sent.total / bandwidth
 
     def to_dict(self) -> dict[str, int | str]:
         """Return every number by name, in bytes."""
-        numbers = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("run", "shape")
+        return {
+            "engine": self.run.engine,
+            "num_gpus": self.run.num_gpus,
+            "num_microbatches": self.run.num_microbatches,
+            **vars(self.kept),
+            **vars(self.passing),
+            "cpu": self.cpu,
+            "weights_sent": self.sent.weights,
+            "sums_sent": self.sent.sums,
+            "persistent": self.kept.total,
+            "total": self.total,
+            "sent": self.sent.total,
         }
-        run = {"engine": self.run.engine, "num_gpus": self.run.num_gpus, "num_microbatches": self.run.num_microbatches}
-        return {**run, **numbers, "persistent": self.persistent, "total": self.total, "sent": self.sent}
 
 
 @dataclass(frozen=True)
@@ -211,7 +240,7 @@ class _Dtypes:
     def of(cls, shape: ModelShape, run: Run) -> _Dtypes:
         """Return the dtypes of a run; see the assumptions in the docstring of this module."""
         stored = shape.dtype_bytes
-        adapted = _FLOAT32 if shape.has_adapters else stored
+        adapted = _FLOAT32 if shape.block.has_adapters else stored
         compute = _BFLOAT16 if run.bf16 else stored
         if run.is_deepspeed and run.bf16:
             return cls(_BFLOAT16, _BFLOAT16, compute, compute, _BFLOAT16, True, False)
@@ -231,30 +260,32 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
     dtypes = _Dtypes.of(shape, run)
     tokens = run.rows * run.tokens
     whole = shape.frozen * dtypes.frozen + shape.trainable * dtypes.trainable
-    block = tokens * _block_activations(shape, dtypes)
-    block_casts = _BFLOAT16 * shape.block_matrices if dtypes.casts_weights else 0
-    kept = tokens * shape.hidden * dtypes.stream if run.checkpointing else block + block_casts
+    block = tokens * _block_activations(shape.block, dtypes)
+    block_casts = _BFLOAT16 * shape.block.matrices if dtypes.casts_weights else 0
+    saved = tokens * shape.hidden * dtypes.stream if run.checkpointing else block + block_casts
     outer = tokens * shape.hidden * (_FLOAT32 + dtypes.stream + dtypes.compute)
-    outer += _BFLOAT16 * shape.head if dtypes.casts_weights else 0
+    outer += _BFLOAT16 * shape.head.entries if dtypes.casts_weights else 0
     optimizer, cpu = _optimizer(shape, run, dtypes)
-    weights_sent, sums_sent = _communication(shape, run, dtypes)
+    num_logits = tokens * shape.head.vocabulary
     return Footprint(
         run=run,
         shape=shape,
-        weights=_share(whole, run.group) if run.shards_weights else whole,
-        clipped_sum=_sum(shape, run),
-        optimizer=optimizer,
-        gathered=_gathered(shape, run, dtypes),
-        activations=shape.num_layers * kept + outer,
-        recomputed=block + block_casts if run.checkpointing else 0,
-        logits=2 * dtypes.compute * tokens * shape.vocabulary
-        + _FLOAT32 * min(CHUNK_ENTRIES, tokens * shape.vocabulary),
-        book=_book(shape, run, dtypes),
-        forming=_forming(shape, run),
-        update=_update(shape, run, dtypes),
+        kept=Kept(
+            weights=_share(whole, run.group) if run.shards_weights else whole,
+            clipped_sum=_sum(shape, run),
+            optimizer=optimizer,
+        ),
+        passing=Passing(
+            gathered=_gathered(shape, run, dtypes),
+            activations=shape.num_layers * saved + outer,
+            recomputed=block + block_casts if run.checkpointing else 0,
+            logits=2 * dtypes.compute * num_logits + _FLOAT32 * min(CHUNK_ENTRIES, num_logits),
+            book=_book(shape, run, dtypes),
+            forming=_forming(shape, run),
+            update=_update(shape, run, dtypes),
+        ),
         cpu=cpu,
-        weights_sent=weights_sent,
-        sums_sent=sums_sent,
+        sent=_communication(shape, run, dtypes),
     )
 
 
@@ -295,9 +326,11 @@ def _update(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
 
 def _gathered(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
     if run.is_fsdp:
-        return dtypes.gather * (2 * shape.block + max(shape.head, shape.embedding if shape.tied else 0))
+        return dtypes.gather * (
+            2 * shape.block.entries + max(shape.head.entries, shape.embedding if shape.head.tied else 0)
+        )
     if run.engine.startswith("zero3"):
-        return dtypes.gather * min(shape.total, _LIVE + max(shape.block, shape.head))
+        return dtypes.gather * min(shape.total, _LIVE + max(shape.block.entries, shape.head.entries))
     return 0
 
 
@@ -311,22 +344,22 @@ def _per_token_inputs(linears: tuple[Linear, ...], compute: int, shared: bool) -
     return total
 
 
-def _block_activations(shape: ModelShape, dtypes: _Dtypes) -> int:
+def _block_activations(block: Block, dtypes: _Dtypes) -> int:
     """Return the bytes per token that one block saves for backward.
 
     They are the norms in float32, queries, keys, values and the attention's output, the MLP's inner tensors, and the
     inputs of trainable layers. The inputs of the output layers of attention and of a gated MLP are saved in any case.
     """
-    compute, linears = dtypes.compute, shape.linears
+    compute, linears = dtypes.compute, block.linears
     norms = sum(
         (_FLOAT32 if norm.widens else dtypes.stream) * norm.width
         + (dtypes.stream * norm.width if norm.trainable and norm.widens and dtypes.stream != _FLOAT32 else 0)
-        for norm in shape.norms
+        for norm in block.norms
     )
-    attention = compute * (shape.width("qkv", "outputs") + shape.width("attention_out", "inputs"))
-    inner = shape.width("mlp_in", "outputs")
-    mlp = compute * (inner + (inner // 2 if shape.gated else 0))
-    if shape.composed_activation:  # x, x/2, tanh and 1 + tanh instead of x; the power is in float32 under autocast
+    attention = compute * (block.width("qkv", "outputs") + block.width("attention_out", "inputs"))
+    inner = block.width("mlp_in", "outputs")
+    mlp = compute * (inner + (inner // 2 if block.gated else 0))
+    if block.composed_activation:  # x, x/2, tanh and 1 + tanh instead of x; the power is in float32 under autocast
         mlp += (4 * (_FLOAT32 if dtypes.autocast else compute) - compute) * inner
     shared = not (dtypes.autocast and dtypes.stream == _FLOAT32)
     inputs = _per_token_inputs(tuple(x for x in linears if x.role != "attention_out"), compute, shared)
@@ -336,7 +369,7 @@ def _block_activations(shape: ModelShape, dtypes: _Dtypes) -> int:
             own_copy = dtypes.autocast or compute != _FLOAT32
             width = compute if dtypes.autocast else _FLOAT32
             adapters += width * (linear.rank + (linear.inputs if own_copy else 0))
-    if shape.has_adapters and not dtypes.autocast and compute == _FLOAT32:
+    if block.has_adapters and not dtypes.autocast and compute == _FLOAT32:
         adapted = tuple(dataclasses.replace(x, trainable=x.rank > 0) for x in linears if x.role != "attention_out")
         inputs += _per_token_inputs(adapted, compute, shared=True)
     return norms + attention + mlp + inputs + adapters
@@ -347,11 +380,11 @@ def _book(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
     compute, rows, tokens = dtypes.compute, run.rows, run.tokens
     shared = not (dtypes.autocast and dtypes.stream == _FLOAT32)
     factored = tuple(
-        x for x in shape.linears if x.trainable and not _prefers_instance(x.inputs, x.outputs, run, compute)
+        x for x in shape.block.linears if x.trainable and not _prefers_instance(x.inputs, x.outputs, run, compute)
     )
     block = tokens * _per_token_inputs(factored, compute, shared)
     block += sum(tokens * compute * linear.outputs for linear in factored)
-    for linear in shape.linears:
+    for linear in shape.block.linears:
         if linear.trainable and linear not in factored:
             block += _FLOAT32 * linear.inputs * linear.outputs
         if linear.bias:
@@ -364,10 +397,10 @@ def _book(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
                     if _prefers_instance(inputs, outputs, run, width)
                     else tokens * width * (inputs + outputs)
                 )
-    block += sum(_FLOAT32 * norm.width for norm in shape.norms if norm.trainable)
+    block += sum(_FLOAT32 * norm.width for norm in shape.block.norms if norm.trainable)
     outer = sum(tokens * (dtypes.stream * shape.hidden + _INDEX) for _ in range(shape.trainable_tables))
-    if shape.head_trainable:
-        outer += tokens * compute * (shape.hidden + shape.vocabulary)
+    if shape.head.trainable:
+        outer += tokens * compute * (shape.hidden + shape.head.vocabulary)
     per_row = shape.num_layers * block + outer
     if run.unit_rows <= rows:
         return rows * per_row
@@ -384,9 +417,9 @@ def _forming(shape: ModelShape, run: Run) -> int:
     """Return the bytes of whole sums, noise, and float32 copies of a layer's factors."""
     tokens = run.rows * run.tokens
     copies = 0
-    layers = [(x.inputs, x.outputs) for x in shape.linears if x.trainable]
-    if shape.head_trainable:
-        layers.append((shape.hidden, shape.vocabulary))
+    layers = [(x.inputs, x.outputs) for x in shape.block.linears if x.trainable]
+    if shape.head.trainable:
+        layers.append((shape.hidden, shape.head.vocabulary))
     for inputs, outputs in layers:
         copies = max(copies, _FLOAT32 * tokens * (inputs + outputs + min(inputs, outputs)))
     largest = _FLOAT32 * shape.largest_trainable
@@ -398,7 +431,7 @@ def _forming(shape: ModelShape, run: Run) -> int:
     return copies + noise + (largest if run.shards_weights else 0)
 
 
-def _communication(shape: ModelShape, run: Run, dtypes: _Dtypes) -> tuple[int, int]:
+def _communication(shape: ModelShape, run: Run, dtypes: _Dtypes) -> Sent:
     """Return the bytes that one GPU sends per step for weights and for sums."""
 
     def around(size: int, gpus: int) -> int:
@@ -408,18 +441,18 @@ def _communication(shape: ModelShape, run: Run, dtypes: _Dtypes) -> tuple[int, i
     sums = _FLOAT32 * shape.trainable
     updated = dtypes.trainable * shape.trainable
     if run.engine == "single":
-        return 0, 0
+        return Sent(weights=0, sums=0)
     if run.engine == "ddp":
-        return 0, 2 * around(sums, group)
+        return Sent(weights=0, sums=2 * around(sums, group))
     if run.engine in ("zero1", "zero2"):
         times = microbatches if run.engine == "zero2" else 2 if run.bf16 else 1
-        return around(updated, group), times * around(sums, group)
+        return Sent(weights=around(updated, group), sums=times * around(sums, group))
     gathers = 2 * dtypes.gather * shape.total
     if run.engine.startswith("zero3"):
         gathers += updated  # once more, to pass the sum
     replicas = run.num_gpus // group
     across = 2 * around(_share(sums, group), replicas)
-    return microbatches * around(gathers, group), microbatches * around(sums, group) + across
+    return Sent(weights=microbatches * around(gathers, group), sums=microbatches * around(sums, group) + across)
 
 
 def footprint_of_recipe(
@@ -484,88 +517,3 @@ def engines_for(num_gpus: int) -> tuple[str, ...]:
         return ("single", "zero3_offload")
     several_nodes = num_gpus > GPUS_OF_A_NODE and num_gpus % GPUS_OF_A_NODE == 0
     return tuple(name for name in ENGINES if name != "single" and (name != "fsdp2-hybrid" or several_nodes))
-
-
-def footprint_rows(result: Footprint) -> list[tuple[str, str]]:
-    """Return the footprint as (name, value) rows for people; every size is per GPU."""
-    run = result.run
-    spread = f"{run.engine} on {run.num_gpus} GPU{'s' if run.num_gpus > 1 else ''}"
-    if run.engine == "fsdp2-hybrid":
-        spread += f", {run.num_gpus // run.shard_size} copies of the model"
-    return [
-        ("engine", spread),
-        *_setting(result),
-        *((name, format_bytes(size)) for name, size in _parts(result) if size or name not in _MAY_BE_NONE),
-        ("nature of these numbers", NATURE),
-    ]
-
-
-def comparison_rows(results: Sequence[Footprint]) -> tuple[str, list[tuple[str, ...]]]:
-    """Return several engines side by side.
-
-    Args:
-        results: footprints of one recipe and number of GPUs.
-
-    Returns:
-        The unit of all numbers; and rows of a name and one number per footprint. The first row has the engines' names.
-    """
-    parts = [_parts(result) for result in results]
-    unit, size_of_unit = _unit_of(max(size for part in parts for name, size in part if name not in _SENT))
-    rows: list[tuple[str, ...]] = [("", *(result.run.engine for result in results))]
-    for cells in zip(*parts, strict=True):
-        name, sizes = cells[0][0], [size for _, size in cells]
-        if any(sizes) or name not in _MAY_BE_NONE:
-            rows.append((name, *(f"{size / size_of_unit:,.1f}" if size else "0" for size in sizes)))
-    return unit, rows
-
-
-def setting_of(result: Footprint) -> str:
-    """Return the model and its microbatches on one line; it is the same for every engine that shards over all GPUs."""
-    return "; ".join(f"{name}: {value}" for name, value in _setting(result))
-
-
-_MAY_BE_NONE = ("memory of the CPU",)
-_SENT = ("sent per step", "of it for weights")
-
-
-def _setting(result: Footprint) -> list[tuple[str, str]]:
-    run, shape = result.run, result.shape
-    return [
-        ("parameters, trainable", f"{shape.total:,}, {shape.trainable:,}"),
-        ("microbatch", f"{run.rows} rows of {run.tokens:,} tokens, {run.num_microbatches:,} per GPU and step"),
-    ]
-
-
-def _parts(result: Footprint) -> list[tuple[str, int]]:
-    return [
-        ("weights", result.weights),
-        ("clipped sum", result.clipped_sum),
-        ("optimizer state", result.optimizer),
-        ("gathered weights", result.gathered),
-        ("activations", result.activations + result.recomputed),
-        ("logits and loss", result.logits),
-        ("the book", result.book),
-        ("forming the sum", result.forming),
-        ("total, at most", result.total),
-        ("memory of the CPU", result.cpu),
-        ("sent per step", result.sent),
-        ("of it for weights", result.weights_sent),
-    ]
-
-
-def format_bytes(size: int) -> str:
-    """Format bytes for people, in powers of 1000, the units in which GPUs and networks are sold.
-
-    >>> format_bytes(80 * 2**30), format_bytes(1500), format_bytes(0)
-    ('85.9 GB', '1.5 kB', '0 B')
-    """
-    unit, size_of_unit = _unit_of(size)
-    return f"{size / size_of_unit:,.0f} B" if unit == "B" else f"{size / size_of_unit:,.1f} {unit}"
-
-
-def _unit_of(size: int) -> tuple[str, int]:
-    """Return the largest unit that a size reaches, and the unit's bytes."""
-    for unit, size_of_unit in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= size_of_unit:
-            return unit, size_of_unit
-    return "B", 1

@@ -59,6 +59,53 @@ class Norm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Block:
+    """One of the equal blocks of a model."""
+
+    entries: int
+    """Entries of the largest block, adapters included."""
+    linears: tuple[Linear, ...]
+    """Its matrices."""
+    norms: tuple[Norm, ...]
+    """Its norms."""
+    composed_activation: bool
+    """Whether the MLP's activation function consists of elementary operations (GPT-2's GELU), each of which saves."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA factors are trained."""
+        return any(linear.rank for linear in self.linears)
+
+    @property
+    def matrices(self) -> int:
+        """Entries of its matrices."""
+        return sum(linear.inputs * linear.outputs for linear in self.linears)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies two projections."""
+        return self.width("mlp_in", "outputs") == 2 * self.width("mlp_out", "inputs")
+
+    def width(self, role: str, side: str) -> int:
+        """Return the summed ``inputs`` or ``outputs`` of the matrices of a role."""
+        return sum(getattr(linear, side) for linear in self.linears if linear.role == role)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The output layer, which computes the logits."""
+
+    entries: int
+    """Its entries, even if it is the embedding; 0 if the model has none."""
+    vocabulary: int
+    """Width of the logits: V, or the number of classes."""
+    tied: bool
+    """Whether it is the embedding."""
+    trainable: bool
+    """Whether it is trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Counts of entries, and widths. Each shared parameter counts once."""
 
@@ -72,52 +119,21 @@ class ModelShape:
     """L."""
     hidden: int
     """d."""
-    vocabulary: int
-    """Width of the logits: V, or the number of classes."""
-    block: int
-    """Entries of the largest block, adapters included."""
     embedding: int
     """Entries of the input embedding."""
-    head: int
-    """Entries of the output layer, even if it is the embedding."""
-    tied: bool
-    """Whether the output layer is the embedding."""
-    head_trainable: bool
-    """Whether the output layer is trained."""
     trainable_tables: int
     """Number of trainable embeddings (of tokens, positions)."""
     dtype_bytes: int
     """Bytes per parameter by the recipe's ``model.dtype``, without adapters."""
-    linears: tuple[Linear, ...]
-    """The matrices of one block."""
-    norms: tuple[Norm, ...]
-    """The norms of one block."""
-    composed_activation: bool
-    """Whether the MLP's activation function consists of elementary operations (GPT-2's GELU), each of which saves."""
+    block: Block
+    """One block; all blocks are equal."""
+    head: Head
+    """The output layer."""
 
     @property
     def frozen(self) -> int:
         """P - P_t."""
         return self.total - self.trainable
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether LoRA factors are trained."""
-        return any(linear.rank for linear in self.linears)
-
-    @property
-    def block_matrices(self) -> int:
-        """Entries of a block's matrices."""
-        return sum(linear.inputs * linear.outputs for linear in self.linears)
-
-    @property
-    def gated(self) -> bool:
-        """Whether the MLP multiplies two projections."""
-        return self.width("mlp_in", "outputs") == 2 * self.width("mlp_out", "inputs")
-
-    def width(self, role: str, side: str) -> int:
-        """Return the summed ``inputs`` or ``outputs`` of the matrices of a role."""
-        return sum(getattr(linear, side) for linear in self.linears if linear.role == role)
 
 
 def shape_of_model(model: ModelConfig) -> ModelShape:
@@ -194,17 +210,21 @@ def _shape_of(model: nn.Module, base: Any, dtype_bytes: int) -> ModelShape:
         largest_trainable=max(p.numel() for p in parameters if p.requires_grad),
         num_layers=len(blocks),
         hidden=int(config.hidden_size),
-        vocabulary=int(head_weight.shape[0]) if head_weight is not None else int(config.num_labels),
-        block=max(sum(p.numel() for p in block.parameters()) for block in blocks),
         embedding=embedding.weight.numel(),
-        head=head_weight.numel() if head_weight is not None else 0,
-        tied=head_weight is not None and head_weight is embedding.weight,
-        head_trainable=head_weight is not None and head_weight.requires_grad,
         trainable_tables=len(tables - inside),
         dtype_bytes=dtype_bytes,
-        linears=linears,
-        norms=_norms(blocks[0]),
-        composed_activation=any(type(m).__name__ in _COMPOSED for m in blocks[0].modules()),
+        block=Block(
+            entries=max(sum(p.numel() for p in block.parameters()) for block in blocks),
+            linears=linears,
+            norms=_norms(blocks[0]),
+            composed_activation=any(type(m).__name__ in _COMPOSED for m in blocks[0].modules()),
+        ),
+        head=Head(
+            entries=head_weight.numel() if head_weight is not None else 0,
+            vocabulary=int(head_weight.shape[0]) if head_weight is not None else int(config.num_labels),
+            tied=head_weight is not None and head_weight is embedding.weight,
+            trainable=head_weight is not None and head_weight.requires_grad,
+        ),
     )
 
 

@@ -111,8 +111,38 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PointNoise:
+    """The noise that keeps a point within the budget, and the signal that it leaves."""
+
+    noise_multiplier: float
+    """σ, the smallest one found whose ε is within the target."""
+    noise_to_batch_ratio: float
+    """σ/b, in units of the clip norm."""
+    signal_to_noise: float
+    """√T b/σ, in units of (mean clipped gradient)/(clip norm)."""
+    share_of_full_batch: float
+    """`signal_to_noise` over that of full batches."""
+    effective_steps: float | None
+    """T / (1 + (σ/b)²/r²), the equivalent number of steps without noise; None if r is unknown."""
+    epsilon: float
+    """ε with this σ, an upper bound; at most the target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointCompute:
+    """The compute of a point, which does not depend on its noise."""
+
+    examples: int
+    """b T, units expected in all steps together."""
+    epochs: float
+    """b T/N."""
+    tokens: float | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """One way to spend the budget. The figures that depend on σ are None if no σ reaches the target."""
+    """One way to spend the budget."""
 
     expected_batch_size: int
     """b."""
@@ -120,29 +150,22 @@ class SweepPoint:
     """T."""
     sampling_rate: float
     """q = b/N."""
-    noise_multiplier: float | None
-    """σ, the smallest one found whose ε is within the target."""
-    noise_to_batch_ratio: float | None
-    """σ/b, in units of the clip norm."""
-    signal_to_noise: float | None
-    """√T b/σ, in units of (mean clipped gradient)/(clip norm)."""
-    share_of_full_batch: float | None
-    """`signal_to_noise` over that of full batches."""
-    effective_steps: float | None
-    """T / (1 + (σ/b)²/r²), the equivalent number of steps without noise; also None if r is unknown."""
-    epsilon: float | None
-    """ε with this σ, an upper bound; at most the target."""
-    examples: int
-    """b T, units expected in all steps together."""
-    epochs: float
-    """b T/N."""
-    tokens: float | None
-    seconds: float | None
+    noise: PointNoise | None
+    """None if no σ reaches the target."""
+    compute: PointCompute
     on_line: bool = False
     """Whether it has the compute of the recommendation."""
     recommended: bool = False
     reason: str | None = None
     """Why there is no σ; None if there is one."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, the figures of noise and compute beside the others."""
+        own = dataclasses.asdict(self)
+        noise = own["noise"] or dict.fromkeys(field.name for field in dataclasses.fields(PointNoise))
+        size = {name: own[name] for name in ("expected_batch_size", "num_steps", "sampling_rate")}
+        marks = {name: own[name] for name in ("on_line", "recommended", "reason")}
+        return {**size, **noise, **own["compute"], **marks}
 
 
 @dataclass(frozen=True)
@@ -192,9 +215,10 @@ class Sweep:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values that JSON can hold."""
         values = dataclasses.asdict(self)
-        for name in ("points", "what_if", "assumptions"):
+        for name in ("what_if", "assumptions"):
             values[name] = list(values[name])
-        return {**values, "recommended": dataclasses.asdict(self.recommended)}
+        values["points"] = [point.to_dict() for point in self.points]
+        return {**values, "recommended": self.recommended.to_dict()}
 
 
 def default_grid(expected_batch_size: int, num_steps: int, num_units: int) -> tuple[list[int], list[int]]:
@@ -318,21 +342,22 @@ def recommend(line: Iterable[SweepPoint], min_steps: int = 1, gradient_rms: floa
 
 
 def _usable(line: Iterable[SweepPoint], min_steps: int) -> list[SweepPoint]:
-    return [point for point in line if point.noise_multiplier is not None and point.num_steps >= min_steps]
+    return [point for point in line if point.noise is not None and point.num_steps >= min_steps]
 
 
 def _score(point: SweepPoint, gradient_rms: float) -> float:
     """Return √(T / ((σ/b)² + r²))."""
-    return math.sqrt(point.num_steps) / math.hypot(point.noise_to_batch_ratio or math.inf, gradient_rms)
+    ratio = math.inf if point.noise is None else point.noise.noise_to_batch_ratio
+    return math.sqrt(point.num_steps) / math.hypot(ratio, gradient_rms)
 
 
 def equal_compute(points: Iterable[SweepPoint]) -> list[tuple[SweepPoint, ...]]:
     """Return the points that have a σ in groups of equal b T (within 5 %), by compute, each group by batch size."""
     groups: list[list[SweepPoint]] = []
-    for point in sorted(points, key=lambda item: item.examples):
-        if point.noise_multiplier is None:
+    for point in sorted(points, key=lambda item: item.compute.examples):
+        if point.noise is None:
             continue
-        if groups and point.examples <= (1 + _SAME_COMPUTE) * groups[-1][0].examples:
+        if groups and point.compute.examples <= (1 + _SAME_COMPUTE) * groups[-1][0].compute.examples:
             groups[-1].append(point)
         else:
             groups.append([point])
@@ -385,7 +410,7 @@ def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency
 
 
 def _check_reachable(points: Sequence[SweepPoint]) -> None:
-    if all(point.noise_multiplier is None for point in points):
+    if all(point.noise is None for point in points):
         raise ValueError(f"no point of the grid reaches the target: {points[0].reason}")
 
 
@@ -434,22 +459,26 @@ def _line(examples: int, batches: Sequence[int], steps: Sequence[int]) -> list[t
 def _point(
     budget: Budget, b: int, t: int, noise: Noise, full_batch: float, gradient_rms: float, cost: Cost, on_line: bool
 ) -> SweepPoint:
-    ratio = None if noise.sigma is None else noise.sigma / b
-    signal = None if ratio is None else math.sqrt(t) / ratio
+    found = None
+    if noise.sigma is not None and noise.epsilon is not None:
+        ratio = noise.sigma / b
+        signal = math.sqrt(t) / ratio
+        found = PointNoise(
+            noise_multiplier=noise.sigma,
+            noise_to_batch_ratio=ratio,
+            signal_to_noise=signal,
+            share_of_full_batch=signal / full_batch,
+            effective_steps=t / (1 + (ratio / gradient_rms) ** 2) if gradient_rms > 0 else None,
+            epsilon=noise.epsilon,
+        )
     return SweepPoint(
         expected_batch_size=b,
         num_steps=t,
         sampling_rate=b / budget.num_units,
-        noise_multiplier=noise.sigma,
-        noise_to_batch_ratio=ratio,
-        signal_to_noise=signal,
-        share_of_full_batch=None if signal is None else signal / full_batch,
-        effective_steps=t / (1 + (ratio / gradient_rms) ** 2) if ratio is not None and gradient_rms > 0 else None,
-        epsilon=noise.epsilon,
-        examples=b * t,
-        epochs=b * t / budget.num_units,
-        tokens=cost.tokens(b * t),
-        seconds=cost.seconds(b * t),
+        noise=found,
+        compute=PointCompute(
+            examples=b * t, epochs=b * t / budget.num_units, tokens=cost.tokens(b * t), seconds=cost.seconds(b * t)
+        ),
         on_line=on_line,
         reason=noise.reason,
     )
@@ -516,7 +545,7 @@ def _assumptions(chosen: SweepPoint, gradient_rms: float, cost: Cost) -> tuple[s
         "Every step brings the same signal for all b and T: the learning rate is tuned again for each point.",
         signal,
         "The noise added for privacy exceeds the sampling noise of the gradient (arXiv:2501.18914 also assumes this).",
-        f"Repeated data teach as much as new data: the recommended point takes {chosen.epochs:.3g} epochs.",
+        f"Repeated data teach as much as new data: the recommended point takes {chosen.compute.epochs:.3g} epochs.",
         "σ is for plain Poisson sampling. The plan of a run bounds the batch (B_max) such that this costs less than "
         "1e-3 in ε, and calibrates σ with it.",
         "At the points that are not recommended, up to 1 % of ε is unused, so σ may be slightly larger than needed.",

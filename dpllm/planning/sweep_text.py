@@ -17,7 +17,6 @@ def sweep_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
 
     The first column holds `MARK` at the recommended point and "·" at the others of its compute.
     """
-    known = [point for point in sweep.points if point.noise_multiplier is not None]
     columns = [
         ("", True),
         ("b", True),
@@ -28,54 +27,59 @@ def sweep_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
         ("effective steps", sweep.gradient_rms > 0),
         ("ε", True),
         ("epochs", True),
-        ("tokens", known[0].tokens is not None),
-        ("time", known[0].seconds is not None),
+        ("tokens", sweep.points[0].compute.tokens is not None),
+        ("time", sweep.points[0].compute.seconds is not None),
     ]
     rows = [[cell for cell, (_, shown) in zip(_cells(point), columns, strict=True) if shown] for point in sweep.points]
     return [name for name, shown in columns if shown], rows
 
 
 def _cells(point: SweepPoint) -> list[str]:
-    steps = "" if point.effective_steps is None else f"{point.effective_steps:,.3g}"
+    noise, compute = point.noise, point.compute
+    shown = ["none", "", "", "", ""]
+    if noise is not None:
+        shown = [
+            up_significant(noise.noise_multiplier),
+            f"{noise.noise_to_batch_ratio:.3g}",
+            f"{100 * noise.share_of_full_batch:.3g} %",
+            "" if noise.effective_steps is None else f"{noise.effective_steps:,.3g}",
+            format_epsilon(noise.epsilon),
+        ]
     return [
         MARK if point.recommended else "·" if point.on_line else "",
         f"{point.expected_batch_size:,}",
         f"{point.num_steps:,}",
-        "none" if point.noise_multiplier is None else up_significant(point.noise_multiplier),
-        "" if point.noise_to_batch_ratio is None else f"{point.noise_to_batch_ratio:.3g}",
-        "" if point.share_of_full_batch is None else f"{100 * point.share_of_full_batch:.3g} %",
-        steps,
-        "" if point.epsilon is None else format_epsilon(point.epsilon),
-        f"{point.epochs:.3g}",
-        "" if point.tokens is None else format_tokens(point.tokens),
-        "" if point.seconds is None else format_duration(point.seconds),
+        *shown,
+        f"{compute.epochs:.3g}",
+        "" if compute.tokens is None else format_tokens(compute.tokens),
+        "" if compute.seconds is None else format_duration(compute.seconds),
     ]
 
 
 def recommendation_text(sweep: Sweep) -> str:
     """Return the recommendation as short paragraphs: the point, its reason, its noise, and its assumptions."""
-    point = sweep.recommended
-    assert point.noise_multiplier is not None and point.epsilon is not None
-    cost = [f"{point.epochs:.3g} epochs"]
-    if point.tokens is not None:
-        cost.append(f"{format_tokens(point.tokens)} tokens")
-    if point.seconds is not None:
-        cost.append(f"about {format_duration(point.seconds)}")
+    point, noise, compute = sweep.recommended, sweep.recommended.noise, sweep.recommended.compute
+    assert noise is not None
+    cost = [f"{compute.epochs:.3g} epochs"]
+    if compute.tokens is not None:
+        cost.append(f"{format_tokens(compute.tokens)} tokens")
+    if compute.seconds is not None:
+        cost.append(f"about {format_duration(compute.seconds)}")
     paragraphs = [
         f"Recommended: {point.num_steps:,} steps of {point.expected_batch_size:,} units each ({', '.join(cost)}). "
-        f"σ = {up_significant(point.noise_multiplier)} keeps ε at {format_epsilon(point.epsilon)} for "
+        f"σ = {up_significant(noise.noise_multiplier)} keeps ε at {format_epsilon(noise.epsilon)} for "
         f"δ = {sweep.delta:.3g}, {sweep.adjacency} adjacency.",
         f"Why: {sweep.reason}",
-        f"The noise on the averaged gradient is {point.noise_to_batch_ratio:.3g} clip norms in every entry. All steps "
-        f"together reach {100 * (point.share_of_full_batch or 0):.3g} % of the signal-to-noise ratio that full batches "
+        f"The noise on the averaged gradient is {noise.noise_to_batch_ratio:.3g} clip norms in every entry. All steps "
+        f"together reach {100 * noise.share_of_full_batch:.3g} % of the signal-to-noise ratio that full batches "
         f"would reach with this budget and these data. {_what_if(sweep)}",
         "Assumed: " + " ".join(f"({number}) {text}" for number, text in enumerate(sweep.assumptions, 1)),
     ]
-    missing = sum(other.noise_multiplier is None for other in sweep.points)
+    missing = [other for other in sweep.points if other.noise is None]
     if missing:
-        first = next(other for other in sweep.points if other.noise_multiplier is None)
+        first = missing[0]
         paragraphs.append(
-            f"{missing} of {len(sweep.points)} points cannot reach the target; b = {first.expected_batch_size:,}, "
+            f"{len(missing)} of {len(sweep.points)} points cannot reach the target; b = {first.expected_batch_size:,}, "
             f"T = {first.num_steps:,}: {first.reason}."
         )
     return "\n\n".join(paragraphs)

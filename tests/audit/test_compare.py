@@ -102,7 +102,7 @@ def test_canaries_are_neither_members_nor_others(compared, recipe):
     data = datasets.Dataset.from_parquet(load_recipe(output / "private" / "recipe.yaml").data.path, keep_in_memory=True)
     assert set(data["text"]) - texts == added and record_key([next(iter(added))])
     report = attack_folder(output / "plain", AttackSettings(num_records=1000, extraction=None))
-    assert report.num_records == 60 == len(data) - len(added)
+    assert report.records.num == 60 == len(data) - len(added)
 
 
 def test_what_is_finished_is_not_trained_again_and_another_run_is_not_taken_for_it(compare, compared, capsys):

@@ -129,7 +129,7 @@ def test_several_canaries_are_judged_by_both_methods(noise):
         *["independent runs"] * 2,
         *["one run"] * 2,
     ]
-    assert result.num_canaries == 1600 and "simulated" in dict(result.rows())["audited"]
+    assert result.canaries.num == 1600 and "simulated" in dict(result.rows())["audited"]
     assert json.dumps(result.to_dict())
 
 

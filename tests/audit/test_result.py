@@ -100,6 +100,9 @@ def test_files_hold_everything(tmp_path):
     result = audit(0.5)
     values = json.loads(result.save(tmp_path).read_text())
     assert values["verdict"] == CONSISTENT and values["num_canaries"] == 1000 and values["format"] == 1
+    keys = "format made_at verdict epsilon_lower ceiling method claimed_epsilon delta unit adjacency canary_kind"
+    keys += " num_canaries num_included inclusion repetitions confidence attacks tpr_bounds power noise details"
+    assert list(values) == keys.split()
     assert values["attacks"][0]["bounds"][0]["method"] == "one run, (ε, δ)"
     assert set(values["attacks"][0]["tpr"]) == set(values["tpr_bounds"]) == {"0.01"}
     scores, coins = gaussian_scores(1000, 0.5, seed=3)

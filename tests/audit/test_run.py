@@ -162,7 +162,7 @@ class TestVerdicts:
         privacy = {"unit": "user", "unit_column": "user", "max_rows_per_unit": 5, "expected_batch_size": 5}
         write_claim(run, CanarySet.load(folder / CANARIES_FILE), **privacy)
         found = audit_run(run, folder / CANARIES_FILE)
-        assert (found.unit, found.num_canaries, found.repetitions) == ("user", 20, 4)
+        assert (found.unit, found.canaries.num, found.canaries.repetitions) == ("user", 20, 4)
         assert found.attacks[1].auroc.value > 0.95
 
     def test_without_a_reference_the_loss_alone_is_scored(self, prepared: Path, broken: Path, monkeypatch):

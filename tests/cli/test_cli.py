@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from dpllm.cli import app
 from dpllm.config import PrivacyConfig, load_recipe
-from dpllm.planning.footprint import ENGINES, engines_for, footprint_of_recipe, format_bytes
+from dpllm.planning.footprint import ENGINES, engines_for, footprint_of_recipe
+from dpllm.planning.footprint_text import format_bytes
 from dpllm.privacy.budget import charge
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, make_plan

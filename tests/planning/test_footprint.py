@@ -16,17 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dpllm import GhostClipper, per_sequence_loss
 from dpllm.config import ConfigError, ModelConfig, load_recipe
 from dpllm.models.load import DTYPES, prepare_model
-from dpllm.planning.footprint import (
-    ENGINES,
-    Run,
-    comparison_rows,
-    engines_for,
-    footprint,
-    footprint_of_recipe,
-    footprint_rows,
-    format_bytes,
-    setting_of,
-)
+from dpllm.planning.footprint import ENGINES, Run, engines_for, footprint, footprint_of_recipe
+from dpllm.planning.footprint_text import comparison_rows, footprint_rows, format_bytes, setting_of
 from dpllm.planning.model_shape import shape_of_model
 from dpllm.training.arguments import training_arguments
 
@@ -106,8 +97,8 @@ def test_counts_are_those_of_the_model(config, kind, tied):
     assert shape.trainable == sum(trainable)
     assert shape.frozen == shape.total - shape.trainable
     assert shape.largest_trainable == max(trainable)
-    assert (shape.num_layers, shape.hidden, shape.vocabulary, shape.tied) == (3, 64, 500, tied)
-    assert shape.has_adapters == ("peft" in changes)
+    assert (shape.num_layers, shape.hidden, shape.head.vocabulary, shape.head.tied) == (3, 64, 500, tied)
+    assert shape.block.has_adapters == ("peft" in changes)
 
 
 @pytest.mark.parametrize(("size", "total"), [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)])
@@ -115,8 +106,8 @@ def test_llama3(size, total):
     """Known sizes of Llama 3, without a weight in memory."""
     shape = shape_of_model(llama3(size))
     assert shape.total == shape.trainable == total
-    outside = shape.embedding + shape.head + shape.hidden
-    assert shape.num_layers * shape.block + outside == total
+    outside = shape.embedding + shape.head.entries + shape.hidden
+    assert shape.num_layers * shape.block.entries + outside == total
 
 
 def test_roles():
@@ -258,16 +249,16 @@ def test_bytes_against_a_real_microbatch(config, dtype, bf16, peft, checkpointin
             raise
         pytest.skip(f"PyTorch's fused attention in bfloat16 cannot run under this ATEN_CPU_CAPABILITY: {error}")
     if not checkpointing:  # with it, saved tensors are those of the recomputation as well
-        assert result.activations == pytest.approx(activations, rel=0.25)
-    assert result.book == pytest.approx(book, rel=0.25)
-    assert result.total - result.persistent == pytest.approx(peak, rel=0.25)
+        assert result.passing.activations == pytest.approx(activations, rel=0.25)
+    assert result.passing.book == pytest.approx(book, rel=0.25)
+    assert result.total - result.kept.total == pytest.approx(peak, rel=0.25)
 
 
 def test_weights_of_one_process():
     """Weights are the parameters' own bytes: float32 adapters on a bfloat16 model."""
     model = ModelConfig(config=LLAMA, dtype="bfloat16", peft=LORA)
     result = footprint(shape_of_model(model), run_of(bf16=True))
-    assert result.weights == sum(p.nbytes for p in instantiated(model).parameters())
+    assert result.kept.weights == sum(p.nbytes for p in instantiated(model).parameters())
 
 
 # ---------------------------------------------------------------- the formulas
@@ -293,7 +284,7 @@ def test_persistent_bytes(shape):
     for engine, both in expected.items():
         for bf16, factors in zip((False, True), both, strict=True):
             result = footprint(shape, run_of(engine, gpus, bf16=bf16, shard_size=2))
-            parts = (result.weights, result.clipped_sum, result.optimizer)
+            parts = (result.kept.weights, result.kept.clipped_sum, result.kept.optimizer)
             assert parts == pytest.approx([factor * total for factor in factors], abs=16), (engine, bf16)
             assert result.cpu == (pytest.approx(20 * total / gpus, abs=32) if engine == "zero3_offload" else 0)
 
@@ -312,14 +303,14 @@ def test_communication(shape):
     }
     for engine, (weights, sums) in expected.items():
         result = footprint(shape, run_of(engine, gpus, bf16=True))
-        assert result.weights_sent == pytest.approx(ring * weights * total, rel=1e-6), engine
-        assert result.sums_sent == pytest.approx(ring * sums * total, rel=1e-6), engine
-    assert footprint(shape, run_of()).sent == 0
+        assert result.sent.weights == pytest.approx(ring * weights * total, rel=1e-6), engine
+        assert result.sent.sums == pytest.approx(ring * sums * total, rel=1e-6), engine
+    assert footprint(shape, run_of()).sent.total == 0
     hybrid = footprint(shape, run_of("fsdp2-hybrid", gpus, bf16=True, shard_size=2))
-    assert hybrid.weights_sent == pytest.approx(microbatches * 4 * total / 2, rel=1e-6)
+    assert hybrid.sent.weights == pytest.approx(microbatches * 4 * total / 2, rel=1e-6)
     # Reduced within the group for each microbatch, across its two copies once per step.
-    assert hybrid.sums_sent == pytest.approx(microbatches * 4 * total / 2 + 2 * 4 * (total / 2) / 2, rel=1e-6)
-    assert hybrid.seconds(1e9) == hybrid.sent / 1e9
+    assert hybrid.sent.sums == pytest.approx(microbatches * 4 * total / 2 + 2 * 4 * (total / 2) / 2, rel=1e-6)
+    assert hybrid.seconds(1e9) == hybrid.sent.total / 1e9
 
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "single"])
@@ -327,9 +318,9 @@ def test_frozen_parameters_are_neither_summed_nor_optimized(engine):
     """With LoRA, sums and optimizer state scale with the adapters, weights with the model."""
     adapted = shape_of_model(ModelConfig(config=LLAMA, peft=LORA))
     result = footprint(adapted, run_of(engine, 8))
-    assert result.clipped_sum <= 4 * adapted.trainable and result.optimizer <= 12 * adapted.trainable
-    assert result.sums_sent <= 3 * 8 * adapted.trainable
-    assert result.weights >= 4 * adapted.total // 8
+    assert result.kept.clipped_sum <= 4 * adapted.trainable and result.kept.optimizer <= 12 * adapted.trainable
+    assert result.sent.sums <= 3 * 8 * adapted.trainable
+    assert result.kept.weights >= 4 * adapted.total // 8
 
 
 def test_more_rows_cost_memory_and_save_communication(shape):
@@ -337,22 +328,29 @@ def test_more_rows_cost_memory_and_save_communication(shape):
     one, two = (footprint(shape, run_of("fsdp2", 4, rows=rows, num_microbatches=4 // rows)) for rows in (1, 2))
     for part in ("activations", "logits", "book"):
         assert getattr(two, part) == 2 * getattr(one, part), part
-    assert two.weights_sent == one.weights_sent // 2
+    assert two.sent.weights == one.sent.weights // 2
 
 
 def test_checkpointing_trades_activations(shape):
     """With checkpointing blocks keep only their input, and one block is recomputed; the book does not change."""
     without, kept = (footprint(shape, run_of(checkpointing=on)) for on in (False, True))
-    assert kept.activations < without.activations and without.recomputed == 0 < kept.recomputed
-    assert kept.book == without.book
+    assert (
+        kept.passing.activations < without.passing.activations
+        and without.passing.recomputed == 0 < kept.passing.recomputed
+    )
+    assert kept.passing.book == without.passing.book
 
 
 def test_total_holds_every_moment(shape):
     """The total is the persistent part and the largest moment, so no moment exceeds it."""
     for engine in ENGINES:
         result = footprint(shape, run_of(engine, 1 if engine == "single" else 8, checkpointing=True))
-        for moment in (result.activations + result.logits, result.book + result.forming, result.update):
-            assert result.persistent + moment <= result.total
+        for moment in (
+            result.passing.activations + result.passing.logits,
+            result.passing.book + result.passing.forming,
+            result.passing.update,
+        ):
+            assert result.kept.total + moment <= result.total
 
 
 @pytest.mark.parametrize(
@@ -384,11 +382,15 @@ def test_recipe():
     recipe, arguments = recipe_of()
     result = footprint_of_recipe(recipe, arguments, recipe.privacy.expected_batch_size, "ddp", 2)
     assert (result.run.rows, result.run.tokens, result.run.num_microbatches) == (32, 48, 32)
-    assert (result.run.bf16, result.run.checkpointing, result.shape.vocabulary) == (False, False, 4096)
+    assert (result.run.bf16, result.run.checkpointing, result.shape.head.vocabulary) == (False, False, 4096)
     rows = dict(footprint_rows(result))
     assert rows["total, at most"] == format_bytes(result.total)
     assert rows["nature of these numbers"] == "computed by dpllm.planning.footprint, not measured"
-    assert result.to_dict()["total"] == result.total and result.to_dict()["engine"] == "ddp"
+    numbers = result.to_dict()
+    assert numbers["total"] == result.total and numbers["engine"] == "ddp"
+    keys = "engine num_gpus num_microbatches weights clipped_sum optimizer gathered activations recomputed logits book"
+    assert list(numbers) == f"{keys} forming update cpu weights_sent sums_sent persistent total sent".split()
+    assert numbers["persistent"] + result.passing.peak == numbers["total"]
     offloaded = dict(footprint_rows(footprint_of_recipe(recipe, arguments, 2048, "zero3_offload", 2)))
     assert "memory of the CPU" in offloaded and "memory of the CPU" not in rows
 
@@ -433,7 +435,7 @@ def test_recipe_of_a_model_by_name(tmp_path):
     assert (result.run.rows, result.run.tokens, result.run.num_microbatches) == (8, 1024, 16)
     assert result.run.bf16 and result.run.checkpointing
     assert result.shape.frozen == 8_030_261_248 and result.shape.dtype_bytes == 2
-    assert result.weights == -(-(2 * result.shape.frozen + 4 * result.shape.trainable) // 8)
+    assert result.kept.weights == -(-(2 * result.shape.frozen + 4 * result.shape.trainable) // 8)
 
 
 def test_recipe_with_microbatches_by_tokens():
@@ -452,7 +454,7 @@ def test_recipe_of_users():
     assert (result.run.rows, result.run.unit_rows) == (rows, 50)
     assert result.run.num_microbatches == -(-100 * 50 // (8 * rows))
     alone = dataclasses.replace(result.run, unit_rows=1)
-    held = result.book - footprint(result.shape, alone).book
+    held = result.passing.book - footprint(result.shape, alone).passing.book
     assert 0 < held <= 4 * result.shape.trainable
     singly, _ = recipe_of(*user, "privacy.sampling=example")
     assert footprint_of_recipe(singly, arguments, 100, "fsdp2", 8).run.unit_rows == 1
@@ -507,7 +509,11 @@ def scale_table():
             cells += [f"{getattr(result, part) / 1e9:.1f}" for part in parts]
             cells += [f"**{result.total / 1e9:.1f}**", f"{result.cpu / 1e9:.1f}" if result.cpu else ""]
             cells += ["yes" if result.total <= USABLE * room else "no" for room in (80 * 2**30, 141e9)]
-            cells += [f"{once.sent / 1e9:.1f} GB", f"{result.sent / 1e12:.2f} TB", f"{result.seconds(BANDWIDTH):.0f} s"]
+            cells += [
+                f"{once.sent.total / 1e9:.1f} GB",
+                f"{result.sent.total / 1e12:.2f} TB",
+                f"{result.seconds(BANDWIDTH):.0f} s",
+            ]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -49,7 +49,14 @@ def test_the_table_has_a_row_for_every_point_and_marks_one(result):
 
 def test_columns_without_numbers_are_left_out(result):
     """No cost given, no tokens and time; no size of the gradient, no effective steps."""
-    points = [dataclasses.replace(point, tokens=None, seconds=None, effective_steps=None) for point in result.points]
+    points = [
+        dataclasses.replace(
+            point,
+            noise=dataclasses.replace(point.noise, effective_steps=None),
+            compute=dataclasses.replace(point.compute, tokens=None, seconds=None),
+        )
+        for point in result.points
+    ]
     header, rows = sweep_rows(dataclasses.replace(result, points=tuple(points), gradient_rms=0.0))
     assert header == ["", "b", "steps T", "σ", "σ/b", "of full batch", "ε", "epochs"]
     assert all(len(row) == 8 for row in rows)
@@ -59,16 +66,13 @@ def test_sigma_and_epsilon_are_rounded_up(result):
     """Whoever types the printed σ gets no more than the printed ε."""
     _, rows = sweep_rows(result)
     for row, point in zip(rows, result.points, strict=True):
-        assert 0 <= float(row[3]) - point.noise_multiplier < 1.001e-3
-        assert 0 <= float(row[7]) - point.epsilon < 1.001e-4
+        assert 0 <= float(row[3]) - point.noise.noise_multiplier < 1.001e-3
+        assert 0 <= float(row[7]) - point.noise.epsilon < 1.001e-4
 
 
 def test_a_point_out_of_reach_is_shown_without_numbers(result):
     """It stays in the table, and the text says how many there are and why the first is."""
-    nothing = {"noise_multiplier": None, "noise_to_batch_ratio": None, "signal_to_noise": None, "epsilon": None}
-    lost = dataclasses.replace(
-        result.points[0], **nothing, share_of_full_batch=None, effective_steps=None, reason="too many steps"
-    )
+    lost = dataclasses.replace(result.points[0], noise=None, reason="too many steps")
     changed = dataclasses.replace(result, points=(lost, *result.points[1:]))
     assert sweep_rows(changed)[1][0] == ["", "1,024", "100", "none", "", "", "", "", "2.44", "10 M", "2 h 51 min"]
     assert "1 of 4 points cannot reach the target; b = 1,024, T = 100: too many steps." in recommendation_text(changed)
@@ -121,7 +125,8 @@ def test_times_have_two_units(seconds, text):
 def test_sigma_keeps_four_digits_whatever_its_size(result):
     """Also above 1000 and far below 1."""
     for sigma, text in [(0.012341, "0.01235"), (999.95, "1000.0"), (12.0, "12.00"), (1234.5, "1235")]:
-        point = dataclasses.replace(result.points[0], noise_multiplier=sigma)
+        noise = dataclasses.replace(result.points[0].noise, noise_multiplier=sigma)
+        point = dataclasses.replace(result.points[0], noise=noise)
         shown = sweep_rows(dataclasses.replace(result, points=(point,)))[1][0][3]
         assert shown == text
         assert math.isclose(float(shown), sigma, rel_tol=1e-3) and float(shown) >= sigma
