@@ -82,6 +82,9 @@ def test_the_plain_model_remembers_and_the_table_says_so(compared):
     }
     assert areas["plain"]["loss"]["value"] > 0.9 > 0.75 > areas["private"]["loss"]["value"]
     assert plain["member_perplexity"] < 0.5 * plain["held_out_perplexity"]
+    keys = "folder epsilon delta num_members num_non_members dropped reference reference_auroc member_perplexity"
+    keys += " held_out_perplexity membership true_positive_rate_bounds extraction shadows seed note"
+    assert list(plain) == keys.split() and (plain["reference"] is None) == (plain["reference_auroc"] is None)
     members, others = plain["extraction"]["prefixes"]
     assert members["num_records"] > 20 and members["continued"] > 0.8 * members["num_records"]
     assert others["num_records"] > 20 and others["continued"] <= 2

@@ -237,9 +237,9 @@ def test_what_would_change_the_noise(result):
     batch, budget, units = result.what_if
     at = result.recommended
     wider = sweep(**{**SETTING, "expected_batch_sizes": [4096], "step_counts": [at.num_steps]}).points[0]
-    assert batch.noise_to_batch_ratio == pytest.approx(wider.noise_to_batch_ratio, rel=0.01)
+    assert batch.noise_to_batch_ratio == pytest.approx(wider.noise.noise_to_batch_ratio, rel=0.01)
     double = sweep(**{**SETTING, "target_epsilon": 4.0, "expected_batch_sizes": [2048], "step_counts": [100]}).points[0]
-    assert budget.noise_to_batch_ratio == pytest.approx(double.noise_to_batch_ratio, rel=0.01)
+    assert budget.noise_to_batch_ratio == pytest.approx(double.noise.noise_to_batch_ratio, rel=0.01)
     for change in (batch, budget, units):
         assert 0.5 < change.factor < 1
         assert change.factor == pytest.approx(change.noise_to_batch_ratio / at.noise.noise_to_batch_ratio, rel=0.01)
