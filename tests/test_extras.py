@@ -44,6 +44,14 @@ def test_the_table_of_extras_is_that_of_the_project():
     assert not set.union(*extras.values()) & packages(PROJECT["dependencies"])
 
 
+def test_the_readme_names_every_extra_and_no_other():
+    """And says of those that are equal that they are."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"dpllm\[(\w+)\]", text)) == set(EXTRAS)
+    assert "`dpllm[report]` and `dpllm[audit]` are the same as `dpllm[cli]`" in text
+    assert EXTRAS["report"] == EXTRAS["audit"] == EXTRAS["cli"] and "matplotlib" in packages(PROJECT["dependencies"])
+
+
 def test_the_quickstart_has_no_tools_of_developers():
     """The developers' set-up has them, with everything that the quickstart and the other extras have."""
     wanted = PROJECT["optional-dependencies"]
