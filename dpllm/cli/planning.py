@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dpllm.cli.common import AsJson, one_line_errors, show
-from dpllm.cli.sweeping import UTILIZATION, Setting, run_sweep
+from dpllm.cli.sweeping import UTILIZATION, Setting, run_noise_sweep, run_sweep
 from dpllm.config import Recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -132,6 +132,14 @@ def plan(
             _show_plan(recipe, made, files, predicted, as_json)
             return
         setting = Setting.of_recipe(recipe, loaded, made, with_flops=peak_tflops is not None)
+        if made.noise.kind != "independent":
+            if any((step_counts, gradient_rms, tokens_per_second, peak_tflops, picture)):
+                raise ValueError(
+                    "a sweep of correlated noise takes --batch-sizes, --compute and --min-steps, and not the other "
+                    "options of a sweep: omit them, or set privacy.noise=independent"
+                )
+            _sweep_noise(setting, loaded, batch_sizes, compute, min_steps, as_json)
+            return
     fewest = -(-setting.num_steps // 2) if min_steps is None else min_steps
     rule = {"min_steps": fewest, "gradient_rms": gradient_rms}
     time = (tokens_per_second, peak_tflops, gpus or 1)
@@ -153,6 +161,20 @@ def _plan_of(recipe: Recipe) -> tuple[PrivacyPlan, dict[str, int], Prediction | 
     records, _ = load_train_and_eval(recipe.data, recipe.privacy)
     plan = plan_for(arguments, recipe.privacy, unit_index_of(records, recipe.privacy))
     return plan, sources_of(records), prediction(plan, workload_of(arguments, plan.num_steps))
+
+
+def _sweep_noise(
+    setting: Setting, recipe: Recipe, batch_sizes: str | None, compute: str, min_steps: int | None, as_json: bool
+) -> None:
+    from dpllm.mechanism.catalogue import noise_of
+    from dpllm.mechanism.parts import Spec
+    from dpllm.training.arguments import training_arguments
+    from dpllm.training.preflight import PLAIN
+    from dpllm.training.workload import workload_of
+
+    arguments, noise = training_arguments({**PLAIN, **recipe.train}), noise_of(Spec.of(recipe.privacy.noise))
+    fewest = -(-setting.num_steps // 2) if min_steps is None else min_steps
+    run_noise_sweep(setting, noise, lambda steps: workload_of(arguments, steps), batch_sizes, compute, fewest, as_json)
 
 
 def _show_plan(

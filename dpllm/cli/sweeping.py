@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ from dpllm.config import Recipe
 from dpllm.config.values import integer
 
 if TYPE_CHECKING:
+    from dpllm.mechanism.parts import Noise
+    from dpllm.mechanism.workload import Workload
     from dpllm.privacy.plan import PrivacyPlan
 
 UTILIZATION = 0.4
@@ -73,18 +75,10 @@ class Setting:
         """Return the setting of a recipe; its rows are assumed to have the maximum length.
 
         Raises:
-            ValueError: the recipe draws rows, or its noise is correlated over steps.
+            ValueError: the recipe draws rows.
         """
-        from dpllm.mechanism.events import Step  # imports dp_accounting, for which the help does not wait
-
         if plan.sampling == "example":
             raise ValueError('--sweep needs runs that draw whole units; set privacy.sampling="unit" for it')
-        if not isinstance(plan.event, Step):  # its σ would be computed for the event of DP-SGD
-            noise = plan.noise.to_plain()
-            raise ValueError(
-                f"--sweep calibrates σ for independent noise, and this recipe has privacy.noise={noise}. "
-                "Set privacy.noise=independent for it, or print the plan of each setting without --sweep"
-            )
         rows = plan.max_rows_per_unit or 1
         return cls(
             name=str(path),
@@ -158,6 +152,54 @@ def run_sweep(
     console.print(f"\n{recommendation_text(made)}")
     if picture is not None:
         console.print(f"\nPicture: {picture}", soft_wrap=True)
+
+
+def run_noise_sweep(
+    setting: Setting,
+    noise: Noise,
+    workload_of: Callable[[int], Workload],
+    batch_sizes: str | None,
+    compute: str,
+    min_steps: int,
+    as_json: bool,
+) -> None:
+    """Rank batch sizes, steps and the noises of a recipe by their predicted noise, and print the recommendation.
+
+    Args:
+        setting: the numbers of the recipe.
+        noise: `privacy.noise` of the recipe.
+        workload_of: a function from T to the workload of a run of T steps.
+        batch_sizes: values separated by commas; None: around the recipe's.
+        compute: "recipe", or a number of units.
+        min_steps: the smallest number of steps.
+        as_json: whether to print JSON.
+    """
+    from dpllm.planning.sweep import default_grid
+    from dpllm.planning.sweep_bands import noise_rows, noise_text, sweep_noise
+
+    units = _compute(compute, setting)
+    if not isinstance(units, int):
+        raise ValueError(f"--compute={compute} is for independent noise: give recipe, or a number of units")
+    made = sweep_noise(
+        noise=noise,
+        workload_of=workload_of,
+        target_epsilon=setting.target_epsilon,
+        delta=setting.delta,
+        num_units=setting.num_units,
+        expected_batch_size=setting.expected_batch_size,
+        expected_batch_sizes=_counts("--batch-sizes", batch_sizes)
+        or default_grid(setting.expected_batch_size, setting.num_steps, setting.num_units)[0],
+        compute=units,
+        adjacency=setting.adjacency,
+        min_steps=min_steps,
+    )
+    if as_json:
+        show_json({"setting": setting.name, **made.to_dict()})
+        return
+    head, rows = noise_rows(made)
+    title = f"Ways to spend ε = {setting.target_epsilon:g} at δ = {setting.delta:.3g} on {setting.num_units:,} units"
+    show_table(head, rows, title, left=(0, 2))
+    Console(highlight=False, markup=False).print(f"\n{noise_text(made)}")
 
 
 def _compute(text: str, setting: Setting) -> int | str:

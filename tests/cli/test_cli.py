@@ -421,22 +421,29 @@ def test_the_plan_of_correlated_noise_says_what_was_chosen(tmp_path: Path) -> No
         assert words in shown
 
 
-def test_no_sweep_of_correlated_noise(tmp_path: Path) -> None:
-    """Its σ would be too small for the noise of the recipe; clipping has the event of DP-SGD."""
+def test_a_sweep_of_correlated_noise_compares_bands_too(tmp_path: Path) -> None:
+    """Its σ is that of the recipe's noise; clipping has the event of DP-SGD."""
     data = tmp_path / "records.jsonl"
     data.write_text("".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(400)))
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.format(data=data))
-    arguments = ["plan", str(path), "--sweep", "--batch-sizes", "10,20", "--step-counts", "60,120"]
-    done = CliRunner().invoke(app, [*arguments, "privacy.noise={kind: banded, bands: 4}"])
-    message = done.stderr.splitlines()[-1]  # before it is a note on the tokenizer
-    assert (
-        done.exit_code == 2
-        and message.startswith("error: ")
-        and "calibrates σ for independent noise" in message
-        and "Set privacy.noise=independent" in message
-    )
-    assert as_json([*arguments, "privacy.clipping=per-layer"])["points"] == as_json(arguments)["points"]
+    arguments = ["plan", str(path), "--sweep", "--batch-sizes", "10,20"]
+    banded = ["privacy.noise={kind: banded, bands: 4}", "privacy.max_batch_size=60", "--min-steps", "50"]
+    values = as_json([*arguments, *banded])
+    assert {(p["expected_batch_size"], p["num_steps"], p["tensors_kept"]) for p in values["points"]} == {
+        (size, 1200 // size, kept) for size in (10, 20) for kept in (0, 4)
+    }
+    least = values["points"][0]
+    assert least["options"]["bands"] == 4 and least["relative"] < 1
+    assert values["recommended"]["recommended"] and values["recommended"]["predicted_noise"] > 0
+    for options, words in (
+        (["--picture", "x.png"], "takes --batch-sizes, --compute and --min-steps"),
+        (["--compute", "max"], "--compute=max is for independent noise"),
+    ):
+        done = CliRunner().invoke(app, [*arguments, *banded, "privacy.noise_multiplier=1", *options])
+        assert done.exit_code == 2 and words in done.stderr.splitlines()[-1]
+    grid = [*arguments, "--step-counts", "60,120"]
+    assert as_json([*grid, "privacy.clipping=per-layer"])["points"] == as_json(grid)["points"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""The sweep over noises ranks by the predicted noise, and bands turn "bigger batches" around."""
+
+import dataclasses
+import json
+
+import pytest
+
+from dpllm.mechanism.banded import BandedNoise
+from dpllm.mechanism.catalogue import noise_of
+from dpllm.mechanism.noise import IndependentNoise
+from dpllm.mechanism.parts import Draw, Spec
+from dpllm.mechanism.workload import Workload
+from dpllm.planning.sweep_bands import NoiseSweep, noise_rows, noise_text, recommend, sweep_noise
+from dpllm.privacy.noise_choice import predicted_noise
+
+E2E = {"delta": 1e-6, "num_units": 42_061, "expected_batch_size": 1024, "compute": 1024 * 410}
+
+
+def linear(num_steps: int) -> Workload:
+    return Workload.released([(num_steps - step) / num_steps for step in range(num_steps)], 0.9)
+
+
+def swept(**change) -> NoiseSweep:
+    settings = {"noise": BandedNoise(), "workload_of": linear, "expected_batch_sizes": [256, 1024, 4096], **E2E}
+    return sweep_noise(**{**settings, "target_epsilon": 3.0, **change})
+
+
+MADE = swept()
+
+
+def test_bands_turn_the_recommended_batch_around():
+    """At ε = 3 independent noise asks for the largest batches, and many bands for the smallest, at one compute."""
+    assert MADE.recommended_independent.expected_batch_size == 4096
+    chosen = MADE.recommended
+    assert chosen.expected_batch_size == 256 and chosen.options["bands"] >= 8
+    assert chosen.num_steps == 1640 and chosen.predicted_noise < MADE.recommended_independent.predicted_noise * 1.01
+    assert all(point.expected_batch_size * point.num_steps <= MADE.compute for point in MADE.points)
+
+
+def test_points_are_those_of_the_prediction_of_a_plan():
+    """By σ‖w M⁻¹‖ over the signal b Σw; the least comes first."""
+    values = [point.predicted_noise for point in MADE.points]
+    assert values == sorted(values) and len(MADE.points) == 3 + 7 + 7 + 5
+    draw = Draw(num_units=42_061, population=42_061, expected_batch_size=1024, max_batch_size=42_061)
+    signal = 1024 * sum(linear(410).response)
+    for bands in (1, 8):
+        options = next(
+            point
+            for point in MADE.points
+            if point.expected_batch_size == 1024
+            and (point.options == "independent" if bands == 1 else point.options != "independent")
+            and (bands == 1 or point.options["bands"] == bands)
+        )
+        noise = noise_of(Spec.of(options.options))
+        expected = predicted_noise(noise, draw, linear(410), 3.0, 410, 1e-6, "zero-out")
+        assert options.predicted_noise == pytest.approx(expected / signal)
+    plain = next(p for p in MADE.independent if p.expected_batch_size == 1024)
+    assert plain.relative == 1.0 and plain.tensors_kept == 0
+
+
+def test_the_rule_takes_the_smallest_batch_and_then_the_least_memory():
+    """Of the points within 10 % of the least noise."""
+    (point, *_) = MADE.points
+    points = [
+        dataclasses.replace(point, predicted_noise=noise, expected_batch_size=size, tensors_kept=kept)
+        for noise, size, kept in ((1.0, 400, 2), (1.05, 200, 8), (1.1, 200, 4), (1.2, 100, 0))
+    ]
+    assert recommend(points) is points[2]
+
+
+def test_a_noise_of_given_bands_is_compared_with_independent_noise():
+    """Where its groups have a batch; batches with too few steps are left out."""
+    made = swept(noise=BandedNoise(12), min_steps=200)
+    sizes = {(point.expected_batch_size, point.tensors_kept) for point in made.points}
+    assert sizes == {(256, 0), (256, 12), (1024, 0), (1024, 12)}
+    assert {point.noise for point in swept(noise=IndependentNoise()).points} == {"independent"}
+
+
+def test_text_and_values_have_the_recommendation():
+    """As an override of a recipe; every point is in the JSON."""
+    text, (head, rows) = noise_text(MADE), noise_rows(MADE)
+    bands = MADE.recommended.options["bands"]
+    assert f"1,640 steps of 256 units with privacy.noise={{kind: banded, bands: {bands}, strategy: geometric}}" in text
+    assert "With independent noise: 102 steps of 4,096 units" in text and "22 points were compared" in text
+    assert [row[0] for row in rows].count("→") == 1 and len(rows[0]) == len(head)
+    assert [row[2] for row in rows].count("independent") == 3
+    values = json.loads(json.dumps(MADE.to_dict()))
+    assert len(values["points"]) == 22 and values["recommended"]["expected_batch_size"] == 256
+
+
+def test_a_compute_that_is_too_small_is_refused():
+    """The recipe's own batch must take a step."""
+    with pytest.raises(ValueError, match="with b=1024 in at least min_steps=411 steps"):
+        swept(min_steps=411)
