@@ -170,6 +170,7 @@ def run(recipe: Recipe) -> int:
         pack_rows=recipe.pack_rows,
         eval_is_public=recipe.data.eval_is_public,
         start_is_independent=recipe.model.start_is_independent,
+        noise_memory=recipe.noise_memory,
     )
     trainer.declared_points = declared
     console.rule("private fine-tuning")

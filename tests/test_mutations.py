@@ -374,6 +374,29 @@ MUTATIONS = [
         ("tests/mechanism/test_keys.py::test_a_key_is_refused_in_a_fork",),
     ),
     Mutation(
+        "noise that can be drawn again is that of the first step in every step",
+        "dpllm/mechanism/generators.py",
+        "        self._draw += 1\n",
+        "",
+        ("tests/mechanism/test_regenerated.py::test_no_number_is_drawn_for_two_places",),
+        quick=True,
+    ),
+    Mutation(
+        "two processes with one key draw the same noise",
+        "dpllm/mechanism/regenerated.py",
+        "self._numbers.at(name, *of, number)",
+        "self._numbers.at(name, number)",
+        ("tests/mechanism/test_regenerated.py::test_the_noise_is_the_inverse_of_the_strategy_times_the_numbers",),
+    ),
+    Mutation(
+        "a regenerated block begins at the present step",
+        "dpllm/mechanism/regenerated.py",
+        "            if self._step:\n",
+        "            if False:\n",
+        ("tests/mechanism/test_regenerated.py::test_the_noise_is_the_inverse_of_the_strategy_times_the_numbers",),
+        quick=True,
+    ),
+    Mutation(
         "nothing is watched between the steps",
         "dpllm/training/checks/watch.py",
         "        self._raise_deferred()\n        self._check_trainable_set()\n"

@@ -31,6 +31,7 @@ from dpllm.mechanism.limits import (
     MAX_TARGET_EPSILON,
     MIN_CLIP_NORM,
     MIN_NOISE,
+    NOISE_MEMORIES,
     RANDOMNESS,
 )
 from dpllm.mechanism.parts import Spec
@@ -450,6 +451,9 @@ class Recipe:
     pack_rows: bool = False
     """Whether the rows of a microbatch are concatenated without padding; ``microbatch_tokens`` then counts only the
     rows' own tokens. For causal language models. It has no influence on the guarantee."""
+    noise_memory: str = "auto"
+    """For correlated noise: "stored" keeps the noise of earlier steps, "regenerated" draws it again in each step, and
+    "auto" stores as much as fits a quarter of the device's memory. It changes no number."""
 
     def __post_init__(self) -> None:
         """Check the section without a dataclass, and the combinations of two sections."""
@@ -459,6 +463,7 @@ class Recipe:
         if self.microbatch_tokens is not None and self.microbatch_tokens != "auto":
             values.integer("microbatch_tokens", self.microbatch_tokens, 1)
         values.flag("pack_rows", self.pack_rows)
+        values.choice("noise_memory", self.noise_memory, NOISE_MEMORIES)
         if self.pack_rows and self.model.task != "causal_lm":
             raise ConfigError(
                 f'pack_rows concatenates rows, which model.task="{self.model.task}" does not support: it is for causal '

@@ -12,7 +12,8 @@ arXiv:2202.08312). A unit takes part in ⌈T/b⌉ rounds, each over a Poisson sa
 q' = b B / N.
 
 The noise of a run is kept in memory, in total b - 1 or b tensors of the gradient's size, and never on a disk: it would
-allow a reader to subtract the noise from the last updates. A resumed run begins with fresh noise and a fresh split.
+allow a reader to subtract the noise from the last updates. Where it does not fit, it is made again in each step
+(`dpllm.mechanism.regenerated`). A resumed run begins with fresh noise and a fresh split.
 This costs one more round if it continues in the middle of a cycle.
 """
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dpllm.mechanism.chacha20 import ChaCha20Normals
-from dpllm.mechanism.keys import KEY_BYTES
+from dpllm.mechanism.keys import KEY_BYTES, SecretKey
 from dpllm.mechanism.limits import RANDOMNESS
 
 ENTRIES_AT_A_TIME = 1 << 22
@@ -86,12 +86,58 @@ class NoiseSource:
         draw = normals_from(self._entropy(), self._randomness, total)
         return torch.cat([draw(block) for block in total.view(-1).split(ENTRIES_AT_A_TIME)]).view_as(total)
 
+    def numbers(self) -> Addressed:
+        """Return numbers that can be drawn again, from a key that nothing else has."""
+        return Addressed(SecretKey(self._entropy()), self._randomness)
+
     def _entropy(self) -> bytes:
         """Return 256 bits that no other call returns."""
         if self._children is None:
             return secrets.token_bytes(KEY_BYTES)
         (child,) = self._children.spawn(1)
         return child.generate_state(KEY_BYTES // 4).tobytes()
+
+
+class Addressed:
+    """Standard normal numbers at addresses: drawn twice, they are equal. For noise that is made again.
+
+    Args:
+        key: determines the numbers; made for this object.
+        randomness: the generator.
+    """
+
+    def __init__(self, key: SecretKey, randomness: str) -> None:
+        """Remember the key."""
+        self._key, self._randomness = key, randomness
+
+    def at(self, *address: int | str) -> NumbersAt:
+        """Return the numbers of an address, from their beginning."""
+        return NumbersAt(self._key, self._randomness, address)
+
+
+class NumbersAt:
+    """The sequence of draws at one address. Each draw has a key of its own, derived from address and number.
+
+    Args:
+        key: of all addresses.
+        randomness: the generator.
+        address: of this sequence.
+    """
+
+    def __init__(self, key: SecretKey, randomness: str, address: tuple[int | str, ...]) -> None:
+        """Begin with draw 0."""
+        self._key, self._randomness, self._address = key, randomness, address
+        self._draw = 0
+
+    def add_(self, grad: Tensor, noise_stddev: float) -> None:
+        """Add the next draw, times a standard deviation, in place."""
+        grad.add_(self.normal_like(grad), alpha=noise_stddev)
+
+    def normal_like(self, total: Tensor) -> Tensor:
+        """Return the next draw, N(0, 1), of the shape, dtype and device of a contiguous tensor of one block."""
+        secret = self._key.derive(*self._address, self._draw)
+        self._draw += 1
+        return normals_from(secret, self._randomness, total)(total.view(-1)).view_as(total)
 
 
 def normals_from(entropy: bytes, randomness: str, like: Tensor) -> Callable[[Tensor], Tensor]:

@@ -7,6 +7,8 @@ made.
 ADJACENCIES = ("zero-out", "replace-one")
 RANDOMNESS = ("os", "chacha20")
 """The generators of noise (`dpllm.mechanism.generators`)."""
+NOISE_MEMORIES = ("auto", "stored", "regenerated")
+"""How the noise of earlier steps is kept (`dpllm.mechanism.regenerated`)."""
 MAX_TARGET_EPSILON = 1000.0
 MIN_NOISE, MAX_NOISE = 1e-3, 1e6
 MIN_CLIP_NORM, MAX_CLIP_NORM = 1e-12, 1e12

@@ -101,7 +101,11 @@ class NormalGenerator(Protocol):
 
 
 class NoiseStream(Protocol):
-    """The noise of a run, from its start or resume onwards; never written to a disk."""
+    """The noise of a run, from its start or resume onwards; never written to a disk.
+
+    A run makes a stream for each block of a parameter's entries (`dpllm.mechanism.regenerated`), and may make it again
+    to regenerate the noise: its noise is a function of its generator's draws, in the order of the steps.
+    """
 
     def begin(self, step: int) -> None:
         """Begin the noise of a step, counted from the start or resume; called once per step, in order."""

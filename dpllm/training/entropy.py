@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.regenerated import stream_of
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.checks.randomness import SecretStreams
@@ -36,14 +37,22 @@ class RunEntropy:
         processes: the processes of the run; all of them make this object together.
         ledger: the run's ledger.
         seed: None, or a fixed seed for tests; then nothing is private.
+        noise_memory: whether noise of earlier steps is stored or regenerated; it changes no number.
     """
 
-    def __init__(self, plan: PrivacyPlan, processes: Processes, ledger: SharedLedger, seed: int | None) -> None:
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        processes: Processes,
+        ledger: SharedLedger,
+        seed: int | None,
+        noise_memory: str = "auto",
+    ) -> None:
         """Take the entropy, and share the part that all processes need."""
         self._sampler, self._seed = plan.mechanism.sampler, seed
         self._deal_key = dealing_key(processes, lambda: secrets.randbits(128) if seed is None else seed)
         generator = NoiseSource(seed, processes.rank, plan.randomness)
-        self.noise = plan.mechanism.noise.stream(generator, plan.num_steps)
+        self.noise = stream_of(plan.mechanism.noise, generator, plan.num_steps, noise_memory)
         self.first = ledger.num_steps
         self._streams = SecretStreams(processes, seed)
 

@@ -53,6 +53,7 @@ class Prepared:
         collate: rows to inputs, with padding; the collator of ``rows`` packs if rows are packed.
         norm_method: as for `PrivateRun.attach`.
         start_is_independent: as for `PrivateRun.attach`.
+        noise_memory: as for `PrivateRun`.
     """
 
     privacy: PrivacyConfig
@@ -65,6 +66,7 @@ class Prepared:
     collate: Any
     norm_method: NormMethod | None
     start_is_independent: bool
+    noise_memory: str
 
     @classmethod
     def of(
@@ -81,6 +83,7 @@ class Prepared:
         own_optimizer: bool,
         norm_method: NormMethod | None,
         start_is_independent: bool,
+        noise_memory: str,
     ) -> Prepared:
         """Check the options, then read the data, and compute the plan. Called by all processes together.
 
@@ -96,6 +99,7 @@ class Prepared:
             own_optimizer: whether the caller passes an optimizer.
             norm_method: as for `PrivateRun.attach`.
             start_is_independent: as for `PrivateRun.attach`.
+            noise_memory: as for `PrivateRun`.
 
         Raises:
             ConfigError, DataError, ValueError: an option or a row would make the guarantee untrue.
@@ -130,7 +134,19 @@ class Prepared:
             packed=pack_rows,
         )
         require_positions(model, int(rows.lengths.max()), "the longest row has")
-        return cls(privacy, processes, private, dataset, units, plan, rows, collate, norm_method, start_is_independent)
+        return cls(
+            privacy=privacy,
+            processes=processes,
+            arguments=private,
+            dataset=dataset,
+            units=units,
+            plan=plan,
+            rows=rows,
+            collate=collate,
+            norm_method=norm_method,
+            start_is_independent=start_is_independent,
+            noise_memory=noise_memory,
+        )
 
     def refuse_replaced(self, dataset: Any) -> None:
         """Check that the Trainer still has the data set with which the plan was made.
@@ -178,7 +194,7 @@ class Prepared:
 
     def run(self, ledger: SharedLedger) -> PrivateRun:
         """Make the run that charges this ledger. Called by all processes together."""
-        return PrivateRun(self.plan, self.rows, ledger, self.privacy.seed)
+        return PrivateRun(self.plan, self.rows, ledger, self.privacy.seed, self.noise_memory)
 
     def attach(self, run: PrivateRun, model: Any, optimizer: Any) -> None:
         """Hook a model that the Trainer has distributed; see `PrivateRun.attach`."""

@@ -70,6 +70,9 @@ class PrivateRun:
         rows: the data.
         ledger: the ledger to charge.
         seed: None, or a fixed seed for tests; then nothing is private, and the report says so.
+        noise_memory: for correlated noise: "stored" keeps the noise of earlier steps, "regenerated" draws it again in
+            each step, and "auto" stores as much as fits a share of the memory (`dpllm.mechanism.regenerated`). It
+            changes no number.
 
     Raises:
         DisagreementError: the processes differ in plan, data or versions.
@@ -77,7 +80,14 @@ class PrivateRun:
             rows.
     """
 
-    def __init__(self, plan: PrivacyPlan, rows: TrainingRows, ledger: SharedLedger, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        rows: TrainingRows,
+        ledger: SharedLedger,
+        seed: int | None = None,
+        noise_memory: str = "auto",
+    ) -> None:
         """Check that the processes agree, and share the entropy of the draws."""
         if (seed is not None) != plan.seeded:
             raise ConfigError(
@@ -93,7 +103,7 @@ class PrivateRun:
         self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
         agreement.check_rows(plan, rows.units)  # now, so that an error is raised by all processes
         self._plan, self.rows, self.ledger = plan, rows, ledger
-        self._entropy = RunEntropy(plan, self.processes, ledger, seed)
+        self._entropy = RunEntropy(plan, self.processes, ledger, seed, noise_memory)
         self._draws = Draws(plan, ledger, self.processes, self._entropy.draws())
         self.max_tokens = rows.max_tokens
         self._attached: Attached | None = None
@@ -110,6 +120,7 @@ class PrivateRun:
         rows: TrainingRows,
         public: Sequence[str] = (),
         budget_file: str | None = None,
+        noise_memory: str = "auto",
     ) -> PrivateRun:
         """Begin a run in an empty folder and write plan and ledger there. Called by all processes together.
 
@@ -119,6 +130,7 @@ class PrivateRun:
             rows: the data.
             public: earlier training on public data, one line each.
             budget_file: file with the privacy budget of all runs on ``plan.dataset``; charged at once. None: no budget.
+            noise_memory: as for the class.
 
         Raises:
             LedgerError: the folder holds another run.
@@ -131,7 +143,7 @@ class PrivateRun:
         ledger = SharedLedger.create(path, plan, Processes(), public=public, budget_file=budget_file)
         with ledger.ended_on_failure():
             ledger.remember_rows(rows.contents)
-            run = cls(plan, rows, ledger)
+            run = cls(plan, rows, ledger, noise_memory=noise_memory)
             run._files_before = snapshot(folder)
         note_units(ledger, rows.units, rows.lengths)
         if plan.unit == "user":
@@ -140,7 +152,12 @@ class PrivateRun:
 
     @classmethod
     def resume(
-        cls, folder: str | Path, plan: PrivacyPlan, rows: TrainingRows, budget_file: str | None = None
+        cls,
+        folder: str | Path,
+        plan: PrivacyPlan,
+        rows: TrainingRows,
+        budget_file: str | None = None,
+        noise_memory: str = "auto",
     ) -> PrivateRun:
         """Continue the run of a folder; its steps stay charged. Called by all processes together.
 
@@ -150,7 +167,7 @@ class PrivateRun:
         require_shared_folder(folder, Processes())
         ledger = SharedLedger.open(Path(folder) / LEDGER_FILE, plan, Processes(), budget_file, rows.contents)
         with ledger.ended_on_failure():
-            run = cls(plan, rows, ledger)
+            run = cls(plan, rows, ledger, noise_memory=noise_memory)
             run._files_before = snapshot(folder)
         return run
 

@@ -21,11 +21,13 @@ from transformers.utils import logging
 
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.config.output_folder import check_output_folder
+from dpllm.config.values import choice
 from dpllm.data.units import UnitIndex
 from dpllm.engines import whole_state
 from dpllm.engines.processes import Processes
 from dpllm.engines.weights import require_finite
 from dpllm.ghost import NormMethod
+from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.models.ended import note_changes
 from dpllm.models.packing import refuse_unpackable
 from dpllm.models.starting_point import check_start, refuse_steering
@@ -84,6 +86,7 @@ class DPTrainer(CoveredTrainer):
         norm_method: method of computing norms (`dpllm.ghost.NormMethod`); the default is the cheapest for each layer.
         eval_is_public: declares that ``eval_dataset`` is public: schedules may follow it, and it is not a disclosure.
         start_is_independent: as for `dpllm.PrivateRun.attach`.
+        noise_memory: "stored", "regenerated" or "auto", as for `dpllm.PrivateRun`.
 
     Raises:
         ConfigError, ValueError: an option would make the guarantee untrue; raised before any training.
@@ -107,6 +110,7 @@ class DPTrainer(CoveredTrainer):
         norm_method: NormMethod | None = None,
         eval_is_public: bool = False,
         start_is_independent: bool = False,
+        noise_memory: str = "auto",
     ) -> None:
         """Compute the plan and set up the Trainer."""
         refuse_ignored(self)
@@ -116,6 +120,7 @@ class DPTrainer(CoveredTrainer):
             raise ConfigError(f"max_tokens_per_microbatch must be at least 1, got {max_tokens_per_microbatch}")
         if pack_rows:
             refuse_unpackable(model, task_of(model), data_collator, compute_loss_func)
+        choice("noise_memory", noise_memory, NOISE_MEMORIES)
         refuse_steering(args, callbacks or [], optimizers[1], eval_is_public)
         check_start(model, args.output_dir, start_is_independent)
         self._prepared = Prepared.of(
@@ -130,6 +135,7 @@ class DPTrainer(CoveredTrainer):
             own_optimizer=optimizers[0] is not None,
             norm_method=norm_method,
             start_is_independent=start_is_independent,
+            noise_memory=noise_memory,
         )
         self._start = StartingModel.of(model)
         self._losses = RowLosses(compute_loss_func or default_row_loss(model), pack_rows)

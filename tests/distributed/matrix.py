@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,13 @@ from dpllm.config import DataConfig
 from dpllm.data.rows import RowCollator, load_records, tokenize_records
 from dpllm.data.units import UnitIndex
 from dpllm.engines import engine_for, model_inside
+from dpllm.engines.processes import Processes
+from dpllm.mechanism import regenerated
 from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.mechanism.noise import IndependentStream
+from dpllm.mechanism.parts import NoiseStream
+from dpllm.mechanism.regenerated import stream_of
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step
@@ -249,6 +255,25 @@ def mechanism(engine: str, steps: int = 4, clip_norm: float = 1e-6) -> dict[str,
         "entries": released[0].numel(),
         "refusal": refusal,
     }
+
+
+def memories(engine: str, steps: int = 5) -> dict[str, list[bytes]]:
+    """The releases of empty steps with banded noise that is stored, regenerated, or both, from one seed."""
+    case = Case("llama", tied=True, dtype="float32")
+    plan = plan_of(0.5, 2.0, num_steps=steps, noise={"kind": "banded", "bands": 3}, batch_size=1, randomness="chacha20")
+
+    def made(plan: PrivacyPlan, memory: str) -> NoiseStream:
+        source = NoiseSource(5, Processes().rank, plan.randomness)
+        return stream_of(plan.mechanism.noise, source, plan.num_steps, memory)
+
+    regenerated.ENTRIES_AT_A_TIME = 1000  # several blocks in a parameter
+    regenerated.memory_of = lambda device: 600_000
+    found = {}
+    for memory in NOISE_MEMORIES:
+        noise = functools.partial(made, memory=memory)
+        released = movement(engine, build_model(case), case, plan, units=[], steps=steps, white=noise)
+        found[memory] = [one.numpy().tobytes() for one in released]
+    return found
 
 
 def real(

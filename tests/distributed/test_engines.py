@@ -157,6 +157,16 @@ def test_other_mechanisms_hold_on_every_engine(engine, tmp_path, table):
         assert refusal.startswith("UpdateError: The gradient that reaches the optimizer is not the private sum: its")
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2", *map(tiers.deep_case, ("ddp", "zero1", "zero3"))])
+def test_regenerated_noise_is_stored_noise_on_every_engine(engine, tmp_path):
+    """Bit by bit in every step, on every process, for noise that is correlated over steps."""
+    results = run(tmp_path, "tests.distributed.matrix:memories", size=size_of(engine), engine=engine)
+    stored = results[0]["stored"]
+    assert len(set(stored)) == 5 and all(len(step) > 100_000 for step in stored)
+    for found in results:
+        assert found["stored"] == found["regenerated"] == found["auto"] == stored
+
+
 def test_an_engine_that_is_broken_from_outside_stops_in_its_first_step(tmp_path, table):
     """Hooks that no longer fire, clipping switched on, a missing reduction, something added: every process stops."""
     results = run(tmp_path, "tests.distributed.matrix:broken")

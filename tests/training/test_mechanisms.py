@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm.mechanism.banded import BandedStream
+from dpllm.mechanism.keys import SecretKey
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.rounding import epsilon_to_log
@@ -41,34 +44,72 @@ def test_a_run_says_what_it_was_and_verifies(parts, tmp_path):
     assert ("noise by ChaCha20 (RFC 8439), draws of units by PCG64DXSM" in page) == ("randomness" in parts)
 
 
-def test_no_file_of_a_checkpoint_or_of_the_end_holds_noise(tmp_path, monkeypatch):
-    """Who knows the noise that is kept for later steps can take it out of the last updates."""
-    streams = []
-    begin = BandedStream.__init__
+@pytest.mark.parametrize("parts", [{}, {"randomness": "chacha20"}])
+def test_no_file_of_a_checkpoint_or_of_the_end_holds_noise_or_its_key(parts, tmp_path, monkeypatch):
+    """Who knows either can take the noise out of the updates. Keys are sought as bytes, in hexadecimal, in base64."""
+    streams, kept, keys = [], [], set()
+    begin, key_of, derive = BandedStream.__init__, SecretKey.__init__, SecretKey.derive
     monkeypatch.setattr(BandedStream, "__init__", lambda self, *args: (streams.append(self), begin(self, *args))[1])
-    kept: list[bytes] = []
+
+    def made(self, entropy):
+        key_of(self, entropy)
+        keys.update({entropy, self._pseudorandom})
+
+    def derived(self, *address):
+        keys.add(derive(self, *address))
+        return derive(self, *address)
+
+    monkeypatch.setattr(SecretKey, "__init__", made)
+    monkeypatch.setattr(SecretKey, "derive", derived)
 
     class Look(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            for past in streams[-1]._past.values():
+            for past in (past for stream in streams for past in stream._past.values()):
                 kept.extend(one.numpy().astype(np.float32).tobytes() for one in past if one.numel() >= 16)
 
     run = trainer(
         tmp_path,
         dataset=rows(60),
-        config=privacy(expected_batch_size=8, noise=BANDED),
+        config=privacy(expected_batch_size=8, noise=BANDED, **parts),
         args=arguments(tmp_path, save_strategy="steps", save_steps=2),
         callbacks=[Look()],
     )
     run.train()
     run.save_model()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(kept) > 20 and any("checkpoint-2" in str(path) for path in files)
+    assert len(kept) > 20 and len(keys) > 20 and any("checkpoint-2" in str(path) for path in files)
     weights = next(iter(LlamaForCausalLM.from_pretrained(tmp_path).parameters())).detach().flatten()[:16]
     content = b"".join(path.read_bytes() for path in files)
     assert weights.float().numpy().tobytes() in content  # the search finds what is there
     for noise in kept:
         assert noise[: 16 * 4] not in content
+    for key in keys:
+        number = str(int.from_bytes(key, "little")).encode()
+        for written in (key, key.hex().encode(), base64.b64encode(key)[:40], number):
+            assert len(written) >= 32 and written not in content
+
+
+@pytest.mark.parametrize("level", ["os", "chacha20"])
+def test_a_run_whose_noise_is_regenerated_has_the_weights_of_one_that_stores_it(level, tmp_path):
+    """Bit by bit, with one seed; without a seed no two runs have equal noise."""
+    trained = {}
+    for memory, seed in (("stored", 3), ("regenerated", 3), ("auto", 3), ("auto", None)):
+        torch.manual_seed(0)
+        folder = tmp_path / f"{memory}{seed}"
+        run = trainer(
+            folder,
+            LlamaForCausalLM(tiny_llama_config()),
+            rows(60),
+            privacy(expected_batch_size=8, noise=BANDED, randomness=level, seed=seed),
+            arguments(folder),
+            noise_memory=memory,
+        )
+        run.train()
+        trained[memory, seed] = [parameter.detach() for parameter in run.model.parameters()]
+    first = trained["stored", 3]
+    for choice, weights in trained.items():
+        equal = all(torch.equal(one, other) for one, other in zip(first, weights, strict=True))
+        assert equal == (choice[1] == 3), choice
 
 
 def test_a_resume_begins_a_fresh_cycle_with_fresh_noise(tmp_path):

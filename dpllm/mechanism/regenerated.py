@@ -1,0 +1,171 @@
+"""Correlated noise that is stored between steps, or drawn again from its first step, with equal bits.
+
+Place in the flow: between a run and the stream of its noise. Banded noise needs the noise of the last b - 1 steps, as
+many tensors of the gradient's size. Where they do not fit, the noise of a block of entries is *regenerated* in each
+step: all independent numbers that it was made from are drawn again, from the first step on, and go through the same
+code. It needs memory for one block only, and time: t draws per entry in step t instead of one.
+
+The numbers of a block are a function of a secret key and an address: the parameter's name, this process's slice, the
+block and the step. Stored noise is made from the same numbers, block by block, so both give the same noise, bit by bit,
+and a run may store a part. The key is taken from the operating system at each start and resume. It is in this process's
+memory only (`dpllm.mechanism.keys`): whoever has it can subtract all noise of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dpllm.mechanism.generators import ENTRIES_AT_A_TIME, NoiseSource
+from dpllm.mechanism.limits import NOISE_MEMORIES
+from dpllm.mechanism.noise import slice_of
+from dpllm.mechanism.parts import Noise, NoiseStream, NormalGenerator
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+STORED_SHARE = 1 / 4
+"""The share of a device's memory that "auto" fills with noise of earlier steps; the rest is regenerated."""
+
+
+def stream_of(noise: Noise, source: NoiseSource, num_steps: int, memory: str = "auto") -> NoiseStream:
+    """Return the noise of a run, or of a resume, stored or regenerated.
+
+    Args:
+        noise: of the plan.
+        source: of this process.
+        num_steps: T of the plan.
+        memory: "stored", "regenerated", or "auto": stored as far as `STORED_SHARE` of the device's memory allows. It
+            changes no number.
+
+    Raises:
+        ValueError: there is no such choice.
+    """
+    limit = NoiseMemory(memory, noise.tensors_kept)
+    if not noise.tensors_kept:
+        return noise.stream(source, num_steps)
+    return BlockStream(lambda numbers: noise.stream(numbers, num_steps), source, limit)
+
+
+class NoiseMemory:
+    """Decides for each block of entries whether its noise is stored.
+
+    Args:
+        choice: "stored", "regenerated" or "auto".
+        num_tensors: tensors that are kept of a block.
+
+    Raises:
+        ValueError: there is no such choice.
+    """
+
+    def __init__(self, choice: str, num_tensors: int) -> None:
+        """Begin with nothing stored."""
+        if choice not in NOISE_MEMORIES:
+            raise ValueError(f"noise_memory must be one of {', '.join(NOISE_MEMORIES)}, got {choice!r}")
+        self._choice, self._num_tensors = choice, num_tensors
+        self._bytes: dict[torch.device, int] = {}
+
+    def stores(self, block: Tensor) -> bool:
+        """Return whether the noise of a block is stored, and if so count its bytes."""
+        if self._choice != "auto":
+            return self._choice == "stored"
+        stored = self._bytes.get(block.device, 0) + self._num_tensors * block.numel() * block.element_size()
+        if stored > STORED_SHARE * memory_of(block.device):
+            return False
+        self._bytes[block.device] = stored
+        return True
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of memory of a device; of a CPU, this process's share of what its container may use."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limits = [2**63]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit: "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return min(limits) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+class BlockStream:
+    """The noise of a run, made by a separate stream for each block of entries from numbers with addresses.
+
+    Args:
+        make: returns a stream, at its beginning, that draws from these numbers. Made twice from the same numbers, it
+            must give the same noise.
+        source: gives the secret key.
+        memory: decides which streams are stored.
+    """
+
+    def __init__(
+        self, make: Callable[[NormalGenerator], NoiseStream], source: NoiseSource, memory: NoiseMemory
+    ) -> None:
+        """Begin without noise, with a fresh key."""
+        self._make, self._numbers, self._memory = make, source.numbers(), memory
+        self._stored: dict[tuple[str, int], NoiseStream | None] = {}  # None: regenerated
+        self._places: dict[str, tuple[object, ...]] = {}
+        self._added: set[str] = set()
+        self._step = -1
+
+    def begin(self, step: int) -> None:
+        """Begin a step. Skipped steps still draw their noise, since the groups advance with every draw.
+
+        Raises:
+            ValueError: the step is not after the last one, or a parameter had no noise in the step before.
+        """
+        if step <= self._step:
+            raise ValueError(
+                f"the noise of step {step} was already drawn; the last step is {self._step}: take steps in order"
+            )
+        if missing := sorted(set(self._places) - self._added):
+            raise ValueError(f"{missing[0]} had no noise in step {self._step}: every parameter needs it in every step")
+        self._step, self._added = step, set()
+
+    def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
+        """Add the noise of this step to one process's slice of the entries, in place.
+
+        Raises:
+            ValueError: the parameter already had its noise of this step, or its shape, its dtype or the processes
+                changed, or the dtype is neither float32 nor float64; or this process is a fork.
+        """
+        if self._step < 0:
+            raise ValueError(f"{name} has no noise before the first step: call begin")
+        if name in self._added:
+            raise ValueError(f"{name} already had its noise of step {self._step}: add it once per step")
+        share = slice_of(total, rank, size)
+        place = (share.numel(), share.dtype, rank, size)
+        if self._places.setdefault(name, place) != place:
+            raise ValueError(
+                f"{name} has {_words(place)}, and had {_words(self._places[name])} in the steps before, with whose "
+                "noise it is correlated: keep the model's shapes, or start a new run"
+            )
+        self._added.add(name)
+        for number, block in enumerate(share.split(ENTRIES_AT_A_TIME)):
+            stream = self._stream_at(name, number, (rank, size), block)
+            stream.add_share_(name, block, stddev, 0, 1)
+
+    def _stream_at(self, name: str, number: int, of: tuple[int, int], block: Tensor) -> NoiseStream:
+        """Return the stream of a block, about to add the noise of this step."""
+        where = (name, number)
+        stream = self._stored.get(where)
+        if stream is None:
+            stream = self._make(self._numbers.at(name, *of, number))
+            if where not in self._stored:
+                self._stored[where] = stream if self._memory.stores(block) else None
+            if self._step:
+                stream.begin(0)
+                stream.add_share_(name, block.new_zeros(block.shape), 0.0, 0, 1)
+        stream.begin(self._step)
+        return stream
+
+
+def _words(place: tuple[object, ...]) -> str:
+    entries, dtype, rank, size = place
+    return f"{entries} entries for this process ({dtype}, process {rank} of {size})"
