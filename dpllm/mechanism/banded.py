@@ -260,7 +260,9 @@ class BandedNoise:
 
     @property
     def tensors_kept(self) -> int:
-        """How many tensors of the gradient's size all processes together keep between two steps."""
+        """How many tensors of the gradient's size all processes together keep between two steps ("auto": at most)."""
+        if self.bands == "auto":
+            return max(_CHOSEN_FROM)
         return self._number if self._by_recursion else self._number - 1
 
     @property

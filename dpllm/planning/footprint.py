@@ -36,7 +36,9 @@ from transformers import TrainingArguments
 
 from dpllm.config import ConfigError, Recipe, nearest
 from dpllm.ghost import NormMethod
+from dpllm.mechanism.catalogue import noise_of
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME
+from dpllm.mechanism.parts import Spec
 from dpllm.models.losses import CHUNK_ENTRIES
 from dpllm.planning.model_shape import Block, Linear, ModelShape, shape_of_model
 from dpllm.privacy.plan import PrivacyPlan
@@ -75,6 +77,9 @@ class Run:
     """``train.bf16``."""
     unit_rows: int = 1
     """Largest number of rows of a unit; a unit with more than B rows goes through the model in several passes."""
+    noise_tensors: int = 0
+    """Tensors of the gradient's size, over all GPUs together, that correlated noise keeps between steps; 0 if the noise
+    is independent or regenerated."""
     shard_size: int = GPUS_OF_A_NODE
     """S of "fsdp2-hybrid": GPUs that share one copy of the model. Other engines shard over all GPUs or none."""
 
@@ -125,11 +130,14 @@ class Kept:
     """Float32 sum of clipped gradients, from the first microbatch of a step to its update."""
     optimizer: int
     """AdamW's moments, and float32 master weights if the engine keeps them."""
+    noise: int
+    """Float32 noise of earlier steps, with which that of later ones is correlated. Each GPU keeps a slice of each
+    parameter, on every engine."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.clipped_sum + self.optimizer
+        return self.weights + self.clipped_sum + self.optimizer + self.noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +282,7 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
             weights=_share(whole, run.group) if run.shards_weights else whole,
             clipped_sum=_sum(shape, run),
             optimizer=optimizer,
+            noise=run.noise_tensors * _share(_FLOAT32 * shape.trainable, run.num_gpus),
         ),
         passing=Passing(
             gathered=_gathered(shape, run, dtypes),
@@ -469,7 +478,8 @@ def footprint_of_recipe(
         recipe: the recipe. ``data.max_length`` is T, and B the number of such rows in ``microbatch_tokens`` ("auto" or
             left out: ``per_device_train_batch_size``). Every user is assumed to have ``max_rows_per_unit`` rows.
         arguments: its ``train`` section.
-        plan_or_batch: the plan, or the expected batch size b in units.
+        plan_or_batch: the plan, or the expected batch size b in units. With the latter, ``bands: auto`` counts as the
+            most bands that a plan would choose. ``noise_memory: auto`` counts as stored.
         engine: one of `ENGINES`.
         num_gpus: N.
         shard_size: GPUs that share one copy of the model under "fsdp2-hybrid".
@@ -486,6 +496,7 @@ def footprint_of_recipe(
             f"train.optim={optimizer}: its memory is unknown; use adamw_torch or adamw_torch_fused for this estimate"
         )
     batch = plan_or_batch if isinstance(plan_or_batch, int) else plan_or_batch.expected_batch_size
+    noise = noise_of(Spec.of(recipe.privacy.noise) if isinstance(plan_or_batch, int) else plan_or_batch.noise)
     by_example = recipe.privacy.sampling == "example"
     per_unit = 1 if by_example else recipe.privacy.max_rows_per_unit or 1
     rows = arguments.per_device_train_batch_size
@@ -500,6 +511,7 @@ def footprint_of_recipe(
         checkpointing=bool(arguments.gradient_checkpointing),
         bf16=bool(arguments.bf16),
         unit_rows=per_unit,
+        noise_tensors=0 if recipe.noise_memory == "regenerated" else noise.tensors_kept,
         shard_size=shard_size,
     )
     return footprint(shape_of_model(recipe.model), run)

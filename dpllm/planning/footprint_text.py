@@ -11,7 +11,8 @@ from dpllm.planning.footprint import Footprint
 
 NATURE = "computed by dpllm.planning.footprint, not measured"
 
-_MAY_BE_NONE = ("memory of the CPU",)
+_NOISE = "noise of earlier steps, if it is stored"
+_MAY_BE_NONE = ("memory of the CPU", _NOISE)
 _SENT = ("sent per step", "of it for weights")
 
 
@@ -67,6 +68,7 @@ def _parts(result: Footprint) -> list[tuple[str, int]]:
         ("weights", kept.weights),
         ("clipped sum", kept.clipped_sum),
         ("optimizer state", kept.optimizer),
+        (_NOISE, kept.noise),
         ("gathered weights", passing.gathered),
         ("activations", passing.activations + passing.recomputed),
         ("logits and loss", passing.logits),

@@ -52,6 +52,7 @@ def bits(released):
     return [total.numpy().tobytes() for totals in released for total in totals.values()]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("level", RANDOMNESS)
 @pytest.mark.parametrize(
     ("bands", "strategy"), [(2, {}), (3, FREE), (6, {}), (2, GEOMETRIC), (3, GEOMETRIC), (13, GEOMETRIC)]

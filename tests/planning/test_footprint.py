@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from dpllm.models.load import DTYPES, prepare_model
 from dpllm.planning.footprint import ENGINES, Run, engines_for, footprint, footprint_of_recipe
 from dpllm.planning.footprint_text import comparison_rows, footprint_rows, format_bytes, setting_of
 from dpllm.planning.model_shape import shape_of_model
+from dpllm.privacy.plan import make_plan
 from dpllm.training.arguments import training_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -342,6 +344,41 @@ def test_checkpointing_trades_activations(shape):
     assert kept.passing.book == without.passing.book
 
 
+def test_correlated_noise_keeps_a_slice_of_each_gpu_on_every_engine(shape):
+    """(b - 1)·4·n/N bytes: 225 GB in all for 8 thousand million parameters and 8 bands."""
+    for engine in ENGINES:
+        gpus = 1 if engine == "single" else 8
+        without, stored = (footprint(shape, run_of(engine, gpus, noise_tensors=count)) for count in (0, 7))
+        assert without.kept.noise == 0
+        assert stored.kept.noise == 7 * -(-4 * shape.trainable // gpus) == stored.total - without.total
+        assert "noise of earlier steps, if it is stored" not in dict(footprint_rows(without))
+        assert "noise of earlier steps, if it is stored" in dict(footprint_rows(stored))
+
+
+@pytest.mark.parametrize(
+    ("memory", "noise", "count"),
+    [
+        ("auto", "independent", 0),
+        ("auto", {"kind": "banded", "bands": 8}, 7),
+        ("stored", {"kind": "banded", "bands": 8, "strategy": "geometric", "ratio": 0.98}, 8),
+        ("regenerated", {"kind": "banded", "bands": 8}, 0),
+        ("stored", {"kind": "banded", "bands": "auto"}, 16),
+    ],
+)
+def test_a_recipe_s_noise_is_counted_where_it_is_stored(memory, noise, count):
+    """From the recipe before the bands are chosen, and from the plan afterwards."""
+    overrides = [f"noise_memory={memory}", f"privacy.noise={json.dumps(noise)}"]
+    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", overrides)
+    arguments = training_arguments({**recipe.train, "use_cpu": True, "bf16": False, "tf32": None})
+    assert footprint_of_recipe(recipe, arguments, 1024, "ddp", 2).run.noise_tensors == count
+    if noise == {"kind": "banded", "bands": "auto"}:
+        return
+    privacy = dataclasses.replace(recipe.privacy, noise_multiplier=1.0, target_epsilon=None)
+    plan = make_plan(privacy, num_units=250_000, num_steps=40)
+    planned = footprint_of_recipe(recipe, arguments, plan, "ddp", 2).run.noise_tensors
+    assert planned == count
+
+
 def test_total_holds_every_moment(shape):
     """The total is the persistent part and the largest moment, so no moment exceeds it."""
     for engine in ENGINES:
@@ -389,8 +426,10 @@ def test_recipe():
     assert rows["nature of these numbers"] == "computed by dpllm.planning.footprint, not measured"
     numbers = result.to_dict()
     assert numbers["total"] == result.total and numbers["engine"] == "ddp"
-    keys = "engine num_gpus num_microbatches weights clipped_sum optimizer gathered activations recomputed logits book"
-    assert list(numbers) == f"{keys} forming update cpu weights_sent sums_sent persistent total sent".split()
+    keys = "engine num_gpus num_microbatches weights clipped_sum optimizer noise gathered activations recomputed"
+    assert (
+        list(numbers) == f"{keys} logits book forming update cpu weights_sent sums_sent persistent total sent".split()
+    )
     assert numbers["persistent"] + result.passing.peak == numbers["total"]
     offloaded = dict(footprint_rows(footprint_of_recipe(recipe, arguments, 2048, "zero3_offload", 2)))
     assert "memory of the CPU" in offloaded and "memory of the CPU" not in rows

@@ -1,0 +1,31 @@
+"""benchmarks/randomness.py: its table has every generator, and stored beside regenerated noise."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+_PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "randomness.py"
+_spec = importlib.util.spec_from_file_location("benchmark_randomness", _PATH)
+benchmark = importlib.util.module_from_spec(_spec)
+sys.modules["benchmark_randomness"] = benchmark
+_spec.loader.exec_module(benchmark)
+
+
+def test_the_command_line_prints_a_table_and_writes_json(tmp_path, capsys):
+    """Each row has a positive time; regenerated noise is drawn from its first step on."""
+    path = tmp_path / "randomness.json"
+    benchmark.main(["--entries", "40000", "--bands", "3", "--steps", "9", "--rounds", "2", "--json", str(path)])
+    numbers = json.loads(path.read_text(encoding="utf-8"))
+    assert (numbers.pop("entries"), numbers.pop("bands"), numbers.pop("steps")) == (40_000, 3, 9)
+    assert {"os", "chacha20", "chacha20: key stream by NumPy", "chacha20: bits to normal numbers"} <= numbers.keys()
+    kinds = [
+        f"3 bands, {strategy}, {memory}, step 9"
+        for strategy in ("general", "geometric")
+        for memory in ("stored", "regenerated")
+    ]
+    assert set(kinds) <= numbers.keys() and all(value > 0 for value in numbers.values())
+    printed = capsys.readouterr().out
+    assert all(f"{name} " in printed for name in numbers)
