@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dpllm.privacy.calibration import calibrate_noise_multiplier as calibrate_noise_multiplier
     from dpllm.privacy.plan import PrivacyPlan as PrivacyPlan
     from dpllm.privacy.plan import make_plan as make_plan
+    from dpllm.privacy.rounding import format_delta as format_delta
     from dpllm.privacy.rounding import format_epsilon as format_epsilon
     from dpllm.training.rows import TrainingRows as TrainingRows
     from dpllm.training.run import PrivateRun as PrivateRun
@@ -54,6 +55,7 @@ _HOME = {
     "per_sequence_loss": "dpllm.models.losses",
     "seq2seq_loss": "dpllm.models.losses",
     "PrivacyPlan": "dpllm.privacy.plan",
+    "format_delta": "dpllm.privacy.rounding",
     "format_epsilon": "dpllm.privacy.rounding",
     "make_plan": "dpllm.privacy.plan",
     "PrivateRun": "dpllm.training.run",

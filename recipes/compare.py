@@ -36,7 +36,7 @@ from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
-from dpllm.privacy.rounding import down, format_epsilon, up
+from dpllm.privacy.rounding import down, format_delta, format_epsilon, up
 from dpllm.training.arguments import num_private_steps, training_arguments
 from dpllm.training.preflight import check_recipe
 
@@ -255,7 +255,7 @@ def claim(report: AttackReport) -> str:
     """Return the guarantee, in words."""
     if report.epsilon is None:
         return "no guarantee"
-    return f"ε = {format_epsilon(report.epsilon)} at δ = {report.delta:g}"
+    return f"ε = {format_epsilon(report.epsilon)} at δ = {format_delta(report.delta)}"
 
 
 def comparison_rows(reports: Mapping[str, AttackReport], audits: Mapping[str, AuditResult]) -> list[tuple[str, ...]]:

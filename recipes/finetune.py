@@ -41,7 +41,7 @@ from dpllm.models.starting_point import refuse_shared_records, shared_records_po
 from dpllm.privacy.budget import require_room
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import format_plan
-from dpllm.privacy.rounding import format_epsilon
+from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.privacy.unused import is_used
 from dpllm.report.figures import plot_training
 from dpllm.report.statement import ReleaseNotes
@@ -209,7 +209,10 @@ def finish(
         return
     summary = [
         *utility.items(),
-        ("guarantee", f"ε = {format_epsilon(trainer.epsilon)} at δ = {plan.delta:g}, {plan.adjacency} adjacency"),
+        (
+            "guarantee",
+            f"ε = {format_epsilon(trainer.epsilon)} at δ = {format_delta(plan.delta)}, {plan.adjacency} adjacency",
+        ),
         ("unit of privacy", f"one {recipe.privacy.unit} of {plan.num_units:,}"),
     ]
     show("done", [*summary, *results(trainer, draw(trainer, output / "training.png", before.result, after), began)])

@@ -57,7 +57,7 @@ from dpllm.data.labels import IGNORE
 from dpllm.data.records import required_columns
 from dpllm.data.tokenization import RECORD
 from dpllm.privacy.accounting import History, epsilon
-from dpllm.privacy.rounding import format_epsilon
+from dpllm.privacy.rounding import format_delta, format_epsilon
 
 ATTACKS_FILE = "attacks.json"
 PICTURE_FILE = "attacks.png"
@@ -244,7 +244,7 @@ def attack_tables(report: AttackReport) -> list[Table]:
     """Return the tables for the screen: title, head, rows."""
     claim = "trained without privacy"
     if report.epsilon is not None and report.delta is not None:
-        claim = f"ε = {format_epsilon(report.epsilon)} at δ = {report.delta:g}"
+        claim = f"ε = {format_epsilon(report.epsilon)} at δ = {format_delta(report.delta)}"
     title = f"membership inference: {report.records.num} members, {report.records.num} others; {claim}"
     tables: list[Table] = [(title, *membership_rows(report.attacks, report.bounds))]
     extraction = report.settings.extraction

@@ -86,5 +86,5 @@ def _bars(panel: Any, result: AuditResult) -> None:
     names, values, colours, sides = zip(*named, strict=True)
     bars = panel.barh(names, values, color=colours, height=0.55)
     panel.bar_label(bars, labels=[side(value, 2) for side, value in zip(sides, values, strict=True)], padding=3)
-    panel.set(xlabel=f"ε at δ = {result.delta:g}", xlim=(0, 1.2 * max(*values, 1e-3)))
+    panel.set(xlabel=f"ε at δ = {result.delta!r}", xlim=(0, 1.2 * max(*values, 1e-3)))
     panel.invert_yaxis()

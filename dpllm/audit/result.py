@@ -22,7 +22,7 @@ from dpllm.audit.roc import Estimate, auroc, highest_fpr, shown_rates, tpr_at
 from dpllm.config.json_values import json_value
 from dpllm.privacy.accounting import History, epsilon, merge
 from dpllm.privacy.risk import attack_risk
-from dpllm.privacy.rounding import down, format_epsilon, up
+from dpllm.privacy.rounding import down, format_delta, format_delta_limit, format_epsilon, up
 from dpllm.report.checklist import REFUTED
 
 AUDIT_FILE = "audit.json"
@@ -142,8 +142,8 @@ class AuditResult:
     def summary(self) -> str:
         """Return one sentence for the report of the run."""
         shown = (
-            f"ε is at least {down(self.epsilon_lower, 2)} at {100 * self.confidence:g} % (δ = {self.delta:g}; "
-            f"this many could show at most {up(self.ceiling, 2)})"
+            f"ε is at least {down(self.epsilon_lower, 2)} at {100 * self.confidence:g} % "
+            f"(δ = {format_delta_limit(self.delta)}; this many could show at most {up(self.ceiling, 2)})"
         )
         made = self.canaries
         canaries = f"{made.num:,} canaries ({made.kind}) included by {made.inclusion}"
@@ -175,7 +175,8 @@ class AuditResult:
         """Return names and values for people."""
         claim, made = "nothing", self.canaries
         if self.claimed_epsilon is not None:
-            claim = f"ε = {format_epsilon(self.claimed_epsilon)} at δ = {self.delta:g}, {self.adjacency} adjacency"
+            pair = f"ε = {format_epsilon(self.claimed_epsilon)} at δ = {format_delta(self.delta)}"
+            claim = f"{pair}, {self.adjacency} adjacency"
         rows = [
             ("claimed", claim),
             ("unit of privacy", f"one {self.unit}"),

@@ -58,7 +58,7 @@ def _cost(numbers: dict[str, Any], steps: int, delta: float, adjacency: str) -> 
     """Return the event of a step with these numbers, and the cost of a run: values for programs, rows for people."""
     from dpllm.mechanism.events import dp_sgd
     from dpllm.privacy import accounting
-    from dpllm.privacy.rounding import format_epsilon
+    from dpllm.privacy.rounding import format_delta, format_epsilon
 
     step = dp_sgd(**numbers)
     history = [(step, steps)]
@@ -80,7 +80,7 @@ def _cost(numbers: dict[str, Any], steps: int, delta: float, adjacency: str) -> 
     rows = [
         ("ε, zero-out", format_epsilon(costs["zero-out"])),
         ("ε, replace-one", format_epsilon(costs["replace-one"])),
-        ("δ", f"{delta:g}"),
+        ("δ", format_delta(delta)),
         ("noise multiplier σ", f"{step.noise_multiplier:.6g}"),
         ("sampling rate q", f"{step.sampling_rate:g}"),
         ("steps T", str(steps)),
@@ -112,7 +112,7 @@ def epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Print the ε of a run."""
-    from dpllm.privacy.rounding import format_epsilon
+    from dpllm.privacy.rounding import format_delta, format_epsilon
 
     numbers = {
         "noise_multiplier": noise_multiplier,
@@ -141,7 +141,7 @@ def epsilon(
             (row.name, "-" if row.epsilon is None else format_epsilon(row.epsilon), row.kind, row.note)
             for row in methods
         ),
-        f"ε at δ = {delta:g}, {adjacency}, by several accountants",
+        f"ε at δ = {format_delta(delta)}, {adjacency}, by several accountants",
         left=(0, 2, 3),
     )
 

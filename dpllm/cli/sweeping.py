@@ -117,6 +117,7 @@ def run_sweep(
     from dpllm.planning.sweep import Cost, default_grid, sweep
     from dpllm.planning.sweep_figure import plot_sweep
     from dpllm.planning.sweep_text import recommendation_text, sweep_rows
+    from dpllm.privacy.rounding import format_delta
 
     batches, steps = default_grid(setting.expected_batch_size, setting.num_steps, setting.num_units)
     estimated = peak_tflops is not None
@@ -146,7 +147,8 @@ def run_sweep(
         show_json({"setting": setting.name, **made.to_dict(), "picture": None if picture is None else str(picture)})
         return
     head, rows = sweep_rows(made)
-    title = f"Ways to spend ε = {setting.target_epsilon:g} at δ = {setting.delta:.3g} on {setting.num_units:,} units"
+    guarantee = f"ε = {setting.target_epsilon:g} at δ = {format_delta(setting.delta)}"
+    title = f"Ways to spend {guarantee} on {setting.num_units:,} units"
     show_table(head, rows, title)
     console = Console(highlight=False, markup=False)
     console.print(f"\n{recommendation_text(made)}")
@@ -197,7 +199,8 @@ def run_noise_sweep(
         show_json({"setting": setting.name, **made.to_dict()})
         return
     head, rows = noise_rows(made)
-    title = f"Ways to spend ε = {setting.target_epsilon:g} at δ = {setting.delta:.3g} on {setting.num_units:,} units"
+    guarantee = f"ε = {setting.target_epsilon:g} at δ = {format_delta(setting.delta)}"
+    title = f"Ways to spend {guarantee} on {setting.num_units:,} units"
     show_table(head, rows, title, left=(0, 2))
     Console(highlight=False, markup=False).print(f"\n{noise_text(made)}")
 

@@ -48,6 +48,7 @@ from scipy import optimize, special
 
 from dpllm.planning.sweep_noise import Budget, Noise, calibrate_grid, least_noise, refined
 from dpllm.privacy.calibration import require_target
+from dpllm.privacy.rounding import format_delta, format_delta_limit
 
 NEARLY_BEST = 0.9
 """Share of a compute line's best cumulative signal-to-noise ratio that counts as nearly the best."""
@@ -397,8 +398,8 @@ def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency
     require_target(target_epsilon)
     if not 0 < delta * num_units < 1:
         raise ValueError(
-            f"delta must be above 0 and below 1/N = {1 / num_units:.3g} for N={num_units} units, got {delta:g}. "
-            f"Take 1/(10 N) = {1 / (10 * num_units):.3g}"
+            f"delta must be above 0 and below 1/N = {format_delta_limit(1 / num_units)} for N={num_units} units, "
+            f"got {format_delta(delta)}. Take 1/(10 N) = {format_delta_limit(1 / (10 * num_units))}"
         )
     if adjacency not in _ADJACENCIES:
         raise ValueError(f"adjacency must be one of {', '.join(_ADJACENCIES)}, got {adjacency!r}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.planning.sweep import Sweep, SweepPoint, equal_compute
 from dpllm.planning.sweep_text import format_tokens
+from dpllm.privacy.rounding import format_delta
 from dpllm.report.figures import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def draw_sweep(sweep: Sweep) -> Figure:
     _draw_noise(left, sweep, computes)
     _draw_signal(right, sweep, computes)
     figure.suptitle(
-        f"ε = {sweep.target_epsilon:g} at δ = {sweep.delta:.3g}, {sweep.adjacency} adjacency, N = {sweep.num_units:,}",
+        f"ε = {sweep.target_epsilon:g} at δ = {format_delta(sweep.delta)}, {sweep.adjacency} adjacency, "
+        f"N = {sweep.num_units:,}",
         fontsize=11,
     )
     return figure

@@ -6,7 +6,7 @@ Place in the flow: after `dpllm.planning.sweep`; nothing is computed here. Print
 from __future__ import annotations
 
 from dpllm.planning.sweep import Sweep, SweepPoint
-from dpllm.privacy.rounding import format_epsilon, up_significant
+from dpllm.privacy.rounding import format_delta, format_epsilon, up_significant
 
 MARK = "→"
 """Marks the recommended row."""
@@ -68,7 +68,7 @@ def recommendation_text(sweep: Sweep) -> str:
     paragraphs = [
         f"Recommended: {point.num_steps:,} steps of {point.expected_batch_size:,} units each ({', '.join(cost)}). "
         f"σ = {up_significant(noise.noise_multiplier)} keeps ε at {format_epsilon(noise.epsilon)} for "
-        f"δ = {sweep.delta:.3g}, {sweep.adjacency} adjacency.",
+        f"δ = {format_delta(sweep.delta)}, {sweep.adjacency} adjacency.",
         f"Why: {sweep.reason}",
         f"The noise on the averaged gradient is {noise.noise_to_batch_ratio:.3g} clip norms in every entry. All steps "
         f"together reach {100 * noise.share_of_full_batch:.3g} % of the signal-to-noise ratio that full batches "

@@ -24,6 +24,7 @@ from dpllm.mechanism.events import Event, Round
 from dpllm.mechanism.library_events import from_dp_event, whole_count
 from dpllm.mechanism.limits import ADJACENCIES, MAX_STEPS
 from dpllm.mechanism.parts import Mechanism
+from dpllm.privacy.rounding import format_delta
 
 DISCRETIZATION = 1e-4
 """Width of the grid of privacy losses on which ε is reported."""
@@ -186,9 +187,9 @@ def _epsilon(merged: _Merged, delta: float, adjacency: str, discretization: floa
     num_steps = sum(count for _, count in merged)
     if num_steps * pld.STEP_TAIL > delta / 100:
         raise ValueError(
-            f"delta={delta:g} cannot be certified over {num_steps} steps: the mass cut off their tails may be up to "
-            f"{num_steps * pld.STEP_TAIL:.1e}. Take a larger delta; a delta below "
-            f"{num_steps * pld.STEP_TAIL * 100:.1e} protects nobody better"
+            f"delta={format_delta(delta)} cannot be certified over {num_steps} steps: the mass cut off their "
+            f"tails may be up to {format_delta(num_steps * pld.STEP_TAIL)}. Take a larger delta; a delta below "
+            f"{format_delta(num_steps * pld.STEP_TAIL * 100)} protects nobody better"
         )
     width = discretization_used(merged, adjacency, discretization)
     if _by_group_privacy(merged, adjacency):

@@ -51,7 +51,7 @@ from dpllm.privacy.identity import require_prefix
 from dpllm.privacy.ledger import LedgerError, read_ledger, sync_folder
 from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.privacy.rounding import down, format_epsilon
+from dpllm.privacy.rounding import down, format_delta, format_delta_limit, format_epsilon
 
 _FORMAT = 1
 _HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", "delta", "shared_people")
@@ -190,7 +190,7 @@ def create_budget(
         "a dataset name": isinstance(dataset, str) and bool(dataset.strip()),
         f"0 < epsilon <= {MAX_TARGET_EPSILON:g}": 0 < epsilon <= MAX_TARGET_EPSILON,
         "num_units >= 1": num_units >= 1,
-        f"0 < delta < 1/num_units = {1 / max(num_units, 1):.3g}": delta > 0 and delta * num_units < 1,
+        f"0 < delta < 1/num_units = {format_delta_limit(1 / max(num_units, 1))}": delta > 0 and delta * num_units < 1,
         f"unit in {UNITS}": unit in UNITS,
         'unit_column with unit="user", and only then': (unit_column is not None) == (unit == "user"),
         f"adjacency in {ADJACENCIES}": adjacency in ADJACENCIES,
@@ -419,7 +419,7 @@ def budget_rows(budget: Budget) -> list[tuple[str, str]]:
         ("unit of privacy", unit),
         ("units N", f"{budget.num_units:,}"),
         ("adjacency", budget.adjacency),
-        ("budget", f"ε = {down(budget.epsilon)} at δ = {budget.delta:.3g}"),
+        ("budget", f"ε = {down(budget.epsilon)} at δ = {format_delta(budget.delta)}"),
         ("spent", f"ε = {format_epsilon(budget.spent)}, all runs composed"),
         ("left", budget.remaining_words),
         ("runs", str(len(budget.entries))),
@@ -456,8 +456,8 @@ def _check_data(budget: Budget, plan: PrivacyPlan, dataset: str) -> None:
         )
     if budget.delta * plan.num_units >= 1:
         raise BudgetError(
-            f"{budget.path} has delta={budget.delta:g}, which is not below 1/N = {1 / plan.num_units:.3g} of this run: "
-            "create a budget with a smaller delta"
+            f"{budget.path} has delta={format_delta(budget.delta)}, which is not below "
+            f"1/N = {format_delta_limit(1 / plan.num_units)} of this run: create a budget with a smaller delta"
         )
 
 
@@ -479,9 +479,9 @@ def _check_fits(budget: Budget, others: tuple[Entry, ...], earlier: History, ste
     )
     alone = budget.cost([*earlier, (step, num_steps)])
     raise BudgetError(
-        f"{budget.path} allows ε = {down(budget.epsilon)} at δ = {budget.delta:.3g} ({budget.adjacency}) for all runs "
-        f"on {budget.dataset!r}. Spent or reserved by {len(others)} other runs: ε = {format_epsilon(spent)}. This run "
-        f"would by itself cost ε = {format_epsilon(alone)} over {num_steps} steps, and bring the total to "
+        f"{budget.path} allows ε = {down(budget.epsilon)} at δ = {format_delta(budget.delta)} ({budget.adjacency}) for "
+        f"all runs on {budget.dataset!r}. Spent or reserved by {len(others)} other runs: ε = {format_epsilon(spent)}. "
+        f"This run would by itself cost ε = {format_epsilon(alone)} over {num_steps} steps, and bring the total to "
         f"ε = {format_epsilon(total)}; {instead}"
     )
 

@@ -24,7 +24,7 @@ from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.privacy import accounting
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
-from dpllm.privacy.rounding import format_epsilon
+from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
 from dpllm.privacy.stated import stated_history
 
 
@@ -130,8 +130,9 @@ def compose(
     num_units = max(plan.num_units for plan in plans)
     if not (delta > 0 and delta * num_units < 1):
         raise ValueError(
-            f"delta={delta:g} is not between 0 and 1/N = {1 / num_units:.3g} for N={num_units} units: publishing one "
-            f"unit outright would satisfy it. Take 1/(10 N) = {1 / (10 * num_units):.3g}"
+            f"delta={format_delta(delta)} is not between 0 and 1/N = {format_delta_limit(1 / num_units)} for "
+            f"N={num_units} units: publishing one unit outright would satisfy it. "
+            f"Take 1/(10 N) = {format_delta_limit(1 / (10 * num_units))}"
         )
     runs = tuple(
         ComposedRun(
@@ -168,7 +169,7 @@ def composition_rows(composition: Composition) -> list[tuple[str, str]]:
         ("data set", composition.dataset),
         ("unit of privacy", f"one {unit} of {composition.num_units:,}"),
         ("adjacency", composition.adjacency),
-        ("δ", f"{composition.delta:.3g}"),
+        ("δ", format_delta(composition.delta)),
     ]
     for run in composition.runs:
         state = "" if run.ended else ", not ended: it may still cost more"

@@ -25,7 +25,7 @@ from dpllm.mechanism.workload import Workload
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.calibration import calibrate, choose_max_batch_size, steps_within
 from dpllm.privacy.noise_choice import choose_noise
-from dpllm.privacy.rounding import format_epsilon
+from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
 
 PLAN_FILE = "privacy_plan.json"
 # A plan has the earliest format that can say what it says, and so the same hash as in earlier versions.
@@ -297,8 +297,9 @@ def make_plan(
     delta = privacy.delta if privacy.delta is not None else 1 / (10 * num_units)
     if delta * num_units >= 1:
         raise ValueError(
-            f"delta={delta:g} is not below 1/N = {1 / num_units:.3g} for N={num_units} units: publishing one unit "
-            f"outright would satisfy it. Take 1/(10 N) = {1 / (10 * num_units):.3g}, or leave delta out"
+            f"delta={format_delta(delta)} is not below 1/N = {format_delta_limit(1 / num_units)} for N={num_units} "
+            "units: publishing one unit outright would satisfy it. "
+            f"Take 1/(10 N) = {format_delta_limit(1 / (10 * num_units))}, or leave delta out"
         )
     rate = size / population
     noise = choose_noise(
@@ -412,7 +413,7 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
         ("clip norm C", f"{plan.clip_norm:g}"),
         *_parts_shown(plan),
         _noise_shown(plan),
-        ("δ", f"{plan.delta:.3g}"),
+        ("δ", format_delta(plan.delta)),
         ("ε, zero-out", format_epsilon(plan.epsilon_under("zero-out"))),
         ("ε, replace-one", format_epsilon(plan.epsilon_under("replace-one"))),
         ("adjacency of the headline", plan.adjacency),

@@ -1,12 +1,14 @@
 """Numbers of a guarantee for people: rounded to the side on which the printed number still holds.
 
-Place in the flow: below everything that prints ε, σ or the remainder of a budget. No other module formats an ε.
+Place in the flow: below everything that prints ε, δ, σ or the remainder of a budget. No other module formats an ε or
+a δ. A guarantee holds for each larger ε and each larger δ, too: both are rounded up, so that the printed pair holds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
 _SAME = 1e-9
 """Share of the last printed digit: a number that exceeds a printable one by less is that one, but for rounding."""
@@ -50,6 +52,33 @@ def format_epsilon(value: float) -> str:
     return up(value) if math.isfinite(value) else "infinite: no privacy"
 
 
+def format_delta(value: float) -> str:
+    """Return δ for people with three significant digits, rounded up, so that a printed pair of ε and δ holds.
+
+    A number that has at most three significant digits is printed as it is.
+
+    >>> format_delta(3.912914e-7), format_delta(3e-7), format_delta(0.0001004016)
+    ('3.92e-07', '3e-07', '0.000101')
+    """
+    return _three_digits(value, ROUND_CEILING, -_SAME)
+
+
+def format_delta_limit(value: float) -> str:
+    """Return a δ below which another one must stay, or at which ε is at least a printed number: rounded down.
+
+    A lower bound on ε that was found at one δ holds at every smaller δ.
+
+    >>> format_delta_limit(3.912914e-7), format_delta_limit(1 / 1302), format_delta_limit(0.001)
+    ('3.91e-07', '0.000768', '0.001')
+    """
+    return _three_digits(value, ROUND_FLOOR, _SAME)
+
+
+def nearest_delta(value: float) -> str:
+    """Return δ as reports of earlier versions print it, rounded to nearest; only to compare with them."""
+    return f"{value:.3g}"
+
+
 def epsilon_to_log(value: float) -> float:
     """Return ε as a number for a training log, rounded up to four significant digits.
 
@@ -65,3 +94,12 @@ def _rounded(to_integer: Callable[[float], int], value: float, digits: int, same
     if math.isinf(value):
         return "infinite"
     return f"{to_integer(value * 10**digits + same) / 10**digits:.{digits}f}"
+
+
+def _three_digits(value: float, side: str, same: float) -> str:
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    exact = Decimal(float(value))
+    last = Decimal(1).scaleb(exact.adjusted() - 2)  # a unit of the third digit
+    rounded = (exact / last + Decimal(same)).to_integral_value(side) * last
+    return f"{float(rounded):.3g}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from dpllm.privacy.rounding import up
+from dpllm.privacy.rounding import format_delta, up
 from dpllm.report.disclosures import DESTINATIONS, not_kept
 from dpllm.report.models import (
     Accounting,
@@ -166,7 +166,7 @@ def _accounting(statement: Statement, accounting: Accounting) -> _Lines:
     rho = accounting.zcdp_rho
     parameters = accounting.parameters
     return [
-        ("What is the guarantee?", f"ε = {up(statement.epsilon)}, δ = {statement.delta:.3g}"),
+        ("What is the guarantee?", f"ε = {up(statement.epsilon)}, δ = {format_delta(statement.delta)}"),
         ("What is ε under each adjacency that the sampler supports?", values),
         (
             "How was it accounted for, with which tool, version and discretization?",
@@ -178,7 +178,8 @@ def _accounting(statement: Statement, accounting: Accounting) -> _Lines:
         ("How many steps were asked for, planned and taken, and why did it stop?", accounting.steps.words),
         (
             "What is ε at other δ?",
-            "; ".join(f"δ = {row.delta:.3g}: ε = {up(row.zero_out)}" for row in accounting.curve) + " (zero-out)",
+            "; ".join(f"δ = {format_delta(row.delta)}: ε = {up(row.zero_out)}" for row in accounting.curve)
+            + " (zero-out)",
         ),
         (
             "What is ρ of zero-concentrated privacy?",

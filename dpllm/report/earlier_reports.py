@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, create_model
 
+from dpllm.privacy.rounding import format_delta, nearest_delta
 from dpllm.report.kinds import Count
 from dpllm.report.models import (
     Accounting,
@@ -91,6 +92,33 @@ def in_todays_form(recorded: Mapping[str, Any], due: Mapping[str, Any], keep_wor
 def in_todays_lines(page: str) -> str:
     """Return a page of an earlier report without the lines that today's have no more."""
     return "".join(line for line in page.splitlines(keepends=True) if not any(old in line for old in _DROPPED_LINES))
+
+
+def deltas_rounded_up(text: str, due: PrivacyReport) -> str:
+    """Return a text with each δ as it is printed today; earlier versions rounded it to the nearest number.
+
+    Args:
+        text: a sentence or a page, of an earlier version or of today.
+        due: as it is computed today; only its δ are looked for.
+    """
+    statement, share = due.statement, due.accounting.parameters
+    for delta in (statement.delta, *(row.delta for row in due.accounting.curve)):
+        text = _reprinted(text, nearest_delta(delta), format_delta(delta))
+    times_units = share.delta * share.num_units
+    return text.replace(f"δ = {nearest_delta(times_units)}/N", f"δ = {format_delta(times_units)}/N")
+
+
+def sentences_rounded_up(value: Any, due: PrivacyReport) -> Any:
+    """Return the values of a report's JSON, and in their sentences each δ as it is printed today."""
+    if isinstance(value, Mapping):
+        return {key: sentences_rounded_up(one, due) for key, one in value.items()}
+    if isinstance(value, list):
+        return [sentences_rounded_up(one, due) for one in value]
+    return deltas_rounded_up(value, due) if isinstance(value, str) and " " in value else value
+
+
+def _reprinted(text: str, nearest: str, today: str) -> str:
+    return text if nearest == today else re.sub(rf"(?<![\d.]){re.escape(nearest)}(?![\de]|\.\d)", today, text)
 
 
 def _merged(found: Any, due: Any, keep_words: bool) -> Any:

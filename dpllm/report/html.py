@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from dpllm.privacy.rounding import format_epsilon, up
+from dpllm.privacy.rounding import format_delta, format_epsilon, up
 from dpllm.report.figures import plot_epsilon_curve, plot_epsilon_over_steps, plot_tradeoff
 from dpllm.report.markdown import title_of
 from dpllm.report.models import Curves, PrivacyReport
@@ -65,7 +65,7 @@ def render_html(report: PrivacyReport, figures: Mapping[str, str]) -> str:
 
 def _captions(report: PrivacyReport) -> dict[str, str]:
     statement = report.statement
-    adjacency, delta = statement.adjacency, f"{statement.delta:.3g}"
+    adjacency, delta = statement.adjacency, format_delta(statement.delta)
     drawn = statement.private or not report.curves.epsilon_over_steps.steps
     seeded = "" if drawn else " It would hold only with noise from secret randomness."
     return {
@@ -87,7 +87,9 @@ def _alternatives(report: PrivacyReport) -> dict[str, str]:
         for at, value in strength.true_positive_rate.items()
     )
     epsilon = format_epsilon(statement.epsilon)
-    points = "; ".join(f"δ {row.delta:.3g}: ε {format_epsilon(row.zero_out)}" for row in report.accounting.curve)
+    points = "; ".join(
+        f"δ {format_delta(row.delta)}: ε {format_epsilon(row.zero_out)}" for row in report.accounting.curve
+    )
     return {
         "tradeoff": f"Curve of the largest true positive rate over the false positive rate. {rates}.",
         "epsilon_over_delta": f"Curves of ε over δ, falling as δ rises; zero-out: {points}.",

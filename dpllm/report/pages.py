@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from dpllm.privacy.rounding import format_epsilon, up
+from dpllm.privacy.rounding import format_delta, format_epsilon, up
 
 NOT_FILLED = "**not filled in**"
 
@@ -39,7 +39,9 @@ def template(name: str) -> jinja2.Template:
         keep_trailing_newline=True,
         finalize=None if is_html else _in_one_line,
     )
-    environment.filters.update(epsilon=_epsilon, chance=_chance, rho=_rho, cell=_cell, verbatim=_Verbatim)
+    environment.filters.update(
+        epsilon=_epsilon, delta=format_delta, chance=_chance, rho=_rho, cell=_cell, verbatim=_Verbatim
+    )
     environment.globals["not_filled"] = NOT_FILLED
     text = importlib.resources.files("dpllm").joinpath(f"report/templates/{name}").read_text(encoding="utf-8")
     return environment.from_string(text)

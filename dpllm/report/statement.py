@@ -27,7 +27,7 @@ from dpllm.privacy.accounting import merge
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
 from dpllm.privacy.risk import attack_risk, in_plain_words
-from dpllm.privacy.rounding import up
+from dpllm.privacy.rounding import format_delta, up
 from dpllm.privacy.stated import planned_steps, stated_history
 from dpllm.report.checklist import REFUTED, completed
 from dpllm.report.curves import curves
@@ -251,10 +251,10 @@ def _guarantee(plan: PrivacyPlan, epsilons: EpsilonByAdjacency, unit: str) -> st
     other = "replace-one" if plan.adjacency == "zero-out" else "zero-out"
     value = f"ε = {up(epsilons.of(other))}" if math.isfinite(epsilons.of(other)) else "ε is infinite"
     return (
-        f"The training satisfies (ε, δ)-differential privacy with ε = {up(epsilon)} and δ = {plan.delta:.3g} "
+        f"The training satisfies (ε, δ)-differential privacy with ε = {up(epsilon)} and δ = {format_delta(plan.delta)} "
         f"for every single {unit}. Whatever is released of the model would have come out almost as likely had any one "
         f"{unit} {changes[plan.adjacency]}: the chance of any outcome changes at most by the factor "
-        f"exp(ε) = {_factor(epsilon)}, plus {plan.delta:.3g}. Had any one {unit} {changes[other]} "
+        f"exp(ε) = {_factor(epsilon)}, plus {format_delta(plan.delta)}. Had any one {unit} {changes[other]} "
         f"({other} adjacency), {value} at the same δ."
     )
 
@@ -411,8 +411,8 @@ def _parameters(plan: PrivacyPlan, contents: LedgerContents) -> Parameters:
         noise_stddev=plan.noise_stddev,
         target_epsilon=plan.target_epsilon,
         delta=plan.delta,
-        why_this_delta=f"δ = {share:.3g}/N. At 1/N, publishing one unit outright would pass; the usual choice is at "
-        "most 0.1/N",
+        why_this_delta=f"δ = {format_delta(share)}/N. At 1/N, publishing one unit outright would pass; the usual "
+        "choice is at most 0.1/N",
         max_rows_per_unit=plan.max_rows_per_unit,
         rows_kept=plan.rows_kept,
     )

@@ -26,7 +26,14 @@ from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.checklist import completed
-from dpllm.report.earlier_reports import EARLIER_FORMATS, format_of, in_todays_form, in_todays_lines
+from dpllm.report.earlier_reports import (
+    EARLIER_FORMATS,
+    deltas_rounded_up,
+    format_of,
+    in_todays_form,
+    in_todays_lines,
+    sentences_rounded_up,
+)
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.markdown import render_markdown
 from dpllm.report.model_card import CARD_FILE, guarantee_section, metadata_in, own_lines, privacy_metadata
@@ -118,10 +125,11 @@ def verify(folder: str | Path) -> Verification:
     due = _recomputed(checks, plan, contents, recorded)
     earlier = format_of(recorded) in EARLIER_FORMATS
     if due is not None and recorded is not None:
-        found = in_todays_form(recorded, due.to_dict(), keep_words=False) if earlier else recorded
-        checks.append(_json_check(found, due.to_dict(), recorded))
+        printed = sentences_rounded_up(recorded, due)
+        found = in_todays_form(printed, due.to_dict(), keep_words=False) if earlier else printed
+        checks.append(_json_check(found, sentences_rounded_up(due.to_dict(), due), recorded))
         if checks[-1].ok:  # so that rounding of numbers that other versions computed can't matter
-            form = in_todays_form(recorded, due.to_dict(), keep_words=True) if earlier else recorded
+            form = in_todays_form(printed, due.to_dict(), keep_words=True) if earlier else printed
             with contextlib.suppress(ValueError):  # a number just out of its range, which the schema's check named
                 due = PrivacyReport.read(form)
     for name, compare in ((MARKDOWN_FILE, _markdown_check), (HTML_FILE, _html_check)):
@@ -390,19 +398,19 @@ def _file_check(
     if due is None:
         return Check(what, False, "there is nothing to hold it against, since plan or ledger can't be used")
     try:
-        return Check(what, *compare(path, in_todays_lines(text) if earlier else text, due))
+        return Check(what, *compare(path, deltas_rounded_up(in_todays_lines(text) if earlier else text, due), due))
     except ValueError as error:
         return Check(what, False, _in_words(error))
 
 
 def _markdown_check(_path: Path, text: str, due: PrivacyReport) -> tuple[bool, str]:
-    return _same_text(text, render_markdown(due), "exactly")
+    return _same_text(text, deltas_rounded_up(render_markdown(due), due), "exactly")
 
 
 def _html_check(_path: Path, text: str, due: PrivacyReport) -> tuple[bool, str]:
     """Compare the pictures too, where the program that drew them is the one installed."""
     drawn, here = due.checkable.versions.matplotlib, importlib.metadata.version("matplotlib")
-    page = render_html(due, draw_figures(due))
+    page = deltas_rounded_up(render_html(due, draw_figures(due)), due)
     if drawn == here:
         return _same_text(text, page, "exactly, with its pictures")
     without = re.compile(r"<svg.*?</svg>", flags=re.DOTALL)

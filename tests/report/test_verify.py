@@ -92,6 +92,24 @@ def test_good_run(good: Path) -> None:
     assert json.loads(json.dumps(result.to_dict()))["ok"] is True
 
 
+def test_a_report_with_delta_rounded_to_nearest_verifies(tmp_path: Path) -> None:
+    """Earlier versions rounded δ so; the pages of today round it up. Another δ is an edit in both."""
+    plan = plan_of(delta=1.234e-5)
+    plan.save(tmp_path / PLAN_FILE)
+    report = write_report(tmp_path, plan, charge(tmp_path, plan, NUM_STEPS), NOTES)
+    write_model_card(tmp_path, report, base_model="org/base", task="causal_lm", adapter=False)
+    for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE, CARD_FILE):
+        path = tmp_path / name
+        text = path.read_text(encoding="utf-8")
+        assert "1.24e-05" in text and "1.23e-05" not in text and "0.0123/N" not in text
+        text = text.replace("0.0124/N", "0.0123/N")
+        path.write_text(re.sub(r"1\.24(e-0[567])", r"1.23\1", text), encoding="utf-8")
+    assert failed(verify(tmp_path)) == {}
+    edit(tmp_path / JSON_FILE, "and δ = 1.23e-05", "and δ = 1.22e-05")
+    edit(tmp_path / MARKDOWN_FILE, r"1\.23e-05", "1.22e-05")
+    assert len(failed(verify(tmp_path))) == 2
+
+
 def test_checking_changes_nothing(good: Path) -> None:
     """Verifying writes no file."""
     before = {path.name: path.read_bytes() for path in good.iterdir()}

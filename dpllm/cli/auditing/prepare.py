@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpllm.cli.common import AsJson, one_line_errors, show
-from dpllm.privacy.rounding import up
+from dpllm.privacy.rounding import format_delta, up
 
 if TYPE_CHECKING:
     from dpllm.audit.prepare import Prepared
@@ -113,7 +113,10 @@ def _rows(prepared: Prepared) -> list[tuple[str, str]]:
         ("canaries m", f"{len(made.canaries):,} ({made.kind}), {per_unit} record(s) each, in one {made.unit}"),
         ("included", "each by its own fair coin; the coins are secret"),
         ("units N, with those included", f"{made.num_units:,}"),
-        ("ceiling", f"ε ≥ {up(prepared.ceiling, 2)} at δ = {made.delta:g}: the most this many can show, at 95 %"),
+        (
+            "ceiling",
+            f"ε ≥ {up(prepared.ceiling, 2)} at δ = {format_delta(made.delta)}: the most this many can show, at 95 %",
+        ),
         *([("power", power_in_words(prepared.power))] if prepared.power else []),
         ("data", str(prepared.folder / made.data_name)),
         ("secret until the audit", f"{prepared.secret_path} (mode 0600)"),
