@@ -178,6 +178,7 @@ def run_noise_sweep(
     """
     from dpllm.planning.sweep import default_grid
     from dpllm.planning.sweep_bands import noise_rows, noise_text, sweep_noise
+    from dpllm.privacy.rounding import format_delta
 
     units = _compute(compute, setting)
     if not isinstance(units, int):
