@@ -98,7 +98,8 @@ class PrivacyConfig:
     """How a unit's contribution is bounded: "flat" (scaled down to `clip_norm` if its norm is larger), "per-layer"
     (each of G layers to `clip_norm`/√G), "groups" (named groups of parameters, each to its share of `clip_norm`²),
     "automatic" (scaled by C / (its norm + stability)), or "psac" (scaled by C / (its norm + r / (its norm + r))).
-    Options go into a mapping: {kind: automatic, stability: 0.01}."""
+    "quantile" clips to a threshold that follows a quantile of the norms by noisy counts, which σ covers, and scales by
+    C over the threshold. Options go into a mapping: {kind: automatic, stability: 0.01}."""
     noise: Any = "independent"
     """How the noise of the steps is correlated: "independent" (DP-SGD), or "banded", correlated with the noise of
     earlier steps, where the units are drawn from one of several groups in turn (`docs/correlated_noise.md`). Options:

@@ -15,7 +15,7 @@ from dpllm.ghost.groups import numbered
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.parts import Clipping
+from dpllm.mechanism.parts import AdaptiveClipping, Clipping
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,11 @@ class GhostClipper:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name, each once."""
         return self._book.parameters
+
+    @property
+    def threshold(self) -> float:
+        """The norm above which a gradient is scaled down: C, or the present threshold of an adaptive clipping."""
+        return self.clipping.threshold if isinstance(self.clipping, AdaptiveClipping) else self.clipping.clip_norm
 
     def backward(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
         """Differentiate, clip each unit, and add the clipped sum to ``.grad``.

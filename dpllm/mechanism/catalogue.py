@@ -18,6 +18,7 @@ from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Clipping, Noise, Spec
 from dpllm.mechanism.per_layer import PerLayerClipping
+from dpllm.mechanism.quantile import QuantileClipping
 
 _CLIPPINGS: tuple[type[Clipping], ...] = (
     FlatClipping,
@@ -25,6 +26,7 @@ _CLIPPINGS: tuple[type[Clipping], ...] = (
     AdaptiveScaleClipping,
     PerLayerClipping,
     GroupClipping,
+    QuantileClipping,
 )
 _NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise)
 _EVENTS: tuple[type[Event], ...] = (Step, StepOfRows, BandedStep)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,68 @@ class Clipping(Protocol):
     def words(self) -> str:
         """Return how a gradient is bounded, for the report: "is clipped ..."."""
         ...
+
+
+@runtime_checkable
+class AdaptiveClipping(Clipping, Protocol):
+    """A clipping whose threshold follows a private statistic of the norms.
+
+    In each step a unit contributes its gradient, of norm at most C, and a number between -½ and ½. Both sums get noise
+    from the same stream: the gradients of deviation σ_g C, the statistic of deviation σ_b. Together they are one event
+    with noise multiplier σ (`gradient_noise_multiplier`). An object belongs to one step and does not change.
+    """
+
+    @property
+    def threshold(self) -> float:
+        """The norm above which a gradient is scaled down; a function of releases, fixed before the step."""
+        ...
+
+    def statistic(self, norm_U: Tensor) -> Tensor:
+        """Return each unit's number, (U,), between -½ and ½, from its own norm, which may be non-finite."""
+        ...
+
+    def statistic_noise(self, expected_batch_size: int) -> float:
+        """Return σ_b, the standard deviation of the noise on the sum of the units' numbers."""
+        ...
+
+    def at(self, threshold: float) -> Self:
+        """Return the same clipping with another threshold."""
+        ...
+
+    def updated(self, noisy_statistic: float, expected_batch_size: int) -> Self:
+        """Return the clipping of the next step.
+
+        Args:
+            noisy_statistic: sum of the units' numbers of this step, with its noise.
+            expected_batch_size: b, a public constant. The realised size must not be used: it is private.
+        """
+        ...
+
+
+def gradient_noise_multiplier(noise_multiplier: float, statistic_noise: float) -> float:
+    """Return σ_g = (σ⁻² - (2σ_b)⁻²)^(-½), with which gradients and a statistic are together one event of σ.
+
+    A unit changes the gradients by at most C and the statistic by at most ½; in standard deviations of the noise, the
+    squared norm of both is 1/σ_g² + 1/(2σ_b)² = 1/σ² (Andrew et al. 2021, arXiv:1905.03871, Theorem 1).
+
+    Args:
+        noise_multiplier: σ.
+        statistic_noise: σ_b > 0.
+
+    Raises:
+        ValueError: the statistic by itself has too little noise for σ.
+
+    >>> round(gradient_noise_multiplier(0.71758, 51.2), 6), round(gradient_noise_multiplier(1.0, 10.0), 6)
+    (0.717598, 1.001252)
+    """
+    if noise_multiplier >= 2 * statistic_noise:
+        raise ValueError(
+            f"the noise on the clipping's count has the standard deviation {statistic_noise:g}, but more than "
+            f"σ/2 = {noise_multiplier / 2:g} is needed: the count alone would cost more than the step. Set "
+            f"clipping.count_noise to a larger number, for instance {10 * noise_multiplier:.3g}, or raise "
+            "expected_batch_size"
+        )
+    return noise_multiplier / math.sqrt(1 - (noise_multiplier / (2 * statistic_noise)) ** 2)
 
 
 class OneGroup:
@@ -290,6 +352,7 @@ class Mechanism:
                 f"{self.clipping.sensitivity('zero-out'):g}, but the noise is scaled to clip_norm="
                 f"{self.clipping.clip_norm:g}. Make the sensitivity equal to the clip norm"
             )
+        _ = self.noise_stddev  # this refuses a statistic with too little noise
 
     @property
     def sampler(self) -> Sampler:
@@ -302,9 +365,37 @@ class Mechanism:
         return self.noise.event(self.draw, self.noise_multiplier, self.clipping.clip_norm)
 
     @property
+    def gradient_noise_multiplier(self) -> float:
+        """σ; for an adaptive clipping σ_g, which is slightly larger."""
+        if not isinstance(self.clipping, AdaptiveClipping):
+            return self.noise_multiplier
+        return gradient_noise_multiplier(
+            self.noise_multiplier, self.clipping.statistic_noise(self.draw.expected_batch_size)
+        )
+
+    @property
     def noise_stddev(self) -> float:
-        """σC, in units of the gradient."""
-        return self.noise_multiplier * self.clipping.clip_norm
+        """σC, the noise on the sum of gradients, in units of the gradient; for an adaptive clipping σ_g C."""
+        return self.gradient_noise_multiplier * self.clipping.clip_norm
+
+    @property
+    def first_threshold(self) -> float | None:
+        """The clip threshold of the first step, where the clipping adapts."""
+        return self.clipping.threshold if isinstance(self.clipping, AdaptiveClipping) else None
+
+    @property
+    def statistic_stddev(self) -> float:
+        """σ_b, the noise on the sum of an adaptive clipping's statistic; 0 if there is no noise or no statistic."""
+        if self.noise_multiplier == 0 or not isinstance(self.clipping, AdaptiveClipping):
+            return 0.0
+        return self.clipping.statistic_noise(self.draw.expected_batch_size)
+
+    def allows(self, clipping: Clipping) -> bool:
+        """Return whether a clipping is the mechanism's; an adaptive one may have another threshold."""
+        mine = self.clipping
+        if isinstance(mine, AdaptiveClipping) and type(clipping) is type(mine):
+            clipping = clipping.at(mine.threshold)
+        return clipping == mine
 
     def release_stddevs(self, num_steps: int) -> tuple[float, float]:
         """Return the standard deviations of the noise in the first and in the last of ``num_steps`` releases."""

@@ -172,12 +172,13 @@ class Ledger:
         """The current head of the ledger."""
         return LedgerHead(self._chain, self._num_steps)
 
-    def append_step(self, step_number: int, step: Event) -> None:
+    def append_step(self, step_number: int, step: Event, threshold: float | None = None) -> None:
         """Charge a step. Call it before any result of the step is used.
 
         Args:
             step_number: counted from 0 over all runs of this ledger; equals `num_steps`.
             step: the event of the step.
+            threshold: the clip threshold of the step, a function of earlier releases, where the clipping adapts.
 
         Raises:
             LedgerError: the number is not the next one, or the run has ended.
@@ -186,7 +187,8 @@ class Ledger:
             raise LedgerError(f"step {step_number} cannot be charged: the next one of {self.path} is {self._num_steps}")
         if not self._running:
             raise LedgerError(f"step {step_number} cannot be charged: the run in {self.path} has ended")
-        self._append({"kind": "step", "step": step_number, **to_fields(step)})
+        adapted = {} if threshold is None else {"threshold": threshold}
+        self._append({"kind": "step", "step": step_number, **adapted, **to_fields(step)})
         self._num_steps += 1
 
     def append_disclosure(self, what: str, count: int = 1) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ CHAIN_START = hashlib.sha256(b"dpllm privacy ledger, format 1").hexdigest()[:16]
 _CHAIN_LENGTH = 16
 _SUFFIX_LENGTH = len(', "chain": ""}') + _CHAIN_LENGTH
 _STEP_START = '{"kind": "step", "step": '
+_THRESHOLD = '"threshold": '
 _OTHER_KINDS = (
     "run",
     "disclosure",
@@ -97,6 +99,9 @@ class LedgerNotes:
     """Whether the last end was declared independent of the data and of all releases of the run."""
     file: tuple[str, str] | None = None
     """A run's id, and the keyed hash of the inode of the file that it wrote (`file_hash`). None: an older ledger."""
+
+    thresholds: list[float] = field(default_factory=list)
+    """Clip thresholds of the steps whose lines carry one, in their order: those of a clipping that adapts."""
 
     def add_fact(self, name: str, value: str | int | float) -> bool:
         """Add a value of a fact; return whether it is new."""
@@ -308,6 +313,12 @@ class LedgerReader:
             raise self._fail(number, f"step {step_number} where step {self._num_steps} was expected")
         if not self._running:
             raise self._fail(number, "a step outside a run")
+        if fields.startswith(_THRESHOLD):
+            value, _, fields = fields.removeprefix(_THRESHOLD).partition(", ")
+            threshold = float(value)
+            if not 0 < threshold < math.inf:
+                raise self._fail(number, f"the clip threshold of a step is {threshold:g}")
+            self.contents.notes.thresholds.append(threshold)
         step = self._steps_by_text.get(fields)
         if step is None:
             step = self._steps_by_text[fields] = from_fields(json.loads("{" + fields))

@@ -162,8 +162,8 @@ class PrivacyPlan:
 
     @property
     def noise_stddev(self) -> float:
-        """σC, the standard deviation of the noise in every entry of the summed gradient."""
-        return self.noise_multiplier * self.clip_norm
+        """σC, the standard deviation of the noise in every entry of the summed gradient (`Mechanism.noise_stddev`)."""
+        return self.mechanism.noise_stddev
 
     @cached_property
     def mechanism(self) -> Mechanism:
@@ -433,10 +433,11 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
 
 def _noise_shown(plan: PrivacyPlan) -> tuple[str, str]:
     first, last = plan.mechanism.release_stddevs(plan.num_steps)
+    symbol = "σC" if plan.mechanism.first_threshold is None else "σ_g C"
     if first == last == plan.noise_stddev:
-        return "noise standard deviation σC", f"{plan.noise_stddev:.6g}"
+        return f"noise standard deviation {symbol}", f"{plan.noise_stddev:.6g}"
     return (
-        "noise standard deviation σC, before correlation",
+        f"noise standard deviation {symbol}, before correlation",
         f"{plan.noise_stddev:.6g}; of a release about {first:.2g} to {last:.2g}",
     )
 

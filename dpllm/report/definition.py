@@ -90,8 +90,17 @@ def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) 
             WrittenOut(what=what, count=count) for what, count in sorted(_written_out(contents).items())
         ),
         never_covered=_NEVER_COVERED,
-        facts=tuple(Fact(name=name, values=tuple(values)) for name, values in sorted(contents.notes.facts.items())),
+        facts=tuple(Fact(name=name, values=tuple(values)) for name, values in sorted(_facts(contents).items())),
     )
+
+
+def _facts(contents: LedgerContents) -> dict[str, list[str | int | float]]:
+    """Return the facts that the run noted, and the thresholds of a clipping that adapts."""
+    path = contents.notes.thresholds
+    if not path:
+        return contents.notes.facts
+    shown = f"{path[0]:.6g}, {path[len(path) // 2]:.6g} and {path[-1]:.6g}; between {min(path):.6g} and {max(path):.6g}"
+    return {**contents.notes.facts, "clip threshold of the first, the middle and the last step": [shown]}
 
 
 def _written_out(contents: LedgerContents) -> dict[str, int]:
@@ -130,9 +139,15 @@ def _unit(plan: PrivacyPlan, contents: LedgerContents) -> str:
 def mechanism(plan: PrivacyPlan) -> str:
     """Return one step of the run in words, with all its parameters."""
     parts = plan.mechanism
+    sigma = f"σC = {plan.noise_stddev:.6g} (σ = {plan.noise_multiplier:.6g})"
+    if parts.first_threshold is not None:
+        sigma = (
+            f"σ_g C = {plan.noise_stddev:.6g} (σ_g = {parts.gradient_noise_multiplier:.6g}; with the count, whose "
+            f"noise has the standard deviation {parts.statistic_stddev:.6g}, a step has "
+            f"σ = {plan.noise_multiplier:.6g})"
+        )
     noise = (
-        f"{parts.noise.words()} of standard deviation σC = {plan.noise_stddev:.6g} "
-        f"(σ = {plan.noise_multiplier:.6g}) is added "
+        f"{parts.noise.words()} of standard deviation {sigma} is added "
         f"to the sum, and the result is divided by {plan.expected_batch_size}{_noise_of_a_release(plan)}"
     )
     how = parts.clipping.words()
@@ -179,6 +194,7 @@ def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> tuple[Assumption
             f"the exact gradient norm of each {drawn} over all trained parameters is bounded before the sum; a {drawn} "
             "whose gradient is not finite contributes zero; a parameter without a norm rule is refused",
         ),
+        *_adapts(plan),
         ("There is one draw per step", "what a step draws is drawn once and only then divided into microbatches"),
         (
             "A unit's gradient depends on that unit alone",
@@ -198,6 +214,20 @@ def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> tuple[Assumption
         ),
     )
     return tuple(Assumption(assumption=assumption, how_ensured=how) for assumption, how in pairs)
+
+
+def _adapts(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
+    """Return how the threshold of a clipping that adapts is accounted for."""
+    parts = plan.mechanism
+    if parts.first_threshold is None:
+        return ()
+    how = (
+        "a count of the gradients below the threshold moves it after each step. The count gets Gaussian noise of "
+        f"standard deviation σ_b = {parts.statistic_stddev:.6g} and is divided by the expected batch size "
+        f"{plan.expected_batch_size}. The event of a step covers the count: 1/σ² = 1/σ_g² + 1/(2σ_b)² (Andrew et "
+        "al., arXiv:1905.03871). Each step in the ledger carries its threshold, which is fixed before the step"
+    )
+    return (("The clip threshold depends on earlier releases only", how),)
 
 
 def _bounded(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:

@@ -190,7 +190,7 @@ class Parameters(Part):
     num_steps_charged: Count = Field(description="T taken.")
     noise_multiplier: NotNegative = Field(description="σ.")
     clip_norm: Positive = Field(description="C.")
-    noise_stddev: NotNegative = Field(description="σC.")
+    noise_stddev: NotNegative = Field(description="σC; σ_g C where the clip threshold adapts.")
     target_epsilon: Positive | None = Field(description="The ε that the run may cost, or null.")
     delta: Probability = Field(description="δ.")
     why_this_delta: str = Field(description="δ in terms of 1/N.")

@@ -186,8 +186,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _ledger_checks(plan: PrivacyPlan, contents: LedgerContents) -> list[Check]:
     others = [run["plan_hash"][:12] for run in contents.runs if run["plan_hash"] != plan.hash]
     foreign = sum(count for step, count in contents.history if step != plan.event)
-    taken = contents.num_steps
+    taken, path, start = contents.num_steps, contents.notes.thresholds, plan.mechanism.first_threshold
+    carried = taken - contents.torn_steps if start is not None else 0
+    adapted = len(path) == carried and (path[:1] in ([], [start]) or contents.torn_steps > 0)
     return [
+        *_adapted(start is not None or bool(path), adapted, len(path)),
         Check(
             "the ledger is of this plan",
             not others,
@@ -206,6 +209,13 @@ def _ledger_checks(plan: PrivacyPlan, contents: LedgerContents) -> list[Check]:
             f"{taken} of {plan.num_steps} planned steps" + ("" if taken <= plan.num_steps else ": too many"),
         ),
     ]
+
+
+def _adapted(needed: bool, adapted: bool, count: int) -> list[Check]:
+    if not needed:
+        return []
+    what = "each step in the ledger carries the clip threshold of a clipping that adapts"
+    return [Check(what, adapted, f"{count} steps do" + ("" if adapted else ": not as the plan says"))]
 
 
 def _step_count(contents: LedgerContents, recorded: Mapping[str, Any]) -> Check:

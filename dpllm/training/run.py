@@ -36,6 +36,7 @@ from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.statement import write_report
+from dpllm.training.adapting import follow_ledger, note_threshold
 from dpllm.training.attached import Attached, attach
 from dpllm.training.checks import agreement
 from dpllm.training.checks.outstanding import LEFT_OUT, DrawError
@@ -295,6 +296,7 @@ class PrivateRun:
             raise ConfigError("No model is attached to the run: call attach(model, optimizer) before step()")
         mode = mode_now(attached.model.training)
         unit_ids, charged = self._draws.take(unit_ids, mode, found_by(attached.make_ready))
+        follow_ledger(attached.clipper, self.plan, self.ledger)
         attached.begin_step(self.ledger.num_steps)
         if isinstance(self.max_tokens, str):
             self.max_tokens = attached.find_max_tokens(loss_of, self.rows, self.plan, self.processes)
@@ -322,6 +324,7 @@ class PrivateRun:
             self._entropy.give_up_step()
             raise
         attached.after_step()
+        note_threshold(attached.clipper, self.ledger)
         self._note(done)
         return done
 

@@ -43,12 +43,14 @@ class SharedLedger:
         budget: tuple[str, str] | None = None,
         planned: int | None = None,
         history: Sequence[tuple[Event, int]] = (),
+        threshold: float | None = None,
     ) -> None:
         """Store the ledger opened by rank 0; use `create` or `open`."""
         self.path, self._ledger, self._head, self._processes = path, ledger, head, processes
         self._budget = budget  # on rank 0: the file and the run's entry in it
         self._planned = planned  # steps
         self._history, self._begins = list(history), True  # as in `LedgerContents`, on every process
+        self.threshold = threshold  # of the next step, where the clipping adapts; otherwise None
         self._stated: tuple[tuple[Event, int], ...] | None = None  # steps whose ε is stated, set when the run ends
 
     @classmethod
@@ -166,15 +168,16 @@ class SharedLedger:
     ) -> SharedLedger:
         opened: list[tuple[Ledger, tuple[str, str] | None]] = []
 
-        def on_main() -> tuple[LedgerHead, int, list[tuple[Event, int]]]:
+        def on_main() -> tuple[LedgerHead, int, list[tuple[Event, int]], float | None]:
             opened.append(start())
             note_writer(path.parent)
             contents = read_ledger(path)
-            return opened[0][0].head, planned_steps(plan, contents), contents.history
+            threshold = [plan.mechanism.first_threshold, *contents.notes.thresholds][-1]
+            return opened[0][0].head, planned_steps(plan, contents), contents.history, threshold
 
-        head, num_steps, history = processes.from_main(on_main)
+        head, num_steps, history, threshold = processes.from_main(on_main)
         ledger, budget = opened[0] if opened else (None, None)
-        return cls(ledger, path, head, processes, budget, num_steps, history)
+        return cls(ledger, path, head, processes, budget, num_steps, history, threshold)
 
     def remember_rows(self, contents: str) -> None:
         """Note the rows of a new run (`dpllm.privacy.same_rows`). Called by all processes together."""
@@ -234,7 +237,7 @@ class SharedLedger:
 
         def charge() -> LedgerHead:
             assert self._ledger is not None
-            self._ledger.append_step(step_number, step)
+            self._ledger.append_step(step_number, step, self.threshold)
             return self._ledger.head
 
         self._head = self._processes.from_main(charge)

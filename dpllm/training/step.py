@@ -19,6 +19,7 @@ from dpllm.engines.replicas import Replicas
 from dpllm.ghost import GhostClipper
 from dpllm.mechanism.parts import NoiseStream
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.training.adapting import StepStatistic
 from dpllm.training.checks.outstanding import Charges
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.out_of_memory import OutOfMemory, Passed, Portions, attempt
@@ -33,8 +34,8 @@ class StepDiagnostics:
         mean_loss: mean of the rows' losses; NaN for an empty step.
         num_units: number of units in the step.
         num_nonfinite: number of units whose gradient was not finite, so that they contributed zero.
-        num_clipped: number of units whose gradient norm over all parameters exceeded the clip norm. A clipping that
-            is not flat may scale down other units too.
+        num_clipped: number of units whose gradient norm over all parameters exceeded the clip norm, or the threshold
+            of the step where the clipping adapts. A clipping that is not flat may scale down other units too.
         num_divided: how often memory ran out and a microbatch was run again in halves.
         max_tokens: the most tokens of a microbatch, padding included, in the rest of the step; None if memory
             sufficed.
@@ -67,7 +68,8 @@ def private_step(
     processes run in lockstep; each unit still enters the sum once.
 
     Args:
-        clipper: attached to the model, with the plan's clip norm.
+        clipper: attached to the model, with the plan's clipping. If it adapts, it has the next step's threshold
+            afterwards.
         batch: the microbatches of this process; the same number on every process.
         loss_of: a microbatch's inputs to one loss per row (B,).
         plan: the constants.
@@ -91,7 +93,7 @@ def private_step(
     ledger.append_step(number, plan.event)
     release = Release(clipper, plan, engine, noise, number - first)
     replicas = Replicas(clipper.parameters, engine.processes)  # the present weights; compared before any use
-    tally = _Tally(plan.clip_norm)
+    tally, statistic = _Tally(clipper.threshold), StepStatistic(clipper, plan, noise)
     portions = Portions(batch, divisible=not engine.lockstep)
     for microbatch, last in portions:
         passed = attempt(clipper, microbatch, loss_of, _has_to_check_rows(clipper, microbatch, engine))
@@ -99,12 +101,14 @@ def private_step(
             portions.divide(microbatch, passed)
             continue
         tally.add(passed, microbatch)
+        statistic.add(passed.norm_U)
         release.collect(microbatch, last)
     error = found_by(before_update)
     done, checksums, failed = tally.over(engine.processes, portions, replicas, error)
     try:
         Replicas.check(checksums, number + 1)
         engine.processes.raise_found(error, failed)
+        statistic.finish(engine.processes)
     except Exception:
         for parameter in clipper.parameters.values():
             parameter.grad = None
@@ -134,7 +138,7 @@ def refuse_leftovers(clipper: GhostClipper, engine: Engine) -> None:
 
 def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges, engine: Engine) -> None:
     refuse_leftovers(clipper, engine)
-    if clipper.clipping != plan.mechanism.clipping:
+    if not plan.mechanism.allows(clipper.clipping):
         raise ValueError(
             f"The clipper bounds each unit by {clipper.clipping}, the plan accounts for {plan.mechanism.clipping}. "
             "Build the clipper with plan.mechanism.clipping."

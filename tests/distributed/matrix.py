@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from dpllm.config import DataConfig
 from dpllm.data.rows import RowCollator, load_records, tokenize_records
 from dpllm.data.units import UnitIndex
 from dpllm.engines import engine_for, model_inside
-from dpllm.engines.processes import Processes
+from dpllm.engines.processes import DisagreementError, Processes
 from dpllm.mechanism import regenerated
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.limits import NOISE_MEMORIES
@@ -24,6 +26,7 @@ from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.parts import NoiseStream
 from dpllm.mechanism.regenerated import stream_of
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.training.adapting import StepStatistic
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step
 from tests.distributed.setups import dispose, prepare, whole_parameters
@@ -135,6 +138,7 @@ def movement(
     lr: float = 1e3,
     sabotage: Any = None,
     white: Any = None,
+    thresholds: list[float] | None = None,
 ) -> list[Tensor]:
     """Return each step's release: the movement of all parameters under SGD, over lr/b, (P,) in float64.
 
@@ -150,6 +154,7 @@ def movement(
         lr: of SGD.
         sabotage: called with the engine and the prepared model.
         white: makes other noise of the plan than its mechanism's.
+        thresholds: takes the clipper's threshold after each step.
     """
     batch = make_batch(case.spec, num_rows=NUM_ROWS)
     dtype = "bfloat16" if case.dtype == "bfloat16" else "float32"
@@ -170,6 +175,8 @@ def movement(
         before = whole_parameters(prepared, inner)
         mine = batches_of(batch, owners, every, max_rows, rank, size)
         private_step(clipper, mine, loss_of(inner, case), plan, runner, ledger, stream)
+        if thresholds is not None:
+            thresholds.append(clipper.threshold)
         if not hasattr(prepared, "zero_optimization_stage"):
             optimizer.step()
             optimizer.zero_grad()
@@ -236,10 +243,16 @@ def mechanism(engine: str, steps: int = 4, clip_norm: float = 1e-6) -> dict[str,
     """Other clippings and banded noise on an engine: how far units reach, the noise of each step, white noise."""
     case = Case("llama", tied=True, dtype="float32")
     parts = {"clipping": {"kind": "automatic", "stability": 0.01}, "batch_size": 1}
-    every, reached = list(range(NUM_ROWS)), {}
-    for clipping in (parts["clipping"], "per-layer"):
+    every, reached, thresholds = list(range(NUM_ROWS)), {}, []
+    model, batch = build_model(case), make_batch(case.spec, num_rows=NUM_ROWS)
+    clipper = GhostClipper(model, 1.0)
+    start = float(clipper.clip(loss_of(model, case)({**batch.inputs, "labels": batch.labels})).norms.median())
+    clipper.remove()
+    kinds: list[Any] = [parts["clipping"], "per-layer", {"kind": "quantile", "start": 1.0001 * start}]
+    kinds.append({"kind": "groups", "parameters": {"embeddings": "*embed*", "rest": "*"}})
+    for clipping in kinds:
         silent = plan_of(clip_norm, 0.0, **{**parts, "clipping": clipping})
-        total = movement(engine, build_model(case), case, silent, units=every)[0]
+        total = movement(engine, build_model(case), case, silent, units=every, thresholds=thresholds)[0]
         reached[silent.mechanism.clipping.kind] = float(total.norm() / (clip_norm * NUM_ROWS))
     plan = plan_of(0.5, 2.0, num_steps=steps, noise={"kind": "banded", "bands": 3}, **parts)
     released = movement(engine, build_model(case), case, plan, units=[], steps=steps)
@@ -250,6 +263,7 @@ def mechanism(engine: str, steps: int = 4, clip_norm: float = 1e-6) -> dict[str,
         refusal = f"{type(error).__name__}: {error}"
     return {
         "reached": reached,
+        "moved": math.log(thresholds[2] / (1.0001 * start)),
         "variance": [float((r / plan.noise_stddev).square().mean()) for r in released],
         "expected": [plan.mechanism.noise.variance(step, plan.num_steps) for step in range(steps)],
         "entries": released[0].numel(),
@@ -274,6 +288,26 @@ def memories(engine: str, steps: int = 5) -> dict[str, list[bytes]]:
         released = movement(engine, build_model(case), case, plan, units=[], steps=steps, white=noise)
         found[memory] = [one.numpy().tobytes() for one in released]
     return found
+
+
+def count(steps: int = 400) -> dict[str, Any]:
+    """The noisy counts of empty steps with a clipping that adapts, and what happens if one process moved its own."""
+    plan = plan_of(0.5, 0.4, num_steps=9, clipping={"kind": "quantile", "count_noise": 2.0}, batch_size=2)
+    processes = Processes()
+    stream, counts = plan.mechanism.noise.stream(NoiseSource(None), plan.num_steps), []
+    holder: Any = SimpleNamespace(clipping=plan.mechanism.clipping)
+    for step in range(steps):
+        stream.begin(step)
+        before = holder.clipping.threshold
+        StepStatistic(holder, plan, stream).finish(processes)
+        counts.append(2 * (math.log(before) - math.log(holder.clipping.threshold)) / 0.2)
+    holder.clipping = holder.clipping.at(1.0 + processes.rank)
+    try:
+        refusal = None
+        StepStatistic(holder, plan, stream).finish(processes)
+    except DisagreementError as error:
+        refusal = str(error)
+    return {"counts": counts, "refusal": refusal}
 
 
 def real(

@@ -148,7 +148,9 @@ def test_other_mechanisms_hold_on_every_engine(engine, tmp_path, table):
     found = results[0]
     reached = [f"{kind} {value:.4f}" for kind, value in found["reached"].items()]
     table(engine, *reached, *[f"{value:.3f}" for value in found["variance"]])
-    assert found["reached"].keys() == {"automatic", "per-layer"}
+    assert found["reached"].keys() == {"automatic", "per-layer", "quantile", "groups"}
+    (moved,) = {result["moved"] for result in results}  # 4 of 7 units at or below the threshold, b = 1
+    assert moved == pytest.approx(-0.2 * (0.5 + (4 - 3) / 2 - 0.5), rel=1e-9)
     assert all(0.1 < value <= 1 + 1e-5 for value in found["reached"].values())
     assert found["variance"] == pytest.approx(found["expected"], rel=8 * (2 / found["entries"]) ** 0.5 + 1e-3)
     assert max(found["expected"]) > 1.4 * min(1.0, min(found["expected"]))  # unlike white noise
@@ -165,6 +167,18 @@ def test_regenerated_noise_is_stored_noise_on_every_engine(engine, tmp_path):
     assert len(set(stored)) == 5 and all(len(step) > 100_000 for step in stored)
     for found in results:
         assert found["stored"] == found["regenerated"] == found["auto"] == stored
+
+
+def test_the_count_of_a_clipping_that_adapts_gets_its_noise_from_one_process(tmp_path, table):
+    """N(0, σ_b²) once, and one threshold everywhere; a process that moved its own stops all."""
+    results = run(tmp_path, "tests.distributed.matrix:count")
+    counts = np.array(results[0]["counts"]) / 2.0
+    normal = scipy.stats.kstest(counts, "norm").pvalue
+    table(f"deviation {counts.std():.3f}", f"KS p {normal:.2f}")
+    assert normal > 1e-6 and abs(counts.std() - 1) < 6 / (2 * len(counts)) ** 0.5
+    for result in results:
+        assert result["counts"] == results[0]["counts"]
+        assert "clip to different thresholds (rank 0: 1.0, rank 1: 2.0)" in result["refusal"]
 
 
 def test_an_engine_that_is_broken_from_outside_stops_in_its_first_step(tmp_path, table):

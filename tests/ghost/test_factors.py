@@ -14,6 +14,7 @@ from dpllm.mechanism.clipping import FlatClipping, sensitivity_of
 from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.parts import OneGroup
 from dpllm.mechanism.per_layer import PerLayerClipping
+from dpllm.mechanism.quantile import QuantileClipping
 
 
 def test_a_unit_is_scaled_to_the_clip_norm_or_left_alone():
@@ -33,6 +34,9 @@ def test_a_unit_is_scaled_to_the_clip_norm_or_left_alone():
         AdaptiveScaleClipping(0.3, 1e-9),
         PerLayerClipping(0.3),
         GroupClipping(0.3, {"all": "*"}),
+        QuantileClipping(0.3),
+        QuantileClipping(0.3, start=1e-6),
+        QuantileClipping(0.3, start=2999.0),
     ],
 )
 def test_the_scaled_norm_never_exceeds_the_bound(clipping, dtype):
@@ -66,6 +70,7 @@ def test_slack_lowers_the_factor():
         AdaptiveScaleClipping(1.0),
         PerLayerClipping(1.0),
         GroupClipping(1.0, {"all": "*"}),
+        QuantileClipping(1.0, start=0.5),
     ],
 )
 def test_a_nonfinite_unit_counts_exactly_zero(clipping, bad):

@@ -63,7 +63,7 @@ def test_what_names_no_kind_is_refused(value):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("adaptve", "clipping must be one of flat, automatic, psac, per-layer, groups, got 'adaptve'"),
+        ("adaptve", "clipping must be one of flat, automatic, psac, per-layer, groups, quantile, got 'adaptve'"),
         (
             {"kind": "automatic", "stabilty": 1},
             "clipping.stabilty is not an option of 'automatic'; its options are stability",

@@ -10,6 +10,7 @@ from dpllm.mechanism.automatic import AdaptiveScaleClipping, AutomaticClipping
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.per_layer import PerLayerClipping
+from dpllm.mechanism.quantile import QuantileClipping
 
 KINDS = [
     FlatClipping,
@@ -17,6 +18,7 @@ KINDS = [
     AdaptiveScaleClipping,
     PerLayerClipping,
     lambda clip_norm: GroupClipping(clip_norm, {"embeddings": "*embed*", "rest": "*"}),
+    QuantileClipping,
 ]
 
 

@@ -18,6 +18,7 @@ KINDS = [
     "automatic",
     "psac",
     "per-layer",
+    {"kind": "quantile", "start": 3.0},
     {"kind": "groups", "parameters": {"first": "0.*", "second": "1.*"}, "shares": {"first": 1, "second": 4}},
 ]
 

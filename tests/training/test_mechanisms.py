@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 from dpllm.mechanism.banded import BandedStream
 from dpllm.mechanism.keys import SecretKey
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.rounding import epsilon_to_log
 from dpllm.report.verify import verify
 from tests.conftest import tiny_llama_config
@@ -28,6 +28,7 @@ BANDED = {"kind": "banded", "bands": 3}
         {"clipping": "automatic"},
         {"clipping": "per-layer"},
         {"noise": BANDED, "randomness": "chacha20"},
+        {"clipping": {"kind": "quantile", "count_noise": 2.0}},
     ],
 )
 def test_a_run_says_what_it_was_and_verifies(parts, tmp_path):
@@ -42,6 +43,46 @@ def test_a_run_says_what_it_was_and_verifies(parts, tmp_path):
     page = (tmp_path / "privacy_report.md").read_text(encoding="utf-8")
     assert run.plan.mechanism.clipping.words() in page and run.plan.mechanism.noise.words() in page
     assert ("noise by ChaCha20 (RFC 8439), draws of units by PCG64DXSM" in page) == ("randomness" in parts)
+
+
+QUANTILE = {"kind": "quantile", "count_noise": 2.0, "start": 3.0}
+
+
+def test_a_resume_continues_with_the_threshold_of_the_ledger(tmp_path):
+    """It is a released value; the report shows its path."""
+    config = privacy(expected_batch_size=8, clipping=QUANTILE)
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=5)
+
+    class Crash(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        trainer(tmp_path, dataset=rows(60), config=config, args=args, callbacks=[Crash()]).train()
+    before = read_ledger(tmp_path / LEDGER_FILE).notes.thresholds
+    assert len(before) == 3 and before[0] == 3.0 and len(set(before)) == 3
+    run = trainer(tmp_path, LlamaForCausalLM(tiny_llama_config()), rows(60), config, args)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    run.save_model()
+    path = read_ledger(tmp_path / LEDGER_FILE).notes.thresholds
+    assert path[:4] == [*before, before[-1]] and len(path) == 5 and path[4] != path[3]
+    assert read_ledger(tmp_path / LEDGER_FILE).history == [(run.plan.event, 5)]
+    assert verify(tmp_path).ok
+    page = (tmp_path / "privacy_report.md").read_text(encoding="utf-8")
+    assert f"{path[0]:.6g}, {path[2]:.6g} and {path[-1]:.6g}; between {min(path):.6g}" in page
+    assert "The clip threshold depends on earlier releases only" in page
+
+
+def test_a_ledger_without_the_thresholds_does_not_verify(tmp_path, monkeypatch):
+    """Which gradients were scaled, and how far, would not be known."""
+    append = Ledger.append_step
+    monkeypatch.setattr(Ledger, "append_step", lambda self, number, step, threshold=None: append(self, number, step))
+    run = trainer(tmp_path, dataset=rows(60), config=privacy(expected_batch_size=8, clipping=QUANTILE))
+    run.train()
+    run.save_model()
+    (wrong,) = (check for check in verify(tmp_path).checks if not check.ok)
+    assert "carries the clip threshold" in wrong.what and "0 steps do: not as the plan says" in wrong.detail
 
 
 @pytest.mark.parametrize("parts", [{}, {"randomness": "chacha20"}])

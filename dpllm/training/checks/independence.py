@@ -199,10 +199,10 @@ class IndependenceCheck:
         if first and len(passes.sample.probed) > 1:
             passes.probe()
         passes.seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
-        self.last, worst = _compare(passes.seen, self._clipper.clipping.clip_norm, passes.tolerance())
+        self.last, worst = _compare(passes.seen, self._clipper.threshold, passes.tolerance())
         for part in range(_GATES if first and len(passes.sample.together) > 1 else 0):
             seen = passes.with_seed(seed_between(part / _GATES, (part + 1) / _GATES))
-            found = _compare(seen, self._clipper.clipping.clip_norm, passes.tolerance())[1]
+            found = _compare(seen, self._clipper.threshold, passes.tolerance())[1]
             if found is not None and worst is None:  # all processes run all passes
                 passes.seen, worst = seen, found
         return worst
@@ -308,12 +308,12 @@ class _Passes:
         """Return whether the result of the shortest row alone changes with other random numbers."""
         alone, start = Company(self.sample.together[:1], "alone"), self._check._seed
         seen = [one for part in (0.0, 0.5) for one in self.run(alone, seed_between(part, part + 0.5), start)]
-        return _compare(seen, self._check._clipper.clipping.clip_norm, self.tolerance())[1] is not None
+        return _compare(seen, self._check._clipper.threshold, self.tolerance())[1] is not None
 
     def is_carried(self) -> bool:
         """Return whether the result of the shortest row alone differs from the first pass."""
         again = [self.seen[0], *self.run(replace(self.seen[0].company, words="alone, again"))]
-        return _compare(again, self._check._clipper.clipping.clip_norm, self.tolerance())[1] is not None
+        return _compare(again, self._check._clipper.threshold, self.tolerance())[1] is not None
 
     def tolerance(self) -> float:
         """Tolerance for the coarsest dtype of the passes so far."""

@@ -1,0 +1,92 @@
+"""The threshold of a clipping that adapts: its statistic in each step, its update, and its record in the ledger.
+
+Place in the flow: beside `dpllm.training.release`. The statistic of a step is summed over units and processes, gets its
+noise from the same stream as the gradients, and moves the threshold of the next step. Other clippings have no
+statistic; for them nothing happens here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
+from dpllm.ghost import GhostClipper
+from dpllm.mechanism.parts import AdaptiveClipping, NoiseStream
+from dpllm.privacy.plan import PrivacyPlan
+
+STATISTIC = "the statistic of the clipping"
+"""The name under which a noise stream knows the statistic, beside the names of parameters."""
+
+_DIGITS = 6
+"""Decimal digits of a noisy statistic. A count is a multiple of ½; the last bits of float64 noise on it, which is not
+exactly Gaussian, could show which one (Mironov 2012)."""
+
+
+class StepStatistic:
+    """The statistic of one step, and the new threshold from it.
+
+    Guarantee: the threshold is the same for all units of the step. The sum gets noise once, by one process, before it
+    is used, and it is used only in the update, which divides by the plan's expected batch size.
+
+    Args:
+        clipper: attached to the model; its clipping is replaced when the step is complete.
+        plan: the constants.
+        noise: noise stream of this process; the step has begun.
+    """
+
+    def __init__(self, clipper: GhostClipper, plan: PrivacyPlan, noise: NoiseStream) -> None:
+        """Begin without a unit."""
+        self._clipper, self._plan, self._noise = clipper, plan, noise
+        self._clipping = clipper.clipping if isinstance(clipper.clipping, AdaptiveClipping) else None
+        self._sum: Tensor | None = None
+
+    def add(self, norm_U: Tensor | None) -> None:
+        """Add the units that end in a microbatch.
+
+        Args:
+            norm_U: (U,) their norms; None if none ends in it.
+        """
+        if self._clipping is not None and norm_U is not None:
+            share = self._clipping.statistic(norm_U).double().clamp(-0.5, 0.5).sum()
+            self._sum = share if self._sum is None else self._sum + share
+
+    def finish(self, processes: Processes) -> None:
+        """Add the noise, sum over the processes, and move the clipper's threshold; all processes call it together.
+
+        Raises:
+            DisagreementError: the processes clipped to different thresholds.
+        """
+        if self._clipping is None:
+            return
+        total = torch.tensor([0.0 if self._sum is None else float(self._sum)], dtype=torch.float64)
+        deviation = self._plan.mechanism.statistic_stddev
+        self._noise.add_share_(STATISTIC, total, deviation, processes.rank, processes.size)
+        everywhere = processes.gather_numbers([float(total), self._clipping.threshold])
+        thresholds = [threshold for _, threshold in everywhere]
+        if len(set(thresholds)) > 1:
+            raise DisagreementError(
+                f"The processes clip to different thresholds ({told_by_rank(thresholds)}), so a unit's gradient would "
+                "depend on the process to which it is assigned. Use the same machines and package versions for all of "
+                "them, leave the clipper's threshold alone, and resume from a checkpoint"
+            )
+        noisy = round(sum(one for one, _ in everywhere), _DIGITS)
+        self._clipper.clipping = self._clipping.updated(noisy, self._plan.expected_batch_size)
+
+
+class _Ledger(Protocol):
+    threshold: float | None
+
+
+def follow_ledger(clipper: GhostClipper, plan: PrivacyPlan, ledger: _Ledger) -> None:
+    """Give the clipper the threshold with which the ledger charged the step; a resume continues with the last one."""
+    if isinstance(plan.mechanism.clipping, AdaptiveClipping) and ledger.threshold is not None:
+        clipper.clipping = plan.mechanism.clipping.at(ledger.threshold)
+
+
+def note_threshold(clipper: GhostClipper, ledger: _Ledger) -> None:
+    """Note the clipper's threshold in the ledger, whose next step carries it."""
+    if isinstance(clipper.clipping, AdaptiveClipping):
+        ledger.threshold = clipper.clipping.threshold
