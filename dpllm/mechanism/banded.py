@@ -186,6 +186,8 @@ class BandedNoise:
             raise ValueError(f"bands must be a whole number between 1 and 1000, or auto, got {bands!r}")
         if self.strategy not in (None, "geometric", "free"):
             raise ValueError(f"noise.strategy must be geometric or free, got {self.strategy!r}")
+        if bands == 1 and (self.ratio is not None or self.coefficients is not None):
+            raise ValueError("noise with bands=1 is independent, and has neither ratio nor coefficients: omit them")
         for name, strategy in (("ratio", "geometric"), ("coefficients", "free")):
             if getattr(self, name) is not None and (self.strategy != strategy or bands == "auto"):
                 raise ValueError(f"noise.{name} needs strategy: {strategy} and a number of bands: add them")

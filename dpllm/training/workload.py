@@ -36,20 +36,15 @@ def learning_rates(args: TrainingArguments, num_steps: int) -> list[float]:
     if kind in ("reduce_lr_on_plateau", "greedy"):
         return [args.learning_rate] * num_steps
     options: Any = args.lr_scheduler_kwargs
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
-    schedule = get_scheduler(
+    schedule: Any = get_scheduler(
         args.lr_scheduler_type,
-        optimizer=optimizer,
+        optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate),
         num_warmup_steps=args.get_warmup_steps(num_steps),
         num_training_steps=num_steps,
         scheduler_specific_kwargs=dict(options or {}),
     )
-    rates = []
-    for _ in range(num_steps):
-        rates.append(float(optimizer.param_groups[0]["lr"]))
-        optimizer.step()
-        schedule.step()
-    return rates
+    (factor,) = schedule.lr_lambdas
+    return [args.learning_rate * float(factor(step)) for step in range(num_steps)]
 
 
 def _first_moment(args: TrainingArguments) -> tuple[float, bool]:

@@ -254,7 +254,7 @@ def mechanism(engine: str, steps: int = 4, clip_norm: float = 1e-6) -> dict[str,
         silent = plan_of(clip_norm, 0.0, **{**parts, "clipping": clipping})
         total = movement(engine, build_model(case), case, silent, units=every, thresholds=thresholds)[0]
         reached[silent.mechanism.clipping.kind] = float(total.norm() / (clip_norm * NUM_ROWS))
-    plan = plan_of(0.5, 2.0, num_steps=steps, noise={"kind": "banded", "bands": 3}, **parts)
+    plan = plan_of(0.5, 2.0, num_steps=steps, noise={"kind": "banded", "bands": 3, "strategy": "geometric"}, **parts)
     released = movement(engine, build_model(case), case, plan, units=[], steps=steps)
     try:
         refusal = None

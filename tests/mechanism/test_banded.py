@@ -306,6 +306,8 @@ def test_groups_smaller_than_a_batch_and_single_rows_are_refused():
             ({"bands": 3, "strategy": "geometric", "ratio": ratio}, "noise.ratio must be above 0 and at most 1")
             for ratio in (0.0, -0.5, 1.001, math.nan, math.inf, True, "0.9")
         ),
+        ({"bands": 1, "strategy": "free", "coefficients": (0.5,)}, "bands=1 is independent, and has neither"),
+        ({"bands": 1, "strategy": "geometric", "ratio": 0.5}, "bands=1 is independent, and has neither"),
         ({"bands": 3, "strategy": "best"}, "noise.strategy must be geometric or free, got 'best'"),
         ({"bands": "most"}, "a whole number between 1 and 1000, or auto, got 'most'"),
     ],
