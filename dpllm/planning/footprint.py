@@ -38,7 +38,8 @@ from dpllm.config import ConfigError, Recipe, nearest
 from dpllm.ghost import NormMethod
 from dpllm.mechanism.catalogue import noise_of
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME
-from dpllm.mechanism.parts import Spec
+from dpllm.mechanism.parts import Draw, Spec
+from dpllm.mechanism.workload import Workload
 from dpllm.models.losses import CHUNK_ENTRIES
 from dpllm.planning.model_shape import Block, Linear, ModelShape, shape_of_model
 from dpllm.privacy.plan import PrivacyPlan
@@ -496,7 +497,7 @@ def footprint_of_recipe(
             f"train.optim={optimizer}: its memory is unknown; use adamw_torch or adamw_torch_fused for this estimate"
         )
     batch = plan_or_batch if isinstance(plan_or_batch, int) else plan_or_batch.expected_batch_size
-    noise = noise_of(Spec.of(recipe.privacy.noise) if isinstance(plan_or_batch, int) else plan_or_batch.noise)
+    kept = _most_kept(recipe, batch) if isinstance(plan_or_batch, int) else plan_or_batch.mechanism.noise.tensors_kept
     by_example = recipe.privacy.sampling == "example"
     per_unit = 1 if by_example else recipe.privacy.max_rows_per_unit or 1
     rows = arguments.per_device_train_batch_size
@@ -511,10 +512,17 @@ def footprint_of_recipe(
         checkpointing=bool(arguments.gradient_checkpointing),
         bf16=bool(arguments.bf16),
         unit_rows=per_unit,
-        noise_tensors=0 if recipe.noise_memory == "regenerated" else noise.tensors_kept,
+        noise_tensors=0 if recipe.noise_memory == "regenerated" else kept,
         shard_size=shard_size,
     )
     return footprint(shape_of_model(recipe.model), run)
+
+
+def _most_kept(recipe: Recipe, batch: int) -> int:
+    """Return the most tensors that the noise of a plan would keep, for any number of units and steps."""
+    noise, units = noise_of(Spec.of(recipe.privacy.noise)), 1000 * batch  # no noise has more than 1000 bands
+    draw = Draw(num_units=units, population=units, expected_batch_size=batch, max_batch_size=units)
+    return max(one.tensors_kept for one in noise.candidates(draw, Workload.released([1.0] * 1000)))
 
 
 def engines_for(num_gpus: int) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dpllm import GhostClipper, per_sequence_loss
 from dpllm.config import ConfigError, ModelConfig, load_recipe
+from dpllm.mechanism.workload import Workload
 from dpllm.models.load import DTYPES, prepare_model
 from dpllm.planning.footprint import ENGINES, Run, engines_for, footprint, footprint_of_recipe
 from dpllm.planning.footprint_text import comparison_rows, footprint_rows, format_bytes, setting_of
@@ -359,7 +360,8 @@ def test_correlated_noise_keeps_a_slice_of_each_gpu_on_every_engine(shape):
     ("memory", "noise", "count"),
     [
         ("auto", "independent", 0),
-        ("auto", {"kind": "banded", "bands": 8}, 7),
+        ("auto", {"kind": "banded", "bands": 8}, 8),
+        ("auto", {"kind": "banded", "bands": 8, "strategy": "free"}, 7),
         ("stored", {"kind": "banded", "bands": 8, "strategy": "geometric", "ratio": 0.98}, 8),
         ("regenerated", {"kind": "banded", "bands": 8}, 0),
         ("stored", {"kind": "banded", "bands": "auto"}, 16),
@@ -374,7 +376,7 @@ def test_a_recipe_s_noise_is_counted_where_it_is_stored(memory, noise, count):
     if noise == {"kind": "banded", "bands": "auto"}:
         return
     privacy = dataclasses.replace(recipe.privacy, noise_multiplier=1.0, target_epsilon=None)
-    plan = make_plan(privacy, num_units=250_000, num_steps=40)
+    plan = make_plan(privacy, num_units=250_000, num_steps=40, workload=Workload.released([1.0] * 40))
     planned = footprint_of_recipe(recipe, arguments, plan, "ddp", 2).run.noise_tensors
     assert planned == count
 
