@@ -137,4 +137,4 @@ def prediction(plan: PrivacyPlan, workload: Workload) -> Prediction | None:
     independent = predicted_noise(
         IndependentNoise(), mechanism.draw, workload, target, plan.num_steps, plan.delta, plan.adjacency
     )
-    return Prediction(plan.noise_multiplier * mechanism.noise.error(workload), independent)
+    return Prediction(mechanism.gradient_noise_multiplier * mechanism.noise.error(workload), independent)
