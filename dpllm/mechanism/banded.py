@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
 from dpllm.mechanism.noise import IndependentNoise, slice_of
-from dpllm.mechanism.parts import Draw, NoiseStream, NormalGenerator
+from dpllm.mechanism.parts import Draw, NoiseStream, NormalGenerator, SkippingGenerator
 from dpllm.mechanism.strategies import (
     best_ratio,
     coefficients,
@@ -456,12 +456,31 @@ class GeometricStream(BandedStream):
         return self._bands
 
     def _advance(self, past: deque[Tensor], like: Tensor) -> None:
-        if len(past) < self._bands:
-            past.appendleft(self._generator.normal_like(like))
-            return
-        oldest = past.pop().mul_(self._ratio**self._bands)
-        self._generator.add_(oldest, 1.0)
-        past.appendleft(oldest)
+        oldest = past.pop() if len(past) == self._bands else None
+        past.appendleft(self._following(oldest, like, self._generator))
+
+    def _following(self, before: Tensor | None, like: Tensor, numbers: NormalGenerator) -> Tensor:
+        """Return u of a step from that of b steps before, in place; None: there is none."""
+        if before is None:
+            return numbers.normal_like(like)
+        before.mul_(self._ratio**self._bands)
+        numbers.add_(before, 1.0)
+        return before
+
+    def add_once_(self, step: int, total: Tensor, stddev: float, numbers: SkippingGenerator) -> None:
+        """Add the noise of one step, in place, from two of every b draws.
+
+        The noise of step t needs u_t and u_{t-1}, and u_t only the draws of steps t, t - b, t - 2b, …
+        """
+        share, drawn = total.view(-1), 0
+        latest: dict[int, Tensor] = {}  # 0: of step t and those b, 2b, … before; 1: of step t - 1 and those before
+        for earlier in range(step + 1):
+            which = (step - earlier) % self._bands
+            if which < 2:
+                numbers.skip(earlier - drawn)
+                drawn = earlier + 1
+                latest[which] = self._following(latest.get(which), share, numbers)
+        self._add_(share, deque(latest[which] for which in sorted(latest)), stddev)
 
     def _add_(self, share: Tensor, past: deque[Tensor], stddev: float) -> None:
         scale = stddev / self._strategy[0]

@@ -129,6 +129,10 @@ class NumbersAt:
         self._key, self._randomness, self._address = key, randomness, address
         self._draw = 0
 
+    def skip(self, draws: int) -> None:
+        """Leave out the next draws, at no cost."""
+        self._draw += draws
+
     def add_(self, grad: Tensor, noise_stddev: float) -> None:
         """Add the next draw, times a standard deviation, in place."""
         grad.add_(self.normal_like(grad), alpha=noise_stddev)

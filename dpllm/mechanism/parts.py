@@ -189,6 +189,30 @@ class NoiseStream(Protocol):
         ...
 
 
+class SkippingGenerator(NormalGenerator, Protocol):
+    """A source of draws with addresses."""
+
+    def skip(self, draws: int) -> None:
+        """Leave out the next draws, at no cost."""
+        ...
+
+
+@runtime_checkable
+class SingleStep(Protocol):
+    """A stream that makes the noise of one step from fewer draws than those of all steps before."""
+
+    def add_once_(self, step: int, total: Tensor, stddev: float, numbers: SkippingGenerator) -> None:
+        """Add the noise of a step to all entries, in place, with the same bits as in a stream that takes every step.
+
+        Args:
+            step: counted from the start or resume.
+            total: one block, contiguous.
+            stddev: σ·C.
+            numbers: at its first draw.
+        """
+        ...
+
+
 class Noise(Protocol):
     """The correlation of the noise of different steps, and the sampling that it requires."""
 

@@ -3,7 +3,8 @@
 Place in the flow: between a run and the stream of its noise. Banded noise needs the noise of the last b - 1 steps, as
 many tensors of the gradient's size. Where they do not fit, the noise of a block of entries is *regenerated* in each
 step: all independent numbers that it was made from are drawn again, from the first step on, and go through the same
-code. It needs memory for one block only, and time: t draws per entry in step t instead of one.
+code. It needs memory for one block only, and time: t draws per entry in step t instead of one, and about 2 t / b with
+the geometric strategy (`SingleStep`).
 
 The numbers of a block are a function of a secret key and an address: the parameter's name, this process's slice, the
 block and the step. Stored noise is made from the same numbers, block by block, so both give the same noise, bit by bit,
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME, NoiseSource
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.mechanism.noise import slice_of
-from dpllm.mechanism.parts import Noise, NoiseStream, NormalGenerator
+from dpllm.mechanism.parts import Noise, NoiseStream, NormalGenerator, SingleStep
 
 if TYPE_CHECKING:
     import torch
@@ -148,22 +149,24 @@ class BlockStream:
             )
         self._added.add(name)
         for number, block in enumerate(share.split(ENTRIES_AT_A_TIME)):
-            stream = self._stream_at(name, number, (rank, size), block)
-            stream.add_share_(name, block, stddev, 0, 1)
+            self._add_block_(name, number, (rank, size), block, stddev)
 
-    def _stream_at(self, name: str, number: int, of: tuple[int, int], block: Tensor) -> NoiseStream:
-        """Return the stream of a block, about to add the noise of this step."""
+    def _add_block_(self, name: str, number: int, of: tuple[int, int], block: Tensor, stddev: float) -> None:
         where = (name, number)
         stream = self._stored.get(where)
         if stream is None:
-            stream = self._make(self._numbers.at(name, *of, number))
+            numbers = self._numbers.at(name, *of, number)
+            stream = self._make(numbers)
             if where not in self._stored:
                 self._stored[where] = stream if self._memory.stores(block) else None
+            if self._stored[where] is None and isinstance(stream, SingleStep):
+                stream.add_once_(self._step, block, stddev, numbers)
+                return
             if self._step:
                 stream.begin(0)
                 stream.add_share_(name, block.new_zeros(block.shape), 0.0, 0, 1)
         stream.begin(self._step)
-        return stream
+        stream.add_share_(name, block, stddev, 0, 1)
 
 
 def _words(place: tuple[object, ...]) -> str:

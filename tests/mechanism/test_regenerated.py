@@ -189,6 +189,30 @@ def tensors(held, seen=None):
         yield from tensors(getattr(held, "__dict__", {}), seen)
 
 
+def test_geometric_noise_is_regenerated_from_two_of_every_b_draws(monkeypatch):
+    """And from all of them in the first steps; the general recursion takes all."""
+    counted = []
+    draw = regenerated.NoiseSource.numbers
+    monkeypatch.setattr(regenerated.NoiseSource, "numbers", lambda self: Counting(draw(self), counted))
+    for strategy_of, expected in ((GEOMETRIC, 2 * 5), ({}, 20)):
+        counted.clear()
+        add(stream_of(noise_of(4, **strategy_of), NoiseSource(1), 20, "regenerated"), [19], {"w": (BLOCK,)})
+        assert len(counted) == expected
+
+
+class Counting:
+    """Numbers at addresses that count their draws."""
+
+    def __init__(self, numbers, counted):
+        self.numbers, self.counted = numbers, counted
+
+    def at(self, *address):
+        numbers = self.numbers.at(*address)
+        drawn = numbers.normal_like
+        numbers.normal_like = lambda total: (self.counted.append(1), drawn(total))[1]
+        return numbers
+
+
 def test_auto_stores_up_to_a_share_of_the_memory(monkeypatch):
     """In the order in which blocks come, and as many of them as fit; a smaller one may still fit."""
     monkeypatch.setattr(regenerated, "memory_of", lambda device: 4 * 3 * 4 * (BLOCK + 2))  # of 3 tensors in float32

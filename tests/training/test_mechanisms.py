@@ -16,6 +16,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.rounding import epsilon_to_log
 from dpllm.report.verify import verify
 from tests.conftest import tiny_llama_config
+from tests.tiers import deep_case
 from tests.training.test_trainer import arguments, privacy, rows, trainer
 
 BANDED = {"kind": "banded", "bands": 3}
@@ -130,7 +131,7 @@ def test_no_file_of_a_checkpoint_or_of_the_end_holds_noise_or_its_key(parts, tmp
             assert len(written) >= 32 and written not in content
 
 
-@pytest.mark.parametrize("level", ["os", "chacha20"])
+@pytest.mark.parametrize("level", ["os", deep_case("chacha20")])
 def test_a_run_whose_noise_is_regenerated_has_the_weights_of_one_that_stores_it(level, tmp_path):
     """Bit by bit, with one seed; without a seed no two runs have equal noise."""
     trained = {}
