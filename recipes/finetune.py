@@ -171,6 +171,7 @@ def run(recipe: Recipe) -> int:
         eval_is_public=recipe.data.eval_is_public,
         start_is_independent=recipe.model.start_is_independent,
         noise_memory=recipe.noise_memory,
+        average=recipe.train.get("average"),
     )
     trainer.declared_points = declared
     console.rule("private fine-tuning")

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from dpllm.config import values
 from dpllm.config.model_values import check_model_config, check_peft
-from dpllm.config.train_values import check_train
+from dpllm.config.train_values import check_train, refuse_own
 from dpllm.config.values import ConfigError as ConfigError
 from dpllm.config.values import nearest as nearest
 from dpllm.config.yaml12 import read_yaml, write_yaml
@@ -412,6 +412,7 @@ class PublicPretrainConfig:
     def __post_init__(self) -> None:
         """Check the section."""
         check_train("train", self.train)
+        refuse_own("train", self.train)
         values.integer("max_shared_records", self.max_shared_records, 0)
 
 
@@ -441,7 +442,8 @@ class Recipe:
     data: DataConfig
     privacy: PrivacyConfig
     train: dict[str, Any] = field(default_factory=dict)
-    """Names and values of `TrainingArguments`; names are checked where they are used."""
+    """Names and values of `TrainingArguments`; names are checked where they are used. And ``average``: the average of
+    the weights that is released (`dpllm.mechanism.averages`), such as ``{kind: ema, decay: 0.95}``."""
     public_pretrain: PublicPretrainConfig | None = None
     release: ReleaseConfig = field(default_factory=ReleaseConfig)
     microbatch_tokens: int | str | None = None

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from dpllm.config.values import ConfigError, between, choice, flag, integer, shown, text
+from dpllm.mechanism.averages import average_of
 from dpllm.mechanism.limits import MAX_STEPS
 
 MAX_EPOCHS = 1_000_000
@@ -185,11 +186,33 @@ CHECKS: dict[str, Check] = {
 """Name in a recipe's ``train`` section -> its check."""
 
 
+def _average(name: str, value: Any) -> None:
+    del name  # the message has it
+    try:
+        average_of(value)
+    except ValueError as error:
+        raise ConfigError(f"train.{error}") from error
+
+
+OWN: dict[str, Check] = {"average": _average}
+"""Name in a recipe's ``train`` section that is dpllm's own, and no name of ``TrainingArguments`` -> its check."""
+
+
+def refuse_own(name: str, section: Mapping[str, Any]) -> None:
+    """Refuse dpllm's own names in a section for a training without privacy.
+
+    Raises:
+        ConfigError: one of them is given.
+    """
+    if found := sorted(OWN.keys() & section.keys()):
+        raise ConfigError(f"{name}.{found[0]} is an option of the private training: set train.{found[0]}")
+
+
 def check_train(name: str, section: Any) -> None:
     """Check every value of a ``train`` section by kind and by range.
 
-    A name that is not in the table is checked by `dpllm.training.arguments.training_arguments` against the installed
-    version.
+    A name that is in none of the tables is checked by `dpllm.training.arguments.training_arguments` against the
+    installed version.
 
     Args:
         name: name of the section, for the message.
@@ -205,9 +228,10 @@ def check_train(name: str, section: Any) -> None:
     """
     if not isinstance(section, Mapping) or not all(isinstance(key, str) for key in section):
         raise ConfigError(f"{name} must be a mapping of TrainingArguments names to values, got {shown(section)}")
+    checks = {**CHECKS, **OWN}
     for key, value in section.items():
-        if key in CHECKS and (value is not None or key == "output_dir"):  # null: the default
-            CHECKS[key](f"{name}.{key}", value)
+        if key in checks and (value is not None or key == "output_dir"):  # null: the default
+            checks[key](f"{name}.{key}", value)
 
 
 def check_arguments(args: Any) -> None:

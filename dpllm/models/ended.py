@@ -82,6 +82,12 @@ class RunWeights:
         if model is not None and self.run is not None:
             _GOING.setdefault(model, []).append(self)
 
+    def leave(self) -> None:
+        """Recognise the current weights as left by this run, beside those of its end."""
+        model = self._model()
+        if model is not None:
+            self._leave(model)
+
     def end(self) -> None:
         """Record the weights at the end of the run; those that it trained are recognised in this process."""
         model = self._model()

@@ -17,6 +17,8 @@ The assumptions are:
   matrix, dropout is 0, and all blocks are equal.
 * Sums are float32. FSDP2 and ZeRO-3 form them one parameter at a time and keep a shard; ZeRO-2 reduces buckets of 5e8
   entries; ZeRO-1 passes the whole sum once per step, and DeepSpeed's optimizer for bfloat16 holds a second copy.
+* An average of the weights (``train.average``) is float32, divided as the optimizer's state is. While it is shown, for
+  an evaluation or a save, it replaces the weights, which are kept beside it (DeepSpeed: they are the master weights).
 * A collective over n GPUs sends (n - 1)/n of the tensor per GPU for an all-gather or a reduce-scatter, twice that for
   an all-reduce (ring algorithms). FSDP2 and ZeRO-3 gather all weights for forward and for backward of each
   microbatch; ZeRO-3 gathers each trainable weight once more to pass its sum, ZeRO-1 and -2 gather the updated weights.
@@ -83,6 +85,8 @@ class Run:
     is independent or regenerated."""
     shard_size: int = GPUS_OF_A_NODE
     """S of "fsdp2-hybrid": GPUs that share one copy of the model. Other engines shard over all GPUs or none."""
+    averaged: bool = False
+    """Whether the run keeps an average of its weights."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -134,11 +138,13 @@ class Kept:
     noise: int
     """Float32 noise of earlier steps, with which that of later ones is correlated. Each GPU keeps a slice of each
     parameter, on every engine."""
+    average: int
+    """The average of the weights, if the run keeps one."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.clipped_sum + self.optimizer + self.noise
+        return self.weights + self.clipped_sum + self.optimizer + self.noise + self.average
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +169,8 @@ class Passing:
     """Memory while the sum is formed: one parameter's whole float32 sum if the engine shards, its noise, and float32
     copies of the layer's input and output gradient; for ZeRO-2 a bucket and its flat copy."""
     update: int
-    """Gradients that the optimizer receives beside the sum."""
+    """Gradients that the optimizer receives beside the sum; or, if that is more, the weights that an average replaces
+    while it is shown."""
 
     @property
     def peak(self) -> int:
@@ -204,7 +211,7 @@ class Footprint:
     kept: Kept
     passing: Passing
     cpu: int
-    """Memory of the CPU per GPU: master weights, moments, sum and gradient (zero3_offload)."""
+    """Memory of the CPU per GPU: master weights, moments, sum, gradient and average (zero3_offload)."""
     sent: Sent
 
     @property
@@ -275,6 +282,7 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
     outer = tokens * shape.hidden * (_FLOAT32 + dtypes.stream + dtypes.compute)
     outer += _BFLOAT16 * shape.head.entries if dtypes.casts_weights else 0
     optimizer, cpu = _optimizer(shape, run, dtypes)
+    average = _average(shape, run)
     num_logits = tokens * shape.head.vocabulary
     return Footprint(
         run=run,
@@ -284,6 +292,7 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
             clipped_sum=_sum(shape, run),
             optimizer=optimizer,
             noise=run.noise_tensors * _share(_FLOAT32 * shape.trainable, run.num_gpus),
+            average=0 if run.engine == "zero3_offload" else average,
         ),
         passing=Passing(
             gathered=_gathered(shape, run, dtypes),
@@ -292,9 +301,9 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
             logits=2 * dtypes.compute * num_logits + _FLOAT32 * min(CHUNK_ENTRIES, num_logits),
             book=_book(shape, run, dtypes),
             forming=_forming(shape, run),
-            update=_update(shape, run, dtypes),
+            update=max(_update(shape, run, dtypes), _replaced(shape, run, dtypes)),
         ),
-        cpu=cpu,
+        cpu=cpu + (average if run.engine == "zero3_offload" else 0),
         sent=_communication(shape, run, dtypes),
     )
 
@@ -332,6 +341,25 @@ def _update(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
         return 0  # the sum itself becomes the gradient
     gradient = dtypes.trainable * shape.trainable
     return _share(gradient, run.group) if run.is_fsdp else gradient
+
+
+def _average(shape: ModelShape, run: Run) -> int:
+    if not run.averaged:
+        return 0
+    whole = _FLOAT32 * shape.trainable
+    if run.is_deepspeed:
+        return _share(whole, run.num_gpus)
+    return _share(whole, run.group) if run.is_fsdp else whole
+
+
+def _replaced(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
+    """Return the bytes of the weights that an average replaces; of DeepSpeed, one whole parameter."""
+    if not run.averaged:
+        return 0
+    if run.is_deepspeed:
+        return _FLOAT32 * shape.largest_trainable
+    weights = dtypes.trainable * shape.trainable
+    return _share(weights, run.group) if run.is_fsdp else weights
 
 
 def _gathered(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
@@ -514,6 +542,7 @@ def footprint_of_recipe(
         unit_rows=per_unit,
         noise_tensors=0 if recipe.noise_memory == "regenerated" else kept,
         shard_size=shard_size,
+        averaged=recipe.train.get("average") is not None,
     )
     return footprint(shape_of_model(recipe.model), run)
 

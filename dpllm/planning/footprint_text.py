@@ -12,7 +12,7 @@ from dpllm.planning.footprint import Footprint
 NATURE = "computed by dpllm.planning.footprint, not measured"
 
 _NOISE = "noise of earlier steps, if it is stored"
-_MAY_BE_NONE = ("memory of the CPU", _NOISE)
+_MAY_BE_NONE = ("memory of the CPU", _NOISE, "average of the weights")
 _SENT = ("sent per step", "of it for weights")
 
 
@@ -69,6 +69,7 @@ def _parts(result: Footprint) -> list[tuple[str, int]]:
         ("clipped sum", kept.clipped_sum),
         ("optimizer state", kept.optimizer),
         (_NOISE, kept.noise),
+        ("average of the weights", kept.average),
         ("gathered weights", passing.gathered),
         ("activations", passing.activations + passing.recomputed),
         ("logits and loss", passing.logits),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 UNITS_MADE_OF = "a unit is made of"
 """The ledger's fact of that name: `dpllm.data.units.UnitIndex.made_of`."""
+RELEASED_WEIGHTS = "released weights"
+"""The ledger's fact of that name: an average of the weights; without it, the weights after the last step."""
 ROWS_LEFT_OUT = "rows left out by the bound on rows per user"
 """The ledger's diagnostic of that name."""
 
@@ -59,6 +61,7 @@ _RELEASED = (
     "the sequence of noisy gradients, and the optimizer's state, which is computed from them "
     "(`noisy_grad_norm` in the logs is the norm of a noisy gradient)",
 )
+_AVERAGES = "averages of the weights after the steps, which are computed from those weights only"
 
 
 def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) -> Definition:
@@ -85,7 +88,7 @@ def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) 
             f"the {contents.num_steps} training steps in the ledger, of {len(contents.runs)} run(s)",
         ),
         other_uses_of_the_data=other_uses,
-        released_under_the_guarantee=_RELEASED,
+        released_under_the_guarantee=(*_RELEASED, *([_AVERAGES] if RELEASED_WEIGHTS in contents.notes.facts else [])),
         written_out_and_not_covered=tuple(
             WrittenOut(what=what, count=count) for what, count in sorted(_written_out(contents).items())
         ),

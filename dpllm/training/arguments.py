@@ -15,7 +15,7 @@ from transformers.optimization import get_scheduler
 
 from dpllm.config import ConfigError, PrivacyConfig, nearest
 from dpllm.config.extras import require
-from dpllm.config.train_values import check_arguments, check_train
+from dpllm.config.train_values import OWN, check_arguments, check_train
 from dpllm.data.units import UnitIndex
 from dpllm.engines import private_config
 from dpllm.mechanism.parts import Spec
@@ -67,7 +67,7 @@ _REFUSED_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 
 
 def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
-    """Make `TrainingArguments` of a recipe's ``train`` section.
+    """Make `TrainingArguments` of a recipe's ``train`` section; dpllm's own names (`OWN`) are checked and left out.
 
     Raises:
         ConfigError: an unknown name, with the nearest known one, a value that TrainingArguments refuses, or DeepSpeed
@@ -79,14 +79,14 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
     """
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     for name in section:
-        if name not in known:
+        if name not in known and name not in OWN:
             raise ConfigError(f"train.{name} is unknown{nearest(str(name), known)}")
     if "output_dir" not in section:
         raise ConfigError("train.output_dir is missing: name the folder for model, ledger and report.")
     check_train("train", section)
     if section.get("deepspeed") or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         require("deepspeed", "the engine DeepSpeed")
-    given = {name: value for name, value in section.items() if value is not None}  # null: the default
+    given = {name: value for name, value in section.items() if value is not None and name not in OWN}  # null: default
     try:
         return TrainingArguments(**{**_processes_on_cpu(), **given})
     except (*_UNUSABLE, NotImplementedError) as error:

@@ -25,6 +25,8 @@ from dpllm.models.ended import RunWeights, sums_of_trained
 from dpllm.models.starting_point import check_start, note_trained
 from dpllm.privacy.identity import RunName, run_in
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.report.definition import RELEASED_WEIGHTS
+from dpllm.training.averaging import Averaging
 from dpllm.training.checks import agreement
 from dpllm.training.checks.independence import IndependenceCheck, IndependenceError
 from dpllm.training.checks.randomness import refuse_own_generators
@@ -51,6 +53,7 @@ class Attached:
         weights: initial and final weights of the run.
         steering: watch over hyperparameters in a custom loop; the Trainer notes its callbacks instead.
         is_noted: whether it is recorded that the run trains this model.
+        averaging: average of the weights; None: the weights after the last step are released.
     """
 
     model: Any
@@ -62,10 +65,13 @@ class Attached:
     weights: RunWeights
     steering: Steering | None = None
     is_noted: bool = False
+    averaging: Averaging | None = None
 
     def make_ready(self) -> None:
         """Check that weights and gradients are unchanged since the last update; checks this process only."""
         self.watch.before_step()
+        if self.averaging is not None:
+            self.averaging.check(waits=False)
         refuse_leftovers(self.clipper, self.engine)
 
     def begin_step(self, drawn: int) -> None:
@@ -115,6 +121,8 @@ class Attached:
     def after_step(self) -> None:
         """Record the private gradient, and the changes made by an engine's own update."""
         self.watch.note_gradients()
+        if self.averaging is not None and isinstance(self.engine, DeepSpeedZero):  # its step has updated the weights
+            self.averaging.update()
         if self.steering is not None:
             self.steering.after_step()
 
@@ -140,6 +148,12 @@ class Attached:
             )
         return fewest * int(rows.lengths[units.rows].max())
 
+    def check_everything(self) -> None:
+        """Check before a save that nothing but the noisy gradient has changed weights, buffers or the average."""
+        self.watch.check_everything()
+        if self.averaging is not None:
+            self.averaging.check()
+
     def sums(self) -> dict[str, Any]:
         """Return checksums of the trained weights for a checkpoint; weights that an engine shards have none."""
         return {} if isinstance(self.engine, DeepSpeedZero) else sums_of_trained(self.model)
@@ -155,6 +169,8 @@ class Attached:
         self.clipper.remove()
         self.engine.guard.remove()
         self.watch.remove()
+        if self.averaging is not None:
+            self.averaging.detach()
         if self.steering is not None:
             self.steering.remove()
 
@@ -170,6 +186,7 @@ def attach(
     before: RunWeights | None,
     norm_method: NormMethod | None,
     start_is_independent: bool,
+    averaging: Averaging | None = None,
 ) -> Attached:
     """Create all parts of an attached model. Called by all processes together.
 
@@ -183,6 +200,7 @@ def attach(
         before: the weights of the model that was attached to this run before.
         norm_method: how norms are computed.
         start_is_independent: see `dpllm.training.run.PrivateRun.attach`.
+        averaging: average of the weights that is released; None: the weights after the last step are.
 
     Raises:
         EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `dpllm.training.run.PrivateRun.attach`.
@@ -219,7 +237,21 @@ def attach(
             independence=IndependenceCheck(clipper, inside, rows, engine, plan.expected_batch_size),
             watch=watch,
             weights=RunWeights(inside, name, watch.is_written),
+            averaging=averaging,
         )
+        if averaging is not None:
+            averaging.attach(
+                clipper.parameters,
+                inside,
+                optimizer,
+                deepspeed=model if isinstance(engine, DeepSpeedZero) else None,
+                watch=watch,
+                weights=attached.weights,
+                step=lambda: ledger.num_steps,
+                processes=processes,
+            )
+            undo.callback(averaging.detach)
+            ledger.append_fact(RELEASED_WEIGHTS, averaging.words)
         for point in points:
             ledger.append_open_point(point)
         undo.pop_all()

@@ -22,6 +22,7 @@ from dpllm.data.rows import PackedCollator, unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
 from dpllm.ghost import GhostClipper, NormMethod
+from dpllm.mechanism.averages import Average
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.padding import default_collator, refuse_other_padding
 from dpllm.models.tasks import task_of
@@ -29,6 +30,7 @@ from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.unused import is_used
 from dpllm.training.arguments import checked_arguments, plan_for
+from dpllm.training.averaging import Averaging, checked_average, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.fetching import reader, refuse_replaced, refuse_unreadable
 from dpllm.training.noted import note_data, note_units
@@ -54,6 +56,7 @@ class Prepared:
         norm_method: as for `PrivateRun.attach`.
         start_is_independent: as for `PrivateRun.attach`.
         noise_memory: as for `PrivateRun`.
+        average: the average of the weights that is released. None: those after the last step are.
     """
 
     privacy: PrivacyConfig
@@ -67,6 +70,7 @@ class Prepared:
     norm_method: NormMethod | None
     start_is_independent: bool
     noise_memory: str
+    average: Average | None
 
     @classmethod
     def of(
@@ -84,6 +88,7 @@ class Prepared:
         norm_method: NormMethod | None,
         start_is_independent: bool,
         noise_memory: str,
+        average: Any = None,
     ) -> Prepared:
         """Check the options, then read the data, and compute the plan. Called by all processes together.
 
@@ -100,12 +105,13 @@ class Prepared:
             norm_method: as for `PrivateRun.attach`.
             start_is_independent: as for `PrivateRun.attach`.
             noise_memory: as for `PrivateRun`.
+            average: the average of the weights that is released, as a recipe names it.
 
         Raises:
             ConfigError, DataError, ValueError: an option or a row would make the guarantee untrue.
             DisagreementError: the processes differ.
         """
-        processes = Processes()
+        processes, kept = Processes(), checked_average(average)
         private = processes.together(lambda: checked_arguments(args, own_optimizer))
         processes.agree({**agreement.software(), **agreement.training(args)})
         refuse_unreadable(dataset)  # the first access to data: all earlier errors are about options
@@ -146,6 +152,7 @@ class Prepared:
             norm_method=norm_method,
             start_is_independent=start_is_independent,
             noise_memory=noise_memory,
+            average=kept,
         )
 
     def refuse_replaced(self, dataset: Any) -> None:
@@ -174,11 +181,14 @@ class Prepared:
 
         Raises:
             ConfigError: the folder holds a run that is not continued.
+            ConfigError: the run that is continued releases another average of its weights.
             LedgerError: the ledger is of another plan or of other rows.
             BudgetError: the run would exceed the budget.
         """
         path, budget = folder / LEDGER_FILE, self.privacy.budget_file
         if resume:
+            words = None if self.average is None else self.average.words(self.plan.num_steps)
+            self.processes.from_main(lambda: refuse_other_average(folder, words))
             return SharedLedger.open(path, self.plan, self.processes, budget, self.rows.contents, public)
         if self.processes.from_main(lambda: is_used(path)):
             raise ConfigError(
@@ -196,9 +206,13 @@ class Prepared:
         """Make the run that charges this ledger. Called by all processes together."""
         return PrivateRun(self.plan, self.rows, ledger, self.privacy.seed, self.noise_memory)
 
-    def attach(self, run: PrivateRun, model: Any, optimizer: Any) -> None:
+    def averaging(self) -> Averaging | None:
+        """Return an empty average for a run."""
+        return None if self.average is None else Averaging(self.average, self.plan.num_steps)
+
+    def attach(self, run: PrivateRun, model: Any, optimizer: Any, averaging: Averaging | None) -> None:
         """Hook a model that the Trainer has distributed; see `PrivateRun.attach`."""
-        run.attach(model, optimizer, self.norm_method, self.start_is_independent)
+        run.attach(model, optimizer, self.norm_method, self.start_is_independent, averaging=averaging)
 
 
 def _draw_of_rows(processes: Processes, privacy: PrivacyConfig) -> np.random.Generator:

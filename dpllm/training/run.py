@@ -38,6 +38,7 @@ from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.statement import write_report
 from dpllm.training.adapting import follow_ledger, note_threshold
 from dpllm.training.attached import Attached, attach
+from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.checks.outstanding import LEFT_OUT, DrawError
 from dpllm.training.checks.steering import Steering
@@ -179,6 +180,7 @@ class PrivateRun:
         norm_method: NormMethod | None = None,
         start_is_independent: bool = False,
         schedule_is_independent: bool = False,
+        averaging: Averaging | None = None,
     ) -> None:
         """Hook a model that was prepared for its engine.
 
@@ -191,6 +193,9 @@ class PrivateRun:
             schedule_is_independent: declares that hyperparameters set by the loop, and its decisions about updates,
                 do not depend on losses or anything else computed from private rows
                 (`dpllm.training.checks.steering`). They become a fact of the report; without it each is an open point.
+            averaging: an average of the weights after the steps (`dpllm.training.averaging`), which the report names as
+                the released weights: save the model within ``averaging.shown()``. A loop that saves its state calls
+                ``averaging.save`` and ``averaging.load`` beside it. None: the weights after the last step are released.
 
         Raises:
             EngineError: the guarantee would not hold under the engine or one of its options.
@@ -198,7 +203,8 @@ class PrivateRun:
             DisagreementError: the processes train different parameters.
             WatchError: the optimizer holds a trainable parameter that is not clipped.
             ConfigError: ``rows.max_tokens`` is "auto" and the processes run in lockstep; a module or the collator keeps
-                its own random generator; or an adapter or weights may depend on the private rows.
+                its own random generator; an adapter or weights may depend on the private rows; or a run that is
+                resumed has another average.
 
         After such an error, a run made by `start` or `resume` has ended, and its budget has its uncharged steps
         back.
@@ -206,6 +212,9 @@ class PrivateRun:
         own_loop = self._files_before is not None
         again = self.weights is not None and self.ledger.num_steps > 0
         with self.ledger.ended_on_failure() if own_loop else contextlib.nullcontext():
+            if own_loop:
+                words = None if averaging is None else averaging.words
+                self.processes.from_main(lambda: refuse_other_average(self.ledger.path.parent, words))
             self._attached = attach(
                 model,
                 optimizer,
@@ -216,6 +225,7 @@ class PrivateRun:
                 before=self.weights,
                 norm_method=norm_method,
                 start_is_independent=start_is_independent,
+                averaging=averaging,
             )
             self.weights = self._attached.weights
             if own_loop:
@@ -402,7 +412,7 @@ class PrivateRun:
             WatchError: one changed; the message names its path.
         """
         if self._attached is not None:
-            self._attached.watch.check_everything()
+            self._attached.check_everything()
 
     def check_before_saving(self) -> None:
         """Do as `check_saved_state`, and compare the weights of the processes; called by all of them together.

@@ -7,6 +7,7 @@ callbacks, checkpoints and ``max_steps`` therefore count private steps.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ from dpllm.privacy.plan import PrivacyPlan
 from dpllm.report.model_card import keep_own_card
 from dpllm.report.statement import ReleaseNotes, privacy_report
 from dpllm.training.attaching import AttachFirst
+from dpllm.training.averaged_trainer import AveragedTrainer
+from dpllm.training.averaging import LAST_FOLDER
 from dpllm.training.fetching import refuse_ignored
 from dpllm.training.interrupt import Interrupt
 from dpllm.training.outlets import StartingModel
@@ -48,12 +51,12 @@ from dpllm.training.row_losses import RowLosses
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.staged import StagedCheckpoints
 from dpllm.training.trainer_run import LogicalBatches, TrainerRun
-from dpllm.training.training_log import CoveredTrainer, LogKeeper
+from dpllm.training.training_log import LogKeeper
 
 logger = logging.get_logger(__name__)
 
 
-class DPTrainer(CoveredTrainer):
+class DPTrainer(AveragedTrainer):
     """Fine-tunes a transformers model with differential privacy.
 
     Guarantee: the released weights (each checkpoint and the final model) satisfy the (ε, δ) of `privacy_report` for
@@ -87,6 +90,9 @@ class DPTrainer(CoveredTrainer):
         eval_is_public: declares that ``eval_dataset`` is public: schedules may follow it, and it is not a disclosure.
         start_is_independent: as for `dpllm.PrivateRun.attach`.
         noise_memory: "stored", "regenerated" or "auto", as for `dpllm.PrivateRun`.
+        average: the average of the weights that is released in place of those after the last step, as a word or a
+            mapping: "ema" or ``{"kind": "ema", "decay": 0.95}``, "tail" or ``{"kind": "tail", "share": 0.2}``
+            (`dpllm.mechanism.averages`). After `train` the model holds it. ε does not depend on it.
 
     Raises:
         ConfigError, ValueError: an option would make the guarantee untrue; raised before any training.
@@ -111,6 +117,7 @@ class DPTrainer(CoveredTrainer):
         eval_is_public: bool = False,
         start_is_independent: bool = False,
         noise_memory: str = "auto",
+        average: Any = None,
     ) -> None:
         """Compute the plan and set up the Trainer."""
         refuse_ignored(self)
@@ -136,6 +143,7 @@ class DPTrainer(CoveredTrainer):
             norm_method=norm_method,
             start_is_independent=start_is_independent,
             noise_memory=noise_memory,
+            average=average,
         )
         self._start = StartingModel.of(model)
         self._losses = RowLosses(compute_loss_func or default_row_loss(model), pack_rows)
@@ -243,6 +251,7 @@ class DPTrainer(CoveredTrainer):
                 )
             require_finite(self._module, self.processes, "Training ended with")
             run.private.check_before_saving()
+            self._release_average()
             run.private.end_weights()
             reason = "interrupted" if self._interrupt.has_ended_run() else run.reason_of_end()
             return result
@@ -324,14 +333,22 @@ class DPTrainer(CoveredTrainer):
         if self._run is not None:
             note_changes(self._run.private.weights, self._module, self.ledger, self.processes)
         before = snapshot(folder) if self.args.should_save else {}
-        if not self.is_fsdp_enabled:
-            super().save_model(str(folder), _internal_call=True)
-        elif whole:
-            self._save(str(folder), state_dict=whole_state(self._module, self.processes, _is_adapter(self.model)))
+        # A checkpoint goes on from the weights of its step.
+        with contextlib.nullcontext() if self._checkpoints.is_writing else self.weights_to_release():
+            self._save_weights(folder, whole)
+        if self._keeps_last and not self._checkpoints.is_writing:
+            with self.last_weights():
+                self._save_weights(folder / LAST_FOLDER, whole)
         if self.ledger is not None and self.args.should_save:
             if not self._checkpoints.is_writing:  # a checkpoint's manifest names its files
                 note_release(self.ledger, folder, before)
             self._write_guarantee(folder)
+
+    def _save_weights(self, folder: Path, whole: bool) -> None:
+        if not self.is_fsdp_enabled:
+            super().save_model(str(folder), _internal_call=True)
+        elif whole:
+            self._save(str(folder), state_dict=whole_state(self._module, self.processes, _is_adapter(self.model)))
 
     def _shards_suffice(self) -> bool:
         kind = str(self.accelerator.state.fsdp_plugin.state_dict_type)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
+from dpllm.engines.fragments import require_whole_saves
 from dpllm.engines.weights import NonfiniteSteps
 from dpllm.privacy.checkpoints import publish
 from dpllm.privacy.identity import COMPLETED, STOPPED_AT_BUDGET
@@ -58,6 +59,7 @@ class TrainerRun:
     Attributes:
         private: the run.
         is_attached: whether the model is hooked.
+        averaging: the average of the weights that is released. None: those after the last step are.
 
     Args:
         prepared: guarantee, data and plan.
@@ -68,7 +70,7 @@ class TrainerRun:
     def __init__(self, prepared: Prepared, ledger: SharedLedger, checkpoint: Path | None) -> None:
         """Make the run, without a model."""
         self._prepared, self._checkpoint = prepared, checkpoint
-        self.private = prepared.run(ledger)
+        self.private, self.averaging = prepared.run(ledger), prepared.averaging()
         self.is_attached = False
         self._nonfinite = NonfiniteSteps(prepared.plan.expected_batch_size)
 
@@ -101,7 +103,11 @@ class TrainerRun:
             return
         if self._checkpoint and by_deepspeed:
             complete_load(model, self._checkpoint, self._prepared.processes)
-        self._prepared.attach(self.private, model, optimizer)
+        if self.averaging is not None and by_deepspeed:
+            require_whole_saves(model)
+        self._prepared.attach(self.private, model, optimizer, self.averaging)
+        if self.averaging is not None and self._checkpoint:
+            self.averaging.load(self._checkpoint)
         self.is_attached = True
 
     def detach(self) -> None:

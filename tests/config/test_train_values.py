@@ -11,7 +11,8 @@ import pytest
 from transformers import TrainingArguments
 
 from dpllm.config import ConfigError, load_recipe
-from dpllm.config.train_values import CHECKS, PLAIN
+from dpllm.config.recipe import DataConfig, PublicPretrainConfig
+from dpllm.config.train_values import CHECKS, PLAIN, check_train
 from dpllm.config.yaml12 import write_yaml
 from dpllm.mechanism.limits import MAX_STEPS
 from dpllm.training.arguments import check_optimizer, private_arguments, training_arguments
@@ -227,3 +228,13 @@ def test_optimizer_and_schedule_are_built_once_before_all_else(tmp_path: Path, s
 def test_ordinary_optimizers_pass(tmp_path: Path, section: dict[str, Any]) -> None:
     """Nothing that works is refused."""
     check_optimizer(training_arguments({"output_dir": str(tmp_path), "use_cpu": True, **section}))
+
+
+def test_the_average_is_a_value_of_its_own():
+    """Checked with the section, left out of ``TrainingArguments``, and refused in a training without privacy."""
+    check_train("train", {"average": {"kind": "tail", "share": 0.3}})
+    assert training_arguments({"output_dir": "out", "average": "ema", "use_cpu": True}).output_dir == "out"
+    with pytest.raises(ConfigError, match=r"train\.average\.decay must be above 0 and below 1, got 7"):
+        check_train("train", {"average": {"kind": "ema", "decay": 7}})
+    with pytest.raises(ConfigError, match=r"train\.average is an option of the private training: set train\.average"):
+        PublicPretrainConfig(data=DataConfig(path="builtin:sotu", max_length=8), train={"average": "ema"})

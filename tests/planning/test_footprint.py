@@ -428,10 +428,9 @@ def test_recipe():
     assert rows["nature of these numbers"] == "computed by dpllm.planning.footprint, not measured"
     numbers = result.to_dict()
     assert numbers["total"] == result.total and numbers["engine"] == "ddp"
-    keys = "engine num_gpus num_microbatches weights clipped_sum optimizer noise gathered activations recomputed"
-    assert (
-        list(numbers) == f"{keys} logits book forming update cpu weights_sent sums_sent persistent total sent".split()
-    )
+    keys = "engine num_gpus num_microbatches weights clipped_sum optimizer noise average gathered activations"
+    rest = "recomputed logits book forming update cpu weights_sent sums_sent persistent total sent"
+    assert list(numbers) == f"{keys} {rest}".split()
     assert numbers["persistent"] + result.passing.peak == numbers["total"]
     offloaded = dict(footprint_rows(footprint_of_recipe(recipe, arguments, 2048, "zero3_offload", 2)))
     assert "memory of the CPU" in offloaded and "memory of the CPU" not in rows
@@ -569,3 +568,33 @@ def test_table_of_the_readme():
 
 if __name__ == "__main__":
     print(scale_table())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_average_costs_four_bytes_per_trained_parameter_sharded_as_the_optimizer_is(engine):
+    """While it is shown, the weights that it replaces are kept: a phase of its own, which may be the peak."""
+    shape = shape_of_model(ModelConfig(config=LLAMA))
+    gpus = 1 if engine == "single" else 16
+    settings = {"engine": engine, "num_gpus": gpus, "rows": 1, "tokens": 1, "num_microbatches": 1}
+    plain, averaged = (
+        footprint(shape, Run(**settings, checkpointing=True, bf16=False, averaged=kept)) for kept in (False, True)
+    )
+    parts = {"single": 1, "ddp": 1, "fsdp2-hybrid": 8}.get(engine, gpus)
+    where = averaged.cpu - plain.cpu if engine == "zero3_offload" else averaged.kept.average
+    assert where == -(-4 * shape.trainable // parts) and plain.kept.average == 0
+    assert averaged.kept.average == 0 if engine == "zero3_offload" else averaged.cpu == plain.cpu
+    assert averaged.total >= plain.total + averaged.kept.average
+    if not averaged.run.is_deepspeed:
+        assert averaged.total >= averaged.kept.total + -(-4 * shape.trainable // parts)
+
+
+def test_a_recipe_with_an_average_is_counted_with_it(recipe_path=ROOT / "recipes/quickstart.yaml"):
+    """By its ``train`` section; the comparison has a row for it only then."""
+    rows_of = {}
+    for override in ([], ["train.average=ema"]):
+        recipe = load_recipe(recipe_path, override)
+        arguments = training_arguments({**recipe.train, "use_cpu": True, "bf16": False})
+        found = footprint_of_recipe(recipe, arguments, 64, "ddp", 2)
+        rows_of[bool(override)] = found.kept.average, [row[0] for row in comparison_rows([found])[1]]
+    assert rows_of[False][0] == 0 and "average of the weights" not in rows_of[False][1]
+    assert rows_of[True][0] == 4 * found.shape.trainable and "average of the weights" in rows_of[True][1]

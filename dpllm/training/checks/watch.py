@@ -152,6 +152,10 @@ class Watch:
         """Return the losses, and watch the trainable tensors outside the model that they depend on."""
         return self._outside.look(loss_B)
 
+    def confirm(self) -> None:
+        """Queue a comparison with the weights of the last update; a difference is an error at the next check."""
+        self._weights.compare_bits()
+
     def is_written(self) -> bool:
         """Return whether a trained parameter is not as the last update left it, to the bit; waits for the device."""
         return self._weights.is_written()

@@ -1,0 +1,339 @@
+"""The average of a run's private iterates, in float32 shards beside the weights: kept, checkpointed, shown, released.
+
+Place in the flow: after each update of the optimizer; at an evaluation, a save and the end. The specification is
+`dpllm.mechanism.averages.Average`; this module has the state of a run.
+
+Guarantee: the average is computed from weights that private steps have updated, and from nothing else. So it is
+post-processing of the releases, and ε does not depend on it:
+
+* It is updated inside the optimizer's step, right after the watch (`dpllm.training.checks.watch`) has accepted the
+  gradient and taken the sums of the updated weights; the watch compares again when they enter. Weights that differ from
+  those of the last update, such as weights before the noise, are an error before the next step or save.
+* The weights after a step enter at most once, and the weights before the first step never enter.
+* Only trained parameters enter: buffers and frozen parameters do not change during a run.
+* The average's own memory is compared bit by bit from one update to the next.
+
+Each process keeps the average of its fragments of the optimizer's weights (`dpllm.engines.fragments`). A checkpoint
+holds them by name and position, so that any number of processes, also on another engine, may continue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dpllm.config import ConfigError
+from dpllm.engines.fragments import WeightFragments
+from dpllm.engines.optimizers import innermost
+from dpllm.engines.processes import Processes
+from dpllm.mechanism.averages import Average, average_of
+from dpllm.models.ended import RunWeights
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.report.definition import RELEASED_WEIGHTS
+from dpllm.training.checks.stamps import WatchError
+from dpllm.training.checks.watch import Watch
+from dpllm.training.checks.written import Written
+
+AVERAGE_FOLDER = "average"
+"""Within a checkpoint: the average beside the weights."""
+LAST_FOLDER = "last_step"
+"""Within the folder of a released average: the model with the weights after the last step."""
+_STATE_FILE = "average.json"
+_SHARDS = "rank_*.safetensors"
+
+
+class AverageError(ValueError):
+    """The average of a checkpoint cannot be continued."""
+
+
+def checked_average(value: Any) -> Average | None:
+    """Return the average that an option names (`dpllm.mechanism.averages.average_of`).
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    try:
+        return average_of(value)
+    except ValueError as error:
+        raise ConfigError(f"train.{error}") from error
+
+
+def refuse_other_average(folder: Path, now: str | None) -> None:
+    """Check that a run that goes on releases the same kind of weights as at its start; for one process.
+
+    Args:
+        folder: of the run.
+        now: `Averaging.words` of this start. None: no average.
+
+    Raises:
+        ConfigError: the ledger names another average, or none.
+    """
+    path = folder / LEDGER_FILE
+    contents = read_ledger(path) if path.is_file() else None
+    if contents is None or contents.num_steps == 0:
+        return
+    facts = contents.notes.facts.get(RELEASED_WEIGHTS)
+    noted = facts[-1] if facts else None
+    if noted != now:
+        raise ConfigError(
+            f"The run in {folder} releases {noted or 'the weights after its last step'}, but train.average now asks "
+            f"for {now or 'none'}. Resume with the train.average of the first start"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """The parts of an attached run from which weights enter."""
+
+    fragments: WeightFragments
+    watch: Watch
+    step: Callable[[], int]
+    weights: RunWeights
+    processes: Processes
+
+
+class Averaging:
+    """The average of one run.
+
+    Attributes:
+        average: the specification.
+        count: number of steps whose weights have entered.
+        is_shown: whether the model holds the average at the moment.
+
+    Args:
+        average: the specification.
+        num_steps: T of the plan.
+    """
+
+    def __init__(self, average: Average, num_steps: int) -> None:
+        """Begin without weights."""
+        self.average, self._num_steps = average, num_steps
+        self.count, self.is_shown = 0, False
+        self._last = 0  # the step whose weights entered last
+        self._values: dict[str, Tensor] = {}
+        self._written = Written()
+        self._source: _Source | None = None
+        self._handle: Any = None
+
+    @property
+    def words(self) -> str:
+        """What the released weights are, for report and card."""
+        return self.average.words(self._num_steps)
+
+    def attach(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        module: nn.Module,
+        optimizer: Any,
+        *,
+        deepspeed: Any,
+        watch: Watch,
+        weights: RunWeights,
+        step: Callable[[], int],
+        processes: Processes,
+    ) -> None:
+        """Follow an attached model. Called by all processes together, right after its watch was made.
+
+        Args:
+            parameters: the clipped parameters by name.
+            module: the module inside its engine's wrapper.
+            optimizer: the prepared optimizer, whose updates are followed; under DeepSpeed the caller calls `update`.
+            deepspeed: DeepSpeed's engine; None: another engine.
+            watch: the watch over the same parameters.
+            weights: initial and final weights of the run.
+            step: returns the number of steps charged so far.
+            processes: all processes.
+
+        Raises:
+            EngineError: the engine divides the weights in a way that cannot be followed.
+        """
+        processes.agree({"train.average": repr(self.average)})
+        fragments = WeightFragments(parameters, module, deepspeed, processes)
+        self._source = _Source(fragments=fragments, watch=watch, step=step, weights=weights, processes=processes)
+        if deepspeed is None:
+            self._handle = innermost(optimizer).register_step_post_hook(self._after_update)
+
+    def detach(self) -> None:
+        """Follow no more updates; the average stays."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+
+    # ------------------------------------------------------------------ steps
+
+    def _after_update(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        del optimizer, args, kwargs
+        self.update()
+
+    def update(self) -> None:
+        """Let the weights after the step that was charged last enter, unless they have entered or come too early."""
+        source = self._attached()
+        step = source.step()
+        if step <= self._last or not self.average.enters(step, self._num_steps):
+            return
+        source.watch.confirm()
+        self._written.compare(self._values.values())
+        self.count, self._last = self.count + 1, step
+        rate = self.average.rate(self.count)
+        with torch.no_grad():
+            for name in source.fragments.starts:
+                present = source.fragments.read(name)
+                if self.count == 1:
+                    self._values[name] = present.clone()
+                else:
+                    self._values[name].lerp_(present, rate)
+        self._written.take(self._values.values())
+
+    def check(self, waits: bool = True) -> None:
+        """Check that nothing else has written to the average; checks this process only.
+
+        Args:
+            waits: whether to wait for the device; otherwise only an average on the CPU is checked.
+
+        Raises:
+            WatchError: something has.
+        """
+        if waits or self._written.at_hand:
+            self._written.compare(self._values.values())
+            if self._written.found():
+                raise WatchError(
+                    "The average of the weights was written other than by an update of the optimizer. The guarantee "
+                    "covers only averages of weights that private steps have updated. Remove the code that writes to "
+                    "it; do not release any output of this run"
+                )
+
+    # ------------------------------------------------------------------ the model
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Have the average in the model while the block runs; on all processes together.
+
+        Before the first weights have entered, the model keeps its own.
+        """
+        if self.is_shown or not self.count:
+            yield
+            return
+        self._show()
+        try:
+            yield
+        finally:
+            self._hide()
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Have the weights after the last step in the model while the block runs; on all processes together."""
+        if not self.is_shown:
+            yield
+            return
+        self._hide()
+        try:
+            yield
+        finally:
+            self._show()
+
+    def release(self) -> None:
+        """Have the average in the model from now on: the training has ended; on all processes together.
+
+        Both the average and the weights that it replaces are recognised as left by this run.
+        """
+        if self.count and not self.is_shown:
+            self._attached().weights.leave()
+            self._show()
+
+    def _show(self) -> None:
+        source = self._attached()
+        source.processes.together(self.check)
+        source.fragments.show(self._values)
+        self.is_shown = True
+
+    def _hide(self) -> None:
+        self._attached().fragments.restore()
+        self.is_shown = False
+
+    def _attached(self) -> _Source:
+        if self._source is None:
+            raise ConfigError("The average follows no model: pass it to PrivateRun.attach(averaging=...) first")
+        return self._source
+
+    # ---------------------------------------------------------- checkpoints
+
+    def save(self, checkpoint: str | Path) -> None:
+        """Write this process's part into a checkpoint's folder; on all processes together.
+
+        Raises:
+            WatchError: something else has written to the average; on every process.
+            OSError: the disk failed, on this process.
+        """
+        source = self._attached()
+        source.processes.together(self.check)
+        folder = Path(checkpoint) / AVERAGE_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        if source.processes.is_main:
+            state = {"average": self.words, "count": self.count, "last": self._last, "sizes": source.fragments.sizes}
+            (folder / _STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        if self._values and source.fragments.is_owner:
+            starts = {name: str(start) for name, start in source.fragments.starts.items()}
+            parts = {name: values.cpu().contiguous() for name, values in self._values.items()}
+            save_file(parts, folder / f"rank_{source.processes.rank:05d}.safetensors", metadata=starts)
+
+    def load(self, checkpoint: str | Path) -> None:
+        """Continue the average of a checkpoint; on all processes together, after `attach`.
+
+        The number of processes and the engine may differ from those that saved it.
+
+        Raises:
+            AverageError: the checkpoint holds no average, another one, or not all of it; on every process.
+        """
+        source = self._attached()
+        source.processes.together(lambda: self._load(Path(checkpoint) / AVERAGE_FOLDER, source.fragments))
+        self._written = Written()
+        self._written.take(self._values.values())
+
+    def _load(self, folder: Path, fragments: WeightFragments) -> None:
+        try:
+            state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise AverageError(
+                f"{folder.parent} holds no average of the weights ({error.strerror}), so it cannot be continued. "
+                "Resume from a checkpoint that was made with train.average, or start a new run"
+            ) from error
+        if state["average"] != self.words or state["sizes"] != fragments.sizes:
+            raise AverageError(
+                f"{folder} holds {state['average']}, of other weights or of another kind than {self.words}. Resume "
+                "with the model and the train.average of the first start"
+            )
+        self.count, self._last, self._values = state["count"], state["last"], {}
+        if not self.count:
+            return
+        self._values = {name: torch.full_like(fragments.read(name), torch.nan) for name in fragments.starts}
+        found = dict.fromkeys(self._values, 0)
+        for path in sorted(folder.glob(_SHARDS)):
+            with safe_open(path, framework="pt") as file:
+                saved = {name: int(start) for name, start in (file.metadata() or {}).items()}
+                for name in saved.keys() & self._values.keys():
+                    found[name] += _fill(self._values[name], fragments.starts[name], file.get_slice(name), saved[name])
+        lacking = [name for name, count in found.items() if count != self._values[name].numel()]
+        if lacking:
+            raise AverageError(
+                f"{folder} does not hold the whole average of {lacking[0]} ({found[lacking[0]]} of "
+                f"{self._values[lacking[0]].numel()} entries of this process). Resume from another checkpoint"
+            )
+
+
+def _fill(values: Tensor, start: int, saved: Any, saved_start: int) -> int:
+    """Copy the entries that a saved fragment shares with one of this process; return their number."""
+    (length,) = saved.get_shape()
+    first, end = max(start, saved_start), min(start + values.numel(), saved_start + length)
+    if first >= end:
+        return 0
+    values[first - start : end - start].copy_(saved[first - saved_start : end - saved_start])
+    return end - first
