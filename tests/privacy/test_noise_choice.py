@@ -205,3 +205,13 @@ def test_no_candidate_that_reaches_the_target(monkeypatch):
     monkeypatch.setattr("dpllm.privacy.plan.calibrate", lambda *args: (_ for _ in ()).throw(ValueError("unreachable")))
     with pytest.raises(ValueError, match="unreachable"):
         plan_of("banded")
+
+
+@pytest.mark.parametrize("strategy", ["free", "geometric"])
+def test_the_noise_of_a_plan_is_a_noise_of_a_recipe(strategy):
+    """For a resume on software that would find other digits: the numbers are used as they are, for any workload."""
+    given = {"noise_multiplier": 1.0, "target_epsilon": None}
+    plan = plan_of({"kind": "banded", "bands": 3, "strategy": strategy}, **given)
+    other = Workload.released([1.0] * T, 0.5)
+    assert plan_of(plan.to_dict()["noise"], other, **given) == plan
+    assert plan_of({"kind": "banded", "bands": 3, "strategy": strategy}, other, **given) != plan
