@@ -122,7 +122,8 @@ def run(recipe: Recipe) -> int:
     # The private records. Their number fixes the plan before anything is trained.
     with args.main_process_first(desc="reading the records"):
         train_records, eval_records = load_train_and_eval(recipe.data, recipe.privacy)
-    plan = plan_for(args, recipe.privacy, unit_index_of(train_records, recipe.privacy))
+    units, average = unit_index_of(train_records, recipe.privacy), recipe.train.get("average")
+    plan = plan_for(args, recipe.privacy, units, average=average)
     show("privacy plan", format_plan(plan))
     if recipe.privacy.budget_file and not resume:  # now, and not only after the public training
         require_room(recipe.privacy.budget_file, plan, recipe.privacy.dataset)
@@ -171,7 +172,7 @@ def run(recipe: Recipe) -> int:
         eval_is_public=recipe.data.eval_is_public,
         start_is_independent=recipe.model.start_is_independent,
         noise_memory=recipe.noise_memory,
-        average=recipe.train.get("average"),
+        average=average,
     )
     trainer.declared_points = declared
     console.rule("private fine-tuning")

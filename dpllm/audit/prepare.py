@@ -395,7 +395,8 @@ def _power(num: int, delta: float, recipe: Recipe, units: UnitIndex) -> dict[str
     """Return the probability that the audit notices that the run has less noise than its plan."""
     if num < FEWEST_CANARIES:
         return {}
-    plan = plan_for(training_arguments(recipe.train), recipe.privacy, units)
+    average = recipe.train.get("average")
+    plan = plan_for(training_arguments(recipe.train), recipe.privacy, units, average=average)
     if plan.noise_multiplier == 0:
         return {}
     return power([(plan.event, plan.num_steps)], delta, in_one_run=num, tests=_num_scores(recipe))

@@ -159,8 +159,9 @@ def _plan_of(recipe: Recipe) -> tuple[PrivacyPlan, dict[str, int], Prediction | 
     for line in check_recipe(recipe, to_train=False):
         typer.echo(f"note: {line}", err=True)
     records, _ = load_train_and_eval(recipe.data, recipe.privacy)
-    plan = plan_for(arguments, recipe.privacy, unit_index_of(records, recipe.privacy))
-    return plan, sources_of(records), prediction(plan, workload_of(arguments, plan.num_steps))
+    average = recipe.train.get("average")
+    plan = plan_for(arguments, recipe.privacy, unit_index_of(records, recipe.privacy), average=average)
+    return plan, sources_of(records), prediction(plan, workload_of(arguments, plan.num_steps, average))
 
 
 def _sweep_noise(
@@ -172,9 +173,12 @@ def _sweep_noise(
     from dpllm.training.preflight import PLAIN
     from dpllm.training.workload import workload_of
 
+    average = recipe.train.get("average")
     arguments, noise = training_arguments({**PLAIN, **recipe.train}), noise_of(Spec.of(recipe.privacy.noise))
     fewest = -(-setting.num_steps // 2) if min_steps is None else min_steps
-    run_noise_sweep(setting, noise, lambda steps: workload_of(arguments, steps), batch_sizes, compute, fewest, as_json)
+    run_noise_sweep(
+        setting, noise, lambda steps: workload_of(arguments, steps, average), batch_sizes, compute, fewest, as_json
+    )
 
 
 def _show_plan(

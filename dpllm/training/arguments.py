@@ -204,23 +204,24 @@ def refuse_options(args: TrainingArguments) -> None:
 
 
 def plan_for(
-    args: TrainingArguments, privacy: PrivacyConfig, units: UnitIndex, own_optimizer: bool = False
+    args: TrainingArguments, privacy: PrivacyConfig, units: UnitIndex, own_optimizer: bool = False, average: Any = None
 ) -> PrivacyPlan:
     """Compute the plan of a run on these data; see `dpllm.privacy.plan.make_plan`.
 
-    Correlated noise is designed for the optimizer and the schedule of the arguments.
+    Correlated noise is designed for the optimizer and the schedule of the arguments, and for the released average.
 
     Args:
         args: arguments of the private training.
         privacy: the privacy guarantee.
         units: index of the rows of each unit, within the bound on rows per user.
         own_optimizer: whether the caller passes an optimizer, so that the arguments do not describe it.
+        average: the average of the weights that is released, as a recipe names it (``train.average``).
     """
     population = units.num_rows if privacy.sampling == "example" else units.num_units
     num_steps = num_private_steps(args, privacy, population)
     workload = None
     if num_steps > 0 and not own_optimizer and Spec.of(privacy.noise).kind != "independent":
-        workload = workload_of(args, num_steps)
+        workload = workload_of(args, num_steps, average)
     return make_plan(privacy, units.num_units, num_steps, units.num_rows, workload)
 
 

@@ -125,7 +125,7 @@ class Prepared:
                 "train.max_steps, train.num_train_epochs": (args.max_steps, args.num_train_epochs),
             }
         )
-        plan = plan_for(args, privacy, units, own_optimizer)
+        plan = plan_for(args, privacy, units, own_optimizer, kept)
         private.max_steps = plan.num_steps
         task = task_of(model)
         collate: Any = collator or default_collator(tokenizer, model, task)

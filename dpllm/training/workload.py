@@ -6,24 +6,26 @@ the planner designs correlated noise. They are public, and cannot change ε.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
+from dpllm.mechanism.averages import average_of, weights_of
 from dpllm.mechanism.workload import Workload
 
 
-def workload_of(args: TrainingArguments, num_steps: int, averaging: Sequence[float] | None = None) -> Workload:
+def workload_of(args: TrainingArguments, num_steps: int, average: Any = None) -> Workload:
     """Return the workload of a run with the optimizer and the schedule of the arguments.
 
     Args:
         args: training arguments, whose optimizer and schedule can be built (`dpllm.training.arguments`).
         num_steps: T.
-        averaging: (T,) share of the weights after each step in the released average; None: the last are released.
+        average: the average of the weights that is released, as a recipe names it; None: the last weights are released.
     """
+    named = average_of(average)
+    averaging = None if named is None else weights_of(named, num_steps).tolist()
     momentum, bias_correction = _first_moment(args)
     return Workload.released(
         learning_rates(args, num_steps), momentum, bias_correction=bias_correction, averaging=averaging

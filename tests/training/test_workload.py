@@ -79,7 +79,9 @@ def test_the_momentum_is_that_of_the_optimizer(options, momentum, bias_correctio
     assert workload_of(args, 12).response == pytest.approx(expected.response, rel=1e-12)
     averaging = [0.0] * 8 + [0.25] * 4
     averaged = Workload.released([1.0] * 12, momentum, bias_correction=bias_correction, averaging=averaging)
-    assert workload_of(args, 12, averaging).response == pytest.approx(averaged.response, rel=1e-12)
+    assert workload_of(args, 12, {"kind": "tail", "share": 1 / 3}).response == pytest.approx(
+        averaged.response, rel=1e-12
+    )
 
 
 def test_the_plan_has_the_strategy_for_the_run():
@@ -95,4 +97,7 @@ def test_the_plan_has_the_strategy_for_the_run():
         ratios[kind] = noise.ratio
         assert noise.ratio == best_ratio(4, workload_of(args, 30))
     assert ratios["linear"] != ratios["constant"]
+    averaged = plan_for(args, config, units, average={"kind": "ema", "decay": 0.8})
+    assert averaged.mechanism.noise.ratio == best_ratio(4, workload_of(args, 30, {"kind": "ema", "decay": 0.8}))
+    assert averaged != plan_for(args, config, units)
     assert plan_for(args, config, units, own_optimizer=True).mechanism.noise.strategy == "free"
