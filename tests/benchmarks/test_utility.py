@@ -1,0 +1,129 @@
+"""benchmarks/utility.py: every arm trains through the product, and the table compares the best of each."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import LlamaForCausalLM
+
+from dpllm.data.rows import train_tokenizer
+from tests.conftest import tiny_llama_config
+
+_PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "utility.py"
+_spec = importlib.util.spec_from_file_location("benchmark_utility", _PATH)
+benchmark = importlib.util.module_from_spec(_spec)
+sys.modules["benchmark_utility"] = benchmark
+_spec.loader.exec_module(benchmark)
+
+WORDS = ["a", "rose", "is", "no", "river", "and", "the", "garden", "grows"]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A folder with a tiny model and its tokenizer, and records for training and for measuring."""
+    folder = tmp_path_factory.mktemp("material")
+    tokenizer = train_tokenizer([" ".join(WORDS)] * 3, vocab_size=280, max_length=64)
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    LlamaForCausalLM(tiny_llama_config(vocab_size=len(tokenizer))).save_pretrained(folder / "model")
+    pick = random.Random(0)
+    for name, count in (("train", 120), ("dev", 20)):
+        with open(folder / f"{name}.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["mr", "ref"])
+            for _ in range(count):
+                writer.writerow([" ".join(pick.choices(WORDS, k=pick.randint(1, n))) for n in (3, 9)])
+    return folder
+
+
+def options(folder: Path, *extra: str) -> list[str]:
+    """Three steps of about eight records."""
+    places = ["--model", str(folder / "model"), "--data", str(folder / "train.csv"), "--held-out"]
+    sizes = ["--units", "100", "--held-out-units", "10", "--batch", "8", "--steps", "3", "--delta", "1e-3"]
+    return [*places, str(folder / "dev.csv"), *sizes, "--max-length", "48", "--max-tokens", "384", *extra]
+
+
+def test_every_arm_trains_and_the_file_keeps_it(material, tmp_path, capsys):
+    """Private arms state an ε within the target; a second call repeats no run and prints the same table."""
+    file, picture = tmp_path / "runs.json", tmp_path / "picture.png"
+    given = options(material, "--epsilons", "8", "--json", str(file), "--picture", str(picture))
+    benchmark.main(given)
+    first = capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert [run["arm"] for run in report["runs"]] == list(benchmark.ARMS)
+    for run in report["runs"]:
+        assert run["perplexity"] > 1
+        if run["arm"] != "non-private":
+            assert 7 < run["stated_epsilon"] <= 8 and run["noise_multiplier"] > 0
+        else:
+            assert run["epsilon"] is None and "stated_epsilon" not in run
+    assert picture.stat().st_size > 1000
+    benchmark.main(given)
+    second = capsys.readouterr().out
+    assert json.loads(file.read_text()) == report
+    assert second in first and all(name in second for name in benchmark.ARMS)
+
+
+@pytest.mark.deep
+def test_adapters_with_embeddings_and_head(material, tmp_path, capsys):
+    """The LoRA mode trains adapters and saves a model that loads again."""
+    file = tmp_path / "runs.json"
+    benchmark.main(options(material, "--epsilons", "8", "--modes", "lora", "--arms", "textbook", "--json", str(file)))
+    (run,) = json.loads(file.read_text())["runs"]
+    assert run["mode"] == "lora" and run["perplexity"] > 1
+    assert "lora" in capsys.readouterr().out
+
+
+def test_runs_of_other_settings_are_refused(material, tmp_path):
+    """A file of runs with another batch is not continued: its runs cost another compute."""
+    file = tmp_path / "runs.json"
+    file.write_text(json.dumps({"settings": {"batch": 3}, "runs": []}))
+    with pytest.raises(SystemExit, match="holds runs of other settings"):
+        benchmark.main(options(material, "--json", str(file)))
+
+
+def test_the_best_rate_of_each_arm_is_compared():
+    """The table takes each arm's best rate, and the gap is that of the logarithms."""
+
+    def run(arm, epsilon, rate, number, perplexity):
+        return {
+            "arm": arm,
+            "mode": "full",
+            "epsilon": epsilon,
+            "rate": rate,
+            "number": number,
+            "perplexity": perplexity,
+        }
+
+    runs = [
+        run("non-private", None, 1.0, 0, 2.0),
+        run("textbook", 8.0, 1.0, 0, 9.0),
+        run("textbook", 8.0, 2.0, 0, 8.0),
+        run("banded, average", 8.0, 1.0, 0, 3.0),
+        run("banded, average", 8.0, 1.0, 1, 16 / 3),
+    ]
+    best = benchmark.best_runs(runs)
+    assert best["textbook", "full", 8.0].rate == 2.0
+    assert best["banded, average", "full", 8.0].mean == pytest.approx(4.0)
+    with (console := Console(width=120)).capture() as capture:
+        benchmark.print_tables({"runs": runs}, console)
+    (line,) = [line for line in capture.get().splitlines() if line.strip().startswith("banded, average")]
+    assert "3.000 / 5.333 (1)" in line and "50%" in line
+
+
+def test_public_sentences_hold_what_their_prompt_says():
+    """Every value of a prompt stands in its sentences, but the yes or no of families."""
+    for pair in benchmark.template_pairs(50, ("mr", "ref")):
+        slots = dict(part.rstrip("]").split("[") for part in pair["mr"].split(", "))
+        assert {"name", "eatType"} <= set(slots)
+        assert ("familyFriendly" in slots) == ("family friendly" in pair["ref"])
+        assert all(value in pair["ref"] for name, value in slots.items() if name != "familyFriendly")
+    assert benchmark.template_pairs(5, ("a", "b"))[:] == benchmark.template_pairs(5, ("a", "b"))[:]
