@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from dpllm.ghost.book import Book
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import clip_factors
-from dpllm.ghost.groups import numbered
+from dpllm.ghost.groups import numbered, shapes_of
+from dpllm.ghost.held_clipping import HeldClipping
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.mechanism.clipping import FlatClipping
@@ -89,6 +90,7 @@ class GhostClipper:
         if parameter_norms:
             self._num_groups, numbers = numbered(groups, self.parameters)
             self._group_P = torch.tensor([numbers[id(p)] for p in self.parameters.values()])
+        self._held = HeldClipping(self.clipping, shapes_of(self.parameters))
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -114,7 +116,7 @@ class GhostClipper:
 
         Raises:
             GhostError: losses of another shape or without a graph; a unit index of another shape; a parameter that
-                received no norm.
+                received no norm; the clipping is not as it was when the clipper was made.
         """
         result = self.clip(losses, unit_index)
         for parameter in self.parameters.values():
@@ -149,6 +151,7 @@ class GhostClipper:
             by_parameter = dict(zip(self.parameters, sq_norm_GU.clamp_min(0).sqrt().float(), strict=True))
             sq_norm_GU, slack_GU = self._grouped(sq_norm_GU), self._grouped(slack_GU)
         factor_GU = clip_factors(self.clipping, sq_norm_GU, slack_GU)
+        self._held.require(self.clipping, sq_norm_GU)
         factors = factor_GU.float() if len(factor_GU) > 1 else factor_GU[0].float()
         result = ClipResult(sq_norm_GU.sum(dim=0).clamp_min(0).sqrt().float(), factors, by_parameter)
         # Last: if memory runs out before it, the microbatch can be retried.

@@ -10,17 +10,20 @@ A new mechanism is one file beside this one and one line in `dpllm.mechanism.cat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dpllm.mechanism.unchanged import Bound
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from dpllm.mechanism.events import Event
+    from dpllm.mechanism.starts import Start
     from dpllm.mechanism.workload import Workload
 
 
@@ -30,7 +33,9 @@ class Sampler(Protocol):
     def steps(self, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
         """Yield the units of each step, in rising order, without end.
 
-        A run, or a resume, uses one iterator and never restarts it.
+        A run, or a resume, uses one iterator and never restarts it. An iterator that is made again, for instance in
+        each epoch, is another start, which costs more where noise is correlated over steps: pass the steps of each to
+        `Mechanism.history`, or take draws and noise from one `Mechanism.start`.
 
         Args:
             rng: `dpllm.mechanism.sampling.secret_rng`.
@@ -265,6 +270,8 @@ class Noise(Protocol):
     def stream(self, generator: NormalGenerator, num_steps: int) -> NoiseStream:
         """Return the noise of a run, or of a resume.
 
+        A stream that is made again, for instance in each epoch, is another start, as for `Sampler.steps`.
+
         Args:
             generator: that of this process, independent of the other processes.
             num_steps: T of the plan.
@@ -352,7 +359,7 @@ class Mechanism:
     """A sampler, a clipping and a noise for whose combination there is an accounting.
 
     Raises:
-        ValueError: there is no accounting for them.
+        ValueError: there is no accounting for them; later, the clipping's C or sensitivity has changed since.
     """
 
     draw: Draw
@@ -360,6 +367,7 @@ class Mechanism:
     noise: Noise
     noise_multiplier: float
     """σ."""
+    _bound: Bound = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse parts without an accounting."""
@@ -376,6 +384,7 @@ class Mechanism:
                 f"{self.clipping.sensitivity('zero-out'):g}, but the noise is scaled to clip_norm="
                 f"{self.clipping.clip_norm:g}. Make the sensitivity equal to the clip norm"
             )
+        object.__setattr__(self, "_bound", Bound.of(self.clipping))
         _ = self.noise_stddev  # this refuses a statistic with too little noise
 
     @property
@@ -386,6 +395,7 @@ class Mechanism:
     @property
     def event(self) -> Event:
         """The event that each step is charged with."""
+        self._require_same_bound()
         return self.noise.event(self.draw, self.noise_multiplier, self.clipping.clip_norm)
 
     @property
@@ -400,6 +410,7 @@ class Mechanism:
     @property
     def noise_stddev(self) -> float:
         """σC, the noise on the sum of gradients, in units of the gradient; for an adaptive clipping σ_g C."""
+        self._require_same_bound()
         return self.gradient_noise_multiplier * self.clipping.clip_norm
 
     @property
@@ -421,11 +432,28 @@ class Mechanism:
             clipping = clipping.at(mine.threshold)
         return clipping == mine
 
+    def _require_same_bound(self) -> None:
+        if changed := self._bound.change_of(self.clipping):
+            raise ValueError(changed)
+
     def release_stddevs(self, num_steps: int) -> tuple[float, float]:
         """Return the standard deviations of the noise in the first and in the last of ``num_steps`` releases."""
         first, last = (self.noise.variance(step, num_steps) for step in (0, num_steps - 1))
         return self.noise_stddev * math.sqrt(first), self.noise_stddev * math.sqrt(last)
 
-    def history(self, num_steps: int) -> list[tuple[Event, int]]:
-        """Return the charge of ``num_steps`` steps from a start onwards."""
-        return [(self.event, num_steps)]
+    def start(self, num_steps: int, generator: NormalGenerator, rng: np.random.Generator | None = None) -> Start:
+        """Return a start: its draws, its noise, and the count of its steps (`dpllm.mechanism.starts`)."""
+        from dpllm.mechanism.starts import Start  # it takes a mechanism
+
+        return Start(self, num_steps, generator, rng)
+
+    def history(self, num_steps: int | Sequence[int]) -> list[tuple[Event, int]]:
+        """Return the charge of steps, for `dpllm.epsilon`.
+
+        Args:
+            num_steps: the steps from a start onwards; where sampler or noise was made again (a resume, an epoch or a
+                cell that calls ``steps`` or ``stream``), the steps of each start. Where noise is correlated over
+                steps, two starts cost more than one of as many steps.
+        """
+        event = self.event
+        return [(event, count) for count in (num_steps if isinstance(num_steps, Iterable) else [num_steps])]

@@ -1,0 +1,74 @@
+"""The clipping of a clipper, held as it was when the clipper was made.
+
+Place in the flow: `dpllm.ghost.GhostClipper` asks before each sum. C, sensitivity and groups never change. The factors
+do not change either, but for the threshold of a clipping that adapts to a statistic which gets noise and is part of
+each step's event (`dpllm.mechanism.parts.AdaptiveClipping`): its object of the next step takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dpllm.ghost.errors import GhostError
+from dpllm.mechanism.catalogue import CLIPPINGS
+from dpllm.mechanism.parts import AdaptiveClipping, Clipping
+from dpllm.mechanism.unchanged import REMEDY, Bound
+
+_TRIED = 17  # norms at which the factors are compared, from a millionth of C to a million times C
+
+
+class HeldClipping:
+    """The record of a clipping.
+
+    Args:
+        clipping: the clipping.
+        shapes: name and shape of each trainable parameter.
+    """
+
+    def __init__(self, clipping: Clipping, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Record the bound and the groups."""
+        self._shapes = dict(shapes)
+        self._clipping, self._bound, self._groups = clipping, Bound.of(clipping), self._groups_of(clipping)
+        self._threshold = clipping.threshold if isinstance(clipping, AdaptiveClipping) else None
+        self._factors: Tensor | None = None  # at some norms and the first threshold, from the first use on
+
+    def require(self, clipping: Clipping, norm_GU: Tensor) -> None:
+        """Refuse a clipping that differs from the recorded one.
+
+        Args:
+            clipping: the clipping of this use.
+            norm_GU: (G, U) norms, for their dtype and device; the values are not used.
+
+        Raises:
+            GhostError: C, sensitivity, groups or factors have changed, or another clipping took its place.
+        """
+        if changed := self._bound.change_of(clipping):
+            raise GhostError(changed)
+        is_same = clipping is self._clipping
+        if type(clipping) is not type(self._clipping):
+            raise GhostError(f"clipping {self._clipping.kind!r} was replaced by {clipping.kind!r}. {REMEDY}")
+        frozen = is_same and type(clipping) in CLIPPINGS.values()
+        if not frozen and self._groups_of(clipping) != self._groups:
+            raise GhostError(f"the groups of clipping {clipping.kind!r} have changed. {REMEDY}")
+        if frozen and self._factors is not None:
+            return
+        adapts = not is_same and self._threshold is not None and isinstance(clipping, AdaptiveClipping)
+        factors = self._factors_of(clipping.at(self._threshold) if adapts else clipping, norm_GU)
+        if self._factors is not None and not _equal(factors, self._factors):
+            raise GhostError(f"clipping {clipping.kind!r} gives other factors to the same norms than before. {REMEDY}")
+        self._clipping, self._factors = clipping, factors
+
+    def _groups_of(self, clipping: Clipping) -> list[list[str]]:
+        return [list(group) for group in clipping.groups(self._shapes)]
+
+    def _factors_of(self, clipping: Clipping, norm_GU: Tensor) -> Tensor:
+        """Return the factors of units that have the same norm in every group, (G, tried)."""
+        tried = self._bound.clip_norm * torch.logspace(-6, 6, _TRIED, dtype=norm_GU.dtype, device=norm_GU.device)
+        return clipping.factors(tried.expand(len(self._groups), _TRIED).clone()).clone()
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,81 @@
+"""A start counts its draws, goes on over several loops, and adds the noise of one stream."""
+
+import numpy as np
+import pytest
+import torch
+
+from dpllm import PrivacyConfig, epsilon, make_plan
+from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.sampling import seeded_rng
+
+BANDED = {"kind": "banded", "bands": 4}
+
+
+def plan_of(noise):
+    config = PrivacyConfig(noise_multiplier=1.0, clip_norm=0.5, expected_batch_size=4, noise=noise)
+    return make_plan(config, num_units=64, num_steps=8)
+
+
+def parameters():
+    return {"a": torch.nn.Parameter(torch.zeros(3, 2)), "b": torch.nn.Parameter(torch.zeros(5))}
+
+
+def noisy(start, loops):
+    """The draws and the released gradients of loops of these lengths."""
+    draws, releases = [], []
+    for count in loops:
+        for units in start.draws(count):
+            trained = parameters()
+            start.add_noise_(trained)
+            draws.append(units)
+            releases.append(torch.cat([p.grad.flatten() for p in trained.values()]))
+    return draws, torch.stack(releases)
+
+
+@pytest.mark.parametrize("noise", ["independent", BANDED], ids=["independent", "banded"])
+def test_loops_over_one_start_are_one_sequence(noise):
+    """Four epochs of two steps give the draws, the noise and the charge of one loop of eight."""
+    mechanism, found = plan_of(noise).mechanism, []
+    for loops in ([8], [2, 2, 2, 2]):
+        start = mechanism.start(8, NoiseSource(seed=3), seeded_rng(5))
+        found.append((*noisy(start, loops), start))
+    (draws, releases, whole), (parts, other, epochs) = found
+    assert all(np.array_equal(one, two) for one, two in zip(draws, parts, strict=True))
+    assert torch.equal(releases, other)
+    assert whole.history == epochs.history == mechanism.history(8) and epochs.num_steps == 8
+
+
+def test_draws_and_noise_are_those_of_the_parts():
+    """The sampler's draws, and the stream's noise with the deviation σC."""
+    mechanism = plan_of(BANDED).mechanism
+    draws, releases = noisy(mechanism.start(8, NoiseSource(seed=3), seeded_rng(5)), [8])
+    expected, stream = mechanism.sampler.steps(seeded_rng(5)), mechanism.noise.stream(NoiseSource(seed=3), 8)
+    for step, (units, release) in enumerate(zip(draws, releases, strict=True)):
+        stream.begin(step)
+        sums = {name: torch.zeros_like(p.detach()) for name, p in parameters().items()}
+        for name, total in sums.items():
+            stream.add_share_(name, total, 0.5, rank=0, size=1)
+        assert np.array_equal(units, next(expected))
+        assert torch.equal(release, torch.cat([total.flatten() for total in sums.values()]))
+
+
+def test_starts_that_begin_again_are_charged_each():
+    """Four starts of two steps cost four cycles of correlated noise, eight steps of one start two; DP-SGD the same."""
+    banded, independent = plan_of(BANDED).mechanism, plan_of("independent").mechanism
+    assert epsilon(banded.history([2, 2, 2, 2]), 1e-3) == epsilon(banded.history(16), 1e-3)
+    assert epsilon(banded.history([2, 2, 2, 2]), 1e-3) > 1.2 * epsilon(banded.history(8), 1e-3)
+    assert epsilon(independent.history(np.array([2, 6])), 1e-3) == epsilon(independent.history([8]), 1e-3)
+    with pytest.raises(ValueError, match=r"a step cannot have run 2\.5 times"):
+        epsilon(banded.history([2, 2.5]), 1e-3)
+
+
+def test_a_draw_is_counted_also_without_a_step_and_gets_its_noise_once():
+    """A loop that is left after a draw has spent it; a second call, or one before a draw, is refused."""
+    start = plan_of("independent").mechanism.start(8, NoiseSource(seed=3), seeded_rng(5))
+    with pytest.raises(ValueError, match="there is no draw without noise"):
+        start.add_noise_(parameters())
+    next(start.draws(3))
+    assert start.num_steps == 1
+    start.add_noise_(parameters())
+    with pytest.raises(ValueError, match="each draw gets its noise once"):
+        start.add_noise_(parameters())
