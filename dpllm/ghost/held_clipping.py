@@ -32,7 +32,7 @@ class HeldClipping:
         """Record the bound and the groups."""
         self._shapes = dict(shapes)
         self._clipping, self._bound, self._groups = clipping, Bound.of(clipping), self._groups_of(clipping)
-        self._threshold = clipping.threshold if isinstance(clipping, AdaptiveClipping) else None
+        self._first = self._now = _threshold_of(clipping)
         self._factors: Tensor | None = None  # at some norms and the first threshold, from the first use on
 
     def require(self, clipping: Clipping, norm_GU: Tensor) -> None:
@@ -55,11 +55,12 @@ class HeldClipping:
             raise GhostError(f"the groups of clipping {clipping.kind!r} have changed. {REMEDY}")
         if frozen and self._factors is not None:
             return
-        adapts = not is_same and self._threshold is not None and isinstance(clipping, AdaptiveClipping)
-        factors = self._factors_of(clipping.at(self._threshold) if adapts else clipping, norm_GU)
-        if self._factors is not None and not _equal(factors, self._factors):
+        now = _threshold_of(clipping)
+        at_first = clipping.at(self._first) if isinstance(clipping, AdaptiveClipping) and self._first else clipping
+        factors = self._factors_of(at_first, norm_GU)
+        if (is_same and now != self._now) or not (self._factors is None or _equal(factors, self._factors)):
             raise GhostError(f"clipping {clipping.kind!r} gives other factors to the same norms than before. {REMEDY}")
-        self._clipping, self._factors = clipping, factors
+        self._clipping, self._factors, self._now = clipping, factors, now
 
     def _groups_of(self, clipping: Clipping) -> list[list[str]]:
         return [list(group) for group in clipping.groups(self._shapes)]
@@ -68,6 +69,10 @@ class HeldClipping:
         """Return the factors of units that have the same norm in every group, (G, tried)."""
         tried = self._bound.clip_norm * torch.logspace(-6, 6, _TRIED, dtype=norm_GU.dtype, device=norm_GU.device)
         return clipping.factors(tried.expand(len(self._groups), _TRIED).clone()).clone()
+
+
+def _threshold_of(clipping: Clipping) -> float | None:
+    return float(clipping.threshold) if isinstance(clipping, AdaptiveClipping) else None
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
