@@ -151,7 +151,7 @@ def test_plan_knows_units_and_steps(tmp_path: Path) -> None:
     recipe.write_text(RECIPE.format(data=data))
     values = as_json(["plan", str(recipe)])
     assert values["num_units"] == 205 and values["num_steps"] == 62 and values["delta"] == 1 / 2050
-    assert values["epsilon_zero_out"] <= 3 < values["epsilon_replace_one"]
+    assert values["epsilon_zero_out"] <= 8 < values["epsilon_replace_one"]
     given = ["plan", str(recipe), "train.max_steps=7", "privacy.target_epsilon=null", "privacy.noise_multiplier=2"]
     values = as_json(given)
     assert values["num_steps"] == 7 and values["target_epsilon"] is None and values["noise_multiplier"] == 2.0
