@@ -168,7 +168,7 @@ def measure(
     check, loss = run._attached.independence, loss or loss_of(task)
     outcome = "sound"
     try:
-        run._check_rows(loss, None)
+        run._attached.check_rows(loss, None, run.ledger, run.plan.num_steps)
     except IndependenceError as error:
         outcome = f"refused: {error}"[:160]
     except GhostError as error:
@@ -427,8 +427,14 @@ def cost(name: str) -> Cost:
         optimizer.step()
         optimizer.zero_grad()
 
-    first = measured(lambda: run._check_rows(counted, None), 0)
-    later = np.mean([measured(lambda: run._check_rows(counted, None), 1) for _ in range(3)], axis=0)
+    first = measured(lambda: run._attached.check_rows(counted, None, run.ledger, run.plan.num_steps), 0)
+    later = np.mean(
+        [
+            measured(lambda: run._attached.check_rows(counted, None, run.ledger, run.plan.num_steps), 1)
+            for _ in range(3)
+        ],
+        axis=0,
+    )
     plain = np.median([measured(step, 4) for _ in range(setting.steps)], axis=0)
     run.detach()
     shares = (first + 7 * later) / (100 * plain)

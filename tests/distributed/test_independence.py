@@ -6,11 +6,15 @@ from tests.distributed.world import run
 
 
 def test_every_rank_reaches_the_same_verdict_on_every_engine(tmp_path):
-    """Sound steps pass; a coupled loss is refused with one message on all ranks, also where one rank alone has it."""
+    """Sound steps pass; a coupled loss is refused with one message on all ranks, also where one rank alone has it.
+
+    So is a loss with one coin for all rows.
+    """
     engines = ["ddp", "fsdp2", "zero3"]
     here, there = run(tmp_path, "tests.distributed.independence:verdicts", engines=engines)
     for engine in engines:
-        charged, largest, coupled, on_one = here[engine]
+        charged, largest, coupled, on_one, coin = here[engine]
         assert charged == 3 and largest < 2e-6
         assert "of a row depends on other rows" in coupled and "of a row depends on other rows" in on_one
-        assert there[engine][0] == 3 and there[engine][2:] == (coupled, on_one)
+        assert there[engine][0] == 3 and there[engine][2:] == (coupled, on_one, coin)
+        assert "draws random numbers that all rows of a microbatch share" in coin

@@ -101,6 +101,11 @@ class Alone:
         apart = any(_width(one, "labels") != _width(one, "input_ids") for one in every)
         return apart and len({_width(one, "labels") for one in every}) > 1
 
+    def figures(self, batch: Mapping[str, Any], place: int) -> dict[str, tuple[float, float]]:
+        """Return figures of the row at a place of a batch, cut to its own length, by column."""
+        columns = _taken_apart(part_of(batch, [place], self.labels_apart()))
+        return {f"'{name}' ({what})": one for name in columns for what, one in _figures(columns[name], []).items()}
+
     def changed(self, collate: Collate, rows: Sequence[Any], part: Mapping[str, Any]) -> str | None:
         """Return a message where the first row has other values beside the other rows than by itself.
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +31,26 @@ from torch import Tensor, nn
 from dpllm.ghost import GhostClipper, GhostError
 from dpllm.training.checks.companies import SHORTEST, Company, Sample
 from dpllm.training.checks.drawn import Alone, part_of, unmeasured
-from dpllm.training.checks.repeatable import Repeatable, same_randomness, seed_between
+from dpllm.training.checks.repeatable import (
+    Draw,
+    Numbers,
+    Repeatable,
+    generator_states,
+    not_replaced,
+    randomness,
+    same_randomness,
+    seed_between,
+)
+from dpllm.training.checks.sharing import (
+    FAILS,
+    FEWEST,
+    PLACES,
+    STATES,
+    Pass,
+    Sharing,
+    copied,
+    of_collator,
+)
 from dpllm.training.microbatches import Microbatch, RowsTaken
 from dpllm.training.out_of_memory import MicrobatchTooLargeError, free_memory
 
@@ -50,6 +70,7 @@ Relative to the larger of the loss and 1. In float32, sound models differ by at 
 FINE = 2e-5
 _LOOSEST = 500  # times the tolerance: the largest difference of clipped units' norms if the loss is nearly 0
 _GATES = 8  # random states of the first check: a coupling in at least one of eight microbatches is found with certainty
+_APART = 100  # the comparisons by chance are repeated after this many times their own number of rows
 _BESIDE = 8  # rows of the company in which a collator that draws numbers is checked
 _Result = TypeVar("_Result")
 
@@ -119,6 +140,8 @@ class IndependenceCheck:
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
         self._steps = self._seed = 0
         self._has_failed = self._is_drawn = False
+        self._drawn_in: set[str] = set()  # places in the code and generators from which numbers were drawn
+        self._compared_at = 0
         self.last: Differences | None = None
         self.num_passes = (0, 0)
 
@@ -154,15 +177,38 @@ class IndependenceCheck:
         (passes, worst), everywhere = self._agreed(
             lambda: self._measured(loss_of, max_tokens, first), lambda measured: measured[1] is not None
         )
-        if not any(everywhere):
-            return
         # From here on all processes run the same passes, even if only one of them found a difference.
-        if any(self._agreed(passes.is_random, bool)[1]):
+        is_random = any(everywhere) and any(self._agreed(passes.is_random, bool)[1])
+        if is_random or not any(everywhere):
+            self._refuse_shared(passes, first or is_random)
+        if is_random:
             with _evaluating(self._model):  # randomness that could not be switched off: fused attention, custom kernels
                 worst, everywhere = self._agreed(lambda: self._worst(passes, first=False), bool)
+        if not any(everywhere):
+            return
         carried, _ = self._agreed(passes.is_carried, bool)
-        message = None if worst is None else _message(worst, passes.seen, passes.tolerance(), carried)
+        held = passes.not_held if is_random else ""
+        message = None if worst is None else _message(worst, passes.seen, passes.tolerance(), carried, held)
         for found in self._engine.processes.gather(message):
+            if found is not None:
+                raise IndependenceError(found)
+
+    def _refuse_shared(self, passes: _Passes, first: bool) -> None:
+        """Check that rows share no random numbers; in later checks, if other draws are made or much time has passed."""
+        new = passes.drawn_in - self._drawn_in
+        self._drawn_in |= new
+        rows = (self._steps - self._compared_at) * self._per_step
+        is_due = first or bool(new) or (bool(self._drawn_in) and rows >= _APART * FEWEST * PLACES)
+        if self._rows.max_rows == 1 or not any(self._engine.processes.gather(is_due)):
+            return
+        self._compared_at = self._steps
+        sharing = Sharing(passes.copies, passes.room_for_copies(), passes.tolerance)
+        self._agreed(sharing.look, bool)
+        if any(self._engine.processes.gather(bool(sharing.shared or sharing.generators))):
+            self._agreed(sharing.force, bool)
+        if any(self._engine.processes.gather(sharing.is_random)):
+            self._agreed(sharing.compare, bool)
+        for found in self._engine.processes.gather(sharing.message):
             if found is not None:
                 raise IndependenceError(found)
 
@@ -175,7 +221,7 @@ class IndependenceCheck:
         while True:
             with same_randomness(self._seed):  # collators and fetches may draw random numbers
                 sample = Sample.draw(self._rows, max_tokens, wanted, first, crowd)
-                passes = _Passes(self, loss_of, sample, self._is_drawn)
+                passes = _Passes(self, loss_of, sample, self._is_drawn, first, max_tokens)
                 self._is_drawn = passes.is_drawn
             try:
                 return passes, self._worst(passes, first)
@@ -235,10 +281,20 @@ class _Passes:
     """The passes of one check."""
 
     def __init__(
-        self, check: IndependenceCheck, loss_of: Callable[[Mapping], Tensor], sample: Sample, is_drawn: bool
+        self,
+        check: IndependenceCheck,
+        loss_of: Callable,
+        sample: Sample,
+        is_drawn: bool,
+        first: bool,
+        max_tokens: int | None,
     ) -> None:
-        self._check, self._loss_of, self.sample = check, loss_of, sample
+        self._check, self._loss_of, self.sample, self._max_tokens = check, loss_of, sample, max_tokens
         self.seen: list[Seen] = []
+        self.drawn_in: set[str] = set()
+        self.not_held = ""  # random numbers that differ between passes and change the result
+        self._draws: list[Draw] = []  # of the last pass
+        self._moved: dict[str, Any] = {}  # generators that moved in it, and their states after it
         self._dtype = torch.float64
         self._on_gpu = self._has_probed = False
         rows, short = check._rows, sample.together[0]
@@ -248,6 +304,8 @@ class _Passes:
         self._collated: dict[int, Microbatch] = {}  # by seed, of all rows of the sample
         if self.is_drawn and rows.max_rows != 1:
             self._refuse_unmeasured(short)
+        if (self.is_drawn or not sample.refetched) and rows.max_rows != 1:
+            self._refuse_shared_by_collator(STATES if first else FEWEST)
 
     def _refuse_unmeasured(self, short: int) -> None:
         """Check that a collator which draws numbers makes each row from that row only, and that it marks padding."""
@@ -261,17 +319,49 @@ class _Passes:
         if message is not None:
             raise IndependenceError(message)
 
-    def run(self, company: Company, seed: int | None = None, start: int | None = None) -> list[Seen]:
+    def _refuse_shared_by_collator(self, states: int) -> None:
+        """Check that rows share no random numbers of the collator, or of the reading of rows."""
+        rows, sample = self._check._rows, self.sample
+        number = max(sample.rows, key=lambda one: int(rows.lengths[one]))  # the most numbers, and no model runs
+
+        def read(count: int) -> list[Any]:
+            return list(rows.fetch(np.array([number] * count)))
+
+        rows_of = copied(sample.rows[number]) if sample.refetched else read
+        places = min(PLACES, rows.max_rows or PLACES)
+        figures = None if rows.packed else self._alone.figures
+        message = of_collator(rows.collate, rows_of, figures, places, states)
+        if message is not None:
+            raise IndependenceError(message)
+
+    def room_for_copies(self) -> int:
+        """Return how many copies of the shortest row are compared."""
+        rows = self._check._rows
+        short = max(1, int(rows.lengths[self.sample.together[0]]))
+        return max(
+            1, min(PLACES, rows.max_rows or PLACES, PLACES if self._max_tokens is None else self._max_tokens // short)
+        )
+
+    def copies(self, count: int, numbers: Numbers) -> Pass:
+        """Return the result of one pass over copies of the shortest row, for `Sharing`."""
+        seed = secrets.randbits(32) if numbers.is_real else None
+        seen = self.run(Company(self.sample.together[:1] * count, "beside its copies"), seed, numbers=numbers)
+        return Pass([one.loss for one in seen], [one.norm for one in seen], self._draws, self._moved)
+
+    def run(
+        self, company: Company, seed: int | None = None, start: int | None = None, numbers: Numbers | None = None
+    ) -> list[Seen]:
         """Return loss and norm of each row of one pass.
 
         Args:
             company: the rows.
             seed: seed of the global generators. None: the seed of the check.
             start: seed of the numbers given by `Repeatable`. None: ``seed``.
+            numbers: other numbers; the rows stay as they are.
         """
         seed = self._check._seed if seed is None else seed
-        taken = self._drawn(company, seed if start is None else self._check._seed)
-        with self._repeatable(seed, start):
+        taken = self._drawn(company, seed if start is None and numbers is None else self._check._seed)
+        with self._repeatable(seed, start, numbers):
             taken = taken or self._taken(company)
             try:
                 loss_B = self._losses(company, taken.inputs)
@@ -279,6 +369,9 @@ class _Passes:
                 raise
             except Exception as error:
                 if self._has_probed and len(company.numbers) == 1:
+                    if self._fails_at_random(company):
+                        words = FAILS.format(error=f"{type(error).__name__}: {error}")
+                        raise IndependenceError(words) from error
                     raise IndependenceError(self._too_short(company.numbers[0], error)) from error
                 raise
             norm_B = self._check._clipper.clip(loss_B, taken.unit_index).norms
@@ -308,7 +401,10 @@ class _Passes:
         """Return whether the result of the shortest row alone changes with other random numbers."""
         alone, start = Company(self.sample.together[:1], "alone"), self._check._seed
         seen = [one for part in (0.0, 0.5) for one in self.run(alone, seed_between(part, part + 0.5), start)]
-        return _compare(seen, self._check._clipper.threshold, self.tolerance())[1] is not None
+        is_random = _compare(seen, self._check._clipper.threshold, self.tolerance())[1] is not None
+        names = not_replaced(self._draws, self._moved) if is_random else []
+        self.not_held = ", ".join(names or ["from PyTorch's global generator"] if is_random else [])
+        return is_random
 
     def is_carried(self) -> bool:
         """Return whether the result of the shortest row alone differs from the first pass."""
@@ -330,9 +426,27 @@ class _Passes:
             "length in the collator"
         )
 
+    def _fails_at_random(self, company: Company) -> bool:
+        """Return whether a row that the model did not accept alone is accepted alone with other random numbers."""
+        taken = self._drawn(company, self._check._seed) or self._taken(company)
+        for part in range(0 if self._check._engine.lockstep else _GATES):
+            seed = seed_between(part / _GATES, (part + 1) / _GATES)
+            try:
+                with same_randomness(seed), Repeatable(self._check._rows.packed, seed):
+                    self._losses(company, taken.inputs)
+            except Exception:
+                continue
+            finally:
+                self._check._clipper.forget()
+            return True
+        return False
+
     def _losses(self, company: Company, inputs: Mapping[str, Any]) -> Tensor:
         self._check.count(company.numbers)
-        return self._loss_of(inputs)
+        before = generator_states()
+        loss_B = self._loss_of(inputs)
+        self._moved = {name: state for name, state in generator_states().items() if state != before[name]}
+        return loss_B
 
     def _taken(self, company: Company) -> Any:
         rows = self._check._rows
@@ -353,12 +467,15 @@ class _Passes:
         return Microbatch(inputs, torch.arange(len(company.numbers)), len(company.numbers))
 
     @contextlib.contextmanager
-    def _repeatable(self, seed: int, start: int | None = None) -> Iterator[None]:
-        with same_randomness(seed), Repeatable(self._check._rows.packed, seed if start is None else start) as mode:
+    def _repeatable(self, seed: int, start: int | None = None, numbers: Numbers | None = None) -> Iterator[None]:
+        start, packed = seed if start is None else start, self._check._rows.packed
+        with randomness(seed, numbers or Numbers()), Repeatable(packed, start, numbers) as mode:
             try:
                 yield
             finally:
                 self._check._clipper.forget()  # also an aborted pass
+        self._draws = mode.draws
+        self.drawn_in |= {*self._moved, *(f"{one.name} {one.where}" for one in mode.draws)}
         self._dtype = max(self._dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
 
@@ -413,13 +530,13 @@ def _difference(one: float, other: float, floor: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), floor)
 
 
-def _message(worst: tuple[Seen, Seen], seen: Sequence[Seen], tolerance: float, carried: bool) -> str:
+def _message(worst: tuple[Seen, Seen], seen: Sequence[Seen], tolerance: float, carried: bool, held: str) -> str:
     """Return one line: the two passes that differ, by how much, the likely cause, and the remedy."""
     first, other = worst
     by_loss = _difference(first.loss, other.loss, 1.0) > tolerance
     name = "loss" if by_loss else "gradient norm"
     values = (first.loss, other.loss) if by_loss else (first.norm, other.norm)
-    cause, remedy = _cause(first, other, seen, tolerance, carried)
+    cause, remedy = _cause(first, other, seen, tolerance, carried, held)
     return (
         f"The {name} of a row depends on other rows: {first.company.words} it is {values[0]:.6g}, "
         f"{other.company.words} {values[1]:.6g} (dropout off; rounding explains {tolerance:.0e}). "
@@ -440,7 +557,16 @@ def _is_moved(company: Company, seen: Sequence[Seen], tolerance: float) -> bool:
     return True
 
 
-def _cause(first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, carried: bool) -> tuple[str, str]:
+def _cause(
+    first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, carried: bool, held: str
+) -> tuple[str, str]:
+    if held:
+        return (
+            "The same row alone has another value with other random numbers, which cannot be held equal for a row "
+            f"among others ({held}), so a dependence on other rows cannot be told from them",
+            "Draw the numbers of a model or a loss by torch.rand, torch.randn, torch.randint or torch.bernoulli, in "
+            "shape (B, ...) for B rows",
+        )
     if carried:
         return (
             "The same row alone gives another value later: the loss, the model or the collator carries state from one "

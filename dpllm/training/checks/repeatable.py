@@ -14,8 +14,11 @@ import inspect
 import math
 import random
 import secrets
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,7 +55,66 @@ _DROPPING_BUILT_IN: dict[Any, tuple[str, int]] = {
 """Built-in functions: name and position of the argument that causes dropout when it is not 0."""
 _BACKWARD: tuple[Any, ...] = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 _IRRATIONAL = [math.sqrt(p) % 1 for p in (2, 3, 5, 7, 11, 13, 17)]
+_REPEATED = (
+    torch.randint_like,
+    torch.randperm,
+    torch.multinomial,
+    torch.normal,
+    torch.poisson,
+    torch.binomial,
+    torch._standard_gamma,
+    torch._sample_dirichlet,
+    Tensor.random_,
+    Tensor.geometric_,
+    Tensor.log_normal_,
+    Tensor.cauchy_,
+    Tensor.multinomial,
+)
+"""Functions that draw from the global generator and are not replaced."""
+TORCH, NUMPY, PYTHON = "PyTorch's", "NumPy's", "Python's"
+"""Names of the global generators."""
+_NEAR = 0.015  # of a first number from the one that is wanted
+_PACKAGES = {"torch", "dpllm"}
 _COARSE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A call that draws random numbers.
+
+    Attributes:
+        name: of the function.
+        shape: of the numbers; of a dropout, the shape of the tensor from which numbers are dropped.
+        where: file and line of the caller.
+        is_dropout: whether the numbers drop others.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    where: str
+    is_dropout: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many numbers are drawn."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The random numbers of a pass, where they are not the usual ones of `Repeatable`.
+
+    Attributes:
+        changed: draws that get other numbers.
+        reseeded: generators, `NUMPY` or `PYTHON`, that begin in another state.
+        to: the beginning of their sequence, between 0 and 1; a single uniform number has about this value.
+        is_real: whether to leave random numbers as they are, and to disable dropout only.
+    """
+
+    changed: frozenset[Draw] = frozenset()
+    reseeded: frozenset[str] = frozenset()
+    to: float = 0.0
+    is_real: bool = False
 
 
 class Repeatable(TorchFunctionMode):
@@ -63,20 +125,27 @@ class Repeatable(TorchFunctionMode):
     over these dimensions, and all rows get the same numbers. So noise whose *scale* depends on other rows is still
     found. Numbers from a generator that was seeded within the pass are not changed.
 
+    `dpllm.training.checks.sharing` needs passes with other numbers (`Numbers`): some draws differ from those of the
+    pass before and all others do not; or only dropout is disabled.
+
     Attributes:
+        draws: the calls that drew random numbers, or would have without this mode, in their order.
         dtype: the coarsest floating dtype that a function returned, down to 16 bits; its rounding limits how closely
             two passes can agree.
     """
 
-    def __init__(self, packed: bool, seed: int = 0) -> None:
+    def __init__(self, packed: bool, seed: int = 0, numbers: Numbers | None = None) -> None:
         """Start without a recorded dtype.
 
         Args:
             packed: whether rows are concatenated.
             seed: determines the beginning of the sequence, and so every single number: `seed_between`.
+            numbers: other numbers than these. None: these.
         """
         super().__init__()
-        self._packed, self._start = packed, _first(seed)
+        self._packed, self._start, self._numbers = packed, _first(seed), numbers or Numbers()
+        self._name = ""
+        self.draws: list[Draw] = []
         self._drawn_from = torch.initial_seed()
         self.dtype = torch.float64
 
@@ -91,11 +160,16 @@ class Repeatable(TorchFunctionMode):
             result = func(*args, **kwargs)
         elif func in _DROPPING:
             bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.apply_defaults()
+            self._note_dropout(func, bound.arguments)
             result = func(**{**bound.arguments, "training": False})
         elif func in _DROPPING_BUILT_IN:
+            self._note_dropout(func, _named(args, kwargs, *_DROPPING_BUILT_IN[func]))
             result = func(*_without(args, kwargs, *_DROPPING_BUILT_IN[func]), **kwargs)
+        elif func in _REPEATED:
+            result = self._repeated(func, args, kwargs)
         else:
-            draw = _DRAWS.get(func)
+            draw, self._name = None if self._numbers.is_real else _DRAWS.get(func), getattr(func, "__name__", "")
             result = func(*args, **kwargs) if draw is None else draw(self, func, args, kwargs)
         if isinstance(result, Tensor) and result.dtype in _COARSE:
             self.dtype = min(self.dtype, result.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
@@ -126,16 +200,52 @@ class Repeatable(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
 
+    def _note_dropout(self, func: Any, arguments: dict[str, Any]) -> None:
+        """Record a call that would drop numbers; ``arguments`` by name, the tensor first."""
+        rate = arguments.get("p", arguments.get("dropout_p", 1.0))
+        if rate and arguments.get("training", True):
+            tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
+            self.draws.append(Draw(func.__name__, tuple(tensor.shape), _caller(), is_dropout=True))
+
+    def _repeated(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Return the result of a function that draws, from another random state if this draw is to be changed."""
+        result = func(*args, **kwargs)
+        if kwargs.get("generator") is None and isinstance(result, Tensor):
+            self.draws.append(Draw(func.__name__, tuple(result.shape), _caller()))
+            if self.draws[-1] in self._numbers.changed:
+                with same_randomness(int(self._numbers.to * 2**32)):  # later draws keep their numbers
+                    result = func(*args, **kwargs)
+        return result
+
     def uniform(self, like: Tensor) -> Tensor:
         """Return numbers in (0, 1) of this shape, device and dtype; equal in all rows."""
+        self.draws.append(Draw(self._name, tuple(like.shape), _caller()))
         rows = min(like.ndim, 2 if self._packed else 1)
-        total = torch.full((), self._start, dtype=torch.float64, device=like.device)
+        start = self._numbers.to if self.draws[-1] in self._numbers.changed else self._start
+        total = torch.full((), start, dtype=torch.float64, device=like.device)
         for dimension in range(rows, like.ndim):
             steps = torch.arange(like.shape[dimension], dtype=torch.float64, device=like.device)
             steps = steps * _IRRATIONAL[(dimension - rows) % len(_IRRATIONAL)]
             total = total + steps.view(-1, *[1] * (like.ndim - dimension - 1))
         wide = (total % 1).clamp(1e-6, 1 - 1e-6).expand(like.shape)
         return wide.to(like.dtype if like.is_floating_point() else torch.float64)
+
+
+def _named(args: tuple, kwargs: dict, name: str, place: int) -> dict[str, Any]:
+    """Return the tensor, the rate and whether to drop, from the arguments of a built-in function."""
+    found = {"input": args[0] if args else next(iter(kwargs.values()))}
+    value = kwargs.get(name, args[place] if len(args) > place else 0.0)
+    if name == "dropout_p":
+        return {**found, "p": value}
+    return {**found, "p": kwargs.get("p", args[1] if len(args) > 1 else 1.0), "training": value}
+
+
+def _caller() -> str:
+    """Return file and line of the innermost caller outside PyTorch and this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _without(args: tuple, kwargs: dict, name: str, place: int) -> tuple:
@@ -191,6 +301,18 @@ def _bernoulli(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
     return (mode.uniform(own) < (own if rate is None else rate)).to(own.dtype)
 
 
+def _randint(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Return whole numbers; ``torch.randint(high, size)`` and ``torch.randint(low, high, size)``."""
+    result = func(*args, **kwargs)
+    if kwargs.get("generator") is not None:
+        return result
+    bounds = [one for one in args[:2] if isinstance(one, int)]
+    low = kwargs.get("low", bounds[0] if len(bounds) == 2 else 0)
+    high = kwargs.get("high", bounds[-1] if bounds else 1)
+    uniform = mode.uniform(torch.empty(result.shape, dtype=torch.float64, device=result.device))
+    return result.copy_(torch.floor(low + (high - low) * uniform).clamp(low, high - 1))
+
+
 def _pair(args: tuple, kwargs: dict, *wanted: tuple[str, Any]) -> list[Any]:
     """Return the arguments after the tensor, by position or by name."""
     return [args[n] if len(args) > n else kwargs.get(name, default) for n, (name, default) in enumerate(wanted, 1)]
@@ -201,6 +323,7 @@ _DRAWS: dict[Any, _Draw] = {
     torch.rand_like: _like(Repeatable.uniform),
     torch.randn: _like(_normal),
     torch.randn_like: _like(_normal),
+    torch.randint: _randint,
     torch.bernoulli: _bernoulli,
     Tensor.bernoulli: _bernoulli,
     Tensor.bernoulli_: _bernoulli_,
@@ -208,6 +331,13 @@ _DRAWS: dict[Any, _Draw] = {
     Tensor.normal_: _normal_,
     Tensor.exponential_: _exponential_,
 }
+
+
+def not_replaced(draws: Sequence[Draw], moved: Iterable[str]) -> list[str]:
+    """Return words for the random numbers of a pass that `Repeatable` leaves as they are."""
+    names = {f"torch.{func.__name__}" for func in _REPEATED}
+    called = {f"torch.{one.name} at {one.where}" for one in draws if f"torch.{one.name}" in names}
+    return sorted(called | {f"{name} global generator" for name in moved if name != TORCH})
 
 
 def seed_between(least: float, most: float) -> int:
@@ -253,3 +383,27 @@ def same_randomness(seed: int) -> Iterator[None]:
         finally:
             np.random.set_state(before[0])
             random.setstate(before[1])
+
+
+@contextlib.contextmanager
+def randomness(seed: int, numbers: Numbers) -> Iterator[None]:
+    """Run the block as `same_randomness` does, with the generators in ``numbers.reseeded`` in another state."""
+    with same_randomness(seed):
+        if numbers.reseeded:
+            other = seed_between(max(0.0, numbers.to - _NEAR), min(1.0, numbers.to + _NEAR))
+            if NUMPY in numbers.reseeded:
+                np.random.seed(other)
+            if PYTHON in numbers.reseeded:
+                random.seed(other)
+        yield
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of the global generators by name."""
+    own = np.random.get_state(legacy=False)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return {
+        TORCH: b"".join(one.numpy().tobytes() for one in (torch.get_rng_state(), *cuda)),
+        NUMPY: (own["state"]["key"].tobytes(), int(own["state"]["pos"]), own["has_gauss"]),
+        PYTHON: random.getstate(),
+    }
