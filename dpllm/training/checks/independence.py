@@ -7,6 +7,7 @@ others. A gradient shows some couplings (`dpllm.ghost.checks`), a comparison of 
 model reads, losses divided by counts of the batch, detached statistics, collators that mix or reorder rows, scales
 chosen over all rows, and state that is carried from one microbatch to the next. Couplings that occur at random, in some
 microbatches only, are searched with several random states.
+Random numbers that rows share leave every row's own distribution unchanged: `dpllm.training.checks.sharing`.
 
 A microbatch of very unequal lengths is made for it. The shortest row is run alone, then beside other rows, then
 beside replaced, longer rows in another order, once beside its equal; each row is a separate unit, and dropout is off
@@ -50,6 +51,7 @@ from dpllm.training.checks.sharing import (
     Sharing,
     copied,
     of_collator,
+    states_for,
 )
 from dpllm.training.microbatches import Microbatch, RowsTaken
 from dpllm.training.out_of_memory import MicrobatchTooLargeError, free_memory
@@ -202,7 +204,8 @@ class IndependenceCheck:
         if self._rows.max_rows == 1 or not any(self._engine.processes.gather(is_due)):
             return
         self._compared_at = self._steps
-        sharing = Sharing(passes.copies, passes.room_for_copies(), passes.tolerance)
+        states = states_for(min(PLACES, self._rows.max_rows or PLACES), FEWEST)
+        sharing = Sharing(passes.copies, passes.room_for_copies(), states, passes.tolerance)
         self._agreed(sharing.look, bool)
         if any(self._engine.processes.gather(bool(sharing.shared or sharing.generators))):
             self._agreed(sharing.force, bool)

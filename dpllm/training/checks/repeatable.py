@@ -243,7 +243,7 @@ def _named(args: tuple, kwargs: dict, name: str, place: int) -> dict[str, Any]:
 def _caller() -> str:
     """Return file and line of the innermost caller outside PyTorch and this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _PACKAGES:
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 

@@ -110,6 +110,7 @@ class Sharing:
     Args:
         run: makes a pass over this many copies of a row, with these numbers.
         places: the most copies that a microbatch has room for.
+        states: random states of the comparison by chance; the same on all processes.
         tolerance: the largest relative difference of a loss that rounding explains.
 
     Attributes:
@@ -119,9 +120,11 @@ class Sharing:
         is_random: whether numbers are drawn that shapes do not judge.
     """
 
-    def __init__(self, run: Callable[[int, Numbers], Pass], places: int, tolerance: Callable[[], float]) -> None:
+    def __init__(
+        self, run: Callable[[int, Numbers], Pass], places: int, states: int, tolerance: Callable[[], float]
+    ) -> None:
         """Start without a result."""
-        self._run, self._places, self._tolerance = run, places, tolerance
+        self._run, self._places, self._states, self._tolerance = run, places, states, tolerance
         self._copies = min(COPIES, places)
         self.message: str | None = None
         self.shared: frozenset[Draw] = frozenset()
@@ -164,8 +167,8 @@ class Sharing:
         self.message = self.message or FORCED.format(who="The model or the loss", effect=effect, what=words)
 
     def compare(self) -> None:
-        """Compare copies with really random numbers; `FEWEST` passes, more if a microbatch has few rows."""
-        passes = [self._run(self._places, Numbers(is_real=True)) for _ in range(states_for(self._places, FEWEST))]
+        """Compare copies with really random numbers; one pass for each random state."""
+        passes = [self._run(self._places, Numbers(is_real=True)) for _ in range(self._states)]
         losses, norms = (np.array([getattr(one, name) for one in passes]) for name in ("losses", "norms"))
         moved = sorted(frozenset().union(*(one.moved for one in passes)))
         generators = f" (from {' and '.join(moved)} global generator)" if moved else ""
