@@ -278,29 +278,9 @@ def make_plan(
     >>> make_plan(privacy, num_units=1000, num_steps=50).delta
     0.0001
     """
-    if num_units < 1:
-        raise ValueError("the training data is an empty data set: there is no unit to train on. Check the data section")
-    if num_steps < 1:
-        raise ValueError(
-            f"num_steps must be at least 1, got {num_steps}; set train.max_steps or train.num_train_epochs"
-        )
-    size = privacy.expected_batch_size
-    by_example = privacy.sampling == "example"
-    if by_example and num_examples is None:
-        raise ValueError('sampling="example" draws rows: pass num_examples, the number of rows within the bound')
-    population = num_examples if by_example and num_examples is not None else num_units
-    if size > population:
-        raise ValueError(
-            f"expected_batch_size={size} exceeds the number of {'rows' if by_example else 'units'}, {population}: each "
-            f"enters a step at most once. Set it to {population} or fewer"
-        )
-    delta = privacy.delta if privacy.delta is not None else 1 / (10 * num_units)
-    if delta * num_units >= 1:
-        raise ValueError(
-            f"delta={format_delta(delta)} is not below 1/N = {format_delta_limit(1 / num_units)} for N={num_units} "
-            "units: publishing one unit outright would satisfy it. "
-            f"Take 1/(10 N) = {format_delta_limit(1 / (10 * num_units))}, or leave delta out"
-        )
+    size, by_example = privacy.expected_batch_size, privacy.sampling == "example"
+    population = _population(privacy, num_units, num_steps, num_examples)
+    delta = _delta(privacy, num_units)
     rate = size / population
     noise = choose_noise(
         noise_of(Spec.of(privacy.noise)),
@@ -337,6 +317,39 @@ def make_plan(
         randomness=privacy.randomness,
     )
     return _within_budget(plan, privacy)
+
+
+def _population(privacy: PrivacyConfig, num_units: int, num_steps: int, num_examples: int | None) -> int:
+    """Return the number to draw from: N units, or the rows of all units; refuse a run without data or steps."""
+    if num_units < 1:
+        raise ValueError("the training data is an empty data set: there is no unit to train on. Check the data section")
+    if num_steps < 1:
+        raise ValueError(
+            f"num_steps must be at least 1, got {num_steps}; set train.max_steps or train.num_train_epochs"
+        )
+    by_example = privacy.sampling == "example"
+    if by_example and num_examples is None:
+        raise ValueError('sampling="example" draws rows: pass num_examples, the number of rows within the bound')
+    population = num_examples if by_example and num_examples is not None else num_units
+    if privacy.expected_batch_size > population:
+        raise ValueError(
+            f"expected_batch_size={privacy.expected_batch_size} exceeds the number of "
+            f"{'rows' if by_example else 'units'}, {population}: each enters a step at most once. Set it to "
+            f"{population} or fewer"
+        )
+    return population
+
+
+def _delta(privacy: PrivacyConfig, num_units: int) -> float:
+    """Return δ, by default 1/(10 N); refuse one that is not below 1/N."""
+    delta = privacy.delta if privacy.delta is not None else 1 / (10 * num_units)
+    if delta * num_units >= 1:
+        raise ValueError(
+            f"delta={format_delta(delta)} is not below 1/N = {format_delta_limit(1 / num_units)} for N={num_units} "
+            "units: publishing one unit outright would satisfy it. "
+            f"Take 1/(10 N) = {format_delta_limit(1 / (10 * num_units))}, or leave delta out"
+        )
+    return delta
 
 
 def _within_budget(plan: PrivacyPlan, privacy: PrivacyConfig) -> PrivacyPlan:

@@ -214,12 +214,7 @@ def attach(
     with contextlib.ExitStack() as undo:
         engine = engine_for(model, optimizer)
         undo.callback(engine.guard.remove)
-        if rows.max_tokens == AUTO and engine.lockstep:
-            raise ConfigError(
-                f'The number of tokens for "auto" is found by each process separately, but under '
-                f"{type(engine).__name__} all of them pass through each layer together. Give a number of tokens "
-                "(microbatch_tokens); `dpllm plan --memory` shows the memory of a microbatch"
-            )
+        _refuse_automatic_size(rows, engine)
         clipper = GhostClipper(inside, norm_method=norm_method, clipping=plan.mechanism.clipping)
         undo.callback(clipper.remove)
         processes.agree(
@@ -256,6 +251,16 @@ def attach(
             ledger.append_open_point(point)
         undo.pop_all()
     return attached
+
+
+def _refuse_automatic_size(rows: TrainingRows, engine: Engine) -> None:
+    """Refuse to search for the size of a microbatch where all processes need the same one."""
+    if rows.max_tokens == AUTO and engine.lockstep:
+        raise ConfigError(
+            f'The number of tokens for "auto" is found by each process separately, but under '
+            f"{type(engine).__name__} all of them pass through each layer together. Give a number of tokens "
+            "(microbatch_tokens); `dpllm plan --memory` shows the memory of a microbatch"
+        )
 
 
 def _run_of(ledger: SharedLedger) -> RunName | None:

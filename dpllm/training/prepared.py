@@ -93,7 +93,7 @@ class Prepared:
         """Check the options, then read the data, and compute the plan. Called by all processes together.
 
         Args:
-            model: the model to train.
+            model: to train.
             args: arguments of the Trainer; they are not changed.
             privacy: the privacy guarantee.
             dataset: the private rows.
@@ -127,12 +127,11 @@ class Prepared:
         )
         plan = plan_for(args, privacy, units, own_optimizer, kept)
         private.max_steps = plan.num_steps
-        task = task_of(model)
-        collate: Any = collator or default_collator(tokenizer, model, task)
+        collate: Any = collator or default_collator(tokenizer, model, task_of(model))
         refuse_other_padding(model, tokenizer, collate)
         rows = TrainingRows(
             units=drawn,
-            lengths=row_lengths(dataset, task, Limits.of(model)),
+            lengths=row_lengths(dataset, task_of(model), Limits.of(model)),
             fetch=reader(dataset, model, collate, args),
             collate=PackedCollator() if pack_rows else collate,
             max_rows=args.per_device_train_batch_size if max_tokens is None else None,
