@@ -214,6 +214,11 @@ class GhostClipper:
 
     @staticmethod
     def _check(losses: Tensor, unit_index: Tensor | None) -> tuple[Tensor, int]:
+        if not isinstance(losses, Tensor):
+            raise GhostError(
+                f"The loss is of the type {type(losses).__name__}; a tensor with one loss per row (B,) is needed. "
+                "Return it from the loss function, for instance dpllm.per_sequence_loss(outputs.logits, labels)"
+            )
         if losses.ndim != 1 or losses.numel() == 0:
             raise GhostError(
                 f"The loss has shape {tuple(losses.shape)}; one loss per row (B,) is needed, each from only "

@@ -45,7 +45,7 @@ from dpllm.privacy.ledger_reader import ENTROPY_SYSTEM as ENTROPY_SYSTEM
 from dpllm.privacy.ledger_reader import LedgerContents as LedgerContents
 from dpllm.privacy.ledger_reader import LedgerError as LedgerError
 from dpllm.privacy.ledger_reader import read_ledger as read_ledger
-from dpllm.privacy.writer import known_writer
+from dpllm.privacy.writer import is_own_process, known_writer
 
 LEDGER_FILE = "privacy_ledger.jsonl"
 
@@ -449,9 +449,12 @@ def _lock(path: Path, descriptor: int) -> None:
         ) from error
     if not held:
         os.close(descriptor)
+        remedy = "Wait for that run to end, or stop it"
+        if is_own_process(path.parent):
+            remedy = 'It is a run of this process: call finish("failed") on it, or start Python again'
         raise LedgerError(
             f"{path} is being written by another run now{known_writer(path.parent)}; the steps of both runs would be "
-            "mixed in one ledger. Wait for that run to end, or stop it"
+            f"mixed in one ledger. {remedy}"
         )
 
 

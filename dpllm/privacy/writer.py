@@ -38,6 +38,19 @@ def note_writer(folder: str | Path) -> None:
         os.replace(temporary, path)
 
 
+def is_own_process(folder: str | Path) -> bool:
+    """Return whether this process was the last one that wrote the folder.
+
+    Args:
+        folder: folder of the run.
+    """
+    try:
+        note = json.loads((Path(folder) / WRITER_FILE).read_text(encoding="utf-8"))
+        return bool(note["pid"] == os.getpid() and note["host"] == socket.gethostname())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def known_writer(folder: str | Path) -> str:
     """Return the last process that wrote the folder, as words in brackets; an empty text if there is no note.
 

@@ -205,6 +205,11 @@ def attach(
     Raises:
         EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `dpllm.training.run.PrivateRun.attach`.
     """
+    if not callable(getattr(optimizer, "step", None)):
+        raise ConfigError(
+            f"The optimizer is of the type {type(optimizer).__name__}. Pass the optimizer of the model, prepared in "
+            "the same way: attach(model, optimizer)"
+        )
     inside = model_inside(model)
     name = _run_of(ledger)
     first = optimizer if ledger.num_steps == 0 else None

@@ -60,6 +60,14 @@ class Draws:
         """Charge these units as a draw; for runs that are not private."""
         return self._outstanding.made(self._turns.draw(lambda: unit_ids, self._ledger.num_steps))
 
+    def meet_before_saving(self) -> None:
+        """Check that all processes compare their weights now; see `Turns.save`."""
+        self._turns.save(self._ledger.num_steps)
+
+    def meet_at_the_end(self) -> None:
+        """Check that all processes end the run now; see `Turns.end`."""
+        self._turns.end(self._ledger.num_steps)
+
     def take(self, unit_ids: ArrayLike, mode: str, error: Exception | None) -> tuple[NDArray[np.int64], Charged]:
         """Return the outstanding draw and its charge, for one step.
 

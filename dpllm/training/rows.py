@@ -39,7 +39,7 @@ class TrainingRows:
             then `dpllm.packed_sequence_loss`, and the model runs within `dpllm.models.packing.attention_by_row`.
 
     Raises:
-        ConfigError: ``max_tokens`` is another value.
+        ConfigError: a field is of another kind, there are fewer lengths than rows, or ``max_tokens`` is another value.
     """
 
     units: UnitIndex
@@ -51,9 +51,48 @@ class TrainingRows:
     packed: bool = False
 
     def __post_init__(self) -> None:
-        """Check the value of `max_tokens`, which may be a word."""
+        """Check the kinds of the fields, and the value of `max_tokens`, which may be a word."""
+        if not isinstance(self.units, UnitIndex):
+            raise ConfigError(
+                f"units is of the type {type(self.units).__name__}; give a dpllm.data.units.UnitIndex, for instance "
+                "UnitIndex.one_row_per_unit(num_rows)"
+            )
+        lengths = self.lengths
+        if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+            kind = f"an array of {lengths.dtype}, shape {lengths.shape}" if isinstance(lengths, np.ndarray) else ""
+            raise ConfigError(
+                f"lengths is {kind or f'of the type {type(lengths).__name__}'}; give a NumPy array with the number of "
+                "tokens of every row, for instance np.array([len(row) for row in rows])"
+            )
+        if (least := int(np.max(self.units.rows, initial=-1)) + 1) > len(lengths):
+            raise ConfigError(
+                f"There are lengths of {len(lengths)} rows, but units names {least} rows. Give one length for each row"
+            )
+        for name, value in (("fetch", self.fetch), ("collate", self.collate)):
+            if not callable(value):
+                raise ConfigError(f"{name} is of the type {type(value).__name__}; give a function")
         if isinstance(self.max_tokens, str) and self.max_tokens != AUTO:
             raise ConfigError(f'max_tokens is {self.max_tokens!r}; give a whole number, "auto" or None')
+
+    def try_fetch(self) -> None:
+        """Fetch one row, so that a function of another kind is found before anything is charged.
+
+        Raises:
+            ConfigError: it fails, or does not return a sequence with the row.
+        """
+        remedy = (
+            "fetch gets an array of row numbers and returns a list of rows: "
+            "fetch=lambda numbers: [data[int(n)] for n in numbers]"
+        )
+        try:
+            found = self.fetch(np.asarray(self.units.rows[:1]))
+        except (TypeError, IndexError, KeyError) as error:
+            raise ConfigError(f"fetch failed for a row number ({type(error).__name__}: {error}). {remedy}") from error
+        if isinstance(found, Mapping | str) or not hasattr(found, "__len__") or len(found) != 1:
+            shown = f" with the keys {', '.join(map(str, found))}" if isinstance(found, Mapping) else ""
+            raise ConfigError(
+                f"For one row number, fetch returned a {type(found).__name__}{shown}, not one row. {remedy}"
+            )
 
     def longest(self, count: int) -> Microbatch:
         """Return a microbatch of `count` copies of the longest row, each unit with the most rows that a unit has."""

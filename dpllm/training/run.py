@@ -112,6 +112,7 @@ class PrivateRun:
         self.weights: RunWeights | None = None  # of the attached model, or of the last one
         # In a custom loop: files in the folder before; the ledger ends when `attach` fails. None: the Trainer's.
         self._files_before: dict[str, tuple[int, int, int]] | None = None
+        self._finished = False
         _TAKEN.add(ledger)
 
     @classmethod
@@ -142,6 +143,7 @@ class PrivateRun:
         path = Path(folder) / LEDGER_FILE
         require_shared_folder(folder, Processes())
         agreement.check_rows(plan, rows.units)  # before anything is charged
+        rows.try_fetch()
         ledger = SharedLedger.create(path, plan, Processes(), public=public, budget_file=budget_file)
         with ledger.ended_on_failure():
             ledger.remember_rows(rows.contents)
@@ -374,6 +376,7 @@ class PrivateRun:
     def finish(self, reason: str = COMPLETED, stopped_independently: bool = False) -> dict[str, Any] | None:
         """End the run: undo the hooks, close the ledger, and write the privacy report beside it.
 
+        Called by all processes together, not only by the main one: the weights of all of them are compared first.
         Save the model in the run's folder first: the ledger then names its files, and `dpllm verify` recognises them.
 
         Args:
@@ -388,8 +391,16 @@ class PrivateRun:
 
         Raises:
             WatchError: weights or buffers changed outside of the mechanism, on any process; the ledger stays open.
-            DisagreementError: the weights of two processes differ after the last update; the ledger stays open.
+            DisagreementError: the weights of two processes differ after the last update, or another process is at
+                another point of the run; the ledger stays open.
+            LedgerError: the run has ended.
         """
+        if self._finished:
+            raise LedgerError(
+                f"The run in {self.ledger.path.parent} has ended: finish() was called before. Its report is in that "
+                "folder; to take steps that are left, call PrivateRun.resume"
+            )
+        self._draws.meet_at_the_end()
         self.check_before_saving()
         self.end_weights()
         if self._attached is not None:
@@ -399,6 +410,7 @@ class PrivateRun:
             note_own_release(self.ledger, self.ledger.path.parent, self._files_before)
         self.ledger.append_end(reason, independent=stopped_independently)
         self.ledger.close()
+        self._finished = True
         if not self.is_main:
             return None
         return write_report(self.ledger.path.parent, self.plan, read_ledger(self.ledger.path)).to_dict()
@@ -419,8 +431,10 @@ class PrivateRun:
 
         Raises:
             WatchError: a buffer or a frozen parameter changed, on any process.
-            DisagreementError: the trainable weights of two replicas differ after the last update.
+            DisagreementError: the trainable weights of two replicas differ after the last update, or another process
+                is at another point of the run.
         """
+        self._draws.meet_before_saving()
         parameters = {} if self._attached is None else self._attached.clipper.parameters
         check_before_saving(parameters, self.processes, found_by(self.check_saved_state))
 

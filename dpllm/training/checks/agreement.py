@@ -188,7 +188,13 @@ def _collated(length: int, fetch: Callable, collate: Callable) -> str:
     digest = hashlib.sha256()
     with same_randomness(_STATE):
         for number in _spaced(length, min(_SAMPLE, length)):
-            _add(digest, dict(collate(list(fetch(np.array([number]))))))
+            inputs = collate(list(fetch(np.array([number]))))
+            if not isinstance(inputs, Mapping):
+                raise ConfigError(
+                    f"collate returned a {type(inputs).__name__}; it gets a list of rows and returns the model's "
+                    'inputs by name, for instance {"input_ids": torch.stack(rows)}'
+                )
+            _add(digest, dict(inputs))
     return digest.hexdigest()[:12]
 
 

@@ -1,4 +1,4 @@
-"""The order of calls: before a draw and before a step all processes compare their next call, and rank 0 draws for all.
+"""The order of calls: before a draw, a step, a save and the end all processes compare their next call.
 
 Place in the flow: under `dpllm.training.run`. A process that is one call ahead of the others, or takes a step over
 other units, would add sums of different draws, and a unit could be in two shares of one step. All calls therefore begin
@@ -16,12 +16,17 @@ import torch
 
 from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
 
-_DRAW, _STEP = 1.0, 2.0
-_NAMES = {_DRAW: "draws the units of step {}", _STEP: "takes step {}"}
+_DRAW, _STEP, _SAVE, _END = 1.0, 2.0, 3.0, 4.0
+_NAMES = {
+    _DRAW: "draws the units of step {}",
+    _STEP: "takes step {}",
+    _SAVE: "checks the weights before a save or the end, where step {} is next",
+    _END: "ends the run, where step {} is next",
+}
 
 
 class Turns:
-    """The order of draws and steps, the same on every process.
+    """The order of draws, steps, saves and the end, the same on every process. Rank 0 draws for all.
 
     Args:
         processes: all processes of the run.
@@ -76,15 +81,39 @@ class Turns:
                     "the same order and with the same settings on every process"
                 )
 
+    def save(self, step: int) -> None:
+        """Check that all processes are about to compare their weights, before a save or the end.
+
+        Args:
+            step: the number of steps charged so far.
+
+        Raises:
+            DisagreementError: the processes are at different points of the run; on every process.
+        """
+        self._meet(_SAVE, step, [])
+
+    def end(self, step: int) -> None:
+        """Check that all processes end the run.
+
+        Args:
+            step: the number of steps charged so far.
+
+        Raises:
+            DisagreementError: the processes are at different points of the run; on every process.
+        """
+        self._meet(_END, step, [])
+
     def _meet(self, kind: float, step: int, rest: list[float]) -> list[list[float]]:
         """Return the numbers of all processes, after checking that all are at the same point."""
         everywhere = self._processes.gather_numbers([kind, float(step), *(rest + [0.0] * 6)[:6]])
         if any(one[:2] != everywhere[0][:2] for one in everywhere):
-            shown = told_by_rank([_NAMES[one[0]].format(int(one[1]) + 1) for one in everywhere])
+            names = [_NAMES.get(one[0], "makes another call") for one in everywhere]
+            shown = told_by_rank([name.format(int(one[1]) + 1) for name, one in zip(names, everywhere, strict=True)])
             raise DisagreementError(
-                f"The processes are at different points of the run ({shown}): one of them took an extra draw or left a "
-                "step out. No further step is charged. Call next() on PrivateRun.draws and PrivateRun.step equally "
-                "often, and in the same order, on every process"
+                f"The processes are at different points of the run ({shown}): one of them took an extra draw, left a "
+                "step out, or stopped by itself. No further step is charged. Call next() on PrivateRun.draws, "
+                "PrivateRun.step and PrivateRun.finish equally often, and in the same order, on every process; decide "
+                "on a stop on one process and send the decision to the others"
             )
         return everywhere
 

@@ -47,6 +47,21 @@ def test_processes_that_agree_go_on():
 
 
 @pytest.mark.parametrize(
+    ("call", "changes", "says"),
+    [
+        ("end", {0: 1.0}, "rank 0: ends the run, where step 4 is next, rank 1: draws the units of step 4"),
+        ("save", {0: 4.0}, "rank 0: checks the weights before a save or the end, .* rank 1: ends the run"),
+        ("end", {0: 9.0}, "rank 1: makes another call"),
+    ],
+)
+def test_a_process_that_stops_by_itself_stops_all(call, changes, says):
+    """Each of them gets the same line, with the remedy."""
+    with pytest.raises(DisagreementError, match=rf"{says}.*decide on a stop on one process"):
+        getattr(Turns(Two(changes)), call)(3)
+    getattr(Turns(Two()), call)(3)
+
+
+@pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({1: 4.0}, "rank 0: draws the units of step 4, rank 1: draws the units of step 5"),
