@@ -51,7 +51,7 @@ COPIES = 4
 PLACES, STATES, FEWEST = 8, 24, 8
 """Copies of a row in a comparison by chance, and random states: for collators, and for models and later checks."""
 _FORCED = (1e-6, 0.25, 0.5, 0.75, 1 - 1e-6)  # uniform numbers, also those of coins that are rarely one
-_CHANCE_MODEL, _CHANCE_COLLATOR = 1e-8, 1e-10
+_CHANCE_MODEL, _CHANCE_COLLATOR = 5e-9, 1e-10
 """Probability with which sound rows fail one comparison by chance.
 
 A model has four comparisons in a check (loss and norm, too similar and too dissimilar), a collator up to 14 for each
