@@ -427,7 +427,7 @@ def test_bad_arguments_are_refused() -> None:
         calibrate_noise_multiplier(math.inf, 1e-5, 0.1, 10)
     with pytest.raises(ValueError, match="num_steps must be at least 1"):
         calibrate_noise_multiplier(1.0, 1e-5, 0.1, 0)
-    with pytest.raises(ValueError, match=r"target_epsilon=1e-05 cannot be reached: .*still costs ε="):
+    with pytest.raises(ValueError, match=r"target_epsilon=1e-05 cannot be reached: .*still costs ε = "):
         calibrate_noise_multiplier(1e-5, 1e-5, 0.1, 10)
 
 
