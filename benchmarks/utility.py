@@ -386,8 +386,8 @@ def print_tables(report: dict[str, Any], console: Console) -> None:
         epsilons = sorted({key[2] for key in best if key[1] == mode and key[2] is not None}, reverse=True)
         table = Table(title=mode, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
         table.add_column("arm", no_wrap=True)
-        for epsilon in epsilons:
-            table.add_column(f"ε = {epsilon:g}", justify="right", no_wrap=True)
+        for target_epsilon in epsilons:
+            table.add_column(f"ε = {target_epsilon:g}", justify="right", no_wrap=True)
             table.add_column("gap closed", justify="right", no_wrap=True)
         for name in ARMS:
             cells = []

@@ -22,7 +22,7 @@ import contextlib
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from dpllm.ghost import GhostClipper, GhostError
 from dpllm.training.checks.companies import SHORTEST, Company, Sample
+from dpllm.training.checks.differences import Differences, Precision, Seen, compare, in_words
 from dpllm.training.checks.drawn import Alone, part_of, unmeasured
 from dpllm.training.checks.repeatable import (
     Draw,
@@ -63,14 +64,6 @@ if TYPE_CHECKING:
 FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)
 """Number of rows run together in the first check of a process and in later ones: the fewest, the share of a step's
 rows, and the most. A run of 100 steps has eight checks (benchmarks/results.md has their cost)."""
-TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""The largest difference of a row's loss and norm, by the coarsest dtype of the pass; `FINE` for float32 and float64.
-
-Relative to the larger of the loss and 1. In float32, sound models differ by at most 8e-6 and coupled ones by at least
-3.6e-5, except one whose random weights are too small (benchmarks/independence.py).
-"""
-FINE = 2e-5
-_LOOSEST = 500  # times the tolerance: the largest difference of clipped units' norms if the loss is nearly 0
 _GATES = 8  # random states of the first check: a coupling in at least one of eight microbatches is found with certainty
 _APART = 100  # the comparisons by chance are repeated after this many times their own number of rows
 _BESIDE = 8  # rows of the company in which a collator that draws numbers is checked
@@ -79,40 +72,6 @@ _Result = TypeVar("_Result")
 
 class IndependenceError(GhostError):
     """A row's loss or gradient depends on other rows, so that a unit cannot be bounded."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The result of one pass for one row.
-
-    Attributes:
-        row: number of the row.
-        place: its position in the microbatch.
-        loss: loss of the row.
-        norm: norm of its gradient over all trainable parameters.
-        company: the rows of the pass.
-    """
-
-    row: int
-    place: int
-    loss: float
-    norm: float
-    company: Company
-
-
-@dataclass(frozen=True)
-class Differences:
-    """The largest differences of a check, relative as defined by `TOLERANCE`.
-
-    Attributes:
-        loss: difference of a row's loss alone and with other rows.
-        norm: difference of its gradient norm.
-        tolerance: the largest difference that rounding explains.
-    """
-
-    loss: float
-    norm: float
-    tolerance: float
 
 
 class IndependenceCheck:
@@ -142,8 +101,7 @@ class IndependenceCheck:
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
         self._steps = self._seed = 0
         self._has_failed = self._is_drawn = False
-        self._drawn_in: set[str] = set()  # places in the code and generators from which numbers were drawn
-        self._compared_at = 0
+        self._compared = _Compared()
         self.last: Differences | None = None
         self.num_passes = (0, 0)
 
@@ -190,22 +148,19 @@ class IndependenceCheck:
             return
         carried, _ = self._agreed(passes.is_carried, bool)
         held = passes.not_held if is_random else ""
-        message = None if worst is None else _message(worst, passes.seen, passes.tolerance(), carried, held)
+        message = None if worst is None else in_words(worst, passes.seen, passes.tolerance(), carried, held)
         for found in self._engine.processes.gather(message):
             if found is not None:
                 raise IndependenceError(found)
 
     def _refuse_shared(self, passes: _Passes, first: bool) -> None:
         """Check that rows share no random numbers; in later checks, if other draws are made or much time has passed."""
-        new = passes.drawn_in - self._drawn_in
-        self._drawn_in |= new
-        rows = (self._steps - self._compared_at) * self._per_step
-        is_due = first or bool(new) or (bool(self._drawn_in) and rows >= _APART * FEWEST * PLACES)
+        is_due = self._compared.is_due(passes.numbers.places, self._steps, self._per_step) or first
         if self._rows.max_rows == 1 or not any(self._engine.processes.gather(is_due)):
             return
-        self._compared_at = self._steps
+        self._compared.step = self._steps
         states = states_for(min(PLACES, self._rows.max_rows or PLACES), FEWEST)
-        sharing = Sharing(passes.copies, passes.room_for_copies(), states, passes.tolerance)
+        sharing = Sharing(passes.copies, passes.room_for_copies(), states, passes.tolerance, self._engine.lockstep)
         self._agreed(sharing.look, bool)
         if any(self._engine.processes.gather(bool(sharing.shared or sharing.generators))):
             self._agreed(sharing.force, bool)
@@ -248,10 +203,10 @@ class IndependenceCheck:
         if first and len(passes.sample.probed) > 1:
             passes.probe()
         passes.seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
-        self.last, worst = _compare(passes.seen, self._clipper.threshold, passes.tolerance())
+        self.last, worst = compare(passes.seen, self._clipper.threshold, passes.tolerance())
         for part in range(_GATES if first and len(passes.sample.together) > 1 else 0):
             seen = passes.with_seed(seed_between(part / _GATES, (part + 1) / _GATES))
-            found = _compare(seen, self._clipper.threshold, passes.tolerance())[1]
+            found = compare(seen, self._clipper.threshold, passes.tolerance())[1]
             if found is not None and worst is None:  # all processes run all passes
                 passes.seen, worst = seen, found
         return worst
@@ -280,6 +235,46 @@ def _rows_wanted(per_step: float, first: bool) -> int:
     return min(most, max(least, int(per_step * share)))
 
 
+@dataclass
+class _Compared:
+    """When rows were last compared for random numbers that they share.
+
+    Attributes:
+        places: places in the code, and generators, from which numbers were drawn.
+        step: the step of the last comparison; 0 before the first.
+    """
+
+    places: set[str] = field(default_factory=set)
+    step: int = 0
+
+    def is_due(self, places: set[str], step: int, rows_per_step: float) -> bool:
+        """Return whether numbers are drawn in new places, or much time has passed since the last comparison."""
+        new = places - self.places
+        self.places |= new
+        rows = (step - self.step) * rows_per_step
+        return bool(new) or (bool(self.places) and rows >= _APART * FEWEST * PLACES)
+
+
+@dataclass
+class _Numbers:
+    """The random numbers that passes drew.
+
+    Attributes:
+        draws: of the last pass.
+        moved: generators that moved in it, and their states after it.
+        places: places in the code, and generators, of all passes.
+    """
+
+    draws: list[Draw] = field(default_factory=list)
+    moved: dict[str, Any] = field(default_factory=dict)
+    places: set[str] = field(default_factory=set)
+
+    def note(self, draws: list[Draw]) -> None:
+        """Note the draws of a pass whose moved generators are known."""
+        self.draws = draws
+        self.places |= {*self.moved, *(f"{one.name} {one.where}" for one in draws)}
+
+
 class _Passes:
     """The passes of one check."""
 
@@ -294,12 +289,9 @@ class _Passes:
     ) -> None:
         self._check, self._loss_of, self.sample, self._max_tokens = check, loss_of, sample, max_tokens
         self.seen: list[Seen] = []
-        self.drawn_in: set[str] = set()
+        self.numbers, self._precision = _Numbers(), Precision()
         self.not_held = ""  # random numbers that differ between passes and change the result
-        self._draws: list[Draw] = []  # of the last pass
-        self._moved: dict[str, Any] = {}  # generators that moved in it, and their states after it
-        self._dtype = torch.float64
-        self._on_gpu = self._has_probed = False
+        self._has_probed = False
         rows, short = check._rows, sample.together[0]
         some = list(dict.fromkeys([short, *sample.replaced, *sample.together]))[:SHORTEST]
         self._alone = Alone.of(rows.collate, [] if rows.packed else [sample.rows[number] for number in some])
@@ -349,7 +341,7 @@ class _Passes:
         """Return the result of one pass over copies of the shortest row, for `Sharing`."""
         seed = secrets.randbits(32) if numbers.is_real else None
         seen = self.run(Company(self.sample.together[:1] * count, "beside its copies"), seed, numbers=numbers)
-        return Pass([one.loss for one in seen], [one.norm for one in seen], self._draws, self._moved)
+        return Pass([one.loss for one in seen], [one.norm for one in seen], self.numbers.draws, self.numbers.moved)
 
     def run(
         self, company: Company, seed: int | None = None, start: int | None = None, numbers: Numbers | None = None
@@ -378,7 +370,7 @@ class _Passes:
                     raise IndependenceError(self._too_short(company.numbers[0], error)) from error
                 raise
             norm_B = self._check._clipper.clip(loss_B, taken.unit_index).norms
-            self._on_gpu |= loss_B.is_cuda
+            self._precision.on_gpu |= loss_B.is_cuda
             values = torch.stack([loss_B.detach().double(), norm_B.double()], 1).tolist()
         return [
             Seen(row, place, loss, norm, company)
@@ -404,21 +396,19 @@ class _Passes:
         """Return whether the result of the shortest row alone changes with other random numbers."""
         alone, start = Company(self.sample.together[:1], "alone"), self._check._seed
         seen = [one for part in (0.0, 0.5) for one in self.run(alone, seed_between(part, part + 0.5), start)]
-        is_random = _compare(seen, self._check._clipper.threshold, self.tolerance())[1] is not None
-        names = not_replaced(self._draws, self._moved) if is_random else []
+        is_random = compare(seen, self._check._clipper.threshold, self.tolerance())[1] is not None
+        names = not_replaced(self.numbers.draws, self.numbers.moved) if is_random else []
         self.not_held = ", ".join(names or ["from PyTorch's global generator"] if is_random else [])
         return is_random
 
     def is_carried(self) -> bool:
         """Return whether the result of the shortest row alone differs from the first pass."""
         again = [self.seen[0], *self.run(replace(self.seen[0].company, words="alone, again"))]
-        return _compare(again, self._check._clipper.threshold, self.tolerance())[1] is not None
+        return compare(again, self._check._clipper.threshold, self.tolerance())[1] is not None
 
     def tolerance(self) -> float:
-        """Tolerance for the coarsest dtype of the passes so far."""
-        if self._on_gpu and self._dtype == torch.float32 and _rounds_products():
-            return TOLERANCE[torch.float16]
-        return TOLERANCE.get(self._dtype, FINE)
+        """Return the largest difference that rounding explains in the passes so far."""
+        return self._precision.tolerance()
 
     def _too_short(self, row: int, error: Exception) -> str:
         """Return the message for a row that the model accepts beside longer rows, but not alone."""
@@ -448,7 +438,7 @@ class _Passes:
         self._check.count(company.numbers)
         before = generator_states()
         loss_B = self._loss_of(inputs)
-        self._moved = {name: state for name, state in generator_states().items() if state != before[name]}
+        self.numbers.moved = {name: state for name, state in generator_states().items() if state != before[name]}
         return loss_B
 
     def _taken(self, company: Company) -> Any:
@@ -477,17 +467,8 @@ class _Passes:
                 yield
             finally:
                 self._check._clipper.forget()  # also an aborted pass
-        self._draws = mode.draws
-        self.drawn_in |= {*self._moved, *(f"{one.name} {one.where}" for one in mode.draws)}
-        self._dtype = max(self._dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _rounds_products() -> bool:
-    """Return whether float32 products are formed from rounded factors (TF32)."""
-    try:
-        return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # both of torch's interfaces were used for the setting
-        return True
+        self.numbers.note(mode.draws)
+        self._precision.dtype = max(self._precision.dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 @contextlib.contextmanager
@@ -500,94 +481,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
-
-
-def _compare(seen: Sequence[Seen], clip_norm: float, tolerance: float) -> tuple[Differences, tuple[Seen, Seen] | None]:
-    """Return the largest differences between passes for the same row, and the pair that exceeds rounding most.
-
-    Losses are compared relative to the larger of their size and 1, which is the rounding of logits. A gradient norm
-    near a loss of 0 is the small difference of numbers near 1, so its tolerance grows as 1/loss, up to a bound if the
-    unit is clipped.
-    """
-    alone: dict[int, Seen] = {}
-    for one in sorted(seen, key=lambda one: len(one.company.numbers)):
-        alone.setdefault(one.row, one)
-    largest, worst, excess = [0.0, 0.0], None, (False, 1.0)  # a row that was also run alone is reported before others
-    for one in seen:
-        first = alone[one.row]
-        loss = _difference(first.loss, one.loss, 1.0)
-        norm = _difference(first.norm, one.norm, 1e-30)
-        if math.isfinite(first.loss):
-            room = max(1.0, 1 / max(abs(first.loss), 1e-30))
-            norm /= min(room, _LOOSEST) if first.norm > clip_norm else room
-        largest = [max(largest[0], loss), max(largest[1], norm)]
-        found = (len(first.company.numbers) == 1, max(loss, norm) / tolerance)
-        if found[1] > 1 and found > excess:
-            worst, excess = (first, one), found
-    return Differences(largest[0], largest[1], tolerance), worst
-
-
-def _difference(one: float, other: float, floor: float) -> float:
-    if not (math.isfinite(one) and math.isfinite(other)):
-        return 0.0 if math.isfinite(one) == math.isfinite(other) else math.inf
-    return abs(one - other) / max(abs(one), abs(other), floor)
-
-
-def _message(worst: tuple[Seen, Seen], seen: Sequence[Seen], tolerance: float, carried: bool, held: str) -> str:
-    """Return one line: the two passes that differ, by how much, the likely cause, and the remedy."""
-    first, other = worst
-    by_loss = _difference(first.loss, other.loss, 1.0) > tolerance
-    name = "loss" if by_loss else "gradient norm"
-    values = (first.loss, other.loss) if by_loss else (first.norm, other.norm)
-    cause, remedy = _cause(first, other, seen, tolerance, carried, held)
-    return (
-        f"The {name} of a row depends on other rows: {first.company.words} it is {values[0]:.6g}, "
-        f"{other.company.words} {values[1]:.6g} (dropout off; rounding explains {tolerance:.0e}). "
-        f"A unit then cannot be bounded, and ε would not hold. {cause}. {remedy}"
-    )
-
-
-def _is_moved(company: Company, seen: Sequence[Seen], tolerance: float) -> bool:
-    """Return whether the losses of a pass are those of its rows alone, but at other positions, one row each."""
-    alone = {one.row: one.loss for one in seen if len(one.company.numbers) == 1}
-    losses = [one.loss for one in seen if one.company is company]
-    for row in company.numbers:
-        if row in alone:
-            place = next((n for n, loss in enumerate(losses) if _difference(loss, alone[row], 1.0) <= tolerance), None)
-            if place is None:
-                return False
-            del losses[place]
-    return True
-
-
-def _cause(
-    first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, carried: bool, held: str
-) -> tuple[str, str]:
-    if held:
-        return (
-            "The same row alone has another value with other random numbers, which cannot be held equal for a row "
-            f"among others ({held}), so a dependence on other rows cannot be told from them",
-            "Draw the numbers of a model or a loss by torch.rand, torch.randn, torch.randint or torch.bernoulli, in "
-            "shape (B, ...) for B rows",
-        )
-    if carried:
-        return (
-            "The same row alone gives another value later: the loss, the model or the collator carries state from one "
-            "microbatch to the next, or counts its calls",
-            "Compute each row's loss from that row and the weights only",
-        )
-    if _is_moved(other.company, seen, tolerance):
-        return (
-            "Its loss is at another row's position: the collator or the loss reorders rows, and units would be "
-            "charged with the gradients of others",
-            "Return rows in the order they were given; dpllm sorts microbatches by length itself",
-        )
-    return (
-        "Likely causes: the collator pads with another id than config.pad_token_id; the model pools at, or counts "
-        "positions from, padding (left padding under absolute positions); the loss divides by the batch's number of "
-        "targets, counts equal rows or uses batch statistics; the collator mixes rows; int8 or fp8 scales over all "
-        "rows; random numbers from a seed that is set within the step",
-        "Set both pad ids to one value, pad on the right, and compute each row's loss from its own row "
-        "(dpllm.RowCollator, dpllm.per_sequence_loss); a model that reads padding can be trained with one row per "
-        "microbatch (per_device_train_batch_size: 1)",
-    )

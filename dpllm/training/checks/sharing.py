@@ -45,12 +45,14 @@ from dpllm.training.checks.repeatable import (
     randomness,
     same_randomness,
 )
+from dpllm.training.out_of_memory import free_memory
 
 COPIES = 4
 """Copies of a row in a comparison by shape."""
 PLACES, STATES, FEWEST = 8, 24, 8
 """Copies of a row in a comparison by chance, and random states: for collators, and for models and later checks."""
 _FORCED = (1e-6, 0.25, 0.5, 0.75, 1 - 1e-6)  # uniform numbers, also those of coins that are rarely one
+_RESEEDED = 32  # random states in which a collator's shared numbers are changed
 _CHANCE_MODEL, _CHANCE_COLLATOR = 5e-9, 1e-10
 """Probability with which sound rows fail one comparison by chance.
 
@@ -112,6 +114,7 @@ class Sharing:
         places: the most copies that a microbatch has room for.
         states: random states of the comparison by chance; the same on all processes.
         tolerance: the largest relative difference of a loss that rounding explains.
+        in_lockstep: whether other processes run the same passes; otherwise fewer copies are taken if memory runs out.
 
     Attributes:
         message: what is wrong, in one line; None: nothing was found.
@@ -121,10 +124,16 @@ class Sharing:
     """
 
     def __init__(
-        self, run: Callable[[int, Numbers], Pass], places: int, states: int, tolerance: Callable[[], float]
+        self,
+        run: Callable[[int, Numbers], Pass],
+        places: int,
+        states: int,
+        tolerance: Callable[[], float],
+        in_lockstep: bool = False,
     ) -> None:
         """Start without a result."""
         self._run, self._places, self._states, self._tolerance = run, places, states, tolerance
+        self._in_lockstep = in_lockstep
         self._copies = min(COPIES, places)
         self.message: str | None = None
         self.shared: frozenset[Draw] = frozenset()
@@ -133,7 +142,8 @@ class Sharing:
 
     def look(self) -> None:
         """Compare the draws of one row with those of copies; two passes."""
-        alone, self._usual = self._run(1, Numbers()), self._run(self._copies, Numbers())
+        alone, self._usual = self._run(1, Numbers()), self._most(self._copies, Numbers())
+        self._copies = len(self._usual.losses)
         found = shared_draws(alone.draws, self._usual.draws, self._copies)
         dropped = next((one for one in found if one.is_dropout), None)
         if dropped is not None:
@@ -143,6 +153,17 @@ class Sharing:
         explicit = [one for one in self._usual.draws if not one.is_dropout]
         is_unknown = TORCH in self._usual.moved and not explicit
         self.is_random = is_unknown or bool(self._usual.moved.keys() - {TORCH} or set(explicit) - self.shared)
+
+    def _most(self, count: int, numbers: Numbers) -> Pass:
+        """Return a pass over as many copies as memory has room for, at most ``count``."""
+        while True:
+            try:
+                return self._run(count, numbers)
+            except torch.OutOfMemoryError:
+                if self._in_lockstep or count == 1:
+                    raise
+            free_memory()
+            count //= 2
 
     def force(self) -> None:
         """Compare the losses of copies while only numbers that are shared change; five passes."""
@@ -168,7 +189,9 @@ class Sharing:
 
     def compare(self) -> None:
         """Compare copies with really random numbers; one pass for each random state."""
-        passes = [self._run(self._places, Numbers(is_real=True)) for _ in range(self._states)]
+        passes = [self._most(self._places, Numbers(is_real=True))]
+        self._places = len(passes[0].losses)
+        passes += [self._run(self._places, Numbers(is_real=True)) for _ in range(self._states - 1)]
         losses, norms = (np.array([getattr(one, name) for one in passes]) for name in ("losses", "norms"))
         moved = sorted(frozenset().union(*(one.moved for one in passes)))
         generators = f" (from {' and '.join(moved)} global generator)" if moved else ""
@@ -306,9 +329,9 @@ def of_collator(
     """
     if places < 2:
         return None
-    seed, copies = secrets.randbits(32), min(COPIES, places)
+    first, copies = secrets.randbits(32), min(COPIES, places)
 
-    def made(count: int, numbers: Numbers) -> tuple[Mapping[str, Any], list[Draw], dict[str, Any]]:
+    def made(count: int, numbers: Numbers, seed: int = first) -> tuple[Mapping[str, Any], list[Draw], dict[str, Any]]:
         with randomness(seed, numbers), Repeatable(False, seed, numbers) as mode:
             before = generator_states()
             batch = collate(rows_of(count))
@@ -322,8 +345,11 @@ def of_collator(
     # Copies differ if a shared number is the seed of a generator that gives each row its own: chance decides there.
     is_apart = figures is not None and any(figures(usual, 0) != figures(usual, place) for place in range(1, copies))
     states *= 2 if is_apart and (shared or generators) else 1
-    for to in _FORCED if (shared or generators) and not is_apart else ():
-        if not _same(usual, made(copies, Numbers(shared, generators, to))[0]):
+    # A shared number may act only where a number of a row's own is close to it, so these vary too: no model runs here.
+    for number in range(_RESEEDED if (shared or generators) and not is_apart else 0):
+        seed = (first + number) % 2**32
+        usual = made(copies, Numbers(), seed)[0]
+        if any(not _same(usual, made(copies, Numbers(shared, generators, to), seed)[0]) for to in _FORCED):
             words = forced_words(shared, generators, copies)
             return FORCED.format(who="The collator", what=words, effect="its batch follows them")
     seen = []

@@ -1,0 +1,175 @@
+"""Differences between the results of a row alone and with other rows: how large rounding makes them, and their words.
+
+Place in the flow: below `dpllm.training.checks.independence`, which runs the passes. No model is run here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dpllm.training.checks.companies import Company
+
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""The largest difference of a row's loss and norm, by the coarsest dtype of the pass; `FINE` for float32 and float64.
+
+Relative to the larger of the loss and 1. In float32, sound models differ by at most 8e-6 and coupled ones by at least
+3.6e-5, except one whose random weights are too small (benchmarks/independence.py).
+"""
+FINE = 2e-5
+_LOOSEST = 500  # times the tolerance: the largest difference of clipped units' norms if the loss is nearly 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The result of one pass for one row.
+
+    Attributes:
+        row: number of the row.
+        place: its position in the microbatch.
+        loss: loss of the row.
+        norm: norm of its gradient over all trainable parameters.
+        company: the rows of the pass.
+    """
+
+    row: int
+    place: int
+    loss: float
+    norm: float
+    company: Company
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The largest differences of a check, relative as defined by `TOLERANCE`.
+
+    Attributes:
+        loss: difference of a row's loss alone and with other rows.
+        norm: difference of its gradient norm.
+        tolerance: the largest difference that rounding explains.
+    """
+
+    loss: float
+    norm: float
+    tolerance: float
+
+
+@dataclass
+class Precision:
+    """The coarsest arithmetic of some passes.
+
+    Attributes:
+        dtype: the coarsest.
+        on_gpu: whether losses were on a GPU.
+    """
+
+    dtype: torch.dtype = torch.float64
+    on_gpu: bool = False
+
+    def tolerance(self) -> float:
+        """Return the largest difference that rounding explains (`TOLERANCE`)."""
+        if self.on_gpu and self.dtype == torch.float32 and _rounds_products():
+            return TOLERANCE[torch.float16]
+        return TOLERANCE.get(self.dtype, FINE)
+
+
+def _rounds_products() -> bool:
+    """Return whether float32 products are formed from rounded factors (TF32)."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # both of torch's interfaces were used for the setting
+        return True
+
+
+def compare(seen: Sequence[Seen], clip_norm: float, tolerance: float) -> tuple[Differences, tuple[Seen, Seen] | None]:
+    """Return the largest differences between passes for the same row, and the pair that exceeds rounding most.
+
+    Losses are compared relative to the larger of their size and 1, which is the rounding of logits. A gradient norm
+    near a loss of 0 is the small difference of numbers near 1, so its tolerance grows as 1/loss, up to a bound if the
+    unit is clipped.
+    """
+    alone: dict[int, Seen] = {}
+    for one in sorted(seen, key=lambda one: len(one.company.numbers)):
+        alone.setdefault(one.row, one)
+    largest, worst, excess = [0.0, 0.0], None, (False, 1.0)  # a row that was also run alone is reported before others
+    for one in seen:
+        first = alone[one.row]
+        loss = _difference(first.loss, one.loss, 1.0)
+        norm = _difference(first.norm, one.norm, 1e-30)
+        if math.isfinite(first.loss):
+            room = max(1.0, 1 / max(abs(first.loss), 1e-30))
+            norm /= min(room, _LOOSEST) if first.norm > clip_norm else room
+        largest = [max(largest[0], loss), max(largest[1], norm)]
+        found = (len(first.company.numbers) == 1, max(loss, norm) / tolerance)
+        if found[1] > 1 and found > excess:
+            worst, excess = (first, one), found
+    return Differences(largest[0], largest[1], tolerance), worst
+
+
+def _difference(one: float, other: float, floor: float) -> float:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return 0.0 if math.isfinite(one) == math.isfinite(other) else math.inf
+    return abs(one - other) / max(abs(one), abs(other), floor)
+
+
+def in_words(worst: tuple[Seen, Seen], seen: Sequence[Seen], tolerance: float, carried: bool, held: str) -> str:
+    """Return one line: the two passes that differ, by how much, the likely cause, and the remedy."""
+    first, other = worst
+    by_loss = _difference(first.loss, other.loss, 1.0) > tolerance
+    name = "loss" if by_loss else "gradient norm"
+    values = (first.loss, other.loss) if by_loss else (first.norm, other.norm)
+    cause, remedy = _cause(first, other, seen, tolerance, carried, held)
+    return (
+        f"The {name} of a row depends on other rows: {first.company.words} it is {values[0]:.6g}, "
+        f"{other.company.words} {values[1]:.6g} (dropout off; rounding explains {tolerance:.0e}). "
+        f"A unit then cannot be bounded, and ε would not hold. {cause}. {remedy}"
+    )
+
+
+def _is_moved(company: Company, seen: Sequence[Seen], tolerance: float) -> bool:
+    """Return whether the losses of a pass are those of its rows alone, but at other positions, one row each."""
+    alone = {one.row: one.loss for one in seen if len(one.company.numbers) == 1}
+    losses = [one.loss for one in seen if one.company is company]
+    for row in company.numbers:
+        if row in alone:
+            place = next((n for n, loss in enumerate(losses) if _difference(loss, alone[row], 1.0) <= tolerance), None)
+            if place is None:
+                return False
+            del losses[place]
+    return True
+
+
+def _cause(
+    first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, carried: bool, held: str
+) -> tuple[str, str]:
+    if held:
+        return (
+            "The same row alone has another value with other random numbers, which cannot be held equal for a row "
+            f"among others ({held}), so a dependence on other rows cannot be told from them",
+            "Draw the numbers of a model or a loss by torch.rand, torch.randn, torch.randint or torch.bernoulli, in "
+            "shape (B, ...) for B rows",
+        )
+    if carried:
+        return (
+            "The same row alone gives another value later: the loss, the model or the collator carries state from one "
+            "microbatch to the next, or counts its calls",
+            "Compute each row's loss from that row and the weights only",
+        )
+    if _is_moved(other.company, seen, tolerance):
+        return (
+            "Its loss is at another row's position: the collator or the loss reorders rows, and units would be "
+            "charged with the gradients of others",
+            "Return rows in the order they were given; dpllm sorts microbatches by length itself",
+        )
+    return (
+        "Likely causes: the collator pads with another id than config.pad_token_id; the model pools at, or counts "
+        "positions from, padding (left padding under absolute positions); the loss divides by the batch's number of "
+        "targets, counts equal rows or uses batch statistics; the collator mixes rows; int8 or fp8 scales over all "
+        "rows; random numbers from a seed that is set within the step",
+        "Set both pad ids to one value, pad on the right, and compute each row's loss from its own row "
+        "(dpllm.RowCollator, dpllm.per_sequence_loss); a model that reads padding can be trained with one row per "
+        "microbatch (per_device_train_batch_size: 1)",
+    )
