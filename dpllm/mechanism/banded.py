@@ -199,7 +199,8 @@ class BandedNoise:
             if not isinstance(self.coefficients, (tuple, list)) or len(self.coefficients) != bands:
                 raise ValueError(f"noise.coefficients must be a list of bands={bands} numbers")
             object.__setattr__(self, "coefficients", tuple(self.coefficients))
-            require_column(tuple(self.coefficients))
+            require_norm(self.coefficients)  # before the cache of the next one, which takes numbers only
+            require_column(self.coefficients)
 
     @property
     def _number(self) -> int:

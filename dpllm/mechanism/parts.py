@@ -317,6 +317,26 @@ class Draw:
         return self.expected_batch_size / self.population
 
 
+class _Pairs(tuple[tuple[str, Any], ...]):
+    """The pairs of a mapping, sorted; a plan that holds it has a hash."""
+
+    __slots__ = ()
+
+
+def _frozen(value: Any) -> Any:
+    """Return lists as tuples and mappings as pairs, at any depth: nobody can change them afterwards."""
+    if isinstance(value, Mapping):
+        return _Pairs(sorted((str(name), _frozen(option)) for name, option in value.items()))
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _thawed(value: Any) -> Any:
+    """Return the lists and mappings that `_frozen` was given, as JSON has them."""
+    if isinstance(value, _Pairs):
+        return {name: _thawed(option) for name, option in value}
+    return [_thawed(option) for option in value] if isinstance(value, tuple) else value
+
+
 @dataclass(frozen=True)
 class Spec:
     """A part of a mechanism as recipes and plans name it: its kind, and its options.
@@ -340,17 +360,12 @@ class Spec:
         if isinstance(value, str):
             return cls(value)
         if isinstance(value, Mapping) and isinstance(value.get("kind"), str):
-            options = sorted(
-                (str(name), tuple(option) if isinstance(option, list) else option)
-                for name, option in value.items()
-                if name != "kind"
-            )
-            return cls(value["kind"], tuple(options))
+            return cls(value["kind"], _Pairs(pair for pair in _frozen(value) if pair[0] != "kind"))
         raise ValueError(f"a word, or a mapping with kind and its options, is needed, got {value!r}")
 
     def to_plain(self) -> str | dict[str, Any]:
         """Return the value that `of` accepts."""
-        options = {name: list(option) if isinstance(option, tuple) else option for name, option in self.options}
+        options = {name: _thawed(option) for name, option in self.options}
         return {"kind": self.kind, **options} if options else self.kind
 
 

@@ -24,6 +24,7 @@ _GROWTH_SLACK = 1e-6  # of the roots of a polynomial
 _TOO_LONG = 1e300  # in place of an error that overflows
 _NEARLY_LEAST = 1.001
 _LEAST_RATIO = 0.3
+_LEAST_DIAGONAL = 1e-3
 
 
 def require_norm(column: Sequence[float]) -> None:
@@ -39,12 +40,15 @@ def require_norm(column: Sequence[float]) -> None:
     """
     if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in column):
         raise ValueError(f"coefficients must be numbers, got {list(column)!r}")
-    if not column or not all(math.isfinite(value) for value in column) or column[0] <= 0:
-        raise ValueError(f"coefficients must be finite and the first one above 0, got {list(column)!r}")
-    square = math.fsum(value * value for value in column)
-    if square > 1 + _NORM_SLACK:
+    if not column or not all(abs(value) < math.inf for value in column) or column[0] < _LEAST_DIAGONAL:
         raise ValueError(
-            f"coefficients have norm {math.sqrt(square):.9g}, but at most 1 is needed: a unit could change the "
+            f"coefficients must be finite and the first one at least {_LEAST_DIAGONAL:g}, since noise is divided by "
+            f"it, got {str(list(column))[:200]}"
+        )
+    norm = math.hypot(*(min(max(value, -1e9), 1e9) for value in column))
+    if norm**2 > 1 + _NORM_SLACK:
+        raise ValueError(
+            f"coefficients have norm {norm:.9g}, but at most 1 is needed: a unit could change the "
             "releases by more than clip_norm. Divide them by their norm"
         )
 

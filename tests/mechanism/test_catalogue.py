@@ -136,3 +136,13 @@ def test_numbers_of_a_banded_step_in_a_ledger_are_whole(bad):
     """A ledger that another program wrote: `verify` ends in one line."""
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must be a whole number, got {next(iter(bad.values()))}"):
         from_fields({**to_fields(STEPS[2]), **bad})
+
+
+def test_a_specification_owns_its_options_and_has_a_hash():
+    """Lists, tuples and mappings in the options become JSON again; what the caller does later changes nothing."""
+    given = {"kind": "groups", "parameters": {"r": "*", "e": ("*wte*", "*wpe*")}, "shares": {"e": 1, "r": 2}}
+    spec = Spec.of(given)
+    given["parameters"]["e"] = "*"
+    plain = {"parameters": {"e": ["*wte*", "*wpe*"], "r": "*"}, "shares": {"e": 1, "r": 2}}
+    assert spec.to_plain() == {"kind": "groups", **plain} == json.loads(json.dumps(spec.to_plain()))
+    assert Spec.of(spec.to_plain()) == spec and hash(spec) == hash(Spec.of(spec.to_plain()))
