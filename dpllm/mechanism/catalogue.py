@@ -76,7 +76,7 @@ def _make(name: str, known: Mapping[str, Any], spec: Spec, given: Mapping[str, A
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {spec.kind!r}")
     part = known[spec.kind]
     fields = {item.name: item for item in dataclasses.fields(part) if item.name not in given}
-    options = dict(spec.options)
+    options = spec.plain_options
     if unknown := sorted(set(options) - set(fields)):
         takes = f"its options are {', '.join(fields)}" if fields else "it has no options"
         raise ValueError(f"{name}.{unknown[0]} is not an option of {spec.kind!r}; {takes}")

@@ -365,8 +365,12 @@ class Spec:
 
     def to_plain(self) -> str | dict[str, Any]:
         """Return the value that `of` accepts."""
-        options = {name: _thawed(option) for name, option in self.options}
-        return {"kind": self.kind, **options} if options else self.kind
+        return {"kind": self.kind, **self.plain_options} if self.options else self.kind
+
+    @property
+    def plain_options(self) -> dict[str, Any]:
+        """The options with their lists and mappings, as JSON has them."""
+        return {name: _thawed(option) for name, option in self.options}
 
 
 @dataclass(frozen=True)

@@ -211,8 +211,7 @@ def attach(
             "the same way: attach(model, optimizer)"
         )
     inside = model_inside(model)
-    name = _run_of(ledger)
-    first = optimizer if ledger.num_steps == 0 else None
+    name, first = _run_of(ledger), (optimizer if ledger.num_steps == 0 else None)
     between: Sequence[str] = [] if before is None else before.changed(inside)
     points = check_start(inside, None if name is None else name.folder, start_is_independent, first, between)
     refuse_own_generators(inside, [("The collator", rows.collate)], [("The data set", rows.fetch)])
