@@ -242,7 +242,6 @@ MUTATIONS = [
         "        self._noise.add_share_(STATISTIC, total, deviation, processes.rank, processes.size)\n",
         "",
         ("tests/mechanism/test_quantile.py",),
-        quick=True,
     ),
     Mutation(
         "every process adds noise to the count of a quantile",

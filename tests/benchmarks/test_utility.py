@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 
 from dpllm.data.rows import train_tokenizer
 from tests.conftest import tiny_llama_config
+from tests.tiers import deep_case
 
 _PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "utility.py"
 _spec = importlib.util.spec_from_file_location("benchmark_utility", _PATH)
@@ -51,14 +52,16 @@ def options(folder: Path, *extra: str) -> list[str]:
     return [*places, str(folder / "dev.csv"), *sizes, "--max-length", "48", "--max-tokens", "384", *extra]
 
 
-def test_every_arm_trains_and_the_file_keeps_it(material, tmp_path, capsys):
+@pytest.mark.parametrize("arms", [["non-private", "banded, average"], deep_case([*benchmark.ARMS])], ids=["two", "all"])
+def test_every_arm_trains_and_the_file_keeps_it(material, tmp_path, capsys, arms):
     """Private arms state an ε within the target; a second call repeats no run and prints the same table."""
     file, picture = tmp_path / "runs.json", tmp_path / "picture.png"
-    given = options(material, "--epsilons", "8", "--json", str(file), "--picture", str(picture))
+    more = ["--json", str(file), "--picture", str(picture), "--arms", *arms]
+    given = options(material, "--epsilons", "8", *more)
     benchmark.main(given)
     first = capsys.readouterr().out
     report = json.loads(file.read_text())
-    assert [run["arm"] for run in report["runs"]] == list(benchmark.ARMS)
+    assert [run["arm"] for run in report["runs"]] == arms
     for run in report["runs"]:
         assert run["perplexity"] > 1
         if run["arm"] != "non-private":
@@ -69,7 +72,7 @@ def test_every_arm_trains_and_the_file_keeps_it(material, tmp_path, capsys):
     benchmark.main(given)
     second = capsys.readouterr().out
     assert json.loads(file.read_text()) == report
-    assert second in first and all(name in second for name in benchmark.ARMS)
+    assert second in first and all(name in second for name in arms)
 
 
 @pytest.mark.deep
