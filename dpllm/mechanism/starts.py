@@ -26,7 +26,8 @@ class Start:
     """The steps of a mechanism from one start onwards, in one process.
 
     Guarantee: every draw that was handed out is in `history`, and draws and noise are those of one uninterrupted
-    sequence, for which `history` is accounted. A second object of the same mechanism is another start: pass the
+    sequence, for which `history` is accounted. Each draw has its own noise before the next one is handed out, so no
+    release holds two draws under one noise. A second object of the same mechanism is another start: pass the
     steps of both to `Mechanism.history`.
 
     Args:
@@ -35,12 +36,14 @@ class Start:
         generator: of the noise, for instance ``dpllm.NoiseSource()``.
         rng: of the draws; None: from the operating system's entropy. A seeded one is only for tests.
 
+    >>> import torch
     >>> from dpllm import NoiseSource, PrivacyConfig, make_plan
     >>> plan = make_plan(PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=4), 100, 6)
     >>> start = plan.mechanism.start(6, NoiseSource())
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> for epoch in range(2):
     ...     for units in start.draws(3):
-    ...         pass
+    ...         start.add_noise_({"weight": weight})
     >>> [count for _, count in start.history]
     [6]
     """
@@ -71,12 +74,22 @@ class Start:
     def draws(self, num_steps: int) -> Iterator[NDArray[np.int64]]:
         """Yield the units of the next steps, in rising order; there may be none, and the step is still taken.
 
-        Each call goes on where the last one ended. A draw is counted before it is made.
+        Each call goes on where the last one ended. A draw is counted before it is made. It is open until
+        `add_noise_` has added its noise, also when it is empty.
 
         Args:
             num_steps: number of draws.
+
+        Raises:
+            ValueError: the draw before, of this call or of another, has no noise yet. No draw is counted then.
         """
         for _ in range(num_steps):
+            if self._open:
+                raise ValueError(
+                    f"draw {self._num_steps} of this start has no noise, and the next draw was asked for: one noise "
+                    "over several draws does not give the ε of history. Call add_noise_ after each draw, also after "
+                    "an empty one, and release each"
+                )
             self._num_steps += 1
             self._open = True
             self._stream.begin(self._num_steps - 1)
@@ -96,8 +109,9 @@ class Start:
             raise ValueError(
                 "there is no draw without noise: each draw gets its noise once. Take a draw from draws() first"
             )
-        self._open, stddev = False, self._mechanism.noise_stddev
+        stddev = self._mechanism.noise_stddev
         for name, parameter in parameters.items():
             if parameter.grad is None:
                 parameter.grad = parameter.detach().new_zeros(parameter.shape)
             self._stream.add_share_(name, parameter.grad, stddev, rank=0, size=1)
+        self._open = False  # only now: a call that failed half-way leaves the draw open

@@ -79,3 +79,43 @@ def test_a_draw_is_counted_also_without_a_step_and_gets_its_noise_once():
     start.add_noise_(parameters())
     with pytest.raises(ValueError, match="each draw gets its noise once"):
         start.add_noise_(parameters())
+
+
+@pytest.mark.parametrize("noise", ["independent", BANDED], ids=["independent", "banded"])
+@pytest.mark.parametrize("through", ["one loop", "another loop"])
+def test_a_second_draw_before_the_noise_of_the_first_is_refused(noise, through):
+    """Sums of two draws cannot share one noise; the refused draw is not counted, and the start goes on after it."""
+    start = plan_of(noise).mechanism.start(8, NoiseSource(seed=3), seeded_rng(5))
+    first, second = start.draws(4), start.draws(4)
+    next(first)
+    with pytest.raises(ValueError, match=r"draw 1 of this start has no noise.*also after an empty one"):
+        next(first if through == "one loop" else second)
+    assert start.num_steps == 1
+    start.add_noise_(parameters())
+    next(start.draws(1))
+    assert start.num_steps == 2
+
+
+def test_the_last_draw_of_a_loop_gets_its_noise_after_it():
+    """Two generators in turn, each noise after the end of its loop: the noise of one sequence."""
+    mechanism = plan_of(BANDED).mechanism
+    _, expected = noisy(mechanism.start(8, NoiseSource(seed=3), seeded_rng(5)), [8])
+    start, found = mechanism.start(8, NoiseSource(seed=3), seeded_rng(5)), []
+    for _ in range(8):
+        for _units in start.draws(1):
+            pass
+        trained = parameters()
+        start.add_noise_(trained)
+        found.append(torch.cat([p.grad.flatten() for p in trained.values()]))
+    assert torch.equal(torch.stack(found), expected)
+
+
+def test_noise_that_failed_leaves_the_draw_open():
+    """A sum of a dtype without noise is refused, and the next draw as well."""
+    start = plan_of("independent").mechanism.start(8, NoiseSource(seed=3), seeded_rng(5))
+    draws = start.draws(2)
+    next(draws)
+    with pytest.raises(ValueError, match="float32"):
+        start.add_noise_({"a": torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))})
+    with pytest.raises(ValueError, match="draw 1 of this start has no noise"):
+        next(draws)
