@@ -77,7 +77,10 @@ class StepStatistic:
 
 
 class _Ledger(Protocol):
-    threshold: float | None
+    @property
+    def threshold(self) -> float | None: ...
+
+    def note_threshold(self, threshold: float) -> None: ...
 
 
 def follow_ledger(clipper: GhostClipper, plan: PrivacyPlan, ledger: _Ledger) -> None:
@@ -89,4 +92,4 @@ def follow_ledger(clipper: GhostClipper, plan: PrivacyPlan, ledger: _Ledger) -> 
 def note_threshold(clipper: GhostClipper, ledger: _Ledger) -> None:
     """Note the clipper's threshold in the ledger, whose next step carries it."""
     if isinstance(clipper.clipping, AdaptiveClipping):
-        ledger.threshold = clipper.clipping.threshold
+        ledger.note_threshold(clipper.clipping.threshold)

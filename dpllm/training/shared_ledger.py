@@ -50,7 +50,7 @@ class SharedLedger:
         self._budget = budget  # on rank 0: the file and the run's entry in it
         self._planned = planned  # steps
         self._history, self._begins = list(history), True  # as in `LedgerContents`, on every process
-        self.threshold = threshold  # of the next step, where the clipping adapts; otherwise None
+        self._threshold = threshold
         self._stated: tuple[tuple[Event, int], ...] | None = None  # steps whose ε is stated, set when the run ends
 
     @classmethod
@@ -227,6 +227,15 @@ class SharedLedger:
             mark(*self._budget, self._ledger.head)
         return self._ledger.head
 
+    @property
+    def threshold(self) -> float | None:
+        """The threshold of the next step, where the clipping adapts; otherwise None. Only `note_threshold` moves it."""
+        return self._threshold
+
+    def note_threshold(self, threshold: float) -> None:
+        """Note the threshold that the noisy statistic of this step gives (`dpllm.training.adapting`)."""
+        self._threshold = threshold
+
     def append_step(self, step_number: int, step: Event) -> None:
         """Charge a step; it is on the disk before any process continues. Called by all processes together.
 
@@ -237,7 +246,7 @@ class SharedLedger:
 
         def charge() -> LedgerHead:
             assert self._ledger is not None
-            self._ledger.append_step(step_number, step, self.threshold)
+            self._ledger.append_step(step_number, step, self._threshold)
             return self._ledger.head
 
         self._head = self._processes.from_main(charge)
