@@ -246,7 +246,7 @@ def attach(
                 deepspeed=model if isinstance(engine, DeepSpeedZero) else None,
                 watch=watch,
                 weights=attached.weights,
-                step=lambda: ledger.num_steps,
+                ledger=ledger,
                 processes=processes,
             )
             undo.callback(averaging.detach)

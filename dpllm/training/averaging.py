@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,12 @@ from dpllm.engines.processes import Processes
 from dpllm.mechanism.averages import Average, average_of
 from dpllm.models.ended import RunWeights
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.report.definition import RELEASED_WEIGHTS
 from dpllm.training.checks.stamps import WatchError
 from dpllm.training.checks.watch import Watch
 from dpllm.training.checks.written import Written
+from dpllm.training.shared_ledger import SharedLedger
 
 AVERAGE_FOLDER = "average"
 """Within a checkpoint: the average beside the weights."""
@@ -49,6 +51,7 @@ LAST_FOLDER = "last_step"
 """Within the folder of a released average: the model with the weights after the last step."""
 _STATE_FILE = "average.json"
 _SHARDS = "rank_*.safetensors"
+_STATE = {"average", "count", "last", "sizes", "ledger"}
 
 
 class AverageError(ValueError):
@@ -96,7 +99,7 @@ class _Source:
 
     fragments: WeightFragments
     watch: Watch
-    step: Callable[[], int]
+    ledger: SharedLedger
     weights: RunWeights
     processes: Processes
 
@@ -138,7 +141,7 @@ class Averaging:
         deepspeed: Any,
         watch: Watch,
         weights: RunWeights,
-        step: Callable[[], int],
+        ledger: SharedLedger,
         processes: Processes,
     ) -> None:
         """Follow an attached model. Called by all processes together, right after its watch was made.
@@ -150,7 +153,7 @@ class Averaging:
             deepspeed: DeepSpeed's engine; None: another engine.
             watch: the watch over the same parameters.
             weights: initial and final weights of the run.
-            step: returns the number of steps charged so far.
+            ledger: of the run; an average that is loaded has to be of the same run.
             processes: all processes.
 
         Raises:
@@ -158,7 +161,7 @@ class Averaging:
         """
         processes.agree({"train.average": repr(self.average)})
         fragments = WeightFragments(parameters, module, deepspeed, processes)
-        self._source = _Source(fragments=fragments, watch=watch, step=step, weights=weights, processes=processes)
+        self._source = _Source(fragments=fragments, watch=watch, ledger=ledger, weights=weights, processes=processes)
         if deepspeed is None:
             self._handle = innermost(optimizer).register_step_post_hook(self._after_update)
 
@@ -177,7 +180,7 @@ class Averaging:
     def update(self) -> None:
         """Let the weights after the step that was charged last enter, unless they have entered or come too early."""
         source = self._attached()
-        step = source.step()
+        step = source.ledger.num_steps
         if step <= self._last or not self.average.enters(step, self._num_steps):
             return
         source.watch.confirm()
@@ -279,6 +282,7 @@ class Averaging:
         folder.mkdir(parents=True, exist_ok=True)
         if source.processes.is_main:
             state = {"average": self.words, "count": self.count, "last": self._last, "sizes": source.fragments.sizes}
+            state["ledger"] = source.ledger.head.to_dict()
             (folder / _STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         if self._values and source.fragments.is_owner:
             starts = {name: str(start) for name, start in source.fragments.starts.items()}
@@ -292,13 +296,17 @@ class Averaging:
 
         Raises:
             AverageError: the checkpoint holds no average, another one, or not all of it; on every process.
+            LedgerError: the average is of another run, whose ε this ledger does not state; on every process.
         """
-        source = self._attached()
-        source.processes.together(lambda: self._load(Path(checkpoint) / AVERAGE_FOLDER, source.fragments))
+        source, folder = self._attached(), Path(checkpoint) / AVERAGE_FOLDER
+        state = source.processes.together(lambda: self._state_in(folder, source.fragments))
+        source.ledger.require_prefix(LedgerHead.of(state["ledger"]), f"The average in {checkpoint}")
+        source.processes.together(lambda: self._load(folder, state, source.fragments))
         self._written = Written()
         self._written.take(self._values.values())
 
-    def _load(self, folder: Path, fragments: WeightFragments) -> None:
+    def _state_in(self, folder: Path, fragments: WeightFragments) -> dict[str, Any]:
+        """Return the state of an average that was saved, after comparing it with this one."""
         try:
             state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
         except OSError as error:
@@ -306,11 +314,22 @@ class Averaging:
                 f"{folder.parent} holds no average of the weights ({error.strerror}), so it cannot be continued. "
                 "Resume from a checkpoint that was made with train.average, or start a new run"
             ) from error
+        except ValueError as error:
+            state = {"error": error}
+        if not isinstance(state, dict) or set(state) != _STATE:
+            raise AverageError(
+                f"{folder / _STATE_FILE} is not what a run wrote: it is torn or was edited. Resume from another "
+                "checkpoint"
+            )
         if state["average"] != self.words or state["sizes"] != fragments.sizes:
             raise AverageError(
                 f"{folder} holds {state['average']}, of other weights or of another kind than {self.words}. Resume "
                 "with the model and the train.average of the first start"
             )
+        return state
+
+    def _load(self, folder: Path, state: Mapping[str, Any], fragments: WeightFragments) -> None:
+        """Read this process's part."""
         self.count, self._last, self._values = state["count"], state["last"], {}
         if not self.count:
             return

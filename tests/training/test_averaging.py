@@ -15,7 +15,7 @@ from dpllm.config import ConfigError
 from dpllm.mechanism.averages import average_of, weights_of
 from dpllm.models.ended import earlier_run
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.ledger import read_ledger
+from dpllm.privacy.ledger import LedgerError, read_ledger
 from dpllm.report.definition import RELEASED_WEIGHTS
 from dpllm.report.verify import verify as verify_folder
 from dpllm.training.averaging import AVERAGE_FOLDER, LAST_FOLDER, AverageError, Averaging
@@ -314,6 +314,10 @@ def test_a_checkpoint_whose_average_lacks_a_part_is_refused(tmp_path):
     state.write_text(text.replace("decay 0.6", "decay 0.7"))
     with pytest.raises(AverageError, match=r"holds the exponential .* of another kind than the exponential"):
         averaging.load(checkpoint)
+    for torn in (text[:40], "[1]", text.replace('"count"', '"counts"')):
+        state.write_text(torn)
+        with pytest.raises(AverageError, match="is not what a run wrote: it is torn or was edited"):
+            averaging.load(checkpoint)
     state.write_text(text)
     shards[0].unlink()
     with pytest.raises(AverageError, match=r"does not hold the whole average of .* \(0 of \d+ entries"):
@@ -321,6 +325,20 @@ def test_a_checkpoint_whose_average_lacks_a_part_is_refused(tmp_path):
     shutil.rmtree(checkpoint / AVERAGE_FOLDER)
     with pytest.raises(AverageError, match="holds no average of the weights"):
         averaging.load(checkpoint)
+
+
+def test_the_average_of_another_run_is_refused(tmp_path):
+    """Its steps are not in this ledger, so the printed ε would not hold for what is released."""
+    first, second = (
+        trainer(tmp_path / name, args=arguments(tmp_path / name, save_strategy="steps", save_steps=4), average=EMA)
+        for name in ("first", "second")
+    )
+    first.train()
+    second.train()
+    kept = {name: value.clone() for name, value in second.averaging._values.items()}
+    with pytest.raises(LedgerError, match=r"The average in .*first.* belongs to another ledger than .*second"):
+        second.averaging.load(tmp_path / "first" / "checkpoint-4")
+    assert all(torch.equal(second.averaging._values[name], value) for name, value in kept.items())
 
 
 def test_the_plan_does_not_know_the_average(tmp_path):
