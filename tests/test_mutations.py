@@ -204,8 +204,8 @@ MUTATIONS = [
     Mutation(
         "the columns of a strategy may have any norm",
         "dpllm/mechanism/strategies.py",
-        "    if square > 1 + _NORM_SLACK:\n",
-        "    if square > 2:\n",
+        "    if norm**2 > 1 + _NORM_SLACK:\n",
+        "    if norm > 2:\n",
         ("tests/mechanism/test_banded.py", "tests/privacy/test_noise_choice.py"),
     ),
     Mutation(

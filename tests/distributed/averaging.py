@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dpllm.engines import model_inside
 from dpllm.mechanism.averages import average_of, weights_of
+from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks.watch import WatchError
 from dpllm.training.run import PrivateRun
@@ -26,10 +27,15 @@ SPECS = {"ema": {"kind": "ema", "decay": 0.6}, "tail": {"kind": "tail", "share":
 
 
 class Ledger(NoLedger):
-    """One that takes facts."""
+    """One that takes facts, and to which the averages of all engines belong."""
+
+    head = LedgerHead("0" * 16, NUM_STEPS)
 
     def append_fact(self, name: str, value: str) -> None:
         self.facts = {name: value}
+
+    def require_prefix(self, head: LedgerHead, owner: str) -> None:
+        assert head == self.head and "average" in owner
 
 
 def every_engine(engines: list[tuple[str, str, str]], runs: Path) -> dict[str, dict[str, Any]]:
