@@ -60,6 +60,7 @@ class Start:
         self._drawn = mechanism.sampler.steps(secret_rng() if rng is None else rng)
         self._stream = mechanism.noise.stream(generator, num_steps)
         self._num_steps, self._open = 0, False
+        self._names: set[str] = set()  # of the parameters that had noise
 
     @property
     def num_steps(self) -> int:
@@ -102,16 +103,22 @@ class Start:
             parameters: name to parameter, all that are trained (`dpllm.GhostClipper.parameters`).
 
         Raises:
-            ValueError: no draw was made, or its noise was added already; a sum is neither float32 nor float64; or the
-                clipping has changed.
+            ValueError: no draw was made, or its noise was added already; no parameter is given, or others than
+                before; a sum is neither float32 nor float64; or the clipping has changed.
         """
         if not self._open:
             raise ValueError(
                 "there is no draw without noise: each draw gets its noise once. Take a draw from draws() first"
+            )
+        if not parameters or (self._names and self._names != set(parameters)):
+            raise ValueError(
+                f"add_noise_ got {len(parameters)} parameters, and {len(self._names) or 'at least one'} are needed, "
+                "the same in every step: one that is left out would be released without noise. Give all that are "
+                "trained (GhostClipper.parameters)"
             )
         stddev = self._mechanism.noise_stddev
         for name, parameter in parameters.items():
             if parameter.grad is None:
                 parameter.grad = parameter.detach().new_zeros(parameter.shape)
             self._stream.add_share_(name, parameter.grad, stddev, rank=0, size=1)
-        self._open = False  # only now: a call that failed half-way leaves the draw open
+        self._names, self._open = set(parameters), False  # only now: a call that failed half-way leaves the draw open

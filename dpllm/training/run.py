@@ -214,6 +214,11 @@ class PrivateRun:
         own_loop = self._files_before is not None
         again = self.weights is not None and self.ledger.num_steps > 0
         with self.ledger.ended_on_failure() if own_loop else contextlib.nullcontext():
+            if averaging is not None and not isinstance(averaging, Averaging):
+                raise ConfigError(
+                    f"averaging is {averaging!r}; pass Averaging(average_of({averaging!r}), num_steps) of "
+                    "dpllm.training.averaging, which the loop keeps"
+                )
             if own_loop:
                 words = None if averaging is None else averaging.words
                 self.processes.from_main(lambda: refuse_other_average(self.ledger.path.parent, words))

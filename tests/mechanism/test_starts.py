@@ -119,3 +119,21 @@ def test_noise_that_failed_leaves_the_draw_open():
         start.add_noise_({"a": torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))})
     with pytest.raises(ValueError, match="draw 1 of this start has no noise"):
         next(draws)
+
+
+@pytest.mark.parametrize("noise", ["independent", BANDED], ids=["independent", "banded"])
+def test_every_parameter_gets_noise_in_every_step(noise):
+    """An empty mapping, or one that lacks a parameter, leaves the draw open: the rest would have no noise."""
+    start = plan_of(noise).mechanism.start(8, NoiseSource(seed=3), seeded_rng(5))
+    loop, trained = start.draws(8), parameters()
+    next(loop)
+    with pytest.raises(ValueError, match="got 0 parameters, and at least one are needed"):
+        start.add_noise_({})
+    start.add_noise_(trained)
+    next(loop)
+    for others in ({"a": trained["a"]}, {**trained, "c": trained["a"]}):
+        with pytest.raises(ValueError, match="and 2 are needed, the same in every step"):
+            start.add_noise_(others)
+    with pytest.raises(ValueError, match="has no noise"):
+        next(start.draws(1))
+    start.add_noise_(trained)

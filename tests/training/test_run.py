@@ -268,6 +268,14 @@ def test_an_optimizer_of_other_parameters_is_refused_when_it_is_attached(tmp_pat
     assert run.ledger.num_steps == 0
 
 
+def test_an_average_that_is_only_named_is_refused_when_the_model_is_attached(tmp_path):
+    """A recipe names it by a word; a loop has to keep the object."""
+    run, model = PrivateRun.start(tmp_path / "run", plan_of(), rows_of()), network()
+    with pytest.raises(ConfigError, match=r"averaging is 'ema'; pass Averaging\(average_of\('ema'\), num_steps\)"):
+        run.attach(model, torch.optim.SGD(model.parameters(), lr=0.3), averaging="ema")
+    assert read_ledger(tmp_path / "run" / LEDGER_FILE).end == "failed"
+
+
 def test_an_attach_that_fails_ends_the_run_and_gives_its_budget_back(tmp_path):
     """No step was charged, so the ledger ends, nothing stays reserved, and the folder can be used again."""
     plan = dataclasses.replace(plan_of(), dataset="mail")
