@@ -49,7 +49,7 @@ from dpllm.training.out_of_memory import free_memory
 
 COPIES = 4
 """Copies of a row in a comparison by shape."""
-PLACES, STATES, FEWEST = 8, 24, 8
+PLACES, STATES, FEWEST = 8, 48, 8
 """Copies of a row in a comparison by chance, and random states: for collators, and for models and later checks."""
 _FORCED = (1e-6, 0.25, 0.5, 0.75, 1 - 1e-6)  # uniform numbers, also those of coins that are rarely one
 _RESEEDED = 32  # random states in which a collator's shared numbers are changed
@@ -344,7 +344,6 @@ def of_collator(
     generators = shared_generators(moved, all_moved)
     # Copies differ if a shared number is the seed of a generator that gives each row its own: chance decides there.
     is_apart = figures is not None and any(figures(usual, 0) != figures(usual, place) for place in range(1, copies))
-    states *= 2 if is_apart and (shared or generators) else 1
     # A shared number may act only where a number of a row's own is close to it, so these vary too: no model runs here.
     for number in range(_RESEEDED if (shared or generators) and not is_apart else 0):
         seed = (first + number) % 2**32
