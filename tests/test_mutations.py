@@ -283,9 +283,23 @@ MUTATIONS = [
     Mutation(
         "a step is clipped to another threshold than it is charged with",
         "dpllm/training/run.py",
-        "        follow_ledger(attached.clipper, self.plan, self.ledger)\n",
-        "",
+        "            self._threshold.give_to(attached.clipper, self.plan)\n",
+        "            pass\n",
         ("tests/mechanism/test_quantile.py", "tests/training/test_mechanisms.py"),
+    ),
+    Mutation(
+        "a second run may move the threshold",
+        "dpllm/training/shared_ledger.py",
+        "        if self._handed_over:\n",
+        "        if False:\n",
+        ("tests/mechanism/test_quantile.py",),
+    ),
+    Mutation(
+        "verify takes any movement of a threshold",
+        "dpllm/report/verify_thresholds.py",
+        "    return (wrong is None, f",
+        "    return (True, f",
+        ("tests/mechanism/test_quantile.py",),
     ),
     Mutation(
         "each group of parameters has the whole clip norm",

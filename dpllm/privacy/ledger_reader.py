@@ -102,6 +102,8 @@ class LedgerNotes:
 
     thresholds: list[float] = field(default_factory=list)
     """Clip thresholds of the steps whose lines carry one, in their order: those of a clipping that adapts."""
+    begun_at: list[int] = field(default_factory=list)
+    """For each start or resume, the number of thresholds before it."""
 
     def add_fact(self, name: str, value: str | int | float) -> bool:
         """Add a value of a fact; return whether it is new."""
@@ -335,6 +337,7 @@ class LedgerReader:
             self._check_run(number, entry)
             contents.begins = True
             contents.runs.append(entry)
+            contents.notes.begun_at.append(len(contents.notes.thresholds))
             contents.end, contents.notes.stopped_independently = None, False
             contents.notes.file = (entry["run"], entry["file"]) if entry.get("file") else None
             self._running = True

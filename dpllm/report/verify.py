@@ -40,11 +40,14 @@ from dpllm.report.model_card import CARD_FILE, guarantee_section, metadata_in, o
 from dpllm.report.models import FORMAT, Part, PrivacyReport, Versions, complaints, listed
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
 from dpllm.report.verify_release import foreign_claims, missing_points, release_checks
+from dpllm.report.verify_thresholds import thresholds_found
 
 TOLERANCE = 1e-6
 """How far numbers may differ, relatively, when other versions of the numeric packages computed them."""
 
 _SAME = 1e-9  # otherwise: the last digits depend on the order of additions, and so on the number of threads
+
+_THRESHOLDS = "each step in the ledger carries the clip threshold of a clipping that adapts"
 
 _NUMERIC = ("dp_accounting", "prv_accountant", "numpy", "scipy", "python")
 
@@ -186,11 +189,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _ledger_checks(plan: PrivacyPlan, contents: LedgerContents) -> list[Check]:
     others = [run["plan_hash"][:12] for run in contents.runs if run["plan_hash"] != plan.hash]
     foreign = sum(count for step, count in contents.history if step != plan.event)
-    taken, path, start = contents.num_steps, contents.notes.thresholds, plan.mechanism.first_threshold
-    carried = taken - contents.torn_steps if start is not None else 0
-    adapted = len(path) == carried and (path[:1] in ([], [start]) or contents.torn_steps > 0)
+    taken, adapted = contents.num_steps, thresholds_found(plan, contents)
     return [
-        *_adapted(start is not None or bool(path), adapted, len(path)),
+        *([] if adapted is None else [Check(_THRESHOLDS, *adapted)]),
         Check(
             "the ledger is of this plan",
             not others,
@@ -209,13 +210,6 @@ def _ledger_checks(plan: PrivacyPlan, contents: LedgerContents) -> list[Check]:
             f"{taken} of {plan.num_steps} planned steps" + ("" if taken <= plan.num_steps else ": too many"),
         ),
     ]
-
-
-def _adapted(needed: bool, adapted: bool, count: int) -> list[Check]:
-    if not needed:
-        return []
-    what = "each step in the ledger carries the clip threshold of a clipping that adapts"
-    return [Check(what, adapted, f"{count} steps do" + ("" if adapted else ": not as the plan says"))]
 
 
 def _step_count(contents: LedgerContents, recorded: Mapping[str, Any]) -> Check:

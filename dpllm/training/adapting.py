@@ -7,8 +7,6 @@ statistic; for them nothing happens here.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -76,20 +74,32 @@ class StepStatistic:
         self._clipper.clipping = self._clipping.updated(noisy, self._plan.expected_batch_size)
 
 
-class _Ledger(Protocol):
+class Threshold:
+    """The threshold of a run's next step. The ledger reads it; the run's steps move it, and nothing else.
+
+    Guarantee: after the first value, it takes only values that a step's noisy statistic gave to its clipper. Whoever
+    has this object can follow a clipper with it, so a ledger hands it over once
+    (`dpllm.training.shared_ledger.SharedLedger.hand_over_threshold`).
+
+    Args:
+        value: the threshold of the first step of this start. None: the clipping does not adapt.
+    """
+
+    def __init__(self, value: float | None) -> None:
+        """Store the first value."""
+        self._value = value
+
     @property
-    def threshold(self) -> float | None: ...
+    def value(self) -> float | None:
+        """The threshold of the next step; None: the clipping does not adapt."""
+        return self._value
 
-    def note_threshold(self, threshold: float) -> None: ...
+    def give_to(self, clipper: GhostClipper, plan: PrivacyPlan) -> None:
+        """Give the clipper the threshold with which the step is charged; a resume continues with the last one."""
+        if isinstance(plan.mechanism.clipping, AdaptiveClipping) and self._value is not None:
+            clipper.clipping = plan.mechanism.clipping.at(self._value)
 
-
-def follow_ledger(clipper: GhostClipper, plan: PrivacyPlan, ledger: _Ledger) -> None:
-    """Give the clipper the threshold with which the ledger charged the step; a resume continues with the last one."""
-    if isinstance(plan.mechanism.clipping, AdaptiveClipping) and ledger.threshold is not None:
-        clipper.clipping = plan.mechanism.clipping.at(ledger.threshold)
-
-
-def note_threshold(clipper: GhostClipper, ledger: _Ledger) -> None:
-    """Note the clipper's threshold in the ledger, whose next step carries it."""
-    if isinstance(clipper.clipping, AdaptiveClipping):
-        ledger.note_threshold(clipper.clipping.threshold)
+    def follow(self, clipper: GhostClipper) -> None:
+        """Take the threshold that the step's noisy statistic gave to the clipper (`StepStatistic.finish`)."""
+        if isinstance(clipper.clipping, AdaptiveClipping):
+            self._value = clipper.clipping.threshold

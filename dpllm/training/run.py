@@ -36,7 +36,6 @@ from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.statement import write_report
-from dpllm.training.adapting import follow_ledger, note_threshold
 from dpllm.training.attached import Attached, attach
 from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
@@ -105,6 +104,8 @@ class PrivateRun:
         self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
         agreement.check_rows(plan, rows.units)  # now, so that an error is raised by all processes
         self._plan, self.rows, self.ledger = plan, rows, ledger
+        # Only the run's steps move it; the stand-in of an audit, whose clipping does not adapt, has none.
+        self._threshold = None if plan.mechanism.first_threshold is None else ledger.hand_over_threshold()
         self._entropy = RunEntropy(plan, self.processes, ledger, seed, noise_memory)
         self._draws = Draws(plan, ledger, self.processes, self._entropy.draws())
         self.max_tokens = rows.max_tokens
@@ -313,7 +314,8 @@ class PrivateRun:
             raise ConfigError("No model is attached to the run: call attach(model, optimizer) before step()")
         mode = mode_now(attached.model.training)
         unit_ids, charged = self._draws.take(unit_ids, mode, found_by(attached.make_ready))
-        follow_ledger(attached.clipper, self.plan, self.ledger)
+        if self._threshold is not None:
+            self._threshold.give_to(attached.clipper, self.plan)
         attached.begin_step(self.ledger.num_steps)
         if isinstance(self.max_tokens, str):
             self.max_tokens = attached.find_max_tokens(loss_of, self.rows, self.plan, self.processes)
@@ -341,7 +343,8 @@ class PrivateRun:
             self._entropy.give_up_step()
             raise
         attached.after_step()
-        note_threshold(attached.clipper, self.ledger)
+        if self._threshold is not None:
+            self._threshold.follow(attached.clipper)
         self._note(done)
         return done
 

@@ -18,6 +18,7 @@ from dpllm.privacy.same_rows import compare_rows, remember_rows
 from dpllm.privacy.stated import planned_steps, steps_allowed, with_planned
 from dpllm.privacy.unused import make_way
 from dpllm.privacy.writer import note_writer
+from dpllm.training.adapting import Threshold
 
 NOT_SETTLED = (
     "The run ended, and its budget {file} could not be settled ({error}). All its planned steps stay reserved there. "
@@ -50,7 +51,7 @@ class SharedLedger:
         self._budget = budget  # on rank 0: the file and the run's entry in it
         self._planned = planned  # steps
         self._history, self._begins = list(history), True  # as in `LedgerContents`, on every process
-        self._threshold = threshold
+        self._threshold, self._handed_over = Threshold(threshold), False
         self._stated: tuple[tuple[Event, int], ...] | None = None  # steps whose ε is stated, set when the run ends
 
     @classmethod
@@ -229,12 +230,22 @@ class SharedLedger:
 
     @property
     def threshold(self) -> float | None:
-        """The threshold of the next step, where the clipping adapts; otherwise None. Only `note_threshold` moves it."""
-        return self._threshold
+        """The threshold of the next step, where the clipping adapts; otherwise None. Only the run's steps move it."""
+        return self._threshold.value
 
-    def note_threshold(self, threshold: float) -> None:
-        """Note the threshold that the noisy statistic of this step gives (`dpllm.training.adapting`)."""
-        self._threshold = threshold
+    def hand_over_threshold(self) -> Threshold:
+        """Return the threshold, for the one run that moves it; called once, when the run is made.
+
+        Raises:
+            LedgerError: another run has it.
+        """
+        if self._handed_over:
+            raise LedgerError(
+                f"A run of this process moves the clip threshold in {self.path} already. A threshold that anything "
+                "else moves can hold private values. Use that run, or PrivateRun.resume"
+            )
+        self._handed_over = True
+        return self._threshold
 
     def append_step(self, step_number: int, step: Event) -> None:
         """Charge a step; it is on the disk before any process continues. Called by all processes together.
@@ -246,7 +257,7 @@ class SharedLedger:
 
         def charge() -> LedgerHead:
             assert self._ledger is not None
-            self._ledger.append_step(step_number, step, self._threshold)
+            self._ledger.append_step(step_number, step, self.threshold)
             return self._ledger.head
 
         self._head = self._processes.from_main(charge)

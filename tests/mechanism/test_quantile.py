@@ -6,6 +6,7 @@ adds up, and divides by it.
 
 import dataclasses
 import math
+import re
 
 import dp_accounting
 import numpy as np
@@ -26,13 +27,14 @@ from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.limits import MAX_CLIP_NORM, MIN_CLIP_NORM
 from dpllm.mechanism.parts import AdaptiveClipping, Draw, Mechanism, Spec, gradient_noise_multiplier
 from dpllm.mechanism.quantile import QuantileClipping
-from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
+from dpllm.privacy.ledger_reader import LedgerNotes
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.report.definition import mechanism
-from dpllm.training.adapting import StepStatistic
+from dpllm.report.verify_thresholds import thresholds_found
+from dpllm.training.adapting import StepStatistic, Threshold
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
-from dpllm.training.shared_ledger import SharedLedger
 from tests.training.test_run import loss_of, network, plan_of, rows_of
 
 C, B = 0.5, 8  # of `plan_of`
@@ -211,7 +213,8 @@ def test_one_unit_moves_gradients_and_count_by_at_most_one_standard_deviation_ov
 
     def released(chosen, other=None):
         """One step's sum of gradients and count, without noise; the loss of the rows of ``other`` is negated."""
-        run.ledger.note_threshold(start)
+        run.ledger.moved = Threshold(start)  # every measurement begins at the same threshold
+        run._threshold = run.ledger.moved
 
         def loss(model, inputs):
             losses = wide_loss(model, inputs)
@@ -264,13 +267,18 @@ class Counts:
     """A ledger in memory; lines on a disk are tested elsewhere."""
 
     def __init__(self, plan):
-        self.num_steps, self.steps_planned, self.threshold = 0, None, plan.mechanism.first_threshold
+        self.num_steps, self.steps_planned = 0, None
+        self.moved = Threshold(plan.mechanism.first_threshold)
 
     def append_step(self, step_number, step):
         self.num_steps += 1
 
-    def note_threshold(self, threshold):
-        self.threshold = threshold
+    @property
+    def threshold(self):
+        return self.moved.value
+
+    def hand_over_threshold(self):
+        return self.moved
 
     def append_open_point(self, text):
         pass
@@ -330,19 +338,92 @@ def test_a_plan_is_saved_and_read_back_and_its_report_names_both_noises(tmp_path
     assert "a step has σ = 0.7) is added to the sum" in words
 
 
+def ledger_with(folder, plan, *thresholds):
+    """A ledger whose steps carry these thresholds, as a loop of one's own could write it; None: a resume."""
+    path = folder / LEDGER_FILE
+    ledger = Ledger.create(path, plan)
+    for threshold in thresholds:
+        if threshold is None:
+            ledger.close()
+            ledger = Ledger.open(path, plan)
+        else:
+            ledger.append_step(ledger.num_steps, plan.event, threshold)
+    ledger.close()
+    return path
+
+
 def test_a_ledger_whose_threshold_is_none_is_refused(tmp_path):
     """Edited by someone who computed the hashes again."""
-    plan = quantile_plan(0.7)
-    ledger = SharedLedger.create(tmp_path / LEDGER_FILE, plan, Processes())
+    with pytest.raises(LedgerError, match="the clip threshold of a step is -1"):
+        read_ledger(ledger_with(tmp_path, quantile_plan(0.7), C, 0.25, -1.0))
+
+
+def test_only_the_run_moves_the_threshold_of_its_ledger(tmp_path):
+    """A loop's own value may depend on private rows. No public name of the ledger takes one, and no second run does."""
+    run, _ = run_of(tmp_path, quantile_plan(0.7), network().double())
+    ledger = run.ledger
     assert ledger.threshold == C
     with pytest.raises(AttributeError):
-        ledger.threshold = 3.0  # a loop's own value, which may depend on private rows
-    for threshold in (0.25, -1.0):
-        ledger.note_threshold(threshold)
-        ledger.append_step(ledger.num_steps, plan.event)
-    ledger.close()
-    with pytest.raises(LedgerError, match="the clip threshold of a step is -1"):
-        read_ledger(tmp_path / LEDGER_FILE)
+        ledger.threshold = 3.0
+    assert [name for name in dir(ledger) if "threshold" in name and name[0] != "_"] == [
+        "hand_over_threshold",
+        "threshold",
+    ]
+    with pytest.raises(LedgerError, match=r"moves the clip threshold in .* already.*PrivateRun\.resume"):
+        ledger.hand_over_threshold()
+    with pytest.raises(LedgerError, match="moves the clip threshold"):
+        PrivateRun(run.plan, run.rows, ledger)
+    run.step(next(run.draws(1)), wide_loss)
+    moved = ledger.threshold
+    assert moved != C and moved == run._attached.clipper.clipping.threshold
+    assert next(run.draws(1)) is not None and read_ledger(ledger.path).notes.thresholds == [C, moved]
+    run.detach()
+
+
+FURTHEST = math.exp(0.2 * (30 / 2 + 10 * 0.4) / B)
+"""The factor by which a step can move the threshold: half of B_max units, and ten standard deviations of the noise."""
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "found"),
+    [
+        ([C, C * FURTHEST * 0.999, C, C / FURTHEST * 1.001], "4 steps do"),
+        ([C, C, C * 1.1], "3 steps do"),  # a draw without a step
+        ([C, C * 1.1, None, C * 1.1, C], "4 steps do"),
+        ([C, C * FURTHEST * 1.001], "step 2 of them has .* something else moved it"),
+        ([C, C * 1.1, C / FURTHEST], "step 3 of them has .* something else moved it"),
+        ([C * 1.1, C], "not as the plan says"),
+        ([C, C * 1.1, None, C], f"step 3 of them has {C} after a resume, and {C * 1.1:g} was charged last"),
+    ],
+)
+def test_a_threshold_that_no_noisy_count_gives_is_found(thresholds, found, tmp_path):
+    """By `dpllm verify`: it may hold private values."""
+    plan = quantile_plan(0.7, 9)
+    assert plan.max_batch_size == 30 and plan.mechanism.statistic_stddev == 0.4
+    ok, words = thresholds_found(plan, read_ledger(ledger_with(tmp_path, plan, *thresholds)))
+    assert ok == found.endswith("do") and re.search(found, words), words
+
+
+def test_the_noise_of_a_count_that_is_correlated_over_steps_may_move_it_further(tmp_path):
+    """By its largest standard deviation."""
+    plan = quantile_plan(0.7, 9, {"kind": "banded", "bands": 2})
+    furthest = math.exp(0.2 * (30 / 2 + 10 * 0.4 * plan.mechanism.noise.variance(8, 9) ** 0.5) / B)
+    assert furthest > 1.03 * FURTHEST
+    for name, factor, sound in (("near", 0.999, True), ("far", 1.001, False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        path = ledger_with(folder, plan, C, C * furthest * factor)
+        assert thresholds_found(plan, read_ledger(path))[0] == sound
+
+
+def test_a_ledger_of_another_clipping_has_no_thresholds(tmp_path):
+    """Those of a flat clipping would be of no step."""
+    plan = plan_of(0.7)
+    assert thresholds_found(plan, read_ledger(ledger_with(tmp_path, plan, C))) == (
+        False,
+        "1 steps do: not as the plan says",
+    )
+    assert thresholds_found(plan, dataclasses.replace(read_ledger(tmp_path / LEDGER_FILE), notes=LedgerNotes())) is None
 
 
 @pytest.mark.parametrize("start", [0.02, 20.0])
