@@ -34,6 +34,7 @@ from dpllm.privacy import locks
 from dpllm.privacy.ledger_reader import (
     CHAIN_START,
     ENTROPY,
+    LEDGER_FORMAT,
     LedgerHead,
     LedgerNotes,
     LedgerReader,
@@ -339,6 +340,7 @@ class Ledger:
             {
                 "kind": "run",
                 "run": run,
+                "format": LEDGER_FORMAT,
                 "plan_hash": plan.hash,
                 "version": dpllm.__version__,
                 "started_at": datetime.now(UTC).isoformat(timespec="seconds"),

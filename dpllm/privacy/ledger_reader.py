@@ -26,6 +26,9 @@ ENTROPY = {
 }
 """Words of a ledger for the entropy of a run that has no seed, for each generator of noise."""
 
+LEDGER_FORMAT = 2
+"""Format of a start's line: 2 since reports print δ rounded up. Lines of earlier versions name none."""
+
 CHAIN_START = hashlib.sha256(b"dpllm privacy ledger, format 1").hexdigest()[:16]
 _CHAIN_LENGTH = 16
 _SUFFIX_LENGTH = len(', "chain": ""}') + _CHAIN_LENGTH
@@ -100,6 +103,8 @@ class LedgerNotes:
     file: tuple[str, str] | None = None
     """A run's id, and the keyed hash of the inode of the file that it wrote (`file_hash`). None: an older ledger."""
 
+    format: int = 1
+    """The latest format that a start or resume names: that of the version that wrote the report at its end."""
     thresholds: list[float] = field(default_factory=list)
     """Clip thresholds of the steps whose lines carry one, in their order: those of a clipping that adapts."""
     begun_at: list[int] = field(default_factory=list)
@@ -336,6 +341,7 @@ class LedgerReader:
         if kind == "run":
             self._check_run(number, entry)
             contents.begins = True
+            contents.notes.format = max(contents.notes.format, int(entry.pop("format", 1)))
             contents.runs.append(entry)
             contents.notes.begun_at.append(len(contents.notes.thresholds))
             contents.end, contents.notes.stopped_independently = None, False

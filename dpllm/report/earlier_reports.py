@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, create_model
 
+from dpllm.privacy.ledger_reader import LEDGER_FORMAT, LedgerContents
 from dpllm.privacy.rounding import format_delta, nearest_delta
 from dpllm.report.kinds import Count
 from dpllm.report.models import (
@@ -92,6 +93,15 @@ def in_todays_form(recorded: Mapping[str, Any], due: Mapping[str, Any], keep_wor
 def in_todays_lines(page: str) -> str:
     """Return a page of an earlier report without the lines that today's have no more."""
     return "".join(line for line in page.splitlines(keepends=True) if not any(old in line for old in _DROPPED_LINES))
+
+
+def rounds_to_nearest(contents: LedgerContents | None) -> bool:
+    """Return whether an earlier version, which rounded δ to the nearest number, can have written a ledger's report.
+
+    A report is not older than its ledger, whose lines name their format. In today's reports, a δ that is rounded down
+    is an edit: the printed pair of ε and δ does not hold.
+    """
+    return contents is not None and contents.notes.format < LEDGER_FORMAT
 
 
 def deltas_rounded_up(text: str, due: PrivacyReport) -> str:

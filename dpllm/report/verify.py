@@ -32,6 +32,7 @@ from dpllm.report.earlier_reports import (
     format_of,
     in_todays_form,
     in_todays_lines,
+    rounds_to_nearest,
     sentences_rounded_up,
 )
 from dpllm.report.html import draw_figures, render_html
@@ -127,18 +128,26 @@ def verify(folder: str | Path) -> Verification:
             checks.append(_age_check(contents))
     due = _recomputed(checks, plan, contents, recorded)
     earlier = format_of(recorded) in EARLIER_FORMATS
+    nearest = rounds_to_nearest(contents)
     if due is not None and recorded is not None:
-        printed = sentences_rounded_up(recorded, due)
+        printed = sentences_rounded_up(recorded, due) if nearest else recorded
         found = in_todays_form(printed, due.to_dict(), keep_words=False) if earlier else printed
-        checks.append(_json_check(found, sentences_rounded_up(due.to_dict(), due), recorded))
+        right = due.to_dict()
+        checks.append(_json_check(found, sentences_rounded_up(right, due) if nearest else right, recorded))
         if checks[-1].ok:  # so that rounding of numbers that other versions computed can't matter
             form = in_todays_form(printed, due.to_dict(), keep_words=True) if earlier else printed
             with contextlib.suppress(ValueError):  # a number just out of its range, which the schema's check named
                 due = PrivacyReport.read(form)
+
+    def comparable(text: str) -> str:
+        """Return a file's text, or the text due in its place, in the one form in which both are compared."""
+        lines = in_todays_lines(text) if earlier else text
+        return deltas_rounded_up(lines, due) if nearest and due is not None else lines
+
     for name, compare in ((MARKDOWN_FILE, _markdown_check), (HTML_FILE, _html_check)):
-        checks.append(_file_check(folder / name, due, compare, earlier))
+        checks.append(_file_check(folder / name, due, compare, comparable))
     if (folder / CARD_FILE).is_file():
-        checks.append(_file_check(folder / CARD_FILE, due, _card_check))
+        checks.append(_file_check(folder / CARD_FILE, due, _card_check, comparable))
     return Verification(folder, tuple(checks))
 
 
@@ -389,8 +398,8 @@ def _short(value: Any) -> str:
 def _file_check(
     path: Path,
     due: PrivacyReport | None,
-    compare: Callable[[Path, str, PrivacyReport], tuple[bool, str]],
-    earlier: bool = False,
+    compare: Callable[[Path, str, PrivacyReport, Callable[[str], str]], tuple[bool, str]],
+    comparable: Callable[[str], str],
 ) -> Check:
     what = f"{path.name} says the same"
     try:
@@ -402,19 +411,19 @@ def _file_check(
     if due is None:
         return Check(what, False, "there is nothing to hold it against, since plan or ledger can't be used")
     try:
-        return Check(what, *compare(path, deltas_rounded_up(in_todays_lines(text) if earlier else text, due), due))
+        return Check(what, *compare(path, comparable(text), due, comparable))
     except ValueError as error:
         return Check(what, False, _in_words(error))
 
 
-def _markdown_check(_path: Path, text: str, due: PrivacyReport) -> tuple[bool, str]:
-    return _same_text(text, deltas_rounded_up(render_markdown(due), due), "exactly")
+def _markdown_check(_path: Path, text: str, due: PrivacyReport, comparable: Callable[[str], str]) -> tuple[bool, str]:
+    return _same_text(text, comparable(render_markdown(due)), "exactly")
 
 
-def _html_check(_path: Path, text: str, due: PrivacyReport) -> tuple[bool, str]:
+def _html_check(_path: Path, text: str, due: PrivacyReport, comparable: Callable[[str], str]) -> tuple[bool, str]:
     """Compare the pictures too, where the program that drew them is the one installed."""
     drawn, here = due.checkable.versions.matplotlib, importlib.metadata.version("matplotlib")
-    page = deltas_rounded_up(render_html(due, draw_figures(due)), due)
+    page = comparable(render_html(due, draw_figures(due)))
     if drawn == here:
         return _same_text(text, page, "exactly, with its pictures")
     without = re.compile(r"<svg.*?</svg>", flags=re.DOTALL)
@@ -430,7 +439,7 @@ def _same_text(found: str, due: str, how: str) -> tuple[bool, str]:
     return False, f"line {number} is {_short(one)} and should be {_short(other)}"
 
 
-def _card_check(path: Path, text: str, due: PrivacyReport) -> tuple[bool, str]:
+def _card_check(path: Path, text: str, due: PrivacyReport, _comparable: Callable[[str], str]) -> tuple[bool, str]:
     found = metadata_in(path).get("differential_privacy", _ABSENT)
     blocks = [block for block in guarantee_section(due) if block not in text]
     if found is _ABSENT:

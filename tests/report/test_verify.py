@@ -18,6 +18,7 @@ from dpllm.config import PRETRAINED_FOLDER, PrivacyConfig
 from dpllm.privacy.checkpoints import checkpoint_folder, latest_whole, prepare_staging, publish
 from dpllm.privacy.identity import ADOPTED, adopt, note_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
+from dpllm.privacy.ledger_reader import CHAIN_START, LEDGER_FORMAT, next_chain
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.report.checklist import completed
 from dpllm.report.html import draw_figures, render_html
@@ -92,22 +93,56 @@ def test_good_run(good: Path) -> None:
     assert json.loads(json.dumps(result.to_dict()))["ok"] is True
 
 
-def test_a_report_with_delta_rounded_to_nearest_verifies(tmp_path: Path) -> None:
-    """Earlier versions rounded δ so; the pages of today round it up. Another δ is an edit in both."""
+def rounded_to_nearest(folder: Path, earlier: bool) -> Path:
+    """Write a report whose δ is rounded to nearest, as earlier versions did, beside a ledger of theirs or of today."""
     plan = plan_of(delta=1.234e-5)
-    plan.save(tmp_path / PLAN_FILE)
-    report = write_report(tmp_path, plan, charge(tmp_path, plan, NUM_STEPS), NOTES)
-    write_model_card(tmp_path, report, base_model="org/base", task="causal_lm", adapter=False)
+    plan.save(folder / PLAN_FILE)
+    path = charge(folder, plan, NUM_STEPS).path
+    if earlier:
+        chain, lines = CHAIN_START, []
+        for line in path.read_text().splitlines():
+            body = json.dumps(
+                {name: value for name, value in json.loads(line).items() if name not in ("chain", "format")}
+            )
+            chain = next_chain(chain, body)
+            lines.append(f'{body[:-1]}, "chain": "{chain}"}}\n')
+        path.write_text("".join(lines))
+    report = write_report(folder, plan, read_ledger(path), NOTES)
+    write_model_card(folder, report, base_model="org/base", task="causal_lm", adapter=False)
     for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE, CARD_FILE):
-        path = tmp_path / name
-        text = path.read_text(encoding="utf-8")
+        text = (folder / name).read_text(encoding="utf-8")
         assert "1.24e-05" in text and "1.23e-05" not in text and "0.0123/N" not in text
         text = text.replace("0.0124/N", "0.0123/N")
-        path.write_text(re.sub(r"1\.24(e-0[567])", r"1.23\1", text), encoding="utf-8")
+        (folder / name).write_text(re.sub(r"1\.24(e-0[567])", r"1.23\1", text), encoding="utf-8")
+    return folder
+
+
+def test_a_report_with_delta_rounded_to_nearest_verifies_beside_an_earlier_ledger(tmp_path: Path) -> None:
+    """Earlier versions rounded δ so; the pages of today round it up. Another δ is an edit in both."""
+    rounded_to_nearest(tmp_path, earlier=True)
     assert failed(verify(tmp_path)) == {}
     edit(tmp_path / JSON_FILE, "and δ = 1.23e-05", "and δ = 1.22e-05")
     edit(tmp_path / MARKDOWN_FILE, r"1\.23e-05", "1.22e-05")
     assert len(failed(verify(tmp_path))) == 2
+
+
+def test_a_delta_that_was_rounded_down_by_hand_is_found_in_all_forms_of_todays_report(tmp_path: Path) -> None:
+    """The printed pair of ε and δ would not hold."""
+    found = failed(verify(rounded_to_nearest(tmp_path, earlier=False)))
+    names = (JSON_FILE, MARKDOWN_FILE, HTML_FILE, CARD_FILE)
+    assert found.keys() == {
+        f"{JSON_FILE} says what plan and ledger say",
+        *(f"{name} says the same" for name in names[1:]),
+    }
+
+
+def test_a_resume_by_todays_version_makes_the_ledger_todays(tmp_path: Path) -> None:
+    """Its report was written after the resume."""
+    assert read_ledger(rounded_to_nearest(tmp_path, earlier=True) / LEDGER_FILE).notes.format == 1
+    adopt(tmp_path)
+    with Ledger.open(tmp_path / LEDGER_FILE, PrivacyPlan.load(tmp_path / PLAN_FILE)):
+        pass
+    assert read_ledger(tmp_path / LEDGER_FILE).notes.format == LEDGER_FORMAT == 2
 
 
 def test_checking_changes_nothing(good: Path) -> None:
