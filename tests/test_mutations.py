@@ -111,7 +111,6 @@ MUTATIONS = [
         "weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)",
         "weight_B = torch.ones_like(loss_B)",
         ("tests/ghost/test_book.py", "tests/training/test_step.py"),
-        quick=True,
     ),
     Mutation(
         "padding rows stay in the sum",
@@ -421,7 +420,6 @@ MUTATIONS = [
         "        if self._steps & (self._steps - 1) and not is_last and not self._has_failed:\n",
         "        if True:\n",
         ("tests/training/checks/test_independence.py::test_a_coupling_that_starts_later_is_refused",),
-        quick=True,
     ),
     Mutation(
         "the processes draw one stream of noise",
@@ -436,7 +434,6 @@ MUTATIONS = [
         "            self._block += len(part)\n",
         "",
         ("tests/mechanism/test_chacha20.py::test_a_stream_goes_on_where_it_was_and_keys_are_independent",),
-        quick=True,
     ),
     Mutation(
         "a fork draws the noise of its parent",
@@ -451,7 +448,6 @@ MUTATIONS = [
         "        self._draw += 1\n",
         "",
         ("tests/mechanism/test_regenerated.py::test_no_number_is_drawn_for_two_places",),
-        quick=True,
     ),
     Mutation(
         "two processes with one key draw the same noise",
@@ -466,7 +462,6 @@ MUTATIONS = [
         "            if self._step:\n",
         "            if False:\n",
         ("tests/mechanism/test_regenerated.py::test_the_noise_is_the_inverse_of_the_strategy_times_the_numbers",),
-        quick=True,
     ),
     Mutation(
         "nothing is watched between the steps",

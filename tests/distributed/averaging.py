@@ -19,7 +19,7 @@ from dpllm.training.run import PrivateRun
 from tests.distributed import setups
 from tests.distributed.matrix import NoLedger, plan_of
 from tests.distributed.setups import dispose, prepare, whole_parameters
-from tests.distributed.watching import _ROWS, _loss, _rows
+from tests.distributed.watching import NUM_ROWS, loss_of, rows_of
 from tests.reference.zoo import Case, build_model
 
 NUM_STEPS = 4
@@ -99,12 +99,12 @@ def _outcome(
         model = model.to(torch.bfloat16)
     model, optimizer = prepare(engine, model, lr=0.5, dtype=dtype, momentum=0.9)
     inner = model_inside(model)
-    plan = plan_of(0.5, noise_multiplier=0.0, num_units=_ROWS, num_steps=NUM_STEPS)
-    run, averaging = PrivateRun(plan, _rows(), Ledger()), Averaging(average_of(spec), NUM_STEPS)
+    plan = plan_of(0.5, noise_multiplier=0.0, num_units=NUM_ROWS, num_steps=NUM_STEPS)
+    run, averaging = PrivateRun(plan, rows_of(), Ledger()), Averaging(average_of(spec), NUM_STEPS)
     run.attach(model, optimizer, averaging=averaging)
     after, found = [], {}
     for step in range(NUM_STEPS):
-        run.step(run.choose(np.arange(_ROWS)), _loss)
+        run.step(run.choose(np.arange(NUM_ROWS)), loss_of)
         if not hasattr(model, "zero_optimization_stage"):  # DeepSpeed has updated by itself
             optimizer.step()
             optimizer.zero_grad()

@@ -12,7 +12,7 @@ from tests.distributed.setups import ENGINES
 from tests.distributed.world import run
 from tests.tiers import deep_case
 
-QUICK = ("fsdp2", "zero2")
+QUICK = ("fsdp2",)
 ALL = [engine if engine in QUICK else deep_case(engine) for engine in ENGINES]  # tests.audit has one process
 
 

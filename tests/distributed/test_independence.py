@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.distributed.world import run
+from tests.tiers import deep_case
 
 
-def test_every_rank_reaches_the_same_verdict_on_every_engine(tmp_path):
+@pytest.mark.parametrize("engines", [["ddp", "fsdp2"], deep_case(["zero3"])], ids="-".join)
+def test_every_rank_reaches_the_same_verdict_on_every_engine(engines, tmp_path):
     """Sound steps pass; a coupled loss is refused with one message on all ranks, also where one rank alone has it.
 
     So is a loss with one coin for all rows.
     """
-    engines = ["ddp", "fsdp2", "zero3"]
     here, there = run(tmp_path, "tests.distributed.independence:verdicts", engines=engines)
     for engine in engines:
         charged, largest, coupled, on_one, coin = here[engine]

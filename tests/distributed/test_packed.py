@@ -9,7 +9,7 @@ from tests.distributed.world import run
 from tests.tiers import deep_case
 
 
-@pytest.mark.parametrize("engine", [deep_case(e) if e in ("zero2", "zero3") else e for e in ENGINES])
+@pytest.mark.parametrize("engine", [e if e == "fsdp2" else deep_case(e) for e in ENGINES])
 def test_packed_rows_release_what_padded_ones_do_in_one_process(engine, tmp_path, table):
     """Full and LoRA, units of two rows, checkpointing, and a process with fewer microbatches than the other."""
     results = run(tmp_path, "tests.distributed.packed:errors", engine=engine)

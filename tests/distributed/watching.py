@@ -18,7 +18,7 @@ from tests.distributed.matrix import NoLedger, plan_of
 from tests.distributed.setups import dispose, prepare
 from tests.reference.zoo import Case, build_model, make_batch
 
-_ROWS = 6
+NUM_ROWS = 6
 _ODD_ONE = 1  # the rank on which something happens, while the other one is sound
 
 
@@ -47,25 +47,26 @@ def every_engine(ways: dict[str, list[str]]) -> dict[str, dict[str, str | None]]
     return found
 
 
-def _loss(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def loss_of(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     inputs = dict(inputs)
     labels = inputs.pop("labels")
     return per_sequence_loss(model(**inputs).logits, labels)
 
 
-def _rows() -> TrainingRows:
-    batch = make_batch(Case("llama").spec, num_rows=_ROWS)
+def rows_of(max_rows: int = 1) -> TrainingRows:
+    """Six rows; with microbatches of one row, few passes compare rows with each other."""
+    batch = make_batch(Case("llama").spec, num_rows=NUM_ROWS)
 
     def collate(numbers: list[Any]) -> dict[str, torch.Tensor]:
         part = batch.rows([int(number) for number in numbers])
         return {**part.inputs, "labels": part.labels}
 
     return TrainingRows(
-        units=UnitIndex.one_row_per_unit(_ROWS),
+        units=UnitIndex.one_row_per_unit(NUM_ROWS),
         lengths=batch.inputs["attention_mask"].sum(1).numpy(),
         fetch=list,
         collate=collate,
-        max_rows=2,
+        max_rows=max_rows,
     )
 
 
@@ -108,12 +109,13 @@ def _outcome(engine: str, way: str) -> str | None:
         mlp.register_forward_hook(lambda module, args, output: module.statistic(output))
     model, optimizer = prepare(engine, model, lr=1e-3)
     inner = model_inside(model)
-    run = PrivateRun(plan_of(0.5, noise_multiplier=0.0, num_units=_ROWS), _rows(), NoLedger())
+    plan, rows = plan_of(0.5, noise_multiplier=0.0, num_units=NUM_ROWS), rows_of(2 if way == "sound" else 1)
+    run = PrivateRun(plan, rows, NoLedger())
     run.attach(model, optimizer)
     odd = run.processes.rank == _ODD_ONE
     try:
         for step in range(2):
-            run.step(run.choose(np.arange(_ROWS)), _loss)
+            run.step(run.choose(np.arange(NUM_ROWS)), loss_of)
             if odd and step == 1 and way in _BEFORE_AN_UPDATE:  # the guard compares the sums of the first step
                 _BEFORE_AN_UPDATE[way](inner)
             if not hasattr(model, "zero_optimization_stage"):  # DeepSpeed has updated by itself
