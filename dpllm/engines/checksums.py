@@ -21,6 +21,7 @@ _BLOCK = {"cpu": 1 << 15}  # integers multiplied at a time, so that a core's cac
 _LARGE_BLOCK = 1 << 22  # other devices, where launches cost: 32 MiB of products, and as much for the random integers
 _STEP = 0x5851F42D4C957F2D  # an odd number, so that the order of the blocks counts
 _MODULUS = 2**64
+_MIXED = (-7046029254386353131, -4658895280553007687)  # odd, of the SplitMix64 generator (Steele et al. 2014)
 _WORD = 4  # bytes
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
@@ -101,6 +102,32 @@ def pieces(tensor: Any) -> Iterator[Tensor]:
             yield from pieces(getattr(tensor, name))
     else:
         yield tensor
+
+
+def placed_sum(values: Tensor, start: int) -> int:
+    """Return a checksum of some entries of a flattened tensor, of which each has a multiplier of its own position.
+
+    The sums of fragments that make up a tensor, modulo 2^64, add up to the sum of the whole. So the number of processes
+    that hold it may change. A single entry that differs is always found.
+
+    Args:
+        values: (n,) float32 or float64.
+        start: position of the first one in the flattened tensor.
+
+    >>> whole = torch.randn(9)
+    >>> (placed_sum(whole[:4], 0) + placed_sum(whole[4:], 4)) % 2**64 == placed_sum(whole, 0)
+    True
+    """
+    words = values.detach().contiguous().view(torch.int32)
+    per_entry = len(words) // max(len(values), 1)
+    total, at = torch.zeros((), dtype=torch.int64, device=words.device), start * per_entry
+    for block in words.split(_size(words.device)):
+        places = torch.arange(at, at + len(block), dtype=torch.int64, device=words.device)
+        for multiplier in _MIXED:
+            places = places * multiplier
+            places = places ^ (places >> 29)
+        total, at = total + (block.to(torch.int64) * (places | 1)).sum(), at + len(block)
+    return int(total) % _MODULUS
 
 
 def _blocks(tensors: Iterable[Any]) -> Iterator[Tensor]:

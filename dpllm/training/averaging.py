@@ -11,7 +11,8 @@ post-processing of the releases, and ε does not depend on it:
   those of the last update, such as weights before the noise, are an error before the next step or save.
 * The weights after a step enter at most once, and the weights before the first step never enter.
 * Only trained parameters enter: buffers and frozen parameters do not change during a run.
-* The average's own memory is compared bit by bit from one update to the next.
+* The average's own memory is compared bit by bit from one update to the next, and by checksums from a checkpoint to
+  its load. It is loaded before the first step of a start, and never later.
 
 Each process keeps the average of its fragments of the optimizer's weights (`dpllm.engines.fragments`). A checkpoint
 holds them by name and position, so that any number of processes, also on another engine, may continue.
@@ -32,6 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dpllm.config import ConfigError
+from dpllm.engines.checksums import placed_sum
 from dpllm.engines.fragments import WeightFragments
 from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
@@ -51,7 +53,7 @@ LAST_FOLDER = "last_step"
 """Within the folder of a released average: the model with the weights after the last step."""
 _STATE_FILE = "average.json"
 _SHARDS = "rank_*.safetensors"
-_STATE = {"average", "count", "last", "sizes", "ledger"}
+_STATE = {"average": str, "count": int, "last": int, "sizes": dict, "ledger": dict, "sums": dict}
 
 
 class AverageError(ValueError):
@@ -280,9 +282,15 @@ class Averaging:
         source.processes.together(self.check)
         folder = Path(checkpoint) / AVERAGE_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
+        sums = self._sums_of(self._values) if self.count else {}
         if source.processes.is_main:
-            state = {"average": self.words, "count": self.count, "last": self._last, "sizes": source.fragments.sizes}
-            state["ledger"] = source.ledger.head.to_dict()
+            state: dict[str, Any] = {
+                "average": self.words,
+                "count": self.count,
+                "last": self._last,
+                "sizes": source.fragments.sizes,
+            }
+            state |= {"ledger": source.ledger.head.to_dict(), "sums": sums}
             (folder / _STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         if self._values and source.fragments.is_owner:
             starts = {name: str(start) for name, start in source.fragments.starts.items()}
@@ -295,15 +303,42 @@ class Averaging:
         The number of processes and the engine may differ from those that saved it.
 
         Raises:
-            AverageError: the checkpoint holds no average, another one, or not all of it; on every process.
+            AverageError: a step was charged since this start or resume; the checkpoint holds no average, another one,
+                not all of it, or other values than were saved; on every process.
             LedgerError: the average is of another run, whose ε this ledger does not state; on every process.
         """
         source, folder = self._attached(), Path(checkpoint) / AVERAGE_FOLDER
+        if source.ledger.num_steps != source.ledger.num_steps_before:
+            raise AverageError(
+                f"{checkpoint} cannot be loaded as the average of the weights: this start has taken steps, and what "
+                "replaces their average is not their average. Load it after attach, before the first draw"
+            )
         state = source.processes.together(lambda: self._state_in(folder, source.fragments))
-        source.ledger.require_prefix(LedgerHead.of(state["ledger"]), f"The average in {checkpoint}")
-        source.processes.together(lambda: self._load(folder, state, source.fragments))
+        head = LedgerHead.of(state["ledger"])
+        source.ledger.require_prefix(head, f"The average in {checkpoint}")
+        values = source.processes.together(lambda: self._values_in(folder, state, source.fragments))
+        sums = self._sums_of(values) if state["count"] else {}
+        if sums != state["sums"] or not 0 <= state["count"] <= state["last"] <= head.num_steps:
+            raise AverageError(
+                f"The values in {folder} are not those that the run saved: they were edited, or are damaged. Resume "
+                "from another checkpoint"
+            )
+        self.count, self._last, self._values = state["count"], state["last"], values
         self._written = Written()
         self._written.take(self._values.values())
+
+    def _sums_of(self, values: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return a checksum of each whole parameter's values; called by all processes together, which get the same.
+
+        Replicas hold the same fragments. If their values differ, the sums are those of no average.
+        """
+        source = self._attached()
+        here = {(name, start): placed_sum(values[name], start) for name, start in source.fragments.starts.items()}
+        parts = {part for found in source.processes.gather(here) for part in found.items()}
+        total = dict.fromkeys((name for (name, _), _ in sorted(parts)), 0)
+        for (name, _), one in parts:
+            total[name] = (total[name] + one) % 2**64
+        return total
 
     def _state_in(self, folder: Path, fragments: WeightFragments) -> dict[str, Any]:
         """Return the state of an average that was saved, after comparing it with this one."""
@@ -316,10 +351,11 @@ class Averaging:
             ) from error
         except ValueError as error:
             state = {"error": error}
-        if not isinstance(state, dict) or set(state) != _STATE:
+        known = isinstance(state, dict) and set(state) == set(_STATE)
+        if not known or any(type(state[name]) is not kind for name, kind in _STATE.items()):
             raise AverageError(
-                f"{folder / _STATE_FILE} is not what a run wrote: it is torn or was edited. Resume from another "
-                "checkpoint"
+                f"{folder / _STATE_FILE} is not what a run of this version wrote: it is torn, was edited, or is of "
+                "another version. Resume from another checkpoint"
             )
         if state["average"] != self.words or state["sizes"] != fragments.sizes:
             raise AverageError(
@@ -328,24 +364,25 @@ class Averaging:
             )
         return state
 
-    def _load(self, folder: Path, state: Mapping[str, Any], fragments: WeightFragments) -> None:
-        """Read this process's part."""
-        self.count, self._last, self._values = state["count"], state["last"], {}
-        if not self.count:
-            return
-        self._values = {name: torch.full_like(fragments.read(name), torch.nan) for name in fragments.starts}
-        found = dict.fromkeys(self._values, 0)
+    @staticmethod
+    def _values_in(folder: Path, state: Mapping[str, Any], fragments: WeightFragments) -> dict[str, Tensor]:
+        """Return this process's part of an average that was saved."""
+        if not state["count"]:
+            return {}
+        values = {name: torch.full_like(fragments.read(name), torch.nan) for name in fragments.starts}
+        found = dict.fromkeys(values, 0)
         for path in sorted(folder.glob(_SHARDS)):
             with safe_open(path, framework="pt") as file:
                 saved = {name: int(start) for name, start in (file.metadata() or {}).items()}
-                for name in saved.keys() & self._values.keys():
-                    found[name] += _fill(self._values[name], fragments.starts[name], file.get_slice(name), saved[name])
-        lacking = [name for name, count in found.items() if count != self._values[name].numel()]
+                for name in saved.keys() & values.keys():
+                    found[name] += _fill(values[name], fragments.starts[name], file.get_slice(name), saved[name])
+        lacking = [name for name, count in found.items() if count != values[name].numel()]
         if lacking:
             raise AverageError(
                 f"{folder} does not hold the whole average of {lacking[0]} ({found[lacking[0]]} of "
-                f"{self._values[lacking[0]].numel()} entries of this process). Resume from another checkpoint"
+                f"{values[lacking[0]].numel()} entries of this process). Resume from another checkpoint"
             )
+        return values
 
 
 def _fill(values: Tensor, start: int, saved: Any, saved_start: int) -> int:

@@ -50,6 +50,7 @@ class SharedLedger:
         self.path, self._ledger, self._head, self._processes = path, ledger, head, processes
         self._budget = budget  # on rank 0: the file and the run's entry in it
         self._planned = planned  # steps
+        self._before = head.num_steps
         self._history, self._begins = list(history), True  # as in `LedgerContents`, on every process
         self._threshold, self._handed_over = Threshold(threshold), False
         self._stated: tuple[tuple[Event, int], ...] | None = None  # steps whose ε is stated, set when the run ends
@@ -193,6 +194,11 @@ class SharedLedger:
     def num_steps(self) -> int:
         """Number of steps charged so far, including those of earlier runs."""
         return self._head.num_steps
+
+    @property
+    def num_steps_before(self) -> int:
+        """Number of steps that were charged before this start or resume."""
+        return self._before
 
     @property
     def steps_planned(self) -> int | None:

@@ -31,6 +31,11 @@ class Ledger(NoLedger):
 
     head = LedgerHead("0" * 16, NUM_STEPS)
 
+    @property
+    def num_steps_before(self) -> int:
+        """As if each load came before the first step of a start."""
+        return self.num_steps
+
     def append_fact(self, name: str, value: str) -> None:
         self.facts = {name: value}
 

@@ -1,9 +1,11 @@
 """Checksums of tensors: every bit counts, wherever it is."""
 
+import itertools
+
 import pytest
 import torch
 
-from dpllm.engines.checksums import Checksum, values
+from dpllm.engines.checksums import Checksum, placed_sum, values
 
 
 def test_every_bit_counts_in_a_checksum():
@@ -48,3 +50,24 @@ def test_position_in_memory_and_strides_do_not_count():
     square = torch.arange(36.0).view(6, 6)
     assert Checksum([square.T]).value() == Checksum([square.T.contiguous()]).value() != Checksum([square]).value()
     assert Checksum([torch.zeros(3)]).value() != Checksum([torch.zeros(4)]).value()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_placed_sums_of_fragments_add_up_to_that_of_the_whole(dtype):
+    """However the entries are divided, also within a block; each entry, bit and order counts."""
+    whole = torch.randn(70_001, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    due = placed_sum(whole, 0)
+    for cuts in ([0, 70_001], [0, 1, 32_768, 32_769, 70_001], [0, 12_345, 70_001]):
+        parts = [placed_sum(whole[first:last], first) for first, last in itertools.pairwise(cuts)]
+        assert sum(parts) % 2**64 == due
+    assert placed_sum(whole[:0], 5) == 0 and placed_sum(whole[1:], 0) != placed_sum(whole[1:], 1)
+    found = {due}
+    for at in (0, 1, 40_000, 70_000):
+        for bit in (0, 31):
+            changed = whole.clone()
+            changed.view(torch.int32)[at * dtype.itemsize // 4] ^= -(2**31) if bit == 31 else 1
+            found.add(placed_sum(changed, 0))
+        swapped = whole.clone()
+        swapped[at], swapped[(at + 7) % 70_001] = whole[(at + 7) % 70_001], whole[at]
+        found.add(placed_sum(swapped, 0))
+    assert len(found) == 1 + 4 * 3

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm.config import ConfigError
@@ -55,6 +56,11 @@ def averaged(spec, after, num_steps=4):
 def check(model, want, rtol=1e-6):
     for name, value in trained(model).items():
         torch.testing.assert_close(value, want[name], rtol=rtol, atol=1e-7)
+
+
+def begin_again(averaging):
+    """As if the run had been resumed: an average is loaded before the first step of a start."""
+    averaging._source.ledger._before = averaging._source.ledger.num_steps
 
 
 @pytest.fixture(scope="module")
@@ -306,6 +312,7 @@ def test_a_checkpoint_whose_average_lacks_a_part_is_refused(tmp_path):
     run.train()
     kept = {name: value.clone() for name, value in run.averaging._values.items()}
     checkpoint, averaging = tmp_path / "checkpoint-4", run.averaging
+    begin_again(averaging)
     averaging.load(checkpoint)
     assert all(torch.equal(averaging._values[name], value) for name, value in kept.items())
     state, shards = checkpoint / AVERAGE_FOLDER / "average.json", list((checkpoint / AVERAGE_FOLDER).glob("rank_*"))
@@ -314,9 +321,9 @@ def test_a_checkpoint_whose_average_lacks_a_part_is_refused(tmp_path):
     state.write_text(text.replace("decay 0.6", "decay 0.7"))
     with pytest.raises(AverageError, match=r"holds the exponential .* of another kind than the exponential"):
         averaging.load(checkpoint)
-    for torn in (text[:40], "[1]", text.replace('"count"', '"counts"')):
+    for torn in (text[:40], "[1]", text.replace('"count"', '"counts"'), text.replace('"count": 4', '"count": "4"')):
         state.write_text(torn)
-        with pytest.raises(AverageError, match="is not what a run wrote: it is torn or was edited"):
+        with pytest.raises(AverageError, match="is not what a run of this version wrote: it is torn, was edited"):
             averaging.load(checkpoint)
     state.write_text(text)
     shards[0].unlink()
@@ -336,9 +343,65 @@ def test_the_average_of_another_run_is_refused(tmp_path):
     first.train()
     second.train()
     kept = {name: value.clone() for name, value in second.averaging._values.items()}
+    begin_again(second.averaging)
     with pytest.raises(LedgerError, match=r"The average in .*first.* belongs to another ledger than .*second"):
         second.averaging.load(tmp_path / "first" / "checkpoint-4")
     assert all(torch.equal(second.averaging._values[name], value) for name, value in kept.items())
+
+
+def test_values_that_were_edited_in_a_saved_average_are_refused(tmp_path):
+    """One bit of one entry, two entries that change places, or a number of steps that the run has not taken."""
+    run = trainer(tmp_path, args=arguments(tmp_path, save_strategy="steps", save_steps=4), average=EMA)
+    run.train()
+    averaging, folder = run.averaging, tmp_path / "checkpoint-4" / AVERAGE_FOLDER
+    begin_again(averaging)
+    kept = {name: value.clone() for name, value in averaging._values.items()}
+    shard, state = folder / "rank_00000.safetensors", folder / "average.json"
+    with safe_open(shard, framework="pt") as file:
+        values, starts = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    name = max(values, key=lambda name: len(values[name]))
+
+    def refused():
+        with pytest.raises(AverageError, match="are not those that the run saved: they were edited, or are damaged"):
+            averaging.load(tmp_path / "checkpoint-4")
+        assert averaging.count == 4
+        assert all(torch.equal(averaging._values[name], value) for name, value in kept.items())
+
+    edits = (
+        lambda one: one.view(torch.int32)[5].bitwise_xor_(1),
+        lambda one: one[:2].copy_(one[:2].flip(0)),
+        lambda one: one.fill_(7.0),
+    )
+    for edit in edits:
+        edited = {**values, name: values[name].clone()}
+        edit(edited[name])
+        assert not torch.equal(edited[name], values[name])
+        save_file(edited, shard, metadata=starts)
+        refused()
+    save_file(values, shard, metadata=starts)
+    for one, other in (('"count": 4', '"count": 5'), ('"last": 4', '"last": 5'), ('"count": 4', '"count": 0')):
+        text = state.read_text()
+        state.write_text(text.replace(one, other))
+        refused()
+        state.write_text(text)
+    averaging.load(tmp_path / "checkpoint-4")
+
+
+def test_an_average_is_not_loaded_after_a_step_of_the_start(tmp_path):
+    """It would replace the average of the steps since; before them it is what a resume does."""
+
+    class Load(Steps):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                self.run.averaging.save(tmp_path / "saved")
+            if state.global_step == 3:
+                self.run.averaging.load(tmp_path / "saved")
+
+    load = Load()
+    load.run = run = trainer(tmp_path / "run", average=EMA, callbacks=[load])
+    with pytest.raises(AverageError, match=r"this start has taken steps.*Load it after attach, before the first draw"):
+        run.train()
+    assert run.averaging.count == 3
 
 
 def test_the_plan_does_not_know_the_average(tmp_path):
