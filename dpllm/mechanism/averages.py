@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ WEIGHTS = ("average", "last")
 """Which weights an evaluation during the training uses."""
 
 
+@runtime_checkable
 class Average(Protocol):
     """A weighted mean of the weights after the steps of a run.
 

@@ -140,10 +140,11 @@ class GroupClipping(NormBound):
 def _mapping(what: str, value: Any) -> dict[str, Any]:
     """Return a mapping by group, which may be given as pairs."""
     try:
-        named = dict(value)
+        pairs = list(value.items() if isinstance(value, Mapping) else value)
+        named = {} if any(isinstance(pair, str) for pair in pairs) else dict(pairs)
     except (TypeError, ValueError):
-        named = {}
-    if isinstance(value, str) or not named or not all(_is_name(name) for name in named):
+        pairs, named = [], {}
+    if not named or len(named) < len(pairs) or not all(_is_name(name) for name in named):
         raise ValueError(
             f"{what} is {value!r}; a mapping from the names of groups (letters, digits, - and _) is needed, for "
             "instance parameters: {embeddings: '*embed*', rest: '*'}"

@@ -324,9 +324,16 @@ class _Pairs(tuple[tuple[str, Any], ...]):
 
 
 def _frozen(value: Any) -> Any:
-    """Return lists as tuples and mappings as pairs, at any depth: nobody can change them afterwards."""
+    """Return lists as tuples and mappings as pairs, at any depth: nobody can change them afterwards.
+
+    Raises:
+        ValueError: the name of an option is no text: 1 and "1" would become one name in a plan.
+    """
     if isinstance(value, Mapping):
-        return _Pairs(sorted((str(name), _frozen(option)) for name, option in value.items()))
+        other = next((name for name in value if not isinstance(name, str)), None)
+        if other is not None:
+            raise ValueError(f"the name {other!r} of an option is not text; write it in quotes: '{other}'")
+        return _Pairs(sorted((name, _frozen(option)) for name, option in value.items()))
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
@@ -353,7 +360,7 @@ class Spec:
         """Return the specification that a recipe gives as a word or as a mapping with ``kind``.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: it is neither, or the name of an option is no text.
         """
         if isinstance(value, Spec):
             return value

@@ -247,6 +247,7 @@ def attach(
                 watch=watch,
                 weights=attached.weights,
                 ledger=ledger,
+                num_steps=plan.num_steps,
                 processes=processes,
             )
             undo.callback(averaging.detach)

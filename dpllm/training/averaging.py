@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -117,10 +117,17 @@ class Averaging:
     Args:
         average: the specification.
         num_steps: T of the plan.
+
+    Raises:
+        ConfigError: one of them is something else.
     """
 
     def __init__(self, average: Average, num_steps: int) -> None:
         """Begin without weights."""
+        if not isinstance(average, Average) or isinstance(average, type):
+            raise ConfigError(f"the average is {average!r}; pass average_of(...) of dpllm.mechanism.averages")
+        if not _is_count(num_steps, 1):
+            raise ConfigError(f"num_steps of the average is {num_steps!r}; pass the plan's num_steps")
         self.average, self._num_steps = average, num_steps
         self.count, self.is_shown = 0, False
         self._last = 0  # the step whose weights entered last
@@ -144,6 +151,7 @@ class Averaging:
         watch: Watch,
         weights: RunWeights,
         ledger: SharedLedger,
+        num_steps: int,
         processes: Processes,
     ) -> None:
         """Follow an attached model. Called by all processes together, right after its watch was made.
@@ -156,16 +164,32 @@ class Averaging:
             watch: the watch over the same parameters.
             weights: initial and final weights of the run.
             ledger: of the run; an average that is loaded has to be of the same run.
+            num_steps: T of the run's plan.
             processes: all processes.
 
         Raises:
+            ConfigError: it holds weights of another run, or was made for another T; on every process.
             EngineError: the engine divides the weights in a way that cannot be followed.
         """
         processes.agree({"train.average": repr(self.average)})
+        processes.together(lambda: self._refuse_other_run(ledger, num_steps))
+        self.detach()
         fragments = WeightFragments(parameters, module, deepspeed, processes)
         self._source = _Source(fragments=fragments, watch=watch, ledger=ledger, weights=weights, processes=processes)
         if deepspeed is None:
             self._handle = innermost(optimizer).register_step_post_hook(self._after_update)
+
+    def _refuse_other_run(self, ledger: SharedLedger, num_steps: int) -> None:
+        if self.count and self._source is not None and self._source.ledger is not ledger:
+            raise ConfigError(
+                f"This Averaging holds weights of the run in {self._source.ledger.path.parent}, whose ε another run "
+                "does not state. Make an Averaging for each run; a run that is resumed calls load with its checkpoint"
+            )
+        if num_steps != self._num_steps:
+            raise ConfigError(
+                f"This Averaging was made for {self._num_steps} steps, and the plan of the run has {num_steps}. Make "
+                f"it with num_steps={num_steps}"
+            )
 
     def detach(self) -> None:
         """Follow no more updates; the average stays."""
@@ -248,7 +272,7 @@ class Averaging:
     def release(self) -> None:
         """Have the average in the model from now on: the training has ended; on all processes together.
 
-        Both the average and the weights that it replaces are recognised as left by this run.
+        The weights that it replaces are recognised as left by this run.
         """
         if self.count and not self.is_shown:
             self._attached().weights.leave()
@@ -259,6 +283,7 @@ class Averaging:
         source.processes.together(self.check)
         source.fragments.show(self._values)
         self.is_shown = True
+        source.weights.leave()  # a later run in this process that begins at the average begins at this run's release
 
     def _hide(self) -> None:
         self._attached().fragments.restore()
@@ -372,10 +397,11 @@ class Averaging:
         values = {name: torch.full_like(fragments.read(name), torch.nan) for name in fragments.starts}
         found = dict.fromkeys(values, 0)
         for path in sorted(folder.glob(_SHARDS)):
-            with safe_open(path, framework="pt") as file:
-                saved = {name: int(start) for name, start in (file.metadata() or {}).items()}
-                for name in saved.keys() & values.keys():
-                    found[name] += _fill(values[name], fragments.starts[name], file.get_slice(name), saved[name])
+            try:
+                for name, count in _read(path, values, fragments.starts).items():
+                    found[name] += count
+            except (SafetensorError, ValueError, RuntimeError) as error:
+                raise AverageError(f"{path} cannot be read ({error}). Resume from another checkpoint") from error
         lacking = [name for name, count in found.items() if count != values[name].numel()]
         if lacking:
             raise AverageError(
@@ -383,6 +409,20 @@ class Averaging:
                 f"{values[lacking[0]].numel()} entries of this process). Resume from another checkpoint"
             )
         return values
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _read(path: Path, values: Mapping[str, Tensor], starts: Mapping[str, int]) -> dict[str, int]:
+    """Copy from one process's file, and return the number of entries of each parameter."""
+    with safe_open(path, framework="pt") as file:
+        saved = {name: int(start) for name, start in (file.metadata() or {}).items()}
+        return {
+            name: _fill(values[name], starts[name], file.get_slice(name), saved[name])
+            for name in saved.keys() & values.keys()
+        }
 
 
 def _fill(values: Tensor, start: int, saved: Any, saved_start: int) -> int:

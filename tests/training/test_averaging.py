@@ -1,5 +1,6 @@
 """The released average is the mean of the weights after the private steps, and nothing else can enter it."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -12,7 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, TrainerCallback
 
+from dpllm import PrivateRun, TrainingRows, make_plan, per_sequence_loss
 from dpllm.config import ConfigError
+from dpllm.data.rows import RowCollator
+from dpllm.data.units import UnitIndex
 from dpllm.mechanism.averages import average_of, weights_of
 from dpllm.models.ended import earlier_run
 from dpllm.privacy.accounting import epsilon
@@ -304,6 +308,12 @@ def test_options_and_checkpoints_that_cannot_be_used_are_refused(tmp_path):
         trainer(tmp_path, average={"kind": "ema", "decay": 2})
     with pytest.raises(ConfigError, match="The average follows no model"):
         Averaging(average_of("ema"), 4).update()
+    for average in ("ema", None, type(average_of("ema"))):
+        with pytest.raises(ConfigError, match=r"the average is .*; pass average_of\(...\)"):
+            Averaging(average, 4)
+    for num_steps in ("3", 0, True, 4.0):
+        with pytest.raises(ConfigError, match=r"num_steps of the average is .*; pass the plan's num_steps"):
+            Averaging(average_of("ema"), num_steps)
 
 
 def test_a_checkpoint_whose_average_lacks_a_part_is_refused(tmp_path):
@@ -321,11 +331,16 @@ def test_a_checkpoint_whose_average_lacks_a_part_is_refused(tmp_path):
     state.write_text(text.replace("decay 0.6", "decay 0.7"))
     with pytest.raises(AverageError, match=r"holds the exponential .* of another kind than the exponential"):
         averaging.load(checkpoint)
-    for torn in (text[:40], "[1]", text.replace('"count"', '"counts"'), text.replace('"count": 4', '"count": "4"')):
+    edited = [("count", "x"), ("count", "4"), ("last", None), ("ledger", 3)]
+    values = [json.dumps({**json.loads(text), name: value}) for name, value in edited]
+    for torn in (text[:40], "[1]", text.replace('"count"', '"counts"'), *values):
         state.write_text(torn)
         with pytest.raises(AverageError, match="is not what a run of this version wrote: it is torn, was edited"):
             averaging.load(checkpoint)
     state.write_text(text)
+    shards[0].write_bytes(shards[0].read_bytes()[:100])
+    with pytest.raises(AverageError, match=r"rank_00000.safetensors cannot be read \(.*Resume from another checkpoint"):
+        averaging.load(checkpoint)
     shards[0].unlink()
     with pytest.raises(AverageError, match=r"does not hold the whole average of .* \(0 of \d+ entries"):
         averaging.load(checkpoint)
@@ -402,6 +417,49 @@ def test_an_average_is_not_loaded_after_a_step_of_the_start(tmp_path):
     with pytest.raises(AverageError, match=r"this start has taken steps.*Load it after attach, before the first draw"):
         run.train()
     assert run.averaging.count == 3
+
+
+def loop(folder, model, averaging=None, num_steps=3):
+    """A loop of one's own that saves within `shown`; returns its report and the weights that it saved."""
+    plan = make_plan(privacy(), num_units=24, num_steps=num_steps)
+    data = TrainingRows(
+        units=UnitIndex.one_row_per_unit(24),
+        lengths=np.full(24, 6),
+        fetch=lambda numbers: [{"input_ids": [4 + int(n) % 50] * 6} for n in numbers],
+        collate=RowCollator(pad_token_id=0),
+        max_rows=8,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    run = PrivateRun.start(folder, plan, data)
+    run.attach(model, optimizer, averaging=averaging)
+    for ids in run.draws(num_steps):
+        run.step(ids, lambda model, inputs: per_sequence_loss(model(**inputs).logits, inputs["input_ids"]))
+        optimizer.step()
+        optimizer.zero_grad()
+    with averaging.shown() if averaging else contextlib.nullcontext():
+        model.save_pretrained(folder)
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+    return run.finish(), saved
+
+
+def test_an_average_serves_one_run(tmp_path):
+    """It would release the first run's weights under the ε of the second."""
+    averaging = Averaging(average_of("ema"), 3)
+    loop(tmp_path / "one", LlamaForCausalLM(tiny_llama_config()), averaging)
+    with pytest.raises(ConfigError, match=r"holds weights of the run in .*one, whose ε another run does not state"):
+        loop(tmp_path / "two", LlamaForCausalLM(tiny_llama_config()), averaging)
+    with pytest.raises(ConfigError, match=r"for 100 steps, and the plan of the run has 3. Make it with num_steps=3"):
+        loop(tmp_path / "three", LlamaForCausalLM(tiny_llama_config()), Averaging(average_of("ema"), 100))
+
+
+@pytest.mark.parametrize("of", ["the average", "the last step"])
+def test_a_later_run_that_begins_at_the_weights_of_a_loop_is_refused(of, tmp_path):
+    """Both are releases of the first run, and the second run's ε does not state them."""
+    model, other = LlamaForCausalLM(tiny_llama_config()), LlamaForCausalLM(tiny_llama_config())
+    _, saved = loop(tmp_path / "one", model, Averaging(average_of("ema"), 3))
+    other.load_state_dict(saved if of == "the average" else model.state_dict())
+    with pytest.raises(ConfigError, match=r"copy of those that the private run of .*one trained in this process"):
+        loop(tmp_path / "two", other)
 
 
 def test_the_plan_does_not_know_the_average(tmp_path):
