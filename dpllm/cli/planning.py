@@ -17,6 +17,7 @@ from dpllm.config import Recipe, load_recipe
 if TYPE_CHECKING:
     from dpllm.privacy.noise_choice import Prediction
     from dpllm.privacy.plan import PrivacyPlan
+    from dpllm.training.workload import UpdateRule
 
 Memory = Annotated[bool, typer.Option("--memory", help="Print the computed memory and communication per GPU instead.")]
 Sweep = Annotated[
@@ -127,9 +128,10 @@ def plan(
         if memory:
             _memory(recipe, loaded, 1 if gpus is None else gpus, engine, as_json)
             return
-        made, files, predicted = _plan_of(loaded)
+        planned = _plan_of(loaded)
+        made = planned.plan
         if not sweep:
-            _show_plan(recipe, made, files, predicted, as_json)
+            _show_plan(recipe, planned, as_json)
             return
         setting = Setting.of_recipe(recipe, loaded, made, with_flops=peak_tflops is not None)
         if made.noise.kind != "independent":
@@ -146,14 +148,33 @@ def plan(
     run_sweep(setting, batch_sizes, step_counts, compute, rule, *time, picture, as_json)
 
 
-def _plan_of(recipe: Recipe) -> tuple[PrivacyPlan, dict[str, int], Prediction | None]:
-    """Return the plan, the local files that were read, each with its number of records, and the predicted noise."""
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """The plan of a recipe, and what can be said about it before the run.
+
+    Attributes:
+        plan: the plan.
+        files: the local files that were read, each with its number of records.
+        rule: the optimizer, the schedule and the average of the run.
+        predicted: the predicted noise; None: the noise is independent.
+        advice: settings that were measured worse.
+    """
+
+    plan: PrivacyPlan
+    files: dict[str, int]
+    rule: UpdateRule
+    predicted: Prediction | None
+    advice: list[str]
+
+
+def _plan_of(recipe: Recipe) -> _Planned:
     # These import torch, for which the other commands need not wait.
     from dpllm.data.rows import load_train_and_eval, sources_of, unit_index_of
     from dpllm.privacy.noise_choice import prediction
+    from dpllm.training.advice import advice
     from dpllm.training.arguments import plan_for, training_arguments
     from dpllm.training.preflight import PLAIN, check_recipe
-    from dpllm.training.workload import workload_of
+    from dpllm.training.workload import UpdateRule
 
     arguments = training_arguments({**PLAIN, **recipe.train})
     for line in check_recipe(recipe, to_train=False):
@@ -161,7 +182,8 @@ def _plan_of(recipe: Recipe) -> tuple[PrivacyPlan, dict[str, int], Prediction | 
     records, _ = load_train_and_eval(recipe.data, recipe.privacy)
     average = recipe.train.get("average")
     plan = plan_for(arguments, recipe.privacy, unit_index_of(records, recipe.privacy), average=average)
-    return plan, sources_of(records), prediction(plan, workload_of(arguments, plan.num_steps, average))
+    rule = UpdateRule.of(arguments, plan.num_steps, average)
+    return _Planned(plan, sources_of(records), rule, prediction(plan, rule.workload()), advice(plan, rule))
 
 
 def _sweep_noise(
@@ -181,22 +203,28 @@ def _sweep_noise(
     )
 
 
-def _show_plan(
-    path: Path, made: PrivacyPlan, files: dict[str, int], predicted: Prediction | None, as_json: bool
-) -> None:
+def _show_plan(path: Path, planned: _Planned, as_json: bool) -> None:
     from dpllm.privacy.plan import format_plan
 
+    made, predicted = planned.plan, planned.predicted
     values = {
         **made.to_dict(),
         "hash": made.hash,
         "epsilon_zero_out": made.epsilon_under("zero-out"),
         "epsilon_replace_one": made.epsilon_under("replace-one"),
         "predicted_noise": None if predicted is None else dataclasses.asdict(predicted),
-        "files": files,
+        "advice": planned.advice,
+        "files": planned.files,
     }
-    read = [(f"records of {name}", f"{count:,}") for name, count in files.items()]
-    noise = [] if predicted is None else [("predicted noise of the released weights", predicted.words())]
-    show(values, [*format_plan(made), *noise, *read], f"Privacy plan of {path}", as_json)
+    noise = []
+    if predicted is not None:
+        noise = [
+            ("predicted noise of the released weights", predicted.words()),
+            ("noise of a step", predicted.step_words(planned.rule.divides)),
+        ]
+    read = [(f"records of {name}", f"{count:,}") for name, count in planned.files.items()]
+    advised = [("advice", line) for line in planned.advice]
+    show(values, [*format_plan(made), *noise, *read, *advised], f"Privacy plan of {path}", as_json)
 
 
 def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: bool) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from dpllm.config import values
 from dpllm.config.model_values import check_model_config, check_peft
-from dpllm.config.train_values import check_train, refuse_own
+from dpllm.config.train_values import check_train, refuse_own, with_schedule
 from dpllm.config.values import ConfigError as ConfigError
 from dpllm.config.values import nearest as nearest
 from dpllm.config.yaml12 import read_yaml, write_yaml
@@ -443,7 +443,8 @@ class Recipe:
     privacy: PrivacyConfig
     train: dict[str, Any] = field(default_factory=dict)
     """Names and values of `TrainingArguments`; names are checked where they are used. And ``average``: the average of
-    the weights that is released (`dpllm.mechanism.averages`), such as ``{kind: ema, decay: 0.95}``."""
+    the weights that is released (`dpllm.mechanism.averages`), such as ``{kind: ema, decay: 0.95}``. Without
+    ``lr_scheduler_type`` the learning rate is constant after a warm-up of 10 % of the steps."""
     public_pretrain: PublicPretrainConfig | None = None
     release: ReleaseConfig = field(default_factory=ReleaseConfig)
     microbatch_tokens: int | str | None = None
@@ -461,6 +462,7 @@ class Recipe:
     def __post_init__(self) -> None:
         """Check the section without a dataclass, and the combinations of two sections."""
         check_train("train", self.train)
+        object.__setattr__(self, "train", with_schedule(self.train))
         if isinstance(self.microbatch_tokens, str) and self.microbatch_tokens != "auto":
             raise ConfigError(f'microbatch_tokens must be a whole number or "auto", got {self.microbatch_tokens!r}')
         if self.microbatch_tokens is not None and self.microbatch_tokens != "auto":

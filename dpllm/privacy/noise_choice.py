@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import MAX_TARGET_EPSILON
 from dpllm.mechanism.noise import IndependentNoise
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 NEARLY_LEAST = 1.05
 """A candidate that keeps less noise in memory is chosen if its predicted noise is at most this times the least."""
+_STEPS_LOOKED_AT = 1000
 
 
 def choose_noise(
@@ -95,33 +98,53 @@ def predicted_noise(
         delta: δ.
         adjacency: "zero-out" or "replace-one".
     """
+    sigma = _calibrated(noise, draw, target_epsilon, num_steps, delta, adjacency)
+    return math.inf if math.isinf(sigma) else sigma * noise.error(workload)
+
+
+def _calibrated(noise: Noise, draw: Draw, target: float, num_steps: int, delta: float, adjacency: str) -> float:
+    """Return σ to 0.2 %; inf if none reaches the target."""
 
     def event_of(sigma: float) -> Event:
         return noise.event(draw, sigma, 1.0)
 
-    sigma = approximate_noise(target_epsilon, delta, event_of, num_steps, adjacency)
-    return math.inf if math.isinf(sigma) else sigma * noise.error(workload)
+    return approximate_noise(target, delta, event_of, num_steps, adjacency)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted noise of a plan's released weights, in units of (largest learning rate) · C / b."""
+    """The predicted noise of a plan's released weights, and the noise of its steps."""
 
     noise: float
-    """Its standard deviation with the plan's noise."""
+    """Standard deviation of the noise of the released weights, in units of (largest learning rate) · C / b."""
     independent: float
     """The same with independent noise at the same ε and δ."""
+    step_ratio: float
+    """r: the root mean square of the noise of a step, over that of independent noise at the same ε and δ."""
 
     def words(self) -> str:
         """Return the row of `dpllm plan`.
 
-        >>> Prediction(5.0234, 8.1294).words()
+        >>> Prediction(5.0234, 8.1294, 9.4).words()
         '5.02 learning rates · C/b, 0.62 of that of independent noise at the same ε (8.13)'
         """
         return (
             f"{self.noise:.3g} learning rates · C/b, {self.noise / self.independent:.2f} of that of independent noise "
             f"at the same ε ({self.independent:.3g})"
         )
+
+    def step_words(self, divides: bool) -> str:
+        """Return the row of `dpllm plan` about single steps.
+
+        Args:
+            divides: whether the optimizer divides by the size of the noisy gradients, as Adam does.
+
+        >>> Prediction(5.0234, 8.1294, 9.4).step_words(divides=True)
+        '9.4 times that of independent noise; Adam divides by it, so its learning rate can be 9.4 times as large'
+        """
+        times = f"{self.step_ratio:.2g} times"
+        rate = f"; Adam divides by it, so its learning rate can be {times} as large" if divides else ""
+        return f"{times} that of independent noise{rate}"
 
 
 def prediction(plan: PrivacyPlan, workload: Workload) -> Prediction | None:
@@ -134,7 +157,16 @@ def prediction(plan: PrivacyPlan, workload: Workload) -> Prediction | None:
     mechanism, target = plan.mechanism, plan.epsilon_under(plan.adjacency)
     if isinstance(mechanism.noise, IndependentNoise) or not 0 < target <= MAX_TARGET_EPSILON:
         return None
-    independent = predicted_noise(
-        IndependentNoise(), mechanism.draw, workload, target, plan.num_steps, plan.delta, plan.adjacency
+    alone, sigma = IndependentNoise(), mechanism.gradient_noise_multiplier
+    independent = _calibrated(alone, mechanism.draw, target, plan.num_steps, plan.delta, plan.adjacency)
+    return Prediction(
+        noise=sigma * mechanism.noise.error(workload),
+        independent=independent * alone.error(workload),
+        step_ratio=sigma * _rms(mechanism.noise, plan.num_steps) / independent,
     )
-    return Prediction(mechanism.gradient_noise_multiplier * mechanism.noise.error(workload), independent)
+
+
+def _rms(noise: Noise, num_steps: int) -> float:
+    """Return the root mean square, over the steps, of the noise of a step divided by σC; of many steps, a sample."""
+    steps = np.unique(np.linspace(0, num_steps - 1, num=min(num_steps, _STEPS_LOOKED_AT), dtype=np.int64))
+    return math.sqrt(sum(noise.variance(int(step), num_steps) for step in steps) / len(steps))

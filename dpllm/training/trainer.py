@@ -39,6 +39,7 @@ from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.report.model_card import keep_own_card
 from dpllm.report.statement import ReleaseNotes, privacy_report
+from dpllm.training.advice import advice
 from dpllm.training.attaching import AttachFirst
 from dpllm.training.averaged_trainer import AveragedTrainer
 from dpllm.training.averaging import LAST_FOLDER
@@ -52,6 +53,7 @@ from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.staged import StagedCheckpoints
 from dpllm.training.trainer_run import LogicalBatches, TrainerRun
 from dpllm.training.training_log import LogKeeper
+from dpllm.training.workload import UpdateRule
 
 logger = logging.get_logger(__name__)
 
@@ -224,6 +226,7 @@ class DPTrainer(AveragedTrainer):
         refuse_steering(self.args, self.callback_handler.callbacks, self.lr_scheduler, self.eval_is_public)
         folder = Path(str(self.args.output_dir))
         restart = begin_in(folder, resume_from_checkpoint, self.processes)
+        self._log_advice()
         require_finite(self._module, self.processes, "The model to train has")
         self._interrupt.forget()
         checkpoint = checkpoint_to_resume(folder, restart.checkpoint, self.processes)
@@ -239,6 +242,13 @@ class DPTrainer(AveragedTrainer):
                 self._run.prepare_to_load(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         with self._interrupt.listening():
             return self._train_to_the_end(self._run, folder, checkpoint, ignore_keys_for_eval)
+
+    def _log_advice(self) -> None:
+        """Log the settings that were measured worse. A caller's own optimizer or schedule is unknown."""
+        if self.processes.is_main and self.optimizer is None and self.lr_scheduler is None:
+            prepared = self._prepared
+            for line in advice(prepared.plan, UpdateRule.of(self.args, prepared.plan.num_steps, prepared.average)):
+                logger.warning("%s", line)
 
     def _train_to_the_end(
         self, run: TrainerRun, folder: Path, checkpoint: Path | None, ignore_keys_for_eval: Any

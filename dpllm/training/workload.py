@@ -6,30 +6,64 @@ the planner designs correlated noise. They are public, and cannot change ε.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
-from dpllm.mechanism.averages import average_of, weights_of
+from dpllm.mechanism.averages import Average, average_of, weights_of
 from dpllm.mechanism.workload import Workload
 
 
-def workload_of(args: TrainingArguments, num_steps: int, average: Any = None) -> Workload:
-    """Return the workload of a run with the optimizer and the schedule of the arguments.
+@dataclass(frozen=True)
+class UpdateRule:
+    """The rule by which a run makes the released weights from its noisy gradients.
 
-    Args:
-        args: training arguments, whose optimizer and schedule can be built (`dpllm.training.arguments`).
-        num_steps: T.
-        average: the average of the weights that is released, as a recipe names it; None: the last weights are released.
+    Attributes:
+        rates: (T,) the learning rate of each step.
+        momentum: the decay of the optimizer's first moment; 0: it has none.
+        bias_correction: whether the first moment is divided by 1 - β^(t+1), as Adam does.
+        divides: whether the update is divided by the size of the gradients (Adam, Adafactor, Lion), so that it does not
+            grow with their noise.
+        average: the average of the weights that is released. None: the last weights are.
     """
-    named = average_of(average)
-    averaging = None if named is None else weights_of(named, num_steps).tolist()
-    momentum, bias_correction = _first_moment(args)
-    return Workload.released(
-        learning_rates(args, num_steps), momentum, bias_correction=bias_correction, averaging=averaging
-    )
+
+    rates: tuple[float, ...]
+    momentum: float
+    bias_correction: bool
+    divides: bool
+    average: Average | None
+
+    @classmethod
+    def of(cls, args: TrainingArguments, num_steps: int, average: Any = None) -> UpdateRule:
+        """Return the rule of a run with the optimizer and the schedule of the arguments.
+
+        Args:
+            args: training arguments, whose optimizer and schedule can be built (`dpllm.training.arguments`).
+            num_steps: T.
+            average: the average of the weights that is released, as a recipe names it; None: the last weights are
+                released.
+        """
+        momentum, bias_correction = _first_moment(args)
+        return cls(
+            rates=tuple(learning_rates(args, num_steps)),
+            momentum=momentum,
+            bias_correction=bias_correction,
+            divides="sgd" not in str(getattr(args.optim, "value", args.optim)),
+            average=average_of(average),
+        )
+
+    def workload(self) -> Workload:
+        """Return the linear map from the noise of the steps to the released weights."""
+        averaging = None if self.average is None else weights_of(self.average, len(self.rates)).tolist()
+        return Workload.released(self.rates, self.momentum, bias_correction=self.bias_correction, averaging=averaging)
+
+
+def workload_of(args: TrainingArguments, num_steps: int, average: Any = None) -> Workload:
+    """Return the workload of a run with the optimizer and the schedule of the arguments; see `UpdateRule.of`."""
+    return UpdateRule.of(args, num_steps, average).workload()
 
 
 def learning_rates(args: TrainingArguments, num_steps: int) -> list[float]:

@@ -416,9 +416,28 @@ def test_the_plan_of_correlated_noise_says_what_was_chosen(tmp_path: Path) -> No
         f"geometric with ratio {noise['ratio']:g}",
         f"{predicted['noise']:.3g} learning rates · C/b",
         f"({predicted['independent']:.3g})",
+        f"{predicted['step_ratio']:.2g} times that of independent noise",
         "ε, replace-one",
     ):
         assert words in shown
+    assert "its learning rate" not in shown  # SGD does not divide by the noise
+
+
+def test_the_plan_gives_advice_on_the_optimizer(tmp_path: Path) -> None:
+    """About Adam's learning rate, and each setting that was measured worse; none about the defaults."""
+    data = tmp_path / "records.jsonl"
+    data.write_text("".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(200)))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(data=data))
+    arguments = ["plan", str(path), "privacy.max_batch_size=60", "privacy.noise={kind: banded, bands: 4}"]
+    arguments += ["train.average=ema"]
+    assert as_json(arguments)["advice"] == []
+    worse = [*arguments, "train.adam_beta1=0.0", "train.warmup_steps=0"]
+    advice = as_json(worse)["advice"]
+    assert len(advice) == 2 and "momentum is 0" in advice[0] and "no warm-up" in advice[1]
+    shown = " ".join(run(worse).replace("│", " ").split())
+    assert "Adam divides by it, so its learning rate can be" in shown and shown.count(" advice ") == 2
+    assert all(line[:40] in shown for line in advice)
 
 
 def test_a_sweep_of_correlated_noise_compares_bands_too(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from dpllm.config import (
     recipe_to_dict,
     save_recipe,
 )
+from dpllm.config.train_values import WARM_UP
 
 PRIVACY: dict[str, Any] = {"target_epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
 USERS: dict[str, Any] = {"unit": "user", "unit_column": "id", "max_rows_per_unit": 3}
@@ -229,7 +230,7 @@ def test_recipe_reads_yaml(recipe_path: Path) -> None:
     """A float in exponent form is a float and `no` stays a text, as YAML 1.2 has it."""
     recipe = load_recipe(recipe_path)
     assert recipe.privacy.delta == 1e-6
-    assert recipe.train == {"learning_rate": 5e-4, "eval_strategy": "no", "max_steps": 10}
+    assert recipe.train == {"learning_rate": 5e-4, "eval_strategy": "no", "max_steps": 10, **WARM_UP}
     assert recipe.model.peft == {"r": 8, "target_modules": ["c_attn"]}
     assert recipe.public_pretrain is None
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from dpllm.config import ConfigError, load_recipe
+from dpllm.config import ConfigError, load_recipe, save_recipe
 from dpllm.config.recipe import DataConfig, PublicPretrainConfig
-from dpllm.config.train_values import CHECKS, PLAIN, check_train
+from dpllm.config.train_values import CHECKS, PLAIN, check_train, with_schedule
 from dpllm.config.yaml12 import write_yaml
 from dpllm.mechanism.limits import MAX_STEPS
 from dpllm.training.arguments import check_optimizer, private_arguments, training_arguments
@@ -238,3 +238,31 @@ def test_the_average_is_a_value_of_its_own():
         check_train("train", {"average": {"kind": "ema", "decay": 7}})
     with pytest.raises(ConfigError, match=r"train\.average is an option of the private training: set train\.average"):
         PublicPretrainConfig(data=DataConfig(path="builtin:sotu", max_length=8), train={"average": "ema"})
+
+
+@pytest.mark.parametrize(
+    ("written", "kind", "warmup"),
+    [
+        ({}, "constant_with_warmup", 0.1),
+        ({"lr_scheduler_type": None, "warmup_steps": None}, "constant_with_warmup", 0.1),
+        ({"lr_scheduler_type": "constant_with_warmup"}, "constant_with_warmup", 0.1),
+        ({"warmup_steps": 7}, "constant_with_warmup", 7),
+        ({"warmup_steps": 0}, "constant_with_warmup", 0),
+        ({"lr_scheduler_type": "linear"}, "linear", None),
+        ({"lr_scheduler_type": "constant"}, "constant", None),
+        ({"lr_scheduler_type": "cosine", "warmup_steps": 0.2}, "cosine", 0.2),
+        ({"max_steps": 1}, "constant_with_warmup", None),
+    ],
+)
+def test_a_private_training_without_a_schedule_is_constant_after_a_warm_up(
+    tmp_path: Path, written: dict[str, Any], kind: str, warmup: float | None
+) -> None:
+    """Values that are written stay, those of the public training too, and the stored recipe has the default."""
+    recipe = load_recipe_text(tmp_path, write_yaml({**RECIPE, "train": {"output_dir": "out", **written}}))
+    assert recipe.train["lr_scheduler_type"] == kind and recipe.train.get("warmup_steps") == warmup
+    assert recipe.public_pretrain is not None and recipe.public_pretrain.train == {"max_steps": 3}
+    assert with_schedule(recipe.train) == recipe.train
+    save_recipe(recipe, tmp_path / "saved.yaml")
+    assert load_recipe(tmp_path / "saved.yaml") == recipe
+    args = training_arguments({**recipe.train, "use_cpu": True, "report_to": "none"})
+    assert args.lr_scheduler_type == kind and args.weight_decay == 0

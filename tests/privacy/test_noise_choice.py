@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 
 from dpllm.config import ConfigError, PrivacyConfig
@@ -193,6 +194,12 @@ def test_the_prediction_compares_with_independent_noise_at_the_same_epsilon():
     plain = plan_of("independent")
     assert found.independent == pytest.approx(plain.noise_multiplier * LINEAR.error([1.0]), rel=5e-3)
     assert found.noise < 0.9 * found.independent
+    matrix = np.zeros((T, T))
+    for band, value in enumerate(plan.mechanism.noise.column(T)):
+        matrix += value * np.eye(T, k=-band)
+    per_step = plan.noise_multiplier * np.linalg.norm(np.linalg.inv(matrix)) / math.sqrt(T)  # of all T rows
+    assert found.step_ratio == pytest.approx(per_step / plain.noise_multiplier, rel=5e-3) and found.step_ratio > 2
+    assert "learning rate" in found.step_words(divides=True) and "learning rate" not in found.step_words(divides=False)
     assert prediction(plain, LINEAR) is None
     silent = plan_of({"kind": "banded", "bands": 4}, noise_multiplier=0.0, target_epsilon=None)
     assert prediction(silent, LINEAR) is None
