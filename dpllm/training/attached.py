@@ -138,7 +138,9 @@ class Attached:
             return TOKENS_WITHOUT_MEASURE
         units = rows.units
         share = plan.expected_batch_size * units.num_rows / units.num_units / processes.size
-        fit = rows_that_fit(self.clipper, self.loss(loss_of), rows.longest, memory, most=math.ceil(share))
+        fit = processes.together(
+            lambda: rows_that_fit(self.clipper, self.loss(loss_of), rows.longest, memory, most=math.ceil(share))
+        )
         fewest = min(processes.gather(fit))
         if fewest == 0:
             raise MicrobatchTooLargeError(

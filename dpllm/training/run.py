@@ -49,7 +49,7 @@ from dpllm.training.noted import note_units, note_users
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_folder import require_shared_folder
 from dpllm.training.shared_ledger import SharedLedger
-from dpllm.training.step import StepDiagnostics, private_step
+from dpllm.training.step import StepDiagnostics, private_step, refuse_unfinished
 
 _TAKEN: weakref.WeakSet[SharedLedger] = weakref.WeakSet()  # ledgers of the runs of this process
 
@@ -251,7 +251,7 @@ class PrivateRun:
                 neighbouring data set under zero-out. For audits; it is an open point. None: all units are present.
 
         Raises:
-            ValueError: the plan has no step left.
+            ValueError: the plan has no step left; or, with several processes, the last step failed half-way.
             DrawError: ``present_N`` has another shape or dtype; nothing is drawn.
             LedgerError: a step cannot be charged.
             DisagreementError: a process draws more often or less often than the others.
@@ -266,6 +266,8 @@ class PrivateRun:
             if not bool(present_N.all()):
                 self.ledger.append_open_point(LEFT_OUT)
         for _ in range(num_steps):
+            if self._attached is not None and self.processes.size > 1:  # the others may be waiting in that step
+                refuse_unfinished(self._attached.engine)
             yield self._draws.next(present_N)
 
     def choose(self, unit_ids: ArrayLike) -> np.ndarray:

@@ -6,8 +6,9 @@ public constant. The optimizer's use of this gradient is post-processing.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,7 @@ def private_step(
             up; or a step on this engine failed half-way, so its sums would be released under this step's noise.
         UpdateError: in the first step, if the optimizer receives something other than the private sum.
         DisagreementError: the trainable weights of two replicas differ; no part of the step reaches the optimizer.
+        OtherProcessError: model, loss or collator failed on another process; in lockstep, see `WAITED_FOR`.
         MicrobatchTooLargeError: memory ran out on a microbatch that cannot be divided.
     """
     _check(clipper, plan, ledger, engine)
@@ -95,14 +97,27 @@ def private_step(
     replicas = Replicas(clipper.parameters, engine.processes)  # the present weights; compared before any use
     tally, statistic = _Tally(clipper.threshold), StepStatistic(clipper, plan, noise)
     portions = Portions(batch, divisible=not engine.lockstep)
-    for microbatch, last in portions:
-        passed = attempt(clipper, microbatch, loss_of, _has_to_check_rows(clipper, microbatch, engine))
-        if isinstance(passed, OutOfMemory):
-            portions.divide(microbatch, passed)
-            continue
-        tally.add(passed, microbatch)
-        statistic.add(passed.norm_U)
-        release.collect(microbatch, last)
+
+    def up_to_the_last_sum() -> Microbatch:  # which is collected by the caller
+        for microbatch, last in portions:
+            passed = attempt(clipper, microbatch, loss_of, _has_to_check_rows(clipper, microbatch, engine))
+            if isinstance(passed, OutOfMemory):
+                portions.divide(microbatch, passed)
+                continue
+            tally.add(passed, microbatch)
+            statistic.add(passed.norm_U)
+            if last:
+                return microbatch
+            release.collect(microbatch, last=False)
+        raise AssertionError("every step has a microbatch")
+
+    if engine.lockstep:  # the passes themselves communicate
+        with _waited_for(engine.processes):
+            microbatch = up_to_the_last_sum()
+    else:
+        microbatch = engine.processes.all_or_none(up_to_the_last_sum, f"step {number + 1}")
+    with _waited_for(engine.processes):
+        release.collect(microbatch, last=True)
     error = found_by(before_update)
     done, checksums, failed = tally.over(engine.processes, portions, replicas, error)
     try:
@@ -117,17 +132,44 @@ def private_step(
     return done
 
 
-def refuse_leftovers(clipper: GhostClipper, engine: Engine) -> None:
-    """Check that no part of an earlier step would be released with the next one; checks this process only.
+WAITED_FOR = (
+    "Processes without an error wait for this one in the middle of the step, until the time limit of their process "
+    "group. Nothing of the step is released. End this process, and resume from a checkpoint."
+)
+"""The note on an error in a part of the step in which the processes communicate."""
+
+
+@contextlib.contextmanager
+def _waited_for(processes: Processes) -> Iterator[None]:
+    """Add a note to an error that the other processes cannot be told, since they wait in another collective."""
+    try:
+        yield
+    except Exception as error:
+        if processes.size > 1:
+            error.add_note(WAITED_FOR)
+        raise
+
+
+def refuse_unfinished(engine: Engine) -> None:
+    """Check that the last step on an engine ended.
 
     Raises:
-        ValueError: a step on this engine failed half-way, or a parameter already has a gradient.
+        ValueError: it failed half-way.
     """
     if engine.unfinished:
         raise ValueError(
             "A private step on this engine failed half-way, and parts of its sum are still held: they would be "
             "released under the noise of another step. Start again from a checkpoint."
         )
+
+
+def refuse_leftovers(clipper: GhostClipper, engine: Engine) -> None:
+    """Check that no part of an earlier step would be released with the next one; checks this process only.
+
+    Raises:
+        ValueError: a step on this engine failed half-way, or a parameter already has a gradient.
+    """
+    refuse_unfinished(engine)
     stale = [name for name, p in clipper.parameters.items() if p.grad is not None]
     if stale:
         raise ValueError(

@@ -105,7 +105,14 @@ class Turns:
 
     def _meet(self, kind: float, step: int, rest: list[float]) -> list[list[float]]:
         """Return the numbers of all processes, after checking that all are at the same point."""
-        everywhere = self._processes.gather_numbers([kind, float(step), *(rest + [0.0] * 6)[:6]])
+        try:
+            everywhere = self._processes.gather_numbers([kind, float(step), *(rest + [0.0] * 6)[:6]])
+        except RuntimeError as error:  # of the connection: a process ended, and the system closed its end
+            raise DisagreementError(
+                f"This process {_NAMES[kind].format(step + 1)}, and another one has ended or cannot be reached "
+                f"({' '.join(str(error).split())[:200]}). No further step is charged. Call next() on PrivateRun.draws, "
+                "PrivateRun.step and PrivateRun.finish on every process, not only on the main one"
+            ) from error
         if any(one[:2] != everywhere[0][:2] for one in everywhere):
             names = [_NAMES.get(one[0], "makes another call") for one in everywhere]
             shown = told_by_rank([name.format(int(one[1]) + 1) for name, one in zip(names, everywhere, strict=True)])

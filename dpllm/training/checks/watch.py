@@ -234,7 +234,14 @@ class Watch:
 
     def _check_update(self, optimizer: Optimizer) -> None:
         self._refuse_extra(optimizer)
-        if not self._gradients.are_left:  # before the first step, which the guard refuses
+        if not self._gradients.are_left:
+            given = [name for name, parameter in self._trainable.items() if parameter.grad is not None]
+            if given:  # the guard says so before the first step
+                raise WatchError(
+                    f"optimizer.step() was called, and {given[0]} has a gradient that no private step left: the last "
+                    "step failed, or a checkpoint was loaded after it. It would reach the weights without clipping and "
+                    "noise. Do not step the optimizer after a step that failed; resume from a checkpoint"
+                )
             return
         self._gradients.check()
         self._weights.check("between the private step and optimizer.step()")

@@ -87,3 +87,15 @@ def test_processes_that_take_other_units_or_another_mode_stop_before_the_step(ch
     """As many units, but others, and the same units under other settings."""
     with pytest.raises(DisagreementError, match=says):
         Turns(Two(changes)).step(UNITS, 3, "training")
+
+
+def test_a_process_that_has_ended_is_named_in_one_line():
+    """The system closed its connections; the words of gloo follow."""
+
+    class Ended(Two):
+        def gather_numbers(self, values):
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:4711\nsee its log")
+
+    with pytest.raises(DisagreementError, match=r"This process ends the run, .*ended or cannot be reached") as raised:
+        Turns(Ended()).end(3)
+    assert "\n" not in str(raised.value) and "on every process, not only on the main one" in str(raised.value)

@@ -458,6 +458,29 @@ def test_an_optimizer_that_lacks_parameters_is_refused_when_it_is_attached(tmp_p
     assert run.ledger.num_steps == 0
 
 
+@pytest.mark.parametrize("cause", ["the step failed", "a checkpoint was loaded"])
+def test_a_gradient_of_ones_own_where_no_private_step_left_one_is_refused(cause, tmp_path):
+    """Such as that of an ordinary backward pass, to which a loop falls back when a step fails."""
+    model = network()
+    run, optimizer = run_of(tmp_path, model)
+    take(run, optimizer, 2)
+    before = [p.clone() for p in model.parameters()]
+    if cause == "the step failed":
+        with pytest.raises(MemoryError):
+            take(run, optimizer, 1, lambda model, inputs: (_ for _ in ()).throw(MemoryError("no room")))
+    else:
+        run.load_state_dict(run.state_dict())
+    optimizer.step()  # there is nothing to release
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(
+        WatchError, match=r"0\.weight has a gradient that no private step left: the last step failed, or a"
+    ):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    run.detach()
+
+
 @pytest.mark.parametrize("restore", [True, False])
 def test_averages_may_stand_in_the_place_of_the_weights_for_a_while(restore, tmp_path):
     """The same bits are the same weights, however they were written."""

@@ -1,0 +1,74 @@
+"""An error of one process ends the step on all of them; nothing of it is released."""
+
+import pytest
+
+from tests.distributed import world
+from tests.distributed.failing import PATIENCE
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """The results of each of two processes."""
+    folder = tmp_path_factory.mktemp("failing")
+    return world.run(folder / "world", "tests.distributed.failing:everything", size=2, root=folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "rank", "error"),
+    [
+        ("loss", 1, "of the loss of rank 1"),
+        ("loss, caught", 1, "of the loss of rank 1"),
+        ("backward", 0, "of the backward pass in two lines"),
+        ("collator", 1, "of the collator of rank 1"),
+    ],
+)
+def test_an_error_on_one_process_ends_the_step_on_all(ranks, case, rank, error):
+    """Where it happened it stays the error that it is; the others get a line that names the rank and the error."""
+    failed, other = ranks[rank][case], ranks[1 - rank][case]
+    kind, message = other["error"]
+    assert kind == "OtherProcessError" and "\n" not in message
+    assert message.startswith(f"Rank {rank} failed during step 3 (Broken: {error}), so no process goes on with it")
+    own, notes = failed["own"]
+    assert " ".join(own.split()) == error and notes == []
+    if case == "loss, caught":  # by a loop that goes on
+        assert failed["error"][0] == "ValueError" and "failed half-way" in failed["error"][1]
+    else:
+        assert failed["error"] == ("Broken", own)
+
+
+def test_an_error_on_all_processes_stays_what_it_is_on_each(ranks):
+    """Such as that of a loss which is wrong everywhere."""
+    for rank, found in enumerate(one["both"] for one in ranks):
+        assert found["error"] == ("Broken", f"of the loss of rank {rank}")
+
+
+def test_an_error_in_a_check_of_the_rows_is_raised_on_all(ranks):
+    """The checks before steps 1, 2, 4 and so on run the loss too."""
+    for found in (one["loss in a check"] for one in ranks):
+        assert found["error"] == ("Broken", "of the loss of rank 1") and found["taken"] == 1 and found["unmoved"]
+
+
+@pytest.mark.parametrize("case", ["loss", "loss, caught", "backward", "collator", "both"])
+def test_nothing_of_a_step_that_failed_is_released(ranks, case):
+    """It stays charged; no weight moves; and all processes can end the run together."""
+    for found in (one[case] for one in ranks):
+        assert found["taken"] == 2 and found["charged"] == 3 and found["unmoved"]
+        assert found["end"] == "failed" and found["seconds"] < 60
+
+
+def test_processes_that_shard_the_model_wait_until_their_limit(ranks):
+    """Their passes communicate, so nobody can tell them; the error says so, and the process takes no further draw."""
+    waiting, failed = (one["sharded"] for one in ranks)
+    own, notes = failed["own"]
+    assert own == "of the loss of rank 1" and any("wait for this one in the middle of the step" in one for one in notes)
+    assert failed["error"][0] == "ValueError" and "failed half-way" in failed["error"][1]
+    assert waiting["error"][0] == "RuntimeError" and waiting["seconds"] > PATIENCE and waiting["own"] is None
+    for found in (waiting, failed):
+        assert found["taken"] == 2 and found["charged"] == 3 and found["unmoved"]
+
+
+def test_an_end_by_the_main_process_only_is_one_line(tmp_path):
+    """Where the others have ended, so that their connections are closed."""
+    error, _ = world.run(tmp_path / "world", "tests.distributed.failing:main_only", size=2, root=tmp_path)
+    assert error[0] == "DisagreementError" and "\n" not in error[1], error
+    assert "ends the run" in error[1] and "on every process" in error[1]
