@@ -287,6 +287,13 @@ MUTATIONS = [
         ("tests/mechanism/test_quantile.py", "tests/training/test_mechanisms.py"),
     ),
     Mutation(
+        "a first noise may lack a parameter of the clipper",
+        "dpllm/mechanism/starts.py",
+        "        if missing := left_out(",
+        "        if False and left_out(",
+        ("tests/mechanism/test_starts.py",),
+    ),
+    Mutation(
         "a gradient after a step that failed reaches the weights",
         "dpllm/training/checks/watch.py",
         "            if given:  # the guard",

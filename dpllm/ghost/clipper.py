@@ -15,6 +15,7 @@ from dpllm.ghost.groups import numbered, shapes_of
 from dpllm.ghost.held_clipping import HeldClipping
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.mechanism.clipped import forget_clipper, note_clipper
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.parts import AdaptiveClipping, Clipping
 
@@ -91,6 +92,7 @@ class GhostClipper:
             self._num_groups, numbers = numbered(groups, self.parameters)
             self._group_P = torch.tensor([numbers[id(p)] for p in self.parameters.values()])
         self._held = HeldClipping(self.clipping, shapes_of(self.parameters))
+        note_clipper(self)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -244,6 +246,7 @@ class GhostClipper:
 
     def remove(self) -> None:
         """Remove the hooks; the model is as before."""
+        forget_clipper(self)
         self._book.remove()
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from dpllm.mechanism.clipped import left_out
 from dpllm.mechanism.sampling import secret_rng
 
 if TYPE_CHECKING:
@@ -103,8 +104,9 @@ class Start:
             parameters: name to parameter, all that are trained (`dpllm.GhostClipper.parameters`).
 
         Raises:
-            ValueError: no draw was made, or its noise was added already; no parameter is given, or others than
-                before; a sum is neither float32 nor float64; or the clipping has changed.
+            ValueError: no draw was made, or its noise was added already; no parameter is given, others than before,
+                or not all that a GhostClipper clips together; a sum is neither float32 nor float64; or the clipping has
+                changed.
         """
         if not self._open:
             raise ValueError(
@@ -115,6 +117,12 @@ class Start:
                 f"add_noise_ got {len(parameters)} parameters, and {len(self._names) or 'at least one'} are needed, "
                 "the same in every step: one that is left out would be released without noise. Give all that are "
                 "trained (GhostClipper.parameters)"
+            )
+        if missing := left_out(parameters.values()):
+            raise ValueError(
+                f"add_noise_ got {len(parameters)} parameters, and {missing[0]} is not among them ({len(missing)} are "
+                "missing), which the same GhostClipper clips: it would be released without noise. Give "
+                "GhostClipper.parameters"
             )
         stddev = self._mechanism.noise_stddev
         for name, parameter in parameters.items():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpllm import PrivacyConfig, epsilon, make_plan
+from dpllm import GhostClipper, PrivacyConfig, epsilon, make_plan
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.sampling import seeded_rng
 
@@ -137,3 +137,32 @@ def test_every_parameter_gets_noise_in_every_step(noise):
     with pytest.raises(ValueError, match="has no noise"):
         next(start.draws(1))
     start.add_noise_(trained)
+
+
+def test_a_first_noise_that_lacks_a_parameter_of_the_clipper_is_refused():
+    """It would be released without noise in every step. Other models, and clippers that were removed, do not count."""
+    model, other = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+    clipper, foreign = (GhostClipper(one, clip_norm=0.5) for one in (model, other))
+    start = plan_of("independent").mechanism.start(8, NoiseSource(seed=3), seeded_rng(5))
+    loop = start.draws(8)
+    next(loop)
+    clipper.backward(model(torch.ones(2, 3)).squeeze(1))
+    before = model.weight.grad.clone()
+    for given in ({"weight": model.weight}, {"weight": model.weight, "bias": other.bias}):
+        with pytest.raises(ValueError, match=r"(bias|weight) is not among them .* released without noise"):
+            start.add_noise_(given)
+    assert torch.equal(model.weight.grad, before)
+    start.add_noise_(clipper.parameters)
+    assert not torch.equal(model.weight.grad, before) and model.bias.grad is not None
+    clipper.remove()
+    model.bias.requires_grad_(False)
+    head = GhostClipper(model, clip_norm=0.5)
+    assert set(head.parameters) == {"weight"}
+    next(loop)
+    with pytest.raises(ValueError, match="the same in every step"):
+        start.add_noise_(head.parameters)
+    fresh = plan_of("independent").mechanism.start(8, NoiseSource(seed=3), seeded_rng(5))
+    next(fresh.draws(1))
+    fresh.add_noise_(head.parameters)
+    head.remove()
+    foreign.remove()
