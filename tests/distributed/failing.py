@@ -92,7 +92,9 @@ def case(
     own = rank in (None, Processes().rank)
     model = wrap(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = PrivateRun.start(folder, plan_of(0.8, num_steps=STEPS), dataclasses.replace(rows_of(max_rows=1), collate=collate))
+    run = PrivateRun.start(
+        folder, plan_of(0.8, num_steps=STEPS), dataclasses.replace(rows_of(max_rows=1), collate=collate)
+    )
     run.attach(model, optimizer)
     found: dict[str, Any] = {"taken": 0, "own": None}
 
