@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from dpllm.cli import auditing, budgets, cost, planning, runs
+from dpllm.cli import auditing, budgets, cost, planning, runs, tuning
 
 app = typer.Typer(
     name="dpllm",
@@ -21,6 +21,7 @@ app = typer.Typer(
 cost.register(app)
 planning.register(app)
 runs.register(app)
+tuning.register(app)
 app.add_typer(budgets.app, name="budget")
 app.add_typer(auditing.app, name="audit")
 

@@ -106,9 +106,12 @@ def epsilon(
     best_of: Annotated[
         float | None,
         typer.Option(
-            help="Mean of a secret, geometrically distributed number of such runs, of which only the best is released."
+            help="Mean of the secret, random number of such runs, of which only the best is released (private tuning)."
         ),
     ] = None,
+    best_of_runs: Annotated[
+        str, typer.Option(help="With --best-of, the distribution of that number: logarithmic, geometric or poisson.")
+    ] = "geometric",
     as_json: AsJson = False,
 ) -> None:
     """Print the ε of a run."""
@@ -123,7 +126,7 @@ def epsilon(
     }
     step, values, rows = _cost(numbers, steps, delta, adjacency)
     if best_of is not None:
-        _tuning(step, steps, delta, best_of, values, rows)
+        _tuning(step, steps, delta, best_of, best_of_runs, values, rows)
     if not compare:
         _cross_check(step, steps, delta, values, rows)
         show(values, rows, "Cost of the run", as_json)
@@ -167,17 +170,19 @@ def _tuning(
     steps: int,
     delta: float,
     mean_runs: float,
+    runs: str,
     values: dict[str, Any],
     rows: list[tuple[str, str]],
 ) -> None:
     """Add ε of releasing the best of a random number of runs."""
+    from dpllm.mechanism.selection import Selection
     from dpllm.privacy.comparison import best_of_epsilon
     from dpllm.privacy.rounding import format_epsilon
 
-    found = best_of_epsilon([(step, steps)], delta, mean_runs)
+    found = best_of_epsilon([(step, steps)], delta, mean_runs, Selection(runs, mean_runs).shape)
     if found is None:
         raise ValueError("--best-of cannot be computed if rows of one unit are drawn singly; add the runs up instead")
-    values["best_of"] = {"mean_runs": mean_runs, "epsilon": found}
+    values["best_of"] = {"mean_runs": mean_runs, "runs": runs, "epsilon": found}
     words = f"{format_epsilon(found)} by Rényi accounting (one run: see above, by PLD)"
     rows.insert(2, (f"ε of the best of {mean_runs:g} runs on average, zero-out", words))
 

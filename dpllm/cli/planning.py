@@ -130,6 +130,8 @@ def plan(
             return
         planned = _plan_of(loaded)
         made = planned.plan
+        if sweep and made.selection is not None:
+            raise ValueError("--sweep compares single runs: leave privacy.selection out, or --sweep")
         if not sweep:
             _show_plan(recipe, planned, as_json)
             return

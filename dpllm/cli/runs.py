@@ -54,7 +54,14 @@ def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
 
     if not output_dir.is_dir():
         raise ValueError(f"{output_dir} is not a folder. Give the folder of a run or of a checkpoint")
-    result = verify_folder(output_dir)
+    from dpllm.tuning.record import RECORD_FILE
+
+    if (output_dir / RECORD_FILE).is_file():
+        from dpllm.tuning.check import verify_tuning  # imports torch, for which other folders need not wait
+
+        result = verify_tuning(output_dir)
+    else:
+        result = verify_folder(output_dir)
     if as_json:
         show_json(result.to_dict())
     else:

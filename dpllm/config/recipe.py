@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from dpllm.config import values
 from dpllm.config.model_values import check_model_config, check_peft
+from dpllm.config.selection_values import checked_selection
 from dpllm.config.train_values import check_train, refuse_own, with_schedule
 from dpllm.config.values import ConfigError as ConfigError
 from dpllm.config.values import nearest as nearest
@@ -123,6 +124,9 @@ class PrivacyConfig:
     randomness: str = "os"
     """The generator of the noise, keyed by the operating system: "os" (NumPy's PCG64DXSM, on a GPU PyTorch's Philox) or
     "chacha20" (a cipher: to tell its bits from random ones, it would have to be broken)."""
+    selection: Any = None
+    """The number of runs of which only the best is released, `{kind: logarithmic, mean: 10}`: ε is then that of the
+    selection. `dpllm tune` sets it; a run with it may be released by `dpllm tune` only."""
     seed: int | None = None
     """Fixes sampling and noise. For tests only: anyone with the seed can subtract the noise, so nothing is private."""
 
@@ -220,6 +224,8 @@ class PrivacyConfig:
                 words = str(error)
                 raise ConfigError(words if words.startswith(name) else f"{name}: {words}") from error
             self._set(name, spec.to_plain())
+        if self.selection is not None:
+            self._set("selection", checked_selection(self))
 
     def _check_sampling(self) -> None:
         if self.sampling in _NOT_POISSON:

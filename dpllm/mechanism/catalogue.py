@@ -19,6 +19,7 @@ from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Clipping, Noise, Spec
 from dpllm.mechanism.per_layer import PerLayerClipping
 from dpllm.mechanism.quantile import QuantileClipping
+from dpllm.mechanism.selection import SelectedRun
 
 _CLIPPINGS: tuple[type[Clipping], ...] = (
     FlatClipping,
@@ -29,7 +30,7 @@ _CLIPPINGS: tuple[type[Clipping], ...] = (
     QuantileClipping,
 )
 _NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise)
-_EVENTS: tuple[type[Event], ...] = (Step, StepOfRows, BandedStep)
+_EVENTS: tuple[type[Event], ...] = (Step, StepOfRows, BandedStep, SelectedRun)
 
 CLIPPINGS = {part.kind: part for part in _CLIPPINGS}
 NOISES = {part.kind: part for part in _NOISES}

@@ -242,15 +242,31 @@ def charge(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
     with _changing(path) as (budget, put):
         _check_data(budget, plan, dataset)
         _check_fits(budget, budget.entries, (), plan.event, plan.num_steps)
-        entry = Entry(
-            id=secrets.token_hex(8),
-            plan_hash=plan.hash,
-            step=plan.event,
-            steps_reserved=plan.num_steps,
-            steps_charged=None,
-            steps_before=0,
-            charged_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
+        entry = _entry(plan, plan.event, plan.num_steps)
+        put((*budget.entries, entry))
+    return entry.id
+
+
+def charge_selection(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
+    """Reserve a private tuning, before its first run: the release of the best of all its runs, as one event.
+
+    Args:
+        path: the budget file.
+        plan: the plan of its runs (`PrivacyPlan.selection`).
+        dataset: public name of the data set.
+
+    Returns:
+        The id of the entry. It stays charged, however the tuning ends.
+
+    Raises:
+        BudgetError: as `charge`.
+    """
+    _check_private(plan, as_selection=True)
+    ((selected, count),) = plan.history
+    with _changing(path) as (budget, put):
+        _check_data(budget, plan, dataset)
+        _check_fits(budget, budget.entries, (), selected, count)
+        entry = _entry(plan, selected, count)
         put((*budget.entries, entry))
     return entry.id
 
@@ -433,7 +449,9 @@ def budget_rows(budget: Budget) -> list[tuple[str, str]]:
     return rows
 
 
-def _check_private(plan: PrivacyPlan) -> None:
+def _check_private(plan: PrivacyPlan, as_selection: bool = False) -> None:
+    if plan.selection is not None and not as_selection:
+        raise BudgetError("a run of a selection is charged by `dpllm tune` for all runs together. Start it with that")
     if plan.seeded:
         raise BudgetError("a run with a fixed seed is not private, so no budget covers it. Remove privacy.seed")
     if plan.noise_multiplier == 0:
@@ -498,6 +516,18 @@ def entry_of(budget: Budget, entry_id: str) -> Entry:
     raise BudgetError(
         f"{budget.path} has no entry {entry_id}: it is the file of other runs, or an old copy without this run. "
         "Restore the latest copy"
+    )
+
+
+def _entry(plan: PrivacyPlan, step: Event, count: int) -> Entry:
+    return Entry(
+        id=secrets.token_hex(8),
+        plan_hash=plan.hash,
+        step=step,
+        steps_reserved=count,
+        steps_charged=None,
+        steps_before=0,
+        charged_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 

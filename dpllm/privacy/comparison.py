@@ -27,6 +27,7 @@ from dp_accounting import dp_event
 from scipy import integrate, optimize
 
 from dpllm.mechanism.events import Step
+from dpllm.mechanism.selection import SelectedRun
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import DISCRETIZATION, History, merge
 from dpllm.privacy.rounding import up
@@ -159,6 +160,8 @@ def library_epsilon(
     merged = merge(history)
     if any(step.noise_multiplier == 0 for step, _ in merged):
         return math.inf
+    if any(isinstance(one, SelectedRun) for one, _ in merged):
+        raise ValueError("dp_accounting has no loss distribution of a selection of runs; compare by Rényi accounting")
     if not all(one.has_pair(adjacency) for one, _ in merged):
         raise ValueError(
             f"dp_accounting has no {adjacency} event for units whose rows are drawn singly; compare under zero-out"
@@ -306,6 +309,8 @@ def renyi_epsilon(history: History, delta: float) -> float | None:
     merged = merge(history)
     if any(step.noise_multiplier == 0 for step, _ in merged):
         return math.inf
+    if merged and all(isinstance(one, SelectedRun) for one, _ in merged):
+        return max(_renyi([(one.dp_event(), count) for one, count in merged], delta), DISCRETIZATION)
     plain = _plain(merged)
     if plain is None:
         return None
@@ -396,7 +401,7 @@ def zcdp_rho(history: History) -> float:
     """
     total = 0.0
     for step, count in merge(history):
-        if step.noise_multiplier == 0:
+        if step.noise_multiplier == 0 or isinstance(step, SelectedRun):  # a selection has no finite ρ
             return math.inf
         total += count * step.moves**2 / (2 * step.noise_multiplier**2)
     return total

@@ -155,6 +155,8 @@ def prediction(plan: PrivacyPlan, workload: Workload) -> Prediction | None:
         workload: the map from the noise of the steps to the released weights.
     """
     mechanism, target = plan.mechanism, plan.epsilon_under(plan.adjacency)
+    if plan.selection is not None:  # its ε is not that of one run
+        return None
     if isinstance(mechanism.noise, IndependentNoise) or not 0 < target <= MAX_TARGET_EPSILON:
         return None
     alone, sigma = IndependentNoise(), mechanism.gradient_noise_multiplier

@@ -21,6 +21,7 @@ from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES, RANDOMNESS
 from dpllm.mechanism.parts import Draw, Mechanism, Noise, Spec
+from dpllm.mechanism.selection import Selection, selected_run
 from dpllm.mechanism.workload import Workload
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.calibration import calibrate, choose_max_batch_size, steps_within
@@ -29,10 +30,11 @@ from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsi
 
 PLAN_FILE = "privacy_plan.json"
 # A plan has the earliest format that can say what it says, and so the same hash as in earlier versions.
-_FORMAT_OF_DP_SGD, _FORMAT_OF_PARTS, _FORMAT = 2, 3, 4
+_FORMAT_OF_DP_SGD, _FORMAT_OF_PARTS, _FORMAT_OF_GENERATOR, _FORMAT = 2, 3, 4, 5
 _NOT_IN_FORMAT: dict[int, set[str]] = {
-    _FORMAT_OF_DP_SGD: {"clipping", "noise", "randomness"},
-    _FORMAT_OF_PARTS: {"randomness"},
+    _FORMAT_OF_DP_SGD: {"clipping", "noise", "randomness", "selection"},
+    _FORMAT_OF_PARTS: {"randomness", "selection"},
+    _FORMAT_OF_GENERATOR: {"selection"},
     _FORMAT: set(),
 }
 _FLAT, _INDEPENDENT = Spec("flat"), Spec("independent")
@@ -92,6 +94,9 @@ class PrivacyPlan:
     """Whether sampling and noise come from a fixed seed; then nothing is private."""
     randomness: str = "os"
     """The generator of the noise (`dpllm.mechanism.generators`)."""
+    selection: Spec | None = None
+    """The distribution of the number of runs of which this is one and only the best is released
+    (`dpllm.mechanism.selection`); None for a run that is released by itself. ε and the target are of the selection."""
 
     @classmethod
     def untruncated(
@@ -145,7 +150,7 @@ class PrivacyPlan:
         broken = [rule for rule, holds in checks.items() if not holds]
         if broken:
             raise ValueError(f"a privacy plan needs {'; '.join(broken)}. Make the plan with make_plan")
-        _ = self.mechanism  # this refuses parts that have no accounting
+        _ = self.mechanism, self.history  # these refuse parts that have no accounting
 
     def _examples_fit(self) -> bool:
         if self.sampling != "example":
@@ -184,7 +189,14 @@ class PrivacyPlan:
 
     @property
     def history(self) -> list[tuple[Event, int]]:
-        """The history that is charged for all planned steps."""
+        """The history from which ε is computed: all planned steps, or the selection among such runs."""
+        if self.selection is None:
+            return self.history_of_run
+        return [(selected_run(Selection.of(self.selection), self.event, self.num_steps), 1)]
+
+    @property
+    def history_of_run(self) -> list[tuple[Event, int]]:
+        """The history that is charged for all planned steps of this run."""
         return self.mechanism.history(self.num_steps)
 
     @cached_property
@@ -202,13 +214,16 @@ class PrivacyPlan:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values; clipping, noise and randomness only if they are not those of DP-SGD."""
+        """Return the fields as plain values; clipping, noise and the like only if they are not those of DP-SGD."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         parts = {"clipping": fields.pop("clipping"), "noise": fields.pop("noise")}
-        randomness = fields.pop("randomness")
+        randomness, selection = fields.pop("randomness"), fields.pop("selection")
         plain = {name: part.to_plain() for name, part in parts.items()}
+        if selection is not None:
+            chosen = {"randomness": randomness, "selection": selection.to_plain()}
+            return {"format": _FORMAT, **fields, **plain, **chosen}
         if randomness != "os":
-            return {"format": _FORMAT, **fields, **plain, "randomness": randomness}
+            return {"format": _FORMAT_OF_GENERATOR, **fields, **plain, "randomness": randomness}
         if parts == {"clipping": _FLAT, "noise": _INDEPENDENT}:
             return {"format": _FORMAT_OF_DP_SGD, **fields}
         return {"format": _FORMAT_OF_PARTS, **fields, **plain}
@@ -239,7 +254,7 @@ class PrivacyPlan:
             raise ValueError(f"{path} is not a privacy plan of format {', '.join(map(str, earlier))} or {last}")
         try:
             values = {name: raw[name] for name in names}
-            values |= {name: Spec.of(raw[name]) for name in ("clipping", "noise") if name in names}
+            values |= {name: Spec.of(raw[name]) for name in ("clipping", "noise", "selection") if name in names}
             plan = cls(**values)
         except TypeError as error:
             raise ValueError(f"{path} holds a value of the wrong type ({error}): restore it from a copy") from error
@@ -315,6 +330,7 @@ def make_plan(
         dataset=privacy.dataset,
         seeded=privacy.seed is not None,
         randomness=privacy.randomness,
+        selection=None if privacy.selection is None else Spec.of(privacy.selection),
     )
     return _within_budget(plan, privacy)
 
@@ -390,17 +406,20 @@ def _noise_and_bound(
     """
     size, adjacency = privacy.expected_batch_size, privacy.adjacency
     rows = privacy.max_rows_per_unit if privacy.sampling == "example" else None
+    selection = None if privacy.selection is None else Selection.of(Spec.of(privacy.selection))
 
     def event_of(sigma: float, at_most: int) -> Event:
-        return noise.event(_draw(num_units, population, size, at_most, rows), sigma, privacy.clip_norm)
+        event = noise.event(_draw(num_units, population, size, at_most, rows), sigma, privacy.clip_norm)
+        return event if selection is None else selected_run(selection, event, num_steps)
 
     def calibrated(at_most: int) -> float:
         if privacy.noise_multiplier is not None:
             return privacy.noise_multiplier
         assert privacy.target_epsilon is not None  # the configuration holds at least one of the two
-        return calibrate(privacy.target_epsilon, delta, lambda sigma: event_of(sigma, at_most), num_steps, adjacency)
+        count = num_steps if selection is None else 1
+        return calibrate(privacy.target_epsilon, delta, lambda sigma: event_of(sigma, at_most), count, adjacency)
 
-    if rows is not None:
+    if rows is not None or (selection is not None and privacy.max_batch_size is None):
         return calibrated(population), population
     if privacy.max_batch_size is not None:
         at_most = min(privacy.max_batch_size, num_units)
@@ -427,6 +446,7 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
         *_parts_shown(plan),
         _noise_shown(plan),
         ("δ", format_delta(plan.delta)),
+        *_selection_shown(plan),
         ("ε, zero-out", format_epsilon(plan.epsilon_under("zero-out"))),
         ("ε, replace-one", format_epsilon(plan.epsilon_under("replace-one"))),
         ("adjacency of the headline", plan.adjacency),
@@ -442,6 +462,15 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
     if plan.seeded:
         rows.insert(0, ("NOT PRIVATE", "a fixed seed makes sampling and noise predictable"))
     return rows
+
+
+def _selection_shown(plan: PrivacyPlan) -> list[tuple[str, str]]:
+    """Return the rows of a selection: its distribution, and the ε of one run beside that of the selection."""
+    if plan.selection is None:
+        return []
+    released = f"only the best of K such runs; {Selection.of(plan.selection).words()}; ε is that of the selection"
+    one = epsilon(plan.history_of_run, plan.delta, plan.adjacency)
+    return [("released", released), ("ε of one run by itself", f"{format_epsilon(one)}, {plan.adjacency}")]
 
 
 def _noise_shown(plan: PrivacyPlan) -> tuple[str, str]:

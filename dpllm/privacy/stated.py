@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpllm.mechanism.events import Event
+from dpllm.privacy.accounting import merge
 from dpllm.privacy.calibration import steps_within
 from dpllm.privacy.ledger import LedgerContents
 from dpllm.privacy.plan import PrivacyPlan
@@ -26,10 +27,27 @@ def stated_history(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[E
         plan: the plan of the run.
         contents: contents of its ledger.
     """
+    if plan.selection is not None and contents.num_steps:
+        return _of_selection(plan, contents)
     planned = planned_steps(plan, contents)
     if contents.num_steps == 0 or contents.num_steps >= planned or contents.notes.stopped_independently:
         return tuple(contents.history)
     return with_planned(contents.history, planned, contents.begins)
+
+
+def _of_selection(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
+    """Return the selection among runs of the plan, which covers any stop of this run.
+
+    Raises:
+        ValueError: the run has more rounds than a run of the plan, so it is not one of those that are accounted for.
+    """
+    planned, charged = (dict(merge(history)) for history in (plan.history_of_run, contents.history))
+    if any(count > planned.get(one, 0) for one, count in charged.items()):
+        raise ValueError(
+            f"{contents.path} charges more than a complete run of its plan, so the ε of the selection does not cover "
+            "it. This run cannot be released"
+        )
+    return tuple(plan.history)
 
 
 def with_planned(history: Sequence[tuple[Event, int]], planned: int, begins: bool) -> tuple[tuple[Event, int], ...]:
@@ -75,6 +93,11 @@ def steps_allowed(plan: PrivacyPlan, contents: LedgerContents) -> int | None:
     left = plan.num_steps - taken
     if not plan.event.restarts or taken == 0 or left <= 0:
         return None
+    if plan.selection is not None:
+        raise ValueError(
+            f"{contents.path} has {taken} of {plan.num_steps} steps, and a resumed run begins a new cycle of noise: it "
+            "would cost more than the other runs of its selection. It counts as a failed run"
+        )
     target = plan.target_epsilon if plan.target_epsilon is not None else plan.epsilon
     fits = steps_within(target, plan.delta, plan.event, left, plan.adjacency, contents.history)
     if fits == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dpllm.data.units import ONE_ROW
+from dpllm.mechanism.selection import Selection
 from dpllm.privacy.ledger import LedgerContents
 from dpllm.report.models import Assumption, Definition, Fact, NeverCovered, WrittenOut
 
@@ -20,6 +21,8 @@ UNITS_MADE_OF = "a unit is made of"
 """The ledger's fact of that name: `dpllm.data.units.UnitIndex.made_of`."""
 RELEASED_WEIGHTS = "released weights"
 """The ledger's fact of that name: an average of the weights; without it, the weights after the last step."""
+SELECTED = "selected by a private tuning"
+"""The ledger's fact of that name: the candidate of the run that a private tuning released."""
 ROWS_LEFT_OUT = "rows left out by the bound on rows per user"
 """The ledger's diagnostic of that name."""
 
@@ -55,6 +58,10 @@ _NEVER_COVERED = tuple(
         ("the exactness of floating-point noise", "the noise is a float32 Gaussian, as in all common DP libraries"),
     )
 )
+_OTHER_RUNS = NeverCovered(
+    what="the number of runs of the tuning, their models, scores, times and logs",
+    advice="keep the tuning's folder not_for_release to yourself, and delete it: only the selected run is covered",
+)
 _RELEASED = (
     "the final weights",
     "every checkpoint",
@@ -86,13 +93,14 @@ def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) 
         public=(*public, *contents.public),
         data_accesses_covered=(
             f"the {contents.num_steps} training steps in the ledger, of {len(contents.runs)} run(s)",
+            *(() if plan.selection is None else ("the other runs of the tuning, none of which is released",)),
         ),
         other_uses_of_the_data=other_uses,
         released_under_the_guarantee=(*_RELEASED, *([_AVERAGES] if RELEASED_WEIGHTS in contents.notes.facts else [])),
         written_out_and_not_covered=tuple(
             WrittenOut(what=what, count=count) for what, count in sorted(_written_out(contents).items())
         ),
-        never_covered=_NEVER_COVERED,
+        never_covered=_NEVER_COVERED if plan.selection is None else (*_NEVER_COVERED, _OTHER_RUNS),
         facts=tuple(Fact(name=name, values=tuple(values)) for name, values in sorted(_facts(contents).items())),
     )
 
@@ -179,8 +187,22 @@ def _noise_of_a_release(plan: PrivacyPlan) -> str:
 
 
 def event(plan: PrivacyPlan) -> str:
-    """Return which privacy event a step is accounted as, with its source."""
-    return plan.event.words().accounted_as
+    """Return which privacy event a step is accounted as, with its source; and that of a selection among runs."""
+    step = plan.event.words().accounted_as
+    if plan.selection is None:
+        return step
+    (selected, _), *_ = plan.history
+    return f"{step}; all runs together as {selected.words().accounted_as}"
+
+
+def selection_points(plan: PrivacyPlan, contents: LedgerContents) -> tuple[str, ...]:
+    """Return the open point of a run that no tuning has selected: its ε holds for the selected run only."""
+    if plan.selection is None or SELECTED in contents.notes.facts:
+        return ()
+    return (
+        "This run belongs to a private tuning, which has not selected it. Only the run that `dpllm tune` selects is "
+        "covered by this ε; release nothing of this one.",
+    )
 
 
 def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> tuple[Assumption, ...]:
@@ -198,6 +220,7 @@ def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> tuple[Assumption
             "whose gradient is not finite contributes zero; a parameter without a norm rule is refused",
         ),
         *_adapts(plan),
+        *_selects(plan),
         ("There is one draw per step", "what a step draws is drawn once and only then divided into microbatches"),
         (
             "A unit's gradient depends on that unit alone",
@@ -231,6 +254,18 @@ def _adapts(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
         "al., arXiv:1905.03871). Each step in the ledger carries its threshold, which is fixed before the step"
     )
     return (("The clip threshold depends on earlier releases only", how),)
+
+
+def _selects(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
+    """Return how a selection among several runs is done."""
+    if plan.selection is None:
+        return ()
+    how = (
+        f"{Selection.of(plan.selection).words()}; K and the candidate of each run are drawn by the operating system's "
+        "generator before the first run, and a restart takes them again. A failed run counts, with the worst score. "
+        "The score is measured on held-out rows that were declared public"
+    )
+    return (("Only the best of K runs is released, and the score looks at no private record", how),)
 
 
 def _bounded(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:

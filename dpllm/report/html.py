@@ -41,7 +41,9 @@ def _drawn(curves: Curves) -> dict[str, str]:
         "epsilon_over_delta": plot_epsilon_curve(
             deltas.epsilon, dict(deltas.delta.items()), deltas.delta_of_the_headline, deltas.epsilon_of_the_headline
         ),
-        "epsilon_over_steps": plot_epsilon_over_steps(steps.steps, steps.epsilon, steps.target_epsilon),
+        "epsilon_over_steps": plot_epsilon_over_steps(steps.steps, steps.epsilon, steps.target_epsilon)
+        if steps.steps
+        else "",  # of a selection, whose ε is that of all its runs
     }
 
 

@@ -26,6 +26,7 @@ from dpllm.config import ROWS_KEPT, SAMPLINGS, UNITS
 from dpllm.mechanism.catalogue import clipping_of, from_fields, noise_of
 from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.mechanism.parts import Spec
+from dpllm.mechanism.selection import Selection
 
 INFINITE = "inf"
 """The infinite ε in JSON, which has no number for it; in Python it is `math.inf`."""
@@ -105,4 +106,7 @@ ClippingSpec = Annotated[
 ]
 NoiseSpec = Annotated[
     str | dict[str, JsonValue], _known(lambda plain: noise_of(Spec.of(plain))), WithJsonSchema(_SPEC_SCHEMA)
+]
+SelectionSpec = Annotated[
+    str | dict[str, JsonValue], _known(lambda plain: Selection.of(Spec.of(plain))), WithJsonSchema(_SPEC_SCHEMA)
 ]

@@ -35,7 +35,8 @@ from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import up
-from dpllm.report.models import PlanOfParts, PrivacyReport
+from dpllm.report.definition import SELECTED
+from dpllm.report.models import PlanOfParts, PlanOfSelection, PrivacyReport
 from dpllm.report.pages import part, template
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
@@ -206,6 +207,21 @@ def adopt_run(folder: str | Path) -> int:
     folder = Path(folder)
     with _rewritten(folder) if _has_report(folder) else contextlib.nullcontext():
         return adopt(folder)
+
+
+def note_selected(folder: str | Path, candidate: str) -> None:
+    """Write into a run's ledger that a private tuning selected it, and write its report and card again.
+
+    Args:
+        folder: of the run.
+        candidate: the values of the selected candidate, for the report.
+
+    Raises:
+        ValueError: the ledger is damaged, or a run is writing it.
+    """
+    folder = Path(folder)
+    with _rewritten(folder), Ledger.annotate(folder / LEDGER_FILE) as ledger:
+        ledger.append_fact(SELECTED, candidate)
 
 
 def settle_run(path: str | Path, folder: str | Path, independent: bool = False) -> int:
@@ -394,6 +410,7 @@ def privacy_metadata(report: PrivacyReport) -> dict[str, Any]:
         "num_steps": accounting.steps.stated,
         "num_units": parameters.num_units,
         **rounds,
+        **({"best_of": plan.selection} if isinstance(plan, PlanOfSelection) else {}),
     }
 
 

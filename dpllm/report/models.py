@@ -29,6 +29,7 @@ from dpllm.report.kinds import (
     Rate,
     RowsKept,
     Sampling,
+    SelectionSpec,
     Sha256,
     Unit,
 )
@@ -347,6 +348,14 @@ class PlanOfGenerator(PlanOfParts):
     randomness: Literal["chacha20"] = Field(description="Generator of the noise.")
 
 
+class PlanOfSelection(PlanOfParts):
+    """A plan of a run that is one of several, of which only the best is released."""
+
+    format: Literal[5] = Field(description="Format of the plan: 5 where only the best of several runs is released.")  # type: ignore[assignment]
+    randomness: Literal["os", "chacha20"] = Field(description="Generator of the noise.")
+    selection: SelectionSpec = Field(description="Distribution of the number of runs, which stays secret.")
+
+
 class Run(Part):
     """A start or resumption of the run."""
 
@@ -403,7 +412,7 @@ class Checkable(Part):
     verify: str = Field(description="Command that recomputes everything and fails on any difference.")
     recompute_from_the_ledger: str = Field(description="Command that makes the report again.")
     recompute_from_the_numbers: str = Field(description="Command that computes ε from the parameters.")
-    plan: Annotated[Plan | PlanOfParts | PlanOfGenerator, Discriminator("format")] = Field(
+    plan: Annotated[Plan | PlanOfParts | PlanOfGenerator | PlanOfSelection, Discriminator("format")] = Field(
         description="Every number that the guarantee rests on, fixed before the run."
     )
     plan_hash: Sha256 = Field(description="SHA-256 of the plan's fields.")

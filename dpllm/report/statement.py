@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import dpllm
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES
+from dpllm.mechanism.selection import SelectedRun
 from dpllm.privacy import accounting, comparison
 from dpllm.privacy.accounting import merge
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
@@ -31,7 +32,7 @@ from dpllm.privacy.rounding import format_delta, up
 from dpllm.privacy.stated import planned_steps, stated_history
 from dpllm.report.checklist import REFUTED, completed
 from dpllm.report.curves import curves
-from dpllm.report.definition import ROWS_LEFT_OUT, assumptions, define, event
+from dpllm.report.definition import ROWS_LEFT_OUT, assumptions, define, event, selection_points
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.markdown import render_markdown as render_markdown
 from dpllm.report.models import (
@@ -129,7 +130,7 @@ def privacy_report(
         strength=_strength(plan, contents, headline, seeded, notes.audit),
         curves=curves(history, plan.delta, plan.adjacency, headline, plan.target_epsilon),
         checkable=_checkable(plan, contents),
-        noted_open_points=tuple(contents.notes.open_points),
+        noted_open_points=(*contents.notes.open_points, *selection_points(plan, contents)),
         utility=json.loads(json.dumps(dict(notes.utility), allow_nan=False)) or None,
     )
     return completed(findings)
@@ -249,9 +250,12 @@ def _guarantee(plan: PrivacyPlan, epsilons: EpsilonByAdjacency, unit: str) -> st
     changes = {"zero-out": "contributed nothing", "replace-one": f"been another {unit}"}
     epsilon = epsilons.of(plan.adjacency)
     other = "replace-one" if plan.adjacency == "zero-out" else "zero-out"
+    what = "The training"
+    if plan.selection is not None:
+        what = "The release of the best of a secret, random number of training runs"
     value = f"ε = {up(epsilons.of(other))}" if math.isfinite(epsilons.of(other)) else "ε is infinite"
     return (
-        f"The training satisfies (ε, δ)-differential privacy with ε = {up(epsilon)} and δ = {format_delta(plan.delta)} "
+        f"{what} satisfies (ε, δ)-differential privacy with ε = {up(epsilon)} and δ = {format_delta(plan.delta)} "
         f"for every single {unit}. Whatever is released of the model would have come out almost as likely had any one "
         f"{unit} {changes[plan.adjacency]}: the chance of any outcome changes at most by the factor "
         f"exp(ε) = {_factor(epsilon)}, plus {format_delta(plan.delta)}. Had any one {unit} {changes[other]} "
@@ -264,7 +268,7 @@ def _about_the_stop(plan: PrivacyPlan, contents: LedgerContents) -> str:
     if contents.num_steps >= planned:
         return ""
     taken = f" {contents.num_steps} of {planned} planned steps were taken."
-    if contents.notes.stopped_independently:
+    if contents.notes.stopped_independently and plan.selection is None:
         return f"{taken} The figures are theirs: the stop was declared independent of the data and of the releases."
     return (
         f"{taken} The figures are those of all {planned}: the stop, or the choice of this checkpoint, may "
@@ -289,6 +293,7 @@ def _accounting(plan: PrivacyPlan, contents: LedgerContents, epsilons: EpsilonBy
     budgets = (run.get("budget") for run in contents.runs)
     return Accounting(
         kind="privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT; "
+        f"{'that of the selection follows from Rényi divergences; ' if plan.selection is not None else ''}"
         f"computed by dpllm.mechanism.pld and {accounting.TOOL}, to whose results tests hold it",
         event=event(plan),
         tool=accounting.TOOL,
@@ -343,13 +348,14 @@ def _steps(plan: PrivacyPlan, contents: LedgerContents) -> Steps:
         f"the run ended: {_reason(plan, contents)}" if contents.end is not None else "the run has not ended, or crashed"
     )
     early = 0 < taken < planned
-    how = "taken: the stop was declared independent" if contents.notes.stopped_independently else "planned"
+    declared = contents.notes.stopped_independently and plan.selection is None
+    how = "taken: the stop was declared independent" if declared else "planned"
     stated = f"; ε is stated for all steps {how}" if early else ""
     return Steps(
         wanted=wanted,
         planned=planned,
         charged=taken,
-        stated=sum(count for _, count in stated_history(plan, contents)),
+        stated=sum(count for _, count in stated_history(plan, contents)) if plan.selection is None else planned,
         torn_by_a_crash=contents.torn_steps,
         words=f"{budget}{taken} of {planned} planned steps were taken; {resumed}{ended}{stated}",
     )
@@ -365,6 +371,7 @@ def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple
     prv = comparison.prv_epsilon(history, delta)
     renyi = comparison.renyi_epsilon(history, delta)
     no_rows = "does not apply: it has no event for the rows of a user drawn each by itself"
+    selected = any(isinstance(one, SelectedRun) for one, _ in history)
     return (
         CrossCheck(
             name="PRV",
@@ -378,10 +385,12 @@ def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple
         ),
         CrossCheck(
             name="PLD of dp_accounting",
-            epsilon=comparison.library_epsilon(history, delta),
+            epsilon=None if selected else comparison.library_epsilon(history, delta),
             bounds=None,
-            pld_of_the_same_steps=accounting.epsilon(history, delta),
-            note="an upper bound by that library's own accountant, under zero-out, on the coarser grid 0.001",
+            pld_of_the_same_steps=None if selected else accounting.epsilon(history, delta),
+            note="does not apply: it has no distribution of a selection"
+            if selected
+            else "an upper bound by that library's own accountant, under zero-out, on the coarser grid 0.001",
         ),
         CrossCheck(
             name="Rényi",
@@ -390,6 +399,8 @@ def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple
             pld_of_the_same_steps=None if renyi is None else accounting.epsilon(plain, delta),
             note=no_rows
             if renyi is None
+            else "an upper bound by dp_accounting's RepeatAndSelectDpEvent, under zero-out (arXiv:2110.03620)"
+            if selected
             else "an upper bound, looser by nature, under zero-out, without the effect of truncation",
         ),
     )
@@ -464,6 +475,8 @@ def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> Checkable:
     (one, _), *_ = merge(plan.history)
     sample = one.words().options
     rounds = sum(count for _, count in merge(stated_history(plan, contents)))
+    if isinstance(one, SelectedRun):
+        rounds = one.num_rounds
     command = (
         f"dpllm epsilon --noise-multiplier {plan.noise_multiplier!r} --sampling-rate {one.sampling_rate!r} "
         f"--steps {rounds} --delta {plan.delta!r} {sample} --adjacency {plan.adjacency}"

@@ -304,6 +304,8 @@ class DPTrainer(AveragedTrainer):
         """Return ε spent so far at the plan's δ, from the ledger; after `train`, the ε stated by the report."""
         if self.ledger is None or self.ledger.num_steps == 0:
             return 0.0
+        if self.plan.selection is not None:
+            return self.plan.epsilon
         return epsilon(self.ledger.history, self.plan.delta, self.plan.adjacency)
 
     def privacy_report(self) -> dict[str, Any]:

@@ -1,0 +1,328 @@
+"""The best of a random number of private runs: private tuning, and its privacy event.
+
+Place in the flow: beside the events. A tuning draws a number of runs K, takes that many independent runs of one
+randomised algorithm (draw a candidate, train it), and releases only the run with the best score. If K comes from one of
+the distributions below and stays secret, as do the other runs, the release costs little more than one run (Liu and
+Talwar, arXiv:1811.07971; Papernot and Steinke, arXiv:2110.03620). A failed run is an output of the algorithm too: it
+counts, with the worst score.
+
+The cost is known as Rényi divergences. From them follows a bound δ(ε) for every ε, in both directions of zero-out. The
+true δ is a convex function of t = exp(ε), so the lower convex hull of that bound is a bound as well. A distribution of
+privacy losses with exactly this hull dominates the selection, and can be composed with other runs on the same data
+(Zhu, Dong, Wang, arXiv:2106.08567, theorem 10).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import absl.logging
+import dp_accounting
+import numpy as np
+from dp_accounting import dp_event
+from numpy.typing import NDArray
+from scipy import optimize, stats
+
+from dpllm.mechanism import pld
+from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
+from dpllm.mechanism.parts import Spec
+
+KINDS = ("logarithmic", "geometric", "poisson")
+MAX_MEAN = 1000
+_SHAPES = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}
+_WIDTH = 1e-3  # of the grid: a finer one changes ε by less than 1e-5
+_HIGHEST = 600.0  # exp of it is a float; a larger ε protects nobody
+_MOST_BUCKETS = 30_000_000
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The distribution of the number of runs K.
+
+    Raises:
+        ValueError: the kind is unknown, or the mean is out of range.
+
+    >>> Selection("logarithmic", 10).words()
+    'K is logarithmic with mean 10'
+    """
+
+    kind: str
+    """"logarithmic", "geometric" (both at least 1) or "poisson" (may be 0: then nothing is released)."""
+    mean: float
+    """The mean of K, at least 1."""
+
+    def __post_init__(self) -> None:
+        """Check kind and mean."""
+        if self.kind not in KINDS:
+            raise ValueError(f"selection must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        wrong = isinstance(self.mean, bool) or not isinstance(self.mean, int | float)
+        if wrong or not 1 <= self.mean <= MAX_MEAN:
+            raise ValueError(f"selection.mean must be a number of runs between 1 and {MAX_MEAN}, got {self.mean!r}")
+        object.__setattr__(self, "mean", float(self.mean))
+
+    @classmethod
+    def of(cls, spec: Spec) -> Selection:
+        """Return the selection that a recipe or a plan names: ``{kind: logarithmic, mean: 10}``.
+
+        Raises:
+            ValueError: an option is missing or unknown, or a value is out of range.
+        """
+        options = spec.plain_options
+        if spec.kind in KINDS and set(options) != {"mean"}:
+            raise ValueError(f"selection needs a kind and a mean: write selection: {{kind: {spec.kind}, mean: 10}}")
+        return cls(spec.kind, options.get("mean", 1))
+
+    @property
+    def shape(self) -> float:
+        """The shape of the distribution in dp_accounting's terms."""
+        return _SHAPES[self.kind]
+
+    def words(self) -> str:
+        """Return the distribution for people."""
+        return f"K is {self.kind} with mean {self.mean:g}"
+
+    def chance(self, runs: int) -> float:
+        """Return the probability of K = ``runs``.
+
+        >>> round(Selection("geometric", 10).chance(1), 3), Selection("logarithmic", 10).chance(0)
+        (0.1, 0.0)
+        """
+        if self.kind == "poisson":
+            return float(stats.poisson.pmf(runs, self.mean))
+        if runs < 1 or self.mean == 1:
+            return float(runs == self.mean == 1)
+        if self.kind == "geometric":
+            return float(stats.geom.pmf(runs, 1 / self.mean))
+        return float(stats.logser.pmf(runs, _logarithmic(self.mean)))
+
+    def number_at(self, uniform: float) -> int:
+        """Return the smallest k with P[K <= k] > ``uniform``: the K of a uniform number in [0, 1).
+
+        >>> [Selection("geometric", 10).number_at(uniform) for uniform in (0.0, 0.15, 0.99)]
+        [1, 2, 44]
+        """
+        runs, below = 0, self.chance(0)
+        while below <= uniform and runs < 1000 * MAX_MEAN:
+            runs += 1
+            below += self.chance(runs)
+        return runs
+
+
+@lru_cache(maxsize=64)
+def _logarithmic(mean: float) -> float:
+    """Return p of the logarithmic distribution, p^k / (-k log(1-p)), with this mean above 1."""
+
+    def excess(at: float) -> float:  # at = log(1/γ), where γ = 1 - p; the mean is (1/γ - 1) / log(1/γ)
+        return math.log(math.expm1(at) / at / mean)
+
+    return -math.expm1(-optimize.brentq(excess, 1e-12, 60.0, xtol=1e-15, rtol=1e-14))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectedRun(Numbers):
+    """The release of the best of K runs, each of which consists of Poisson sampled Gaussian sums.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    kind: ClassVar[str] = "selected run"
+    num_rounds: int
+    """Rounds of one run: its steps, or for correlated noise the cycles of its groups."""
+    runs: str
+    """The distribution of K (`Selection.kind`)."""
+    mean_runs: float
+    """The mean of K."""
+
+    def __post_init__(self) -> None:
+        """Check kinds and ranges."""
+        super().__post_init__()
+        if isinstance(self.num_rounds, bool) or not isinstance(self.num_rounds, int) or self.num_rounds < 1:
+            raise ValueError(f"num_rounds must be a whole number of at least 1, got {self.num_rounds!r}")
+        object.__setattr__(self, "mean_runs", self.selection.mean)
+
+    @property
+    def selection(self) -> Selection:
+        """The distribution of K."""
+        return Selection(self.runs, self.mean_runs)
+
+    @property
+    def one_run(self) -> tuple[Step, int]:
+        """The rounds of one run: the event and its count."""
+        return Step(sampling_rate=self.sampling_rate, noise_multiplier=self.noise_multiplier), self.num_rounds
+
+    @property
+    def truncates(self) -> bool:
+        """There is no truncation."""
+        return False
+
+    @property
+    def untruncated(self) -> None:
+        """None: it is not a Poisson sampled Gaussian."""
+        return None
+
+    def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
+        """Return the selections: each is a round."""
+        return [(dataclasses.replace(self, clip_norm=1.0, num_units=None), num_steps)]
+
+    def has_pair(self, adjacency: str) -> bool:
+        """Return whether there is a pair: the Rényi bounds hold for zero-out only."""
+        return adjacency == "zero-out"
+
+    def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
+        """Return, per direction of "zero-out", the loss that ``count`` selections add; both directions are equal."""
+        return [(_dominating(self, width), count)] * 2
+
+    def grid(self, count: int, adjacency: str, width: float) -> float:
+        """Return the finest grid, ``width`` or wider, on which the loss fits in memory; at least 0.001."""
+        width = max(width, _WIDTH)
+        while 4 * count * _last(_profile(self)) / width > _MOST_BUCKETS:
+            width *= 2
+        return width
+
+    def dp_event(self) -> dp_accounting.DpEvent:
+        """Return the event in dp_accounting's terms."""
+        step, count = self.one_run
+        run = dp_event.SelfComposedDpEvent(step.dp_event(), count)
+        return dp_event.RepeatAndSelectDpEvent(run, self.mean_runs, self.selection.shape)
+
+    def words(self) -> EventWords:
+        """Return the report's description of the event."""
+        return EventWords(
+            sampling=f"plain Poisson, {self.num_rounds} rounds in each of K runs",
+            accounted_as=f"the best of K runs, where {self.selection.words()}, K and the other runs stay secret, and "
+            "the score looks at no private record (Papernot and Steinke, arXiv:2110.03620, theorems 2 and 6): Rényi "
+            "divergences, turned into a dominating distribution of privacy losses. Under replace-one, by group "
+            "privacy: ε is twice a zero-out ε at a smaller δ",
+            options=f"--best-of {self.mean_runs:g} --best-of-runs {self.runs}",
+        )
+
+
+def selected_run(selection: Selection, event: Event, num_steps: int) -> SelectedRun:
+    """Return the event of releasing the best of K runs.
+
+    Args:
+        selection: the distribution of K.
+        event: the event of a step of one run.
+        num_steps: T of one run.
+
+    Raises:
+        ValueError: no Rényi divergences are known for the rounds of a run.
+    """
+    (one, count), *others = event.rounds(num_steps)
+    plain = one.untruncated
+    if others or plain is None:
+        raise ValueError(
+            f"a selection needs runs of Poisson sampled Gaussian sums, and a step here is {one.words().sampling}: no "
+            "Rényi bound is known for it. Leave privacy.sampling out, so that whole units are drawn, or add up the runs"
+        )
+    if one.truncates:
+        raise ValueError(
+            "no Rényi bound is known for truncated samples, so no selection of such runs is accounted for. Leave "
+            "privacy.max_batch_size out: a run of a selection then draws without a largest size"
+        )
+    return SelectedRun(
+        sampling_rate=plain.sampling_rate,
+        noise_multiplier=plain.noise_multiplier,
+        clip_norm=event.clip_norm,
+        num_rounds=count,
+        runs=selection.kind,
+        mean_runs=selection.mean,
+    )
+
+
+def _profile(event: SelectedRun) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
+    """Return the function from ε >= 0 to log δ that follows from the Rényi divergences (arXiv:2004.00010, prop. 12)."""
+    orders, divergences = _divergences(event.sampling_rate, event.noise_multiplier, *_of_runs(event))
+
+    def log_delta(epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
+        found = np.zeros_like(epsilons)
+        for order, divergence in zip(orders, divergences, strict=True):
+            at = (order - 1) * (divergence - epsilons + math.log1p(-1 / order)) - math.log(order)
+            np.minimum(found, at, out=found)
+        return found
+
+    return log_delta
+
+
+def _of_runs(event: SelectedRun) -> tuple[Any, ...]:
+    return event.num_rounds, event.runs, event.mean_runs
+
+
+@lru_cache(maxsize=64)
+def _divergences(
+    rate: float, sigma: float, num_rounds: int, runs: str, mean: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the Rényi orders above 1 and the finite divergences of the selection, under zero-out."""
+    from dp_accounting import rdp
+
+    event = SelectedRun(sampling_rate=rate, noise_multiplier=sigma, num_rounds=num_rounds, runs=runs, mean_runs=mean)
+    accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+    verbosity = absl.logging.get_verbosity()
+    absl.logging.set_verbosity(absl.logging.ERROR)  # an order whose series does not converge is left out
+    try:
+        accountant.compose(event.dp_event())
+    finally:
+        absl.logging.set_verbosity(verbosity)
+    pairs = [
+        (float(order), float(value))
+        for order, value in zip(accountant.orders, accountant.rdp, strict=True)
+        if order > 1 and 0 <= value < math.inf
+    ]
+    return tuple(order for order, _ in pairs), tuple(value for _, value in pairs)
+
+
+def _last(log_delta: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> float:
+    """Return an ε, at most `_HIGHEST`, at which δ is negligible."""
+    highest = 1.0
+    while highest < _HIGHEST and float(log_delta(np.array([highest]))[0]) > math.log(pld.STEP_TAIL):
+        highest *= 1.1
+    return min(highest, _HIGHEST)
+
+
+@lru_cache(maxsize=16)
+def _dominating(event: SelectedRun, width: float) -> pld.LossPmf:
+    """Return symmetric losses whose δ at each ε >= 0 is the lower convex hull, over exp(ε), of the Rényi bounds.
+
+    A function of t = exp(ε) that is linear between points t_i, and 1 at t = 0, is the δ of masses at log t_i: each mass
+    is t_i times the change of the slope there. The distribution is the same in both directions, so the mass at -l is
+    exp(-l) times that at l. The hull over all t > 0 is symmetric as well: the line that crosses t = 1 is the one
+    through (-1, 1).
+    """
+    log_delta = _profile(event)
+    count = max(2, math.ceil(_last(log_delta) / width))
+    epsilons = np.arange(count + 1, dtype=np.float64) * width
+    deltas = np.exp(log_delta(epsilons))
+    knots = _hull(np.concatenate(([-1.0], np.exp(epsilons))), np.concatenate(([1.0], deltas)))
+    at = knots[1:] - 1  # without the point (-1, 1)
+    losses, kept = epsilons[at], deltas[at]
+    gaps, falls = np.diff(losses), np.diff(kept)
+    # The slopes to the right and to the left of each point, times t there.
+    right = np.append(falls / np.expm1(gaps), 0.0)
+    left = np.append((kept[0] - 1) / (1 + math.exp(-losses[0])), falls / -np.expm1(-gaps))
+    masses, infinite = np.maximum(right - left, 0.0), float(kept[-1])
+    both, above = np.zeros(2 * count + 1), at > 0
+    both[count + at[above]] = masses[above]
+    both[count - at[above]] = masses[above] * np.exp(-losses[above])
+    both[count] = max(1 - infinite - float(both.sum()), 1e-300)
+    return pld.LossPmf(width, -count, both, infinite)
+
+
+def _hull(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the indices of the points on the lower convex hull, for rising ``x`` (Andrew's monotone chain)."""
+    xs, ys = x.tolist(), y.tolist()
+    kept: list[int] = []
+    for number, (at, value) in enumerate(zip(xs, ys, strict=True)):
+        while len(kept) > 1:
+            first, second = kept[-2], kept[-1]
+            rise = (ys[second] - ys[first]) / (xs[second] - xs[first])
+            if rise < (value - ys[second]) / (at - xs[second]):
+                break
+            kept.pop()
+        kept.append(number)
+    return np.array(kept)

@@ -1,0 +1,213 @@
+"""The record of a private tuning: the number of runs and the candidates that were drawn, and how each run ended.
+
+Place in the flow: written before the first run, and after each. It is private: the guarantee of a tuning holds only
+while the number of runs stays secret. The draws are on the disk before any run begins, and are taken again after a
+restart. Drawing them again until they please would make the stated ε untrue.
+
+One JSON object per line; each carries a hash of itself and of all lines before it, as a ledger does
+(`dpllm.privacy.ledger`). The hash is not a signature. If the tuning is charged to a budget, the entry there holds the
+hash of the draws, so that they cannot be replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpllm.privacy import locks
+from dpllm.privacy.ledger import sync_folder
+from dpllm.privacy.ledger_reader import CHAIN_START, file_hash, next_chain
+
+PRIVATE_FOLDER = "not_for_release"
+RECORD_FILE = f"{PRIVATE_FOLDER}/tuning.jsonl"
+"""Relative to the tuning's folder; readable by its owner only."""
+
+
+class TuningError(ValueError):
+    """Error: the files of a tuning contradict each other, or were edited."""
+
+
+@dataclass(frozen=True)
+class DrawnRun:
+    """A run as it was drawn."""
+
+    folder: str
+    """Random name of its folder, which does not tell its place among the runs."""
+    candidate: int
+    """Number of its candidate."""
+
+
+@dataclass
+class Record:
+    """A record as it was read, or as it is written."""
+
+    path: Path
+    draws: dict[str, Any]
+    """The first line: the settings and the runs that were drawn."""
+    draws_hash: str
+    """Hash of the first line."""
+    begun: set[int] = field(default_factory=set)
+    """Numbers of the runs that were started."""
+    scores: dict[int, float | None] = field(default_factory=dict)
+    """The score of each run that has ended, a larger one is better; None: it failed."""
+    selected: int | None = None
+    """Number of the run that is released."""
+    is_decided: bool = False
+    """Whether all runs have ended and the best was chosen."""
+    chain: str = ""
+    """Hash over all lines."""
+
+    @property
+    def runs(self) -> list[DrawnRun]:
+        """The runs that were drawn, in order."""
+        return [DrawnRun(run["folder"], run["candidate"]) for run in self.draws["runs"]]
+
+    def folder_of(self, number: int) -> Path:
+        """Return the folder of a run."""
+        return self.path.parent / self.runs[number].folder
+
+    def begin(self, number: int) -> None:
+        """Note, durably, that a run is started."""
+        if number not in self.begun:
+            self._append({"kind": "begun", "run": number})
+            self.begun.add(number)
+
+    def end(self, number: int, score: float | None) -> None:
+        """Note, durably, how a run ended."""
+        self._append({"kind": "ended", "run": number, "score": score})
+        self.scores[number] = score
+
+    def decide(self, number: int | None) -> None:
+        """Note, durably, which run is released; None: none of them."""
+        self._append({"kind": "decided", "run": number})
+        self.selected, self.is_decided = number, True
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        line, self.chain = _line(self.chain, entry)
+        with open(self.path, "a", encoding="ascii") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def create_record(path: Path, draws: Mapping[str, Any], runs: Sequence[DrawnRun]) -> Record:
+    """Write the draws of a new tuning, durably.
+
+    Args:
+        path: the file, which must not exist.
+        draws: the settings of the tuning, as JSON values.
+        runs: the runs that were drawn.
+
+    Raises:
+        TuningError: the file exists.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    half = path.with_name(f"{path.name}.{os.getpid()}")
+    name = secrets.token_hex(8)
+    drawn = [{"folder": run.folder, "candidate": run.candidate} for run in runs]
+    try:
+        with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            identity = {"id": name, "file": file_hash(name, str(os.fstat(file.fileno()).st_ino))}
+            entry = {"kind": "drawn", **identity, **draws, "runs": drawn}
+            line, _ = _line(CHAIN_START, entry)
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(half, path)  # unlike a rename, it fails if the file exists
+    except FileExistsError as error:
+        raise TuningError(f"{path} exists: the draws of a tuning are never made again") from error
+    finally:
+        half.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return read_record(path)
+
+
+def read_record(path: Path) -> Record:
+    """Read and check a record; a last line that a crash left incomplete is left out.
+
+    Raises:
+        TuningError: the file cannot be read, or a line was edited, lost, moved or added.
+    """
+    try:
+        text = path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TuningError(f"{path} cannot be read ({error}): restore it; without it the draws are unknown") from error
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    entries, chain, hashes = [], CHAIN_START, []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+            given = entry.pop("chain")
+            due, chain = _line(chain, entry)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _edited(path, number) from error
+        if line != due or given != chain:
+            raise _edited(path, number)
+        entries.append(entry)
+        hashes.append(chain)
+    if not entries or entries[0].get("kind") != "drawn":
+        raise _edited(path, 1)
+    record = Record(path=path, draws=entries[0], draws_hash=hashes[0], chain=chain)
+    for number, entry in enumerate(entries[1:], start=2):
+        _take(record, number, entry)
+    return record
+
+
+def _take(record: Record, number: int, entry: Mapping[str, Any]) -> None:
+    kind, run = entry["kind"], entry.get("run")
+    exists = isinstance(run, int) and 0 <= run < len(record.runs)
+    if kind == "begun" and isinstance(run, int) and exists and not record.is_decided:
+        record.begun.add(run)
+    elif kind == "ended" and run in record.begun and run not in record.scores and not record.is_decided:
+        record.scores[run] = entry["score"]
+    elif kind == "decided" and (run is None or exists) and not record.is_decided:
+        record.selected, record.is_decided = run, True
+    else:
+        raise _edited(record.path, number)
+
+
+def open_record(path: Path) -> tuple[Record, Any]:
+    """Read a record and lock it for this process, before a tuning is continued.
+
+    Returns:
+        The record, and an open file whose lock lasts until it is closed.
+
+    Raises:
+        TuningError: it was edited, is a copy, or another process continues this tuning.
+    """
+    file = open(path, "r+b")  # noqa: SIM115 - the caller closes it
+    try:
+        if not locks.lock(file.fileno()):
+            raise TuningError(f"{path} is being written by another tuning now: wait for its end")
+        record = read_record(path)
+        if record.draws["file"] != file_hash(record.draws["id"], str(os.fstat(file.fileno()).st_ino)):
+            raise TuningError(
+                f"{path} is a copy of the file that the tuning wrote, or was restored from one. A tuning that goes on "
+                "in two places releases two selections, and states the ε of one. Continue in the original folder, or "
+                "begin another tuning, which is charged separately"
+            )
+        data = path.read_bytes()
+        file.truncate(data.rfind(b"\n") + 1)  # what a crash left of a line
+    except BaseException:
+        file.close()
+        raise
+    return record, file
+
+
+def _line(chain: str, entry: Mapping[str, Any]) -> tuple[str, str]:
+    body = json.dumps(entry)
+    after = next_chain(chain, body)
+    return f'{body[:-1]}, "chain": "{after}"}}', after
+
+
+def _edited(path: Path, number: int) -> TuningError:
+    return TuningError(
+        f"{path} line {number} was edited, or lines before it are missing. The number of runs, the candidates and the "
+        "scores decide which model may be released: restore the file of this tuning. If it is lost, release nothing "
+        "of the tuning; it stays charged"
+    )
