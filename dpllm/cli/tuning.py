@@ -122,7 +122,8 @@ def _runner(launch: str, environment: dict[str, str]) -> Callable[[Path, Path], 
                 start_new_session=True,  # Ctrl-C reaches it once, through this program
             )
             started(process)
-            return process.wait()
+            code = process.wait()
+        return code
 
     return run
 
@@ -132,19 +133,29 @@ def _ends_with_us() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
     """End a run when this program is stopped, and wait until it has saved its checkpoint; the run then does not count.
 
     It is continued by the next start, since no end is noted for it.
+
+    Raises:
+        KeyboardInterrupt: after the block, if a signal came.
     """
     running: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
 
-    def stop(number: int, _frame: Any) -> None:
+    def forward(number: int, _frame: Any) -> None:
+        received.append(number)
         for process in running:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            process.wait()
-        raise KeyboardInterrupt
+                os.killpg(process.pid, number)  # not waited for here: a signal may interrupt the waiting itself
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    def started(process: subprocess.Popen[bytes]) -> None:
+        running.append(process)
+        if received:
+            forward(received.pop(), None)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield running.append
+        yield started
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if received:
+        raise KeyboardInterrupt

@@ -325,7 +325,7 @@ class Ledger:
 
     def _identity(self) -> str:
         assert self._descriptor is not None
-        return _identities(self._descriptor)[-1]
+        return locks.identities(self._descriptor)[-1]
 
     def _append_run(
         self,
@@ -402,7 +402,7 @@ def require_own_file(contents: LedgerContents) -> None:
         return
     run, noted = contents.notes.file
     with open(contents.path, "rb") as file:
-        possible = {file_hash(run, identity) for identity in _identities(file.fileno())}
+        possible = {file_hash(run, identity) for identity in locks.identities(file.fileno())}
     if noted not in possible:
         raise LedgerError(
             f"{contents.path} is a copy of the file that the run wrote, or was restored from one. If two copies are "
@@ -410,13 +410,6 @@ def require_own_file(contents: LedgerContents) -> None:
             f"and no other copy was resumed, run `dpllm adopt {contents.path.parent}` first, which the report will "
             "state"
         )
-
-
-def _identities(descriptor: int) -> list[str]:
-    """Return the identities of a file, the most precise last: its inode, and the inode with its generation, if any."""
-    inode = str(os.fstat(descriptor).st_ino)
-    generation = locks.generation(descriptor)
-    return [inode] if generation is None else [inode, f"{inode}.{generation}"]
 
 
 def is_being_written(path: str | Path) -> bool:

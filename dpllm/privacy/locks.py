@@ -8,6 +8,7 @@ ledger is written there; every module can still be imported.
 from __future__ import annotations
 
 import errno
+import os
 import sys
 
 import filelock
@@ -68,3 +69,10 @@ def generation(descriptor: int) -> int | None:
 def _require_readable_locks() -> None:
     if fcntl is None:
         raise OSError(errno.ENOSYS, "this system hides a locked file from its readers; use Linux, macOS or WSL")
+
+
+def identities(descriptor: int) -> list[str]:
+    """Return the identities of a file, the most precise last: its inode, and the inode with its generation, if any."""
+    inode = str(os.fstat(descriptor).st_ino)
+    number = generation(descriptor)
+    return [inode] if number is None else [inode, f"{inode}.{number}"]

@@ -112,7 +112,7 @@ def create_record(path: Path, draws: Mapping[str, Any], runs: Sequence[DrawnRun]
     drawn = [{"folder": run.folder, "candidate": run.candidate} for run in runs]
     try:
         with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            identity = {"id": name, "file": file_hash(name, str(os.fstat(file.fileno()).st_ino))}
+            identity = {"id": name, "file": file_hash(name, locks.identities(file.fileno())[-1])}
             entry = {"kind": "drawn", **identity, **draws, "runs": drawn}
             line, _ = _line(CHAIN_START, entry)
             file.write(line + "\n")
@@ -185,7 +185,8 @@ def open_record(path: Path) -> tuple[Record, Any]:
         if not locks.lock(file.fileno()):
             raise TuningError(f"{path} is being written by another tuning now: wait for its end")
         record = read_record(path)
-        if record.draws["file"] != file_hash(record.draws["id"], str(os.fstat(file.fileno()).st_ino)):
+        possible = [file_hash(record.draws["id"], identity) for identity in locks.identities(file.fileno())]
+        if record.draws["file"] not in possible:
             raise TuningError(
                 f"{path} is a copy of the file that the tuning wrote, or was restored from one. A tuning that goes on "
                 "in two places releases two selections, and states the ε of one. Continue in the original folder, or "

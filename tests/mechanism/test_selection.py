@@ -45,7 +45,7 @@ def test_it_equals_the_renyi_accounting_of_dp_accounting(kind, mean, sigma, figu
 
 @pytest.mark.parametrize("kind", ["logarithmic", "geometric"])
 def test_the_theorem_by_its_formula(kind):
-    """Papernot and Steinke, theorem 2, evaluated here: ε' = ε + (1+η)(1 - 1/λ^)ε^ + (1+η) log(1/γ)/λ^ + log E[K]/(λ-1)."""
+    """Papernot and Steinke, theorem 2: ε' = ε + (1+η)(1 - 1/λ^)ε^ + (1+η) log(1/γ)/λ^ + log E[K]/(λ-1)."""
     sigma, mean, at = 3.0, 4.0, 1e-5
     orders = np.array(rdp.RdpAccountant().orders)
     one_run = orders / (2 * sigma**2)  # of a Gaussian without sampling

@@ -113,10 +113,11 @@ def test_hash_depends_on_every_field() -> None:
 @pytest.mark.parametrize(
     ("change", "number", "without"),
     [
-        ({}, 2, {"clipping", "noise", "randomness"}),
-        ({"clipping": "automatic"}, 3, {"randomness"}),
-        ({"randomness": "chacha20"}, 4, set()),
-        ({"noise": {"kind": "banded", "bands": 3}, "randomness": "chacha20"}, 4, set()),
+        ({}, 2, {"clipping", "noise", "randomness", "selection"}),
+        ({"clipping": "automatic"}, 3, {"randomness", "selection"}),
+        ({"randomness": "chacha20"}, 4, {"selection"}),
+        ({"noise": {"kind": "banded", "bands": 3}, "randomness": "chacha20"}, 4, {"selection"}),
+        ({"selection": {"kind": "geometric", "mean": 3}}, 5, set()),
     ],
 )
 def test_a_plan_has_the_earliest_format_that_can_say_it(

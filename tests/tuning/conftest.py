@@ -17,7 +17,8 @@ from dpllm.config import load_recipe
 from dpllm.data.rows import train_tokenizer
 from tests.conftest import tiny_llama_config
 
-WORDS = "the small dog sees a red house and the old man walks over one bridge under seven clouds".split()
+SENTENCE = "the small dog sees a red house and the old man walks over one bridge under seven clouds"
+WORDS = SENTENCE.split()
 RECIPE = """
 model: {{name: {model}}}
 data: {{path: {folder}/records.jsonl, eval_path: {folder}/public.jsonl, eval_is_public: true, max_length: 32}}

@@ -1,0 +1,139 @@
+"""Plans, ledgers and budgets of runs of which only the best is released."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpllm.config import ConfigError, PrivacyConfig
+from dpllm.mechanism.parts import Spec
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.budget import BudgetError, charge, charge_selection, create_budget, read_budget, require_room, settle
+from dpllm.privacy.ledger import Ledger, read_ledger
+from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
+from dpllm.privacy.stated import stated_history, steps_allowed
+from dpllm.report.statement import privacy_report
+
+TEN = {"kind": "logarithmic", "mean": 10}
+
+
+def plan_of(**change: Any) -> PrivacyPlan:
+    values = {"noise_multiplier": 1.0, "clip_norm": 1.0, "expected_batch_size": 20, "selection": TEN, **change}
+    return make_plan(PrivacyConfig(**values), num_units=1000, num_steps=20)
+
+
+def ledger_of(path: Path, plan: PrivacyPlan, steps: int, resumed: int = 0, end: str | None = "completed") -> Any:
+    with Ledger.create(path, plan) as ledger:
+        for number in range(steps):
+            ledger.append_step(number, plan.event)
+        if end and not resumed:
+            ledger.append_end(end)
+    if resumed:
+        with Ledger.open(path, plan) as ledger:
+            for number in range(steps, steps + resumed):
+                ledger.append_step(number, plan.event)
+            ledger.append_end(end or "")
+    return read_ledger(path)
+
+
+def test_the_target_is_met_by_the_selection():
+    """σ is larger than for one run, and ε of the plan is at most the target; no draw is truncated."""
+    plan, single = plan_of(target_epsilon=2, noise_multiplier=None), plan_of(noise_multiplier=1.0, selection=None)
+    alone = make_plan(PrivacyConfig(target_epsilon=2, clip_norm=1, expected_batch_size=20), 1000, 20)
+    assert 1.99 < plan.epsilon <= 2 and plan.noise_multiplier > alone.noise_multiplier
+    assert plan.max_batch_size == 1000 and single.max_batch_size < 1000
+    assert epsilon(plan.history_of_run, plan.delta) < plan.epsilon
+    rows = dict(format_plan(plan))
+    assert "K is logarithmic with mean 10" in rows["released"] and "ε of one run by itself" in rows
+
+
+def test_it_is_saved_and_read_with_its_hash(tmp_path):
+    """The distribution is covered by the hash; plans without one keep their format and hash."""
+    plan, path = plan_of(), tmp_path / "plan.json"
+    plan.save(path)
+    assert PrivacyPlan.load(path) == plan and json.loads(path.read_text())["format"] == 5
+    assert plan.hash != dataclasses.replace(plan, selection=Spec.of({"kind": "logarithmic", "mean": 9})).hash
+    assert dataclasses.replace(plan, selection=None).to_dict()["format"] == 2
+    for other in ({"kind": "logarithmic", "mean": 9}, {"kind": "geometric", "mean": 10}, {"kind": "logarithmic"}, None):
+        raw = json.loads(path.read_text()) | {"selection": other}
+        (tmp_path / "other.json").write_text(json.dumps(raw))
+        with pytest.raises(ValueError, match=r"was edited|selection|needed"):
+            PrivacyPlan.load(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"max_batch_size": 100},
+        {"stop": "independent"},
+        {"target_epsilon": 8},
+        {"budget_file": "b", "dataset": "d"},
+        {"unit": "user", "unit_column": "u", "max_rows_per_unit": 3, "sampling": "example"},
+        {"selection": "best"},
+        {"selection": {"kind": "logarithmic", "mean": 0}},
+        {"selection": 10},
+    ],
+)
+def test_what_no_selection_covers_is_refused(change):
+    """Each is an error of the configuration."""
+    with pytest.raises(ConfigError, match="selection"):
+        plan_of(**change)
+
+
+def test_a_truncated_plan_is_refused():
+    """Also one that was not made by make_plan."""
+    with pytest.raises(ValueError, match="truncated samples"):
+        dataclasses.replace(plan_of(), max_batch_size=60)
+
+
+@pytest.mark.parametrize(("steps", "resumed"), [(20, 0), (7, 0), (7, 13)])
+def test_the_stated_steps_are_those_of_the_selection(tmp_path, steps, resumed):
+    """Whether the run was complete, stopped early, or was resumed; a declaration of independence changes nothing."""
+    plan = plan_of()
+    contents = ledger_of(tmp_path / "privacy_ledger.jsonl", plan, steps, resumed)
+    assert stated_history(plan, contents) == tuple(plan.history)
+    contents.notes.stopped_independently = True
+    assert stated_history(plan, contents) == tuple(plan.history)
+    report = privacy_report(plan, contents)
+    assert report.statement.epsilon == plan.epsilon
+    assert any("has not selected it" in point for point in report.open_points)
+    assert report.accounting.steps.stated == 20
+
+
+def test_a_run_with_more_rounds_than_planned_is_not_covered(tmp_path):
+    """The theorem is about runs of the plan."""
+    plan = plan_of()
+    contents = ledger_of(tmp_path / "privacy_ledger.jsonl", plan, 21)
+    with pytest.raises(ValueError, match="more than a complete run"):
+        stated_history(plan, contents)
+
+
+def test_correlated_noise_is_not_resumed(tmp_path):
+    """A resume begins a new cycle, and costs more than the other runs of the selection."""
+    plan = plan_of(noise={"kind": "banded", "bands": 4})
+    contents = ledger_of(tmp_path / "privacy_ledger.jsonl", plan, 6)
+    with pytest.raises(ValueError, match="counts as a failed run"):
+        steps_allowed(plan, contents)
+    assert stated_history(plan, contents) == tuple(plan.history)
+
+
+def test_a_budget_is_charged_for_the_selection(tmp_path):
+    """Once, with its own ε; a single run of it is not charged as one."""
+    plan, path = plan_of(dataset="d"), tmp_path / "budget.json"
+    create_budget(path, dataset="d", epsilon=8.0, delta=1e-4, unit="sequence", num_units=1000)
+    for refused in (charge, require_room):
+        with pytest.raises(BudgetError, match="dpllm tune"):
+            refused(path, plan, "d")
+    entry = charge_selection(path, plan, "d")
+    assert read_budget(path).spent == pytest.approx(plan.epsilon, rel=1e-9)
+    settle(path, entry, 1)
+    assert read_budget(path).spent == pytest.approx(plan.epsilon, rel=1e-9)
+    with pytest.raises(BudgetError, match="other data"):
+        charge_selection(path, plan, "other")
+    with pytest.raises(BudgetError, match="no budget covers it"):
+        charge_selection(path, dataclasses.replace(plan, noise_multiplier=0.0), "d")
