@@ -584,6 +584,41 @@ MUTATIONS = [
         "    if False:\n",
         ("tests/privacy/test_same_rows.py::test_other_rows_of_the_same_number_are_refused_and_nothing_is_written",),
     ),
+    Mutation(
+        "the number of runs of a selection is left out of its cost",
+        "dpllm/mechanism/selection.py",
+        "dp_event.RepeatAndSelectDpEvent(run, self.mean_runs, ",
+        "dp_event.RepeatAndSelectDpEvent(run, 1.0, ",
+        ("tests/mechanism/test_selection.py",),
+    ),
+    Mutation(
+        "a run of a selection states its own cost",
+        "dpllm/privacy/stated.py",
+        "if plan.selection is not None and contents.num_steps:",
+        "if plan.selection is None and contents.num_steps < 0:",
+        ("tests/privacy/test_selection_plans.py",),
+    ),
+    Mutation(
+        "a run that no tuning selected has no open point",
+        "dpllm/report/definition.py",
+        "if plan.selection is None or SELECTED in contents.notes.facts:",
+        "if plan.selection is None or SELECTED:",
+        ("tests/privacy/test_selection_plans.py",),
+    ),
+    Mutation(
+        "the draws of a tuning can be made again",
+        "dpllm/tuning/record.py",
+        "os.link(half, path)",
+        "os.replace(half, path)",
+        ("tests/tuning/test_record.py",),
+    ),
+    Mutation(
+        "a copy of a tuning's record is continued",
+        "dpllm/tuning/record.py",
+        'if record.draws["file"] not in possible:',
+        "if not possible:",
+        ("tests/tuning/test_record.py",),
+    ),
 ]
 
 
