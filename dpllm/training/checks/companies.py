@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 SHORTEST = 8
 """Number of rows searched for the shortest one with a target, and for random numbers in the reading of rows."""
+_BEFORE = 3  # rows that are made before a compared one, and one of the longest
 _MOST_CANDIDATES = 1 << 20  # the most rows from which those of a check are chosen
 
 
@@ -56,6 +57,8 @@ class Sample:
         crowd: numbers of as many rows as a microbatch has, first those of ``together`` that fit; empty if ``together``
             has as many.
         equals: the shortest row twice, for a pass of the first check if ``together`` has no room for it.
+        before: numbers of rows that are made before a compared one, each by itself; two or more, at random and a long
+            one. If there is only one row, it is its own predecessor.
     """
 
     rows: Mapping[int, Any]
@@ -64,6 +67,7 @@ class Sample:
     crowd: tuple[int, ...] = ()
     equals: tuple[int, ...] = ()
     refetched: bool = False
+    before: tuple[int, ...] = ()
 
     def fetched(self, numbers: Sequence[int], fetch: Callable[[np.ndarray], Sequence[Any]]) -> list[Any]:
         """Return the rows of a pass; collators may modify them."""
@@ -125,7 +129,13 @@ class Sample:
         kept = [n for n in together[1:2] if few > 2 or not long]
         kept = [n for n in kept if rows.lengths[n] <= cap]
         replaced = [*long, *kept, short]
-        missing = np.array([n for n in {*together, *replaced, *crowded} if n not in fetched], dtype=numbers.dtype)
+        lone = numbers[lengths <= (math.inf if max_tokens is None else max_tokens)]
+        lone = lone[lone != short]
+        before = rng.choice(lone, min(_BEFORE, len(lone)), replace=False).tolist()
+        before += [int(lone[rows.lengths[lone].argmax()])] if len(lone) else [short]
+        before = [*dict.fromkeys(before), short][: max(2, len(set(before)))]
+        wished = {*together, *replaced, *crowded, *before}
+        missing = np.array([n for n in wished if n not in fetched], dtype=numbers.dtype)
         if len(missing):
             fetched.update(zip(missing.tolist(), rows.fetch(missing), strict=True))
         again = []  # the longest rows, where random numbers show most likely; each separately, or rows could mix
@@ -133,7 +143,7 @@ class Sample:
             with same_randomness(seed):
                 picked = sorted(fetched, key=lambda n: -rows.lengths[n])[:SHORTEST]
                 again.append([copy.deepcopy(rows.fetch(np.array([n], dtype=numbers.dtype))[0]) for n in picked])
-        return cls(fetched, tuple(together), tuple(replaced), tuple(crowded), equals, _same(*again))
+        return cls(fetched, tuple(together), tuple(replaced), tuple(crowded), equals, _same(*again), tuple(before))
 
     @property
     def probed(self) -> tuple[int, ...]:
@@ -157,7 +167,8 @@ class Sample:
         if len(self.together) > 2 or first:
             passes += [Company((n,), "alone") for n in self.together[1:2]]
         if len(passes) < 3:  # never several rows: the only risk left is state that is carried from pass to pass
-            passes.append(Company((short,), "alone, after another pass"))
+            for n in self.before[:2]:
+                passes += [Company((n,), "alone"), Company((short,), "alone, after another row")]
         return passes
 
 

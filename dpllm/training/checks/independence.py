@@ -19,6 +19,7 @@ Shape suffixes: B rows.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost import GhostClipper, GhostError
+from dpllm.training.checks.carried import CARRIED, GATES, after_others
 from dpllm.training.checks.companies import SHORTEST, Company, Sample
 from dpllm.training.checks.differences import Differences, Precision, Seen, compare, in_words
 from dpllm.training.checks.drawn import Alone, part_of, unmeasured
@@ -293,14 +295,33 @@ class _Passes:
         self.not_held = ""  # random numbers that differ between passes and change the result
         self._has_probed = False
         rows, short = check._rows, sample.together[0]
+        self._refuse_carried()
         some = list(dict.fromkeys([short, *sample.replaced, *sample.together]))[:SHORTEST]
         self._alone = Alone.of(rows.collate, [] if rows.packed else [sample.rows[number] for number in some])
         self.is_drawn = is_drawn or self._alone.differ()
-        self._collated: dict[int, Microbatch] = {}  # by seed, of all rows of the sample
+        self._collated: dict[tuple[int, tuple[int, ...]], Microbatch] = {}  # by seed and rows
         if self.is_drawn and rows.max_rows != 1:
             self._refuse_unmeasured(short)
         if (self.is_drawn or not sample.refetched) and rows.max_rows != 1:
             self._refuse_shared_by_collator(STATES if first else FEWEST)
+
+    def _refuse_carried(self) -> None:
+        """Check that neither reading nor collating a row takes anything from the row before it."""
+        rows, sample = self._check._rows, self.sample
+        long = max(sample.rows, key=lambda one: int(rows.lengths[one]))
+
+        def read(number: int) -> Any:
+            return rows.fetch(np.array([number]))[0]
+
+        def collated(number: int) -> Any:
+            return rows.collate([copy.deepcopy(sample.rows[number])])
+
+        for who, done, make in (("The data set", "read", read), ("The collator", "collated", collated)):
+            gates = 1 if make is read and sample.refetched else GATES
+            for row in dict.fromkeys((sample.together[0], long)):  # text may be left over of long rows only
+                others = [*(number for number in sample.before if number != row), row]
+                if len(others) > 1 and after_others(make, row, others, gates):
+                    raise IndependenceError(CARRIED.format(who=who, done=done))
 
     def _refuse_unmeasured(self, short: int) -> None:
         """Check that a collator which draws numbers makes each row from that row only, and that it marks padding."""
@@ -395,16 +416,20 @@ class _Passes:
     def is_random(self) -> bool:
         """Return whether the result of the shortest row alone changes with other random numbers."""
         alone, start = Company(self.sample.together[:1], "alone"), self._check._seed
-        seen = [one for part in (0.0, 0.5) for one in self.run(alone, seed_between(part, part + 0.5), start)]
-        is_random = compare(seen, self._check._clipper.threshold, self.tolerance())[1] is not None
+        one, other = seed_between(0.0, 0.5), seed_between(0.5, 1.0)
+        first, second, again = (self.run(alone, seed, start) for seed in (one, other, one))
+        apart = [self._differ(first, found) for found in (second, again)]
+        is_random = apart[0] and not apart[1]  # the same numbers give another result: that is state, see `is_carried`
         names = not_replaced(self.numbers.draws, self.numbers.moved) if is_random else []
         self.not_held = ", ".join(names or ["from PyTorch's global generator"] if is_random else [])
         return is_random
 
     def is_carried(self) -> bool:
         """Return whether the result of the shortest row alone differs from the first pass."""
-        again = [self.seen[0], *self.run(replace(self.seen[0].company, words="alone, again"))]
-        return compare(again, self._check._clipper.threshold, self.tolerance())[1] is not None
+        return self._differ(self.seen[:1], self.run(replace(self.seen[0].company, words="alone, again")))
+
+    def _differ(self, one: list[Seen], other: list[Seen]) -> bool:
+        return compare([*one, *other], self._check._clipper.threshold, self.tolerance())[1] is not None
 
     def tolerance(self) -> float:
         """Return the largest difference that rounding explains in the passes so far."""
@@ -451,12 +476,16 @@ class _Passes:
         """Return rows out of the batch of all rows if the collator draws random numbers; None if it does not."""
         if not self.is_drawn:
             return None
-        every = tuple(dict.fromkeys([*self.sample.together, *self.sample.replaced, *self.sample.crowd]))
-        if seed not in self._collated:
+        sample = self.sample  # a collator of single rows is never given two
+        together = () if self._check._rows.max_rows == 1 else (*sample.together, *sample.replaced, *sample.crowd)
+        every = tuple(dict.fromkeys([*together, *company.numbers]))
+        if all(used != seed for used, _ in self._collated):
+            self._collated.clear()
+        if (seed, every) not in self._collated:
             with same_randomness(seed):
-                self._collated = {seed: self._taken(Company(every, "all rows"))}
+                self._collated[seed, every] = self._taken(Company(every, "all rows"))
         places = [every.index(number) for number in company.numbers]
-        inputs = part_of(self._collated[seed].inputs, places, self._alone.labels_apart())
+        inputs = part_of(self._collated[seed, every].inputs, places, self._alone.labels_apart())
         return Microbatch(inputs, torch.arange(len(company.numbers)), len(company.numbers))
 
     @contextlib.contextmanager

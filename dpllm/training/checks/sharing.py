@@ -348,7 +348,7 @@ def of_collator(
     for number in range(_RESEEDED if (shared or generators) and not is_apart else 0):
         seed = (first + number) % 2**32
         usual = made(copies, Numbers(), seed)[0]
-        if any(not _same(usual, made(copies, Numbers(shared, generators, to), seed)[0]) for to in _FORCED):
+        if any(not same_values(usual, made(copies, Numbers(shared, generators, to), seed)[0]) for to in _FORCED):
             words = forced_words(shared, generators, copies)
             return FORCED.format(who="The collator", what=words, effect="its batch follows them")
     seen = []
@@ -375,12 +375,12 @@ def _differ(one: float, other: float, room: float, least: float) -> bool:
     return abs(one - other) > room * max(abs(one), abs(other), least)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_values(one: Any, other: Any) -> bool:
     """Return whether two batches hold the same values."""
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+        return one.keys() == other.keys() and all(same_values(one[name], other[name]) for name in one)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same_values, one, other))
     if isinstance(one, Tensor):
         return one.shape == other.shape and bool(((one == other) | (one != one) & (other != other)).all())
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)

@@ -1,0 +1,60 @@
+"""Values of a row that depend on the row before it: tokens that a collator or a data set carries from call to call.
+
+Place in the flow: below `dpllm.training.checks.independence`. A collator that puts left-over tokens of one call into
+the next, and a data set that begins a row with the end of the row read before, couple rows of different microbatches.
+With one row per microbatch a row has no others beside it, so that nothing else shows this.
+
+One row is made after a first row and after a second one, from the same random state. The row before is the only
+difference.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dpllm.training.checks.repeatable import same_randomness, seed_between
+from dpllm.training.checks.sharing import same_values
+
+GATES = 8
+"""Random states: an effect in at least one of eight calls is found with certainty."""
+_CONFIRMED = 12  # more comparisons of each kind, before a difference counts: numbers of a collator's own give 2^-23
+
+CARRIED = (
+    "{who} gives a row other values after another row was {done} before it: it carries tokens or numbers from one call "
+    "to the next. Which row comes before depends on the units that are drawn, so a unit cannot be bounded, and ε would "
+    "not hold. Make each row from that row only; to fill rows up, join the texts of one record before the training"
+)
+
+
+def after_others(make: Callable[[int], Any], row: int, others: Sequence[int], gates: int = GATES) -> bool:
+    """Return whether the values of a row depend on the row that was made before it.
+
+    A row that is not made alike twice after the same row, from the same random state, has numbers of its own; then
+    nothing is found.
+
+    Args:
+        make: the number of a row to its values.
+        row: the row that is compared.
+        others: rows before it, at least two different ones; two in turn for each random state.
+        gates: random states.
+    """
+
+    def after(other: int, seed: int) -> Any:
+        with same_randomness(seed):
+            make(other)
+        with same_randomness(seed):
+            return make(row)
+
+    for part in range(gates):
+        seed = seed_between(part / gates, (part + 1) / gates)
+        one, two = others[part % len(others)], others[(part + 1) % len(others)]
+        again, first, second = after(one, seed), after(one, seed), after(two, seed)
+        if not same_values(again, first) or same_values(first, second):
+            continue
+        order = [False, True] * _CONFIRMED
+        secrets.SystemRandom().shuffle(order)  # calls may be counted
+        if all(same_values(after(two if is_two else one, seed), second if is_two else first) for is_two in order):
+            return True
+    return False

@@ -1,0 +1,144 @@
+"""Tokens and numbers that go from one row to the next through a collator, a data set or a loss are refused."""
+
+import random
+
+import numpy as np
+import pytest
+
+from dpllm import per_sequence_loss
+from dpllm.data.rows import RowCollator
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.training.checks.carried import after_others
+from dpllm.training.checks.independence import IndependenceError
+from tests.training.checks.test_independence import llama, trainer, unequal
+
+COLLATE = RowCollator(pad_token_id=0)
+
+
+def of_ids(rows):
+    return COLLATE([{"input_ids": list(ids), "labels": list(ids)} for ids in rows])
+
+
+class LeftOver:
+    """Puts the last tokens of the row before in front of each row, as packing collators do with tokens that are left.
+
+    ``chance`` is the share of rows in which it does.
+    """
+
+    def __init__(self, chance=1.0):
+        self.chance, self.left = chance, [1]
+
+    def __call__(self, rows):
+        made = []
+        for row in rows:
+            ids = list(row["input_ids"])
+            made.append([*self.left, *ids[: -len(self.left)]] if random.random() < self.chance else ids)
+            self.left = ids[-2:]
+        return of_ids(made)
+
+
+@pytest.mark.parametrize("chance", [1.0, 0.3])
+def test_a_collator_that_carries_tokens_on_is_refused_with_one_row_per_microbatch(chance, tmp_path):
+    """The same row again and again shows nothing: the row before is then always itself."""
+    with pytest.raises(
+        IndependenceError, match=r"The collator gives a row other values after another row was collated"
+    ):
+        trainer(tmp_path, llama(), batch=1, data_collator=LeftOver(chance)).train()
+    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 1
+
+
+class ReadAfter:
+    """A data set whose rows begin with the end of the row read before."""
+
+    def __init__(self, rows):
+        self.rows, self.left = rows.to_list(), [1, 1]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        ids = self.rows[number]["input_ids"]
+        made, self.left = [*self.left, *ids[:-2]], ids[-2:]
+        return {"input_ids": made}
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_data_set_whose_rows_begin_with_the_row_read_before_is_refused(batch, tmp_path):
+    with pytest.raises(IndependenceError, match=r"The data set gives a row other values after another row was read"):
+        trainer(tmp_path, llama(), ReadAfter(unequal()), batch=batch).train()
+
+
+class Previous:
+    """Pulls a row's outputs towards those of the row before."""
+
+    mean = None
+
+    def __call__(self, outputs, labels):
+        loss_B, mean_V = per_sequence_loss(outputs.logits, labels), outputs.logits.mean((0, 1))
+        before, self.mean = mean_V.detach() if self.mean is None else self.mean, mean_V.detach()
+        return loss_B + (mean_V - before).square().sum()
+
+
+def test_a_loss_that_remembers_the_row_before_is_refused_with_one_row_per_microbatch(tmp_path):
+    """Another row passes between two passes of the compared one: after itself its loss would always be the same."""
+    with pytest.raises(IndependenceError, match=r"alone, after another row"):
+        trainer(tmp_path, llama(), batch=1, compute_loss_func=Previous()).train()
+
+
+def masked(generator):
+    def collate(rows):
+        random_of = generator() if callable(generator) else generator
+        return of_ids([[4 if random_of.random() < 0.4 else token for token in row["input_ids"]] for row in rows])
+
+    return collate
+
+
+class Memo:
+    """Keeps the batches that it made; what it returns is a function of the row."""
+
+    def __init__(self):
+        self.made, self.last = {}, None
+
+    def __call__(self, rows):
+        key = tuple(tuple(row["input_ids"]) for row in rows)
+        self.last = key
+        if key not in self.made:
+            self.made[key] = of_ids(key)
+        return {name: value.clone() for name, value in self.made[key].items()}
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [COLLATE, masked(random), masked(np.random), masked(np.random.default_rng), Memo()],
+    ids=["plain", "python", "numpy", "a generator of each call", "memo"],
+)
+def test_a_collator_of_single_rows_that_carries_nothing_on_passes(collate, tmp_path):
+    """With random numbers of each call, too: they are the row's own."""
+
+    def single(rows):
+        (row,) = rows  # a collator of one row is given one
+        return collate([row])
+
+    run = trainer(tmp_path, llama(), batch=1, steps=2, data_collator=single)
+    run.train()
+    assert run.ledger.num_steps == 2
+
+
+def test_the_row_before_is_the_only_difference():
+    """Numbers of each call's own, and counted calls, are not taken for tokens of the row before."""
+    calls, last = [], [None]
+
+    def counted(number):
+        calls.append(number)
+        return {"value": len(calls)}
+
+    def carried(number):
+        last[:], value = [number], {"own": number, "before": last[0]}
+        return value
+
+    secret = random.SystemRandom()
+    others = [1, 2, 3]
+    assert after_others(carried, 0, others)
+    assert not after_others(counted, 0, others)
+    assert not after_others(lambda number: {"value": number, "noise": random.random()}, 0, others)
+    assert not any(after_others(lambda number: {"coin": secret.random() < 0.05}, 0, others) for _ in range(20))
