@@ -289,8 +289,15 @@ MUTATIONS = [
     Mutation(
         "a first noise may lack a parameter of the clipper",
         "dpllm/mechanism/starts.py",
-        "        if missing := left_out(",
-        "        if False and left_out(",
+        "            if missing:",
+        "            if False:",
+        ("tests/mechanism/test_starts.py",),
+    ),
+    Mutation(
+        "a clipper may bound contributions otherwise than the noise of a start",
+        "dpllm/mechanism/starts.py",
+        "            if not self._mechanism.allows(clipper.clipping):",
+        "            if False:",
         ("tests/mechanism/test_starts.py",),
     ),
     Mutation(

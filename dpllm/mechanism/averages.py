@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ WEIGHTS = ("average", "last")
 """Which weights an evaluation during the training uses."""
 
 
-@runtime_checkable
 class Average(Protocol):
     """A weighted mean of the weights after the steps of a run.
 
@@ -112,8 +111,8 @@ class MovingAverage(_Options):
     def words(self, num_steps: int) -> str:
         """Return the description for report and card."""
         return (
-            f"the exponential moving average, with decay {self.decay:g}, of the trained weights after each of the "
-            f"{num_steps} steps"
+            f"the exponential moving average, with decay {self.decay:g}, of the trained weights after each of "
+            f"the steps taken, at most {num_steps}"
         )
 
 
@@ -149,13 +148,18 @@ class TailMean(_Options):
     def words(self, num_steps: int) -> str:
         """Return the description for report and card."""
         return (
-            f"the mean of the trained weights after the steps {self._before(num_steps) + 1} to {num_steps}; before the "
-            "first of them, the weights after the last step"
+            f"the mean of the trained weights after those of the steps {self._before(num_steps) + 1} to {num_steps} "
+            "that were taken; if none was, the weights after the last step"
         )
 
 
 _AVERAGES: tuple[type[Average], ...] = (MovingAverage, TailMean)
 AVERAGES = {average.kind: average for average in _AVERAGES}
+
+
+def is_average(value: Any) -> bool:
+    """Return whether a value is one of these averages; an object of a class made from them may compute otherwise."""
+    return type(value) in _AVERAGES
 
 
 def average_of(value: Any) -> Average | None:
@@ -170,8 +174,13 @@ def average_of(value: Any) -> Average | None:
     >>> average_of({"kind": "ema", "decay": 0.9}).decay
     0.9
     """
-    if value is None or isinstance(value, _AVERAGES):
+    if value is None or is_average(value):
         return value
+    if isinstance(value, _AVERAGES):
+        raise ValueError(
+            f"average is a {type(value).__name__}, whose weights of the steps nothing checks: they may follow private "
+            f"losses. It must be one of {', '.join(AVERAGES)}"
+        )
     try:
         spec = Spec.of(value)
     except ValueError as error:

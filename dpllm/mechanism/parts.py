@@ -468,8 +468,19 @@ class Mechanism:
         return self.noise_stddev * math.sqrt(first), self.noise_stddev * math.sqrt(last)
 
     def start(self, num_steps: int, generator: NormalGenerator, rng: np.random.Generator | None = None) -> Start:
-        """Return a start: its draws, its noise, and the count of its steps (`dpllm.mechanism.starts`)."""
+        """Return a start: its draws, its noise, and the count of its steps (`dpllm.mechanism.starts`).
+
+        Raises:
+            ValueError: the clipping's threshold moves during a run. The loop would have to move it, and nothing could
+                see whether by a noisy count or by the norms themselves.
+        """
         from dpllm.mechanism.starts import Start  # it takes a mechanism
+
+        if isinstance(self.clipping, AdaptiveClipping):
+            raise ValueError(
+                f"clipping {self.clipping.kind!r} moves its threshold by a noisy count of each step, which only a "
+                "PrivateRun or a DPTrainer makes. Use one of them, or clipping: flat or automatic"
+            )
 
         return Start(self, num_steps, generator, rng)
 

@@ -7,16 +7,17 @@ on. This object goes on, however many loops, epochs or cells of a notebook use i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dpllm.mechanism.clipped import left_out
+from dpllm.mechanism.clipped import Clipped, clippers_of
 from dpllm.mechanism.sampling import secret_rng
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Parameter
 
     from dpllm.mechanism.events import Event
@@ -36,6 +37,9 @@ class Start:
         num_steps: T of the plan.
         generator: of the noise, for instance ``dpllm.NoiseSource()``.
         rng: of the draws; None: from the operating system's entropy. A seeded one is only for tests.
+
+    Raises:
+        ValueError: one of them is something else.
 
     >>> import torch
     >>> from dpllm import NoiseSource, PrivacyConfig, make_plan
@@ -57,6 +61,10 @@ class Start:
         rng: np.random.Generator | None = None,
     ) -> None:
         """Begin without a step."""
+        if not _is_count(num_steps):
+            raise ValueError(f"num_steps is {num_steps!r}; the number of steps of the plan is needed")
+        if not callable(getattr(generator, "add_", None)):
+            raise ValueError(f"the generator of the noise is {generator!r}; pass dpllm.NoiseSource()")
         self._mechanism = mechanism
         self._drawn = mechanism.sampler.steps(secret_rng() if rng is None else rng)
         self._stream = mechanism.noise.stream(generator, num_steps)
@@ -83,8 +91,11 @@ class Start:
             num_steps: number of draws.
 
         Raises:
-            ValueError: the draw before, of this call or of another, has no noise yet. No draw is counted then.
+            ValueError: the draw before, of this call or of another, has no noise yet, or ``num_steps`` is no number
+                of draws. No draw is counted then.
         """
+        if not _is_count(num_steps):
+            raise ValueError(f"draws got {num_steps!r}; a number of draws, 1 or more, is needed")
         for _ in range(num_steps):
             if self._open:
                 raise ValueError(
@@ -97,36 +108,85 @@ class Start:
             self._stream.begin(self._num_steps - 1)
             yield next(self._drawn)
 
-    def add_noise_(self, parameters: Mapping[str, Parameter]) -> None:
+    def add_noise_(self, sums: Clipped | Mapping[str, Parameter]) -> None:
         """Add the noise of the step to the clipped sums in ``.grad``, in place; a missing one counts as zero.
 
         Args:
-            parameters: name to parameter, all that are trained (`dpllm.GhostClipper.parameters`).
+            sums: the `dpllm.GhostClipper` that made the sums, whose clipping is compared with the mechanism's. Or name
+                to parameter, all that are trained; nothing compares sums that were clipped otherwise.
 
         Raises:
-            ValueError: no draw was made, or its noise was added already; no parameter is given, others than before,
-                or not all that a GhostClipper clips together; a sum is neither float32 nor float64; or the clipping has
-                changed.
+            ValueError: no draw was made, or its noise was added already; a clipper bounds contributions otherwise than
+                the mechanism; no parameter is given, others than before, or not all that a GhostClipper clips together;
+                a sum is neither float32 nor float64, or not contiguous; or the clipping has changed. No sum is changed
+                then.
         """
         if not self._open:
             raise ValueError(
                 "there is no draw without noise: each draw gets its noise once. Take a draw from draws() first"
             )
+        parameters = self._parameters_of(sums)
         if not parameters or (self._names and self._names != set(parameters)):
             raise ValueError(
                 f"add_noise_ got {len(parameters)} parameters, and {len(self._names) or 'at least one'} are needed, "
-                "the same in every step: one that is left out would be released without noise. Give all that are "
-                "trained (GhostClipper.parameters)"
+                "the same in every step: one that is left out would be released without noise. Give the GhostClipper, "
+                "or all that are trained"
             )
-        if missing := left_out(parameters.values()):
-            raise ValueError(
-                f"add_noise_ got {len(parameters)} parameters, and {missing[0]} is not among them ({len(missing)} are "
-                "missing), which the same GhostClipper clips: it would be released without noise. Give "
-                "GhostClipper.parameters"
-            )
-        stddev = self._mechanism.noise_stddev
-        for name, parameter in parameters.items():
-            if parameter.grad is None:
-                parameter.grad = parameter.detach().new_zeros(parameter.shape)
-            self._stream.add_share_(name, parameter.grad, stddev, rank=0, size=1)
+        self._compare(clippers_of(parameters.values()), parameters)
+        stddev, totals = self._mechanism.noise_stddev, {name: _sum_in(name, p) for name, p in parameters.items()}
+        for name, total in totals.items():
+            self._stream.add_share_(name, total, stddev, rank=0, size=1)
         self._names, self._open = set(parameters), False  # only now: a call that failed half-way leaves the draw open
+
+    def _parameters_of(self, sums: Clipped | Mapping[str, Parameter]) -> Mapping[str, Parameter]:
+        if isinstance(sums, Mapping) and all(hasattr(one, "grad") for one in sums.values()):
+            return sums
+        if isinstance(sums, Mapping) or not isinstance(sums, Clipped):
+            raise ValueError(
+                f"add_noise_ got {type(sums).__name__}; pass the GhostClipper, or a mapping from names to parameters, "
+                "such as dict(model.named_parameters())"
+            )
+        self._compare([sums], sums.parameters)
+        return sums.parameters
+
+    def _compare(self, clippers: Iterable[Clipped], given: Mapping[str, Parameter]) -> None:
+        """Check that contributions are bounded as the noise is scaled, and that no parameter is left out."""
+        known = {id(parameter) for parameter in given.values()}
+        for clipper in clippers:
+            if not self._mechanism.allows(clipper.clipping):
+                raise ValueError(
+                    f"the clipper bounds contributions by {clipper.clipping}, and the noise is scaled to "
+                    f"{self._mechanism.clipping}: the ε of history would not hold. Make it with "
+                    "GhostClipper(model, clipping=mechanism.clipping)"
+                )
+            missing = [name for name, p in clipper.parameters.items() if p.requires_grad and id(p) not in known]
+            if missing:
+                raise ValueError(
+                    f"add_noise_ got {len(given)} parameters, and {missing[0]} is not among them ({len(missing)} are "
+                    "missing), which the same GhostClipper clips: it would be released without noise. Give the "
+                    "GhostClipper"
+                )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 1)
+
+
+def _sum_in(name: str, parameter: Parameter) -> Tensor:
+    """Return the sum in ``.grad``, made as zeros where nobody was drawn.
+
+    Raises:
+        ValueError: noise cannot be added to it.
+    """
+    if parameter.grad is None:
+        like = parameter.detach()[..., :0]
+        zeros = (like if like.dtype.itemsize >= 4 else like.float()).new_zeros(parameter.shape)
+        parameter.grad_dtype, parameter.grad = zeros.dtype, zeros
+    total = parameter.grad
+    if not (total.dtype.is_floating_point and total.dtype.itemsize >= 4 and total.is_contiguous()):
+        order = "" if total.is_contiguous() else ", not contiguous"
+        raise ValueError(
+            f"the sum of {name} is {total.dtype}{order}; noise is added to contiguous sums in float32 or float64. "
+            "GhostClipper makes such sums; keep them until the noise is added"
+        )
+    return total

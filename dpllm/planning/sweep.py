@@ -231,8 +231,8 @@ def default_grid(expected_batch_size: int, num_steps: int, num_units: int) -> tu
     >>> default_grid(2048, 36, num_units=5000)
     ([512, 1024, 2048, 4096], [9, 18, 36, 72, 144])
     """
-    _check_counts(num_units, "expected_batch_size", [expected_batch_size])
-    _check_counts(None, "num_steps", [num_steps])
+    check_counts(num_units, "expected_batch_size", [expected_batch_size])
+    check_counts(None, "num_steps", [num_steps])
     batches = {*(max(1, expected_batch_size // part) for part in (4, 2)), *(expected_batch_size * n for n in (1, 2, 4))}
     steps = {*(max(1, num_steps // part) for part in (4, 2)), *(num_steps * n for n in (1, 2, 4))}
     return sorted(b for b in batches if b <= num_units), sorted(steps)
@@ -281,8 +281,8 @@ def sweep(
     """
     batches, steps = sorted(set(expected_batch_sizes)), sorted(set(step_counts))
     _check_budget(target_epsilon, delta, num_units, adjacency, rows_per_unit)
-    _check_counts(num_units, "expected_batch_size", batches)
-    _check_counts(None, "num_steps", steps)
+    check_counts(num_units, "expected_batch_size", batches)
+    check_counts(None, "num_steps", steps)
     _check_rule(min_steps, gradient_rms)
     cost = cost or Cost()
     examples, compute_name = _compute(compute, batches, steps)
@@ -394,7 +394,7 @@ def limit_share(noise_multiplier: float) -> float:
 
 
 def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency: str, rows_per_unit: int) -> None:
-    _check_counts(None, "num_units", [num_units])
+    check_counts(None, "num_units", [num_units])
     require_target(target_epsilon)
     if not 0 < delta * num_units < 1:
         raise ValueError(
@@ -416,12 +416,17 @@ def _check_reachable(points: Sequence[SweepPoint]) -> None:
 
 
 def _check_rule(min_steps: int, gradient_rms: float) -> None:
-    _check_counts(None, "min_steps", [min_steps])
+    check_counts(None, "min_steps", [min_steps])
     if not 0 <= gradient_rms < math.inf:
         raise ValueError(f"gradient_rms must be at least 0 and finite, got {gradient_rms}")
 
 
-def _check_counts(num_units: int | None, name: str, values: Sequence[int]) -> None:
+def check_counts(num_units: int | None, name: str, values: Sequence[int]) -> None:
+    """Refuse numbers of a grid that are no whole numbers from 1 on, or above N.
+
+    Raises:
+        ValueError: with the name of the option.
+    """
     if not values:
         raise ValueError(f"the grid has no {name}: give at least one")
     for value in values:

@@ -27,7 +27,7 @@ from dpllm.mechanism.events import Event
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Noise
 from dpllm.mechanism.workload import Workload
-from dpllm.planning.sweep import NEARLY_BEST
+from dpllm.planning.sweep import NEARLY_BEST, check_counts
 from dpllm.privacy.calibration import approximate_noise, require_target
 
 SHOWN = 12
@@ -125,7 +125,7 @@ def sweep_noise(
         delta: δ, below 1/N.
         num_units: N.
         expected_batch_size: b of the recipe, to whose independent noise the points are compared.
-        expected_batch_sizes: values of b; those above N or with fewer than ``min_steps`` steps are left out.
+        expected_batch_sizes: values of b, at most N; those with fewer than ``min_steps`` steps are left out.
         compute: K; a point takes T = K/b steps, rounded down.
         adjacency: "zero-out" or "replace-one".
         min_steps: the smallest number of steps that the optimizer needs.
@@ -134,11 +134,18 @@ def sweep_noise(
         ValueError: a number is out of range, or no point reaches the target.
     """
     require_target(target_epsilon)
+    check_counts(num_units, "expected_batch_size", [*expected_batch_sizes, expected_batch_size])
+    check_counts(None, "min_steps", [min_steps])
+    if compute < min_steps * expected_batch_size:
+        raise ValueError(
+            f"compute={compute} units is too small: b={expected_batch_size} takes fewer than min_steps={min_steps} "
+            "steps with it. Raise compute, or lower min_steps"
+        )
     reference = math.inf
     found: list[NoisePoint] = []
     for size in sorted({*expected_batch_sizes, expected_batch_size}):
         steps = compute // size
-        if not 1 <= size <= num_units or steps < max(1, min_steps):
+        if steps < min_steps:
             continue
         draw = Draw(num_units=num_units, population=num_units, expected_batch_size=size, max_batch_size=num_units)
         workload = workload_of(steps)
@@ -150,8 +157,8 @@ def sweep_noise(
                     reference = point.predicted_noise
     if not math.isfinite(reference):
         raise ValueError(
-            f"target_epsilon={target_epsilon:g} cannot be reached with b={expected_batch_size} in at least "
-            f"min_steps={min_steps} steps. Take fewer steps, a smaller batch, or lower min_steps"
+            f"target_epsilon={target_epsilon:g} cannot be reached with b={expected_batch_size} in "
+            f"{compute // expected_batch_size} steps. Take fewer steps, or a smaller batch"
         )
     chosen = recommend(found)
     points = (

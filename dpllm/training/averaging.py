@@ -37,7 +37,7 @@ from dpllm.engines.checksums import placed_sum
 from dpllm.engines.fragments import WeightFragments
 from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
-from dpllm.mechanism.averages import Average, average_of
+from dpllm.mechanism.averages import Average, average_of, is_average
 from dpllm.models.ended import RunWeights
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
@@ -124,7 +124,7 @@ class Averaging:
 
     def __init__(self, average: Average, num_steps: int) -> None:
         """Begin without weights."""
-        if not isinstance(average, Average) or isinstance(average, type):
+        if not is_average(average):
             raise ConfigError(f"the average is {average!r}; pass average_of(...) of dpllm.mechanism.averages")
         if not _is_count(num_steps, 1):
             raise ConfigError(f"num_steps of the average is {num_steps!r}; pass the plan's num_steps")

@@ -22,8 +22,8 @@ def test_a_tail_mean_has_equal_weights_of_the_last_steps(share, num_steps, last)
 
 def test_words_name_the_steps():
     """As the report shows them."""
-    assert TailMean(share=0.2).words(10).startswith("the mean of the trained weights after the steps 9 to 10;")
-    assert "decay 0.95, of the trained weights after each of the 7 steps" in MovingAverage().words(7)
+    assert TailMean(share=0.2).words(10).startswith("the mean of the trained weights after those of the steps 9 to 10")
+    assert "decay 0.95, of the trained weights after each of the steps taken, at most 7" in MovingAverage().words(7)
 
 
 def test_a_recipe_names_an_average_by_a_word_or_a_mapping():

@@ -115,8 +115,12 @@ def test_noise_that_failed_leaves_the_draw_open():
     start = plan_of("independent").mechanism.start(8, NoiseSource(seed=3), seeded_rng(5))
     draws = start.draws(2)
     next(draws)
-    with pytest.raises(ValueError, match="float32"):
-        start.add_noise_({"a": torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))})
+    half = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    half.grad = torch.zeros_like(half)
+    with pytest.raises(
+        ValueError, match=r"the sum of a is torch.float16; noise is added to contiguous sums in float32"
+    ):
+        start.add_noise_({"a": half})
     with pytest.raises(ValueError, match="draw 1 of this start has no noise"):
         next(draws)
 
@@ -166,3 +170,61 @@ def test_a_first_noise_that_lacks_a_parameter_of_the_clipper_is_refused():
     fresh.add_noise_(head.parameters)
     head.remove()
     foreign.remove()
+
+
+@pytest.mark.parametrize("noise", ["independent", BANDED], ids=["independent", "banded"])
+def test_a_call_that_failed_changes_nothing_and_is_repeated(noise):
+    """A sum that cannot get noise is found before the first noise; an empty draw needs no sum at all."""
+    start, trained = plan_of(noise).mechanism.start(8, NoiseSource(seed=3), seeded_rng(5)), parameters()
+    next(start.draws(1))
+    for wrong in (torch.zeros(5, dtype=torch.bfloat16), torch.zeros(10)[::2]):
+        trained["b"].grad_dtype, trained["b"].grad = wrong.dtype, wrong
+        with pytest.raises(ValueError, match=r"the sum of b is .*GhostClipper makes such sums"):
+            start.add_noise_(trained)
+        assert trained["a"].grad is None or not trained["a"].grad.any()
+        trained["b"].grad = None
+    trained["b"].data = trained["b"].data.to(torch.bfloat16)
+    start.add_noise_(trained)
+    assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in trained.values())
+
+
+def test_a_clipper_with_another_bound_is_refused():
+    """Noise for C = 0.5 beside contributions of up to 1 has half the planned noise multiplier."""
+    mechanism, model = plan_of("independent").mechanism, torch.nn.Linear(3, 2)
+    start = mechanism.start(8, NoiseSource(seed=3), seeded_rng(5))
+    next(start.draws(1))
+    with pytest.raises(
+        ValueError, match=r"bounds contributions by .*1\.0.*Make it with GhostClipper\(model, clipping="
+    ):
+        start.add_noise_(clipper := GhostClipper(model, clip_norm=1.0))
+    with pytest.raises(ValueError, match="bounds contributions by"):
+        start.add_noise_(dict(model.named_parameters()))
+    clipper.remove()
+    start.add_noise_(GhostClipper(torch.nn.Linear(3, 2), clipping=mechanism.clipping))
+
+
+@pytest.mark.parametrize("sums", [[], "a", None, 3, iter([("a", 1)]), {"a": 1}])
+def test_what_holds_no_sums_is_refused(sums):
+    start = plan_of("independent").mechanism.start(8, NoiseSource(seed=3), seeded_rng(5))
+    next(start.draws(1))
+    with pytest.raises(ValueError, match="pass the GhostClipper, or a mapping from names to parameters"):
+        start.add_noise_(sums)
+
+
+@pytest.mark.parametrize("count", ["8", 0, -1, 2.0, True, None])
+def test_a_number_of_steps_is_needed(count):
+    mechanism = plan_of(BANDED).mechanism
+    with pytest.raises(ValueError, match="the number of steps of the plan is needed"):
+        mechanism.start(count, NoiseSource())
+    with pytest.raises(ValueError, match="a number of draws, 1 or more, is needed"):
+        next(mechanism.start(8, NoiseSource()).draws(count))
+    with pytest.raises(ValueError, match=r"the generator of the noise is None; pass dpllm.NoiseSource\(\)"):
+        mechanism.start(8, None)
+
+
+def test_a_threshold_that_a_loop_would_move_is_refused():
+    """The loop could move it by the private norms themselves, and the printed ε would not hold."""
+    config = PrivacyConfig(noise_multiplier=1.0, clip_norm=0.5, expected_batch_size=32, clipping="quantile")
+    mechanism = make_plan(config, num_units=64, num_steps=8).mechanism
+    with pytest.raises(ValueError, match="which only a PrivateRun or a DPTrainer makes"):
+        mechanism.start(8, NoiseSource())

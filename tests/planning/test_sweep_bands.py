@@ -90,5 +90,21 @@ def test_text_and_values_have_the_recommendation():
 
 def test_a_compute_that_is_too_small_is_refused():
     """The recipe's own batch must take a step."""
-    with pytest.raises(ValueError, match="with b=1024 in at least min_steps=411 steps"):
+    with pytest.raises(ValueError, match=r"too small: b=1024 takes fewer than min_steps=411 steps with it"):
         swept(min_steps=411)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"min_steps": 0},
+        {"min_steps": -1},
+        {"expected_batch_sizes": [1024, -5]},
+        {"expected_batch_sizes": [0]},
+        {"expected_batch_sizes": [10**6]},
+    ],
+)
+def test_numbers_that_make_no_grid_are_refused_by_name(change):
+    """They are not left out silently."""
+    with pytest.raises(ValueError, match=next(iter(change)).rstrip("s")):
+        swept(**change)

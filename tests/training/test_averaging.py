@@ -145,7 +145,10 @@ def test_a_run_resumed_in_mid_run_continues_the_average(tmp_path):
     again = trainer(tmp_path, args=arguments(tmp_path, **args), average=EMA)
     again.train(resume_from_checkpoint=True)
     check(again.model, averaged(EMA, first.after + second.after))
-    for other, now in ((None, "none"), (TAIL, "the mean of the trained weights after the steps 3 to 4")):
+    for other, now in (
+        (None, "none"),
+        (TAIL, "the mean of the trained weights after those of the steps 3 to 4 that were"),
+    ):
         resumed = trainer(tmp_path, args=arguments(tmp_path, **args), average=other)
         with pytest.raises(ConfigError, match=f"releases the exponential .* train.average now asks for {now}"):
             resumed.train(resume_from_checkpoint=True)
@@ -308,7 +311,10 @@ def test_options_and_checkpoints_that_cannot_be_used_are_refused(tmp_path):
         trainer(tmp_path, average={"kind": "ema", "decay": 2})
     with pytest.raises(ConfigError, match="The average follows no model"):
         Averaging(average_of("ema"), 4).update()
-    for average in ("ema", None, type(average_of("ema"))):
+    own = type("Own", (type(average_of("ema")),), {"rate": lambda self, count: 1.0})()  # it may follow the losses
+    with pytest.raises(ConfigError, match=r"train.average is a Own, whose weights of the steps nothing checks"):
+        trainer(tmp_path, average=own)
+    for average in ("ema", None, type(average_of("ema")), own):
         with pytest.raises(ConfigError, match=r"the average is .*; pass average_of\(...\)"):
             Averaging(average, 4)
     for num_steps in ("3", 0, True, 4.0):
