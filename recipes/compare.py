@@ -5,8 +5,10 @@
 
 The private fine-tuning is that of recipes/finetune.py. The other starts at the same weights and trains on the same rows
 with the stock Trainer, with the same number of steps and rows, or for --epochs with batches of
-per_device_train_batch_size rows. train.output_dir then has the folders private/ and plain/, compare.json and
-compare.png. A finished training is not repeated. The results come from private records, and ε does not cover them.
+per_device_train_batch_size rows. If the recipe releases an average, its learning rate falls linearly instead; if the
+noise is correlated, the recipe's rate is divided by the ratio that `dpllm plan` prints. train.output_dir then has the
+folders private/ and plain/, compare.json and compare.png. A finished training is not repeated. The results come from
+private records, and ε does not cover them.
 """
 
 import argparse
@@ -34,11 +36,14 @@ from dpllm.audit.run import audit_run
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, Recipe, load_recipe, save_recipe
 from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
+from dpllm.mechanism.parts import Spec
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.noise_choice import prediction
 from dpllm.privacy.rounding import down, format_delta, format_epsilon, up
-from dpllm.training.arguments import num_private_steps, training_arguments
+from dpllm.training.arguments import num_private_steps, plan_for, training_arguments
 from dpllm.training.preflight import check_recipe
+from dpllm.training.workload import UpdateRule
 
 PRIVATE, PLAIN = "private", "plain"
 COMPARISON_FILE, PICTURE_FILE = "compare.json", "compare.png"
@@ -66,7 +71,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the recipe, a YAML file")
     parser.add_argument("--epochs", type=float, help="epochs of the plain fine-tuning; default: the private steps")
-    parser.add_argument("--learning-rate", type=float, help="rate of the plain fine-tuning; default: the recipe's")
+    parser.add_argument("--learning-rate", type=float, help="rate of the plain fine-tuning; default: see above")
     parser.add_argument(
         "--canaries", type=Path, help="canaries.json of `dpllm audit prepare`, whose recipe is compared"
     )
@@ -193,8 +198,9 @@ def is_finished(recipe: Recipe, last_file: str) -> bool:
 def from_start(recipe: Recipe, pretrained: Path, options: argparse.Namespace) -> Recipe:
     """Return the plain recipe: a public training is already done, and the arguments are those of the Trainer."""
     train = dict(recipe.train)
-    if options.learning_rate is not None:
-        train["learning_rate"] = options.learning_rate
+    train["learning_rate"] = plain_rate(recipe) if options.learning_rate is None else options.learning_rate
+    if train.pop("average", None) is not None:
+        train["lr_scheduler_type"] = "linear"
     if options.epochs is not None:
         train |= {"num_train_epochs": options.epochs, "max_steps": -1}
     else:
@@ -213,6 +219,18 @@ def from_start(recipe: Recipe, pretrained: Path, options: argparse.Namespace) ->
         recipe.model, name=str(pretrained), config=None, tokenizer=str(pretrained.parent), tokenizer_vocab_size=None
     )
     return dataclasses.replace(recipe, model=model, public_pretrain=None, train=train)
+
+
+def plain_rate(recipe: Recipe) -> float:
+    """Return the learning rate of the plain training: the recipe's, without the growth for correlated noise."""
+    args, average = training_arguments({**finetune.PLAIN, **recipe.train}), recipe.train.get("average")
+    if Spec.of(recipe.privacy.noise).kind == "independent":
+        return args.learning_rate
+    units = unit_index_of(load_train_and_eval(recipe.data, recipe.privacy)[0], recipe.privacy)
+    plan = plan_for(args, recipe.privacy, units, average=average)
+    rule = UpdateRule.of(args, plan.num_steps, average)
+    found = prediction(plan, rule.workload())
+    return args.learning_rate / found.step_ratio if found is not None and rule.divides else args.learning_rate
 
 
 def train_plainly(recipe: Recipe) -> None:

@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from dpllm.data.records import required_columns
 from dpllm.data.rows import train_tokenizer
 from dpllm.models.load import load_base_model, load_tokenizer
 from dpllm.privacy.ledger import read_ledger
+from dpllm.privacy.noise_choice import prediction
 from dpllm.privacy.plan import make_plan
+from dpllm.training.advice import advice
 from dpllm.training.arguments import num_private_steps, private_arguments, training_arguments
+from dpllm.training.workload import UpdateRule
 from tests import tiers
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -23,7 +27,7 @@ RECIPES = sorted(FOLDER.rglob("*.yaml"))
 # Units of each recipe's training data, as its header says.
 NUM_UNITS = {
     "quickstart": 255_564,
-    "quickstart_users": 1_314,
+    "quickstart_users": 1_302,
     "gpt2_e2e_full": 42_061,
     "gpt2_e2e_lora": 42_061,
     "roberta_sst2_full": 67_349,
@@ -93,6 +97,7 @@ def small_run(tmp_path: Path, path: Path) -> list[str]:
         "train.logging_steps=1",
         "privacy.target_epsilon=null",
         "privacy.noise_multiplier=1",
+        "privacy.noise={kind: banded, bands: 2}",  # to choose bands needs an ε
         "privacy.expected_batch_size=4",
         "privacy.delta=1e-3",
         "model.dtype=float32",
@@ -134,13 +139,45 @@ class TestEveryRecipe:
 
     def test_it_can_be_planned(self, path):
         """Its δ, batch and steps give a plan for the size of its data set, and its arguments can be kept private."""
-        recipe = load_recipe(path, ["privacy.target_epsilon=null", "privacy.noise_multiplier=1", "train.use_cpu=true"])
+        sigma = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1", "privacy.noise={kind: banded, bands: 4}"]
+        recipe = load_recipe(path, [*sigma, "train.use_cpu=true"])
         args = training_arguments({"report_to": "none", **recipe.train, "bf16": False})
         num_units = NUM_UNITS[path.stem]
         plan = make_plan(recipe.privacy, num_units, num_private_steps(args, recipe.privacy, num_units))
         assert private_arguments(args).max_grad_norm == 0 and plan.num_steps > 0
         assert plan.delta <= 1 / (10 * num_units)
         assert load_recipe(path).privacy.target_epsilon == 8
+
+    def test_it_has_the_settings_that_were_measured_best(self, path):
+        """Correlated noise, a constant rate after a warm-up, an average and no decay, so that there is no advice."""
+        if path.stem.startswith("quickstart"):
+            pytest.skip("its settings were tuned for independent noise")
+        recipe = load_recipe(path, ["privacy.noise={kind: banded, bands: 4}", "train.use_cpu=true"])
+        assert load_recipe(path).privacy.noise == {"kind": "banded", "bands": "auto"}
+        args = training_arguments({"report_to": "none", **recipe.train, "bf16": False})
+        num_units = NUM_UNITS[path.stem]
+        num_steps = num_private_steps(args, recipe.privacy, num_units)
+        rule = UpdateRule.of(args, num_steps, recipe.train["average"])
+        plan = make_plan(recipe.privacy, num_units, num_steps, workload=rule.workload())
+        assert advice(plan, rule) == [] and args.weight_decay == 0
+        assert 0.05 * num_steps < args.get_warmup_steps(num_steps) < 0.15 * num_steps
+
+    @pytest.mark.deep
+    def test_the_figures_of_its_header_are_those_of_its_plan(self, path):
+        """The predicted noise, and the noise of a step by which the learning rate was multiplied."""
+        if path.stem.startswith("quickstart"):
+            pytest.skip("its noise is independent")
+        header = " ".join(path.read_text(encoding="utf-8").split("\nmodel:")[0].replace("\n#", " ").split())
+        said = re.search(r"predicts (0\.\d\d) of the noise of independent noise.* A step has (\d+) times", header)
+        recipe = load_recipe(path, ["train.use_cpu=true"])
+        args = training_arguments({"report_to": "none", **recipe.train, "bf16": False})
+        num_units = NUM_UNITS[path.stem]
+        num_steps = num_private_steps(args, recipe.privacy, num_units)
+        workload = UpdateRule.of(args, num_steps, recipe.train["average"]).workload()
+        found = prediction(make_plan(recipe.privacy, num_units, num_steps, workload=workload), workload)
+        assert said and found is not None
+        assert float(said[1]) == pytest.approx(found.noise / found.independent, abs=0.0051)
+        assert int(said[2]) == pytest.approx(found.step_ratio, abs=0.51)
 
 
 QUICK = ("gpt2_e2e_lora", "roberta_sst2_full")  # an adapter and a whole model, text and classes

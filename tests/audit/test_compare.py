@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import math
 from pathlib import Path
 
 import datasets
@@ -19,6 +20,11 @@ from dpllm.audit.released import record_key
 from dpllm.cli import app
 from dpllm.config import ConfigError, ModelConfig, PublicPretrainConfig, load_recipe
 from dpllm.data.rows import train_tokenizer
+from dpllm.mechanism.events import dp_sgd
+from dpllm.privacy.calibration import calibrate
+from dpllm.privacy.plan import make_plan
+from dpllm.training.arguments import training_arguments
+from dpllm.training.workload import workload_of
 from tests.conftest import tiny_llama_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -129,6 +135,27 @@ def test_the_plain_training_takes_as_many_steps_of_as_many_rows(compare, recipe,
     train = compare.from_start(made, tmp_path, asked).train
     assert (train["max_steps"], train["num_train_epochs"], train["learning_rate"]) == (-1, 2.5, 5e-4)
     assert "gradient_accumulation_steps" not in train
+
+
+def test_the_plain_training_has_the_rate_and_the_schedule_of_a_training_without_noise(compare, recipe, tmp_path):
+    """Adam's rate grew by the ratio of the noise of a step; an average replaced a falling rate."""
+    options = compare.parse(["--config", "x"])
+    noisy = ["privacy.noise={kind: banded, bands: 2}", "train.average=ema"]
+    made = load_recipe(recipe, noisy)
+    args = training_arguments({**made.train, "report_to": "none"})
+    plan = make_plan(made.privacy, 60, 3, workload=workload_of(args, 3, "ema"))
+    variances = [plan.mechanism.noise.variance(step, 3) for step in range(3)]
+    independent = calibrate(
+        plan.epsilon, plan.delta, lambda sigma: dp_sgd(sampling_rate=1 / 3, noise_multiplier=sigma), 3
+    )
+    ratio = plan.noise_multiplier * math.sqrt(sum(variances) / 3) / independent
+    train = compare.from_start(made, tmp_path, options).train
+    assert train["learning_rate"] == pytest.approx(1e-2 / ratio, rel=0.02) and ratio > 1.2
+    assert train["lr_scheduler_type"] == "linear" and "average" not in train
+    sgd = load_recipe(recipe, [*noisy, "train.optim=sgd"])
+    assert compare.from_start(sgd, tmp_path, options).train["learning_rate"] == 1e-2
+    asked = compare.parse(["--config", "x", "--learning-rate", "5e-4"])
+    assert compare.from_start(made, tmp_path, asked).train["learning_rate"] == 5e-4
 
 
 def test_the_plain_training_begins_where_the_private_steps_began(compare, recipe, tmp_path):
