@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _Value = TypeVar("_Value")
+_LONGEST = 400  # characters of another process's error
 _PATIENCE = timedelta(hours=1)  # the longest wait for other processes: rank 0 may be sealing a large checkpoint
 
 
@@ -165,7 +166,7 @@ class Processes:
         failed = [flag > 0 for (flag,) in self.gather_numbers([float(failure is not None)])]
         if not any(failed):
             return result  # type: ignore[return-value]
-        errors = self.gather("" if failure is None else " ".join(f"{type(failure).__name__}: {failure}".split()))
+        errors = self.gather("" if failure is None else _in_one_line(failure))
         if failure is not None:
             raise failure
         rank = failed.index(True)
@@ -243,6 +244,15 @@ def found_by(check: Callable[[], None]) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return type and message of an error of the user's own code, whose ``__str__`` may fail, too."""
+    try:
+        words = " ".join(str(error).split())
+    except Exception:
+        words = "its message cannot be read"
+    return f"{type(error).__name__}: {words if len(words) <= _LONGEST else words[:_LONGEST] + '…'}"
 
 
 def _sendable(error: Exception) -> Exception:

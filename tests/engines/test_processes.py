@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpllm.engines.processes import Processes
+from dpllm.engines.processes import OtherProcessError, Processes, _in_one_line
 
 
 def test_one_process_is_rank_zero_of_one():
@@ -37,3 +37,34 @@ def test_a_function_of_the_main_process_runs_once_and_its_error_is_raised_as_it_
 
     with pytest.raises(OSError, match="No space left on device: 'ledger'"):
         Processes().from_main(fail)
+
+
+def test_the_words_of_another_processs_error_are_one_line():
+    """Of an error of the user's own code, whose message may be long, in many lines, or fail itself."""
+
+    class Silent(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    class Two(Processes):
+        def __init__(self, other):
+            super().__init__()
+            self.size, self._other = 2, other
+
+        def gather_numbers(self, values):
+            return [list(values), [1.0 if self._other else 0.0]]
+
+        def gather(self, value):
+            return [value, self._other]
+
+    def fail(error):
+        raise error
+
+    assert Two("").all_or_none(lambda: 5, "step 3") == 5
+    with pytest.raises(OtherProcessError, match=r"Rank 1 failed during step 3 \(Broken: x\), so no process goes on"):
+        Two("Broken: x").all_or_none(lambda: 5, "step 3")
+    for error in (Silent(), KeyError("own")):
+        with pytest.raises(type(error)):
+            Two("").all_or_none(lambda error=error: fail(error), "step 3")
+    assert _in_one_line(Silent()) == "Silent: its message cannot be read"
+    assert _in_one_line(ValueError("a\nb")) == "ValueError: a b" and len(_in_one_line(ValueError("a" * 5000))) < 450
