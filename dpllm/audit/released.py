@@ -27,6 +27,7 @@ from dpllm.models.load import DTYPES, load_tokenizer
 from dpllm.privacy.accounting import History
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.stated import claimed_history
 
 FEWEST_RECORDS = 20
 """Smallest number of members, and of non-members; with fewer, an attack's figures would be noise."""
@@ -95,7 +96,7 @@ def load_released(folder: str | Path, device: str | torch.device | None = None) 
             f"{folder} used a fixed seed, so nothing in it is private, and the bounds beside the attacks would be "
             "untrue: train without privacy.seed"
         )
-    return Released(folder, recipe, model, tokenizer, plan, contents.history)
+    return Released(folder, recipe, model, tokenizer, plan, claimed_history(plan, contents))
 
 
 def load_causal_model(

@@ -34,6 +34,7 @@ from dpllm.models.load import load_base_model
 from dpllm.privacy.accounting import History
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.stated import claimed_history
 from dpllm.report.model_card import add_audit
 
 PICTURE_FILE = "audit.png"
@@ -175,7 +176,7 @@ def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool
     return ReleasedModel(
         run_folder=run_folder,
         model_folder=folder,
-        history=contents.history,
+        history=claimed_history(plan, contents),
         delta=plan.delta,
         plan_hash=plan.hash,
     )

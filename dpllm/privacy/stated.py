@@ -35,6 +35,16 @@ def stated_history(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[E
     return with_planned(contents.history, planned, contents.begins)
 
 
+def claimed_history(plan: PrivacyPlan, contents: LedgerContents) -> Sequence[tuple[Event, int]]:
+    """Return the steps whose ε an audit holds the model to: those that it has taken, or the selection among runs.
+
+    Args:
+        plan: the plan of the run.
+        contents: contents of its ledger.
+    """
+    return contents.history if plan.selection is None else plan.history
+
+
 def _of_selection(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
     """Return the selection among runs of the plan, which covers any stop of this run.
 

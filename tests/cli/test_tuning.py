@@ -123,7 +123,9 @@ def test_a_tuning_that_is_killed_goes_on_with_the_same_command(recipe_file, tmp_
     first.wait()
     drawn = read_record(record).draws
     log = read_record(record).folder_of(0).with_suffix(".log")
-    while "done" not in (log.read_text() if log.exists() else ""):  # the run itself was not killed, and ends
+    for _ in range(1500):  # the run itself was not killed, and ends
+        if "done" in (log.read_text() if log.exists() else ""):
+            break
         time.sleep(0.2)
     time.sleep(2)
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from dpllm.audit.families import plan_family
+from dpllm.audit.result import allowed_rates
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.mechanism.parts import Spec
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, charge, charge_selection, create_budget, read_budget, require_room, settle
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
-from dpllm.privacy.stated import stated_history, steps_allowed
+from dpllm.privacy.stated import claimed_history, stated_history, steps_allowed
 from dpllm.report.statement import privacy_report
 
 TEN = {"kind": "logarithmic", "mean": 10}
@@ -137,3 +139,15 @@ def test_a_budget_is_charged_for_the_selection(tmp_path):
         charge_selection(path, plan, "other")
     with pytest.raises(BudgetError, match="no budget covers it"):
         charge_selection(path, dataclasses.replace(plan, noise_multiplier=0.0), "d")
+
+
+def test_an_audit_holds_the_model_to_the_claim_of_the_selection(tmp_path):
+    """A selected model may show more than one run may, and every bound of an audit takes its curve."""
+    plan = plan_of()
+    contents = ledger_of(tmp_path / "privacy_ledger.jsonl", plan, 20)
+    assert claimed_history(plan, contents) == plan.history
+    single = dataclasses.replace(plan, selection=None)
+    assert claimed_history(single, contents) == contents.history
+    claimed = allowed_rates(plan.history, [0.1], 100, 0.95)[0.1]
+    assert claimed > allowed_rates(contents.history, [0.1], 100, 0.95)[0.1]
+    assert plan_family(plan.history, plan.delta) is not None
