@@ -11,7 +11,6 @@ which start with the first step of a run or of a resume. The order of the pairs 
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -19,6 +18,7 @@ from functools import lru_cache
 import dp_accounting
 from scipy import optimize
 
+from dpllm.config.versions import installed_version
 from dpllm.mechanism import pld
 from dpllm.mechanism.events import Event, Round
 from dpllm.mechanism.library_events import from_dp_event, whole_count
@@ -33,7 +33,7 @@ TOOL = "dp_accounting"
 
 def tool_version() -> str:
     """Return the version of the library that computes the privacy loss distributions."""
-    return importlib.metadata.version(TOOL)
+    return str(installed_version(TOOL))
 
 
 History = Sequence[tuple[Event | Mechanism | dp_accounting.DpEvent, int]]

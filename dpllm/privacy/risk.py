@@ -31,13 +31,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize
 
-from dpllm.privacy.accounting import DISCRETIZATION, History, delta_function
+from dpllm.privacy.accounting import DISCRETIZATION, History, delta_function, merge
 
 FALSE_POSITIVE_RATES = (1e-4, 1e-3, 1e-2, 1e-1)
 PRIORS = (0.5, 0.01)
@@ -97,11 +97,12 @@ def attack_risk(
     _check_probabilities(*false_positive_rates, *priors, *reconstruction_priors)
     if 0 in reconstruction_priors:
         raise ValueError("a reconstruction prior of 0 means that nothing could be guessed: give the chance of a guess")
-    delta_at = _delta_function(history, adjacency, discretization)
-    rates = {fpr: _true_positive_rate(fpr, delta_at) for fpr in false_positive_rates}
-    success = {prior: _bayes_success(prior, delta_at) for prior in priors}
-    reconstruction = {prior: _true_positive_rate(prior, delta_at) for prior in reconstruction_priors}
-    return AttackRisk(adjacency, delta_at(0.0), success, rates, reconstruction)
+    asked = (tuple(false_positive_rates), tuple(priors), tuple(reconstruction_priors))
+    advantage, *bounds = _bounds(merge(history), adjacency, discretization, *asked)
+    rates, success, reconstruction = (
+        dict(zip(values, found, strict=True)) for values, found in zip(asked, bounds, strict=True)
+    )
+    return AttackRisk(adjacency, advantage, success, rates, reconstruction)
 
 
 def tradeoff_curve(
@@ -141,6 +142,23 @@ def tradeoff_curve(
     direct = (np.exp(losses) * rates[:, None] + deltas).min(axis=1)
     reverse = (1 + (rates[:, None] + deltas - 1) * np.exp(-losses)).min(axis=1)
     return rates, np.maximum(rates, np.minimum(1.0, np.minimum(direct, reverse)))
+
+
+@lru_cache(maxsize=64)
+def _bounds(
+    history: History,
+    adjacency: str,
+    discretization: float,
+    false_positive_rates: tuple[float, ...],
+    priors: tuple[float, ...],
+    reconstruction_priors: tuple[float, ...],
+) -> tuple[float, tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """Return the advantage and the bounds of `attack_risk`; a report and its verification compute them once."""
+    delta_at = _delta_function(history, adjacency, discretization)
+    rates = tuple(_true_positive_rate(fpr, delta_at) for fpr in false_positive_rates)
+    success = tuple(_bayes_success(prior, delta_at) for prior in priors)
+    reconstruction = tuple(_true_positive_rate(prior, delta_at) for prior in reconstruction_priors)
+    return delta_at(0.0), rates, success, reconstruction
 
 
 def _check_probabilities(*values: float) -> None:

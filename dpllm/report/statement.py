@@ -8,7 +8,6 @@ is listed as open, and an open point is a reason not to release yet.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dpllm
+from dpllm.config.versions import installed_version
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.mechanism.selection import SelectedRun
@@ -498,16 +498,9 @@ def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> Checkable:
             },
             "machine": platform.machine(),
             "versions": {
-                **{package: _version(package) for package in Versions.model_fields},
+                **{package: installed_version(package) for package in Versions.model_fields},
                 "dpllm": dpllm.__version__,
                 "python": platform.python_version(),
             },
         }
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

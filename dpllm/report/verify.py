@@ -10,7 +10,6 @@ the JSON, and the other forms are held to them.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import math
 import platform
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import dpllm
-from dpllm.privacy import accounting
+from dpllm.config.versions import installed_version
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import format_epsilon
@@ -333,14 +332,7 @@ def _other_versions(recorded: Mapping[str, Any]) -> list[str]:
 
 
 def _installed(name: str) -> str | None:
-    if name == "python":
-        return platform.python_version()
-    if name == accounting.TOOL:
-        return accounting.tool_version()
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return platform.python_version() if name == "python" else installed_version(name)
 
 
 def _other_dpllm(recorded: Mapping[str, Any]) -> str:
@@ -422,7 +414,7 @@ def _markdown_check(_path: Path, text: str, due: PrivacyReport, comparable: Call
 
 def _html_check(_path: Path, text: str, due: PrivacyReport, comparable: Callable[[str], str]) -> tuple[bool, str]:
     """Compare the pictures too, where the program that drew them is the one installed."""
-    drawn, here = due.checkable.versions.matplotlib, importlib.metadata.version("matplotlib")
+    drawn, here = due.checkable.versions.matplotlib, installed_version("matplotlib")
     page = comparable(render_html(due, draw_figures(due)))
     if drawn == here:
         return _same_text(text, page, "exactly, with its pictures")

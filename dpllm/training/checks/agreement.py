@@ -11,7 +11,6 @@ import dataclasses
 import enum
 import functools
 import hashlib
-import importlib.metadata
 import inspect
 import platform
 import re
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 import dpllm
 from dpllm.config import ConfigError
+from dpllm.config.versions import installed_version
 from dpllm.data.units import ONE_ROW, UnitIndex
 from dpllm.engines.optimizers import innermost
 from dpllm.privacy.plan import PrivacyPlan
@@ -51,10 +51,7 @@ def software() -> dict[str, str]:
     """Return the versions of the software, and a hash of dpllm's sources."""
     versions = {"the version of python": platform.python_version(), "the sources of dpllm": _hash_of_sources()}
     for package in _PACKAGES:
-        try:
-            versions[f"the version of {package}"] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[f"the version of {package}"] = "not installed"
+        versions[f"the version of {package}"] = installed_version(package) or "not installed"
     return versions
 
 
