@@ -27,17 +27,13 @@ import argparse
 import copy
 import gc
 import json
-import logging
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
-import numpy as np
 import torch
 import transformers
 from rich import box
@@ -48,11 +44,12 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from real_records import quiet, records_of, section_of
 from throughput import CLOCKS, LiveBytes, machine
 
 from dpllm import DPTrainer, PrivacyConfig
-from dpllm.config import ConfigError, DataConfig, ModelConfig
-from dpllm.data.rows import DataError, RowCollator, load_records, tokenize_records
+from dpllm.config import ConfigError, ModelConfig
+from dpllm.data.rows import DataError, RowCollator, tokenize_records
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 
 STOCK, GROUPED, PRIVATE = "stock", "stock, grouped", "dpllm"
@@ -114,8 +111,8 @@ class Material:
 def prepare(settings: Settings) -> Material:
     """Load model and data, and choose the microbatch.
 
-    The rows are those of one pass over (warm-up + steps) logical batches, taken evenly from all records: data sets are
-    often sorted, and a pass of the grouped sampler then sees every length.
+    The rows are those of one pass over (warm-up + steps) logical batches, taken evenly from all records, so that a pass
+    of the grouped sampler sees every length.
 
     Raises:
         ValueError: model or data cannot be loaded, there are fewer records than a logical batch, or the longest row
@@ -129,14 +126,9 @@ def prepare(settings: Settings) -> Material:
         peft={"r": settings.rank, "target_modules": "all-linear"} if settings.mode == "lora" else None,
     )
     tokenizer = load_tokenizer(section)
-    data = DataConfig(path=settings.data, split=settings.split, max_length=settings.max_length, **_format(settings))
-    records = load_records(data)
+    data = section_of(settings.data, settings.columns, settings.max_length, settings.split)
     wanted = (settings.warmup + settings.steps) * settings.batch
-    if len(records) < settings.batch:
-        raise ConfigError(f"--batch is {settings.batch}, and {settings.data} has {len(records)} records; lower it")
-    if len(records) > wanted:
-        records = records.select(np.linspace(0, len(records) - 1, wanted, dtype=np.int64))
-    rows = tokenize_records(records, tokenizer, data)
+    rows = tokenize_records(records_of(data, wanted, settings.batch, "--batch"), tokenizer, data)
     longest = max(map(len, rows["input_ids"]))
     if settings.max_tokens < longest:
         raise ConfigError(f"--max-tokens is {settings.max_tokens}, and the longest row has {longest} tokens; raise it")
@@ -149,13 +141,6 @@ def prepare(settings: Settings) -> Material:
         longest=longest,
         rows_per_microbatch=max(rows for rows in range(1, fits + 1) if settings.batch % rows == 0),
     )
-
-
-def _format(settings: Settings) -> dict[str, str]:
-    if len(settings.columns) == 1:
-        return {"format": "text", "text_column": settings.columns[0]}
-    prompt, completion = settings.columns
-    return {"format": "prompt_completion", "prompt_column": prompt, "completion_column": completion}
 
 
 # ------------------------------------------------------------------- counting
@@ -497,11 +482,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print, write."""
     options = parse_arguments(arguments)
-    for name in ("transformers", "datasets", "dpllm"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")  # of transformers, about peft's call
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
+    quiet()
     values = {name: getattr(options, name) for name in Settings.__dataclass_fields__}
     values["columns"] = tuple(options.columns)
     console = Console(width=None if sys.stdout.isatty() else 120)

@@ -25,32 +25,31 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import logging
 import math
 import random
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
-import transformers
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from real_records import quiet, records_of, section_of
+
 from dpllm import DPTrainer, PrivacyConfig
-from dpllm.config import ConfigError, DataConfig, ModelConfig
-from dpllm.data.rows import DataError, RowCollator, load_records, tokenize_records
+from dpllm.config import ConfigError, ModelConfig
+from dpllm.data.rows import DataError, RowCollator, tokenize_records
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.training.evaluation import measure
 
@@ -144,7 +143,7 @@ class Run:
 
 
 def prepare(settings: Settings) -> Material:
-    """Load the model, and take the records evenly from the whole of each file: data sets are often sorted.
+    """Load the model and the records.
 
     Raises:
         ValueError: something cannot be loaded.
@@ -153,18 +152,8 @@ def prepare(settings: Settings) -> Material:
     tokenizer = load_tokenizer(section)
 
     def rows(path: str, most: int) -> Any:
-        prompt, completion = settings.columns
-        data = DataConfig(
-            path=path,
-            max_length=settings.max_length,
-            format="prompt_completion",
-            prompt_column=prompt,
-            completion_column=completion,
-        )
-        records = load_records(data)
-        if len(records) > most:
-            records = records.select(np.linspace(0, len(records) - 1, most, dtype=np.int64))
-        return tokenize_records(records, tokenizer, data)
+        data = section_of(path, settings.columns, settings.max_length)
+        return tokenize_records(records_of(data, most), tokenizer, data)
 
     return Material(
         base=load_base_model(section, tokenizer),
@@ -218,14 +207,7 @@ def template_pairs(count: int, columns: tuple[str, str], seed: int = 0) -> datas
 
 def public_start(settings: Settings, material: Material, steps: int) -> Any:
     """Return the model after some steps without privacy on public sentences."""
-    prompt, completion = settings.columns
-    data = DataConfig(
-        path="templates",
-        max_length=settings.max_length,
-        format="prompt_completion",
-        prompt_column=prompt,
-        completion_column=completion,
-    )
+    data = section_of("templates", settings.columns, settings.max_length)
     rows = tokenize_records(template_pairs(3000, settings.columns), material.tokenizer, data)
     model = copy.deepcopy(material.base)
     with tempfile.TemporaryDirectory() as folder:
@@ -473,11 +455,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Train, print, write."""
     options = parse_arguments(arguments)
-    for name in ("transformers", "datasets", "dpllm"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")  # of transformers, about peft's call
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
+    quiet()
     console = Console(width=None if sys.stdout.isatty() else 140)
     if options.report is None:
         try:

@@ -487,7 +487,7 @@ MUTATIONS = [
     Mutation(
         "a regenerated block begins at the present step",
         "dpllm/mechanism/regenerated.py",
-        "            if self._step:\n",
+        "            if self._order.step:\n",
         "            if False:\n",
         ("tests/mechanism/test_regenerated.py::test_the_noise_is_the_inverse_of_the_strategy_times_the_numbers",),
     ),

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import real_text
+from real_records import records_of, section_of
 
 from dpllm import PrivacyConfig
-from dpllm.config import DataConfig
-from dpllm.data.rows import RowCollator, load_records, tokenize_records
+from dpllm.data.rows import RowCollator, tokenize_records
 from dpllm.training.evaluation import measure
 from gpu.record import Figures, Skipped, Step
 from gpu.setting import Setting, free_memory
@@ -95,9 +95,8 @@ def private_run(target_epsilon: float) -> Step:
 def _held_out(settings: real_text.Settings, material: real_text.Material) -> Any:
     """Rows of the development part, at most a thousand, taken evenly."""
     path = str(Path(settings.data).with_name("devset.csv"))
-    data = DataConfig(path=path, max_length=settings.max_length, **real_text._format(settings))
-    records = load_records(data)
-    return tokenize_records(records.select(range(0, len(records), -(-len(records) // 1000))), material.tokenizer, data)
+    data = section_of(path, settings.columns, settings.max_length)
+    return tokenize_records(records_of(data, most=1000), material.tokenizer, data)
 
 
 def _of_run(figures: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,12 +55,24 @@ def _method(history: History, adjacency: str) -> dict[str, Any]:
     }
 
 
-def _cost(numbers: dict[str, Any], steps: int, delta: float, adjacency: str) -> tuple[Event, dict[str, Any], list[Any]]:
+@dataclass(frozen=True)
+class _Steps:
+    """The options that determine the event of a step."""
+
+    noise_multiplier: float
+    sampling_rate: float
+    num_units: int | None
+    max_batch_size: int | None
+    rows_per_unit: int
+
+
+def _cost(run: _Steps, steps: int, delta: float, adjacency: str) -> tuple[Event, dict[str, Any], list[Any]]:
     """Return the event of a step with these numbers, and the cost of a run: values for programs, rows for people."""
     from dpllm.mechanism.events import dp_sgd
     from dpllm.privacy import accounting
     from dpllm.privacy.rounding import format_delta, format_epsilon
 
+    numbers = asdict(run)
     step = dp_sgd(**numbers)
     history = [(step, steps)]
     if adjacency not in ADJACENCIES:
@@ -117,14 +130,8 @@ def epsilon(
     """Print the ε of a run."""
     from dpllm.privacy.rounding import format_delta, format_epsilon
 
-    numbers = {
-        "noise_multiplier": noise_multiplier,
-        "sampling_rate": sampling_rate,
-        "num_units": num_units,
-        "max_batch_size": max_batch_size,
-        "rows_per_unit": rows_per_unit,
-    }
-    step, values, rows = _cost(numbers, steps, delta, adjacency)
+    run = _Steps(noise_multiplier, sampling_rate, num_units, max_batch_size, rows_per_unit)
+    step, values, rows = _cost(run, steps, delta, adjacency)
     if best_of is not None:
         _tuning(step, steps, delta, best_of, best_of_runs, values, rows)
     if not compare:
@@ -205,14 +212,8 @@ def calibrate(
     noise_multiplier = calibrate_noise_multiplier(
         target_epsilon, delta, sampling_rate, steps, num_units, max_batch_size, adjacency, rows_per_unit
     )
-    numbers = {
-        "noise_multiplier": noise_multiplier,
-        "sampling_rate": sampling_rate,
-        "num_units": num_units,
-        "max_batch_size": max_batch_size,
-        "rows_per_unit": rows_per_unit,
-    }
-    _, values, rows = _cost(numbers, steps, delta, adjacency)
+    run = _Steps(noise_multiplier, sampling_rate, num_units, max_batch_size, rows_per_unit)
+    _, values, rows = _cost(run, steps, delta, adjacency)
     values["target_epsilon"] = target_epsilon
     rows.insert(0, ("target ε", f"{target_epsilon:g} ({adjacency})"))
     show(values, rows, "The least noise for the target", as_json)

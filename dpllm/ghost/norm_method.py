@@ -89,15 +89,9 @@ class NormMethod:
         return self.algorithm == "instance"
 
     def outer_norms(self, shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the squared norms of the gradients of several layers that read one input, summed over the layers.
+        """Return the squared norms of the gradients of layers that read one input, as `kernels.gram_norms`.
 
-        Args:
-            shared_BTD: the input (B, T, D) that all the layers read.
-            grads: the output gradient (B, T, P_i) of each layer.
-
-        Returns:
-            ``(sq_norm_B, mass_B)``: squared norms, and an upper bound of (sum_t |a_t| |g_t|)^2, which scales their
-            rounding error.
+        By tiles of the gradients themselves where this takes fewer operations than Gram matrices.
         """
         if self._tiles(shared_BTD, grads):
             return self._tiled_norms(shared_BTD, grads)

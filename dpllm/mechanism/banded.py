@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
 from dpllm.mechanism.noise import IndependentNoise, slice_of
+from dpllm.mechanism.order import StepOrder
 from dpllm.mechanism.parts import Draw, NoiseStream, NormalGenerator, SkippingGenerator
 from dpllm.mechanism.strategies import (
     best_ratio,
@@ -377,8 +378,7 @@ class BandedStream:
         """Begin without earlier noise."""
         self._generator, self._strategy = generator, strategy
         self._past: dict[str, deque[Tensor]] = {}
-        self._added: set[str] = set()
-        self._step = -1
+        self._order = StepOrder()
 
     @property
     def _kept(self) -> int:
@@ -391,16 +391,11 @@ class BandedStream:
         Raises:
             ValueError: the step is not after the last one, or a parameter had no noise in the step before.
         """
-        if step <= self._step:
-            raise ValueError(
-                f"the noise of step {step} was already drawn; the last step is {self._step}: take steps in order"
-            )
-        if missing := sorted(set(self._past) - self._added):
-            raise ValueError(f"{missing[0]} had no noise in step {self._step}: every parameter needs it in every step")
-        for _ in range(self._step + 1, step):
+        skipped = step - self._order.step - 1
+        self._order.begin(step)
+        for _ in range(skipped):
             for past in self._past.values():
                 self._advance(past, past[0])
-        self._step, self._added = step, set()
 
     def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
         """Add the noise of this step to one process's slice of the entries, in place.
@@ -409,8 +404,7 @@ class BandedStream:
             ValueError: the parameter already had its noise of this step, or changed its shape, or the dtype is neither
                 float32 nor float64.
         """
-        if name in self._added:
-            raise ValueError(f"{name} already had its noise of step {self._step}: add it once per step")
+        self._order.require_first(name)
         share = slice_of(total, rank, size)
         past = self._past.setdefault(name, deque(maxlen=self._kept))
         if past and past[0].shape != share.shape:
@@ -418,7 +412,7 @@ class BandedStream:
                 f"{name} has {share.numel()} entries for this process and had {past[0].numel()} in the steps before, "
                 "with whose noise it is correlated: keep the model's shapes, or start a new run"
             )
-        self._added.add(name)
+        self._order.add(name)
         self._advance(past, share)
         self._add_(share, past, stddev)
 

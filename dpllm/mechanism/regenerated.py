@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME, NoiseSource
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.mechanism.noise import slice_of
+from dpllm.mechanism.order import StepOrder
 from dpllm.mechanism.parts import Noise, NoiseStream, NormalGenerator, SingleStep
 
 if TYPE_CHECKING:
@@ -112,8 +113,7 @@ class BlockStream:
         self._make, self._numbers, self._memory = make, source.numbers(), memory
         self._stored: dict[tuple[str, int], NoiseStream | None] = {}  # None: regenerated
         self._places: dict[str, tuple[object, ...]] = {}
-        self._added: set[str] = set()
-        self._step = -1
+        self._order = StepOrder()
 
     def begin(self, step: int) -> None:
         """Begin a step. Skipped steps still draw their noise, since the groups advance with every draw.
@@ -121,13 +121,7 @@ class BlockStream:
         Raises:
             ValueError: the step is not after the last one, or a parameter had no noise in the step before.
         """
-        if step <= self._step:
-            raise ValueError(
-                f"the noise of step {step} was already drawn; the last step is {self._step}: take steps in order"
-            )
-        if missing := sorted(set(self._places) - self._added):
-            raise ValueError(f"{missing[0]} had no noise in step {self._step}: every parameter needs it in every step")
-        self._step, self._added = step, set()
+        self._order.begin(step)
 
     def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
         """Add the noise of this step to one process's slice of the entries, in place.
@@ -136,10 +130,9 @@ class BlockStream:
             ValueError: the parameter already had its noise of this step, or its shape, its dtype or the processes
                 changed, or the dtype is neither float32 nor float64; or this process is a fork.
         """
-        if self._step < 0:
+        if self._order.step < 0:
             raise ValueError(f"{name} has no noise before the first step: call begin")
-        if name in self._added:
-            raise ValueError(f"{name} already had its noise of step {self._step}: add it once per step")
+        self._order.require_first(name)
         share = slice_of(total, rank, size)
         place = (share.numel(), share.dtype, rank, size)
         if self._places.setdefault(name, place) != place:
@@ -147,7 +140,7 @@ class BlockStream:
                 f"{name} has {_words(place)}, and had {_words(self._places[name])} in the steps before, with whose "
                 "noise it is correlated: keep the model's shapes, or start a new run"
             )
-        self._added.add(name)
+        self._order.add(name)
         for number, block in enumerate(share.split(ENTRIES_AT_A_TIME)):
             self._add_block_(name, number, (rank, size), block, stddev)
 
@@ -160,12 +153,12 @@ class BlockStream:
             if where not in self._stored:
                 self._stored[where] = stream if self._memory.stores(block) else None
             if self._stored[where] is None and isinstance(stream, SingleStep):
-                stream.add_once_(self._step, block, stddev, numbers)
+                stream.add_once_(self._order.step, block, stddev, numbers)
                 return
-            if self._step:
+            if self._order.step:
                 stream.begin(0)
                 stream.add_share_(name, block.new_zeros(block.shape), 0.0, 0, 1)
-        stream.begin(self._step)
+        stream.begin(self._order.step)
         stream.add_share_(name, block, stddev, 0, 1)
 
 

@@ -187,11 +187,7 @@ def calibrate(
     require_target(target_epsilon)
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
-
-    def cost(truncated: bool, discretization: float, sigma: float) -> float:
-        history: History = [(event_of(sigma), num_steps)]
-        return epsilon(history if truncated else untruncated(history), delta, adjacency, discretization)
-
+    cost = _cost_of(event_of, num_steps, delta, adjacency)
     exact = partial(cost, True, DISCRETIZATION)
     _check_reachable(target_epsilon, exact)
     rounds = merge([(event_of(1.0), num_steps)])
@@ -243,10 +239,7 @@ def approximate_noise(
     0.68
     """
     require_target(target_epsilon)
-
-    def cost(discretization: float, sigma: float) -> float:
-        return epsilon(untruncated([(event_of(sigma), num_steps)]), delta, adjacency, discretization)
-
+    cost = partial(_cost_of(event_of, num_steps, delta, adjacency), False)
     coarse = cost(_COARSE, _MOST_NOISE) < target_epsilon / 10  # else the target is finer than the coarse grid
     width = _COARSE if coarse else DISCRETIZATION
     if cost(width, _MOST_NOISE) > target_epsilon:
@@ -254,6 +247,18 @@ def approximate_noise(
     if chance_to_enter(merge([(event_of(1.0), num_steps)])) <= delta:
         return MIN_NOISE  # any noise would do
     return _solve(partial(cost, width), target_epsilon, 1.0, tolerance=2e-3)
+
+
+def _cost_of(
+    event_of: Callable[[float], Event], num_steps: int, delta: float, adjacency: str
+) -> Callable[[bool, float, float], float]:
+    """Return ε as a function of whether truncation counts, the width of the grid, and σ."""
+
+    def cost(truncated: bool, discretization: float, sigma: float) -> float:
+        history: History = [(event_of(sigma), num_steps)]
+        return epsilon(history if truncated else untruncated(history), delta, adjacency, discretization)
+
+    return cost
 
 
 def _check_reachable(target_epsilon: float, exact: Callable[[float], float]) -> None:

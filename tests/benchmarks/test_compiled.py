@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-_PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "compiled.py"
-_spec = importlib.util.spec_from_file_location("benchmark_compiled", _PATH)
-benchmark = importlib.util.module_from_spec(_spec)
-sys.modules["benchmark_compiled"] = benchmark
-_spec.loader.exec_module(benchmark)
+from tests.benchmarks.material import program
+
+benchmark = program("compiled")
 
 TINY = ["--hidden=32", "--layers=1", "--vocab=97", "--heads=2", "--batch=2", "--tokens=8", "--rounds=1", "--warmup=1"]
 

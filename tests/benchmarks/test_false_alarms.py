@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from dpllm.audit.roc import auroc
+from tests.benchmarks.material import program
 
-_PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "false_alarms.py"
-_spec = importlib.util.spec_from_file_location("benchmark_false_alarms", _PATH)
-benchmark = importlib.util.module_from_spec(_spec)
-sys.modules["benchmark_false_alarms"] = benchmark
-_spec.loader.exec_module(benchmark)
+benchmark = program("false_alarms")
 
 
 def test_the_simulated_mechanism_is_the_one_claimed():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +12,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from dpllm.ghost import kernels, triton_kernels
+from tests.benchmarks.material import program
 
-_PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels.py"
-_spec = importlib.util.spec_from_file_location("benchmark_kernels", _PATH)
-benchmark = importlib.util.module_from_spec(_spec)
-sys.modules["benchmark_kernels"] = benchmark
-_spec.loader.exec_module(benchmark)
+benchmark = program("kernels")
 
 needs_triton = pytest.mark.skipif(not triton_kernels.available(), reason="Triton is not installed, or not interpreted")
 CPU = torch.device("cpu")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
-_PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "randomness.py"
-_spec = importlib.util.spec_from_file_location("benchmark_randomness", _PATH)
-benchmark = importlib.util.module_from_spec(_spec)
-sys.modules["benchmark_randomness"] = benchmark
-_spec.loader.exec_module(benchmark)
+from tests.benchmarks.material import program
+
+benchmark = program("randomness")
 
 
 def test_the_command_line_prints_a_table_and_writes_json(tmp_path, capsys):

@@ -2,55 +2,28 @@
 
 from __future__ import annotations
 
-import csv
-import gc
-import importlib.util
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from dpllm.data.rows import RowCollator, train_tokenizer
-from tests.conftest import tiny_llama_config
+from dpllm.data.rows import RowCollator
+from tests.benchmarks.material import program, save_model, write_records
 
-_PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "real_text.py"
-_spec = importlib.util.spec_from_file_location("benchmark_real_text", _PATH)
-benchmark = importlib.util.module_from_spec(_spec)
-sys.modules["benchmark_real_text"] = benchmark
-_spec.loader.exec_module(benchmark)
+benchmark = program("real_text")
 
 STOCK, GROUPED, PRIVATE = benchmark.METHODS
-WORDS = ["a", "rose", "is", "no", "river", "and", "the", "garden", "grows"]
 RECORDS, BATCH = 60, 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections():
-    """Every trainer collects garbage when it begins; what other modules hold needn't be looked through each time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
     """A folder with a tiny model and its tokenizer, and a CSV file of records of mixed lengths."""
     folder = tmp_path_factory.mktemp("material")
-    tokenizer = train_tokenizer([" ".join(WORDS)] * 3, vocab_size=280, max_length=48)
-    tokenizer.save_pretrained(folder / "model")
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(tiny_llama_config(vocab_size=len(tokenizer))).save_pretrained(folder / "model")
-    pick = random.Random(0)
-    with open(folder / "records.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["mr", "ref"])
-        for _ in range(RECORDS):
-            writer.writerow([" ".join(pick.choices(WORDS, k=pick.randint(1, n))) for n in (3, 12)])
+    save_model(folder / "model", max_length=48)
+    write_records(folder / "records.csv", random.Random(0), RECORDS, (3, 12))
     return folder
 
 

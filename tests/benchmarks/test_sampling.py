@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.benchmarks.material import program
 from tests.tiers import deep_case
 
-_PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "sampling.py"
-_spec = importlib.util.spec_from_file_location("benchmark_sampling", _PATH)
-benchmark = importlib.util.module_from_spec(_spec)
-sys.modules["benchmark_sampling"] = benchmark
-_spec.loader.exec_module(benchmark)
+benchmark = program("sampling")
 
-SMALL = ["--units", "1e5", "1e6", "--rates", "1e-5", "--rounds", "2", "--ranks", "3", "--rows", "4"]
+SMALL = ["--units", "1e4", "1e5", "--rates", "1e-4", "--rounds", "2", "--ranks", "3", "--rows", "4"]
 
 
 @pytest.mark.parametrize("clock", ["wall", deep_case("cpu")])
 def test_command_line_prints_tables_and_writes_json(clock, tmp_path, capsys):
     """Both N are measured, on the index of all their units, the mask up to its limit; figures agree."""
     path = tmp_path / "sampling.json"
-    limits = ["--mask-up-to", "1e5", "--clock", clock]
+    limits = ["--mask-up-to", "1e4", "--clock", clock]
     benchmark.main([*SMALL, *limits, "--json", str(path)])
     report = json.loads(path.read_text())
     small, large = report["steps"]
     assert small["mask"]["peak_bytes"] >= 5 * small["units"] and large["mask"] is None
-    assert [setup["units"] for setup in report["setup"]] == [10**5, 10**6]
+    assert [setup["units"] for setup in report["setup"]] == [10**4, 10**5]
     for setup in report["setup"]:
         assert setup["lengths_bytes"] == 4 * setup["units"] and setup["index_peak_bytes"] < 10_000
     for step in report["steps"]:
@@ -42,7 +36,7 @@ def test_command_line_prints_tables_and_writes_json(clock, tmp_path, capsys):
     tables = printed.split("Once per run")
     for table, start in zip(tables, ("| N | q |", "| N | index s |"), strict=True):
         lines = [line for line in table.splitlines() if line.startswith("|")]
-        assert lines[0].startswith(start) and lines[3].startswith("| 1e+06 |")
+        assert lines[0].startswith(start) and lines[3].startswith("| 1e+05 |")
         assert len({line.count("|") for line in lines}) == 1
 
 

@@ -6,16 +6,13 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-_PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "targets.py"
-_spec = importlib.util.spec_from_file_location("benchmark_targets", _PATH)
-benchmark = importlib.util.module_from_spec(_spec)
-sys.modules["benchmark_targets"] = benchmark
-_spec.loader.exec_module(benchmark)
+from tests.benchmarks.material import program
+
+benchmark = program("targets")
 throughput = sys.modules["throughput"]
 
 PLAIN, OURS = benchmark.PLAIN, benchmark.OURS

@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-import csv
-import importlib.util
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
-from transformers import LlamaForCausalLM
 
-from dpllm.data.rows import train_tokenizer
-from tests.conftest import tiny_llama_config
+from tests.benchmarks.material import program, save_model, write_records
 from tests.tiers import deep_case
 
-_PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "utility.py"
-_spec = importlib.util.spec_from_file_location("benchmark_utility", _PATH)
-benchmark = importlib.util.module_from_spec(_spec)
-sys.modules["benchmark_utility"] = benchmark
-_spec.loader.exec_module(benchmark)
-
-WORDS = ["a", "rose", "is", "no", "river", "and", "the", "garden", "grows"]
+benchmark = program("utility")
 
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
     """A folder with a tiny model and its tokenizer, and records for training and for measuring."""
     folder = tmp_path_factory.mktemp("material")
-    tokenizer = train_tokenizer([" ".join(WORDS)] * 3, vocab_size=280, max_length=64)
-    tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    LlamaForCausalLM(tiny_llama_config(vocab_size=len(tokenizer))).save_pretrained(folder / "model")
+    save_model(folder / "model", max_length=64)
     pick = random.Random(0)
     for name, count in (("train", 120), ("dev", 20)):
-        with open(folder / f"{name}.csv", "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["mr", "ref"])
-            for _ in range(count):
-                writer.writerow([" ".join(pick.choices(WORDS, k=pick.randint(1, n))) for n in (3, 9)])
+        write_records(folder / f"{name}.csv", pick, count, (3, 9))
     return folder
 
 
