@@ -269,7 +269,7 @@ def test_the_command_audits_a_recipe_s_model(saved, tmp_path):
         "--output",
         str(tmp_path / "out"),
         "--confidence",
-        "0.999",
+        "0.999999",
         "--json",
     ]
     done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, saved)), *options])

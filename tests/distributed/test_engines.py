@@ -132,7 +132,7 @@ def test_noise_is_drawn_exactly_once(engine, tmp_path, table):
     )
     assert abs(variance - 1) < 6 * (2 / steps.size) ** 0.5 + 1e-3
     assert max(*correlations, halves) < 6 / (entries // 2) ** 0.5
-    assert normal > 1e-6
+    assert normal > 1e-8
     for result in results[1:]:
         assert all(
             np.array_equal(mine, first) for mine, first in zip(result["released"], results[0]["released"], strict=True)
@@ -175,7 +175,7 @@ def test_the_count_of_a_clipping_that_adapts_gets_its_noise_from_one_process(tmp
     counts = np.array(results[0]["counts"]) / 2.0
     normal = scipy.stats.kstest(counts, "norm").pvalue
     table(f"deviation {counts.std():.3f}", f"KS p {normal:.2f}")
-    assert normal > 1e-6 and abs(counts.std() - 1) < 6 / (2 * len(counts)) ** 0.5
+    assert normal > 1e-8 and abs(counts.std() - 1) < 6 / (2 * len(counts)) ** 0.5
     for result in results:
         assert result["counts"] == results[0]["counts"]
         assert "clip to different thresholds (rank 0: 1.0, rank 1: 2.0)" in result["refusal"]

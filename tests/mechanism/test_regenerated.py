@@ -135,7 +135,7 @@ def test_white_noise_is_normal_and_independent_over_entries_steps_parameters_and
             rows += list(strategy(noise, steps) @ own)
     white = np.stack(rows)  # ranks, parameters and steps; entries
     assert white.shape == (20, entries // 2)
-    assert stats.kstest(white.ravel(), "norm").pvalue > 1e-5
+    assert stats.kstest(white.ravel(), "norm").pvalue > 1e-8
     bound = 6 / math.sqrt(entries // 2)
     for values in (white, white**2 - 1):
         assert np.abs(np.corrcoef(values) - np.eye(20)).max() < bound
