@@ -1,5 +1,6 @@
 """Shared by all tests: one thread per process, no progress bars, no Hub."""
 
+import gc
 import logging
 import os
 import signal
@@ -26,6 +27,20 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
     tiers.mark_the_rest_of_grids(items)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections():
+    """Every Trainer collects garbage when it begins: what is older than this module is not searched each time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _collectable_at_the_end():
+    """Libraries report objects that were not collected when the interpreter ends."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,8 @@ from dpllm.cli import app
 from dpllm.privacy.budget import create_budget
 from dpllm.privacy.ledger import read_ledger
 from dpllm.report.verify import verify
-from tests.training.test_trainer import arguments, privacy, rows, trainer
+from tests.training.test_trainer import arguments, privacy, rows
+from tests.training.test_trainer import small_trainer as trainer
 
 LEDGER, PLAN = "privacy_ledger.jsonl", "privacy_plan.json"
 SAVING = {"save_strategy": "steps", "save_steps": 2}

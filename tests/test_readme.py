@@ -76,7 +76,14 @@ def test_every_make_target_exists(target):
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=["trainer", "own loop", "accelerate", "researcher"])
+# The first program is run by `tests/test_extras.py` too, in an interpreter of its own and without extras.
+PROGRAMS = dict(zip(("trainer", "own loop", "accelerate", "researcher"), blocks("python"), strict=True))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [deep_case(code, id=name) if name == "trainer" else pytest.param(code, id=name) for name, code in PROGRAMS.items()],
+)
 def test_every_program_runs(code, tmp_path, monkeypatch, capsys):
     """As it stands, copied out of the README."""
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,8 @@ from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from tests.conftest import tiny_llama_config
 from tests.tiers import deep_case
 from tests.training.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of
-from tests.training.test_trainer import arguments, trainer
+from tests.training.test_trainer import arguments
+from tests.training.test_trainer import small_trainer as trainer
 
 
 def open_points(run):

@@ -191,6 +191,7 @@ def test_basic_and_advanced_composition_of_several_kinds_of_steps() -> None:
     assert basic_epsilon([], 1e-5) == 0.0 == advanced_epsilon([], 1e-5) == zcdp_epsilon([], 1e-5)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     "history",
     [

@@ -22,6 +22,7 @@ from dpllm.privacy.stated import planned_steps, stated_history, steps_allowed
 from dpllm.report.statement import write_report
 from dpllm.report.verify import verify
 from dpllm.training.shared_ledger import SharedLedger
+from tests.tiers import deep_case
 
 T, BANDS = 40, 4
 
@@ -91,7 +92,7 @@ def test_a_resumed_run_ends_where_the_target_would_be_exceeded(tmp_path: Path, f
     assert epsilon(stated_history(PLAN, contents), PLAN.delta) <= 3.0
 
 
-@pytest.mark.parametrize("starts", [(5, 0), (5, 0, 0), (5, 3, 0), (8, 0)])
+@pytest.mark.parametrize("starts", [(5, 0), deep_case((5, 0, 0)), (5, 3, 0), deep_case((8, 0))])
 def test_a_resume_without_a_step_begins_a_new_cycle_too(tmp_path: Path, starts: tuple[int, ...]) -> None:
     """It was planned to go on from there: report, `dpllm verify`, composition and budget count its planned steps so."""
     plan, file = plan_of(noise_multiplier=1.0, target_epsilon=50.0), tmp_path / "chats.budget.json"

@@ -80,6 +80,11 @@ def trainer(folder, model=None, dataset=None, config=None, args=None, **more):
     )
 
 
+def small_trainer(folder, model=None, **more):
+    """For tests of other things than the model: it has one layer."""
+    return trainer(folder, model or LlamaForCausalLM(tiny_llama_config(num_hidden_layers=1)), **more)
+
+
 def test_a_run_leaves_model_plan_ledger_and_a_report_whose_epsilon_is_the_ledgers(tmp_path):
     """The main path."""
     run = trainer(tmp_path)
