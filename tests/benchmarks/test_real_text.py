@@ -11,6 +11,7 @@ import torch
 
 from dpllm.data.rows import RowCollator
 from tests.benchmarks.material import program, save_model, write_records
+from tests.tiers import deep_case
 
 benchmark = program("real_text")
 
@@ -50,12 +51,14 @@ def settings(folder: Path, **changes) -> benchmark.Settings:
     return benchmark.Settings(**values | changes)
 
 
-def test_command_line_prints_tables_and_writes_json(material, tmp_path, capsys):
+@pytest.mark.parametrize("mode", ["full", deep_case("both")])
+def test_command_line_prints_tables_and_writes_json(mode, material, tmp_path, capsys):
     """Full and LoRA run from the command line; tokens, shares and ratios agree with one another."""
+    modes = ["full", "lora"] if mode == "both" else [mode]
     path = tmp_path / "real_text.json"
-    benchmark.main(options(material, "--mode", "both", "--json", str(path)))
+    benchmark.main(options(material, "--mode", mode, "--json", str(path)))
     reports = json.loads(path.read_text())
-    assert [report["settings"]["mode"] for report in reports] == ["full", "lora"]
+    assert [report["settings"]["mode"] for report in reports] == modes
     for report in reports:
         methods = report["methods"]
         assert list(methods) == [STOCK, GROUPED, PRIVATE]
@@ -74,7 +77,7 @@ def test_command_line_prints_tables_and_writes_json(material, tmp_path, capsys):
         assert report["num_rows"] == 3 * BATCH
         assert report["machine"]["torch"] == torch.__version__
     printed = capsys.readouterr().out
-    assert all(word in printed for word in (STOCK, GROUPED, PRIVATE, "full", "lora", "padding", torch.__version__))
+    assert all(word in printed for word in (STOCK, GROUPED, PRIVATE, *modes, "padding", torch.__version__))
 
 
 def test_counts_are_those_of_the_batches_trained_on(material):
