@@ -158,7 +158,7 @@ AVERAGES = {average.kind: average for average in _AVERAGES}
 
 
 def is_average(value: Any) -> bool:
-    """Return whether a value is one of these averages; an object of a class made from them may compute otherwise."""
+    """Return whether a value is one of these averages; an object of a class made from them may compute differently."""
     return type(value) in _AVERAGES
 
 

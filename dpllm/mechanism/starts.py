@@ -113,13 +113,13 @@ class Start:
 
         Args:
             sums: the `dpllm.GhostClipper` that made the sums, whose clipping is compared with the mechanism's. Or name
-                to parameter, all that are trained; nothing compares sums that were clipped otherwise.
+                to parameter, all that are trained; nothing compares sums that were clipped differently.
 
         Raises:
-            ValueError: no draw was made, or its noise was added already; a clipper bounds contributions otherwise than
-                the mechanism; no parameter is given, others than before, or not all that a GhostClipper clips together;
-                a sum is neither float32 nor float64, or not contiguous; or the clipping has changed. No sum is changed
-                then.
+            ValueError: no draw was made, or its noise was added already; a clipper does not bound contributions as the
+                mechanism does; no parameter is given, others than before, or not all that a GhostClipper clips
+                together; a sum is neither float32 nor float64, or not contiguous; or the clipping has changed. No sum
+                is changed then.
         """
         if not self._open:
             raise ValueError(

@@ -11,9 +11,8 @@ at any time, and a run that would exceed it does not start.
     settle("chats.budget.json", entry, num_steps=ledger.num_steps) # after it has ended
 
 The file is changed under a lock (``<name>.lock`` beside it, which is never deleted) and replaced atomically and
-durably. It carries a hash of its contents, which guards against accidents and careless edits; the hash is not a
-signature. An older copy of the file is refused if its lock file has recorded a later one
-(`dpllm.privacy.budget_lock`).
+durably. It carries a hash of its contents against accidents and careless edits; the hash is not a signature. An older
+copy of the file is refused if its lock file has recorded a later one (`dpllm.privacy.budget_lock`).
 
 A file cannot record two things. First, runs that never charged it: the guarantee covers the runs whose recipe names
 the file. Second, why a plan was chosen: composition is proved for plans (σ, q, T) that do not depend on the releases of

@@ -241,23 +241,34 @@ def attach(
             averaging=averaging,
         )
         if averaging is not None:
-            averaging.attach(
-                clipper.parameters,
-                inside,
-                optimizer,
-                deepspeed=model if isinstance(engine, DeepSpeedZero) else None,
-                watch=watch,
-                weights=attached.weights,
-                ledger=ledger,
-                num_steps=plan.num_steps,
-                processes=processes,
-            )
+            _attach_average(averaging, attached, model, plan, ledger, processes)
             undo.callback(averaging.detach)
             ledger.append_fact(RELEASED_WEIGHTS, averaging.words)
         for point in points:
             ledger.append_open_point(point)
         undo.pop_all()
     return attached
+
+
+def _attach_average(
+    averaging: Averaging,
+    attached: Attached,
+    model: nn.Module,
+    plan: PrivacyPlan,
+    ledger: SharedLedger,
+    processes: Processes,
+) -> None:
+    averaging.attach(
+        attached.clipper.parameters,
+        attached.model,
+        attached.optimizer,
+        deepspeed=model if isinstance(attached.engine, DeepSpeedZero) else None,
+        watch=attached.watch,
+        weights=attached.weights,
+        ledger=ledger,
+        num_steps=plan.num_steps,
+        processes=processes,
+    )
 
 
 def _refuse_automatic_size(rows: TrainingRows, engine: Engine) -> None:
