@@ -60,7 +60,8 @@ _NEVER_COVERED = tuple(
 )
 _OTHER_RUNS = NeverCovered(
     what="the number of runs of the tuning, their models, scores, times and logs",
-    advice="keep the tuning's folder not_for_release to yourself, and delete it: only the selected run is covered",
+    advice="keep the tuning's folder not_for_release to yourself, and delete it: only the selected run is covered. "
+    "Keep secret when the tuning began and ended, too: beside the times of this run they bound the number of runs",
 )
 _RELEASED = (
     "the final weights",

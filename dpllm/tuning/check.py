@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpllm.privacy.budget import BudgetError
-from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.privacy.ledger import LedgerError
 from dpllm.report.verify import Check, Verification, verify
 from dpllm.tuning.record import RECORD_FILE, Record, TuningError, read_record
-from dpllm.tuning.tune import RELEASED_FOLDER, require_charged_draws, score_in
+from dpllm.tuning.tune import RELEASED_FOLDER, require_charged_draws, run_of, score_in
 
 _WHOLE = "the record of the tuning is there and its lines are chained"
 
@@ -91,9 +91,7 @@ def _own(record: Record, released: Path) -> Check:
     what, number = "the released model is that of the selected run", record.selected
     assert number is not None
     try:
-        mine, there = (
-            read_ledger(place / LEDGER_FILE).runs[0]["run"] for place in (record.folder_of(number), released)
-        )
+        mine, there = (run_of(place) for place in (record.folder_of(number), released))
     except LedgerError as error:
         return Check(what, False, str(error))
     return Check(what, mine == there, f"run {there}" + ("" if mine == there else f", and the selected one is {mine}"))

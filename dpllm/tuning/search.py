@@ -29,7 +29,14 @@ MAX_CANDIDATES = 10_000
 _SECTIONS = ("model.", "train.", "public_pretrain.train.")
 _OTHERS = ("privacy.clip_norm", "privacy.clipping")
 _REFUSED = (
-    *("model.task", "train.output_dir", "train.resume_from_checkpoint", "train.report_to", "train.logging_dir"),
+    *(
+        "model.task",
+        "model.start_is_independent",
+        "train.output_dir",
+        "train.resume_from_checkpoint",
+        "train.report_to",
+        "train.logging_dir",
+    ),
     *("train.push_to_hub", "train.hub_model_id", "train.hub_strategy", "train.hub_token", "train.run_name"),
 )
 

@@ -45,6 +45,7 @@ from dpllm.tuning.record import RECORD_FILE, DrawnRun, Record, TuningError, crea
 from dpllm.tuning.search import Search, overrides_of
 
 RELEASED_FOLDER = "released"
+_PARTIAL = f"{RELEASED_FOLDER}.partial"
 Runner = Callable[[Path, Path], int]
 """Train a recipe (a file), write its output to a log file, and return the exit code."""
 Tell = Callable[[str], None]
@@ -149,8 +150,11 @@ def tune(tuning: Tuning, run: Runner, tell: Tell, draws: SystemDraws | None = No
     with _continued(tuning, path) as record:
         for number in range(len(record.runs)):
             if number not in record.scores:
+                again = number in record.begun
                 record.begin(number)
-                score = _take(tuning, record, number, run)
+                # Whoever deletes a run that was begun would get another one, and more runs than were drawn.
+                is_lost = again and not (record.folder_of(number) / LEDGER_FILE).exists()
+                score = None if is_lost else _take(tuning, record, number, run)
                 record.end(number, score)
                 log = record.folder_of(number).with_suffix(".log")
                 tell("a run has ended" if score is not None else f"a run has failed, and counts as such: see {log}")
@@ -228,6 +232,12 @@ def _words(search: Search, candidate: int) -> str:
 
 def _draw(tuning: Tuning, draws: SystemDraws, path: Path) -> None:
     """Charge the budget, draw K and the candidates, and write them, before anything else."""
+    for name in (RELEASED_FOLDER, _PARTIAL):
+        if (tuning.folder / name).exists():
+            raise TuningError(
+                f"{tuning.folder / name} exists, and {path} does not: the runs of that tuning cannot be drawn again. "
+                "Set train.output_dir to another folder for another tuning, whose ε adds up with this one's"
+            )
     entry, budget = None, tuning.budget_file
     if budget is not None:
         assert tuning.plan.dataset is not None  # the configuration requires it with a budget file
@@ -301,14 +311,25 @@ def _take(tuning: Tuning, record: Record, number: int, run: Runner) -> float | N
     return score_in(folder, tuning.settings["selected"]) if code == 0 else None
 
 
+def run_of(folder: Path) -> Any:
+    """Return the name of the run in a folder's ledger.
+
+    Raises:
+        LedgerError: there is none.
+    """
+    return read_ledger(folder / LEDGER_FILE).runs[0]["run"]
+
+
 def _release(tuning: Tuning, record: Record, number: int) -> Path:
     """Copy what may be released of the selected run, with a report whose ε is that of the selection."""
     source, target = record.folder_of(number), tuning.folder / RELEASED_FOLDER
     if target.exists():
+        if run_of(target) != run_of(source):
+            raise TuningError(f"{target} is not the run that this tuning selected: restore it, or move it away")
         return target
     if SELECTED not in read_ledger(source / LEDGER_FILE).notes.facts:
         note_selected(source, tuning.words(record.runs[number].candidate))
-    half = tuning.folder / f"{RELEASED_FOLDER}.partial"
+    half = tuning.folder / _PARTIAL
     shutil.rmtree(half, ignore_errors=True)
     for name in files_to_publish(source, adapter=(source / "adapter_config.json").is_file()):
         place = half / name

@@ -78,7 +78,7 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, recipe_file: Path, search: Path, trained: Callable) -> Told:
-    """Draw three runs; stop before the second is trained, continue, and let the third be killed."""
+    """Draw three runs; stop before the end of the second is noted, continue, and let the third be killed."""
     folder = tmp_path_factory.mktemp("tuning")
     budget = folder / "words.budget.json"
     create_budget(budget, dataset="words", epsilon=8.0, delta=1e-3, unit="sequence", num_units=100)
@@ -89,9 +89,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recipe_file: Path, search
 
     def run(recipe: Path, log: Path) -> int:
         started.append(recipe.stem)
+        code = 137 if len(started) == 4 else trained(recipe, log)
         if len(started) == 2:
             raise KeyboardInterrupt
-        return 137 if len(started) == 4 else trained(recipe, log)
+        return code
 
     with pytest.raises(KeyboardInterrupt):
         tune(tuning, run, lines.append, Draws(3))
@@ -294,15 +295,25 @@ class TestDraws:
         assert verify_tuning(tuning.folder).ok
 
     def test_a_restart_never_draws(self, tuning):
-        """However often it is stopped before its first run."""
+        """A run that was begun and left no ledger counts as failed: deleted, it would be one more than was drawn."""
 
         def stopped(recipe: Path, log: Path) -> int:
             raise KeyboardInterrupt
 
-        for draws in (Draws(2), NEVER, NEVER):
+        for draws in (Draws(2), NEVER):
             with pytest.raises(KeyboardInterrupt):
                 tune(tuning, stopped, lambda line: None, draws)
-        assert len(read_record(tuning.folder / RECORD_FILE).runs) == 2 and NEVER.asked == []
+        assert tune(tuning, never_run, lambda line: None, NEVER) is None
+        record = read_record(tuning.folder / RECORD_FILE)
+        assert record.scores == {0: None, 1: None} and NEVER.asked == []
+
+    def test_a_tuning_whose_record_was_deleted_is_not_drawn_again(self, tuning):
+        """The private folder may be deleted after the release; the same command must not begin another tuning."""
+        for name in ("released", "released.partial"):
+            (tuning.folder / name).mkdir(parents=True)
+            with pytest.raises(TuningError, match=f"{name} exists, and .* does not: .* cannot be drawn again"):
+                tune(tuning, never_run, lambda line: None, NEVER)
+            (tuning.folder / name).rmdir()
 
     def test_other_settings_do_not_continue_it(self, tuning, recipe_file, tmp_path):
         """Another list of candidates is another tuning."""
