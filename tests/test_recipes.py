@@ -150,8 +150,6 @@ class TestEveryRecipe:
 
     def test_it_has_the_settings_that_were_measured_best(self, path):
         """Correlated noise, a constant rate after a warm-up, an average and no decay, so that there is no advice."""
-        if path.stem.startswith("quickstart"):
-            pytest.skip("its settings were tuned for independent noise")
         recipe = load_recipe(path, ["privacy.noise={kind: banded, bands: 4}", "train.use_cpu=true"])
         assert load_recipe(path).privacy.noise == {"kind": "banded", "bands": "auto"}
         args = training_arguments({"report_to": "none", **recipe.train, "bf16": False})
@@ -165,8 +163,6 @@ class TestEveryRecipe:
     @pytest.mark.deep
     def test_the_figures_of_its_header_are_those_of_its_plan(self, path):
         """The predicted noise, and the noise of a step by which the learning rate was multiplied."""
-        if path.stem.startswith("quickstart"):
-            pytest.skip("its noise is independent")
         header = " ".join(path.read_text(encoding="utf-8").split("\nmodel:")[0].replace("\n#", " ").split())
         said = re.search(r"predicts (0\.\d\d) of the noise of independent noise.* A step has (\d+) times", header)
         recipe = load_recipe(path, ["train.use_cpu=true"])

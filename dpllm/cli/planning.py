@@ -63,7 +63,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         epilog="Example: dpllm plan recipes/quickstart.yaml privacy.target_epsilon=3\n\n"
         "Example: dpllm plan recipes/llama3_8b_chat_lora.yaml --memory --gpus 8 --engine fsdp2\n\n"
-        "Example: dpllm plan recipes/quickstart.yaml --sweep --picture sweep.png\n\n"
+        "Example: dpllm plan recipes/quickstart.yaml --sweep privacy.noise=independent --picture sweep.png\n\n"
         "Example: dpllm plan --sweep --num-units 1000000 --epsilon 8 --expected-batch-size 4096 --steps 500"
     )(plan)
 
