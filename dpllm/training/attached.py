@@ -99,7 +99,10 @@ class Attached:
                 lambda inputs: self.watch.look(loss_of(self.model, inputs)),
                 max_tokens,
                 is_last=ledger.num_steps >= steps_planned,
+                source=loss_of,
             )
+            for point in self.independence.points:
+                ledger.append_open_point(point)
         except IndependenceError:
             self.watch.explain()
             ledger.append_disclosure("losses of single rows, in an error message", 1)

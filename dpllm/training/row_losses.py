@@ -6,7 +6,7 @@ Place in the flow: made by `dpllm.DPTrainer`, called by `dpllm.training.run.Priv
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ class RowLosses:
     def attention(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the model's attention processes packed rows separately."""
         return attention_by_row(model) if self._packed else contextlib.nullcontext()
+
+    def after(self, prepare: Callable[[Any], Any]) -> Callable[[Any, Mapping[str, Any]], Tensor]:
+        """Return this function on inputs that are prepared first, for instance moved to the model's device."""
+        return lambda model, inputs: self(model, prepare(dict(inputs)))
 
     def __call__(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return the losses (B,) with a graph.

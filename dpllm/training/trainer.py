@@ -291,11 +291,8 @@ class DPTrainer(AveragedTrainer):
         del num_items_in_batch
         model.train()
         with self.compute_loss_context_manager():
-            done = self._run_of_now().step(inputs["unit_ids"].numpy(), self._loss_per_row)
+            done = self._run_of_now().step(inputs["unit_ids"].numpy(), self._losses.after(self._prepare_inputs))
         return torch.tensor(done.mean_loss, device=self.args.device)
-
-    def _loss_per_row(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
-        return self._losses(model, self._prepare_inputs(dict(inputs)))
 
     # ------------------------------------------------------ ε and the report
 

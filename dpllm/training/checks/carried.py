@@ -26,6 +26,10 @@ CARRIED = (
     "to the next. Which row comes before depends on the units that are drawn, so a unit cannot be bounded, and ε would "
     "not hold. Make each row from that row only; to fill rows up, join the texts of one record before the training"
 )
+REREAD = (
+    "The rows of the data set are made again at each reading, with random numbers. Confirm that a row is made from its "
+    "own record only, with no text of other records (negatives, mixup, concatenation)"
+)
 
 
 def after_others(make: Callable[[int], Any], row: int, others: Sequence[int], gates: int = GATES) -> bool:

@@ -31,10 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost import GhostClipper, GhostError
-from dpllm.training.checks.carried import CARRIED, GATES, after_others
+from dpllm.training.checks.carried import CARRIED, GATES, REREAD, after_others
 from dpllm.training.checks.companies import SHORTEST, Company, Sample
 from dpllm.training.checks.differences import Differences, Precision, Seen, compare, in_words
 from dpllm.training.checks.drawn import Alone, part_of, unmeasured
+from dpllm.training.checks.kept import MAY_ACT, MOVED, SCRIPTED, Kept, act
+from dpllm.training.checks.randomness import own_generator
 from dpllm.training.checks.repeatable import (
     Draw,
     Numbers,
@@ -54,6 +56,7 @@ from dpllm.training.checks.sharing import (
     Sharing,
     copied,
     of_collator,
+    same_values,
     states_for,
 )
 from dpllm.training.microbatches import Microbatch, RowsTaken
@@ -92,6 +95,7 @@ class IndependenceCheck:
     Attributes:
         last: result of the last check; None before the first.
         num_passes: (rows, tokens with padding) that went through the model for checks.
+        points: facts for the open points of the report, found so far; the same on every process.
     """
 
     def __init__(
@@ -106,8 +110,15 @@ class IndependenceCheck:
         self._compared = _Compared()
         self.last: Differences | None = None
         self.num_passes = (0, 0)
+        self.points: list[str] = []
 
-    def before_step(self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, is_last: bool = False) -> None:
+    def before_step(
+        self,
+        loss_of: Callable[[Mapping], Tensor],
+        max_tokens: int | None,
+        is_last: bool = False,
+        source: Any = None,
+    ) -> None:
         """Check, if a check is due before this step. Called by all processes together.
 
         After a failed check every step has a check as complete as the first, until one passes.
@@ -116,6 +127,7 @@ class IndependenceCheck:
             loss_of: a microbatch's inputs to one loss per row (B,).
             max_tokens: the most tokens of a microbatch, padding included. None: as many as ``rows.max_rows`` have.
             is_last: whether the step is the last one of the plan; then a loss function that changed is found.
+            source: the function in ``loss_of`` that is searched for state between its calls. None: ``loss_of``.
 
         Raises:
             IndependenceError: rows are not independent; the same message on every process.
@@ -128,14 +140,18 @@ class IndependenceCheck:
         self._seed = seed_between(0, 1)  # different from the seed of the last check
         before = {name: parameter.grad for name, parameter in self._clipper.parameters.items()}
         try:
-            self._check(loss_of, max_tokens, first)
+            self._check(loss_of, max_tokens, first, loss_of if source is None else source)
             self._has_failed = False
+            told = [point for points in self._engine.processes.gather(self.points) for point in points]
+            self.points = list(dict.fromkeys(told))
         finally:
             for name, parameter in self._clipper.parameters.items():
                 if before[name] is None:
                     parameter.grad = None
 
-    def _check(self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, first: bool) -> None:
+    def _check(self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, first: bool, source: Any) -> None:
+        before = Kept(source, self._model)
+        self._refuse_hidden(before)
         (passes, worst), everywhere = self._agreed(
             lambda: self._measured(loss_of, max_tokens, first), lambda measured: measured[1] is not None
         )
@@ -147,6 +163,7 @@ class IndependenceCheck:
             with _evaluating(self._model):  # randomness that could not be switched off: fused attention, custom kernels
                 worst, everywhere = self._agreed(lambda: self._worst(passes, first=False), bool)
         if not any(everywhere):
+            self._refuse_moved(passes, before, source, first)
             return
         carried, _ = self._agreed(passes.is_carried, bool)
         held = passes.not_held if is_random else ""
@@ -169,6 +186,33 @@ class IndependenceCheck:
         if any(self._engine.processes.gather(sharing.is_random)):
             self._agreed(sharing.compare, bool)
         for found in self._engine.processes.gather(sharing.message):
+            if found is not None:
+                raise IndependenceError(found)
+
+    def _refuse_hidden(self, loss: Kept) -> None:
+        """Check that the loss has no generator of its own, and no random numbers in TorchScript that rows may share."""
+        message = None
+        if loss.generators:
+            message = str(own_generator("The loss", ", ".join(loss.generators)))
+        elif loss.scripted and self._rows.max_rows != 1:
+            message = SCRIPTED.format(who="The loss", where=", ".join(loss.scripted))
+        for found in self._engine.processes.gather(message):
+            if found is not None:
+                raise IndependenceError(found)
+
+    def _refuse_moved(self, passes: _Passes, before: Kept, source: Any, first: bool) -> None:
+        """Check that the loss keeps no numbers which move from call to call and act."""
+        now, message = Kept(source, self._model), None
+        if any(self._engine.processes.gather(now.marks != before.marks)):
+            one, two = (self._agreed(lambda: passes.kept(source), bool)[0] for _ in range(2))
+            if moved := two.changed(one):
+                seeds = [] if self._engine.lockstep else _seeds(_GATES if first else 2)
+                words = {"who": "The loss", "where": two.words(moved)}
+                if act(two, moved, seeds, passes.lone, passes.differ):
+                    message = MOVED.format(**words)
+                else:
+                    self.points.append(MAY_ACT.format(**words))
+        for found in self._engine.processes.gather(message):
             if found is not None:
                 raise IndependenceError(found)
 
@@ -229,6 +273,11 @@ class IndependenceCheck:
         lengths = self._rows.lengths[list(numbers)]
         tokens = lengths.sum() if self._rows.packed else len(lengths) * lengths.max()
         self.num_passes = (self.num_passes[0] + len(lengths), self.num_passes[1] + int(tokens))
+
+
+def _seeds(count: int) -> list[int]:
+    """Return random states that differ in the first number of every generator."""
+    return [seed_between(part / count, (part + 1) / count) for part in range(count)]
 
 
 def _rows_wanted(per_step: float, first: bool) -> int:
@@ -318,10 +367,33 @@ class _Passes:
 
         for who, done, make in (("The data set", "read", read), ("The collator", "collated", collated)):
             gates = 1 if make is read and sample.refetched else GATES
+            self._refuse_moved(who, rows.fetch if make is read else rows.collate, make)
             for row in dict.fromkeys((sample.together[0], long)):  # text may be left over of long rows only
                 others = [*(number for number in sample.before if number != row), row]
                 if len(others) > 1 and after_others(make, row, others, gates):
                     raise IndependenceError(CARRIED.format(who=who, done=done))
+        if not sample.refetched:
+            self._check.points.append(REREAD)
+
+    def _refuse_moved(self, who: str, source: Any, make: Callable[[int], Any]) -> None:
+        """Check that no numbers which the collator or the data set keeps move from call to call and act."""
+        sample, found = self.sample, []
+        for _ in range(3):  # caches are filled by the first
+            with same_randomness(self._check._seed):
+                for number in (*sample.before, *sample.together[:1]):
+                    make(number)
+            found.append(Kept(source, self._check._model))
+        before, now = found[1:]
+        if moved := now.changed(before):
+
+            def value(seed: int) -> Any:
+                with same_randomness(seed):
+                    return make(sample.together[0])
+
+            words = {"who": who, "where": now.words(moved)}
+            if act(now, moved, _seeds(_GATES), value, lambda one, other: not same_values(one, other)):
+                raise IndependenceError(MOVED.format(**words))
+            self._check.points.append(MAY_ACT.format(**words))
 
     def _refuse_unmeasured(self, short: int) -> None:
         """Check that a collator which draws numbers makes each row from that row only, and that it marks padding."""
@@ -418,7 +490,7 @@ class _Passes:
         alone, start = Company(self.sample.together[:1], "alone"), self._check._seed
         one, other = seed_between(0.0, 0.5), seed_between(0.5, 1.0)
         first, second, again = (self.run(alone, seed, start) for seed in (one, other, one))
-        apart = [self._differ(first, found) for found in (second, again)]
+        apart = [self.differ(first, found) for found in (second, again)]
         is_random = apart[0] and not apart[1]  # the same numbers give another result: that is state, see `is_carried`
         names = not_replaced(self.numbers.draws, self.numbers.moved) if is_random else []
         self.not_held = ", ".join(names or ["from PyTorch's global generator"] if is_random else [])
@@ -426,9 +498,20 @@ class _Passes:
 
     def is_carried(self) -> bool:
         """Return whether the result of the shortest row alone differs from the first pass."""
-        return self._differ(self.seen[:1], self.run(replace(self.seen[0].company, words="alone, again")))
+        return self.differ(self.seen[:1], self.run(replace(self.seen[0].company, words="alone, again")))
 
-    def _differ(self, one: list[Seen], other: list[Seen]) -> bool:
+    def lone(self, seed: int) -> list[Seen]:
+        """Return loss and norm of the shortest row alone."""
+        return self.run(Company(self.sample.together[:1], "alone"), seed)
+
+    def kept(self, source: Any) -> Kept:
+        """Return the state of a function after passes over single rows, always the same ones."""
+        for number in (*self.sample.before[:1], self.sample.together[0], *self.sample.before[1:2]):
+            self.run(Company((number,), "alone"))
+        return Kept(source, self._check._model)
+
+    def differ(self, one: list[Seen], other: list[Seen]) -> bool:
+        """Return whether two results of a row differ by more than rounding."""
         return compare([*one, *other], self._check._clipper.threshold, self.tolerance())[1] is not None
 
     def tolerance(self) -> float:

@@ -41,9 +41,9 @@ _MOST_WORDS = 2**31  # that a process draws from one generator in a step
 _BLOCK = 2**20  # words that are drawn again at once
 _MT_OFFSET = 24  # bytes before these words in the state of PyTorch's CPU generator, each word in 8 bytes
 _DEEPEST = 2  # depth to which attributes are searched for generators
-_LIBRARIES = {"builtins", "numpy", "torch", "transformers", "datasets", "tokenizers", "peft", "dpllm"}
+LIBRARIES = {"builtins", "numpy", "torch", "transformers", "datasets", "tokenizers", "peft", "dpllm"}
 _State = tuple[bytes, int]  # words of a Mersenne Twister, and the number of them already used
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class SecretStreams:
@@ -132,11 +132,11 @@ def refuse_own_generators(
     read = [(name, inside) for name, source in sources for inside in _enclosed(source)]
     enclosed = [(name, inside) for name, other in others for inside in _enclosed(other)]
     for name, holder in [*named, *others, *read, *enclosed]:
-        if isinstance(holder, _GENERATORS):
-            raise _own_generator(name, type(holder).__name__)
+        if isinstance(holder, GENERATORS):
+            raise own_generator(name, type(holder).__name__)
         for attribute, value in list(getattr(holder, "__dict__", {}).items()):
-            if isinstance(value, _GENERATORS):
-                raise _own_generator(name, f"{attribute}: {type(value).__name__}")
+            if isinstance(value, GENERATORS):
+                raise own_generator(name, f"{attribute}: {type(value).__name__}")
     for name, holder in others:
         seed = getattr(holder, "seed", None)
         if isinstance(seed, int) and not isinstance(seed, bool):
@@ -146,7 +146,8 @@ def refuse_own_generators(
             )
 
 
-def _own_generator(name: str, what: str) -> ConfigError:
+def own_generator(name: str, what: str) -> ConfigError:
+    """Return the error for an object with this name that keeps a random generator."""
     return ConfigError(
         f"{name} keeps its own random generator ({what}), whose numbers are not secret and shift when a row is "
         "removed. Draw from the global generators (torch.rand without generator), which are seeded from the operating "
@@ -174,19 +175,19 @@ def _enclosed(function: Any) -> list[Any]:
     codes = [one for one in found if inspect.isfunction(one)]
     kinds = [kind for one in found for kind in type(one).__mro__ if _is_own(kind)]
     codes += [value for kind in kinds for value in vars(kind).values() if inspect.isfunction(value)]
-    named = [code.__globals__.get(name) for code in codes for name in _names_in(code.__code__)]
-    return found + [value for value in named if isinstance(value, _GENERATORS)]
+    named = [code.__globals__.get(name) for code in codes for name in names_in(code.__code__)]
+    return found + [value for value in named if isinstance(value, GENERATORS)]
 
 
-def _names_in(code: CodeType) -> list[str]:
+def names_in(code: CodeType) -> list[str]:
     """Return the global names and attributes used in code, including its comprehensions and inner functions."""
     inner = [one for one in code.co_consts if isinstance(one, CodeType)]
-    return [*code.co_names, *(name for one in inner for name in _names_in(one))]
+    return [*code.co_names, *(name for one in inner for name in names_in(one))]
 
 
 def _is_own(kind: type) -> bool:
     """Return whether a class is neither Python's nor of a library whose objects hide no generator."""
-    return kind.__module__.partition(".")[0] not in _LIBRARIES
+    return kind.__module__.partition(".")[0] not in LIBRARIES
 
 
 def _objects_of(function: Any) -> list[Any]:
