@@ -108,6 +108,11 @@ class RunWeights:
                 _LEFT[tuple(parameters[name].shape), sums[name]] = self.run
         return sums
 
+    @property
+    def model(self) -> nn.Module | None:
+        """The model; None: it is gone."""
+        return self._model()
+
     @staticmethod
     def look_at_others(own: RunName | None) -> None:
         """Note the current weights of all runs that have not ended, except one."""
@@ -185,12 +190,12 @@ def refuse_other_weights(model: nn.Module | None, saved: Mapping[str, Any], proc
         )
 
 
-def note_changes(weights: RunWeights | None, model: nn.Module, ledger: Any, processes: Processes) -> None:
+def note_changes(weights: RunWeights | None, model: nn.Module | None, ledger: Any, processes: Processes) -> None:
     """Append an open point if the weights to be saved are not those of the run. Called by all processes together.
 
     Args:
         weights: of the run; None: no model was attached.
-        model: the model that is about to be saved.
+        model: the model that is about to be saved; None: it is gone.
         ledger: of the run.
         processes: of the run.
     """
@@ -200,9 +205,8 @@ def note_changes(weights: RunWeights | None, model: nn.Module, ledger: Any, proc
             "guarantee covers that only where the change depends on nothing but what the run released (an average of "
             "its weights, for instance): confirm it, or take these files out of what is released."
         )
-    changed = sorted(
-        {n for names in processes.gather([] if weights is None else weights.changed(model)) for n in names}
-    )
+    here = [] if weights is None or model is None else weights.changed(model)
+    changed = sorted({n for names in processes.gather(here) for n in names})
     if changed and ledger is not None:
         more = f" and {len(changed) - 1} other parameter(s)" if len(changed) > 1 else ""
         ledger.append_open_point(

@@ -29,7 +29,7 @@ from dpllm.engines import DeepSpeedZero
 from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.replicas import check_before_saving
 from dpllm.ghost import NormMethod
-from dpllm.models.ended import RunWeights, refuse_other_weights
+from dpllm.models.ended import RunWeights, note_changes, refuse_other_weights
 from dpllm.privacy.identity import COMPLETED, note_own_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
@@ -413,6 +413,8 @@ class PrivateRun:
         self._draws.meet_at_the_end()
         self.check_before_saving()
         self.end_weights()
+        detached = self.weights if self._attached is None else None
+        note_changes(detached, None if detached is None else detached.model, self.ledger, self.processes)
         if self._attached is not None:
             self._attached.end(self.ledger.num_steps, self.steps_planned)
         self.detach()

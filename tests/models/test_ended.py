@@ -218,6 +218,24 @@ def test_weights_that_changed_while_a_run_had_let_go_of_them_are_refused_or_decl
     assert any("changed between detach() and attach()" in point for point in points)
 
 
+@pytest.mark.parametrize("changed", [True, False])
+def test_weights_that_changed_between_detach_and_the_end_are_an_open_point(changed, tmp_path):
+    """The report of a loop of one's own is of the weights as the run left them; the loop saves them by itself."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = PrivateRun(plan_of(), rows_of(), ledger_of(tmp_path, plan_of()))
+    run.attach(model, optimizer)
+    run.step(next(run.draws(1)), loss_of)
+    optimizer.step()
+    run.detach()
+    if changed:
+        optimizer.zero_grad()
+        loss_of(model, {"rows": torch.ones(3, FEATURES + 1)}).sum().backward()
+        optimizer.step()
+    points = run.finish()["open_points"]
+    assert any("changed after the end of the private training" in point for point in points) == changed
+
+
 def test_weights_that_are_saved_in_mid_run_are_those_of_the_run_or_an_open_point(tmp_path):
     """Other weights may replace them for a while; a save in the meantime is checked."""
 
