@@ -112,7 +112,7 @@ class Kept:
         while waiting and len(self.places) < _MOST:
             path, place = waiting.popleft()
             one = place.value
-            if not isinstance(one, _PLAIN) and id(one) in seen:
+            if (not isinstance(one, _PLAIN) and id(one) in seen) or _is_global(one):
                 continue
             seen.add(id(one))
             self._held.append(one)
@@ -189,6 +189,14 @@ class Kept:
             yield ".transform", transform, None, None
         elif id(one) not in self._left_out and (is_root or _is_walked(one)):
             yield from _of_object(one)
+
+
+def _is_global(one: Any) -> bool:
+    """Return whether this is a global generator, which each step seeds: `from random import uniform` is bound to it."""
+    known = (getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None))
+    return isinstance(one, GENERATORS) and any(
+        one is other for other in (*known, torch.default_generator, *torch.cuda.default_generators)
+    )
 
 
 def _told(path: str) -> str:

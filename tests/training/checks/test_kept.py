@@ -263,3 +263,21 @@ def test_a_model_and_objects_of_libraries_are_left_out():
     paths = set(Kept(function, held).places)
     assert {".model", ".held"} <= paths and not any(path.startswith((".model.", ".held.")) for path in paths)
     assert ".held.calls" in Kept(function).places
+
+
+def test_the_global_generators_are_no_generators_of_a_loss():
+    """`from random import uniform` is bound to Python's generator, which every step seeds from secrets."""
+    own = random.Random(1)
+    draw, default, array, mine = random.uniform, torch.default_generator, np.random.mtrand._rand, own.uniform
+
+    def sound():
+        return draw(0, 1), default, array
+
+    def public():
+        return draw(0, 1), mine(0, 1)
+
+    assert not Kept(sound).generators
+    assert Kept(public).generators == ["mine.self: Random"]
+    before = Kept(sound).marks
+    random.random(), np.random.rand(), torch.rand(1)
+    assert Kept(sound).marks == before
