@@ -78,11 +78,11 @@ class Arm:
 
 ARMS = {
     "non-private": Arm(rate=4e-3, noise=None, schedule="linear"),
-    "textbook": Arm(rate=2e-3, schedule="linear"),
-    "average": Arm(rate=2e-3, average=EMA),
-    "banded": Arm(rate=4e-3, noise="banded"),
-    "banded, average": Arm(rate=4e-3, noise="banded", average=EMA),
-    "public stage": Arm(rate=4e-3, noise="banded", average=EMA, public_steps=120),
+    "textbook": Arm(rate=4e-3, schedule="linear"),
+    "average": Arm(rate=4e-3, average=EMA),
+    "banded": Arm(rate=3.2e-2, noise="banded"),
+    "banded, average": Arm(rate=3.2e-2, noise="banded", average=EMA),
+    "public stage": Arm(rate=3.2e-2, noise="banded", average=EMA, public_steps=120),
 }
 
 
