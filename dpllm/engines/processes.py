@@ -130,11 +130,7 @@ class Processes:
         """
         if self.size == 1:
             return function()
-        result, failure = None, None
-        try:
-            result = function()
-        except Exception as error:
-            failure = error
+        result, failure = _tried(function)
         first = next((f for f in self.gather(None if failure is None else _sendable(failure)) if f is not None), None)
         if failure is not None:
             raise failure
@@ -158,11 +154,7 @@ class Processes:
         """
         if self.size == 1:
             return function()
-        result, failure = None, None
-        try:
-            result = function()
-        except Exception as error:
-            failure = error
+        result, failure = _tried(function)
         failed = [flag > 0 for (flag,) in self.gather_numbers([float(failure is not None)])]
         if not any(failed):
             return result  # type: ignore[return-value]
@@ -239,11 +231,15 @@ def _host_group() -> Any:
 
 def found_by(check: Callable[[], None]) -> Exception | None:
     """Run a check and return its error, for `Processes.raise_found`."""
+    return _tried(check)[1]
+
+
+def _tried(function: Callable[[], _Value]) -> tuple[_Value | None, Exception | None]:
+    """Return a function's result, or its error, which all processes have to learn of."""
     try:
-        check()
+        return function(), None
     except Exception as error:
-        return error
-    return None
+        return None, error
 
 
 def _in_one_line(error: Exception) -> str:

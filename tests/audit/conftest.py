@@ -8,33 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-from transformers import LlamaForCausalLM
 
-from dpllm.data.rows import train_tokenizer
-from tests.conftest import tiny_llama_config
+from tests.small_model import WORDS, save_small_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-WORDS = [
-    "the",
-    "small",
-    "dog",
-    "sees",
-    "a",
-    "red",
-    "house",
-    "and",
-    "the",
-    "old",
-    "man",
-    "walks",
-    "over",
-    "one",
-    "bridge",
-    "under",
-    "seven",
-    "clouds",
-]
 RECIPE = """
 model: {{name: {model}}}
 data: {{path: {data}, max_length: 32, eval_fraction: 0.1}}
@@ -47,13 +24,7 @@ train: {{output_dir: unused, max_steps: 2, per_device_train_batch_size: 32, use_
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small untrained model and its tokenizer."""
-    folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer([" ".join(WORDS)] * 3, vocab_size=320, max_length=64)
-    sizes = {"hidden_size": 48, "intermediate_size": 96, "max_position_embeddings": 64}
-    LlamaForCausalLM(tiny_llama_config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_small_model(tmp_path_factory.mktemp("base"), hidden_size=48)
 
 
 @pytest.fixture(scope="session")

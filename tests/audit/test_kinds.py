@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.kinds import distinct, random_tokens, rare_suffix, readable_tokens, sampled
-from tests.audit.conftest import WORDS
+from tests.small_model import WORDS
 
 
 @pytest.fixture(scope="module")

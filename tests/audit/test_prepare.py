@@ -18,7 +18,7 @@ from dpllm.audit.prepare import CanaryOptions, Prepared, prepare, read_prefixes
 from dpllm.config import DataConfig, load_recipe
 from dpllm.data.rows import load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.models.load import load_tokenizer
-from tests.audit.conftest import WORDS
+from tests.small_model import WORDS
 
 SMALL = CanaryOptions(num=30, length=8)
 USERS = ["privacy.unit=user", "privacy.unit_column=user", "privacy.max_rows_per_unit=6"]

@@ -33,6 +33,14 @@ train: {{num_train_epochs: 3, output_dir: out}}
 """
 
 
+def recipe_of_records(folder: Path) -> Path:
+    """A recipe for 200 records."""
+    data, path = folder / "records.jsonl", folder / "recipe.yaml"
+    data.write_text("".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(200)))
+    path.write_text(RECIPE.format(data=data))
+    return path
+
+
 def run(arguments: list[str]) -> str:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -399,10 +407,7 @@ def test_sweep_of_a_recipe(tmp_path: Path) -> None:
 
 def test_the_plan_of_correlated_noise_says_what_was_chosen(tmp_path: Path) -> None:
     """Bands, strategy, the predicted noise beside that of independent noise, and ε under both adjacencies."""
-    data = tmp_path / "records.jsonl"
-    data.write_text("".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(200)))
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.format(data=data))
+    path = recipe_of_records(tmp_path)
     arguments = ["plan", str(path), "privacy.max_batch_size=60", "privacy.target_epsilon=3"]
     arguments += ["privacy.noise={kind: banded, bands: auto}", "train.optim=sgd", "train.optim_args=momentum=0.9"]
     values = as_json(arguments)
@@ -425,10 +430,7 @@ def test_the_plan_of_correlated_noise_says_what_was_chosen(tmp_path: Path) -> No
 
 def test_the_plan_gives_advice_on_the_optimizer(tmp_path: Path) -> None:
     """About Adam's learning rate, and each setting that was measured worse; none about the defaults."""
-    data = tmp_path / "records.jsonl"
-    data.write_text("".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(200)))
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.format(data=data))
+    path = recipe_of_records(tmp_path)
     arguments = ["plan", str(path), "privacy.max_batch_size=60", "privacy.noise={kind: banded, bands: 4}"]
     arguments += ["train.average=ema"]
     assert as_json(arguments)["advice"] == []

@@ -10,15 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaForCausalLM
 
 from dpllm.config import load_recipe
-from dpllm.data.rows import train_tokenizer
-from tests.conftest import tiny_llama_config
+from tests.small_model import WORDS, save_small_model
 
-SENTENCE = "the small dog sees a red house and the old man walks over one bridge under seven clouds"
-WORDS = SENTENCE.split()
 RECIPE = """
 model: {{name: {model}}}
 data: {{path: {folder}/records.jsonl, eval_path: {folder}/public.jsonl, eval_is_public: true, max_length: 32}}
@@ -35,13 +30,7 @@ candidates: {train.learning_rate: [1.0e-4, 3.0e-2], privacy.clip_norm: [0.5, 1.0
 
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer([" ".join(WORDS)] * 3, vocab_size=320, max_length=64)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 64}
-    LlamaForCausalLM(tiny_llama_config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_small_model(tmp_path_factory.mktemp("base"), hidden_size=16)
 
 
 @pytest.fixture(scope="session")

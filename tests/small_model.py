@@ -1,0 +1,42 @@
+"""A small untrained model with its tokenizer, in a folder as people have them, and the words that it knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM
+
+from dpllm.data.rows import train_tokenizer
+from tests.conftest import tiny_llama_config
+
+WORDS = [
+    "the",
+    "small",
+    "dog",
+    "sees",
+    "a",
+    "red",
+    "house",
+    "and",
+    "the",
+    "old",
+    "man",
+    "walks",
+    "over",
+    "one",
+    "bridge",
+    "under",
+    "seven",
+    "clouds",
+]
+
+
+def save_small_model(folder: Path, hidden_size: int) -> Path:
+    """Write the model and its tokenizer, and return the folder."""
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer([" ".join(WORDS)] * 3, vocab_size=320, max_length=64)
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "max_position_embeddings": 64}
+    LlamaForCausalLM(tiny_llama_config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
