@@ -224,9 +224,16 @@ MUTATIONS = [
     Mutation(
         "each layer may have the norm of all layers together",
         "dpllm/mechanism/per_layer.py",
-        "self.clip_norm / math.sqrt(len(norm_GU)) / norm_GU",
-        "self.clip_norm / norm_GU",
+        "self.clip_norm / math.sqrt(num_groups) / norm_U",
+        "self.clip_norm / norm_U",
         ("tests/mechanism/test_per_layer.py",),
+    ),
+    Mutation(
+        "a group that is clipped during the backward pass is not weighted",
+        "dpllm/ghost/passes.py",
+        "self._pass.weigh_group(group, self._factors.one(group, *self.norms[group]))",
+        "self._pass.weigh_group(group, self._factors.one(group, *self.norms[group]) * 0 + 1)",
+        ("tests/ghost/test_group_wise.py",),
     ),
     Mutation(
         "the count of a quantile is divided by the realised batch",

@@ -28,10 +28,11 @@ from dpllm.ghost.checks import (
 )
 from dpllm.ghost.contributions import Rows, Use
 from dpllm.ghost.errors import GhostError
+from dpllm.ghost.factors import GroupFactors
 from dpllm.ghost.groups import Groups, one_group
 from dpllm.ghost.hooks import Hooks
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.passes import AddUp, HeldUnit, Keep, Measure, Pass, Receiver
+from dpllm.ghost.passes import AddUp, AddUpGroups, HeldUnit, Keep, Measure, Pass, Receiver
 from dpllm.ghost.rounding import Flows
 from dpllm.ghost.rules import (
     refuse_coupled_modules,
@@ -119,6 +120,11 @@ class Book:
         """Rows of the current call of the model; None outside a call, or where they are not known."""
         return self._hooks.rows_in_pass
 
+    @property
+    def num_groups(self) -> int:
+        """G, the groups of parameters with separate norms."""
+        return self._trained.num_groups
+
     def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
         """Count a use of each parameter in this call of the model; a recomputed module was counted before."""
         self._hooks.note_uses(parameters)
@@ -164,13 +170,17 @@ class Book:
 
     # ----------------------------------------------------------------------- norms
 
-    def backward(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> tuple[Tensor, Tensor]:
+    def backward(
+        self, loss_B: Tensor, unit_B: Tensor, num_units: int, factors: GroupFactors | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run the backward pass and return each unit's squared gradient norm.
 
         Args:
             loss_B: (B,) losses with a graph, each depending only on its own row.
             unit_B: (B,) int64 unit of each row, best on the CPU; -1 for a padding row, whose loss gets weight 0.
             num_units: U.
+            factors: of groups that do not depend on each other. The sum of a group may then be formed before the
+                gradients of other groups arrive, where that takes less memory.
 
         Returns:
             ``(sq_norm_GU, slack_GU)`` in float32 (float64 for a float64 model): squared norms of each group of
@@ -181,6 +191,8 @@ class Book:
                 f"Rows of a unit are held, and this microbatch has rows of {num_units} units or padding. Pass the "
                 "other rows of that unit in a call without other rows, as unit 0."
             )
+        if factors is not None and self._by_groups(loss_B):
+            return self._groups_pass(loss_B, unit_B, num_units, factors)
         if self._passes(loss_B) == 2 and not self._held:
             return self._first_pass(loss_B, unit_B, num_units)
         one = self._begin(loss_B, unit_B, num_units)
@@ -190,6 +202,33 @@ class Book:
         self._trained.refuse_missing(one.contributions.keys())
         with kernels.exact_matmul(), torch.no_grad():
             sq_norm_GU, slack_GU = one.add_norms(self._tally(one))
+        return self._settled(unit_B, sq_norm_GU), slack_GU
+
+    def _by_groups(self, loss_B: Tensor) -> bool:
+        """Whether the sums of groups are formed during the backward pass."""
+        if self.sharded or self._held or self.norm_method.backward_passes == 2:
+            return False
+        calls = self._hooks.calls
+        return self._memory.sums_are_smaller(calls.rows or len(loss_B), calls.tokens)
+
+    def _groups_pass(
+        self, loss_B: Tensor, unit_B: Tensor, num_units: int, factors: GroupFactors
+    ) -> tuple[Tensor, Tensor]:
+        """Clip each group when its last gradient arrives; the rest as in one pass."""
+        one = self._begin(loss_B, unit_B, num_units)
+        groups = AddUpGroups(
+            one,
+            self._hooks.calls.counts,
+            self._trained.by_name.values(),
+            lambda: self._tally(one, num_groups=1),
+            factors,
+        )
+        self._differentiate(one, loss_B, groups)
+        self._trained.refuse_missing(groups.seen | one.contributions.keys())
+        with kernels.exact_matmul(), torch.no_grad():
+            sq_norm_GU, slack_GU = one.add_norms(self._tally(one))
+        for group, (sq_norm_U, slack_U) in groups.norms.items():
+            sq_norm_GU[group], slack_GU[group] = sq_norm_U, slack_U
         return self._settled(unit_B, sq_norm_GU), slack_GU
 
     def hold(self, loss_B: Tensor) -> None:
@@ -239,7 +278,7 @@ class Book:
         finally:
             self._receiver = before
 
-    def _tally(self, one: Pass, max_waiting: int | None = None) -> NormTally:
+    def _tally(self, one: Pass, max_waiting: int | None = None, num_groups: int | None = None) -> NormTally:
         trained, norm_method = self._trained, self.norm_method
         return NormTally(
             one.rows,
@@ -247,7 +286,7 @@ class Book:
             trained.norm_dtype,
             lambda: self._flows.slack_factor(norm_method),
             max_waiting,
-            trained.num_groups,
+            num_groups or trained.num_groups,
         )
 
     # ---------------------------------------------------------- independence of rows

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpllm.ghost.book import Book
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.factors import clip_factors
+from dpllm.ghost.factors import GroupFactors, clip_factors
 from dpllm.ghost.groups import numbered, shapes_of
 from dpllm.ghost.held_clipping import HeldClipping
 from dpllm.ghost.kernels import accumulation_dtype
@@ -147,12 +147,15 @@ class GhostClipper:
         For engines that shard the model, where no process can hold the sum of all parameters.
         """
         unit_B, num_units = self._check(losses, unit_index)
-        sq_norm_GU, slack_GU = self._book.backward(losses, unit_B, num_units)
+        early = GroupFactors.of(self.clipping, self._book.num_groups) if self._group_P is None else None
+        sq_norm_GU, slack_GU = self._book.backward(losses, unit_B, num_units, early)
         by_parameter: dict[str, Tensor] = {}
         if self._group_P is not None:
             by_parameter = dict(zip(self.parameters, sq_norm_GU.clamp_min(0).sqrt().float(), strict=True))
             sq_norm_GU, slack_GU = self._grouped(sq_norm_GU), self._grouped(slack_GU)
         factor_GU = clip_factors(self.clipping, sq_norm_GU, slack_GU)
+        if early is not None:
+            factor_GU = early.joined(factor_GU)
         self._held.require(self.clipping, sq_norm_GU)
         factors = factor_GU.float() if len(factor_GU) > 1 else factor_GU[0].float()
         result = ClipResult(sq_norm_GU.sum(dim=0).clamp_min(0).sqrt().float(), factors, by_parameter)

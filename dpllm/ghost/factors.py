@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpllm.ghost.errors import GhostError
 from dpllm.mechanism.catalogue import CLIPPINGS
-from dpllm.mechanism.parts import Clipping
+from dpllm.mechanism.parts import Clipping, SeparateGroups
 
 _ROUNDING = 1e-5  # largest relative difference between two computations of one factor
 
@@ -42,11 +42,64 @@ def clip_factors(clipping: Clipping, sq_norm_GU: Tensor, slack_GU: Tensor | None
     """
     upper_GU = sq_norm_GU if slack_GU is None else sq_norm_GU + slack_GU
     finite_U = torch.isfinite(upper_GU).all(dim=0)
-    kind = torch.finfo(upper_GU.dtype)
-    norm_GU = torch.where(finite_U, upper_GU, 1).clamp_min(kind.tiny).sqrt() * (1 + 8 * kind.eps)
+    norm_GU = _upper_norm(upper_GU, finite_U)
     catalogued = type(clipping) in CLIPPINGS.values()
     factor_GU = clipping.factors(norm_GU) if catalogued else _checked_factors(clipping, norm_GU)
     return torch.where(finite_U, factor_GU, 0)
+
+
+def _upper_norm(upper: Tensor, finite: Tensor) -> Tensor:
+    """Return norms above 0 from squares with their slack; 1 where they are not finite."""
+    kind = torch.finfo(upper.dtype)
+    return torch.where(finite, upper, 1).clamp_min(kind.tiny).sqrt() * (1 + 8 * kind.eps)
+
+
+class GroupFactors:
+    """The factors of one group after another, during a backward pass.
+
+    Guarantee: as `clip_factors`; the factors of a group are those that it would have beside the other groups.
+
+    A unit whose norm is not finite gets the factor 0 in that group and in those that follow. Groups before it keep its
+    share, which is bounded: their sums are formed by then.
+
+    Args:
+        clipping: one of the catalogue with `group_factors`.
+        num_groups: G.
+    """
+
+    def __init__(self, clipping: SeparateGroups, num_groups: int) -> None:
+        """Start without factors."""
+        self._clipping, self._num_groups = clipping, num_groups
+        self._finite_U: Tensor | None = None
+        self._used: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, clipping: Clipping, num_groups: int) -> GroupFactors | None:
+        """Return the factors of a clipping of the catalogue with independent groups; None for another one."""
+        known = type(clipping) in CLIPPINGS.values() and isinstance(clipping, SeparateGroups)
+        return cls(clipping, num_groups) if known else None  # type: ignore[arg-type]
+
+    def one(self, group: int, sq_norm_U: Tensor, slack_U: Tensor) -> Tensor:
+        """Return the factors (U,) of one group, once.
+
+        Args:
+            group: its index.
+            sq_norm_U: (U,) squared norms; may be non-finite.
+            slack_U: (U,) the rounding error that they may have lost.
+        """
+        upper_U = sq_norm_U + slack_U
+        finite_U = torch.isfinite(upper_U)
+        self._finite_U = finite_U if self._finite_U is None else self._finite_U & finite_U
+        factor_U = self._clipping.group_factors(group, self._num_groups, _upper_norm(upper_U, finite_U))
+        self._used[group] = torch.where(self._finite_U, factor_U, 0)
+        return self._used[group]
+
+    def joined(self, factor_GU: Tensor) -> Tensor:
+        """Return the factors (G, U) of all groups: those used already, and those given for the other groups."""
+        whole_GU = factor_GU.clone()
+        for group, used_U in self._used.items():
+            whole_GU[group] = used_U
+        return whole_GU
 
 
 def _checked_factors(clipping: Clipping, norm_GU: Tensor) -> Tensor:

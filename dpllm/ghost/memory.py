@@ -42,6 +42,17 @@ class Passes:
             return 1
         return 1 if one_pass_fits(self._modules, rows, tokens, free_bytes(device)) else 2
 
+    def sums_are_smaller(self, rows: int, tokens: int) -> bool:
+        """Whether the clipped sums take less memory than what they are formed from.
+
+        Args:
+            rows: of the microbatch.
+            tokens: of each of its rows.
+        """
+        trained = {id(p): p for module in self._modules for p in module.parameters(recurse=False) if p.requires_grad}
+        sums = sum(p.numel() * kernels.accumulation_dtype(p.dtype).itemsize for p in trained.values())
+        return sums < held_bytes(self._modules, rows, tokens)
+
 
 def one_pass_fits(modules: Iterable[nn.Module], rows: int, tokens: int, free: int | None) -> bool:
     """Whether inputs and output gradients of all trainable layers fit in the free memory.

@@ -1,9 +1,10 @@
 """One backward pass over a microbatch: the contributions from its taps, and their receiver.
 
 Place in the flow: between the taps and the book. A `Pass` is made for each microbatch and dropped after its sum. Each
-contribution at a tap goes to one *receiver*: it keeps the contribution (`Keep`), measures its norm and forgets it
-(`Measure`, the first of two passes), adds up the clipped sum at once (`AddUp`, the second), or probes whether rows are
-independent (`dpllm.ghost.checks`).
+contribution at a tap goes to one *receiver*: it keeps the contribution (`Keep`), adds up the clipped sum of a group of
+parameters when its last one has arrived (`AddUpGroups`), measures its norm and forgets it (`Measure`, the first of two
+passes), adds up the clipped sum at once (`AddUp`, the second), or probes whether rows are independent
+(`dpllm.ghost.checks`).
 
 Shape suffixes: B rows, G groups of parameters, U units.
 """
@@ -11,7 +12,7 @@ Shape suffixes: B rows, G groups of parameters, U units.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from dpllm.ghost import kernels
 from dpllm.ghost.calls import Calls, used_again
 from dpllm.ghost.contributions import Contribution, Instance, Rows, Use, held, join, merge
+from dpllm.ghost.factors import GroupFactors
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.tally import NormTally, Weights
 
@@ -48,7 +50,7 @@ class Pass:
         norm_method: how norms and sums are computed.
         contributions: all uses of each parameter, by its id.
         sums: clipped sums that are complete already.
-        weights: of the rows and of the units, for each group of parameters; None until the clip factors are known.
+        weights: of the rows and of the units, by the number of a group whose clip factors are known.
         groups: the number of each parameter's group, by its id; 0 if it has no entry.
     """
 
@@ -56,7 +58,7 @@ class Pass:
     norm_method: NormMethod
     contributions: dict[int, list[Contribution]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[int, Tensor] = field(default_factory=dict)
-    weights: list[tuple[Weights, Weights]] | None = None
+    weights: dict[int, tuple[Weights, Weights]] = field(default_factory=dict)
     groups: Mapping[int, int] = field(default_factory=dict)
 
     def keep(self, parameter: nn.Parameter, use: Use) -> None:
@@ -72,11 +74,14 @@ class Pass:
 
     def weigh(self, factor_GU: Tensor) -> None:
         """Fix the factors (G, U) of the clipped sum."""
+        for group, factor_U in enumerate(factor_GU):
+            self.weigh_group(group, factor_U)
+
+    def weigh_group(self, group: int, factor_U: Tensor) -> None:
+        """Fix the factors (U,) of one group of parameters."""
         unit_B = self.rows.unit_B
-        self.weights = []
-        for factor_U in factor_GU:
-            factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
-            self.weights.append((Weights.of(factor_B), Weights.of(factor_U)))
+        factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
+        self.weights[group] = (Weights.of(factor_B), Weights.of(factor_U))
 
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Add sum_u factor_u g_u of one parameter to ``total``, once, and drop its contributions."""
@@ -86,9 +91,15 @@ class Pass:
         for contribution in self.contributions.pop(id(parameter)):
             self.add_weighted_(parameter, total, contribution)
 
+    def form_sum(self, parameter: nn.Parameter, contributions: Iterable[Contribution]) -> None:
+        """Form one parameter's clipped sum, and keep it until `add_clipped_sum_`."""
+        dtype = kernels.accumulation_dtype(parameter.dtype)
+        total = self.sums[id(parameter)] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        for contribution in contributions:
+            self.add_weighted_(parameter, total, contribution)
+
     def add_weighted_(self, parameter: nn.Parameter, total: Tensor, contribution: Contribution) -> None:
         """Add one contribution to a parameter's gradient, weighted, to ``total``."""
-        assert self.weights is not None, "the sum is formed after weigh()"
         of_rows, of_units = self.weights[self.groups.get(id(parameter), 0)]
         (of_units if isinstance(contribution, Instance) else of_rows).add_(total, contribution, self.norm_method)
 
@@ -144,10 +155,76 @@ class AddUp(Measure):
     """Measures again, and adds each layer's weighted gradient up as it arrives."""
 
     def _finish(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        dtype = kernels.accumulation_dtype(parameter.dtype)
-        total = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        self._pass.sums[id(parameter)] = total
-        self._pass.add_weighted_(parameter, total, contribution)
+        self._pass.form_sum(parameter, [contribution])
+
+
+class AddUpGroups:
+    """Clips a group of parameters and adds up its sum when its last gradient has arrived, and forgets what it kept.
+
+    A group with a parameter that the model uses more than once is kept until the end, as by `Keep`.
+
+    Args:
+        one: the pass.
+        calls: how often the model's calls used each parameter.
+        parameters: all trainable parameters.
+        tally: returns an empty tally of one group.
+        factors: of one group, from its norms.
+
+    Attributes:
+        norms: ``(sq_norm_U, slack_U)`` of the groups added up so far.
+        seen: ids of their parameters.
+    """
+
+    def __init__(
+        self,
+        one: Pass,
+        calls: Calls,
+        parameters: Iterable[nn.Parameter],
+        tally: Callable[[], NormTally],
+        factors: GroupFactors,
+    ) -> None:
+        """Wait for every group of parameters that are used once."""
+        self._pass, self._tally, self._factors = one, tally, factors
+        self.norms: dict[int, tuple[Tensor, Tensor]] = {}
+        self.seen: set[int] = set()
+        self._members: dict[int, dict[int, nn.Parameter]] = {}
+        for parameter in parameters:
+            self._members.setdefault(one.groups[id(parameter)], {})[id(parameter)] = parameter
+        self._missing = {
+            group: set(members)
+            for group, members in self._members.items()
+            if all(map(calls.used_once, members.values()))
+        }
+
+    def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
+        """Keep the contribution; if it is the last one of its group, form the group's sum.
+
+        Raises:
+            GhostError: a parameter that the model's calls used once receives two gradients.
+        """
+        group = self._pass.groups[id(parameter)]
+        missing = self._missing.get(group)
+        if missing is None:
+            self._pass.keep(parameter, use)
+            return
+        if id(parameter) not in missing:
+            raise used_again(name)
+        missing.discard(id(parameter))
+        self._pass.keep(parameter, use)
+        if not missing:
+            self._finish(group)
+
+    def _finish(self, group: int) -> None:
+        tally, members = self._tally(), self._members[group]
+        kept = {key: merge(self._pass.contributions.pop(key), self._pass.rows) for key in members}
+        for contributions in kept.values():
+            tally.add(contributions)
+        sq_norm_GU, slack_GU = tally.total()
+        self.norms[group] = sq_norm_GU[0], slack_GU[0]
+        self._pass.weigh_group(group, self._factors.one(group, *self.norms[group]))
+        for key, parameter in members.items():
+            self._pass.form_sum(parameter, kept.pop(key))
+        self.seen.update(members)
 
 
 class HeldUnit:

@@ -127,6 +127,10 @@ class GroupClipping(NormBound):
             raise ValueError(f"norms of {len(norm_GU)} groups were given; the clipping has {len(self.clip_norms)}")
         return (norm_GU.new_tensor(self.clip_norms)[:, None] / norm_GU).clamp_max(1)
 
+    def group_factors(self, group: int, num_groups: int, norm_U: Tensor) -> Tensor:
+        """Return min(1, C_k / ||g_ku||) of one group k."""
+        return (norm_U.new_tensor(self.clip_norms[group]) / norm_U).clamp_max(1)
+
     def words(self) -> str:
         """Return how a gradient is bounded, for the report."""
         each = ", ".join(

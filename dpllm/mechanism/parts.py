@@ -86,6 +86,27 @@ class Clipping(Protocol):
 
 
 @runtime_checkable
+class SeparateGroups(Clipping, Protocol):
+    """A clipping whose factors in a group depend on the norms of that group alone.
+
+    The clipped sum of a group can then be formed during the backward pass, and what was kept for it is freed.
+    """
+
+    def group_factors(self, group: int, num_groups: int, norm_U: Tensor) -> Tensor:
+        """Return one row of `factors`.
+
+        Args:
+            group: its index in the order of `groups`.
+            num_groups: G.
+            norm_U: (U,) l2 norms of that group, as in `factors`.
+
+        Returns:
+            (U,) factors.
+        """
+        ...
+
+
+@runtime_checkable
 class AdaptiveClipping(Clipping, Protocol):
     """A clipping whose threshold follows a private statistic of the norms.
 

@@ -54,7 +54,11 @@ class PerLayerClipping(NormBound):
         >>> PerLayerClipping(2.0).factors(torch.tensor([[2.0], [0.5], [4.0], [1.0]])).flatten()
         tensor([0.5000, 1.0000, 0.2500, 1.0000])
         """
-        return (self.clip_norm / math.sqrt(len(norm_GU)) / norm_GU).clamp_max(1)
+        return self.group_factors(0, len(norm_GU), norm_GU)
+
+    def group_factors(self, group: int, num_groups: int, norm_U: Tensor) -> Tensor:
+        """Return min(1, C / (√G ||g||)), which is the same in every group."""
+        return (self.clip_norm / math.sqrt(num_groups) / norm_U).clamp_max(1)
 
     def words(self) -> str:
         """Return how a gradient is bounded, for the report."""
