@@ -239,8 +239,8 @@ def noise(engine: str, steps: int = 3, noise_multiplier: float = 2.0, clip_norm:
     return {"released": [r.float().numpy() for r in released], "noise_stddev": plan.noise_stddev}
 
 
-def mechanism(engine: str, steps: int = 4, clip_norm: float = 1e-6) -> dict[str, Any]:
-    """Other clippings and banded noise on an engine: how far units reach, the noise of each step, white noise."""
+def mechanism(engine: str, steps: int = 7, clip_norm: float = 1e-6) -> dict[str, Any]:
+    """Other clippings and banded noise on an engine: how far units reach, the noise of all steps, white noise."""
     case = Case("llama", tied=True, dtype="float32")
     parts = {"clipping": {"kind": "automatic", "stability": 0.01}, "batch_size": 1}
     every, reached, thresholds = list(range(NUM_ROWS)), {}, []
@@ -264,11 +264,17 @@ def mechanism(engine: str, steps: int = 4, clip_norm: float = 1e-6) -> dict[str,
     return {
         "reached": reached,
         "moved": math.log(thresholds[2] / (1.0001 * start)),
-        "variance": [float((r / plan.noise_stddev).square().mean()) for r in released],
-        "expected": [plan.mechanism.noise.variance(step, plan.num_steps) for step in range(steps)],
+        "covariance": second_moments(torch.stack(released) / plan.noise_stddev),
+        "variance": [plan.mechanism.noise.variance(step, plan.num_steps) for step in range(steps)],
+        "column": plan.mechanism.noise.column(plan.num_steps),
         "entries": released[0].numel(),
         "refusal": refusal,
     }
+
+
+def second_moments(released_TP: Tensor) -> np.ndarray:
+    """(T, T): the mean over all entries of the products of two steps' releases, which have mean 0."""
+    return (released_TP @ released_TP.T / released_TP.shape[1]).numpy()
 
 
 def memories(engine: str, steps: int = 5) -> dict[str, list[bytes]]:

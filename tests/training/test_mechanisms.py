@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -11,12 +14,17 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm.mechanism.banded import BandedStream
 from dpllm.mechanism.keys import SecretKey
+from dpllm.mechanism.parts import Spec
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.rounding import epsilon_to_log
 from dpllm.report.verify import verify
+from dpllm.training.run import PrivateRun
+from tests import children
 from tests.conftest import tiny_llama_config
-from tests.tiers import deep_case
+from tests.tiers import deep, deep_case
+from tests.training.test_run import loss_of, network, plan_of
+from tests.training.test_run import rows_of as users_rows
 from tests.training.test_trainer import arguments, privacy, rows, trainer
 
 BANDED = {"kind": "banded", "bands": 3}
@@ -196,3 +204,52 @@ def test_the_epsilon_of_a_resumed_run_counts_its_starts(tmp_path):
     assert run.epsilon == epsilon([(event, 2), (event, 4)], delta) > run.plan.epsilon
     assert run.epsilon == run.privacy_report()["statement"]["epsilon"]
     assert verify(tmp_path).ok
+
+
+def four_bands(num_steps):
+    return dataclasses.replace(plan_of(num_steps=num_steps), noise=Spec.of({"kind": "banded", "bands": 4}))
+
+
+def take_steps(run, num_steps, before_step=lambda number: None):
+    """Train with the public loop."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(model, optimizer)
+    for units in run.draws(num_steps):
+        before_step(run.ledger.num_steps)
+        run.step(units, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def killed_in_step(folder, num_steps, last):
+    """The program of a process that is killed when it has charged this step and not taken it."""
+
+    def die(number):
+        if number == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    take_steps(PrivateRun.start(folder, four_bands(num_steps), users_rows()), num_steps, die)
+
+
+@deep  # the rule itself, without processes, is in `tests.privacy.test_stated`
+@pytest.mark.parametrize(("num_steps", "last", "allowed"), [(12, 6, 10), (9, 6, 9), (12, 8, 12)])
+def test_a_run_killed_in_mid_cycle_resumes_with_the_rounds_of_both_starts(num_steps, last, allowed, tmp_path):
+    """kill -9: the charged step stays, a cycle of 4 begins again, and the run ends at the rounds of its plan."""
+    plan = four_bands(num_steps)
+    folder, log = tmp_path / "run", tmp_path / "log"
+    died = children.Forked(killed_in_step, folder, num_steps, last, env=dict(os.environ), log=log, cwd=tmp_path)
+    assert children.wait_all([died]) == [-signal.SIGKILL], log.read_text()
+    assert read_ledger(folder / LEDGER_FILE).history == [(plan.event, last)]
+    run = PrivateRun.resume(folder, plan, users_rows())
+    assert run.steps_planned == allowed
+    take_steps(run, allowed - last)
+    with pytest.raises(ValueError, match=f"All {allowed} steps of the plan are taken"):
+        next(run.draws(1))
+    report = run.finish()
+    history = read_ledger(folder / LEDGER_FILE).history
+    assert history == [(plan.event, last), (plan.event, allowed - last)]
+    rounds = -(-last // 4) - (-(allowed - last) // 4)
+    assert rounds == -(-num_steps // 4)
+    assert report["statement"]["epsilon"] == pytest.approx(epsilon([(plan.event, 4 * rounds)], plan.delta), abs=1e-4)
