@@ -194,6 +194,20 @@ MUTATIONS = [
         ("tests/mechanism/test_banded.py",),
     ),
     Mutation(
+        "a run does not compare the units of its draws",
+        "dpllm/training/draws.py",
+        "        self._apart.check(drawn)",
+        "        ",
+        ("tests/mechanism/test_order.py",),
+    ),
+    Mutation(
+        "a loop of one's own does not compare the units of its draws",
+        "dpllm/mechanism/starts.py",
+        "            self._apart.check(drawn)\n",
+        "",
+        ("tests/mechanism/test_order.py",),
+    ),
+    Mutation(
         "the noise before is added and not taken back",
         "dpllm/mechanism/banded.py",
         "noise.sub_(before, alpha=coefficient)",
@@ -313,6 +327,13 @@ MUTATIONS = [
         "            if given:  # the guard",
         "            if False:  # the guard",
         ("tests/training/checks/test_watch.py",),
+    ),
+    Mutation(
+        "weights enter an average before the watch has confirmed them",
+        "dpllm/training/averaging.py",
+        "        source.watch.confirm()\n",
+        "",
+        ("tests/training/test_averaging.py",),
     ),
     Mutation(
         "the values of a saved average are not compared",

@@ -78,6 +78,10 @@ class IndependentNoise:
             rows_per_unit=draw.rows_per_unit or 1,
         )
 
+    def column(self, num_steps: int) -> tuple[float, ...]:
+        """Return one entry: the noise of a step reaches this step only."""
+        return (1.0,)
+
     def variance(self, step: int, num_steps: int) -> float:
         """Return 1: σC is the deviation of the noise itself."""
         return 1.0

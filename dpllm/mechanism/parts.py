@@ -284,6 +284,14 @@ class Noise(Protocol):
         """How many tensors of the gradient's size all processes together keep between two steps."""
         ...
 
+    def column(self, num_steps: int) -> tuple[float, ...]:
+        """Return the first column of the lower triangular Toeplitz matrix M, whose inverse correlates the noise.
+
+        A run refuses draws in which a unit comes back within as many steps as the column has entries, and the audit
+        undoes the correlation with it.
+        """
+        ...
+
     def variance(self, step: int, num_steps: int) -> float:
         """Return the variance of a step's noise, divided by (σC)²; steps count from the start or resume."""
         ...

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.mechanism.clipped import Clipped, clippers_of
+from dpllm.mechanism.order import UnitsApart
 from dpllm.mechanism.sampling import secret_rng
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Start:
         self._mechanism = mechanism
         self._drawn = mechanism.sampler.steps(secret_rng() if rng is None else rng)
         self._stream = mechanism.noise.stream(generator, num_steps)
+        self._apart = UnitsApart(len(mechanism.noise.column(num_steps)))
         self._num_steps, self._open = 0, False
         self._names: set[str] = set()  # of the parameters that had noise
 
@@ -92,7 +94,7 @@ class Start:
 
         Raises:
             ValueError: the draw before, of this call or of another, has no noise yet, or ``num_steps`` is no number
-                of draws. No draw is counted then.
+                of draws; no draw is counted then. Or a unit was drawn again too early for correlated noise.
         """
         if not _is_count(num_steps):
             raise ValueError(f"draws got {num_steps!r}; a number of draws, 1 or more, is needed")
@@ -106,7 +108,10 @@ class Start:
             self._num_steps += 1
             self._open = True
             self._stream.begin(self._num_steps - 1)
-            yield next(self._drawn)
+            drawn = next(self._drawn)
+            self._apart.check(drawn)
+            self._apart.take(drawn)
+            yield drawn
 
     def add_noise_(self, sums: Clipped | Mapping[str, Parameter]) -> None:
         """Add the noise of the step to the clipped sums in ``.grad``, in place; a missing one counts as zero.

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dpllm.engines.processes import Processes
+from dpllm.mechanism.order import UnitsApart
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.checks.outstanding import Charged, Outstanding
 from dpllm.training.checks.turns import Turns
@@ -34,6 +35,7 @@ class Draws:
         self._ledger, self._drawn = ledger, drawn
         self._uncharged: NDArray[np.int64] | None = None  # made on rank 0, and seen by nobody
         self._outstanding, self._turns = Outstanding(plan, ledger), Turns(processes)
+        self._apart = UnitsApart(len(plan.mechanism.noise.column(plan.num_steps)))
 
     def next(self, present_N: np.ndarray | None = None) -> NDArray[np.int64]:
         """Draw and charge the units of the next step.
@@ -46,8 +48,10 @@ class Draws:
         """
         self._outstanding.require_steps()
         drawn = self._turns.draw(self._draw, self._ledger.num_steps)
+        self._apart.check(drawn)  # all processes have the same units, so it raises on all of them
         made = self._outstanding.made(drawn if present_N is None else drawn[present_N[drawn]])
         self._uncharged = None
+        self._apart.take(drawn)
         return made
 
     def _draw(self) -> NDArray[np.int64]:

@@ -251,7 +251,8 @@ class PrivateRun:
                 neighbouring data set under zero-out. For audits; it is an open point. None: all units are present.
 
         Raises:
-            ValueError: the plan has no step left; or, with several processes, the last step failed half-way.
+            ValueError: the plan has no step left; with several processes, the last step failed half-way; or a unit was
+                drawn again too early for noise that is correlated over steps (`dpllm.mechanism.order.UnitsApart`).
             DrawError: ``present_N`` has another shape or dtype; nothing is drawn.
             LedgerError: a step cannot be charged.
             DisagreementError: a process draws more often or less often than the others.

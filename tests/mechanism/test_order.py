@@ -1,0 +1,98 @@
+"""Two steps of a unit are as far apart as the noise has bands, whatever the sampler: wrong ones are refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from dpllm.mechanism.banded import BandedNoise, CyclicPoissonSampler
+from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.order import UnitsApart
+from dpllm.mechanism.parts import Draw, Mechanism, Spec
+from dpllm.mechanism.sampling import TruncatedPoissonSampler, seeded_rng
+from dpllm.training.run import PrivateRun
+from tests.training.test_run import plan_of, rows_of
+
+DRAW = Draw(num_units=40, population=40, expected_batch_size=8, max_batch_size=40)
+
+
+class InTwoGroups(CyclicPoissonSampler):
+    """Every group also takes the units of the next one."""
+
+    def steps(self, rng):
+        groups = np.array_split(rng.permutation(self.num_units), self.bands)
+        while True:
+            for number in range(self.bands):
+                yield np.sort(np.concatenate([groups[number], groups[(number + 1) % self.bands]]))
+
+
+class SplitAgain(CyclicPoissonSampler):
+    """Another split in every cycle: a unit may be in the last group of one and the first of the next."""
+
+    def steps(self, rng):
+        while True:
+            yield from map(np.sort, np.array_split(rng.permutation(self.num_units), self.bands))
+
+
+class Twice(CyclicPoissonSampler):
+    """A unit is twice in a draw."""
+
+    def steps(self, rng):
+        while True:
+            yield np.array([3, 3])
+
+
+WRONG = {
+    "in two groups": lambda bands: InTwoGroups(40, bands, 8, 40),
+    "another split in every cycle": lambda bands: SplitAgain(40, bands, 8, 40),
+    "bands wider than groups": lambda bands: CyclicPoissonSampler(40, bands // 2, 8, 40),
+    "plain Poisson sampling": lambda bands: TruncatedPoissonSampler(40, 0.5, 40),
+    "twice in a draw": lambda bands: Twice(40, bands, 8, 40),
+}
+REFUSED = r"was drawn again after \d steps?, but the noise has 4 bands|A unit is twice in one draw"
+
+
+@pytest.mark.parametrize("sampler", WRONG.values(), ids=WRONG)
+def test_a_sampler_that_brings_a_unit_back_too_early_is_refused(sampler, monkeypatch, tmp_path):
+    """In a run, before the draw is charged and handed out, at every attempt; and in a loop of one's own."""
+    monkeypatch.setattr(BandedNoise, "sampler", lambda self, draw: sampler(self._number))
+    plan = dataclasses.replace(plan_of(num_steps=20), noise=Spec.of({"kind": "banded", "bands": 4}))
+    run = PrivateRun.start(tmp_path, plan, rows_of())
+    with pytest.raises(ValueError, match=REFUSED):
+        list(run.draws(20))
+    charged = run.ledger.num_steps
+    with pytest.raises(ValueError, match=REFUSED):
+        next(run.draws(1))
+    assert run.ledger.num_steps == charged < 20
+
+    start = Mechanism(DRAW, FlatClipping(1.0), BandedNoise(4), 1.0).start(20, NoiseSource(), seeded_rng(0))
+    with pytest.raises(ValueError, match=REFUSED):
+        for _ in start.draws(20):
+            start._open = False  # as if the noise of the draw had been added
+
+
+def test_the_samplers_of_the_mechanisms_are_not_refused():
+    """At the largest rate, over many cycles; and independent noise allows every draw."""
+    for bands in (1, 2, 5):
+        noise = BandedNoise(bands)
+        drawn, apart = noise.sampler(DRAW).steps(seeded_rng(bands)), UnitsApart(len(noise.column(30)))
+        for _ in range(30):
+            units = next(drawn)
+            apart.check(units)
+            apart.take(units)
+    apart = UnitsApart(1)
+    for units in ([0, 1], [0, 1], [1, 1]):
+        apart.check(np.array(units))
+        apart.take(np.array(units))
+
+
+def test_a_unit_may_come_back_after_as_many_steps_as_there_are_bands():
+    """Not one step earlier."""
+    apart = UnitsApart(3)
+    for units in ([0, 1], [2], [], [0]):
+        apart.check(np.array(units, dtype=np.int64))
+        apart.take(np.array(units, dtype=np.int64))
+    with pytest.raises(ValueError, match="Unit 0 was drawn again after 1 step, but the noise has 3 bands"):
+        apart.check(np.array([0, 7]))
+    apart.check(np.array([2]))
