@@ -2,9 +2,12 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests import children
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"^\| (?P<found>.+?) \| (?P<now>.+?) \| (?P<state>[a-z ]+) \| (?P<tests>.+?) \|$", re.MULTILINE)
@@ -38,6 +41,16 @@ def named() -> list[str]:
 def test_every_test_of_the_table_of_attacks_exists(file):
     """A test that was renamed or deleted takes its row with it."""
     assert {name.split("::", 1)[1] for name in named() if name.startswith(f"{file}::")} <= functions_in(ROOT / file)
+
+
+@pytest.mark.deep
+def test_every_case_of_the_table_of_attacks_is_collected():
+    """A case that was renamed or deleted takes its row with it, too."""
+    cases = {name for row in attacks() for name in re.findall(r"`(tests/[\w/]+\.py::[^`]+\])`", row["tests"])}
+    files = sorted({name.split("::")[0] for name in cases})
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-o", "addopts=", "-p", "no:cacheprovider", "--collect-only"]
+    collected = children.run([*command, "-q", *files], cwd=ROOT).stdout.splitlines()
+    assert len(cases) > 50 and cases <= set(collected)
 
 
 def test_every_attack_has_a_test_or_is_said_to_be_open():

@@ -333,7 +333,7 @@ def metadata_in(path: Path) -> dict[str, Any]:
         metadata = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, TypeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"the metadata of {path} can't be read ({reason}): mend or delete that file") from error
+        raise ValueError(f"the metadata of {path} cannot be read ({reason}): mend or delete that file") from error
     return metadata
 
 

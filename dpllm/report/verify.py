@@ -184,7 +184,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
     except OSError as error:
-        raise ValueError(f"{path} can't be read ({error.strerror})") from error
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 text") from error
     except (json.JSONDecodeError, RecursionError) as error:
@@ -229,7 +229,9 @@ def _step_count(contents: LedgerContents, recorded: Mapping[str, Any]) -> Check:
     if counted == contents.num_steps:
         return Check(what, True, f"{counted} steps")
     missing = isinstance(counted, int) and counted > contents.num_steps
-    cause = "lines were cut off its end, or the report is of another time" if missing else "the run went on after it"
+    cause = (
+        "lines were cut off its end, or the report is of an earlier state" if missing else "the run went on after it"
+    )
     return Check(what, False, f"the report counts {counted} steps, the ledger {contents.num_steps}: {cause}")
 
 
@@ -397,11 +399,11 @@ def _file_check(
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        return Check(what, False, f"{path} can't be read ({error.strerror})")
+        return Check(what, False, f"{path} cannot be read ({error.strerror})")
     except UnicodeDecodeError:
         return Check(what, False, f"{path} is no UTF-8 text")
     if due is None:
-        return Check(what, False, "there is nothing to hold it against, since plan or ledger can't be used")
+        return Check(what, False, "there is nothing to compare it with, since plan or ledger cannot be used")
     try:
         return Check(what, *compare(path, comparable(text), due, comparable))
     except ValueError as error:

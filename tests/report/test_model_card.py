@@ -249,7 +249,7 @@ def test_errors(tmp_path: Path) -> None:
         write_model_card(tmp_path, report, task="causal_lm", **common)
     for text in ("---\ntags: [a\n---\n", "---\n- a\n---\n", "---\n1: a\n---\n"):
         (tmp_path / "run" / "README.md").write_text(text)
-        with pytest.raises(ValueError, match=r"README\.md can't be read .*mend or delete"):
+        with pytest.raises(ValueError, match=r"README\.md cannot be read .*mend or delete"):
             write_model_card(tmp_path / "run", report, task="causal_lm", **common)
         assert (tmp_path / "run" / "README.md").read_text() == text
     (tmp_path / "run" / "README.md").write_text("only text")

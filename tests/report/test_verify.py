@@ -157,8 +157,8 @@ def test_edited_ledger_line(run: Path) -> None:
     edit(run / LEDGER_FILE, '"noise_multiplier": 2.0', '"noise_multiplier": 3.0')
     found = failed(verify(run))
     assert "edited, or lines before it are missing" in found["the ledger is there and its lines are chained"]
-    assert "nothing to hold it against" in found[f"{MARKDOWN_FILE} says the same"]
-    assert "nothing to hold it against" in found[f"{HTML_FILE} says the same"]
+    assert "nothing to compare it with" in found[f"{MARKDOWN_FILE} says the same"]
+    assert "nothing to compare it with" in found[f"{HTML_FILE} says the same"]
 
 
 def test_step_missing_in_the_middle(run: Path) -> None:
@@ -337,7 +337,7 @@ def test_card_of_somebody_else(run: Path) -> None:
     (run / "README.md").unlink()
     assert verify(run).ok
     (run / "README.md").write_text("---\ntags: [a\n---\nε\n")
-    assert "can't be read" in failed(verify(run))["README.md says the same"]
+    assert "cannot be read" in failed(verify(run))["README.md says the same"]
 
 
 @pytest.mark.parametrize("name", [PLAN_FILE, LEDGER_FILE, JSON_FILE, MARKDOWN_FILE, HTML_FILE])
