@@ -375,7 +375,7 @@ def same_randomness(seed: int) -> Iterator[None]:
     before = np.random.get_state(), random.getstate()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
+        _seed_torch(seed, devices)
         np.random.seed(seed)
         random.seed(seed)
         try:
@@ -383,6 +383,20 @@ def same_randomness(seed: int) -> Iterator[None]:
         finally:
             np.random.set_state(before[0])
             random.setstate(before[1])
+
+
+def _seed_torch(seed: int, cuda_devices: Sequence[int]) -> None:
+    """Seed PyTorch's generators of the devices that exist.
+
+    ``torch.manual_seed`` also keeps the seed for each kind of device that may begin later, with a formatted stack
+    trace: it costs milliseconds, its list grows with every call, and the seed would outlive `same_randomness`.
+    """
+    if not cuda_devices and torch.accelerator.is_available():
+        torch.manual_seed(seed)
+        return
+    torch.default_generator.manual_seed(seed)
+    if cuda_devices:
+        torch.cuda.manual_seed_all(seed)
 
 
 @contextlib.contextmanager

@@ -598,6 +598,21 @@ def test_dropout_is_off_as_well_where_checkpointing_repeats_a_layer(tmp_path):
     assert run.ledger.num_steps == 1
 
 
+def test_a_fixed_seed_ends_with_its_block(monkeypatch):
+    """No seed is kept for a device that begins later; afterwards all generators are where they were."""
+    kept = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", kept.append)
+    before = torch.get_rng_state(), random.getstate()
+    drawn = []
+    for seed in (7, 7, 8):
+        with same_randomness(seed):
+            drawn.append((float(torch.rand(())), random.random(), float(np.random.random_sample())))
+    assert drawn[0] == drawn[1] and not set(drawn[0]) & set(drawn[2])
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert bool(kept) == torch.cuda.is_available()
+
+
+
 def test_evaluation_of_random_functions_within_a_row():
     """The same numbers in every row, the wanted distribution within it, and other shapes agree where they overlap."""
     with same_randomness(0), Repeatable(packed=False):
