@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +26,21 @@ LIMIT = 3600.0  # seconds
 _GRACE = 60.0  # seconds that other processes get to report why they failed, once one has failed
 _MARK = "DPLLM_TEST_CHILD"  # in the environment of a child and of all its descendants
 
-# Loaded once by the process that others are forked from; each would take seconds to load them itself.
-_LOADED = ("torch", "transformers.trainer", "transformers.models.llama", "peft", "deepspeed", "dpllm")
+# Loaded once by the process that others are forked from; each would take seconds to load them itself. Nothing of dpllm
+# is among them: a fork may import another copy of it.
+_LOADED = (
+    "torch",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "deepspeed",
+    "torch.utils.cpp_extension",  # this and the next are imported by DeepSpeed when it begins
+    "torch._inductor.compile_fx",
+    "scipy.stats",
+    "dp_accounting.pld.privacy_loss_distribution",
+    "pytest",
+    "tests.distributed.gloo",
+)
 
 
 class Process(Protocol):
@@ -177,6 +191,29 @@ def run(
         child.kill()
     assert not check or child.returncode == 0, f"exit status {child.returncode} of {command}\n{out}\n{err}"
     return subprocess.CompletedProcess(command, child.returncode, out, err)
+
+
+def run_pytest(copy: Path, arguments: Sequence[str]) -> tuple[int | None, str]:
+    """Run pytest on a copy of this checkout, in a fork that imports the copy's modules.
+
+    Returns:
+        Its exit status and what it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        env = {**os.environ, "PYTHONPATH": str(copy)}
+        codes = wait_all([Forked(_pytest, str(copy), list(arguments), env=env, log=log, cwd=copy)])
+        return codes[0], log.read_text(encoding="utf-8", errors="replace")
+
+
+def _pytest(copy: str, arguments: Sequence[str]) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("dpllm", "tests")]:
+        del sys.modules[name]
+    sys.path[:] = [copy, *(place for place in sys.path if place and Path(place) != Path(__file__).parents[1])]
+    import pytest  # only here: the processes of a group do without it
+
+    loaded = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
+    raise SystemExit(int(pytest.main(["-W", loaded, *arguments])))
 
 
 def wait_all(children: Sequence[Process]) -> list[int | None]:

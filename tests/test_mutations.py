@@ -6,7 +6,6 @@ them has to fail. ``python -m tests.test_mutations`` prints which ones.
 
 import re
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -657,7 +656,7 @@ MUTATIONS = [
 ]
 
 
-def failing_tests(mutation: Mutation) -> tuple[int, list[str]]:
+def failing_tests(mutation: Mutation) -> tuple[int | None, list[str]]:
     """Run the mutation's tests on a mutated copy; return pytest's exit code and the names of the tests that failed."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
@@ -665,22 +664,9 @@ def failing_tests(mutation: Mutation) -> tuple[int, list[str]]:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         (copy / mutation.file).write_text(changed(mutation))
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "-x",
-            "-rfE",
-            *mutation.tests,
-        ]
-        if __name__ == "__main__":
-            command.remove("-x")
-        run = children.run(command, cwd=copy, check=False)
-        return run.returncode, re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, flags=re.MULTILINE)
+        options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-rfE", *([] if __name__ == "__main__" else ["-x"])]
+        code, printed = children.run_pytest(copy, [*options, *mutation.tests])
+        return code, re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, flags=re.MULTILINE)
 
 
 def changed(mutation: Mutation) -> str:

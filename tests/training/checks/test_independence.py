@@ -612,7 +612,6 @@ def test_a_fixed_seed_ends_with_its_block(monkeypatch):
     assert bool(kept) == torch.cuda.is_available()
 
 
-
 def test_evaluation_of_random_functions_within_a_row():
     """The same numbers in every row, the wanted distribution within it, and other shapes agree where they overlap."""
     with same_randomness(0), Repeatable(packed=False):
