@@ -52,6 +52,18 @@ def _deterministic():
         torch.default_generator.manual_seed(0)
 
 
+@pytest.fixture
+def rows_not_compared(request, monkeypatch):
+    """For runs that are about something else: in ``make test`` they do not compare rows before their steps.
+
+    The comparison takes two thirds of a short run. It is tested in `tests.training.checks`; the README's programs, the
+    recipes and the engines have it in every run, and in ``make test-deep`` these tests have it too. A test that is
+    marked ``compares_rows`` always has it.
+    """
+    if tiers.is_quick(request.config) and not request.node.get_closest_marker("compares_rows"):
+        monkeypatch.setattr("dpllm.training.checks.independence.IndependenceCheck.before_step", lambda *_, **__: None)
+
+
 @pytest.fixture(autouse=True)
 def _no_child_outlives_its_test():
     """Also when the test failed or was interrupted."""

@@ -19,6 +19,8 @@ from dpllm.report.verify import verify
 from tests.training.test_trainer import arguments, privacy, rows
 from tests.training.test_trainer import small_trainer as trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 LEDGER, PLAN = "privacy_ledger.jsonl", "privacy_plan.json"
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 

@@ -23,6 +23,11 @@ def deep_case(*values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, id=id, marks=deep)
 
 
+def is_quick(config: pytest.Config) -> bool:
+    """Whether only the tests that are not marked deep run."""
+    return str(config.getoption("markexpr")) == "not deep"
+
+
 def mark_the_rest_of_grids(items: Sequence[pytest.Item]) -> None:
     """Mark as deep the cases of each grid that its sample leaves out."""
     grids: dict[str, list[pytest.Function]] = {}

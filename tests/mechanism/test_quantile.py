@@ -37,6 +37,8 @@ from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
 from tests.training.test_run import loss_of, network, plan_of, rows_of
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 C, B = 0.5, 8  # of `plan_of`
 
 

@@ -16,6 +16,8 @@ from tests.training.test_run import FEATURES, ledger_of, loss_of, network, plan_
 from tests.training.test_trainer import arguments
 from tests.training.test_trainer import small_trainer as trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 
 def open_points(run):
     return run.privacy_report()["open_points"]

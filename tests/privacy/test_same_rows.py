@@ -15,6 +15,8 @@ from dpllm.training.run import PrivateRun
 from tests.training.test_run import loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments, rows, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 LEDGER = "privacy_ledger.jsonl"
 
 

@@ -24,6 +24,8 @@ from dpllm.report.verify import verify
 from dpllm.training.shared_ledger import SharedLedger
 from tests.tiers import deep_case
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 T, BANDS = 40, 4
 
 

@@ -19,6 +19,8 @@ from dpllm.training.shared_ledger import SharedLedger
 from tests.conftest import tiny_llama_config
 from tests.training.test_trainer import arguments, privacy, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 
 def plan() -> PrivacyPlan:
     privacy = PrivacyConfig(noise_multiplier=2, clip_norm=1, expected_batch_size=10, delta=1e-5, dataset="mail")

@@ -28,6 +28,8 @@ from dpllm.training.checks.watch import WatchError
 from tests.conftest import tiny_llama_config
 from tests.training.test_trainer import arguments, privacy, rows, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 EMA, TAIL = {"kind": "ema", "decay": 0.6}, {"kind": "tail", "share": 0.5}
 
 

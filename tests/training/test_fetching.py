@@ -20,6 +20,8 @@ from dpllm.data.rows import DataError, RowCollator
 from tests.conftest import tiny_llama_config
 from tests.training.test_trainer import arguments, privacy, rows, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after the trainer was made"])
 def test_a_transform_is_given_one_row_at_a_time(late, tmp_path):

@@ -27,6 +27,8 @@ from tests.training.test_run import loss_of, network, plan_of
 from tests.training.test_run import rows_of as users_rows
 from tests.training.test_trainer import arguments, privacy, rows, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 BANDED = {"kind": "banded", "bands": 3}
 
 

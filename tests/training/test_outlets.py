@@ -22,6 +22,8 @@ from dpllm.training.outlets import LOST_NOTES
 from tests.conftest import tiny_llama_config
 from tests.training.test_trainer import arguments, privacy, rows, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 GUARANTEE = {
     *("README.md", "privacy_report.md", "privacy_report.html", "privacy_report.json"),
     *("privacy_plan.json", "privacy_ledger.jsonl"),

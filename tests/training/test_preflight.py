@@ -26,6 +26,8 @@ from dpllm.models.positions import num_positions
 from dpllm.training.preflight import check_recipe
 from tests.test_recipes import tiny_model
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 LORA = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}
 
 

@@ -30,6 +30,8 @@ from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import private_step
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 UNITS, FEATURES = 40, 6
 
 

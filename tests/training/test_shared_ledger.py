@@ -13,6 +13,8 @@ from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.training.shared_ledger import SharedLedger
 from tests.engines.test_guard import plan_of
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 PLAN = plan_of(0.8)
 
 

@@ -40,6 +40,8 @@ from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.verify import verify as verify_folder
 from tests.conftest import tiny_llama_config
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 FILES = ("privacy_plan.json", "privacy_ledger.jsonl", "privacy_report.md", "privacy_report.json", "README.md")
 
 

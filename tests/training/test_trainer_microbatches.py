@@ -7,6 +7,8 @@ from dpllm.config import ConfigError
 from dpllm.ghost import NormMethod
 from tests.training.test_trainer import arguments, privacy, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 
 def test_microbatches_by_tokens_give_the_same_update(tmp_path):
     """A budget of tokens in place of rows changes how often the model runs, and nothing else."""

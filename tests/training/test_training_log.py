@@ -12,6 +12,8 @@ from dpllm.privacy.ledger import read_ledger
 from dpllm.training.training_log import LOG_FILE, TrainingLog
 from tests.training.test_trainer import arguments, rows, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 NOT_COVERED = ("loss", "grad_norm", "eval_", "metric", "runtime", "samples")
 
 

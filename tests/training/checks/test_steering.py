@@ -14,6 +14,8 @@ from dpllm.training.checks.steering import DECISIONS, DECLARED
 from tests.training.test_run import loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 STEPS = 5
 
 

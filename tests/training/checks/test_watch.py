@@ -22,6 +22,8 @@ from tests.reference import zoo
 from tests.training.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 
 class Around(nn.Module):
     """A network whose inputs pass through another module first."""
@@ -433,6 +435,7 @@ def test_sound_models_pass(family, mode, tmp_path):
     run.finish()
 
 
+@pytest.mark.compares_rows
 def test_a_head_within_the_loss_is_refused_when_it_is_trained(tmp_path):
     """Its own optimizer would carry private rows without noise into all later losses; a fixed one is sound."""
     head = nn.Linear(1, 1)

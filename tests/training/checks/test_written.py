@@ -14,6 +14,8 @@ from tests.training.checks.test_watch import FromStep, run_of, take
 from tests.training.test_run import loss_of, network
 from tests.training.test_trainer import arguments, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 PAST = "was written between two updates past PyTorch's version counters"
 
 
