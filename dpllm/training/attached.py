@@ -29,6 +29,7 @@ from dpllm.report.definition import RELEASED_WEIGHTS
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks import agreement
 from dpllm.training.checks.independence import IndependenceCheck, IndependenceError
+from dpllm.training.checks.kept import without_trace
 from dpllm.training.checks.randomness import refuse_own_generators
 from dpllm.training.checks.steering import Steering
 from dpllm.training.checks.watch import Watch
@@ -141,9 +142,10 @@ class Attached:
             return TOKENS_WITHOUT_MEASURE
         units = rows.units
         share = plan.expected_batch_size * units.num_rows / units.num_units / processes.size
-        fit = processes.together(
-            lambda: rows_that_fit(self.clipper, self.loss(loss_of), rows.longest, memory, most=math.ceil(share))
-        )
+        with without_trace(loss_of, rows.collate, model=self.model):
+            fit = processes.together(
+                lambda: rows_that_fit(self.clipper, self.loss(loss_of), rows.longest, memory, most=math.ceil(share))
+            )
         fewest = min(processes.gather(fit))
         if fewest == 0:
             raise MicrobatchTooLargeError(

@@ -28,6 +28,7 @@ from dpllm.config.versions import installed_version
 from dpllm.data.units import ONE_ROW, UnitIndex
 from dpllm.engines.optimizers import innermost
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.training.checks.kept import without_trace
 from dpllm.training.checks.repeatable import same_randomness
 
 _PACKAGES = ("numpy", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes")
@@ -183,7 +184,7 @@ def contents(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) 
 
 def _collated(length: int, fetch: Callable, collate: Callable) -> str:
     digest = hashlib.sha256()
-    with same_randomness(_STATE):
+    with same_randomness(_STATE), without_trace(collate):
         for number in _spaced(length, min(_SAMPLE, length)):
             inputs = collate(list(fetch(np.array([number]))))
             if not isinstance(inputs, Mapping):

@@ -26,10 +26,29 @@ CARRIED = (
     "to the next. Which row comes before depends on the units that are drawn, so a unit cannot be bounded, and ε would "
     "not hold. Make each row from that row only; to fill rows up, join the texts of one record before the training"
 )
+UNSTEADY = (
+    "The collator gives a row other values each time, also from the same random state, so it draws from numbers of its "
+    "own, or takes values in turn (itertools.cycle, a generator). Confirm that it draws them afresh for each row, from "
+    "the operating system's randomness: which call a row gets depends on the units that are drawn"
+)
 REREAD = (
     "The rows of the data set are made again at each reading, with random numbers. Confirm that a row is made from its "
     "own record only, with no text of other records (negatives, mixup, concatenation)"
 )
+
+
+def is_steady(make: Callable[[int], Any], row: int) -> bool:
+    """Return whether a row is made alike several times in a row, from the same random state.
+
+    Args:
+        make: the number of a row to its values.
+        row: the row.
+    """
+    seed, found = seed_between(0, 1), []
+    for _ in range(GATES):
+        with same_randomness(seed):
+            found.append(make(row))
+    return all(same_values(one, found[-1]) for one in found[1:])  # the first may follow another row
 
 
 def after_others(make: Callable[[int], Any], row: int, others: Sequence[int], gates: int = GATES) -> bool:

@@ -19,7 +19,7 @@ Shape suffixes: B rows.
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,12 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost import GhostClipper, GhostError
-from dpllm.training.checks.carried import CARRIED, GATES, REREAD, after_others
+from dpllm.training.checks.between_calls import LOSS, BetweenCalls
 from dpllm.training.checks.companies import SHORTEST, Company, Sample
 from dpllm.training.checks.differences import Differences, Precision, Seen, compare, in_words
 from dpllm.training.checks.drawn import Alone, part_of, unmeasured
-from dpllm.training.checks.kept import MAY_ACT, MOVED, SCRIPTED, Kept, act
-from dpllm.training.checks.randomness import own_generator
+from dpllm.training.checks.kept import Kept
 from dpllm.training.checks.repeatable import (
     Draw,
     Numbers,
@@ -56,7 +55,6 @@ from dpllm.training.checks.sharing import (
     Sharing,
     copied,
     of_collator,
-    same_values,
     states_for,
 )
 from dpllm.training.microbatches import Microbatch, RowsTaken
@@ -150,10 +148,10 @@ class IndependenceCheck:
                     parameter.grad = None
 
     def _check(self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, first: bool, source: Any) -> None:
-        before = Kept(source, self._model)
-        self._refuse_hidden(before)
+        state = BetweenCalls(source, self._rows, self._model, with_model=not self._engine.lockstep)
+        self._refuse(state.by_kind())
         (passes, worst), everywhere = self._agreed(
-            lambda: self._measured(loss_of, max_tokens, first), lambda measured: measured[1] is not None
+            lambda: self._measured(loss_of, max_tokens, first, state), lambda measured: measured[1] is not None
         )
         # From here on all processes run the same passes, even if only one of them found a difference.
         is_random = any(everywhere) and any(self._agreed(passes.is_random, bool)[1])
@@ -163,11 +161,15 @@ class IndependenceCheck:
             with _evaluating(self._model):  # randomness that could not be switched off: fused attention, custom kernels
                 worst, everywhere = self._agreed(lambda: self._worst(passes, first=False), bool)
         if not any(everywhere):
-            self._refuse_moved(passes, before, source, first)
+            self._refuse_kept(passes, state, first)
+            self.points += state.points
             return
         carried, _ = self._agreed(passes.is_carried, bool)
         held = passes.not_held if is_random else ""
-        message = None if worst is None else in_words(worst, passes.seen, passes.tolerance(), carried, held)
+        self._refuse(None if worst is None else in_words(worst, passes.seen, passes.tolerance(), carried, held))
+
+    def _refuse(self, message: str | None) -> None:
+        """Raise the first message of all processes on each of them."""
         for found in self._engine.processes.gather(message):
             if found is not None:
                 raise IndependenceError(found)
@@ -185,39 +187,21 @@ class IndependenceCheck:
             self._agreed(sharing.force, bool)
         if any(self._engine.processes.gather(sharing.is_random)):
             self._agreed(sharing.compare, bool)
-        for found in self._engine.processes.gather(sharing.message):
-            if found is not None:
-                raise IndependenceError(found)
+        self._refuse(sharing.message)
 
-    def _refuse_hidden(self, loss: Kept) -> None:
-        """Check that the loss has no generator of its own, and no random numbers in TorchScript that rows may share."""
+    def _refuse_kept(self, passes: _Passes, state: BetweenCalls, first: bool) -> None:
+        """Check that the loss keeps nothing from call to call that a row's value follows."""
         message = None
-        if loss.generators:
-            message = str(own_generator("The loss", ", ".join(loss.generators)))
-        elif loss.scripted and self._rows.max_rows != 1:
-            message = SCRIPTED.format(who="The loss", where=", ".join(loss.scripted))
-        for found in self._engine.processes.gather(message):
-            if found is not None:
-                raise IndependenceError(found)
-
-    def _refuse_moved(self, passes: _Passes, before: Kept, source: Any, first: bool) -> None:
-        """Check that the loss keeps no numbers which move from call to call and act."""
-        now, message = Kept(source, self._model), None
-        if any(self._engine.processes.gather(now.marks != before.marks)):
-            one, two = (self._agreed(lambda: passes.kept(source), bool)[0] for _ in range(2))
-            if moved := two.changed(one):
-                seeds = [] if self._engine.lockstep else _seeds(_GATES if first else 2)
-                words = {"who": "The loss", "where": two.words(moved)}
-                if act(two, moved, seeds, passes.lone, passes.differ):
-                    message = MOVED.format(**words)
-                else:
-                    self.points.append(MAY_ACT.format(**words))
-        for found in self._engine.processes.gather(message):
-            if found is not None:
-                raise IndependenceError(found)
+        if any(self._engine.processes.gather(state.is_changed())):
+            kept = [self._agreed(lambda: passes.kept(state), bool)[0] for _ in range(2)]
+            seeds = [] if self._engine.lockstep else _seeds(_GATES if first else 2)
+            message, _ = self._agreed(
+                lambda: state.of_losses(kept, seeds, passes.usual, passes.singles, passes.differ), bool
+            )
+        self._refuse(message)
 
     def _measured(
-        self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, first: bool
+        self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, first: bool, state: BetweenCalls
     ) -> tuple[_Passes, tuple[Seen, Seen] | None]:
         """Return the passes over rows drawn for them (fewer rows if memory runs out), and `_worst` of them."""
         wanted = _rows_wanted(self._per_step, first)
@@ -225,7 +209,7 @@ class IndependenceCheck:
         while True:
             with same_randomness(self._seed):  # collators and fetches may draw random numbers
                 sample = Sample.draw(self._rows, max_tokens, wanted, first, crowd)
-                passes = _Passes(self, loss_of, sample, self._is_drawn, first, max_tokens)
+                passes = _Passes(self, loss_of, sample, self._is_drawn, first, max_tokens, state)
                 self._is_drawn = passes.is_drawn
             try:
                 return passes, self._worst(passes, first)
@@ -337,6 +321,7 @@ class _Passes:
         is_drawn: bool,
         first: bool,
         max_tokens: int | None,
+        state: BetweenCalls,
     ) -> None:
         self._check, self._loss_of, self.sample, self._max_tokens = check, loss_of, sample, max_tokens
         self.seen: list[Seen] = []
@@ -344,7 +329,8 @@ class _Passes:
         self.not_held = ""  # random numbers that differ between passes and change the result
         self._has_probed = False
         rows, short = check._rows, sample.together[0]
-        self._refuse_carried()
+        if (message := state.of_making(sample, check._seed)) is not None:
+            raise IndependenceError(message)
         some = list(dict.fromkeys([short, *sample.replaced, *sample.together]))[:SHORTEST]
         self._alone = Alone.of(rows.collate, [] if rows.packed else [sample.rows[number] for number in some])
         self.is_drawn = is_drawn or self._alone.differ()
@@ -353,47 +339,6 @@ class _Passes:
             self._refuse_unmeasured(short)
         if (self.is_drawn or not sample.refetched) and rows.max_rows != 1:
             self._refuse_shared_by_collator(STATES if first else FEWEST)
-
-    def _refuse_carried(self) -> None:
-        """Check that neither reading nor collating a row takes anything from the row before it."""
-        rows, sample = self._check._rows, self.sample
-        long = max(sample.rows, key=lambda one: int(rows.lengths[one]))
-
-        def read(number: int) -> Any:
-            return rows.fetch(np.array([number]))[0]
-
-        def collated(number: int) -> Any:
-            return rows.collate([copy.deepcopy(sample.rows[number])])
-
-        for who, done, make in (("The data set", "read", read), ("The collator", "collated", collated)):
-            gates = 1 if make is read and sample.refetched else GATES
-            self._refuse_moved(who, rows.fetch if make is read else rows.collate, make)
-            for row in dict.fromkeys((sample.together[0], long)):  # text may be left over of long rows only
-                others = [*(number for number in sample.before if number != row), row]
-                if len(others) > 1 and after_others(make, row, others, gates):
-                    raise IndependenceError(CARRIED.format(who=who, done=done))
-        if not sample.refetched:
-            self._check.points.append(REREAD)
-
-    def _refuse_moved(self, who: str, source: Any, make: Callable[[int], Any]) -> None:
-        """Check that no numbers which the collator or the data set keeps move from call to call and act."""
-        sample, found = self.sample, []
-        for _ in range(3):  # caches are filled by the first
-            with same_randomness(self._check._seed):
-                for number in (*sample.before, *sample.together[:1]):
-                    make(number)
-            found.append(Kept(source, self._check._model))
-        before, now = found[1:]
-        if moved := now.changed(before):
-
-            def value(seed: int) -> Any:
-                with same_randomness(seed):
-                    return make(sample.together[0])
-
-            words = {"who": who, "where": now.words(moved)}
-            if act(now, moved, _seeds(_GATES), value, lambda one, other: not same_values(one, other)):
-                raise IndependenceError(MOVED.format(**words))
-            self._check.points.append(MAY_ACT.format(**words))
 
     def _refuse_unmeasured(self, short: int) -> None:
         """Check that a collator which draws numbers makes each row from that row only, and that it marks padding."""
@@ -500,15 +445,30 @@ class _Passes:
         """Return whether the result of the shortest row alone differs from the first pass."""
         return self.differ(self.seen[:1], self.run(replace(self.seen[0].company, words="alone, again")))
 
-    def lone(self, seed: int) -> list[Seen]:
-        """Return loss and norm of the shortest row alone."""
-        return self.run(Company(self.sample.together[:1], "alone"), seed)
+    def usual(self, seed: int) -> list[Seen]:
+        """Return loss and norm of the shortest row alone and beside others."""
+        companies = [Company(self.sample.together[:1], "alone")]
+        companies += [Company(self.sample.together, "beside others")] * (len(self.sample.together) > 1)
+        return [one for company in companies for one in self.run(company, seed)]
 
-    def kept(self, source: Any) -> Kept:
-        """Return the state of a function after passes over single rows, always the same ones."""
+    @property
+    def singles(self) -> list[Callable[[int], list[Seen]]]:
+        """Functions from a random state to loss and norm of one row alone: of the shortest, and of a long one."""
+        numbers = dict.fromkeys((self.sample.together[0], self._long))
+        return [functools.partial(self.run, Company((number,), "alone")) for number in numbers]
+
+    @property
+    def _long(self) -> int:
+        """A long row, which fits into a microbatch by itself."""
+        return max(self.sample.before, key=lambda number: int(self._check._rows.lengths[number]))
+
+    def kept(self, state: BetweenCalls) -> Kept:
+        """Return the state of the loss after passes over rows, always the same ones."""
         for number in (*self.sample.before[:1], self.sample.together[0], *self.sample.before[1:2]):
             self.run(Company((number,), "alone"))
-        return Kept(source, self._check._model)
+        for company in self.sample.companies(False):
+            self.run(company)
+        return state.now(LOSS)
 
     def differ(self, one: list[Seen], other: list[Seen]) -> bool:
         """Return whether two results of a row differ by more than rounding."""

@@ -5,14 +5,20 @@ its calls, or divides by a running mean of earlier losses, couples rows of diffe
 n-th microbatch depends on the units drawn. The effect may be too small, or too rare, for a comparison of values.
 
 Plain values are read from closures, defaults, attributes, arguments of `functools.partial`, bound objects and global
-variables that a function names, to a small depth. Modules of the model and objects of libraries are left out.
-State *moves* if the same rows, in the same order, with the same random numbers, leave other values the second time: a
-cache does not. Moved values are then set to others for a pass (`forced`), to see whether they act.
+variables that a function names, to a small depth; global variables of a module are followed as far as code names them.
+Of the model, the values that modules of the user's own classes keep beside parameters and buffers are read, which the
+watch does not compare. Objects of libraries are left out, but for data sets and modules of PyTorch that hold others.
+
+There are two questions. Does a row's value depend on what other rows left? The state of before they were seen is put
+back for a pass (`at`): the scale of the first batch, and a maximum so far, then give other values, a cache does not.
+And does it depend on the number of calls? State *moves* if the same rows, in the same order, with the same random
+numbers, leave other values the second time. Moved values are set to others for a pass (`forced`), to see if they act.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import inspect
@@ -25,7 +31,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CellType
+from types import CellType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -38,19 +44,31 @@ WAYS = 3
 """Ways in which moved values are set; see `forced`."""
 _ROUND = math.lcm(*range(1, 21), 10**6, 2**12)  # a multiple of usual periods; exact in float64
 _REPEATED = 300  # entries to which a list that grows is extended
-_DEEPEST, _MOST = 6, 2000  # depth of the search, and the most values
+_DEEPEST, _MOST = 8, 20_000  # depth of the search, and the most values
 _ENTRIES = 16  # of the end of a long list or a large dictionary, which are searched
 _NUMBERS = 1 << 16  # of a large tensor, which are compared
+_COPIED = 1 << 12  # the most entries of a tensor or a container that is copied, to be put back
+_MODULES = 3  # packages within each other, through which names are followed
 _NEVER = {"transformers", "accelerate", "peft", "deepspeed", "tokenizers", "datasets"}  # also what is derived from them
 _SKIPPED = LIBRARIES | _NEVER | sys.stdlib_module_names | {"tqdm", "wandb", "tensorboard", "mlflow", "pandas"}
 _SEEN = {"dpllm.training.row_losses"}  # modules of dpllm whose objects hold a user's function
+_HOLDING = ("torch.utils.data.dataset", "torch.nn.modules.")  # modules of PyTorch whose objects hold a user's
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, itertools.count)
+_CONTAINERS = (list, dict, set, deque)
+_PARTS = ("_buffers", "_parameters", "_modules")  # dictionaries of a module
+_WRITTEN = (Tensor, np.ndarray, itertools.count)  # values that code changes in place
+_TENSORS = (Tensor, nn.Parameter)
 _RANDOM = re.compile(r"aten::(rand\w*|bernoulli_?|uniform_|normal_?|exponential_|multinomial|poisson|random_)\(")
 
 MOVED = (
     "{who} keeps numbers that change with each call, and the values of a row follow them: {where}. Which rows are in "
     "the n-th call depends on the units that are drawn, so a unit cannot be bounded, and ε would not hold. Compute "
     "each row from that row only, or make the numbers a function of the step (count in on_step_begin of a callback)"
+)
+LEFT = (
+    "{who} keeps what it computed from rows that it saw before, and the values of a row follow it: {where}. With the "
+    "state of before those rows, a row has other values, so a unit cannot be bounded, and ε would not hold. Compute "
+    "each row from that row only; give scales, bounds and statistics as constants, computed from public data"
 )
 MAY_ACT = (
     "{who} keeps numbers that change with each call ({where}). No effect on a row was measured. Confirm that they are "
@@ -101,14 +119,21 @@ class Kept:
     Args:
         function: the loss, the collator, or the function that reads rows.
         model: its modules are left out.
+        with_model: whether to search the modules of the model by themselves, where their classes are the user's own.
     """
 
-    def __init__(self, function: Any, model: nn.Module | None = None) -> None:
+    def __init__(self, function: Any, model: nn.Module | None = None, with_model: bool = False) -> None:
         """Search for values."""
-        self._left_out = set() if model is None else {id(module) for module in model.modules()}
+        modules = {} if model is None else dict(model.named_modules())
+        self._left_out = {id(module) for module in modules.values()}
         self.places: dict[str, Place] = {}
         self._held: list[Any] = []  # so that no other object gets the id of one
         waiting, seen = deque([("", Place(function))]), set()
+        for name, module in modules.items() if with_model else ():
+            if _is_own(type(module).__module__):
+                inner = _of_module_of_model(module)
+                for path, value, holder, key in inner:
+                    waiting.append((f".{name or 'model'}{path}", Place(value, holder, key, 1)))
         while waiting and len(self.places) < _MOST:
             path, place = waiting.popleft()
             one = place.value
@@ -122,6 +147,8 @@ class Kept:
                 for name, value, holder, key in inner:
                     waiting.append((path + name, Place(value, holder, key, place.deep + 1)))
         self.marks = {path: mark for path, place in self.places.items() if (mark := _mark(place.value)) is not None}
+        found = {path: _copied(place.value) for path, place in self.places.items()}
+        self._copies = {path: value for path, value in found.items() if value is not None}
 
     def changed(self, before: Kept) -> list[str]:
         """Return the paths of values that were there before and are others now."""
@@ -142,6 +169,69 @@ class Kept:
                 graph = getattr(place.value, "inlined_graph", None)
                 found += [_told(path)] if _RANDOM.search(str(graph)) else []
         return found
+
+    def differing(self, before: Kept) -> list[str]:
+        """Return the paths of values that are others now, or new."""
+        paths = self.places if self._is_whole and before._is_whole else self.places.keys() & before.places.keys()
+        return [path for path in paths if self._differs(path, self.places[path], before)]
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether there were few enough values to search all."""
+        return len(self.places) < _MOST
+
+    def _differs(self, path: str, place: Place, before: Kept) -> bool:
+        earlier = before.places.get(path)
+        if earlier is None:
+            return True
+        if path in self.marks or path in before.marks:
+            return self.marks.get(path) != before.marks.get(path)
+        return earlier.value is not place.value
+
+    @contextlib.contextmanager
+    def at(self, moment: Kept) -> Iterator[None]:
+        """Put back the values of a search, an earlier one or this, for the duration of the block; then those of this.
+
+        Tensors are put back as copies, up to a size. What no holder can take back, such as an entry of a tuple or an
+        attribute in a slot, stays.
+        """
+        try:
+            self._take_away(moment)
+            moment._put_back(as_copies=True)
+            yield
+        finally:
+            self._put_back(as_copies=False)
+
+    def undo(self, before: Kept) -> None:
+        """Put back the values of an earlier search for good; containers and objects stay the same."""
+        others = set(self.differing(before))
+        self._take_away(before)
+        before._put_back(as_copies=True, only=others)
+
+    def _take_away(self, before: Kept) -> None:
+        """Take away attributes that are new, also those that hide an attribute of the class."""
+        containers = {id(place.value) for place in self.places.values()}
+        for path, place in self.places.items() if self._is_whole and before._is_whole else ():
+            earlier = before.places.get(path)
+            if earlier is not None and earlier.holder is place.holder:
+                continue
+            if isinstance(place.holder, dict) and id(place.holder) not in containers:
+                place.holder.pop(place.key, None)
+
+    def _put_back(self, as_copies: bool, only: set[str] | None = None) -> None:
+        """Give each place the value of this search.
+
+        Args:
+            as_copies: whether the code that runs next may write to the values.
+            only: the paths. None: all.
+        """
+        places = {path: place for path, place in self.places.items() if only is None or path in only}
+        for path, place in places.items():
+            if path in self._copies and isinstance(place.value, _CONTAINERS):
+                _refill(place.value, self._copies[path])
+        for path, place in places.items():
+            kept = self._copies.get(path, place.value)
+            place.put(_copied(kept) if as_copies and isinstance(kept, _WRITTEN) else place.value)
 
     @contextlib.contextmanager
     def forced(self, paths: list[str], way: int) -> Iterator[None]:
@@ -184,6 +274,9 @@ class Kept:
         elif isinstance(one, list | tuple | deque):
             for place in range(max(0, len(one) - _ENTRIES), len(one)):
                 yield f"[{place - len(one)}]", one[place], None if isinstance(one, tuple) else one, place
+        elif isinstance(one, staticmethod | classmethod | property | functools.cached_property):
+            parts = ("__func__", "fget", "fset", "func")
+            yield from ((f".{part}", getattr(one, part), None, None) for part in parts if hasattr(one, part))
         elif type(one).__module__.partition(".")[0] == "datasets":
             transform = ((getattr(one, "format", None) or {}).get("format_kwargs") or {}).get("transform")
             yield ".transform", transform, None, None
@@ -204,23 +297,56 @@ def _told(path: str) -> str:
 
 
 def _of_function(one: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    held = {}
     for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # empty
+            held[name] = cell.cell_contents
             yield f".{name}", cell.cell_contents, cell, None
     values = one.__defaults__ or ()
     names = one.__code__.co_varnames[one.__code__.co_argcount - len(values) : one.__code__.co_argcount]
     yield from ((f".{name}", value, one, place) for place, (name, value) in enumerate(zip(names, values, strict=True)))
     yield from ((f".{name}", value, one.__kwdefaults__, name) for name, value in (one.__kwdefaults__ or {}).items())
     yield from ((f".{name}", value, one.__dict__, name) for name, value in one.__dict__.items())
-    for name in dict.fromkeys(names_in(one.__code__)):
-        if name in one.__globals__:
-            yield f".{name}", one.__globals__[name], one.__globals__, name
+    names = list(dict.fromkeys(names_in(one.__code__)))
+    modules = {name: value for name, value in held.items() if isinstance(value, ModuleType)}
+    yield from _of_names(names, one.__globals__, modules)
+
+
+def _of_names(
+    names: list[str], known: dict[str, Any], held: dict[str, ModuleType]
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield global variables that code names, also those of modules that it names, holds or imports as it runs."""
+    imported = {name: sys.modules[name] for name in names if name not in known and name in sys.modules}
+    modules = [(f".{name}", module) for name, module in {**imported, **held}.items()]
+    for name in names:
+        if isinstance(known.get(name), ModuleType):
+            modules.append((f".{name}", known[name]))
+        elif name in known:
+            yield f".{name}", known[name], known, name
+    for _ in range(_MODULES):
+        inner = []
+        for path, module in modules:
+            for name in names if _is_own(module.__name__) else ():
+                value = vars(module).get(name)
+                if isinstance(value, ModuleType):
+                    inner.append((f"{path}.{name}", value))
+                elif name in vars(module):
+                    yield f"{path}.{name}", value, vars(module), name
+        modules = inner
+
+
+def _of_module_of_model(module: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield what a module keeps beside parameters, buffers and other modules, and its own methods."""
+    parts = [id(vars(module).get(part)) for part in _PARTS]
+    yield from (found for found in _of_object(module) if id(found[2]) not in parts)
 
 
 def _of_object(one: Any) -> Iterator[tuple[str, Any, Any, Any]]:
     own = getattr(one, "__dict__", {})
     if isinstance(one, nn.Module):
-        own = {name: own[name] for name in own if not name.startswith("_") or name == "_buffers"}
+        for part in _PARTS[:1] if _is_of_library(type(one)) else _PARTS:
+            yield from ((f".{name}", value, own[part], name) for name, value in own.get(part, {}).items())
+        own = {name: own[name] for name in own if not name.startswith("_")}
     for kind in reversed(type(one).__mro__):
         if _is_own(kind.__module__):
             yield from _of_class(kind)
@@ -247,9 +373,14 @@ def _is_own(module: str | None) -> bool:
 
 
 def _is_walked(one: Any) -> bool:
-    if inspect.isclass(one) or inspect.ismodule(one) or not _is_own(type(one).__module__):
+    if inspect.isclass(one) or inspect.ismodule(one):
         return False
-    return all(kind.__module__.partition(".")[0] not in _NEVER for kind in type(one).__mro__)
+    return _is_own(type(one).__module__) or type(one).__module__.startswith(_HOLDING)
+
+
+def _is_of_library(kind: type) -> bool:
+    """Return whether a class is derived from one that keeps much of its own, such as a model of transformers."""
+    return any(base.__module__.partition(".")[0] in _NEVER for base in kind.__mro__)
 
 
 def _mark(value: Any) -> Any:
@@ -257,8 +388,8 @@ def _mark(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
         some = value.ravel()[:: 1 + value.size // _NUMBERS]
         return value.shape, hashlib.blake2b(some.tobytes()).digest()
-    if type(value) is Tensor and value.layout == torch.strided and value.device.type != "meta":
-        flat = value.detach().flatten()
+    if type(value) in _TENSORS and value.layout == torch.strided and value.device.type != "meta":
+        flat = value.detach().resolve_conj().resolve_neg().flatten()
         flat = flat[:: 1 + flat.numel() // _NUMBERS].contiguous().cpu()
         return tuple(value.shape), hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes()).digest()
     if isinstance(value, _PLAIN):
@@ -272,6 +403,39 @@ def _mark(value: Any) -> Any:
     if isinstance(value, np.random.RandomState):
         return pickle.dumps(value.get_state(legacy=False))
     return value.getstate() if isinstance(value, random.Random) else None
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of what code may change in place, a container's without its entries; None if it is too large."""
+    if isinstance(value, itertools.count):
+        return copy.copy(value)
+    if isinstance(value, _CONTAINERS):
+        return copy.copy(value) if len(value) <= _COPIED else None
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.size <= _COPIED else None
+    if type(value) not in _TENSORS or value.numel() > _COPIED or value.layout != torch.strided:
+        return None
+    made = value.detach().clone()
+    if isinstance(value, nn.Parameter):  # a trainable one is watched elsewhere, and stays the optimizer's
+        return None if value.requires_grad else nn.Parameter(made, requires_grad=False)
+    return made
+
+
+def _refill(container: Any, entries: Any) -> None:
+    """Give a container these entries."""
+    if list(container) == list(entries) if isinstance(container, set) else _same_entries(container, entries):
+        return
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(entries)
+
+
+def _same_entries(one: Any, other: Any) -> bool:
+    if len(one) != len(other):
+        return False
+    pairs = zip(one.items(), other.items(), strict=True) if isinstance(one, dict) else None
+    if pairs is not None:
+        return all(a is b and x is y for (a, x), (b, y) in pairs)
+    return all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _other(value: Any, way: int) -> Any:
@@ -300,10 +464,52 @@ def _other_tensor(value: Tensor, way: int) -> Tensor:
     return torch.full_like(value, min((_ROUND - 1, _ROUND, 0)[way], most))
 
 
+@contextlib.contextmanager
+def without_trace(*functions: Any, model: nn.Module | None = None) -> Iterator[None]:
+    """Run a block that calls functions for a trial; what they keep of it is put back (`Kept`).
+
+    The first batch that a function sees is then one of a check, which finds a scale that is taken from it.
+    """
+    before = [Kept(function, model) for function in functions]
+    try:
+        yield
+    finally:
+        for function, earlier in zip(functions, before, strict=True):
+            Kept(function, model).undo(earlier)
+
+
+def is_left(
+    now: Kept, before: Kept, seeds: list[int], value: Callable[[int], Any], differ: Callable[[Any, Any], bool]
+) -> bool:
+    """Return whether a result differs with the state of an earlier moment; the other arguments are those of `act`.
+
+    A result that fails, or that is not steady, shows nothing.
+
+    Args:
+        now: the values.
+        before: the values of before other rows were seen.
+        seeds: random states.
+        value: a random state to a result.
+        differ: whether two results differ.
+    """
+    for seed in seeds:
+        found = []
+        with contextlib.suppress(Exception):
+            for moment in (now, before, now):
+                with now.at(moment):
+                    found.append(value(seed))
+            usual, other, again = found
+            if differ(usual, other) and not differ(usual, again):
+                return True
+    return False
+
+
 def act(
     kept: Kept, paths: list[str], seeds: list[int], value: Callable[[int], Any], differ: Callable[[Any, Any], bool]
 ) -> bool:
-    """Return whether forced values make a difference. A result that fails, or that is not steady, shows nothing.
+    """Return whether forced values make a difference. A result that fails shows nothing.
+
+    A result that is not steady shows that the values act, if it is steady while they are put back before each call.
 
     Args:
         kept: the values.
@@ -314,8 +520,11 @@ def act(
     """
     for seed in seeds:
         usual = value(seed)
-        if differ(usual, value(seed)):
-            return False
+        if differ(usual, value(seed)):  # a state that acts in each call, or numbers of the function's own
+            with kept.at(kept):
+                one = value(seed)
+            with kept.at(kept):
+                return not differ(one, value(seed))
         for way in range(WAYS):
             with contextlib.suppress(Exception), kept.forced(paths, way):
                 if differ(usual, value(seed)):

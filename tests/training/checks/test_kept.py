@@ -3,17 +3,20 @@
 import functools
 import itertools
 import random
+import sys
+import types
 import warnings
 
 import numpy as np
 import pytest
 import torch
+from transformers import DataCollatorWithPadding
 
 from dpllm import per_sequence_loss
 from dpllm.data.rows import RowCollator
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.training.checks.independence import IndependenceError
-from dpllm.training.checks.kept import Kept, act
+from dpllm.training.checks.kept import Kept, act, without_trace
 from tests.training.checks.test_independence import llama, trainer, unequal
 
 COLLATE = RowCollator(pad_token_id=0)
@@ -50,6 +53,11 @@ class Bank:
         return loss_B
 
 
+def in_turn():
+    factors = itertools.cycle([1.0, 5.0])
+    return lambda outputs, labels: of_rows(outputs, labels) * next(factors)
+
+
 def every(period):
     count = 0
 
@@ -77,6 +85,54 @@ def coin_of_a_hundred_calls(state, outputs, labels):
     return of_rows(outputs, labels) * (1 + state[1])
 
 
+class First:
+    """Divides by the mean of the first batch."""
+
+    scale = None
+
+    def __call__(self, outputs, labels):
+        loss_B = of_rows(outputs, labels)
+        if self.scale is None:
+            self.scale = float(loss_B.detach().mean())
+        return loss_B / self.scale
+
+
+class Largest:
+    """Divides by the largest loss so far."""
+
+    most = 0.0
+
+    def __call__(self, outputs, labels):
+        loss_B = of_rows(outputs, labels)
+        self.most = max(self.most, float(loss_B.detach().max()))
+        return loss_B / self.most
+
+
+class Part(torch.nn.Module):
+    """A module of the user's own, for a loss or a model, with a slow running mean."""
+
+    def __init__(self, inner=None):
+        super().__init__()
+        self.inner, self.scale = inner, None
+
+    def forward(self, value):
+        now = float(value.detach().abs().mean())
+        self.scale = now if self.scale is None else 0.9999 * self.scale + 0.0001 * now
+        value = value / self.scale
+        return value if self.inner is None else self.inner(value)
+
+
+class Nested(torch.nn.Module):
+    """A loss whose part keeps a running mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.Sequential(Part())
+
+    def forward(self, outputs, labels):
+        return self.parts(of_rows(outputs, labels))
+
+
 LOSSES = {
     "a slow running mean": Slow,
     "a late memory bank": Bank,
@@ -93,6 +149,102 @@ def test_a_loss_whose_state_acts_is_refused_in_the_first_step(name, batch, tmp_p
     with pytest.raises(IndependenceError, match=r"The loss keeps numbers that change with each call, and the values"):
         trainer(tmp_path, llama(), batch=batch, compute_loss_func=LOSSES[name]()).train()
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "says"),
+    [
+        (First, 4, r"The loss keeps what it computed from rows that it saw before, .*: scale\."),
+        pytest.param(First, 1, r"The loss keeps what it computed .*: scale\.", marks=pytest.mark.deep),
+        pytest.param(Largest, 4, r"The loss (keeps what it computed|of a row depends)", marks=pytest.mark.deep),
+        pytest.param(Nested, 4, r"The loss keeps numbers that change .*: parts\.0\.scale\.", marks=pytest.mark.deep),
+        pytest.param(in_turn, 1, r"alone it is .*, alone, after itself", marks=pytest.mark.deep),
+    ],
+)
+def test_a_loss_that_follows_earlier_rows_or_calls_is_refused(loss, batch, says, tmp_path):
+    """Numbers that no longer change when the step begins: those of the first rows, or the largest so far."""
+    with pytest.raises(IndependenceError, match=says):
+        trainer(tmp_path, llama(), batch=batch, compute_loss_func=loss()).train()
+
+
+@pytest.mark.deep
+def test_a_module_of_the_model_that_keeps_a_running_number_is_refused(tmp_path):
+    """The watch compares buffers, and no attributes."""
+    model = llama()
+    model.model.layers[0].mlp.down_proj = Part(model.model.layers[0].mlp.down_proj)
+    with pytest.raises(IndependenceError, match=r"numbers that change .*: model\.layers\.0\.mlp\.down_proj\.scale"):
+        trainer(tmp_path, model).train()
+
+
+class FirstLength:
+    """Cuts rows to the longest of the first batch."""
+
+    most = None
+
+    def __call__(self, rows):
+        self.most = self.most or max(len(row["input_ids"]) for row in rows)
+        return COLLATE([{name: ids[: self.most] for name, ids in row.items()} for row in rows])
+
+
+class LongestSoFar:
+    """Pads to the longest row so far; the attention mask tells the padding."""
+
+    most = 0
+
+    def __call__(self, rows):
+        self.most = max(self.most, *(len(row["input_ids"]) for row in rows))
+        batch = COLLATE(rows)
+        more = self.most - batch["input_ids"].shape[1]
+        fill = {"labels": -100}
+        return {
+            name: torch.nn.functional.pad(value, (0, more), value=fill.get(name, 0)) for name, value in batch.items()
+        }
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_collator_that_follows_the_first_rows_is_refused_and_one_that_pads_is_not(batch, tmp_path):
+    with pytest.raises(IndependenceError, match=r"The collator keeps what it computed from rows .*: most\."):
+        trainer(tmp_path / "first", llama(), batch=batch, data_collator=FirstLength()).train()
+    run = trainer(tmp_path / "longest", llama(), batch=batch, data_collator=LongestSoFar())
+    run.train()
+    assert run.ledger.num_steps == 1
+
+
+@pytest.mark.deep
+def test_a_collator_that_takes_values_in_turn_is_an_open_point_with_one_row_per_microbatch(tmp_path):
+    """A search does not see itertools.cycle; with more rows, the rows of a batch differ."""
+    tokens = itertools.cycle([1, 2])
+
+    def collate(rows):
+        batch = COLLATE(rows)
+        batch["input_ids"][:, 0] = next(tokens)
+        return batch
+
+    run = trainer(tmp_path, llama(), batch=1, data_collator=collate)
+    run.train()
+    assert any("gives a row other values each time" in one for one in run.privacy_report()["open_points"])
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows whose every 5000th reading is another one."""
+
+    def __init__(self):
+        self.rows, self.calls = unequal().to_list(), 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        self.calls += 1
+        ids = self.rows[number]["input_ids"]
+        return {"input_ids": [1, *ids[1:]] if self.calls % 5000 == 0 else ids}
+
+
+@pytest.mark.deep
+def test_a_data_set_within_a_subset_is_searched(tmp_path):
+    with pytest.raises(IndependenceError, match=r"The data set keeps numbers that change .*: dataset\.dataset\.calls"):
+        trainer(tmp_path, llama(), torch.utils.data.Subset(Rows(), range(30))).train()
 
 
 OWN = np.random.default_rng(3)
@@ -281,3 +433,109 @@ def test_the_global_generators_are_no_generators_of_a_loss():
     before = Kept(sound).marks
     random.random(), np.random.rand(), torch.rand(1)
     assert Kept(sound).marks == before
+
+
+class Helpers:
+    """What code can name past plain attributes."""
+
+    @staticmethod
+    def static():
+        TOTAL["calls"] += 1
+
+    @property
+    def scale(self):
+        TOTAL["more"] = TOTAL.get("more", 0)
+        return 1.0
+
+    def __call__(self):
+        self.static()
+        return self.scale
+
+
+class Library(DataCollatorWithPadding):
+    """A class made from one of transformers."""
+
+    def __init__(self):
+        self.calls = 0
+
+
+def test_state_is_found_where_ordinary_code_keeps_it(monkeypatch):
+    """In modules of one's own, behind methods of a class, in parts of a module, in a class made from a library's."""
+    own = types.ModuleType("module_of_ones_own")
+    exec("COUNT = {'calls': 0}\ndef step():\n    COUNT['calls'] += 1", vars(own))
+    monkeypatch.setitem(sys.modules, "module_of_ones_own", own)
+    collate, loss, subset = Library(), Nested(), torch.utils.data.Subset(Rows(), [0])
+    frozen = torch.nn.Module()
+    frozen.mean = torch.nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def by_attribute():
+        return own.step(), collate, subset, frozen
+
+    def by_import():
+        import module_of_ones_own
+
+        return module_of_ones_own.step()
+
+    found = set(Kept(by_attribute).places)
+    assert {".own.step.COUNT['calls']", ".collate.calls", ".subset.dataset.calls"} <= found
+    assert ".frozen.mean" in found
+    assert ".module_of_ones_own.step.COUNT['calls']" in Kept(by_import).places
+    assert {".static.__func__.TOTAL['calls']"} <= set(Kept(Helpers()).places) and TOTAL is not None
+    assert ".parts.0.scale" in Kept(loss).places
+    before = Kept(by_attribute)
+    own.step(), frozen.mean.data.add_(1)
+    assert set(Kept(by_attribute).changed(before)) == {".own.step.COUNT['calls']", ".frozen.mean"}
+
+
+def test_a_state_is_put_back_and_taken_again():
+    """Numbers, containers and tensors that are written in place; what is new is gone for a while."""
+
+    class State:
+        scale = None
+
+        def __init__(self):
+            self.seen, self.mean, self.turn = [1], torch.zeros(2), itertools.count()
+
+    state = State()
+
+    def function():
+        return state
+
+    before, mean, seen = Kept(function), state.mean, state.seen
+    state.scale, state.new = 2.0, {"a": 1}
+    state.seen.append(5), state.mean.add_(1), next(state.turn)
+    now = Kept(function)
+    with now.at(before):
+        assert state.scale is None and not hasattr(state, "new") and state.seen == [1] and state.seen is seen
+        assert state.mean.tolist() == [0, 0] and next(state.turn) == 0
+        state.mean.add_(7), state.seen.append(9)
+    assert state.scale == 2.0 and state.new == {"a": 1} and state.seen == [1, 5] and state.seen is seen
+    assert state.mean is mean and mean.tolist() == [1, 1] and next(state.turn) == 1
+    for _ in range(2):
+        with now.at(now):
+            state.mean.add_(7)
+        assert state.mean is mean and mean.tolist() == [1, 1]
+    now.undo(before)
+    assert state.scale is None and state.seen == [1] and state.mean.tolist() == [0, 0] and not hasattr(state, "new")
+
+
+def test_a_trial_leaves_no_trace_of_the_first_rows():
+    """So that the first batch is one of a check."""
+    collate = FirstLength()
+    with without_trace(collate):
+        collate([{"input_ids": [1, 2], "labels": [1, 2]}])
+        assert collate.most == 2
+    assert collate.most is None
+
+
+def test_a_value_that_is_never_steady_acts_if_its_state_makes_it_so():
+    count = [0]
+
+    def function(seed=0):
+        count[0] += 1
+        return count[0]
+
+    before = Kept(function)
+    function()
+    now = Kept(function)
+    assert act(now, now.changed(before), [0], function, lambda one, other: one != other)
