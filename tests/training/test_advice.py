@@ -14,6 +14,8 @@ from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.workload import UpdateRule
 from tests.training.test_trainer import arguments, privacy, rows, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 BANDED = {"kind": "banded", "bands": 4}
 GOOD = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}
 

@@ -8,6 +8,8 @@ from dpllm.training.restarting import Restart, RunCompletedError, restart_of
 from tests.training.test_run import plan_of
 from tests.training.test_trainer import arguments, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 
 def ledger(folder, steps=0, end=None):
     """A ledger with some steps, as a run that crashed or ended leaves it."""

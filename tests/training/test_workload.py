@@ -11,6 +11,8 @@ from dpllm.training.arguments import plan_for
 from dpllm.training.workload import learning_rates, workload_of
 from tests.training.test_trainer import arguments, privacy, rows, trainer
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
 SCHEDULES = [
     ("linear", {}, 0),
     ("linear", {}, 3),
