@@ -99,6 +99,10 @@ class WeightFragments:
                 self._kept[name] = local.clone()
                 local.copy_(values[name].view(local.shape))
 
+    def present(self) -> list[Tensor]:
+        """Return the entries of the model's weights that this process holds now; they share their memory."""
+        return [_local(parameter).detach() for parameter in self._parameters.values()]
+
     def restore(self) -> None:
         """Put the weights back that `show` replaced, to the bit. Called by all processes together."""
         if self._stage:

@@ -157,9 +157,12 @@ class Attached:
 
     def check_everything(self) -> None:
         """Check before a save that nothing but the noisy gradient has changed weights, buffers or the average."""
-        self.watch.check_everything()
-        if self.averaging is not None:
-            self.averaging.check()
+        if self.averaging is None:
+            self.watch.check_everything()
+            return
+        with self.averaging.hidden():  # a loop may end its run while the model holds the average
+            self.watch.check_everything()
+        self.averaging.check()
 
     def sums(self) -> dict[str, Any]:
         """Return checksums of the trained weights for a checkpoint; weights that an engine shards have none."""

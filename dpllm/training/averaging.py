@@ -39,7 +39,7 @@ from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.averages import Average, average_of, is_average
 from dpllm.models.ended import RunWeights
-from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.report.definition import RELEASED_WEIGHTS
 from dpllm.training.checks.stamps import WatchError
@@ -51,6 +51,12 @@ AVERAGE_FOLDER = "average"
 """Within a checkpoint: the average beside the weights."""
 LAST_FOLDER = "last_step"
 """Within the folder of a released average: the model with the weights after the last step."""
+CHANGED = (
+    "The weights were changed while the model held the average of the run, and files that were saved then hold others. "
+    "The guarantee covers that only where the change depends on nothing but what the run released: confirm it, or save "
+    "the average as it is."
+)
+"""The open point of such a run."""
 _STATE_FILE = "average.json"
 _SHARDS = "rank_*.safetensors"
 _STATE = {"average": str, "count": int, "last": int, "sizes": dict, "ledger": dict, "sums": dict}
@@ -132,7 +138,7 @@ class Averaging:
         self.count, self.is_shown = 0, False
         self._last = 0  # the step whose weights entered last
         self._values: dict[str, Tensor] = {}
-        self._written = Written()
+        self._written, self._shown = Written(), Written()
         self._source: _Source | None = None
         self._handle: Any = None
 
@@ -282,12 +288,19 @@ class Averaging:
         source = self._attached()
         source.processes.together(self.check)
         source.fragments.show(self._values)
+        self._shown = Written()
+        self._shown.take(source.fragments.present())
         self.is_shown = True
         source.weights.leave()  # a later run in this process that begins at the average begins at this run's release
 
     def _hide(self) -> None:
-        self._attached().fragments.restore()
+        source = self._attached()
+        is_changed = self._shown.differ(source.fragments.present())
+        source.fragments.restore()
         self.is_shown = False
+        if is_changed:
+            with contextlib.suppress(LedgerError):  # the run has ended: its report names the files that were there
+                source.ledger.append_open_point(CHANGED)
 
     def _attached(self) -> _Source:
         if self._source is None:

@@ -23,7 +23,7 @@ from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LedgerError, read_ledger
 from dpllm.report.definition import RELEASED_WEIGHTS
 from dpllm.report.verify import verify as verify_folder
-from dpllm.training.averaging import AVERAGE_FOLDER, LAST_FOLDER, AverageError, Averaging
+from dpllm.training.averaging import AVERAGE_FOLDER, CHANGED, LAST_FOLDER, AverageError, Averaging
 from dpllm.training.checks.watch import WatchError
 from tests.conftest import tiny_llama_config
 from tests.training.test_trainer import arguments, privacy, rows, trainer
@@ -427,8 +427,11 @@ def test_an_average_is_not_loaded_after_a_step_of_the_start(tmp_path):
     assert run.averaging.count == 3
 
 
-def loop(folder, model, averaging=None, num_steps=3):
-    """A loop of one's own that saves within `shown`; returns its report and the weights that it saved."""
+def loop(folder, model, averaging=None, num_steps=3, before_saving=lambda model: None, ends_within=False):
+    """A loop of one's own that saves within `shown`; returns its report and the weights that it saved.
+
+    ``ends_within``: it ends the run there, too.
+    """
     plan = make_plan(privacy(), num_units=24, num_steps=num_steps)
     data = TrainingRows(
         units=UnitIndex.one_row_per_unit(24),
@@ -445,9 +448,39 @@ def loop(folder, model, averaging=None, num_steps=3):
         optimizer.step()
         optimizer.zero_grad()
     with averaging.shown() if averaging else contextlib.nullcontext():
+        before_saving(model)
         model.save_pretrained(folder)
         saved = {name: value.clone() for name, value in model.state_dict().items()}
-    return run.finish(), saved
+        report = run.finish() if ends_within else None
+    return report or run.finish(), saved
+
+
+def add_one(model):
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+
+
+def written_past_the_counters(model):
+    model.lm_head.weight.data[0, 0] += 1
+
+
+@pytest.mark.parametrize("change", [add_one, written_past_the_counters])
+@pytest.mark.parametrize("ends_within", [False, True])
+def test_weights_that_change_while_the_average_is_shown_are_an_open_point(change, ends_within, tmp_path):
+    """They are saved as the average; those of the last step are put back, so that later checks find nothing."""
+    averaging = Averaging(average_of("ema"), 3)
+    report, _ = loop(
+        tmp_path, LlamaForCausalLM(tiny_llama_config()), averaging, before_saving=change, ends_within=ends_within
+    )
+    assert CHANGED in report["open_points"]
+
+
+def test_a_loop_may_end_while_the_average_is_shown(tmp_path):
+    """The checks at the end look at the weights of the last step; what was saved is the average, and verifies."""
+    model, averaging = LlamaForCausalLM(tiny_llama_config()), Averaging(average_of("ema"), 3)
+    report, saved = loop(tmp_path, model, averaging, ends_within=True)
+    assert CHANGED not in report["open_points"] and all(found.ok for found in verify_folder(tmp_path).checks)
+    assert not averaging.is_shown and not torch.equal(model.lm_head.weight, saved["lm_head.weight"])
 
 
 def test_an_average_serves_one_run(tmp_path):
