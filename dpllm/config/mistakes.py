@@ -16,7 +16,8 @@ from collections.abc import Callable
 MISTAKE, FAULT = 2, 1
 """Exit codes."""
 
-_WITH_REMEDY = ("MicrobatchTooLargeError", "UpdateError")  # errors of this library; their texts include the remedy
+# Errors of this library whose texts include the remedy.
+_WITH_REMEDY = ("MicrobatchTooLargeError", "OtherProcessError", "UpdateError")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # By name: the libraries need not be loaded for an error that they did not raise.
 _OTHER_MISTAKES = {

@@ -5,9 +5,10 @@ Place in the flow: below the engines. A single process is the case of size one, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ class DisagreementError(ValueError):
 
 
 class OtherProcessError(RuntimeError):
-    """Another process of the run failed, so this one cannot go on."""
+    """Another process of the run failed or has ended, so this one cannot go on."""
 
 
 class Processes:
@@ -74,7 +75,8 @@ class Processes:
         if self.size == 1:
             return [mine.tolist()]
         everywhere = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everywhere, mine, group=_host_group())
+        with _connected():
+            dist.all_gather(everywhere, mine, group=_host_group())
         return [one.tolist() for one in everywhere]
 
     def int64s_from_main(self, numbers: np.ndarray, count: int) -> np.ndarray:
@@ -83,13 +85,15 @@ class Processes:
             return numbers
         sent = torch.from_numpy(numbers.copy()) if self.is_main else torch.empty(count, dtype=torch.int64)
         if count:
-            dist.broadcast(sent, src=0, group=_host_group())
+            with _connected():
+                dist.broadcast(sent, src=0, group=_host_group())
         return sent.numpy()
 
     def sum_(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over all processes."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            with _connected():
+                dist.all_reduce(tensor)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
@@ -100,7 +104,8 @@ class Processes:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=_host_group())
+        with _connected():
+            dist.all_gather_object(values, value, group=_host_group())
         return values
 
     def from_main(self, function: Callable[[], _Value]) -> _Value:
@@ -117,7 +122,8 @@ class Processes:
                 outcome[0] = function()
             except Exception as error:
                 outcome[1] = _sendable(error)
-        dist.broadcast_object_list(outcome, src=0, group=_host_group())
+        with _connected():
+            dist.broadcast_object_list(outcome, src=0, group=_host_group())
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
@@ -227,6 +233,22 @@ def _host_group() -> Any:
     if _hosts[0] is not world:
         _hosts = world, dist.new_group(backend="gloo", timeout=_PATIENCE)
     return _hosts[1]
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    """Say in one line that another process cannot be reached; a connection's own error has an address, and no cause."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        words = " ".join(str(error).split())[:200]
+        raise OtherProcessError(
+            f"Another process of the run has ended, waits elsewhere or cannot be reached ({words}). Nothing of a step "
+            "that had begun is released. Look for the first error in the output of all processes, and resume from a "
+            "checkpoint"
+        ) from error
 
 
 def found_by(check: Callable[[], None]) -> Exception | None:

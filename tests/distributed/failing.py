@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dpllm.engines.processes import Processes
+from dpllm.config.mistakes import words_of
+from dpllm.engines.processes import OtherProcessError, Processes
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.training.run import PrivateRun
 from tests.distributed.checks import caught
@@ -142,4 +143,27 @@ def main_only(root: Path) -> None:
         optimizer.step()
     found = caught(run.finish) if run.is_main else None
     (root / "world" / f"result.{dist.get_rank()}").write_bytes(pickle.dumps(found))
+    os._exit(0)
+
+
+def ended_in_mid_step(root: Path) -> None:
+    """Rank 1 is gone in the middle of the second step, as when the system ends it for its memory."""
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = PrivateRun.start(root / "ended", plan_of(0.8, num_steps=2), rows_of())
+    run.attach(model, optimizer)
+    result = root / "world" / f"result.{dist.get_rank()}"
+
+    def leaving(model: Any, inputs: Any) -> torch.Tensor:
+        result.write_bytes(pickle.dumps(None))
+        os._exit(0)
+
+    def go() -> None:
+        for unit_ids in run.draws(2):
+            run.step(unit_ids, leaving if run.ledger.num_steps == 2 and dist.get_rank() == 1 else loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = caught(go)
+    result.write_bytes(pickle.dumps((found, words_of(OtherProcessError(found[1])))))
     os._exit(0)

@@ -2,6 +2,8 @@
 
 import pytest
 
+from dpllm.config.mistakes import words_of
+from dpllm.engines.processes import OtherProcessError
 from tests.distributed import world
 from tests.distributed.failing import PATIENCE
 
@@ -72,3 +74,18 @@ def test_an_end_by_the_main_process_only_is_one_line(tmp_path):
     error, _ = world.run(tmp_path / "world", "tests.distributed.failing:main_only", size=2, root=tmp_path)
     assert error[0] == "DisagreementError" and "\n" not in error[1], error
     assert "ends the run" in error[1] and "on every process" in error[1]
+
+
+@pytest.mark.deep
+def test_a_process_that_ends_in_mid_step_is_one_line_on_the_others(tmp_path):
+    """And no fault of this library."""
+    (error, shown), _ = world.run(
+        tmp_path / "world", "tests.distributed.failing:ended_in_mid_step", size=2, root=tmp_path
+    )
+    assert error[0] in ("OtherProcessError", "DisagreementError") and "\n" not in error[1], error
+    assert "has ended" in error[1] and shown == error[1]
+
+
+def test_an_error_of_another_process_is_no_fault_of_this_library():
+    """The recipes' script prints it as one line."""
+    assert words_of(OtherProcessError("Rank 1 failed during step 3")) == "Rank 1 failed during step 3"

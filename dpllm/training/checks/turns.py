@@ -110,8 +110,8 @@ class Turns:
         except RuntimeError as error:  # of the connection: a process ended, and the system closed its end
             raise DisagreementError(
                 f"This process {_NAMES[kind].format(step + 1)}, and another one has ended or cannot be reached "
-                f"({' '.join(str(error).split())[:200]}). No further step is charged. Call next() on PrivateRun.draws, "
-                "PrivateRun.step and PrivateRun.finish on every process, not only on the main one"
+                f"({' '.join(str(error.__cause__ or error).split())[:200]}). No further step is charged. Call next() on "
+                "PrivateRun.draws, PrivateRun.step and PrivateRun.finish on every process, not only on the main one"
             ) from error
         if any(one[:2] != everywhere[0][:2] for one in everywhere):
             names = [_NAMES.get(one[0], "makes another call") for one in everywhere]
