@@ -20,7 +20,7 @@ import datasets
 import torch
 import torch.distributed
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from dpllm import DPTrainer, load_recipe
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ModelConfig, Recipe, save_recipe
@@ -50,6 +50,7 @@ from dpllm.training.attaching import WhenAttached
 from dpllm.training.evaluation import Measurement, measure
 from dpllm.training.launch_environment import find_deepspeed_config
 from dpllm.training.preflight import PLAIN, check_recipe
+from dpllm.training.public_stage import start_in, train_on_public_text
 from dpllm.training.restarting import RunCompletedError, begin_in
 from dpllm.training.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
 
@@ -277,28 +278,15 @@ def pretrain(
 ) -> ModelConfig:
     """Train on the public text, without privacy; return the trained model as the start of the private training.
 
-    The model is saved and loaded again, so that hooks and shards of this training's engine are removed from it. A run
-    that is continued (``continues``) finds it there; its ledger names these files. Any other model there may be from
-    another text.
+    A run that is continued (``continues``) finds it there; its ledger names these files. Any other model there may be
+    from another text.
     """
     public = recipe.public_pretrain
     folder = Path(recipe.train["output_dir"]).expanduser() / PRETRAINED_FOLDER
     if not (continues and (folder / "config.json").exists()):
         console.rule(f"public pretraining on {public.data.path}")
-        section = {"output_dir": str(folder), **PLAIN, **public.train}
-        args = training_arguments(section)
-        model: PreTrainedModel = load_base_model(recipe.model, tokenizer, num_labels)
-        with args.main_process_first(desc="tokenizing the public text"):
-            rows = tokenize_records(records, tokenizer, public.data, task=recipe.model.task)
-        collator = RowCollator(pad_token_id=tokenizer.pad_token_id, task=recipe.model.task)
-        trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collator)
-        trainer.train()
-        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-        if args.should_save:
-            trainer.accelerator.unwrap_model(trainer.model_wrapped).save_pretrained(folder, state_dict=state)
-        trainer.accelerator.wait_for_everyone()
-        trainer.accelerator.free_memory()
-    return dataclasses.replace(recipe.model, name=str(folder), config=None, tokenizer_vocab_size=None)
+        train_on_public_text(recipe, records, tokenizer, num_labels, folder)
+    return start_in(folder, recipe.model)
 
 
 def draw(trainer: DPTrainer, path: Path, before: Measurement | None, after: Measurement | None) -> Path:

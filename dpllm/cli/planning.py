@@ -11,6 +11,16 @@ from rich.console import Console
 from rich.table import Table
 
 from dpllm.cli.common import AsJson, one_line_errors, show
+from dpllm.cli.suggesting import (
+    Around,
+    Output,
+    Public,
+    RehearsalSteps,
+    Rehearse,
+    Suggest,
+    SuggestOptions,
+    run_suggest,
+)
 from dpllm.cli.sweeping import UTILIZATION, Setting, run_noise_sweep, run_sweep
 from dpllm.config import Recipe, load_recipe
 
@@ -55,6 +65,13 @@ PeakTflops = Annotated[
     float | None,
     typer.Option(help=f"With --sweep: of one GPU, of which {UTILIZATION:.0%} are used; gives the time of a run."),
 ]
+NumUnits = Annotated[
+    int | None,
+    typer.Option(
+        help="With --sweep, instead of a recipe: N. With --suggest: N, so that the private records are not "
+        "read and need not be here."
+    ),
+]
 Picture = Annotated[Path | None, typer.Option(help="With --sweep: write a PNG.")]
 
 
@@ -64,6 +81,7 @@ def register(app: typer.Typer) -> None:
         epilog="Example: dpllm plan recipes/quickstart.yaml privacy.target_epsilon=3\n\n"
         "Example: dpllm plan recipes/llama3_8b_chat_lora.yaml --memory --gpus 8 --engine fsdp2\n\n"
         "Example: dpllm plan recipes/quickstart.yaml --sweep privacy.noise=independent --picture sweep.png\n\n"
+        "Example: dpllm plan recipes/quickstart.yaml --suggest --rehearse --output runs/suggested\n\n"
         "Example: dpllm plan --sweep --num-units 1000000 --epsilon 8 --expected-batch-size 4096 --steps 500"
     )(plan)
 
@@ -77,6 +95,7 @@ def plan(
     ] = None,
     memory: Memory = False,
     sweep: Sweep = False,
+    suggest: Suggest = False,
     gpus: Gpus = None,
     engine: Engine = None,
     batch_sizes: Counts = None,
@@ -87,7 +106,12 @@ def plan(
     tokens_per_second: TokensPerSecond = None,
     peak_tflops: PeakTflops = None,
     picture: Picture = None,
-    num_units: Annotated[int | None, typer.Option(help="With --sweep, instead of a recipe: N.")] = None,
+    rehearse: Rehearse = False,
+    public: Public = None,
+    around: Around = None,
+    rehearsal_steps: RehearsalSteps = None,
+    output: Output = None,
+    num_units: NumUnits = None,
     expected_batch_size: Annotated[int | None, typer.Option(help="Likewise: b.")] = None,
     steps: Annotated[int | None, typer.Option(help="Likewise: T.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="Likewise: the ε that a run may cost.")] = None,
@@ -100,21 +124,32 @@ def plan(
     With --memory: memory and traffic of a GPU, by formulas. This needs neither private data nor a GPU.
 
     With --sweep: the batch size and number of steps that make most of the budget, for a recipe or for given numbers.
+
+    With --suggest: the settings to start from, computed from the plan and the size of the model's weights. With
+    --rehearse or --public FILE the learning rate is the best of a rehearsal: short trainings on public text, by the
+    steps of the product, with the plan's bands and σ/b. No private record enters, and no ε is spent.
     """
-    numbers = (num_units, expected_batch_size, steps, epsilon, delta, tokens_per_unit)
-    alone = any(number is not None for number in numbers)
-    if memory and sweep:
-        raise ValueError("--memory and --sweep cannot be combined: give one of them")
-    of_sweep = (batch_sizes, step_counts, min_steps, gradient_rms, tokens_per_second, peak_tflops, picture)
-    if not sweep and (alone or compute != "recipe" or any(of_sweep)):
-        raise ValueError("the options of a sweep need --sweep: add it, or omit them")
-    if not memory and (engine is not None or (gpus is not None and not sweep)):
-        raise ValueError("--gpus and --engine are options of --memory: add --memory, or omit them")
-    if recipe is None and not (sweep and alone):
-        raise ValueError("give a recipe, or --sweep with the numbers of a run (dpllm plan --help)")
-    if recipe is not None and alone:
-        raise ValueError("--num-units and the other numbers replace a recipe: override the recipe's values instead")
+    options = SuggestOptions(
+        rehearse=rehearse,
+        public=public,
+        around=around,
+        rehearsal_steps=rehearsal_steps,
+        output=output,
+        num_units=num_units,
+    )
+    of_setting = (expected_batch_size, steps, epsilon, delta, tokens_per_unit)
+    alone = any(number is not None for number in (*of_setting, None if suggest else num_units))
+    sweeping = _SweepOptions(
+        batch_sizes, step_counts, compute, min_steps, gradient_rms, tokens_per_second, peak_tflops, picture
+    )
+    _refuse_combinations(
+        memory, sweep, suggest, alone or sweeping != _SweepOptions(), engine is not None, gpus is not None
+    )
+    if not suggest:
+        options.refuse_without_suggest()
     if recipe is None:
+        if not (sweep and alone):
+            raise ValueError("give a recipe, or --sweep with the numbers of a run (dpllm plan --help)")
         setting = Setting.of_numbers(
             num_units=num_units,
             expected_batch_size=expected_batch_size,
@@ -123,31 +158,74 @@ def plan(
             delta=delta,
             tokens_per_unit=tokens_per_unit,
         )
+        sweeping.run(setting, gpus, as_json)
+        return
+    if alone:
+        raise ValueError("--num-units and the other numbers replace a recipe: override the recipe's values instead")
+    loaded = load_recipe(recipe, overrides or ())
+    if memory:
+        _memory(recipe, loaded, 1 if gpus is None else gpus, engine, as_json)
+    elif suggest:
+        run_suggest(recipe, loaded, options, as_json)
+    elif sweep:
+        _sweep_recipe(recipe, loaded, sweeping, gpus, as_json)
     else:
-        loaded = load_recipe(recipe, overrides or ())
-        if memory:
-            _memory(recipe, loaded, 1 if gpus is None else gpus, engine, as_json)
-            return
-        planned = _plan_of(loaded)
-        made = planned.plan
-        if sweep and made.selection is not None:
-            raise ValueError("--sweep compares single runs: leave privacy.selection out, or --sweep")
-        if not sweep:
-            _show_plan(recipe, planned, as_json)
-            return
-        setting = Setting.of_recipe(recipe, loaded, made, with_flops=peak_tflops is not None)
-        if made.noise.kind != "independent":
-            if any((step_counts, gradient_rms, tokens_per_second, peak_tflops, picture)):
-                raise ValueError(
-                    "a sweep of correlated noise takes --batch-sizes, --compute and --min-steps, and not the other "
-                    "options of a sweep: omit them, or set privacy.noise=independent"
-                )
-            _sweep_noise(setting, loaded, batch_sizes, compute, min_steps, as_json)
-            return
-    fewest = -(-setting.num_steps // 2) if min_steps is None else min_steps
-    rule = {"min_steps": fewest, "gradient_rms": gradient_rms}
-    time = (tokens_per_second, peak_tflops, gpus or 1)
-    run_sweep(setting, batch_sizes, step_counts, compute, rule, *time, picture, as_json)
+        _show_plan(recipe, _plan_of(loaded), as_json)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SweepOptions:
+    """The options of --sweep, with their defaults."""
+
+    batch_sizes: str | None = None
+    step_counts: str | None = None
+    compute: str = "recipe"
+    min_steps: int | None = None
+    gradient_rms: float = 0.0
+    tokens_per_second: float | None = None
+    peak_tflops: float | None = None
+    picture: Path | None = None
+
+    def fewest_steps(self, num_steps: int) -> int:
+        """Return the smallest number of steps: half of the run's without an option."""
+        return -(-num_steps // 2) if self.min_steps is None else self.min_steps
+
+    def run(self, setting: Setting, gpus: int | None, as_json: bool) -> None:
+        """Sweep runs with independent noise."""
+        rule = {"min_steps": self.fewest_steps(setting.num_steps), "gradient_rms": self.gradient_rms}
+        time = (self.tokens_per_second, self.peak_tflops, gpus or 1)
+        run_sweep(setting, self.batch_sizes, self.step_counts, self.compute, rule, *time, self.picture, as_json)
+
+
+def _sweep_recipe(path: Path, recipe: Recipe, options: _SweepOptions, gpus: int | None, as_json: bool) -> None:
+    made = _plan_of(recipe).plan
+    if made.selection is not None:
+        raise ValueError("--sweep compares single runs: leave privacy.selection out, or --sweep")
+    setting = Setting.of_recipe(path, recipe, made, with_flops=options.peak_tflops is not None)
+    if made.noise.kind == "independent":
+        options.run(setting, gpus, as_json)
+        return
+    time = (options.tokens_per_second, options.peak_tflops)
+    if any((options.step_counts, options.gradient_rms, *time, options.picture)):
+        raise ValueError(
+            "a sweep of correlated noise takes --batch-sizes, --compute and --min-steps, and not the other "
+            "options of a sweep: omit them, or set privacy.noise=independent"
+        )
+    fewest = options.fewest_steps(setting.num_steps)
+    _sweep_noise(setting, recipe, options.batch_sizes, options.compute, fewest, as_json)
+
+
+def _refuse_combinations(
+    memory: bool, sweep: bool, suggest: bool, of_sweep: bool, with_engine: bool, with_gpus: bool
+) -> None:
+    """Refuse options that do not belong together."""
+    kinds = [name for name, given in (("--memory", memory), ("--sweep", sweep), ("--suggest", suggest)) if given]
+    if len(kinds) > 1:
+        raise ValueError(f"{' and '.join(kinds)} cannot be combined: give one of them")
+    if not sweep and of_sweep:
+        raise ValueError("the options of a sweep need --sweep: add it, or omit them")
+    if not memory and (with_engine or (with_gpus and not sweep)):
+        raise ValueError("--gpus and --engine are options of --memory: add --memory, or omit them")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +267,7 @@ def _plan_of(recipe: Recipe) -> _Planned:
 
 
 def _sweep_noise(
-    setting: Setting, recipe: Recipe, batch_sizes: str | None, compute: str, min_steps: int | None, as_json: bool
+    setting: Setting, recipe: Recipe, batch_sizes: str | None, compute: str, min_steps: int, as_json: bool
 ) -> None:
     from dpllm.mechanism.catalogue import noise_of
     from dpllm.mechanism.parts import Spec
@@ -199,9 +277,8 @@ def _sweep_noise(
 
     average = recipe.train.get("average")
     arguments, noise = training_arguments({**PLAIN, **recipe.train}), noise_of(Spec.of(recipe.privacy.noise))
-    fewest = -(-setting.num_steps // 2) if min_steps is None else min_steps
     run_noise_sweep(
-        setting, noise, lambda steps: workload_of(arguments, steps, average), batch_sizes, compute, fewest, as_json
+        setting, noise, lambda steps: workload_of(arguments, steps, average), batch_sizes, compute, min_steps, as_json
     )
 
 

@@ -356,6 +356,43 @@ def _refuse_shared_files(config: DataConfig) -> None:
             )
 
 
+def shared_source(private: DataConfig, public: DataConfig) -> str | None:
+    """Return a file, or a data set, of which both sections read records. Nothing is opened; copies are not found.
+
+    Args:
+        private: a section. Its held-out records count too, unless ``eval_is_public`` declares them public.
+        public: another section, of which only ``path`` and ``split`` count.
+    """
+    held_out = not private.eval_is_public
+    paths = [private.path] + ([private.eval_path] if private.eval_path is not None and held_out else [])
+    theirs = _files_named(public.path)
+    for path in paths:
+        mine = _files_named(path)
+        if not mine and not theirs and (path, private.name) == (public.path, public.name):
+            splits = {private.split, private.eval_split if held_out else None} - {None}
+            names = [
+                {part.partition("[")[0].strip() for split in used for part in str(split).split("+")}
+                for used in (splits, {public.split})
+            ]
+            if path.startswith("builtin:") or names[0] & names[1]:
+                return path
+        for file, same in itertools.product(mine, theirs):
+            exist = os.path.exists(file) and os.path.exists(same)
+            if os.path.samefile(file, same) if exist else os.path.abspath(file) == os.path.abspath(same):
+                return file
+    return None
+
+
+def _files_named(path: str) -> list[str]:
+    """Return the files of a local path, or a path that names no file now; none for a Hub name or a corpus."""
+    if path.startswith("builtin:"):
+        return []
+    try:
+        return _local_files(path)
+    except ConfigError:  # it has no such file now
+        return [str(Path(path).expanduser())]
+
+
 def _load(path: str, config: DataConfig, split: str) -> datasets.Dataset:
     if path.startswith("builtin:"):
         corpus = path.removeprefix("builtin:")

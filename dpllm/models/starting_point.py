@@ -140,11 +140,9 @@ def note_trained(model: torch.nn.Module, run: RunName, begins: bool = False) -> 
 def refuse_shared_records(
     private: Any, private_data: DataConfig, public: Any, public_data: DataConfig, allowed: int = 0
 ) -> int:
-    """Make sure that public text does not contain the private records; they are compared by content.
+    """Make sure that public text does not contain the private records (`shared_records`).
 
-    A private record is shared if its text, of any length, or one of its lines of at least 40 characters is a text or a
-    line of the public data. Case, spaces and the encoding of accents are ignored. A shared record would be learnt
-    without noise, so ε does not cover it. The user may declare a bound on their number, which is a public constant.
+    The user may declare a bound on the number of shared records, which is a public constant.
 
     Args:
         private: the private records.
@@ -159,8 +157,7 @@ def refuse_shared_records(
     Raises:
         DataError: more than ``allowed`` are shared; the message gives the number, never the text.
     """
-    known = {key for texts in _texts(public, public_data) for key in _keys(texts, shortest_line=1)}
-    shared = sum(any(key in known for key in _keys(texts, _SHORTEST_LINE)) for texts in _texts(private, private_data))
+    shared = shared_records(private, private_data, public, public_data)
     if shared > allowed:
         raise DataError(
             f"public_pretrain.data.path={public_data.path} shares {shared} of {len(private)} records with "
@@ -170,6 +167,23 @@ def refuse_shared_records(
             "report then says that epsilon does not cover them"
         )
     return shared
+
+
+def shared_records(private: Any, private_data: DataConfig, public: Any, public_data: DataConfig) -> int:
+    """Return the number of private records that public text contains; they are compared by content.
+
+    A private record is shared if its text, of any length, or one of its lines of at least 40 characters is a text or a
+    line of the public data. Case, spaces and the encoding of accents are ignored. A shared record would be learnt
+    without noise, so ε does not cover it. The number depends on the private records.
+
+    Args:
+        private: the private records.
+        private_data: the configuration with which they are read.
+        public: the public records.
+        public_data: the configuration with which they are read.
+    """
+    known = {key for texts in _texts(public, public_data) for key in _keys(texts, shortest_line=1)}
+    return sum(any(key in known for key in _keys(texts, _SHORTEST_LINE)) for texts in _texts(private, private_data))
 
 
 def shared_records_point(allowed: int, public_data: DataConfig) -> list[str]:
