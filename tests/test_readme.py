@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from dpllm.cli import app
 from dpllm.config import load_recipe
+from dpllm.config.yaml12 import read_yaml
 from dpllm.data.rows import load_train_and_eval, unit_index_of
 from tests import children
 from tests.tiers import deep_case
@@ -94,9 +95,9 @@ def test_every_program_runs(code, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "command",
     [
-        deep_case(line) if "--sweep" in line else line
+        deep_case(line) if "--sweep" in line or "--suggest" in line else line
         for line in commands("dpllm ")
-        if not line.startswith("dpllm audit")
+        if not line.startswith("dpllm audit") and "--rehearse" not in line
     ],
 )
 def test_every_dpllm_command_runs(command, workplace, monkeypatch):
@@ -111,6 +112,18 @@ def test_every_dpllm_command_runs(command, workplace, monkeypatch):
                 assert CliRunner().invoke(app, create).exit_code == 0
         result = CliRunner().invoke(app, [*arguments, *more])
         assert result.exit_code == 0 and result.stdout.strip(), result.output
+
+
+@pytest.mark.deep
+def test_the_rehearsal_runs(workplace, monkeypatch):
+    """On less data and fewer steps; the file that it writes is sections of a recipe."""
+    monkeypatch.chdir(workplace)
+    (line,) = (line for line in commands("dpllm plan") if "--rehearse" in line)
+    fewer = [*SMALLER, "train.max_steps=4", "public_pretrain.data.limit=200"]
+    result = CliRunner().invoke(app, [*shlex.split(line)[1:], *fewer])
+    assert result.exit_code == 0 and "recommended" in result.stdout, result.output
+    written = read_yaml((workplace / "runs/suggested/suggestion.yaml").read_text(encoding="utf-8"))
+    assert written["train"]["learning_rate"] > 0 and written["privacy"]["clip_norm"] == 0.1
 
 
 def test_the_budget_is_for_the_people_of_its_recipe():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -187,23 +187,16 @@ def _rehearse(run: Suggested, section: Any, options: SuggestOptions) -> tuple[Su
     from dpllm.tuning.rehearsal import Steps, quiet, rehearse, shorten
     from dpllm.tuning.suggested import RATE
 
-    with tempfile.TemporaryDirectory(prefix="dpllm-rehearsal-") as name, _progress() as progress:
-        folder, stage = Path(name), run.recipe.public_pretrain
-        callbacks = []
-        if stage is not None:
-            task = progress.add_task("public stage", total=None)
-            callbacks = [Steps(lambda step: progress.update(task, completed=step))]
+    with tempfile.TemporaryDirectory(prefix="dpllm-rehearsal-") as name, _bars() as bar:
+        folder = Path(name)
+        staged = [] if run.recipe.public_pretrain is None else [Steps(bar("public stage", None))]
         with quiet():
-            material = load_material(run.recipe, section, folder / "start", callbacks)
+            material = load_material(run.recipe, section, folder / "start", staged)
         computed = run.rate_for(material.size)
         shortened = shorten(run, len(material.rows), options.rehearsal_steps)
-
-        def begins(rate: float) -> Any:
-            one = progress.add_task(f"learning rate {rate:g}", total=shortened.num_steps)
-            return lambda step: progress.update(one, completed=step)
-
         centre = computed.value if options.around is None else options.around
-        found = rehearse(run, material, shortened, centre, folder, begins, lambda trial: None)
+        steps = shortened.num_steps
+        found = rehearse(run, material, shortened, centre, folder, lambda rate: bar(f"learning rate {rate:g}", steps))
     reason = (
         f"The least held-out loss, {found.best.loss:.4g}, of {len(found.trials)} rates that were rehearsed on public "
         f"text ({found.source}). Computed without it: {computed.value:g} = {computed.reason}"
@@ -213,10 +206,30 @@ def _rehearse(run: Suggested, section: Any, options: SuggestOptions) -> tuple[Su
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
+def _bars() -> Iterator[Callable[[str, int | None], Callable[[int], None]]]:
+    """Yield a function that returns a new bar's function of steps; a bar appears with its first step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        yield progress
+    progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+    shown = []
+
+    def bar(words: str, total: int | None) -> Callable[[int], None]:
+        task: list[Any] = []
+
+        def moved(step: int) -> None:
+            if not shown:
+                shown.append(True)
+                progress.start()
+            if not task:
+                task.append(progress.add_task(words, total=total))
+            progress.update(task[0], completed=step)
+
+        return moved
+
+    try:
+        yield bar
+    finally:
+        if shown:
+            progress.stop()
 
 
 def _write(folder: Path, suggestion: Suggestion, path: Path, checked: str | None) -> Path:

@@ -81,12 +81,15 @@ class Shortened:
 
     def words(self) -> list[str]:
         """Return the differences from the run, one line each."""
-        found = [
-            f"{self.num_steps:,} of {self.num_steps_of_plan:,} steps, each with the noise-to-signal ratio of the plan. "
-            "Fewer steps collect less signal: the losses are worse than those of the run, and only their order counts.",
-            f"The learning rate of the rehearsal is {self.rate_factor:.3g} times that of the run, so that noise moves "
-            "the released weights equally far.",
-        ]
+        found = ["The rehearsal has all steps of the run."]
+        if self.num_steps < self.num_steps_of_plan:
+            found = [
+                f"The rehearsal has {self.num_steps:,} of {self.num_steps_of_plan:,} steps, each with the plan's ratio "
+                "of noise to signal. Fewer steps collect less signal: the losses are worse than those of the run, and "
+                "only their order counts.",
+                f"The learning rate of the rehearsal is {self.rate_factor:.3g} times that of the run, so that noise "
+                "moves the released weights equally far.",
+            ]
         if self.batch < self.batch_of_plan:
             found.append(
                 f"The public text has too few rows for batches of {self.batch_of_plan:,}. With batches of "
@@ -211,7 +214,6 @@ def rehearse(
     centre: float,
     folder: Path,
     begins: Callable[[float], Moved],
-    ended: Callable[[Trial], None],
 ) -> Rehearsal:
     """Train with three learning rates around a centre, and with a fourth if the best is at an edge.
 
@@ -222,7 +224,6 @@ def rehearse(
         centre: a learning rate of the run.
         folder: empty folder for the files of the trainings, to be deleted by the caller.
         begins: called before each training with its rate of the run; returns the function called after its steps.
-        ended: called after each training.
     """
     trials: list[Trial] = []
 
@@ -231,7 +232,6 @@ def rehearse(
         moved = begins(rate)
         loss = _loss_of(suggested, material, shortened, rehearsed, folder / f"rate{len(trials)}", moved)
         trials.append(Trial(rate, two_digits(rehearsed), loss))
-        ended(trials[-1])
 
     with quiet():
         before = measure(material.base, material.held_out, material.collator).loss

@@ -1,0 +1,75 @@
+"""Tests of dpllm.planning.suggest: the rule of thumb, and suggestions as overrides and as a file."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from dpllm.config.yaml12 import read_yaml
+from dpllm.planning.suggest import Setting, Suggestion, average_decay, flow, rate_reason, starting_rate
+
+
+def test_the_rule_gives_the_rates_that_were_measured_best_for_a_small_model():
+    """stories260K on E2E, T = 160 (benchmarks/results.md): .004 with independent noise; within a factor 2 of .032 with
+    16 bands."""
+    assert starting_rate(0.1793, 160) == 0.0043
+    assert 0.5 < starting_rate(0.1793, 160, 14.25) / 0.032 < 2
+
+
+def test_the_rate_follows_each_number_of_the_rule():
+    """Proportional to the weights and to r, and to 1/√T."""
+    one = starting_rate(1.0, 100)
+    assert one == 0.03 and starting_rate(2.0, 100) == 2 * one
+    assert starting_rate(1.0, 400) == one / 2 and starting_rate(1.0, 100, 3.0) == 3 * one
+
+
+@pytest.mark.parametrize("numbers", [(0.0, 10, 1.0), (float("nan"), 10, 1.0), (1.0, 0, 1.0), (1.0, 10, float("inf"))])
+def test_a_number_without_a_rate_is_refused(numbers):
+    """A rate of 0 or nan would spend ε on nothing."""
+    with pytest.raises(ValueError, match="must be positive and finite"):
+        starting_rate(*numbers)
+
+
+def test_the_average_is_a_share_of_a_short_run_and_20_steps_of_a_long_one():
+    """0.95 was measured at 160 steps."""
+    assert [average_decay(steps) for steps in (1, 40, 160, 100_000)] == [0.5, 0.8, 0.95, 0.95]
+
+
+@pytest.mark.parametrize("value", [0.0043, 1e-7, 3, True, None, "ema", [1, 0.5], {"kind": "banded", "bands": 16}])
+def test_an_override_is_read_as_the_value_that_was_suggested(value):
+    """By the reader of recipes."""
+    assert read_yaml(flow(value)) == value
+
+
+def suggestion() -> Suggestion:
+    noise = {"kind": "banded", "bands": 16}
+    return Suggestion(
+        (
+            Setting("train.learning_rate", 0.061, "the rule.", 5e-5),
+            Setting("train.warmup_steps", 0.1, "the warm-up.", 0.1),
+            Setting("privacy.noise", noise, "the bands.", "independent"),
+        ),
+        ("a note.",),
+    )
+
+
+def test_only_settings_that_differ_are_pasted_and_the_file_has_all_of_them():
+    """The line survives a shell; the file is sections of a recipe with the reasons as comments."""
+    made = suggestion()
+    assert shlex.split(made.pasteable) == ["train.learning_rate=0.061", "privacy.noise={kind: banded, bands: 16}"]
+    text = made.to_yaml(["first line"])
+    assert text.startswith("# first line\n") and "# privacy.noise: the bands.\n" in text and "# a note.\n" in text
+    assert read_yaml(text) == {
+        "train": {"learning_rate": 0.061, "warmup_steps": 0.1},
+        "privacy": {"noise": {"kind": "banded", "bands": 16}},
+    }
+    assert made.value("train.warmup_steps") == 0.1
+    assert made.to_dict()["settings"][0]["reason"] == "the rule."
+
+
+def test_the_reason_has_every_number_of_the_rule():
+    """And says what r is."""
+    words = rate_reason("of 3 weights", 0.17929, 160, 14.25)
+    assert all(part in words for part in ("0.3", "0.179", "of 3 weights", "T = 160", "14.2"))
+    assert "the noise is independent" in rate_reason("of 3 weights", 0.1, 160, 1.0)
