@@ -202,7 +202,8 @@ def _rehearse(run: Suggested, section: Any, options: SuggestOptions) -> tuple[Su
         f"text ({found.source}). Computed without it: {computed.value:g} = {computed.reason}"
     )
     best = Setting(RATE, found.best.rate, reason, computed.before)
-    return run.with_rate(best, (*found.shortened.words(), *found.notes())), found
+    units = ("In the rehearsal each public row is a unit; in the run a user is.",) if run.plan.unit == "user" else ()
+    return run.with_rate(best, (*found.shortened.words(), *units, *found.notes())), found
 
 
 @contextlib.contextmanager
@@ -210,7 +211,7 @@ def _bars() -> Iterator[Callable[[str, int | None], Callable[[int], None]]]:
     """Yield a function that returns a new bar's function of steps; a bar appears with its first step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
-    shown = []
+    shown: list[bool] = []
 
     def bar(words: str, total: int | None) -> Callable[[int], None]:
         task: list[Any] = []
