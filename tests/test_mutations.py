@@ -600,9 +600,28 @@ MUTATIONS = [
     Mutation(
         "private records in the public text are not counted",
         "dpllm/models/starting_point.py",
-        "shared = sum(any(key in known for key in _keys(texts, _SHORTEST_LINE))",
-        "shared = sum(False",
-        ("tests/models/test_starting_point.py::test_one_of_many_records_in_the_public_text_is_refused",),
+        "return sum(any(key in known for key in _keys(texts, _SHORTEST_LINE))",
+        "return sum(False",
+        (
+            "tests/models/test_starting_point.py::test_one_of_many_records_in_the_public_text_is_refused",
+            "tests/tuning/test_rehearsal.py::test_public_text_with_private_records_is_refused_without_their_number",
+        ),
+    ),
+    Mutation(
+        "a rehearsal takes the private file for public text",
+        "dpllm/tuning/public_text.py",
+        "    if same is not None:",
+        "    if False:",
+        ("tests/tuning/test_rehearsal.py::test_public_text_that_is_the_private_data_is_refused_by_name",),
+    ),
+    Mutation(
+        "a rehearsal takes a smaller batch without less noise",
+        "dpllm/tuning/rehearsal.py",
+        "noise_multiplier=plan.noise_multiplier * batch / plan.expected_batch_size,",
+        "noise_multiplier=plan.noise_multiplier,",
+        (
+            "tests/tuning/test_rehearsal.py::test_a_small_public_text_has_smaller_batches_with_the_same_noise_of_the_mean",
+        ),
     ),
     Mutation(
         "everything in the folder is uploaded",
