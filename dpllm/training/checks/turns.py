@@ -108,9 +108,10 @@ class Turns:
         try:
             everywhere = self._processes.gather_numbers([kind, float(step), *(rest + [0.0] * 6)[:6]])
         except RuntimeError as error:  # of the connection: a process ended, and the system closed its end
+            words = " ".join(str(error.__cause__ or error).split())[:200]
             raise DisagreementError(
                 f"This process {_NAMES[kind].format(step + 1)}, and another one has ended or cannot be reached "
-                f"({' '.join(str(error.__cause__ or error).split())[:200]}). No further step is charged. Call next() on "
+                f"({words}). No further step is charged. Call next() on "
                 "PrivateRun.draws, PrivateRun.step and PrivateRun.finish on every process, not only on the main one"
             ) from error
         if any(one[:2] != everywhere[0][:2] for one in everywhere):
