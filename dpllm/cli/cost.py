@@ -26,7 +26,7 @@ from dpllm.cli.common import (
 from dpllm.mechanism.limits import ADJACENCIES
 
 if TYPE_CHECKING:
-    from dpllm.mechanism.events import Event
+    from dpllm.mechanism.events import Event, Round
     from dpllm.privacy.accounting import History
 
 # The accounting imports dp_accounting and scipy, which takes a second: it is imported only to compute a number.
@@ -64,16 +64,29 @@ class _Steps:
     num_units: int | None
     max_batch_size: int | None
     rows_per_unit: int
+    discrete_sensitivity: float | None = None
+
+
+def _event(run: _Steps) -> Round:
+    """Return the event of a step."""
+    from dpllm.mechanism.discrete import DiscreteStep
+    from dpllm.mechanism.events import dp_sgd
+
+    numbers = asdict(run)
+    reach = numbers.pop("discrete_sensitivity")
+    if reach is None:
+        return dp_sgd(**numbers)
+    if numbers.pop("rows_per_unit") != 1:
+        raise ValueError("discrete noise has no accounting for rows drawn singly: leave --rows-per-unit out")
+    return DiscreteStep(sensitivity=reach, **numbers)
 
 
 def _cost(run: _Steps, steps: int, delta: float, adjacency: str) -> tuple[Event, dict[str, Any], list[Any]]:
     """Return the event of a step with these numbers, and the cost of a run: values for programs, rows for people."""
-    from dpllm.mechanism.events import dp_sgd
     from dpllm.privacy import accounting
     from dpllm.privacy.rounding import format_delta, format_epsilon
 
-    numbers = asdict(run)
-    step = dp_sgd(**numbers)
+    step, numbers = _event(run), asdict(run)
     history = [(step, steps)]
     if adjacency not in ADJACENCIES:
         raise ValueError(f"adjacency must be one of {', '.join(ADJACENCIES)}, got {adjacency!r}")
@@ -114,6 +127,13 @@ def epsilon(
     num_units: NumUnits = None,
     max_batch_size: MaxBatchSize = None,
     rows_per_unit: RowsPerUnit = 1,
+    discrete_sensitivity: Annotated[
+        float | None,
+        typer.Option(
+            help="With discrete noise, the largest change of the rounded sum by one unit, in clip norms; a report "
+            "names it. Left out: Gaussian noise."
+        ),
+    ] = None,
     adjacency: Adjacency = "zero-out",
     compare: Annotated[bool, typer.Option("--compare", help="Also print ε by other accountants.")] = False,
     best_of: Annotated[
@@ -130,7 +150,7 @@ def epsilon(
     """Print the ε of a run."""
     from dpllm.privacy.rounding import format_delta, format_epsilon
 
-    run = _Steps(noise_multiplier, sampling_rate, num_units, max_batch_size, rows_per_unit)
+    run = _Steps(noise_multiplier, sampling_rate, num_units, max_batch_size, rows_per_unit, discrete_sensitivity)
     step, values, rows = _cost(run, steps, delta, adjacency)
     if best_of is not None:
         _tuning(step, steps, delta, best_of, best_of_runs, values, rows)

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpllm.engines.errors import EngineError
+from dpllm.engines.errors import EngineError, no_totals
 from dpllm.engines.guard import Projections, UpdateGuard
 from dpllm.engines.processes import Processes
-from dpllm.engines.single import AddTo
+from dpllm.engines.single import AddTo, ToTotal
 from dpllm.ghost.kernels import accumulation_dtype
 
 # Options of a DeepSpeed configuration that private training sets, with the reason.
@@ -143,6 +143,7 @@ class DeepSpeedZero:
         _check_engine(engine)
         self.processes = Processes()
         self.unfinished, self.lockstep, self.handing_in = False, True, False
+        self.forms_total = False
         self._engine, self._stage = engine, engine.zero_optimization_stage()
         self.guard = UpdateGuard(engine.optimizer, self.processes, replicas=1, at_once=False)
         self._totals: dict[nn.Parameter, Tensor] = {}
@@ -153,8 +154,22 @@ class DeepSpeedZero:
         """Begin a step; no other step is accepted until this one is finished."""
         self.unfinished = True
 
-    def collect(self, parameters: Mapping[str, nn.Parameter], add_to: AddTo, *, last: bool, scale: float) -> None:
-        """Hand one microbatch's sums to DeepSpeed; after the last it holds the partitioned total times ``scale``."""
+    def collect(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        add_to: AddTo,
+        *,
+        last: bool,
+        scale: float,
+        to_total: ToTotal | None = None,
+    ) -> None:
+        """Hand one microbatch's sums to DeepSpeed; after the last it holds the partitioned total times ``scale``.
+
+        Raises:
+            EngineError: noise is to be added to complete sums, which DeepSpeed forms by itself.
+        """
+        if to_total is not None:
+            raise no_totals(type(self).__name__)
         if self._stage == 1:
             for parameter in parameters.values():
                 if parameter not in self._totals:

@@ -3,3 +3,12 @@
 
 class EngineError(ValueError):
     """An engine, or an option of one, under which the guarantee would not hold."""
+
+
+def no_totals(engine: str) -> EngineError:
+    """Return the error of an engine that never has a complete sum, where noise is added to complete sums."""
+    return EngineError(
+        f"privacy.randomness='discrete' adds noise to complete sums, and {engine} never has one: the library that it "
+        "uses adds up the processes' shares within its own update. Use a single process, DDP or FSDP2 "
+        "(accelerate_configs/fsdp2.yaml)"
+    )

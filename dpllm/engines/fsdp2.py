@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial
 from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.processes import Processes
-from dpllm.engines.single import AddTo, refuse_foreign_gradients, set_gradient
+from dpllm.engines.single import AddTo, ToTotal, keep_slice_, refuse_foreign_gradients, set_gradient
 from dpllm.ghost.kernels import accumulation_dtype
 
 # Words in the names of mesh dimensions, as used by torch, torchtitan and accelerate.
@@ -57,7 +57,7 @@ class FullySharded:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         """Check the meshes and attach the guard."""
         self.processes = Processes()
-        self.unfinished, self.lockstep = False, True
+        self.unfinished, self.lockstep, self.forms_total = False, True, True
         for module in model.modules():  # a forward pass without gradients may have left weights gathered
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -69,7 +69,15 @@ class FullySharded:
         """Begin a step; no other step is accepted until this one is finished."""
         self.unfinished = True
 
-    def collect(self, parameters: Mapping[str, nn.Parameter], add_to: AddTo, *, last: bool, scale: float) -> None:
+    def collect(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        add_to: AddTo,
+        *,
+        last: bool,
+        scale: float,
+        to_total: ToTotal | None = None,
+    ) -> None:
         """Add one microbatch's sums; after the last, each shard of the total times ``scale`` is in ``.grad``.
 
         Raises:
@@ -93,10 +101,13 @@ class FullySharded:
                 self._sums[parameter] = part
         if last:
             for parameter in list(self._sums):
-                self._release(parameter, self._sums.pop(parameter), scale)
+                self._release(parameter, self._sums.pop(parameter), scale, to_total)
 
-    def _release(self, parameter: Any, part: DTensor, scale: float) -> None:
-        shard = part.redistribute(placements=parameter.placements).to_local().mul_(scale)
+    def _release(self, parameter: Any, part: DTensor, scale: float, to_total: ToTotal | None) -> None:
+        shard = part.redistribute(placements=parameter.placements).to_local()
+        if to_total is not None:
+            shard = _completed(parameter, part, shard.contiguous(), to_total)
+        shard = shard.mul_(scale)
         shard = shard.to(parameter.to_local().device)  # the device of the shards, if they are offloaded
         grad: Any = set_gradient(
             parameter,
@@ -114,6 +125,21 @@ class FullySharded:
     def finish(self) -> None:
         """End the step; the caller of the private step steps the optimizer."""
         self.unfinished = False
+
+
+def _completed(parameter: Any, part: DTensor, shard: Tensor, to_total: ToTotal) -> Tensor:
+    """Return this process's shard of a total as its replicas have changed it, each entry by one of them."""
+    mesh = parameter.device_mesh
+    copies = [dim for dim, placement in enumerate(parameter.placements) if placement.is_replicate()]
+    rank, size = 0, 1
+    for dim in copies:
+        rank, size = rank * mesh.size(dim) + mesh.get_local_rank(dim), size * mesh.size(dim)
+    keep_slice_(shard, rank, size, lambda own: to_total(parameter, own))
+    if size == 1:
+        return shard
+    between = [Partial() if dim in copies else placement for dim, placement in enumerate(parameter.placements)]
+    whole = DTensor.from_local(shard, mesh, between, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return whole.redistribute(placements=parameter.placements).to_local()
 
 
 def _replicas(parameters: Mapping[str, Any], num_processes: int) -> int:

@@ -20,11 +20,13 @@ class Engine(Protocol):
         unfinished: whether a step was begun and has not ended.
         lockstep: whether forward passes, or `collect` before the last microbatch, communicate, so that every process
             has to run the same number of microbatches.
+        forms_total: whether this engine itself adds up over processes, and so can hand out complete sums.
     """
 
     processes: Processes
     guard: UpdateGuard
     lockstep: bool
+    forms_total: bool
 
     @property
     def unfinished(self) -> bool:
@@ -42,6 +44,7 @@ class Engine(Protocol):
         *,
         last: bool,
         scale: float,
+        to_total: Callable[[nn.Parameter, Tensor], None] | None = None,
     ) -> None:
         """Take one microbatch's sums from every process.
 
@@ -53,6 +56,10 @@ class Engine(Protocol):
                 microbatches and processes times ``scale``, exactly added up: no mean, no clipping, no rounding before
                 the sum is complete.
             scale: a public constant.
+            to_total: where noise is added to complete sums: called with the part of a parameter's total that this
+                process owns, after the total over microbatches and processes is complete and before ``scale``; it
+                changes it in place. The parts of all processes cover each entry once, and all replicas get the result.
+                None: the noise is in the sums. With the last microbatch only, and only if ``forms_total``.
         """
         ...
 

@@ -12,10 +12,13 @@ from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.processes import Processes
 from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.mechanism.noise import slice_of
 
 AddTo = Callable[[nn.Parameter, Tensor], None]
 """Adds this process's share of one parameter's noisy clipped sum to a tensor of the parameter's full shape."""
 
+ToTotal = Callable[[nn.Parameter, Tensor], None]
+"""Adds noise to the part of one parameter's complete sum that this process owns."""
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -30,7 +33,7 @@ class SingleProcess:
     def __init__(self, optimizer: Any) -> None:
         """Attach the guard."""
         self.processes = Processes()
-        self.unfinished, self.lockstep = False, False
+        self.unfinished, self.lockstep, self.forms_total = False, False, True
         self.guard = UpdateGuard(optimizer, self.processes, replicas=self.processes.size)
         self._totals: dict[nn.Parameter, Tensor] = {}
 
@@ -38,7 +41,15 @@ class SingleProcess:
         """Begin a step; no other step is accepted until this one is finished."""
         self.unfinished = True
 
-    def collect(self, parameters: Mapping[str, nn.Parameter], add_to: AddTo, *, last: bool, scale: float) -> None:
+    def collect(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        add_to: AddTo,
+        *,
+        last: bool,
+        scale: float,
+        to_total: ToTotal | None = None,
+    ) -> None:
         """Add one microbatch's sums; after the last, the total times ``scale`` is in ``.grad``.
 
         If the parameters have 16 bits, float32 sums of all of them exist only between the microbatches of a step: with
@@ -61,11 +72,20 @@ class SingleProcess:
                 totals.append(_zeros_like(parameter) if total is None else total)
                 add_to(parameter, totals[-1])
             self._reduce(totals)
+            if to_total is not None:
+                self._complete(bucket, totals, to_total)
             for parameter in bucket:
                 self.guard.leave(set_gradient(parameter, totals.pop(0).mul_(scale)))
 
     def _reduce(self, totals: list[Tensor]) -> None:
         """Add up one bucket's sums over the processes; with one process there is nothing to do."""
+
+    def _complete(self, bucket: list[nn.Parameter], totals: list[Tensor], to_total: ToTotal) -> None:
+        """Let one bucket's totals be changed, each entry by one process."""
+        for parameter, total in zip(bucket, totals, strict=True):
+            keep_slice_(total, self.processes.rank, self.processes.size, lambda own, p=parameter: to_total(p, own))  # type: ignore[misc]
+        if self.processes.size > 1:
+            self._reduce(totals)
 
     def finish(self) -> None:
         """End the step; the caller of the private step steps the optimizer."""
@@ -87,6 +107,26 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
             kind.append([])
         kind[-1].append(parameter)
     return [bucket for kind in buckets.values() for bucket in kind]
+
+
+def keep_slice_(total: Tensor, rank: int, size: int, change: Callable[[Tensor], None]) -> None:
+    """Change one process's slice of a total in place, and set the others to zero.
+
+    The sum of the results of all processes then has every entry as its process changed it, exactly: a sum with zeros is
+    not rounded.
+
+    Args:
+        total: contiguous.
+        rank: this process.
+        size: processes that hold the total.
+        change: called with the slice (`dpllm.mechanism.noise.slice_of`).
+    """
+    own = slice_of(total, rank, size)
+    change(own)
+    if size > 1:
+        changed = own.clone()
+        total.zero_()
+        own.copy_(changed)
 
 
 def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -175,6 +175,7 @@ class BandedNoise:
     """
 
     kind: ClassVar[str] = "banded"
+    wants_total: ClassVar[bool] = False
     bands: int | Literal["auto"] = "auto"
     strategy: Literal["geometric", "free"] | None = None
     ratio: float | None = None

@@ -13,6 +13,7 @@ from typing import Any
 from dpllm.mechanism.automatic import AdaptiveScaleClipping, AutomaticClipping
 from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.discrete import DiscreteNoise, DiscreteStep
 from dpllm.mechanism.events import Event, Step, StepOfRows, dp_sgd
 from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.noise import IndependentNoise
@@ -30,7 +31,7 @@ _CLIPPINGS: tuple[type[Clipping], ...] = (
     QuantileClipping,
 )
 _NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise)
-_EVENTS: tuple[type[Event], ...] = (Step, StepOfRows, BandedStep, SelectedRun)
+_EVENTS: tuple[type[Event], ...] = (Step, StepOfRows, BandedStep, DiscreteStep, SelectedRun)
 
 CLIPPINGS = {part.kind: part for part in _CLIPPINGS}
 NOISES = {part.kind: part for part in _NOISES}
@@ -59,6 +60,25 @@ def noise_of(spec: Spec) -> Noise:
     BandedNoise(bands=4, strategy=None, ratio=None, coefficients=None)
     """
     return _make("noise", NOISES, spec, {})
+
+
+def with_randomness(noise: Noise, randomness: str) -> Noise:
+    """Return a noise as `privacy.randomness` makes it: discrete, or itself.
+
+    Raises:
+        ValueError: discrete noise was asked for, and the noise is correlated.
+
+    >>> with_randomness(IndependentNoise(), "discrete")
+    DiscreteNoise()
+    """
+    if randomness != "discrete":
+        return noise
+    if type(noise) not in (IndependentNoise, DiscreteNoise):
+        raise ValueError(
+            f"randomness='discrete' has no accounting for the noise {noise.kind!r}: sums of discrete noise over steps "
+            "are not discrete Gaussian. Take noise='independent', or randomness='chacha20'"
+        )
+    return DiscreteNoise()
 
 
 def spec_of(part: Any) -> Spec:

@@ -73,6 +73,11 @@ class Round(Event, Protocol):
         ...
 
     @property
+    def without_truncation(self) -> Round:
+        """The same event without truncation; itself if it never truncates."""
+        ...
+
+    @property
     def is_bare(self) -> bool:
         """Whether there is no noise, or too little for the change by one unit: no ε is computed, inf is correct."""
         ...
@@ -216,6 +221,11 @@ class Step(Numbers):
         """The same step without truncation."""
         return dataclasses.replace(self, num_units=None, max_batch_size=None)
 
+    @property
+    def without_truncation(self) -> Step:
+        """The same step without truncation."""
+        return self.untruncated
+
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
         """Return the steps: each is a round."""
         return [(dataclasses.replace(self, clip_norm=1.0), num_steps)]
@@ -301,6 +311,11 @@ class StepOfRows(Numbers):
     def untruncated(self) -> None:
         """None: it is a mixture of Gaussians, not a Poisson sampled Gaussian."""
         return None
+
+    @property
+    def without_truncation(self) -> StepOfRows:
+        """Itself."""
+        return self
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
         """Return the steps: each is a round."""

@@ -10,9 +10,12 @@ repeat the noise.
   offset). Both pass statistical tests. Neither was designed to withstand somebody who computes the key from the noise.
 * "chacha20": ChaCha20 with a key of 256 bits (`dpllm.mechanism.chacha20`). To tell this noise from that of true random
   bits, the cipher would have to be broken. It is drawn on the CPU also for a gradient on a GPU, and copied: slower.
+* "discrete": whole numbers with an exact discrete Gaussian distribution, from ChaCha20 in the same way, on a grid of
+  2^-40 standard deviations to which the sum is rounded first (`dpllm.mechanism.discrete`). ε is larger, since its
+  accounting is by Rényi divergences.
 
-Known limit: floating-point Gaussian samples are not exactly Gaussian (Mironov 2012); no attack on the gradients of
-large models is known, and other libraries have the same limit.
+Known limit of the first two: floating-point Gaussian samples are not exactly Gaussian (Mironov 2012); no attack on the
+gradients of large models is known, and other libraries have the same limit. The third has no such limit.
 """
 
 from __future__ import annotations
@@ -25,11 +28,16 @@ import torch
 from torch import Tensor
 
 from dpllm.mechanism.chacha20 import ChaCha20Normals
+from dpllm.mechanism.discrete_gaussian import DEVIATION_BITS, DiscreteGaussians
 from dpllm.mechanism.keys import KEY_BYTES, SecretKey
 from dpllm.mechanism.limits import RANDOMNESS
 
 ENTRIES_AT_A_TIME = 1 << 22
 """Noise drawn at a time: 16 MiB, which a GPU's cache holds until it is added."""
+
+
+_FURTHEST = 2.0**61
+"""The largest multiple of the grid: 2^21 standard deviations."""
 
 
 class NoiseSource:
@@ -39,7 +47,7 @@ class NoiseSource:
         seed: None takes fresh entropy from the operating system for each tensor. A number gives the same noise in every
             run: only for tests, and such a run is not private.
         stream: the number of the sequence that the seed starts; the rank of a process.
-        randomness: the generator, "os" or "chacha20".
+        randomness: the generator, "os", "chacha20" or "discrete".
 
     Raises:
         ValueError: there is no such generator.
@@ -52,8 +60,13 @@ class NoiseSource:
         self._children = None if seed is None else np.random.SeedSequence([seed, stream])
         self._randomness = randomness
 
+    @property
+    def randomness(self) -> str:
+        """The generator."""
+        return self._randomness
+
     def add_(self, grad: Tensor, noise_stddev: float) -> None:
-        """Add independent noise to every entry, in place.
+        """Add independent noise to every entry, in place; discrete noise to the entry rounded to the grid.
 
         Args:
             grad: the clipped sum, float32 or float64, contiguous.
@@ -77,18 +90,39 @@ class NoiseSource:
             raise ValueError(f"noise_stddev is {noise_stddev}; a number of at least 0 is needed.")
         if noise_stddev == 0:
             return
+        if self._randomness == "discrete":
+            for block in grad.view(-1).split(ENTRIES_AT_A_TIME):
+                round_and_add_(block, noise_stddev, DiscreteGaussians(self._entropy()))
+            return
         draw = normals_from(self._entropy(), self._randomness, grad)
         for block in grad.view(-1).split(ENTRIES_AT_A_TIME):  # no second tensor of the gradient's size
             block.add_(draw(block), alpha=noise_stddev)
 
     def normal_like(self, total: Tensor) -> Tensor:
-        """Return independent N(0, 1) of the shape, dtype and device of a contiguous tensor."""
+        """Return independent N(0, 1) of the shape, dtype and device of a contiguous tensor.
+
+        Raises:
+            ValueError: the noise is discrete: there are no normal numbers of which it is a multiple.
+        """
+        self._refuse_discrete()
         draw = normals_from(self._entropy(), self._randomness, total)
         return torch.cat([draw(block) for block in total.view(-1).split(ENTRIES_AT_A_TIME)]).view_as(total)
 
     def numbers(self) -> Addressed:
-        """Return numbers that can be drawn again, from a key that nothing else has."""
+        """Return numbers that can be drawn again, from a key that nothing else has.
+
+        Raises:
+            ValueError: the noise is discrete.
+        """
+        self._refuse_discrete()
         return Addressed(SecretKey(self._entropy()), self._randomness)
+
+    def _refuse_discrete(self) -> None:
+        if self._randomness == "discrete":
+            raise ValueError(
+                "discrete noise is added to a rounded sum in each step; correlated noise needs normal numbers. Take "
+                "noise='independent', or randomness='chacha20'"
+            )
 
     def _entropy(self) -> bytes:
         """Return 256 bits that no other call returns."""
@@ -158,6 +192,29 @@ def normals_from(entropy: bytes, randomness: str, like: Tensor) -> Callable[[Ten
     generator = ChaCha20Normals(entropy) if randomness == "chacha20" else _pcg64dxsm(entropy)
     dtype = np.float64 if like.dtype == torch.float64 else np.float32
     return lambda block: torch.from_numpy(generator.standard_normal(block.numel(), dtype=dtype)).to(block.device)
+
+
+def round_and_add_(block: Tensor, noise_stddev: float, numbers: DiscreteGaussians) -> None:
+    """Round the entries to multiples of γ = noise_stddev / 2^40, and add whole multiples of it, in place.
+
+    Guarantee: the rounded sum and the noise are added as whole numbers. The product with γ, rounded to the block's
+    dtype, is computed from their sum only.
+
+    Args:
+        block: (n,), float32 or float64, contiguous.
+        noise_stddev: σC > 0.
+        numbers: of parameter 2^40.
+
+    >>> block = torch.full((3,), 0.1)
+    >>> round_and_add_(block, 1e-6, DiscreteGaussians(bytes(32)))
+    >>> bool(((block - 0.1).abs() < 1e-5).all())
+    True
+    """
+    step = noise_stddev / 2**DEVIATION_BITS
+    # A sum of clipped contributions is finite. Were it not, a zero would reveal nothing about the sum.
+    rounded = np.rint(np.nan_to_num(block.detach().cpu().double().numpy() / step, nan=0.0))
+    whole = np.clip(rounded, -_FURTHEST, _FURTHEST).astype(np.int64) + numbers.draw(block.numel())
+    block.copy_(torch.from_numpy(whole * step))
 
 
 def _pcg64dxsm(entropy: bytes) -> np.random.Generator:

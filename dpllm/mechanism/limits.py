@@ -5,7 +5,7 @@ made.
 """
 
 ADJACENCIES = ("zero-out", "replace-one")
-RANDOMNESS = ("os", "chacha20")
+RANDOMNESS = ("os", "chacha20", "discrete")
 """The generators of noise (`dpllm.mechanism.generators`)."""
 NOISE_MEMORIES = ("auto", "stored", "regenerated")
 """How the noise of earlier steps is kept (`dpllm.mechanism.regenerated`)."""

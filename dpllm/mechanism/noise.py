@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dpllm.mechanism.events import Event, dp_sgd
-from dpllm.mechanism.parts import Draw, NormalGenerator
+from dpllm.mechanism.parts import Draw, NoiseStream, NormalGenerator
 from dpllm.mechanism.sampling import TruncatedPoissonSampler
 from dpllm.mechanism.workload import Workload
 
@@ -48,6 +48,7 @@ class IndependentNoise:
     """Noise drawn independently in every step, over a truncated Poisson sample of units or a Poisson sample of rows."""
 
     kind: ClassVar[str] = "independent"
+    wants_total: ClassVar[bool] = False
 
     @property
     def tensors_kept(self) -> int:
@@ -86,8 +87,17 @@ class IndependentNoise:
         """Return 1: σC is the deviation of the noise itself."""
         return 1.0
 
-    def stream(self, generator: NormalGenerator, num_steps: int) -> IndependentStream:
-        """Return the noise of a run."""
+    def stream(self, generator: NormalGenerator, num_steps: int) -> NoiseStream:
+        """Return the noise of a run.
+
+        Raises:
+            ValueError: the generator's noise is discrete.
+        """
+        if getattr(generator, "randomness", None) == "discrete":
+            raise ValueError(
+                "the generator makes discrete noise, and the plan accounts for Gaussian noise: its ε would not hold. "
+                "Make the plan with randomness='discrete', or pass dpllm.NoiseSource()"
+            )
         return IndependentStream(generator)
 
     def drawing(self, draw: Draw, drawn: str) -> str:

@@ -243,6 +243,8 @@ class Noise(Protocol):
     """The correlation of the noise of different steps, and the sampling that it requires."""
 
     kind: ClassVar[str]
+    wants_total: ClassVar[bool]
+    """Whether the noise is added to complete sums, by one process for each entry, and not to a process's share."""
 
     def candidates(self, draw: Draw, workload: Workload) -> Sequence[Noise]:
         """Return the noises from which the planner chooses, the one that needs the least memory first.
@@ -438,6 +440,12 @@ class Mechanism:
                 f"clipping {self.clipping.kind!r} lets one unit change the sum by "
                 f"{self.clipping.sensitivity('zero-out'):g}, but the noise is scaled to clip_norm="
                 f"{self.clipping.clip_norm:g}. Make the sensitivity equal to the clip norm"
+            )
+        if self.noise.wants_total and isinstance(self.clipping, AdaptiveClipping):
+            raise ValueError(
+                f"randomness='discrete' has no accounting for clipping {self.clipping.kind!r}, whose threshold follows "
+                "a noisy count of each step. Take another clipping, for instance flat or automatic, or "
+                "randomness='chacha20'"
             )
         object.__setattr__(self, "_bound", Bound.of(self.clipping))
         _ = self.noise_stddev  # this refuses a statistic with too little noise

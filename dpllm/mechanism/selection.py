@@ -6,37 +6,29 @@ the distributions below and stays secret, as do the other runs, the release cost
 Talwar, arXiv:1811.07971; Papernot and Steinke, arXiv:2110.03620). A failed run is an output of the algorithm too: it
 counts, with the worst score.
 
-The cost is known as Rényi divergences. From them follows a bound δ(ε) for every ε, in both directions of zero-out. The
-true δ is a convex function of t = exp(ε), so the lower convex hull of that bound is a bound as well. A distribution of
-privacy losses with exactly this hull dominates the selection, and can be composed with other runs on the same data
-(Zhu, Dong, Wang, arXiv:2106.08567, theorem 10).
+The cost is known as Rényi divergences, from which `dpllm.mechanism.renyi` makes a distribution of privacy losses.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import absl.logging
 import dp_accounting
-import numpy as np
 from dp_accounting import dp_event
-from numpy.typing import NDArray
 from scipy import optimize, stats
 
-from dpllm.mechanism import pld
+from dpllm.mechanism import pld, renyi
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
 from dpllm.mechanism.parts import Spec
 
 KINDS = ("logarithmic", "geometric", "poisson")
 MAX_MEAN = 1000
 _SHAPES = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}
-_WIDTH = 1e-3  # of the grid: a finer one changes ε by less than 1e-5
-_HIGHEST = 600.0  # exp of it is a float; a larger ε protects nobody
 _MOST_BUCKETS = 30_000_000
 
 
@@ -166,6 +158,11 @@ class SelectedRun(Numbers):
         """None: it is not a Poisson sampled Gaussian."""
         return None
 
+    @property
+    def without_truncation(self) -> SelectedRun:
+        """Itself."""
+        return self
+
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
         """Return the selections: each is a round."""
         return [(dataclasses.replace(self, clip_norm=1.0, num_units=None), num_steps)]
@@ -180,8 +177,8 @@ class SelectedRun(Numbers):
 
     def grid(self, count: int, adjacency: str, width: float) -> float:
         """Return the finest grid, ``width`` or wider, on which the loss fits in memory; at least 0.001."""
-        width = max(width, _WIDTH)
-        while 4 * count * _last(_profile(self)) / width > _MOST_BUCKETS:
+        width = max(width, renyi.WIDTH)
+        while 4 * count * renyi.last(_profile(self)) / width > _MOST_BUCKETS:
             width *= 2
         return width
 
@@ -218,8 +215,10 @@ def selected_run(selection: Selection, event: Event, num_steps: int) -> Selected
     plain = one.untruncated
     if others or plain is None:
         raise ValueError(
-            f"a selection needs runs of Poisson sampled Gaussian sums, and a step here is {one.words().sampling}: no "
-            "Rényi bound is known for it. Leave privacy.sampling out, so that whole units are drawn, or add up the runs"
+            f"a selection needs runs of Poisson sampled Gaussian sums, and a step here is of the kind {one.kind!r}, "
+            f"{one.words().sampling}: no Rényi bound of a selection of such runs is known here. Leave privacy.sampling "
+            "out, so that whole units are drawn, take privacy.randomness=chacha20 instead of discrete, or add up the "
+            "runs"
         )
     if one.truncates:
         raise ValueError(
@@ -236,18 +235,9 @@ def selected_run(selection: Selection, event: Event, num_steps: int) -> Selected
     )
 
 
-def _profile(event: SelectedRun) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
-    """Return the function from ε >= 0 to log δ that follows from the Rényi divergences (arXiv:2004.00010, prop. 12)."""
-    orders, divergences = _divergences(event.sampling_rate, event.noise_multiplier, *_of_runs(event))
-
-    def log_delta(epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
-        found = np.zeros_like(epsilons)
-        for order, divergence in zip(orders, divergences, strict=True):
-            at = (order - 1) * (divergence - epsilons + math.log1p(-1 / order)) - math.log(order)
-            np.minimum(found, at, out=found)
-        return found
-
-    return log_delta
+def _profile(event: SelectedRun) -> renyi.LogDelta:
+    """Return the function from ε >= 0 to log δ that follows from the Rényi divergences."""
+    return renyi.profile(*_divergences(event.sampling_rate, event.noise_multiplier, *_of_runs(event)))
 
 
 def _of_runs(event: SelectedRun) -> tuple[Any, ...]:
@@ -277,52 +267,7 @@ def _divergences(
     return tuple(order for order, _ in pairs), tuple(value for _, value in pairs)
 
 
-def _last(log_delta: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> float:
-    """Return an ε, at most `_HIGHEST`, at which δ is negligible."""
-    highest = 1.0
-    while highest < _HIGHEST and float(log_delta(np.array([highest]))[0]) > math.log(pld.STEP_TAIL):
-        highest *= 1.1
-    return min(highest, _HIGHEST)
-
-
 @lru_cache(maxsize=16)
 def _dominating(event: SelectedRun, width: float) -> pld.LossPmf:
-    """Return symmetric losses whose δ at each ε >= 0 is the lower convex hull, over exp(ε), of the Rényi bounds.
-
-    A function of t = exp(ε) that is linear between points t_i, and 1 at t = 0, is the δ of masses at log t_i: each mass
-    is t_i times the change of the slope there. The distribution is the same in both directions, so the mass at -l is
-    exp(-l) times that at l. The hull over all t > 0 is symmetric as well: the line that crosses t = 1 is the one
-    through (-1, 1).
-    """
-    log_delta = _profile(event)
-    count = max(2, math.ceil(_last(log_delta) / width))
-    epsilons = np.arange(count + 1, dtype=np.float64) * width
-    deltas = np.exp(log_delta(epsilons))
-    knots = _hull(np.concatenate(([-1.0], np.exp(epsilons))), np.concatenate(([1.0], deltas)))
-    at = knots[1:] - 1  # without the point (-1, 1)
-    losses, kept = epsilons[at], deltas[at]
-    gaps, falls = np.diff(losses), np.diff(kept)
-    # The slopes to the right and to the left of each point, times t there.
-    right = np.append(falls / np.expm1(gaps), 0.0)
-    left = np.append((kept[0] - 1) / (1 + math.exp(-losses[0])), falls / -np.expm1(-gaps))
-    masses, infinite = np.maximum(right - left, 0.0), float(kept[-1])
-    both, above = np.zeros(2 * count + 1), at > 0
-    both[count + at[above]] = masses[above]
-    both[count - at[above]] = masses[above] * np.exp(-losses[above])
-    both[count] = max(1 - infinite - float(both.sum()), 1e-300)
-    return pld.LossPmf(width, -count, both, infinite)
-
-
-def _hull(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the indices of the points on the lower convex hull, for rising ``x`` (Andrew's monotone chain)."""
-    xs, ys = x.tolist(), y.tolist()
-    kept: list[int] = []
-    for number, (at, value) in enumerate(zip(xs, ys, strict=True)):
-        while len(kept) > 1:
-            first, second = kept[-2], kept[-1]
-            rise = (ys[second] - ys[first]) / (xs[second] - xs[first])
-            if rise < (value - ys[second]) / (at - xs[second]):
-                break
-            kept.pop()
-        kept.append(number)
-    return np.array(kept)
+    """Return the loss of one selection, the same in both directions."""
+    return renyi.dominating(_profile(event), width)

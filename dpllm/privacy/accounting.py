@@ -250,7 +250,7 @@ def _check_adjacency(adjacency: str) -> None:
 
 def untruncated(history: History) -> list[tuple[Round, int]]:
     """Return the rounds of a history without truncation; rounds that are never truncated are returned unchanged."""
-    return [(one.untruncated or one, count) for one, count in merge(history)]
+    return [(one.without_truncation, count) for one, count in merge(history)]
 
 
 def _by_group_privacy(merged: _Merged, adjacency: str) -> bool:

@@ -26,6 +26,7 @@ import numpy as np
 from dp_accounting import dp_event
 from scipy import integrate, optimize
 
+from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.selection import SelectedRun
 from dpllm.privacy import accounting
@@ -160,6 +161,8 @@ def library_epsilon(
     merged = merge(history)
     if any(step.noise_multiplier == 0 for step, _ in merged):
         return math.inf
+    if any(isinstance(one, DiscreteStep) for one, _ in merged):
+        raise ValueError("dp_accounting has no loss distribution of discrete noise; compare by zCDP")
     if any(isinstance(one, SelectedRun) for one, _ in merged):
         raise ValueError("dp_accounting has no loss distribution of a selection of runs; compare by Rényi accounting")
     if not all(one.has_pair(adjacency) for one, _ in merged):
@@ -390,9 +393,9 @@ def _renyi(events: list[tuple[dp_accounting.DpEvent, int]], delta: float) -> flo
 def zcdp_rho(history: History) -> float:
     """Return the ρ of zero-concentrated privacy under zero-out, as if every step held all units.
 
-    One unit moves a step's sum by at most C, or by kC when k rows of a unit are clipped individually. This holds for
-    every draw and its truncation, which do not depend on a unit's contribution. So ρ is the sum of k²/(2σ²) over the
-    steps.
+    One unit moves a step's sum by at most C, or by kC when k rows of a unit are clipped individually; a sum with
+    discrete noise by its sensitivity (arXiv:2004.00010, theorem 4). This holds for every draw and its truncation, which
+    do not depend on a unit's contribution. So ρ is the sum of k²/(2σ²) over the steps.
 
     References: Bun, Steinke, arXiv:1605.02065, proposition 1.6 and lemma 1.7.
 
@@ -403,7 +406,8 @@ def zcdp_rho(history: History) -> float:
     for step, count in merge(history):
         if step.noise_multiplier == 0 or isinstance(step, SelectedRun):  # a selection has no finite ρ
             return math.inf
-        total += count * step.moves**2 / (2 * step.noise_multiplier**2)
+        reach = step.sensitivity if isinstance(step, DiscreteStep) else step.moves
+        total += count * reach**2 / (2 * step.noise_multiplier**2)
     return total
 
 

@@ -23,6 +23,7 @@ ENTROPY_SEEDED = "fixed seed (NOT PRIVATE)"
 ENTROPY = {
     "os": ENTROPY_SYSTEM,
     "chacha20": f"{ENTROPY_SYSTEM}; noise by ChaCha20 (RFC 8439), draws of units by PCG64DXSM",
+    "discrete": f"{ENTROPY_SYSTEM}; exact discrete noise by ChaCha20 (RFC 8439), draws of units by PCG64DXSM",
 }
 """Words of a ledger for the entropy of a run that has no seed, for each generator of noise."""
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config import SAMPLINGS, UNITS, PrivacyConfig
-from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of
+from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of, with_randomness
+from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES, RANDOMNESS
 from dpllm.mechanism.parts import Draw, Mechanism, Noise, Spec
@@ -180,7 +181,11 @@ class PrivacyPlan:
             self.max_batch_size,
             self.max_rows_per_unit if self.sampling == "example" else None,
         )
-        return Mechanism(draw, clipping_of(self.clipping, self.clip_norm), noise_of(self.noise), self.noise_multiplier)
+        clipping, noise = (
+            clipping_of(self.clipping, self.clip_norm),
+            with_randomness(noise_of(self.noise), self.randomness),
+        )
+        return Mechanism(draw, clipping, noise, self.noise_multiplier)
 
     @property
     def event(self) -> Event:
@@ -298,7 +303,7 @@ def make_plan(
     delta = _delta(privacy, num_units)
     rate = size / population
     noise = choose_noise(
-        noise_of(Spec.of(privacy.noise)),
+        with_randomness(noise_of(Spec.of(privacy.noise)), privacy.randomness),
         _draw(num_units, population, size, population, privacy.max_rows_per_unit if by_example else None),
         workload or Workload.prefix_sums(num_steps),
         target_epsilon=privacy.target_epsilon,
@@ -423,6 +428,8 @@ def _noise_and_bound(
         return calibrated(population), population
     if privacy.max_batch_size is not None:
         at_most = min(privacy.max_batch_size, num_units)
+    elif isinstance(one := event_of(1.0, num_units), DiscreteStep):  # a smaller one would cost replace-one dearly
+        at_most = one.max_batch_size or num_units
     else:
         tentative = calibrated(num_units)
         at_most = choose_max_batch_size(

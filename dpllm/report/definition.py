@@ -55,8 +55,11 @@ _NEVER_COVERED = tuple(
             "treat logs and plots of them like the data itself",
         ),
         ("running time and memory use, as seen by someone on the same machine", "train on a machine you control"),
-        ("the exactness of floating-point noise", "the noise is a float32 Gaussian, as in all common DP libraries"),
     )
+)
+_ROUNDED_NOISE = NeverCovered(
+    what="the exactness of floating-point noise",
+    advice="the noise is a float32 Gaussian, as in all common DP libraries",
 )
 _OTHER_RUNS = NeverCovered(
     what="the number of runs of the tuning, their models, scores, times and logs",
@@ -101,9 +104,15 @@ def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) 
         written_out_and_not_covered=tuple(
             WrittenOut(what=what, count=count) for what, count in sorted(_written_out(contents).items())
         ),
-        never_covered=_NEVER_COVERED if plan.selection is None else (*_NEVER_COVERED, _OTHER_RUNS),
+        never_covered=_never_covered(plan),
         facts=tuple(Fact(name=name, values=tuple(values)) for name, values in sorted(_facts(contents).items())),
     )
+
+
+def _never_covered(plan: PrivacyPlan) -> tuple[NeverCovered, ...]:
+    """Return what ε never covers: rounding of the noise only where it is not discrete."""
+    kept = _NEVER_COVERED if plan.randomness == "discrete" else (*_NEVER_COVERED, _ROUNDED_NOISE)
+    return kept if plan.selection is None else (*kept, _OTHER_RUNS)
 
 
 def _facts(contents: LedgerContents) -> dict[str, list[str | int | float]]:
@@ -211,7 +220,7 @@ def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> tuple[Assumption
     entropy = ", ".join(dict.fromkeys(run["entropy"] for run in contents.runs))
     torn = f"; {contents.torn_steps} step(s) torn by a crash are charged" if contents.torn_steps else ""
     parts, drawn = plan.mechanism, "row" if plan.sampling == "example" else "unit"
-    sampling, noise = parts.noise.ensured(parts.draw, drawn, plan.noise_stddev)
+    sampling, *noise = parts.noise.ensured(parts.draw, drawn, plan.noise_stddev)
     pairs = (
         *_bounded(plan),
         sampling,
@@ -227,7 +236,7 @@ def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> tuple[Assumption
             "A unit's gradient depends on that unit alone",
             "losses are normalised within a row; modules that mix rows, such as batch norm, are refused",
         ),
-        noise,
+        *noise,
         (
             "The noisy sum is scaled by a public constant",
             f"it is divided by the expected batch size {plan.expected_batch_size}, never by the realised one; a step "

@@ -345,7 +345,7 @@ class PlanOfGenerator(PlanOfParts):
     """A plan whose noise has another generator than the default."""
 
     format: Literal[4] = Field(description="Format of the plan: 4 where it names a generator.")  # type: ignore[assignment]
-    randomness: Literal["chacha20"] = Field(description="Generator of the noise.")
+    randomness: Literal["chacha20", "discrete"] = Field(description="Generator of the noise.")
 
 
 class PlanOfSelection(PlanOfParts):

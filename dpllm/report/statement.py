@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import dpllm
 from dpllm.config.versions import installed_version
+from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.mechanism.selection import SelectedRun
@@ -370,7 +371,10 @@ def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple
     plain = accounting.untruncated(history)
     prv = comparison.prv_epsilon(history, delta)
     renyi = comparison.renyi_epsilon(history, delta)
-    no_rows = "does not apply: it has no event for the rows of a user drawn each by itself"
+    discrete = any(isinstance(one, DiscreteStep) for one, _ in history)
+    no_renyi = "does not apply: it has no event for the rows of a user drawn each by itself"
+    if discrete:
+        no_renyi = "does not apply: ε itself is by Rényi divergences, at whole orders"
     selected = any(isinstance(one, SelectedRun) for one, _ in history)
     return (
         CrossCheck(
@@ -385,11 +389,13 @@ def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple
         ),
         CrossCheck(
             name="PLD of dp_accounting",
-            epsilon=None if selected else comparison.library_epsilon(history, delta),
+            epsilon=None if selected or discrete else comparison.library_epsilon(history, delta),
             bounds=None,
-            pld_of_the_same_steps=None if selected else accounting.epsilon(history, delta),
+            pld_of_the_same_steps=None if selected or discrete else accounting.epsilon(history, delta),
             note="does not apply: it has no distribution of a selection"
             if selected
+            else "does not apply: it has no distribution of discrete noise"
+            if discrete
             else "an upper bound by that library's own accountant, under zero-out, on the coarser grid 0.001",
         ),
         CrossCheck(
@@ -397,7 +403,7 @@ def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple
             epsilon=renyi,
             bounds=None,
             pld_of_the_same_steps=None if renyi is None else accounting.epsilon(plain, delta),
-            note=no_rows
+            note=no_renyi
             if renyi is None
             else "an upper bound by dp_accounting's RepeatAndSelectDpEvent, under zero-out (arXiv:2110.03620)"
             if selected

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dpllm.config import ConfigError
 from dpllm.engines import DeepSpeedZero, engine_for, model_inside
+from dpllm.engines.errors import no_totals
 from dpllm.engines.processes import Processes
 from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import check_model
@@ -228,6 +229,8 @@ def attach(
     with contextlib.ExitStack() as undo:
         engine = engine_for(model, optimizer)
         undo.callback(engine.guard.remove)
+        if plan.mechanism.noise.wants_total and not engine.forms_total:
+            raise no_totals(type(engine).__name__)
         _refuse_automatic_size(rows, engine)
         clipper = GhostClipper(inside, norm_method=norm_method, clipping=plan.mechanism.clipping)
         undo.callback(clipper.remove)

@@ -52,13 +52,24 @@ class Release:
                 if last:  # each entry's noise is drawn by one process, before the sum over processes
                     self._add_noise_(parameter, total)
 
-        self._engine.collect(self._clipper.parameters, add_to, last=last, scale=self._scale)
+        to_total = self._complete_ if last and self._wants_total else None
+        self._engine.collect(self._clipper.parameters, add_to, last=last, scale=self._scale, to_total=to_total)
+
+    @property
+    def _wants_total(self) -> bool:
+        return self._plan.mechanism.noise.wants_total
 
     def _add_noise_(self, parameter: nn.Parameter, total: Tensor) -> None:
-        processes = self._engine.processes
-        name, stddev = self._names[id(parameter)], self._plan.noise_stddev
-        self._noise.add_share_(name, total, stddev, processes.rank, processes.size)
         self._num_entries += total.numel()
+        if not self._wants_total:
+            processes = self._engine.processes
+            name, stddev = self._names[id(parameter)], self._plan.noise_stddev
+            self._noise.add_share_(name, total, stddev, processes.rank, processes.size)
+
+    def _complete_(self, parameter: nn.Parameter, own: Tensor) -> None:
+        """Add the noise to the part of a complete sum that this process owns."""
+        with self._engine.guard.handing_in(own):
+            self._noise.add_share_(self._names[id(parameter)], own, self._plan.noise_stddev, rank=0, size=1)
 
     @property
     def _scale(self) -> float:

@@ -296,6 +296,34 @@ def memories(engine: str, steps: int = 5) -> dict[str, list[bytes]]:
     return found
 
 
+class Shift:
+    """Noise that is known: one deviation in every entry of a complete sum."""
+
+    def begin(self, step: int) -> None:
+        """Nothing to begin."""
+
+    def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
+        total.add_(stddev)
+
+
+def totals(engine: str, clip_norm: float = 0.5) -> dict[str, Any]:
+    """Noise on complete sums: a known one on the sum of all units, and the discrete one on empty steps."""
+    job = Job(engine, Case("llama", tied=True, dtype="float32"), max_rows=2)
+    plan = plan_of(clip_norm, 2.0, randomness="discrete")
+    wide, _ = reference(job, clip_norm)
+    (shifted,) = movement(engine, build_model(job.case), job.case, plan, max_rows=2, white=lambda _: Shift())
+
+    def discrete(plan: PrivacyPlan) -> NoiseStream:
+        return plan.mechanism.noise.stream(NoiseSource(randomness=plan.randomness), plan.num_steps)
+
+    noisy = movement(engine, build_model(job.case), job.case, plan, units=[], steps=2, white=discrete)
+    return {
+        "error": float((shifted - plan.noise_stddev - wide).norm() / wide.norm()),
+        "released": [one.float().numpy() for one in noisy],
+        "noise_stddev": plan.noise_stddev,
+    }
+
+
 def count(steps: int = 400) -> dict[str, Any]:
     """The noisy counts of empty steps with a clipping that adapts, and what happens if one process moved its own."""
     plan = plan_of(0.5, 0.4, num_steps=9, clipping={"kind": "quantile", "count_noise": 2.0}, batch_size=2)

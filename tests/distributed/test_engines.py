@@ -184,6 +184,22 @@ def test_other_mechanisms_hold_on_every_engine(engine, size, tmp_path, table):
         assert refusal.startswith("UpdateError: The gradient that reaches the optimizer is not the private sum: its")
 
 
+@pytest.mark.parametrize("engine", [*map(tiers.deep_case, ("fsdp2", "ddp", "fsdp2-hybrid"))])
+def test_discrete_noise_is_added_once_to_complete_sums(engine, tmp_path, table):
+    """Every entry of the sum over microbatches and processes gets it from one process, and all replicas are equal."""
+    results = run(tmp_path, "tests.distributed.matrix:totals", size=size_of(engine), engine=engine)
+    steps = np.stack(results[0]["released"]).astype(np.float64) / results[0]["noise_stddev"]
+    halves = abs(np.corrcoef(*np.array_split(steps[0][: steps.shape[1] // 2 * 2], 2))[0, 1])
+    table(engine, f"error {results[0]['error']:.1e}", f"variance {steps.var():.4f}", f"shards {halves:.4f}")
+    assert results[0]["error"] < 1e-4
+    assert abs(steps.var() - 1) < 6 * (2 / steps.size) ** 0.5 + 1e-3
+    assert max(halves, abs(np.corrcoef(steps)[0, 1])) < 6 / (steps.shape[1] // 2) ** 0.5
+    assert scipy.stats.kstest(steps.ravel(), "norm").pvalue > 1e-8
+    for result in results[1:]:
+        pairs = zip(result["released"], results[0]["released"], strict=True)
+        assert all(np.array_equal(mine, first) for mine, first in pairs)
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2", *map(tiers.deep_case, ("ddp", "zero1", "zero3"))])
 def test_regenerated_noise_is_stored_noise_on_every_engine(engine, tmp_path):
     """Bit by bit in every step, on every process, for noise that is correlated over steps."""

@@ -7,6 +7,7 @@ import pytest
 
 from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.catalogue import EVENTS, NOISES, clipping_of, from_fields, noise_of, spec_of, to_fields
+from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Mechanism, Spec
@@ -16,6 +17,7 @@ STEPS = [
     Step(num_units=100, sampling_rate=0.1, max_batch_size=30, noise_multiplier=1.0, clip_norm=0.5),
     StepOfRows(num_units=100, sampling_rate=0.1, rows_per_unit=3, noise_multiplier=1.0),
     BandedStep(num_units=100, sampling_rate=0.4, max_batch_size=30, noise_multiplier=1.0, bands=4),
+    DiscreteStep(num_units=100, sampling_rate=0.1, max_batch_size=30, noise_multiplier=1.0, sensitivity=1.01),
     SelectedRun(sampling_rate=0.1, noise_multiplier=1.0, num_rounds=20, runs="geometric", mean_runs=10),
 ]
 

@@ -116,6 +116,7 @@ def test_hash_depends_on_every_field() -> None:
         ({}, 2, {"clipping", "noise", "randomness", "selection"}),
         ({"clipping": "automatic"}, 3, {"randomness", "selection"}),
         ({"randomness": "chacha20"}, 4, {"selection"}),
+        ({"randomness": "discrete"}, 4, {"selection"}),
         ({"noise": {"kind": "banded", "bands": 3}, "randomness": "chacha20"}, 4, {"selection"}),
         ({"selection": {"kind": "geometric", "mean": 3}}, 5, set()),
     ],
@@ -141,10 +142,10 @@ def test_the_generator_of_the_noise_is_shown_and_known() -> None:
     plan = make_plan(privacy(randomness="chacha20"), num_units=1000, num_steps=50)
     assert ("randomness of the noise", "chacha20") in format_plan(plan)
     assert plan.epsilon == make_plan(privacy(), num_units=1000, num_steps=50).epsilon
-    with pytest.raises(ValueError, match=r"randomness in \('os', 'chacha20'\)"):
+    with pytest.raises(ValueError, match=r"randomness in \('os', 'chacha20', 'discrete'\)"):
         dataclasses.replace(plan, randomness="rand")
     with pytest.raises(ValueError, match="randomness must be one of"):
-        privacy(randomness="discrete")
+        privacy(randomness="normal")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ BANDED = {"kind": "banded", "bands": 3}
         {"clipping": "automatic"},
         {"clipping": "per-layer"},
         {"noise": BANDED, "randomness": "chacha20"},
+        deep_case({"randomness": "discrete", "clipping": "automatic"}),
         {"clipping": {"kind": "quantile", "count_noise": 2.0}},
     ],
 )

@@ -1,0 +1,100 @@
+"""From bounds by Rényi divergences to a distribution of privacy losses that can be composed with others.
+
+Place in the flow: beside `pld`, below the events whose cost is known as Rényi divergences. From them follows a bound
+δ(ε) for every ε >= 0, in both directions of zero-out. The true δ is a convex function of t = exp(ε), so the lower
+convex hull of that bound is a bound as well. A distribution of privacy losses with exactly this hull dominates the
+mechanism, and can be composed with other ones on the same data (Zhu, Dong, Wang, arXiv:2106.08567, theorem 10).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpllm.mechanism import pld
+
+WIDTH = 1e-3
+"""The narrowest grid; a finer one changes ε by less than 1e-5."""
+_HIGHEST = 600.0  # exp of it is a float; a larger ε protects nobody
+
+LogDelta = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""From ε >= 0, (n,), to log δ."""
+
+
+def profile(orders: Sequence[float], divergences: Sequence[float]) -> LogDelta:
+    """Return the function from ε >= 0 to log δ that follows from Rényi divergences (arXiv:2004.00010, prop. 12).
+
+    Args:
+        orders: α > 1.
+        divergences: one for each order, finite, a bound for both directions.
+    """
+
+    def log_delta(epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
+        found = np.zeros_like(epsilons)
+        for order, divergence in zip(orders, divergences, strict=True):
+            at = (order - 1) * (divergence - epsilons + math.log1p(-1 / order)) - math.log(order)
+            np.minimum(found, at, out=found)
+        return found
+
+    return log_delta
+
+
+def last(log_delta: LogDelta) -> float:
+    """Return an ε, at most 600, at which δ is negligible."""
+    highest = 1.0
+    while highest < _HIGHEST and float(log_delta(np.array([highest]))[0]) > math.log(pld.STEP_TAIL):
+        highest *= 1.1
+    return min(highest, _HIGHEST)
+
+
+def dominating(
+    log_delta: LogDelta, width: float, also: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None
+) -> pld.LossPmf:
+    """Return symmetric losses whose δ at each ε >= 0 is the lower convex hull, over exp(ε), of a bound.
+
+    A function of t = exp(ε) that is linear between points t_i, and 1 at t = 0, is the δ of masses at log t_i: each mass
+    is t_i times the change of the slope there. The distribution is the same in both directions, so the mass at -l is
+    exp(-l) times that at l. The hull over all t > 0 is symmetric as well: the line that crosses t = 1 is the one
+    through (-1, 1).
+
+    Args:
+        log_delta: the bound.
+        width: the distance between two grid points.
+        also: from ε to a δ that is added to the bound.
+    """
+    count = max(2, math.ceil(last(log_delta) / width))
+    epsilons = np.arange(count + 1, dtype=np.float64) * width
+    deltas = np.exp(log_delta(epsilons))
+    if also is not None:  # δ never rises with ε, but this bound of it may
+        deltas = np.minimum.accumulate(np.minimum(1.0, deltas + also(epsilons)))
+    knots = _hull(np.concatenate(([-1.0], np.exp(epsilons))), np.concatenate(([1.0], deltas)))
+    at = knots[1:] - 1  # without the point (-1, 1)
+    losses, kept = epsilons[at], deltas[at]
+    gaps, falls = np.diff(losses), np.diff(kept)
+    # The slopes to the right and to the left of each point, times t there.
+    right = np.append(falls / np.expm1(gaps), 0.0)
+    left = np.append((kept[0] - 1) / (1 + math.exp(-losses[0])), falls / -np.expm1(-gaps))
+    masses, infinite = np.maximum(right - left, 0.0), float(kept[-1])
+    both, above = np.zeros(2 * count + 1), at > 0
+    both[count + at[above]] = masses[above]
+    both[count - at[above]] = masses[above] * np.exp(-losses[above])
+    both[count] = max(1 - infinite - float(both.sum()), 1e-300)
+    return pld.LossPmf(width, -count, both, infinite)
+
+
+def _hull(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the indices of the points on the lower convex hull, for rising ``x`` (Andrew's monotone chain)."""
+    xs, ys = x.tolist(), y.tolist()
+    kept: list[int] = []
+    for number, (at, value) in enumerate(zip(xs, ys, strict=True)):
+        while len(kept) > 1:
+            first, second = kept[-2], kept[-1]
+            rise = (ys[second] - ys[first]) / (xs[second] - xs[first])
+            if rise < (value - ys[second]) / (at - xs[second]):
+                break
+            kept.pop()
+        kept.append(number)
+    return np.array(kept)
