@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/randomness.py
     OMP_NUM_THREADS=1 python benchmarks/randomness.py --entries 1e6 --bands 8 --steps 40 --json randomness.json
 
-level       `dpllm.mechanism.generators.NoiseSource`: "os" (PCG64DXSM on the CPU) and "chacha20"; of the latter its
-            parts too: the key stream by the package `cryptography`, if it is installed, and by NumPy, and the
-            conversion of its bits to normal numbers
+level       `dpllm.mechanism.generators.NoiseSource`: "os" (PCG64DXSM on the CPU), "chacha20", and "discrete", with
+            the rounding of the sum. Of "chacha20" its parts too: the key stream by the package `cryptography`, if it is
+            installed, and by NumPy, and the conversion of its bits to normal numbers
 stored      one step of banded noise, after b steps, with the noise of the steps before in memory
 regenerated the last of T steps: T draws per entry, in blocks of `ENTRIES_AT_A_TIME`
 

@@ -400,8 +400,8 @@ MUTATIONS = [
     Mutation(
         "the sum is divided by the realised batch",
         "dpllm/training/release.py",
-        "last=last, scale=self._scale)",
-        "last=last, scale=1 / max(1, microbatch.num_units))",
+        "last=last, scale=self._scale, to_total",
+        "last=last, scale=1 / max(1, microbatch.num_units), to_total",
         ("tests/training/test_step.py",),
     ),
     Mutation(
@@ -636,6 +636,34 @@ MUTATIONS = [
         "    if not hmac.compare_digest(str(noted[-1]), _digest(key, contents)):\n",
         "    if False:\n",
         ("tests/privacy/test_same_rows.py::test_other_rows_of_the_same_number_are_refused_and_nothing_is_written",),
+    ),
+    Mutation(
+        "rounding to the grid and in sums is left out of the sensitivity",
+        "dpllm/mechanism/discrete.py",
+        "return 1 + SUM_SHARE * max_batch_size + GRID_SHARE * noise_multiplier",
+        "return 1.0",
+        ("tests/mechanism/test_discrete.py",),
+    ),
+    Mutation(
+        "a truncated draw of discrete noise costs nothing",
+        "dpllm/mechanism/discrete.py",
+        "lambda epsilons: failure * (1 + np.exp(epsilons))",
+        "lambda epsilons: 0 * epsilons",
+        ("tests/mechanism/test_discrete.py",),
+    ),
+    Mutation(
+        "the sum below discrete noise is not rounded",
+        "dpllm/mechanism/generators.py",
+        "    block.copy_(torch.from_numpy(whole * step))\n",
+        "    block.add_(torch.from_numpy((whole - rounded) * step))\n",
+        ("tests/mechanism/test_discrete.py",),
+    ),
+    Mutation(
+        "discrete noise is added by every process to the whole sum",
+        "dpllm/engines/single.py",
+        "    own = slice_of(total, rank, size)\n    change(own)\n",
+        "    own = slice_of(total, rank, size)\n    change(total)\n",
+        ("tests/distributed/test_engines.py::test_discrete_noise_is_added_once_to_complete_sums[ddp]",),
     ),
     Mutation(
         "the number of runs of a selection is left out of its cost",

@@ -75,10 +75,15 @@ class Setting:
         """Return the setting of a recipe; its rows are assumed to have the maximum length.
 
         Raises:
-            ValueError: the recipe draws rows.
+            ValueError: the recipe draws rows, or its noise is discrete.
         """
         if plan.sampling == "example":
             raise ValueError('--sweep needs runs that draw whole units; set privacy.sampling="unit" for it')
+        if plan.randomness == "discrete":
+            raise ValueError(
+                "--sweep computes the ε of Gaussian noise, and that of discrete noise is larger: sweep with "
+                "privacy.randomness=os, and plan the run that you choose with privacy.randomness=discrete"
+            )
         rows = plan.max_rows_per_unit or 1
         return cls(
             name=str(path),

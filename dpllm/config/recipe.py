@@ -122,8 +122,10 @@ class PrivacyConfig:
     budget_file: str | None = None
     """The file with the privacy budget of all runs on this data set (`dpllm budget`); it is charged beforehand."""
     randomness: str = "os"
-    """The generator of the noise, keyed by the operating system: "os" (NumPy's PCG64DXSM, on a GPU PyTorch's Philox) or
-    "chacha20" (a cipher: to tell its bits from random ones, it would have to be broken)."""
+    """The generator of the noise, keyed by the operating system: "os" (NumPy's PCG64DXSM, on a GPU PyTorch's Philox),
+    "chacha20" (a cipher: to tell its bits from random ones, it would have to be broken), or "discrete": exact discrete
+    Gaussian numbers from that cipher, added to the sum rounded to a grid. Nothing of the noise is rounded then, and ε
+    is larger (`dpllm.mechanism.discrete`)."""
     selection: Any = None
     """The number of runs of which only the best is released, `{kind: logarithmic, mean: 10}`: ε is then that of the
     selection. `dpllm tune` sets it; a run with it may be released by `dpllm tune` only."""

@@ -15,7 +15,13 @@ def test_the_command_line_prints_a_table_and_writes_json(tmp_path, capsys):
     benchmark.main(["--entries", "40000", "--bands", "3", "--steps", "9", "--rounds", "2", "--json", str(path)])
     numbers = json.loads(path.read_text(encoding="utf-8"))
     assert (numbers.pop("entries"), numbers.pop("bands"), numbers.pop("steps")) == (40_000, 3, 9)
-    assert {"os", "chacha20", "chacha20: key stream by NumPy", "chacha20: bits to normal numbers"} <= numbers.keys()
+    assert {
+        "os",
+        "chacha20",
+        "discrete",
+        "chacha20: key stream by NumPy",
+        "chacha20: bits to normal numbers",
+    } <= numbers.keys()
     kinds = [
         f"3 bands, {strategy}, {memory}, step 9"
         for strategy in ("general", "geometric")

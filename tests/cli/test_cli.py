@@ -11,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from dpllm.cli import app
+from dpllm.cli.sweeping import Setting
 from dpllm.config import PrivacyConfig, load_recipe
 from dpllm.planning.footprint import ENGINES, engines_for, footprint_of_recipe
 from dpllm.planning.footprint_text import format_bytes
+from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import charge
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, make_plan
@@ -514,3 +516,23 @@ def test_help_does_not_import_the_accounting() -> None:
         "assert not {'dp_accounting', 'scipy', 'datasets'} & set(sys.modules)"
     )
     children.run([sys.executable, "-c", code])
+
+
+def test_a_sweep_of_discrete_noise_is_refused():
+    """It would show the smaller ε of Gaussian noise."""
+    config = PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=5, randomness="discrete")
+    with pytest.raises(ValueError, match="that of discrete noise is larger"):
+        Setting.of_recipe(Path("recipe.yaml"), None, make_plan(config, 100, 5), with_flops=False)
+
+
+def test_epsilon_of_discrete_noise_is_computed_from_its_sensitivity():
+    """As the report's line for recomputing it says; rows drawn singly have no accounting."""
+    event = make_plan(
+        PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=5, randomness="discrete"), 100, 5
+    ).event
+    numbers = ["epsilon", "--noise-multiplier", "1", "--sampling-rate", "0.05", "--steps", "5", "--delta", "1e-3"]
+    found = as_json([*numbers, *event.words().options.split()])
+    assert found["epsilon"] == epsilon([(event, 5)], 1e-3)
+    assert "no accounting for rows drawn singly" in refuse(
+        [*numbers, "--discrete-sensitivity", "1.01", "--rows-per-unit", "2"]
+    )
