@@ -12,14 +12,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from dp_accounting.rdp import RdpAccountant
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpllm.config import DataConfig
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records
+from dpllm.mechanism.discrete import ORDERS
+from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.checkpoints import latest_whole, verify
 from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import read_ledger
+from dpllm.report.verify import verify as verify_report
 from dpllm.training.evaluation import measure
 from dpllm.training.training_log import TrainingLog
 from tests import children
@@ -73,6 +77,26 @@ def test_a_recipe_runs_on_every_engine_and_leaves_a_plain_model(config, folder, 
         verify(out / f"checkpoint-{step}")
     assert "differential_privacy" in (out / "README.md").read_text()
     table(config, f"ε {epsilon}", f"final loss {losses(folder)[-1]:.4f}", f"perplexity {printed_perplexity(printed)}")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("config", ["cpu_ddp", "cpu_fsdp2"])
+def test_a_run_with_discrete_noise_states_the_epsilon_of_its_event(config, folder, table):
+    """In two processes: ledger, report and printed line agree, `verify` passes, and rounded noise is no open matter."""
+    printed = launch(config, folder, "privacy.randomness=discrete")
+    out = folder / "out"
+    ledger, report = read_ledger(out / "privacy_ledger.jsonl"), json.loads((out / "privacy_report.json").read_text())
+    ((event, count),) = [(event, ledger.num_steps) for event in {event for event, _ in ledger.history}]
+    accountant = RdpAccountant(ORDERS)
+    accountant.compose(event.dp_event(), count)
+    assert event.kind == "discrete poisson" and event.sensitivity > 1 and count == 6
+    stated = report["statement"]["epsilon"]
+    assert stated == epsilon([(event, count)], 1e-4) == pytest.approx(accountant.get_epsilon(1e-4), rel=0.01)
+    shown = re.search(r"guarantee\s+ε = ([0-9.]+)", printed)[1]
+    assert float(shown) == pytest.approx(stated, abs=1e-4) and stated <= 8
+    assert verify_report(out).ok and "discrete Gaussian noise" in (out / "privacy_report.md").read_text()
+    assert "exactness of floating-point noise" not in (out / "privacy_report.md").read_text()
+    table(config, f"ε {shown}", f"perplexity {printed_perplexity(printed)}")
 
 
 @pytest.mark.deep

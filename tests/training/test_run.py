@@ -617,3 +617,42 @@ def test_a_step_without_a_model_says_so(tmp_path):
     run = PrivateRun.start(tmp_path, plan_of(), rows_of())
     with pytest.raises(ConfigError, match=r"No model is attached to the run: call attach\(model, optimizer\) before"):
         run.step(next(run.draws(1)), lambda model, inputs: model(**inputs))
+
+
+def test_discrete_noise_is_refused_before_a_charge_where_an_engine_has_no_complete_sum(tmp_path, monkeypatch):
+    """DeepSpeed adds up by itself: floating-point additions after the noise would show last bits of the sums."""
+
+    def engine(model, optimizer):
+        made = SingleProcess(optimizer)
+        made.forms_total = False
+        return made
+
+    monkeypatch.setattr("dpllm.training.attached.engine_for", engine)
+    config = PrivacyConfig(noise_multiplier=1.0, clip_norm=0.5, expected_batch_size=8, randomness="discrete")
+    plan = make_plan(config, UNITS, 4)
+    with pytest.raises(EngineError, match="adds noise to complete sums, and SingleProcess never has one"):
+        attached(tmp_path, plan)
+    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 0
+
+
+def test_a_run_with_discrete_noise_passes_the_guard_and_says_what_is_proved(tmp_path):
+    """The guard finds the noise that the plan states; the report names the level, and the margin for sums."""
+    config = PrivacyConfig(
+        noise_multiplier=1.0,
+        clip_norm=0.5,
+        expected_batch_size=8,
+        randomness="discrete",
+        unit="user",
+        unit_column="who",
+        max_rows_per_unit=3,
+    )
+    plan = make_plan(config, UNITS, 2)
+    run, _, optimizer = attached(tmp_path, plan)
+    for units in run.draws(2):
+        run.step(units, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.finish()
+    assert read_ledger(tmp_path / LEDGER_FILE).history == [(plan.event, 2)] and run.engine_name == "none"
+    noted = (tmp_path / "privacy_report.md").read_text(encoding="utf-8")
+    assert "exact discrete noise by ChaCha20 (RFC 8439)" in noted and "a margin, not a proof" in noted
