@@ -7,8 +7,8 @@ the public number of units enters.
 The learning rate is 0.3 rms(W) / √T · r. AdamW moves each weight by about one learning rate in a random direction when
 noise exceeds the signal, so after T steps the weights have moved by about √T learning rates: 0.3 of their own size.
 Steps with r times the noise of independent noise follow the signal r times more slowly, and most of their noise
-cancels. The constant 0.3 comes from fine-tunings of small models (`benchmarks/results.md` compares it with measured
-rates).
+cancels. The constant 0.3 comes from fine-tunings of small models (`docs/correlated_noise.md` compares it with
+measured rates).
 """
 
 from __future__ import annotations
