@@ -272,7 +272,27 @@ class Step(Numbers):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOfRows(Numbers):
+class NeverTruncated(Numbers):
+    """Parameters of a round that is no Poisson sampled Gaussian, and that has no truncation."""
+
+    @property
+    def truncates(self) -> bool:
+        """There is no truncation."""
+        return False
+
+    @property
+    def untruncated(self) -> None:
+        """None: it is not a Poisson sampled Gaussian."""
+        return None
+
+    @property
+    def without_truncation(self) -> Self:
+        """Itself."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOfRows(NeverTruncated):
     """A step of DP-SGD over a Poisson sample of rows, each clipped separately, where one unit has up to k rows.
 
     Of a unit's k rows Binomial(k, q) are drawn, and the sum changes by at most that number times C (Charles et al.,
@@ -301,21 +321,6 @@ class StepOfRows(Numbers):
     def moves(self) -> int:
         """The largest change of the sum by one unit, in clip norms."""
         return self.rows_per_unit
-
-    @property
-    def truncates(self) -> bool:
-        """There is no truncation."""
-        return False
-
-    @property
-    def untruncated(self) -> None:
-        """None: it is a mixture of Gaussians, not a Poisson sampled Gaussian."""
-        return None
-
-    @property
-    def without_truncation(self) -> StepOfRows:
-        """Itself."""
-        return self
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
         """Return the steps: each is a round."""

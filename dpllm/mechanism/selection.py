@@ -23,7 +23,7 @@ from dp_accounting import dp_event
 from scipy import optimize, stats
 
 from dpllm.mechanism import pld, renyi
-from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
+from dpllm.mechanism.events import Event, EventWords, NeverTruncated, Round, Step
 from dpllm.mechanism.parts import Spec
 
 KINDS = ("logarithmic", "geometric", "poisson")
@@ -116,7 +116,7 @@ def _logarithmic(mean: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectedRun(Numbers):
+class SelectedRun(NeverTruncated):
     """The release of the best of K runs, each of which consists of Poisson sampled Gaussian sums.
 
     Raises:
@@ -147,21 +147,6 @@ class SelectedRun(Numbers):
     def one_run(self) -> tuple[Step, int]:
         """The rounds of one run: the event and its count."""
         return Step(sampling_rate=self.sampling_rate, noise_multiplier=self.noise_multiplier), self.num_rounds
-
-    @property
-    def truncates(self) -> bool:
-        """There is no truncation."""
-        return False
-
-    @property
-    def untruncated(self) -> None:
-        """None: it is not a Poisson sampled Gaussian."""
-        return None
-
-    @property
-    def without_truncation(self) -> SelectedRun:
-        """Itself."""
-        return self
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
         """Return the selections: each is a round."""
