@@ -538,7 +538,7 @@ def test_a_check_leaves_no_gradient_and_no_random_state_behind(tmp_path):
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[2]
     assert (np.random.get_state()[1] == before[1]).all()
     assert all(p.grad is None for p in model.parameters()) and run.ledger.num_steps == 0
-    assert model.training and run._attached.independence.num_passes[0] > 0
+    assert model.training and run._attached.independence.found.num_passes[0] > 0
     run.detach()
 
 
