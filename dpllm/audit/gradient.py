@@ -14,12 +14,16 @@ Blocks share only the code that is audited. By parallel composition, the coins o
 run with R·m canaries (arXiv:2305.08846) of the claim for T steps. With one canary taken from each block, the blocks are
 R independent runs, which shows more.
 
+Where a step depends on earlier ones (noise that is correlated over steps, a clip threshold that moves), each block is a
+run of its own, from its start (`Restarts`). The attacker also sees how the threshold moves.
+
 Shape suffixes: R blocks, T steps of a block, M canaries, N units, P trainable entries of the model.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,12 +68,27 @@ class Design:
     """R."""
     steps_per_block: int = 1
     """T."""
+    own_runs: bool = False
+    """Whether each block is a run of its own."""
+    steps_per_start: int | None = None
+    """The steps after which a run of a block is resumed; None: never."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
         for name, least in (("num_base", 1), ("num_canaries", 1), ("num_blocks", 1), ("steps_per_block", 1)):
             if getattr(self, name) < least:
                 raise AuditError(f"{name} is {getattr(self, name)}; at least {least} is needed")
+        if self.steps_per_start is not None and (self.steps_per_start < 1 or not self.own_runs):
+            raise AuditError(
+                f"steps_per_start is {self.steps_per_start}; 1 or more is needed, and own_runs=True: only a run of its "
+                "own can be resumed"
+            )
+
+    @property
+    def starts(self) -> list[int]:
+        """The steps of each start of a block's run; one for a block that is not resumed."""
+        most = self.steps_per_start or self.steps_per_block
+        return [min(most, self.steps_per_block - first) for first in range(0, self.steps_per_block, most)]
 
     def check(self, plan: PrivacyPlan) -> None:
         """Make sure that a plan is suitable for this audit.
@@ -77,10 +96,10 @@ class Design:
         Raises:
             AuditError: the plan has too few units or steps, or its ε is not a claim.
         """
-        needed = self.num_blocks * self.steps_per_block
+        needed = self.steps_per_block * (1 if self.own_runs else self.num_blocks)
         if plan.num_steps < needed:
             raise AuditError(
-                f"{self.num_blocks} blocks of {self.steps_per_block} steps are {needed} steps, the plan has "
+                f"{self.num_blocks} blocks of {self.steps_per_block} steps need {needed} steps, the plan has "
                 f"{plan.num_steps}. Make the plan of the audit with num_steps={needed}"
             )
         if plan.population < self.num_base + self.num_canaries:
@@ -201,6 +220,7 @@ class Observations:
         alike_R2: the two steps of a block whose whole releases are most similar, chosen without the coins; both 0 if a
             block has one step.
         noise_RTD: projections on the directions that show only the noise; None: there are none.
+        moved_RT: the logarithm by which each step moved the clip threshold; None: it does not move.
     """
 
     included_RM: NDArray[np.bool_]
@@ -208,6 +228,7 @@ class Observations:
     base_RT: NDArray[np.float64]
     alike_R2: NDArray[np.int64]
     noise_RTD: NDArray[np.float64] | None = None
+    moved_RT: NDArray[np.float64] | None = None
 
 
 def unit_gradients(model: nn.Module, rows: TrainingRows, loss_of: LossOf, unit_ids: Sequence[int]) -> Tensor:
@@ -262,6 +283,9 @@ class Steps:
         loss_of: the loss function for `PrivateRun.step`.
         num_steps: T.
 
+    Attributes:
+        moved: the logarithm by which each step of the last block moved the clip threshold; empty: it does not move.
+
     Raises:
         AuditError: a DeepSpeed engine whose optimizer is not plain SGD.
     """
@@ -273,6 +297,8 @@ class Steps:
         self._inner.eval()
         self._by_itself = updates_by_itself(model)
         self._batch = run.plan.expected_batch_size
+        self._adapts = run.plan.mechanism.first_threshold is not None
+        self.moved: list[float] = []
         self._lr = _MOVEMENT * self._batch / run.plan.noise_stddev if self._by_itself else 0.0
         base = innermost(optimizer)
         if self._by_itself:
@@ -282,10 +308,18 @@ class Steps:
 
     def __call__(self, present_N: NDArray[np.bool_]) -> list[Tensor]:
         """Take the steps of one block."""
+        self.moved = []
         return [self.step(drawn) for drawn in self._run.draws(self._num_steps, present_N)]
 
     def step(self, unit_ids: NDArray[np.int64]) -> Tensor:
         """Take one step over these units; return the noisy sum (P,) that it releases."""
+        threshold = self._run.ledger.threshold if self._adapts else None
+        released = self._release(unit_ids)
+        if threshold is not None and self._run.ledger.threshold is not None:
+            self.moved.append(math.log(self._run.ledger.threshold / threshold))
+        return released
+
+    def _release(self, unit_ids: NDArray[np.int64]) -> Tensor:
         if self._by_itself:
             before = whole_parameters(self._model, self._inner)
             self._run.step(unit_ids, self._loss_of)
@@ -298,10 +332,10 @@ class Steps:
 
 
 class Restarts:
-    """Blocks in which each step is taken after a restart: a run is started, interrupted, and resumed.
+    """Blocks that are runs of their own: each is started in its own folder, and may be interrupted and resumed.
 
-    All steps are charged to one ledger, and the attacker sees all releases, also those before the interruption. Each
-    block is a run in its own folder.
+    All steps of a block are charged to one ledger, and the attacker sees all releases, also those before an
+    interruption.
 
     Args:
         folder: folder of the runs.
@@ -310,26 +344,41 @@ class Restarts:
         model: the model as for `Steps`, but not attached.
         optimizer: the optimizer as for `Steps`.
         loss_of: the loss function as for `Steps`.
+        starts: the steps of each start, T together: `Design.starts`.
+
+    Attributes:
+        moved: as of `Steps`.
     """
 
     def __init__(
-        self, folder: Path, plan: PrivacyPlan, rows: TrainingRows, model: Any, optimizer: Any, loss_of: LossOf
+        self,
+        folder: Path,
+        plan: PrivacyPlan,
+        rows: TrainingRows,
+        model: Any,
+        optimizer: Any,
+        loss_of: LossOf,
+        starts: Sequence[int],
     ) -> None:
         """Store the parts of the runs."""
-        self._folder, self._plan, self._rows = folder, plan, rows
+        self._folder, self._plan, self._rows, self._starts = folder, plan, rows, starts
         self._model, self._optimizer, self._loss_of = model, optimizer, loss_of
         self._blocks = 0
+        self.moved: list[float] = []
 
     def __call__(self, present_N: NDArray[np.bool_]) -> list[Tensor]:
-        """Take the steps of one block, resuming before each but the first."""
+        """Take the steps of one block, resuming before each start but the first."""
         folder, released = self._folder / f"block {self._blocks}", []
         self._blocks += 1
-        for number in range(self._plan.num_steps):
+        self.moved = []
+        for number, num_steps in enumerate(self._starts):
             begin = PrivateRun.resume if number else PrivateRun.start
             run = begin(folder, self._plan, self._rows)
             # The effect of earlier blocks on the weights is among the releases that the attacker sees anyway.
             run.attach(self._model, self._optimizer, start_is_independent=True)
-            released += Steps(run, self._model, self._optimizer, self._loss_of, 1)(present_N)
+            steps = Steps(run, self._model, self._optimizer, self._loss_of, num_steps)
+            released += steps(present_N)
+            self.moved += steps.moved
             run.detach()
             run.ledger.close()
         return released
@@ -363,7 +412,7 @@ def observe(
     included_RM = processes.from_main(
         lambda: secret_rng().integers(0, 2, (design.num_blocks, design.num_canaries)).astype(bool)
     )
-    canary_RTM, base_RT, alike_R2, noise_RTD = [], [], [], []
+    canary_RTM, base_RT, alike_R2, noise_RTD, moved_RT = [], [], [], [], []
     for included_M in included_RM:
         present_N = np.zeros(population, dtype=bool)
         present_N[: design.num_base] = True
@@ -380,10 +429,14 @@ def observe(
         base_RT.append((wide_TP @ basis.base_P).cpu().numpy())
         alike_R2.append(_most_alike(wide_TP))
         noise_RTD.append((wide_TP @ basis.noise_DP.T).cpu().numpy())
+        moved_RT.append(getattr(release, "moved", []))
         on_block()
     alike = np.array(alike_R2, dtype=np.int64)
     noise = np.stack(noise_RTD) if len(basis.noise_DP) else None
-    return Observations(included_RM, np.stack(canary_RTM), np.stack(base_RT), alike, noise)
+    moved = np.array(moved_RT, dtype=np.float64)
+    return Observations(
+        included_RM, np.stack(canary_RTM), np.stack(base_RT), alike, noise, moved if moved.size else None
+    )
 
 
 def _most_alike(wide_TP: Tensor) -> tuple[int, int]:

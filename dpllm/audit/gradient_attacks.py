@@ -12,8 +12,16 @@ higher the score, the likelier the canary was present:
   the order of a stock sampler with its default seed (`torch.utils.data.DistributedSampler`: seed 0). It is used when a
   block is one pass over the units.
 
+Noise that is correlated over steps is undone first: with the strategy M of the plan, M times the releases of a start
+has independent noise. An attack then weighs the steps by the columns of M, in which a unit shows. Further attacks are:
+
+* *one group*: the largest such sum over the steps of one group of units;
+* *others earlier*, *others later*: in which group the base units are. It shows that a unit changes the group of others;
+* *threshold up*, *threshold down*: how far a clip threshold moved.
+
 The noise itself is also tested, on directions to which no unit contributes. There, a standard deviation that is a tenth
-too small shows at once, while a lower bound on ε shows it only when half of the noise is missing.
+too small shows at once, while a lower bound on ε shows it only when half of the noise is missing. Blocks of several
+steps also show noise that is too small in one direction over the steps, such as noise that is used twice.
 
 The verdict holds with the requested confidence for any number of attacks: the error is divided over them. A lower bound
 above the claimed ε refutes the claim. A bound below it proves nothing: for example, a few canaries cannot distinguish
@@ -27,6 +35,7 @@ import math
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import linalg
 
 from dpllm.audit.bounds import CONFIDENCE, AuditError, one_run_bounds, trial_bounds
 from dpllm.audit.gradient import Design, Observations
@@ -56,7 +65,7 @@ def judge_releases(
     Raises:
         AuditError: there are too few blocks to show anything.
     """
-    history = [(plan.event, design.steps_per_block)]
+    history = [(plan.event, num_steps) for num_steps in design.starts]
     tried = scores_of(seen, plan, design)
     coins = seen.included_RM.ravel()
     several = design.num_canaries > 1
@@ -94,7 +103,7 @@ def judge_releases(
         ),
         noise=None
         if seen.noise_RTD is None
-        else NoiseTest.of(seen.noise_RTD, plan.noise_stddev, (1 - confidence) / tests),
+        else NoiseTest.of(white(seen.noise_RTD, plan, design), plan.noise_stddev, (1 - confidence) / tests),
         details={
             "audited": setup,
             "blocks": f"{design.num_blocks:,} of {design.steps_per_block} step(s), {design.num_canaries} canaries each",
@@ -113,21 +122,60 @@ def scores_of(seen: Observations, plan: PrivacyPlan, design: Design) -> dict[str
     if seen.canary_RTM.shape != expected:
         raise AuditError(f"The observations have shape {seen.canary_RTM.shape}, but the design needs {expected}")
     canary_RTM = seen.canary_RTM
-    found = {
-        "total": canary_RTM.sum(1),
-        "others": np.repeat(-seen.base_RT.sum(1)[:, None], design.num_canaries, axis=1),
-    }
+    strategy_TT = strategy(plan, design)
+    gram_TT = strategy_TT.T @ strategy_TT
+    shown_RTM, base_RT = (np.einsum("tv,rv...->rt...", gram_TT, x) for x in (canary_RTM, seen.base_RT))
+    found = {"total": shown_RTM.sum(1), "others": _of_all(-base_RT.sum(1), design)}
+    bands = len(plan.mechanism.noise.column(design.steps_per_block))
+    if bands > 1:
+        group_RGM, base_RG = (_by_group(x, bands, design) for x in (shown_RTM, base_RT))
+        found["one group"] = group_RGM.max(1)
+        later_R = base_RG[:, 1:].mean(1) - base_RG[:, 0]
+        found |= {"others later": _of_all(later_R, design), "others earlier": _of_all(-later_R, design)}
+    if seen.moved_RT is not None:
+        up_R = (seen.moved_RT @ gram_TT).sum(1)
+        found |= {"threshold up": _of_all(up_R, design), "threshold down": _of_all(-up_R, design)}
     if design.steps_per_block > 1:
         blocks_R = np.arange(design.num_blocks)
         first_RM, second_RM = (canary_RTM[blocks_R, seen.alike_R2[:, which]] for which in (0, 1))
         found["repeated noise"] = np.abs(first_RM - second_RM)
-        if design.steps_per_block == math.ceil(plan.population / plan.expected_batch_size):
+        if bands == 1 and design.steps_per_block == math.ceil(plan.population / plan.expected_batch_size):
             for name, order_N in known_orders(plan.population).items():
                 place_N = np.argsort(order_N) // plan.expected_batch_size
                 found[f"known order ({name})"] = np.stack(
                     [canary_RTM[:, place_N[unit], number] for number, unit in enumerate(design.canaries)], axis=1
                 )
     return found
+
+
+def strategy(plan: PrivacyPlan, design: Design) -> NDArray[np.float64]:
+    """Return M of the steps of a block, (T, T): a fresh one for each start."""
+    found_TT = np.zeros((design.steps_per_block, design.steps_per_block))
+    first = 0
+    for num_steps in design.starts:
+        column = np.zeros(num_steps)
+        given = plan.mechanism.noise.column(plan.num_steps)[:num_steps]
+        column[: len(given)] = given
+        one = slice(first, first + num_steps)
+        found_TT[one, one] = linalg.toeplitz(column, np.zeros(num_steps))
+        first += num_steps
+    return found_TT
+
+
+def white(noise_RTD: NDArray[np.float64], plan: PrivacyPlan, design: Design) -> NDArray[np.float64]:
+    """Return M times the noise of each block: independent over steps, with standard deviation σC."""
+    return np.einsum("ts,rsd->rtd", strategy(plan, design), noise_RTD)
+
+
+def _of_all(score_R: NDArray[np.float64], design: Design) -> NDArray[np.float64]:
+    """Return the score of a block for each of its canaries."""
+    return np.repeat(score_R[:, None], design.num_canaries, axis=1)
+
+
+def _by_group(shown_RT: NDArray[np.float64], bands: int, design: Design) -> NDArray[np.float64]:
+    """Return the sums over the steps of each group, which the steps of each start take in turn."""
+    groups = [number % bands for num_steps in design.starts for number in range(num_steps)]
+    return np.stack([shown_RT[:, np.array(groups) == group].sum(1) for group in range(bands)], axis=1)
 
 
 def known_orders(num_units: int) -> dict[str, NDArray[np.int64]]:

@@ -7,6 +7,7 @@ The audit covers the installed stack: model, adapters, clipping, noise, engine a
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from dpllm.audit.bounds import CONFIDENCE, AuditError
-from dpllm.audit.gradient import Basis, Design, Steps, observe, unit_gradients
+from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_gradients
 from dpllm.audit.gradient_attacks import judge_releases
 from dpllm.audit.result import AuditResult
 from dpllm.config import PrivacyConfig, Recipe
@@ -29,7 +30,9 @@ from dpllm.data.rows import RowCollator, load_records
 from dpllm.data.units import UnitIndex
 from dpllm.engines import private_config
 from dpllm.engines.processes import Processes
-from dpllm.mechanism.parts import Spec
+from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of
+from dpllm.mechanism.parts import AdaptiveClipping, Draw, Noise, Spec
+from dpllm.mechanism.workload import Workload
 from dpllm.models.load import load_model, load_tokenizer
 from dpllm.models.tasks import default_row_loss
 from dpllm.privacy.ledger import LEDGER_FILE
@@ -93,30 +96,64 @@ class Settings:
         """Number of directions in which the noise is tested: enough to show a σ that is a tenth too small."""
         return min(8, -(-NOISE_PROJECTIONS // (self.blocks * self.steps)))
 
-    def plan(self, privacy: PrivacyConfig) -> PrivacyPlan:
-        """Return the plan of all blocks: DP-SGD with the clip norm of a recipe.
+    def audit(self, privacy: PrivacyConfig) -> tuple[Design, PrivacyPlan]:
+        """Return the design of the audit, and the plan of its runs: with the clipping and the noise of a recipe.
+
+        Where steps depend on earlier ones, each block is a run of its own. Where units are in groups, the sampling rate
+        is that within a group, and units that are never present fill the last one.
 
         Raises:
-            AuditError: the recipe has another mechanism than DP-SGD, or the sampling rate does not give a whole number
-                of units per step.
+            AuditError: the sampling rate does not give a whole number of units per step, a number of the noise is open,
+                or a block has no two cycles of it; or the parts have no accounting.
         """
-        for name, audited in (("clipping", "flat"), ("noise", "independent")):
-            given = Spec.of(getattr(privacy, name)).to_plain()
-            if given != audited:
-                raise AuditError(
-                    f"This audit takes steps of DP-SGD, and the recipe has privacy.{name}={given}, which they do not "
-                    f"test. Add privacy.{name}={audited} to audit the other parts of the installation"
-                )
-        num_units = self.base + self.canaries
-        batch = round(self.sampling_rate * num_units)
-        if batch < 1 or abs(batch - self.sampling_rate * num_units) > 1e-9:
+        noise = self._noise(privacy)
+        groups = len(noise.column(self.steps))
+        group = -(-(self.base + self.canaries) // groups)
+        batch = round(self.sampling_rate * group)
+        if batch < 1 or abs(batch - self.sampling_rate * group) > 1e-9:
             raise AuditError(
-                f"A sampling rate of {self.sampling_rate:g} of {num_units} units is not a whole number of units: use "
-                f"{max(1, batch)}/{num_units} = {max(1, batch) / num_units:g}, or another number of units"
+                f"A sampling rate of {self.sampling_rate:g} of {group} units is not a whole number of units: use "
+                f"{max(1, batch)}/{group} = {max(1, batch) / group:g}, or another number of units"
             )
-        return PrivacyPlan.untruncated(
-            num_units, batch, self.blocks * self.steps, self.noise_multiplier, privacy.clip_norm, self.delta
+        own_runs = groups > 1 or isinstance(clipping_of(Spec.of(privacy.clipping), privacy.clip_norm), AdaptiveClipping)
+        design = Design(self.base, self.canaries, self.blocks, self.steps, own_runs=own_runs)
+        plan = PrivacyPlan.untruncated(
+            group * groups,
+            batch,
+            self.steps * (1 if own_runs else self.blocks),
+            self.noise_multiplier,
+            privacy.clip_norm,
+            self.delta,
         )
+        try:
+            plan = dataclasses.replace(plan, clipping=Spec.of(privacy.clipping), noise=spec_of(noise))
+        except ValueError as error:
+            raise AuditError(
+                f"The recipe's clipping and noise cannot be audited with these settings: {error}"
+            ) from error
+        design.check(plan)
+        return design, plan
+
+    def _noise(self, privacy: PrivacyConfig) -> Noise:
+        """Return the recipe's noise, with all numbers."""
+        spec = Spec.of(privacy.noise)
+        noise = noise_of(spec)
+        if not noise.tensors_kept:
+            return noise
+        bands = spec.plain_options.get("bands", "auto")
+        if bands == "auto":
+            raise AuditError(
+                "The recipe leaves the bands of its noise open, and the audit has no run for which to choose them. Add "
+                "their number, for instance 'privacy.noise={kind: banded, bands: 4}'"
+            )
+        if self.steps < 2 * bands:
+            raise AuditError(
+                f"A block has {self.steps} step(s), and the noise has {bands} bands: two cycles are needed, so that "
+                f"units come back. Add --steps {2 * bands}"
+            )
+        units = bands * max(1, self.base + self.canaries)
+        draw = Draw(num_units=units, population=units, expected_batch_size=1, max_batch_size=units)
+        return noise.candidates(draw, Workload.prefix_sums(self.steps))[0]
 
 
 def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None] = lambda: None) -> AuditResult | None:
@@ -131,17 +168,16 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
         The result on rank 0, None on the others.
 
     Raises:
-        AuditError: the settings do not describe an audit, or the recipe has another mechanism than DP-SGD.
+        AuditError: the settings do not describe an audit, or the recipe's noise has open numbers.
         ConfigError: the model cannot be loaded.
         EngineError: the engine cannot be used.
     """
-    design = Design(settings.base, settings.canaries, settings.blocks, settings.steps)
-    plan = settings.plan(recipe.privacy)
-    design.check(plan)
+    design, plan = settings.audit(recipe.privacy)
     torch.manual_seed(_PUBLIC_SEED)
-    model, rows = _model_and_rows(recipe, settings, int(recipe.train.get("per_device_train_batch_size", 8)))
+    max_rows = int(recipe.train.get("per_device_train_batch_size", 8))
+    model, rows = _model_and_rows(recipe, settings, max_rows, plan.num_units)
     loss_of = _loss_of(model)
-    gradients = unit_gradients(model, rows, loss_of, range(plan.num_units))
+    gradients = unit_gradients(model, rows, loss_of, range(design.num_base + design.num_canaries))
     basis = Basis.of(gradients, design.num_base, settings.noise_directions)
     # Not earlier: once ZeRO-3 is set up, a model is loaded in shards, on which no gradient can be computed.
     args = training_arguments({**recipe.train, "report_to": "none"})
@@ -151,14 +187,18 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
     processes = Processes()
     folder = Path(processes.from_main(lambda: tempfile.mkdtemp(prefix="dpllm-audit-")))
     try:
-        ledger = SharedLedger.create(folder / LEDGER_FILE, plan, processes)
-        run = PrivateRun(plan, rows, ledger)
-        run.attach(prepared, optimizer, start_is_independent=True)  # its rows are random tokens
         with accelerator.autocast():
-            release = Steps(run, prepared, optimizer, loss_of, design.steps_per_block)
-            seen = observe(release, basis, design, plan.population, processes, on_block)
-        run.detach()
-        ledger.close()
+            if design.own_runs:
+                runs = Restarts(folder, plan, rows, prepared, optimizer, loss_of, design.starts)
+                seen = observe(runs, basis, design, plan.population, processes, on_block)
+            else:
+                ledger = SharedLedger.create(folder / LEDGER_FILE, plan, processes)
+                run = PrivateRun(plan, rows, ledger)
+                run.attach(prepared, optimizer, start_is_independent=True)  # its rows are random tokens
+                release = Steps(run, prepared, optimizer, loss_of, design.steps_per_block)
+                seen = observe(release, basis, design, plan.population, processes, on_block)
+                run.detach()
+                ledger.close()
     finally:
         if processes.is_main:
             shutil.rmtree(folder)
@@ -168,8 +208,8 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
     return judge_releases(seen, plan, design, setup, settings.confidence) if processes.is_main else None
 
 
-def _model_and_rows(recipe: Recipe, settings: Settings, max_rows: int) -> tuple[Any, TrainingRows]:
-    """Return the recipe's model, and rows of random tokens of two lengths."""
+def _model_and_rows(recipe: Recipe, settings: Settings, max_rows: int, num_units: int) -> tuple[Any, TrainingRows]:
+    """Return the recipe's model, and rows of random tokens of two lengths, one for each unit."""
     public = recipe.public_pretrain
     texts = load_records(public.data)[public.data.text_column] if public and recipe.model.tokenizer_vocab_size else None
     tokenizer = load_tokenizer(recipe.model, texts)
@@ -179,10 +219,7 @@ def _model_and_rows(recipe: Recipe, settings: Settings, max_rows: int) -> tuple[
     if room is not None and settings.tokens > room:
         raise AuditError(f"tokens is {settings.tokens}, but the model has {room} positions: lower --tokens")
     rng = np.random.default_rng(_PUBLIC_SEED)
-    examples = [
-        _random_row(rng, settings.tokens - unit % 2, len(tokenizer), task)
-        for unit in range(settings.base + settings.canaries)
-    ]
+    examples = [_random_row(rng, settings.tokens - unit % 2, len(tokenizer), task) for unit in range(num_units)]
     return model, TrainingRows(
         units=UnitIndex.one_row_per_unit(len(examples)),
         lengths=np.array([len(example["input_ids"]) for example in examples]),

@@ -97,25 +97,44 @@ class NoiseTest:
     highest: float
     """The upper end of its one-sided interval, at 1 - `error`."""
     error: float
-    """Probability that correct noise is refuted."""
+    """Probability that correct noise is refuted because of `highest`, and the same again because of `weakest`."""
+    weakest: float | None = None
+    """The upper end for the direction over the steps of a block in which the deviation is smallest; None: not known."""
 
     @classmethod
     def of(cls, projections: NDArray[np.float64], stddev: float, error: float) -> NoiseTest:
-        """Test projections on unit vectors, which are N(0, stddev²) or wider if the noise is correct.
+        """Test projections on unit vectors, which are independent N(0, stddev²) or wider if the noise is correct.
+
+        Of n vectors of T independent normal numbers, the smallest singular value over √n is less than
+        1 - √(T/n) - a/√n with probability at most exp(-a²/2) (Davidson and Szarek 2001).
+
+        Args:
+            projections: (R, T, D) of R blocks of T steps in D directions, or of one step each, in any shape.
+            stddev: σC.
+            error: probability that correct noise is refuted.
 
         >>> rng = np.random.default_rng(0)
         >>> [NoiseTest.of(rng.normal(0, sigma, 1600), 1.0, 0.01).refuted for sigma in (1.0, 0.9)]
         [False, True]
         """
-        values = np.asarray(projections, dtype=np.float64).ravel() / stddev
+        seen = np.asarray(projections, dtype=np.float64) / stddev
+        weakest = None
+        if seen.ndim == 3 and seen.shape[1] > 1:
+            error /= 2
+            num, steps = seen.shape[0] * seen.shape[2], seen.shape[1]
+            lowest = 1 - math.sqrt(steps / num) - math.sqrt(-2 * math.log(error) / num)
+            over_steps = np.moveaxis(seen, 1, 2).reshape(num, steps)
+            if lowest > 0:
+                weakest = float(np.linalg.svd(over_steps, compute_uv=False)[-1]) / math.sqrt(num) / lowest
+        values = seen.ravel()
         total = float((values**2).sum())
         highest = math.sqrt(total / float(stats.chi2.ppf(error, len(values))))
-        return cls(len(values), math.sqrt(total / len(values)), highest, error)
+        return cls(len(values), math.sqrt(total / len(values)), highest, error, weakest)
 
     @property
     def refuted(self) -> bool:
         """Whether the noise is smaller than the plan states."""
-        return not self.highest >= 1
+        return not self.highest >= 1 or (self.weakest is not None and not self.weakest >= 1)
 
     def power(self) -> dict[str, float]:
         """Return the share of such tests that notice less noise: name of the noise -> share."""
@@ -123,7 +142,8 @@ class NoiseTest:
         return {name: float(stats.chi2.cdf(critical * factor**2, self.num)) for name, factor in WEAKER.items()}
 
     def __str__(self) -> str:
-        return f"{self.ratio:.4f} of σC in {self.num:,} projections, at most {up(self.highest)}"
+        weakest = "" if self.weakest is None else f", in some direction over the steps at most {up(self.weakest)}"
+        return f"{self.ratio:.4f} of σC in {self.num:,} projections, at most {up(self.highest)}{weakest}"
 
 
 def power_in_words(shares: Mapping[str, float]) -> str:

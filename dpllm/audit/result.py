@@ -217,7 +217,11 @@ class AuditResult:
 
     def _verdict(self) -> str:
         if self.noise is not None and self.noise.refuted:
-            return f"{FAIL}: the noise has a standard deviation of at most {up(self.noise.highest)} σC. Do not release"
+            weakest, least = self.noise.weakest, self.noise.highest
+            where = ""
+            if weakest is not None and weakest < least:
+                least, where = weakest, " in some direction over the steps"
+            return f"{FAIL}: the noise has a standard deviation of at most {up(least)} σC{where}. Do not release"
         if self.claimed_epsilon is not None and self.failed:
             claim = format_epsilon(self.claimed_epsilon)
             return f"{FAIL}: at least {down(self.epsilon_lower)}, but {claim} is claimed. Do not release"

@@ -6,10 +6,12 @@ gradient. ``python -m tests.audit.planted SETUP`` prints the result as JSON.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_g
 from dpllm.audit.gradient_attacks import judge_releases
 from dpllm.audit.result import AuditResult
 from dpllm.data.units import UnitIndex
+from dpllm.mechanism.parts import Spec
+from dpllm.training.attached import Attached
 
 CONFIDENCE = 0.999  # a sound run fails once in a thousand times at most
 CLIP_NORM = 0.5
@@ -49,13 +53,20 @@ def plan_of(num_units: int, batch: int, noise_multiplier: float, num_steps: int)
     return PrivacyPlan.untruncated(num_units, batch, num_steps, noise_multiplier, CLIP_NORM, delta=1e-5)
 
 
-def vectors(*lengths: float) -> tuple[nn.Module, TrainingRows, Callable]:
+def plan_with(num_units: int, batch: int, sigma: float, num_steps: int, *parts: tuple[str, Any]) -> PrivacyPlan:
+    """A plan of `plan_of` with another clipping or noise."""
+    changes = {name: Spec.of(value) for name, value in parts}
+    return dataclasses.replace(plan_of(num_units, batch, sigma, num_steps), **changes)
+
+
+def vectors(*lengths: float, absent: int = 0) -> tuple[nn.Module, TrainingRows, Callable]:
     """Units whose gradients are at right angles to each other, of these multiples of the clip norm.
 
-    The loss is linear, so the gradient is the row, once for each of two outputs, for any weights.
+    The loss is linear, so the gradient is the row, once for each of two outputs, for any weights. After them come units
+    that are never present.
     """
-    table = torch.diag(torch.tensor([*lengths, 0.0, 0.0, 0.0, 0.0])) * CLIP_NORM / 2**0.5
-    count = len(lengths)
+    count = len(lengths) + absent
+    table = torch.diag(torch.tensor([*lengths, *[0.0] * (absent + 4)])) * CLIP_NORM / 2**0.5
     rows = TrainingRows(
         units=UnitIndex.one_row_per_unit(count),
         lengths=np.ones(count, dtype=np.int64),
@@ -112,10 +123,11 @@ def audit(
     noise_multiplier: float,
     prepare: Callable[[nn.Module], Any] = lambda model: model,
     setup: str = "one process",
+    parts: Sequence[tuple[str, Any]] = (),
 ) -> AuditResult:
     """One attached run, all blocks of it."""
     num_units = rows.units.num_units
-    plan = plan_of(num_units, batch, noise_multiplier, design.num_blocks * design.steps_per_block)
+    plan = plan_with(num_units, batch, noise_multiplier, design.num_blocks * design.steps_per_block, *parts)
     design.check(plan)
     basis = basis_of(model, rows, loss_of, design)
     prepared = prepare(model)
@@ -197,17 +209,90 @@ def empty_steps() -> AuditResult:
     return audit(*vectors(300, 1), Design(1, 1, 600, steps_per_block=8), batch=1, noise_multiplier=6.0)
 
 
-def resumed() -> AuditResult:
-    """Runs of two steps that break off after the first and are resumed, with the ledger on the disk."""
-    model, rows, loss_of = vectors(1, 2)
-    design = Design(1, 1, num_blocks=300, steps_per_block=2)
-    plan = plan_of(2, batch=1, noise_multiplier=2.0, num_steps=2)
-    basis = basis_of(model, rows, loss_of, design)
+@contextlib.contextmanager
+def without_checks_of_rows() -> Iterator[None]:
+    """Leave out the checks of the loss in the first steps of each run: they take most of the time of a short one."""
+    check = Attached.check_rows
+    Attached.check_rows = lambda self, *arguments: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Attached.check_rows = check  # type: ignore[method-assign]
+
+
+def audit_runs(
+    model: nn.Module, rows: TrainingRows, loss_of: Callable, design: Design, plan: PrivacyPlan, num_noise: int = 0
+) -> AuditResult:
+    """Blocks that are runs of their own, with the ledger on the disk."""
+    design.check(plan)
+    taking_part = range(design.num_base + design.num_canaries)
+    basis = Basis.of(unit_gradients(model, rows, loss_of, taking_part), design.num_base, num_noise)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.exists() else None) as folder:
-        release = Restarts(Path(folder), plan, rows, model, optimizer, loss_of)
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.exists() else None) as folder, without_checks_of_rows():
+        release = Restarts(Path(folder), plan, rows, model, optimizer, loss_of, design.starts)
         seen = observe(release, basis, design, plan.population)
-    return judge_releases(seen, plan, design, "one process, resumed before the second step", CONFIDENCE)
+    return judge_releases(seen, plan, design, f"one process, starts of {design.starts} steps", CONFIDENCE)
+
+
+def resumed() -> AuditResult:
+    """Runs of two steps that break off after the first and are resumed."""
+    design = Design(1, 1, num_blocks=300, steps_per_block=2, own_runs=True, steps_per_start=1)
+    return audit_runs(*vectors(1, 2), design, plan_of(2, batch=1, noise_multiplier=2.0, num_steps=2))
+
+
+def banded(bands: int) -> tuple[str, Any]:
+    """Noise of this many bands, for `plan_with`."""
+    return "noise", {"kind": "banded", "bands": bands}
+
+
+def one_cycle() -> AuditResult:
+    """A cycle of eight bands, with q' = 1: every unit is in one step, and nobody knows in which."""
+    design = Design(1, 1, num_blocks=500, steps_per_block=8, own_runs=True)
+    return audit_runs(*vectors(1, 2, absent=6), design, plan_with(8, 1, 1.0, 8, banded(8)))
+
+
+def two_bands() -> AuditResult:
+    """Four cycles of two bands, with q' = 1."""
+    design = Design(1, 1, num_blocks=700, steps_per_block=8, own_runs=True)
+    return audit_runs(*vectors(1, 2), design, plan_with(2, 1, 1.5, 8, banded(2)))
+
+
+def many_others() -> AuditResult:
+    """Every second of 16 other units is long: where the groups of all of them change, it shows."""
+    design = Design(16, 1, num_blocks=250, steps_per_block=2, own_runs=True)
+    lengths = [1.0, 0.01] * 8 + [2.0]
+    return audit_runs(*vectors(*lengths, absent=1), design, plan_with(18, 9, 1.5, 2, banded(2)))
+
+
+def resumed_bands() -> AuditResult:
+    """Runs with four bands that break off after two steps, and again after two more; the noise is measured as well."""
+    design = Design(1, 1, num_blocks=250, steps_per_block=4, own_runs=True, steps_per_start=2)
+    return audit_runs(*vectors(1, 2, absent=2), design, plan_with(4, 1, 1.0, 8, banded(4)), num_noise=8)
+
+
+def counted() -> AuditResult:
+    """One of two present units of twenty is above the threshold of a clipping to a quantile."""
+    design = Design(1, 1, num_blocks=250, own_runs=True)
+    clipping = {"kind": "quantile", "start": 2 * CLIP_NORM, "count_noise": 2.0}
+    return audit_runs(*vectors(1, 5, absent=18), design, plan_with(20, 20, 1.0, 1, ("clipping", clipping)))
+
+
+class Parallel(nn.Module):
+    """Layers side by side, all of the same gradient."""
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 2, bias=False) for _ in range(num_layers))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.stack([layer(rows) for layer in self.layers]).sum(0)
+
+
+def layers() -> AuditResult:
+    """A canary that is too long in each of nine layers."""
+    linear, rows, loss_of = vectors(1, 5)
+    model, parts = Parallel(9, linear.in_features), [("clipping", "per-layer")]
+    return audit(model, rows, loss_of, Design(1, 1, 400), batch=2, noise_multiplier=1.0, parts=parts)
 
 
 def summary(result: AuditResult) -> dict[str, Any]:
@@ -221,12 +306,16 @@ def summary(result: AuditResult) -> dict[str, Any]:
         "method": result.best.method,
         "verdict": result.verdict,
         "failed": result.failed,
+        "noise": result.noise is not None and result.noise.refuted,
     }
 
 
 SETUPS: dict[str, Callable[[], AuditResult]] = {
     setup.__name__: setup
-    for setup in (long_gradient, two_processes, two_steps, tied_head, witnesses, epochs, empty_steps, resumed)
+    for setup in (
+        *(long_gradient, two_processes, two_steps, tied_head, witnesses, epochs, empty_steps, resumed),
+        *(one_cycle, two_bands, many_others, resumed_bands, counted, layers),
+    )
 }
 
 if __name__ == "__main__":

@@ -12,14 +12,17 @@ from typer.testing import CliRunner
 from dpllm import PrivateRun
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.gradient import Basis, Design, Observations, Steps, _check_plain_sgd, observe, unit_gradients
-from dpllm.audit.gradient_attacks import judge_releases, known_orders, scores_of
+from dpllm.audit.gradient_attacks import judge_releases, known_orders, scores_of, strategy
 from dpllm.audit.gradient_recipe import Settings
 from dpllm.audit.result import CONSISTENT, FAIL
 from dpllm.cli import app
 from dpllm.config import PrivacyConfig
 from dpllm.engines.whole import updates_by_itself, whole_gradient, whole_parameters
+from dpllm.mechanism.parts import Spec
+from dpllm.privacy.accounting import epsilon
 from tests.audit.planted import CLIP_NORM, Charged, Tied, basis_of, plan_of, text_loss, texts, vectors
 from tests.conftest import tiny_llama_config
+from tests.tiers import deep
 
 
 def steps_of(noise_multiplier, design, *lengths):
@@ -136,7 +139,7 @@ def test_several_canaries_are_judged_by_both_methods(noise):
 @pytest.mark.parametrize(
     ("design", "plan", "match"),
     [
-        ({"num_blocks": 11}, {}, "11 blocks of 1 steps are 11 steps, the plan has 10"),
+        ({"num_blocks": 11}, {}, "11 blocks of 1 steps need 11 steps, the plan has 10"),
         ({"num_canaries": 4}, {}, "1 base units and 4 canaries, but the plan is for 4 units"),
         ({}, {"noise_multiplier": 0.0}, "claims nothing that could be refuted"),
         ({}, {"seeded": True}, "fixed seed, so its noise is public"),
@@ -208,24 +211,40 @@ def test_a_movement_that_is_no_gradient_is_refused(optimizer):
 
 def test_a_sampling_rate_gives_whole_units():
     """Another rate than the one asked for would be another claim."""
-    assert Settings(base=2, canaries=6, sampling_rate=0.5).plan(privacy_of()).sampling_rate == 0.5
+    assert Settings(base=2, canaries=6, sampling_rate=0.5).audit(privacy_of())[1].sampling_rate == 0.5
     with pytest.raises(AuditError, match=r"not a whole number of units: use 3/10 = 0\.3"):
-        Settings(base=2, canaries=8, sampling_rate=0.33).plan(privacy_of())
+        Settings(base=2, canaries=8, sampling_rate=0.33).audit(privacy_of())
+
+
+def test_the_mechanism_of_the_recipe_is_audited():
+    """Steps that depend on earlier ones are in runs of their own; the claim is that of the recipe's noise."""
+    design, plan = Settings(steps=8).audit(privacy_of(noise={"kind": "banded", "bands": 4}))
+    assert (
+        design.own_runs
+        and plan.num_steps == 8
+        and plan.num_units == 4
+        and plan.event.rounds(8) == (plan.event.rounds(5))
+    )
+    assert plan.event.sampling_rate == 1 and len(plan.mechanism.noise.column(8)) == 4
+    for clipping, own_runs in (("per-layer", False), ("automatic", False), ({"kind": "quantile"}, True)):
+        design, plan = Settings(noise_multiplier=0.2).audit(privacy_of(clipping=clipping))
+        assert design.own_runs == own_runs and plan.num_steps == (1 if own_runs else 1000)
+        assert plan.mechanism.clipping.kind == Spec.of(clipping).kind
+    assert Settings().audit(privacy_of(noise={"kind": "independent"})) == Settings().audit(privacy_of())
 
 
 @pytest.mark.parametrize(
-    ("part", "remedy"),
+    ("settings", "part", "remedy"),
     [
-        ({"noise": {"kind": "banded", "bands": 4}}, "privacy.noise=independent"),
-        ({"clipping": "per-layer"}, "privacy.clipping=flat"),
-        ({"clipping": {"kind": "automatic", "stability": 0.1}}, "privacy.clipping=flat"),
+        ({}, {"noise": {"kind": "banded", "bands": 4}}, "A block has 1 step.*Add --steps 8"),
+        ({"steps": 8}, {"noise": {"kind": "banded"}}, "leaves the bands of its noise open.*bands: 4"),
+        ({}, {"clipping": {"kind": "quantile"}}, "the count alone would cost more than the step"),
     ],
 )
-def test_a_recipe_of_another_mechanism_is_not_audited_as_dp_sgd(part, remedy):
-    """A pass would be read as a pass of the recipe's own clipping and noise."""
-    with pytest.raises(AuditError, match=f"which they do not test. Add {remedy}"):
-        Settings().plan(privacy_of(**part))
-    assert Settings().plan(privacy_of(noise={"kind": "independent"})) == Settings().plan(privacy_of())
+def test_a_mechanism_that_these_settings_would_not_test_is_refused(settings, part, remedy):
+    """With the setting that does."""
+    with pytest.raises(AuditError, match=remedy):
+        Settings(**settings).audit(privacy_of(**part))
 
 
 def privacy_of(**change):
@@ -281,6 +300,27 @@ def test_the_command_audits_a_recipe_s_model(saved, tmp_path):
     assert json.loads((tmp_path / "out/audit.json").read_text())["epsilon_lower"] == printed["epsilon_lower"]
 
 
+@deep
+@pytest.mark.parametrize(
+    "part",
+    [
+        ["privacy.noise={kind: banded, bands: 2}", "--steps", "4"],
+        ["privacy.clipping={kind: quantile, count_noise: 2}", "--steps", "2"],
+        ["privacy.clipping=per-layer"],
+    ],
+    ids=["banded", "quantile", "per-layer"],
+)
+def test_the_command_audits_the_mechanism_of_the_recipe(part, saved, tmp_path):
+    """Each block of steps that depend on each other is a run; the noise is measured along the strategy."""
+    options = ["--blocks", "12", "--confidence", "0.999999", "--json", *part]
+    done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, saved)), *options])
+    assert done.exit_code == 0, done.output
+    printed = json.loads(done.stdout.splitlines()[-1])
+    names = {attack["name"] for attack in printed["attacks"]}
+    assert printed["verdict"] == CONSISTENT and printed["num_canaries"] == 12 and printed["noise"]["ratio"] > 0.5
+    assert ("one group" in names) == ("banded" in part[0]) and ("threshold up" in names) == ("quantile" in part[0])
+
+
 def test_the_command_fails_where_the_claim_does(saved, tmp_path, monkeypatch):
     """Noise that is left out is exit code 1."""
     monkeypatch.setattr("dpllm.mechanism.generators.NoiseSource.add_", lambda self, grad, noise_stddev: None)
@@ -313,6 +353,87 @@ def test_audits_that_would_not_end_are_refused(values, match):
     with pytest.raises(AuditError, match=match):
         Settings(**values)
     assert Settings().canaries == 1 and Settings().noise_directions * Settings().blocks >= 1600
+
+
+def correlated(num_blocks, bands, num_steps, sigma=1.0, per_start=None):
+    """A design and a plan with banded noise, M of a block, and noise of it in a number of directions."""
+    plan = dataclasses.replace(plan_of(bands, 1, sigma, num_steps), noise=Spec.of({"kind": "banded", "bands": bands}))
+    design = Design(1, 1, num_blocks, num_steps, own_runs=True, steps_per_start=per_start)
+    return design, plan, strategy(plan, design)
+
+
+def correlated_noise(rng, num_blocks, strategy_TT, directions=1):
+    white_RTD = CLIP_NORM * rng.normal(size=(num_blocks, len(strategy_TT), directions))
+    return np.einsum("ts,rsd->rtd", np.linalg.inv(strategy_TT), white_RTD)
+
+
+@pytest.mark.parametrize(("apart", "verdict"), [(8, CONSISTENT), (2, FAIL)])
+def test_bands_wider_than_groups_are_refuted(apart, verdict):
+    """Simulated: the noise has eight bands, and a unit comes back after so many steps."""
+    rng, num_blocks = np.random.default_rng(3), 600
+    design, plan, strategy_TT = correlated(num_blocks, 8, 8)
+    included, group = rng.random((num_blocks, 1)) < 0.5, rng.integers(0, apart, num_blocks)
+    present = (np.arange(8) % apart == group[:, None]) & included
+    canary = correlated_noise(rng, num_blocks, strategy_TT) + CLIP_NORM * present[:, :, None]
+    base = correlated_noise(rng, num_blocks, strategy_TT)[:, :, 0]
+    seen = Observations(included, canary, base, np.zeros((num_blocks, 2), dtype=np.int64))
+    found = judge_releases(seen, plan, design, "simulated", 0.999)
+    assert found.verdict == verdict, found.summary()
+    assert {"one group", "others later", "others earlier"} <= {attack.name for attack in found.attacks}
+
+
+@pytest.mark.parametrize(("bug", "verdict"), [(False, CONSISTENT), (True, FAIL)])
+def test_groups_that_depend_on_who_is_present_are_refuted(bug, verdict):
+    """Simulated: with the canary, all others are in the other group."""
+    rng, num_blocks = np.random.default_rng(4), 250
+    design, plan, strategy_TT = correlated(num_blocks, 2, 2, sigma=1.0)
+    included = rng.random((num_blocks, 1)) < 0.5
+    group = included[:, 0].astype(int) if bug else rng.integers(0, 2, num_blocks)
+    others = 3 * CLIP_NORM * (np.arange(2) == group[:, None])
+    base = correlated_noise(rng, num_blocks, strategy_TT)[:, :, 0] + others
+    canary = correlated_noise(rng, num_blocks, strategy_TT)
+    seen = Observations(included, canary, base, np.zeros((num_blocks, 2), dtype=np.int64))
+    assert judge_releases(seen, plan, design, "simulated", 0.999).verdict == verdict
+
+
+@pytest.mark.parametrize(("continued", "verdict"), [(False, CONSISTENT), (True, FAIL)])
+def test_noise_that_goes_on_after_a_resume_is_refuted(continued, verdict):
+    """Simulated: a direction over the steps of both starts has too little noise; each step by itself has enough."""
+    rng, num_blocks = np.random.default_rng(6), 250
+    design, plan, fresh_TT = correlated(num_blocks, 4, 4, per_start=2)
+    used_TT = correlated(num_blocks, 4, 4)[2] if continued else fresh_TT
+    noise = correlated_noise(rng, num_blocks, used_TT, 10)
+    included, alike = rng.random((num_blocks, 1)) < 0.5, np.zeros((num_blocks, 2), dtype=np.int64)
+    seen = Observations(included, noise[:, :, :1], noise[:, :, 1], alike, noise[:, :, 2:])
+    found = judge_releases(seen, plan, design, "simulated", 0.999)
+    assert found.verdict == verdict and found.noise.highest > 1
+    assert not any(bound.refutes for attack in found.attacks for bound in attack.bounds)
+    assert found.claimed_epsilon == pytest.approx(epsilon([(plan.event, 2), (plan.event, 2)], plan.delta))
+    assert "in some direction over the steps" in dict(found.rows())["noise"]
+    assert found.noise.refuted == continued
+    assert ("σC in some direction over the steps" in dict(found.rows())["verdict"]) == continued
+
+
+@pytest.mark.parametrize(("largest", "verdict"), [(0.5, CONSISTENT), (10.0, FAIL)])
+def test_a_threshold_that_one_unit_moves_too_far_is_refuted(largest, verdict):
+    """Simulated: a count with noise of deviation 2, which one unit changes by ½ or by more."""
+    rng, num_blocks = np.random.default_rng(7), 250
+    plan = dataclasses.replace(plan_of(20, 20, 1.0, 1), clipping=Spec.of({"kind": "quantile", "count_noise": 2.0}))
+    included, design = rng.random((num_blocks, 1)) < 0.5, Design(1, 1, num_blocks, own_runs=True)
+    counts = -largest * included + 2 * rng.normal(size=included.shape)
+    canary = CLIP_NORM * (included + rng.normal(size=included.shape))
+    alike = np.zeros((num_blocks, 2), dtype=np.int64)
+    seen = Observations(included, canary[:, None], rng.normal(size=included.shape), alike, None, -0.2 * counts / 20)
+    assert judge_releases(seen, plan, design, "simulated", 0.999).verdict == verdict
+
+
+def test_only_a_run_of_its_own_is_resumed():
+    """And after one step at least."""
+    for wrong in ({"steps_per_start": 2}, {"steps_per_start": 0, "own_runs": True}):
+        with pytest.raises(AuditError, match="only a run of its own can be resumed"):
+            Design(1, 1, 5, 4, **wrong)
+    assert Design(1, 1, 5, 7, own_runs=True, steps_per_start=3).starts == [3, 3, 1]
+    assert Design(1, 1, 5, 7).starts == [7]
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.9])
