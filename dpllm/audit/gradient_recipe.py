@@ -30,6 +30,7 @@ from dpllm.data.rows import RowCollator, load_records
 from dpllm.data.units import UnitIndex
 from dpllm.engines import private_config
 from dpllm.engines.processes import Processes
+from dpllm.mechanism.banded import BandedNoise
 from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of
 from dpllm.mechanism.parts import AdaptiveClipping, Draw, Noise, Spec
 from dpllm.mechanism.workload import Workload
@@ -140,6 +141,11 @@ class Settings:
         noise = noise_of(spec)
         if not noise.tensors_kept:
             return noise
+        if noise.kind != BandedNoise.kind:
+            raise AuditError(
+                f"The gradient audit has no attacks for noise={noise.kind}, whose units are not sampled: it would "
+                "prove nothing about it. Audit the other parts of the recipe with 'privacy.noise=independent'"
+            )
         bands = spec.plain_options.get("bands", "auto")
         if bands == "auto":
             raise AuditError(

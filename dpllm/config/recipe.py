@@ -102,9 +102,10 @@ class PrivacyConfig:
     "quantile" clips to a threshold that follows a quantile of the norms by noisy counts, which σ covers, and scales by
     C over the threshold. Options go into a mapping: {kind: automatic, stability: 0.01}."""
     noise: Any = "independent"
-    """How the noise of the steps is correlated: "independent" (DP-SGD), or "banded", correlated with the noise of
-    earlier steps, where the units are drawn from one of several groups in turn (`docs/correlated_noise.md`). Options:
-    {kind: banded, bands: 8, strategy: geometric}. ``bands``: the number of groups, or auto, the best one at
+    """How the noise of the steps is correlated (`docs/correlated_noise.md`): "independent" (DP-SGD); "banded", with the
+    noise of earlier steps, where the units are drawn from one of several groups in turn; or "blt", for units that
+    cannot be sampled: each pass visits every unit once, in one order. Options: {kind: blt, buffers: 2}, up to 4 or
+    auto; {kind: banded, bands: 8, strategy: geometric}. ``bands``: the number of groups, or auto, the best one at
     `target_epsilon`. ``strategy``: geometric or free; its numbers are computed for the optimizer and the schedule of
     the run, and the plan stores them. To fix them: ``ratio``, or ``coefficients``, a list."""
     max_batch_size: int | None = None

@@ -259,6 +259,10 @@ class BandedNoise:
             return geometric_column(self._number, self.ratio)
         return coefficients(self._number, num_steps)
 
+    def separation(self, draw: Draw) -> int:
+        """Return b: columns that far apart have no row in common."""
+        return self._number
+
     def error(self, workload: Workload) -> float:
         """Return the standard deviation of the noise in the released weights, over σC and the learning rate."""
         return workload.error(self.column(workload.num_steps))

@@ -12,6 +12,7 @@ from typing import Any
 
 from dpllm.mechanism.automatic import AdaptiveScaleClipping, AutomaticClipping
 from dpllm.mechanism.banded import BandedNoise, BandedStep
+from dpllm.mechanism.blt import BltNoise, BltStep
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.discrete import DiscreteNoise, DiscreteStep
 from dpllm.mechanism.events import Event, Step, StepOfRows, dp_sgd
@@ -30,8 +31,8 @@ _CLIPPINGS: tuple[type[Clipping], ...] = (
     GroupClipping,
     QuantileClipping,
 )
-_NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise)
-_EVENTS: tuple[type[Event], ...] = (Step, StepOfRows, BandedStep, DiscreteStep, SelectedRun)
+_NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise, BltNoise)
+_EVENTS: tuple[type[Event], ...] = (Step, StepOfRows, BandedStep, BltStep, DiscreteStep, SelectedRun)
 
 CLIPPINGS = {part.kind: part for part in _CLIPPINGS}
 NOISES = {part.kind: part for part in _NOISES}

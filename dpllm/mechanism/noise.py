@@ -83,6 +83,10 @@ class IndependentNoise:
         """Return one entry: the noise of a step reaches this step only."""
         return (1.0,)
 
+    def separation(self, draw: Draw) -> int:
+        """Return 1: a unit may be in any step."""
+        return 1
+
     def variance(self, step: int, num_steps: int) -> float:
         """Return 1: σC is the deviation of the noise itself."""
         return 1.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,20 +52,21 @@ class StepOrder:
 
 
 class UnitsApart:
-    """Refuses draws in which a unit comes back while the noise of its last step still reaches the present one.
+    """Refuses draws in which a unit comes back earlier than the accounting of the noise assumes.
 
-    Noise with a strategy of b bands costs what its event states only if two steps of one unit are at least b apart: the
-    columns of the strategy for these steps are then orthogonal. The sampler ensures this. Here it is checked with the
-    bands of the noise itself, so that a sampler with other groups, or with a unit in two of them, is refused.
+    Correlated noise costs what its event states only if two steps of one unit are far enough apart: for b bands at
+    least b steps, so that the columns of the strategy for these steps are orthogonal. The sampler ensures this. Here it
+    is checked with the separation of the noise itself, so that a sampler with other groups, or with a unit in two of
+    them, is refused.
 
     Args:
-        bands: the number of entries of the strategy's column; 1: nothing is checked.
+        separation: the least number of steps between two steps of one unit (`Noise.separation`); 1: nothing is checked.
     """
 
-    def __init__(self, bands: int) -> None:
+    def __init__(self, separation: int) -> None:
         """Begin without a draw."""
-        self._bands = bands
-        self._before: deque[NDArray[np.int64]] = deque(maxlen=bands - 1)
+        self._separation, self._draws = separation, 0
+        self._last_N = np.empty(0, dtype=np.int64)  # the number of each unit's last draw; it grows with the units seen
 
     def check(self, unit_ids: NDArray[np.int64]) -> None:
         """Check the next draw.
@@ -76,21 +75,28 @@ class UnitsApart:
             unit_ids: (U,) its units, each once.
 
         Raises:
-            ValueError: a unit is in it twice, or was in one of the b - 1 draws before.
+            ValueError: a unit is in it twice, or was in a draw before that is too near.
         """
-        if self._bands == 1:
+        if self._separation == 1 or not len(unit_ids):
             return
         if len(np.unique(unit_ids)) < len(unit_ids):
             raise ValueError("A unit is twice in one draw: the sampler is not the one that the accounting assumes")
-        for steps, before in enumerate(self._before, start=1):
-            if len(again := np.intersect1d(unit_ids, before)):
-                raise ValueError(
-                    f"Unit {again[0]} was drawn again after {steps} step{'s' * (steps > 1)}, but the noise has "
-                    f"{self._bands} bands, so two steps of one unit must be at least {self._bands} apart: ε would be "
-                    "larger than stated. Draw with the sampler of the plan's mechanism, and report this if you did"
-                )
+        seen = unit_ids[unit_ids < len(self._last_N)]
+        steps = self._draws - self._last_N[seen]
+        if len(seen) and steps.min() < self._separation:
+            unit, near = seen[steps.argmin()], int(steps.min())
+            raise ValueError(
+                f"Unit {unit} was drawn again after {near} step{'s' * (near > 1)}, but two steps of one unit must be "
+                f"at least {self._separation} apart for the plan's noise: ε would be larger than stated. Draw with the "
+                "sampler of the plan's mechanism, and report this if you did"
+            )
 
     def take(self, unit_ids: NDArray[np.int64]) -> None:
         """Note a draw that is handed out."""
-        if self._bands > 1:
-            self._before.appendleft(np.array(unit_ids))
+        if self._separation == 1:
+            return
+        if len(unit_ids) and (most := int(unit_ids.max())) >= len(self._last_N):
+            never = np.full(max(most + 1, 2 * len(self._last_N)) - len(self._last_N), -self._separation)
+            self._last_N = np.concatenate((self._last_N, never))
+        self._last_N[unit_ids] = self._draws
+        self._draws += 1

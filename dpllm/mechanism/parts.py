@@ -43,6 +43,16 @@ class Sampler(Protocol):
         ...
 
 
+@runtime_checkable
+class FixedBatch(Sampler, Protocol):
+    """A sampler that takes the same public number of units in every step; nothing is gained from sampling."""
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        ...
+
+
 class Clipping(Protocol):
     """Bounds the contribution of one unit to the sum of a step."""
 
@@ -289,8 +299,14 @@ class Noise(Protocol):
     def column(self, num_steps: int) -> tuple[float, ...]:
         """Return the first column of the lower triangular Toeplitz matrix M, whose inverse correlates the noise.
 
-        A run refuses draws in which a unit comes back within as many steps as the column has entries, and the audit
-        undoes the correlation with it.
+        The audit undoes the correlation with it.
+        """
+        ...
+
+    def separation(self, draw: Draw) -> int:
+        """Return the least number of steps between two steps of one unit that the accounting assumes; 1: any.
+
+        A run refuses draws in which a unit comes back earlier.
         """
         ...
 

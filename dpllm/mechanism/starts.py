@@ -69,7 +69,7 @@ class Start:
         self._mechanism = mechanism
         self._drawn = mechanism.sampler.steps(secret_rng() if rng is None else rng)
         self._stream = mechanism.noise.stream(generator, num_steps)
-        self._apart = UnitsApart(len(mechanism.noise.column(num_steps)))
+        self._apart = UnitsApart(mechanism.noise.separation(mechanism.draw))
         self._num_steps, self._open = 0, False
         self._names: set[str] = set()  # of the parameters that had noise
 

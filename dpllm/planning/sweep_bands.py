@@ -213,6 +213,9 @@ def _noises(noise: Noise, draw: Draw, workload: Workload) -> list[Noise]:
 def _words(options: dict[str, Any] | str) -> str:
     if isinstance(options, str):
         return options
+    if options["kind"] != "banded":
+        number = options.get("buffers", "auto")
+        return f"{options['kind']}, {number} buffer{'s' * (number != 1)}"
     ratio = f" γ = {options['ratio']:g}" if "ratio" in options else ""
     return f"{options.get('bands', '')} bands, {options.get('strategy', '')}{ratio}"
 
@@ -221,6 +224,8 @@ def _override(options: dict[str, Any] | str) -> str:
     """Return the noise as an override of a recipe; the plan of the run finds the same numbers of the strategy."""
     if isinstance(options, str):
         return options
+    if options["kind"] != "banded":
+        return f"{{kind: {options['kind']}, buffers: {options.get('buffers', 'auto')}}}"
     return f"{{kind: {options['kind']}, bands: {options.get('bands', 1)}, strategy: {options.get('strategy', 'free')}}}"
 
 

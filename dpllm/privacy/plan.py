@@ -21,7 +21,7 @@ from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of, with_rando
 from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES, RANDOMNESS
-from dpllm.mechanism.parts import Draw, Mechanism, Noise, Spec
+from dpllm.mechanism.parts import Draw, FixedBatch, Mechanism, Noise, Spec
 from dpllm.mechanism.selection import Selection, selected_run
 from dpllm.mechanism.workload import Workload
 from dpllm.privacy.accounting import epsilon
@@ -407,7 +407,10 @@ def _noise_and_bound(
 ) -> tuple[float, int]:
     """Return σ and B_max. When neither is given, B_max is chosen at the σ that suffices without truncation.
 
-    Where rows are drawn, no draw is truncated.
+    Where rows are drawn, no draw is truncated. Where the size of a batch is fixed, it is B_max.
+
+    Raises:
+        ValueError: a B_max is given for batches of another, fixed size.
     """
     size, adjacency = privacy.expected_batch_size, privacy.adjacency
     rows = privacy.max_rows_per_unit if privacy.sampling == "example" else None
@@ -424,6 +427,14 @@ def _noise_and_bound(
         count = num_steps if selection is None else 1
         return calibrate(privacy.target_epsilon, delta, lambda sigma: event_of(sigma, at_most), count, adjacency)
 
+    sampler = noise.sampler(_draw(num_units, population, size, population, rows))
+    if isinstance(sampler, FixedBatch):
+        if privacy.max_batch_size not in (None, sampler.batch_size):
+            raise ValueError(
+                f"max_batch_size={privacy.max_batch_size} bounds a random batch, and noise={noise.kind} takes exactly "
+                f"{sampler.batch_size} units in every step: leave max_batch_size out"
+            )
+        return calibrated(sampler.batch_size), sampler.batch_size
     if rows is not None or (selection is not None and privacy.max_batch_size is None):
         return calibrated(population), population
     if privacy.max_batch_size is not None:
@@ -445,7 +456,7 @@ def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
     rows = [
         ("unit of privacy", plan.unit if plan.unit == "sequence" else f"user (column {plan.unit_column})"),
         ("units N", f"{plan.num_units:,}"),
-        ("sampling rate q", f"{plan.sampling_rate:.6g}"),
+        _rate_shown(plan),
         (f"{drawn} per step: expected b, at most", f"{plan.expected_batch_size:,}, {plan.max_batch_size:,}"),
         ("steps T", f"{plan.num_steps:,}"),
         ("noise multiplier σ", f"{plan.noise_multiplier:.6g}"),
@@ -478,6 +489,12 @@ def _selection_shown(plan: PrivacyPlan) -> list[tuple[str, str]]:
     released = f"only the best of K such runs; {Selection.of(plan.selection).words()}; ε is that of the selection"
     one = epsilon(plan.history_of_run, plan.delta, plan.adjacency)
     return [("released", released), ("ε of one run by itself", f"{format_epsilon(one)}, {plan.adjacency}")]
+
+
+def _rate_shown(plan: PrivacyPlan) -> tuple[str, str]:
+    if isinstance(plan.mechanism.sampler, FixedBatch):
+        return "share of the units in a step, b/N", f"{plan.sampling_rate:.6g}; units are not sampled"
+    return "sampling rate q", f"{plan.sampling_rate:.6g}"
 
 
 def _noise_shown(plan: PrivacyPlan) -> tuple[str, str]:

@@ -76,7 +76,7 @@ _CHANCES_SCHEMA = {
 _EVENT_SCHEMA = {
     "type": "object",
     "required": ["sampling_rate", "noise_multiplier"],
-    "additionalProperties": {"type": ["number", "string", "null"]},
+    "additionalProperties": {"type": ["number", "string", "null", "array"], "items": {"type": "number"}},
 }
 _SPEC_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "object", "required": ["kind"]}]}
 
@@ -100,7 +100,9 @@ Count = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Chances = Annotated[dict[Annotated[str, Field(pattern="^[0-9.e-]+$")], Probability], WithJsonSchema(_CHANCES_SCHEMA)]
-Event = Annotated[dict[str, str | int | float | None], _known(from_fields), WithJsonSchema(_EVENT_SCHEMA)]
+Event = Annotated[
+    dict[str, str | int | float | tuple[float, ...] | None], _known(from_fields), WithJsonSchema(_EVENT_SCHEMA)
+]
 ClippingSpec = Annotated[
     str | dict[str, JsonValue], _known(lambda plain: clipping_of(Spec.of(plain), 1.0)), WithJsonSchema(_SPEC_SCHEMA)
 ]

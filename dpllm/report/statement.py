@@ -12,7 +12,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import dpllm
 from dpllm.config.versions import installed_version
 from dpllm.mechanism.discrete import DiscreteStep
-from dpllm.mechanism.events import Event
+from dpllm.mechanism.events import Event, Round
 from dpllm.mechanism.limits import ADJACENCIES
+from dpllm.mechanism.parts import FixedBatch
 from dpllm.mechanism.selection import SelectedRun
 from dpllm.privacy import accounting, comparison
 from dpllm.privacy.accounting import merge
@@ -477,14 +478,24 @@ def _tier(epsilon: float, seeded: bool) -> tuple[str, str]:
     )
 
 
+def _of_one_release(rounds: Sequence[tuple[Round, int]]) -> float:
+    """Return the noise multiplier of the Gaussian sum over all units that costs as much as these together."""
+    if not rounds or any(one.noise_multiplier == 0 for one, _ in rounds):
+        return 0.0
+    return 1 / math.sqrt(math.fsum(count / one.noise_multiplier**2 for one, count in rounds))
+
+
 def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> Checkable:
     (one, _), *_ = merge(plan.history)
     sample = one.words().options
     rounds = sum(count for _, count in merge(stated_history(plan, contents)))
+    sigma = plan.noise_multiplier
     if isinstance(one, SelectedRun):
-        rounds = one.num_rounds
+        rounds, sigma = one.num_rounds, one.noise_multiplier
+    elif isinstance(plan.mechanism.sampler, FixedBatch):
+        rounds, sigma = min(1, rounds), _of_one_release(merge(stated_history(plan, contents)))
     command = (
-        f"dpllm epsilon --noise-multiplier {plan.noise_multiplier!r} --sampling-rate {one.sampling_rate!r} "
+        f"dpllm epsilon --noise-multiplier {sigma!r} --sampling-rate {one.sampling_rate!r} "
         f"--steps {rounds} --delta {plan.delta!r} {sample} --adjacency {plan.adjacency}"
     )
     runs = [{**run, "budget": run.get("budget"), "file": run.get("file")} for run in contents.runs]

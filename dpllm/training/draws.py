@@ -35,7 +35,7 @@ class Draws:
         self._ledger, self._drawn = ledger, drawn
         self._uncharged: NDArray[np.int64] | None = None  # made on rank 0, and seen by nobody
         self._outstanding, self._turns = Outstanding(plan, ledger), Turns(processes)
-        self._apart = UnitsApart(len(plan.mechanism.noise.column(plan.num_steps)))
+        self._apart = UnitsApart(plan.mechanism.noise.separation(plan.mechanism.draw))
 
     def next(self, present_N: np.ndarray | None = None) -> NDArray[np.int64]:
         """Draw and charge the units of the next step.

@@ -237,6 +237,7 @@ def test_the_mechanism_of_the_recipe_is_audited():
     ("settings", "part", "remedy"),
     [
         ({}, {"noise": {"kind": "banded", "bands": 4}}, "A block has 1 step.*Add --steps 8"),
+        ({"steps": 8}, {"noise": "blt"}, "no attacks for noise=blt, whose units are not sampled"),
         ({"steps": 8}, {"noise": {"kind": "banded"}}, "leaves the bands of its noise open.*bands: 4"),
         ({}, {"clipping": {"kind": "quantile"}}, "the count alone would cost more than the step"),
     ],

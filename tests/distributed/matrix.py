@@ -240,7 +240,7 @@ def noise(engine: str, steps: int = 3, noise_multiplier: float = 2.0, clip_norm:
 
 
 def mechanism(engine: str, steps: int = 7, clip_norm: float = 1e-6) -> dict[str, Any]:
-    """Other clippings and banded noise on an engine: how far units reach, the noise of all steps, white noise."""
+    """Other clippings and correlated noise on an engine: how far units reach, the noise of all steps, white noise."""
     case = Case("llama", tied=True, dtype="float32")
     parts = {"clipping": {"kind": "automatic", "stability": 0.01}, "batch_size": 1}
     every, reached, thresholds = list(range(NUM_ROWS)), {}, []
@@ -255,7 +255,18 @@ def mechanism(engine: str, steps: int = 7, clip_norm: float = 1e-6) -> dict[str,
         total = movement(engine, build_model(case), case, silent, units=every, thresholds=thresholds)[0]
         reached[silent.mechanism.clipping.kind] = float(total.norm() / (clip_norm * NUM_ROWS))
     plan = plan_of(0.5, 2.0, num_steps=steps, noise={"kind": "banded", "bands": 3, "strategy": "geometric"}, **parts)
-    released = movement(engine, build_model(case), case, plan, units=[], steps=steps)
+    strategy = {"kind": "blt", "buffers": 2, "decays": [0.9, 0.5], "weights": [0.2, 0.2]}
+    other = plan_of(0.5, 2.0, num_steps=steps, noise=strategy, **parts)
+    noises = {
+        made.mechanism.noise.kind: {
+            "covariance": second_moments(
+                torch.stack(movement(engine, build_model(case), case, made, units=[], steps=steps)) / made.noise_stddev
+            ),
+            "variance": [made.mechanism.noise.variance(step, made.num_steps) for step in range(steps)],
+            "column": made.mechanism.noise.column(made.num_steps),
+        }
+        for made in (plan, other)
+    }
     try:
         refusal = None
         movement(engine, build_model(case), case, plan, units=[], white=lambda _: IndependentStream(NoiseSource()))
@@ -264,10 +275,8 @@ def mechanism(engine: str, steps: int = 7, clip_norm: float = 1e-6) -> dict[str,
     return {
         "reached": reached,
         "moved": math.log(thresholds[2] / (1.0001 * start)),
-        "covariance": second_moments(torch.stack(released) / plan.noise_stddev),
-        "variance": [plan.mechanism.noise.variance(step, plan.num_steps) for step in range(steps)],
-        "column": plan.mechanism.noise.column(plan.num_steps),
-        "entries": released[0].numel(),
+        "noises": noises,
+        "entries": sum(parameter.numel() for parameter in build_model(case).parameters()),
         "refusal": refusal,
     }
 

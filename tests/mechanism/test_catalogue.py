@@ -6,6 +6,7 @@ import json
 import pytest
 
 from dpllm.mechanism.banded import BandedNoise, BandedStep
+from dpllm.mechanism.blt import BltNoise, BltStep
 from dpllm.mechanism.catalogue import EVENTS, NOISES, clipping_of, from_fields, noise_of, spec_of, to_fields
 from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Step, StepOfRows
@@ -18,6 +19,7 @@ STEPS = [
     StepOfRows(num_units=100, sampling_rate=0.1, rows_per_unit=3, noise_multiplier=1.0),
     BandedStep(num_units=100, sampling_rate=0.4, max_batch_size=30, noise_multiplier=1.0, bands=4),
     DiscreteStep(num_units=100, sampling_rate=0.1, max_batch_size=30, noise_multiplier=1.0, sensitivity=1.01),
+    BltStep(num_units=100, batch_size=9, noise_multiplier=1.0, decays=(0.9, 0.5), weights=(0.2, 0.3), scale=0.5),
     SelectedRun(sampling_rate=0.1, noise_multiplier=1.0, num_rounds=20, runs="geometric", mean_runs=10),
 ]
 
@@ -103,6 +105,8 @@ def test_an_option_that_is_missing_is_named(monkeypatch):
         BandedNoise(4),
         BandedNoise(8, "geometric", ratio=0.98),
         BandedNoise(3, "free", coefficients=(0.8, 0.5, 0.3)),
+        BltNoise(3),
+        BltNoise(2, (0.9, 0.5), (0.2, 0.3), 0.7071067811),
     ],
 )
 def test_a_noise_is_made_again_from_what_a_plan_stores(noise):

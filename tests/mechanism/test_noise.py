@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpllm.mechanism.banded import BandedNoise
+from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentNoise, IndependentStream
 
@@ -66,7 +67,9 @@ def test_noise_of_a_rank_that_does_not_exist_is_refused(rank, size):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64])
-@pytest.mark.parametrize("noise", [IndependentNoise(), BandedNoise(1), BandedNoise(4)])
+@pytest.mark.parametrize(
+    "noise", [IndependentNoise(), BandedNoise(1), BandedNoise(4), BltNoise(1, (0.9,), (0.2,), 0.5)]
+)
 def test_noise_of_lower_precision_is_refused(noise, dtype):
     """Rounding would undo a part of it, and the precision would tell whether anybody was drawn."""
     stream = noise.stream(NoiseSource(), 8)

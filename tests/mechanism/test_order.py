@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from dpllm.mechanism.banded import BandedNoise, CyclicPoissonSampler
+from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.fixed_order import FixedOrderSampler
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.order import UnitsApart
 from dpllm.mechanism.parts import Draw, Mechanism, Spec
@@ -50,7 +52,9 @@ WRONG = {
     "plain Poisson sampling": lambda bands: TruncatedPoissonSampler(40, 0.5, 40),
     "twice in a draw": lambda bands: Twice(40, bands, 8, 40),
 }
-REFUSED = r"was drawn again after \d steps?, but the noise has 4 bands|A unit is twice in one draw"
+REFUSED = (
+    r"was drawn again after \d steps?, but two steps of one unit must be at least 4 apart|A unit is twice in one draw"
+)
 
 
 @pytest.mark.parametrize("sampler", WRONG.values(), ids=WRONG)
@@ -76,7 +80,7 @@ def test_the_samplers_of_the_mechanisms_are_not_refused():
     """At the largest rate, over many cycles; and independent noise allows every draw."""
     for bands in (1, 2, 5):
         noise = BandedNoise(bands)
-        drawn, apart = noise.sampler(DRAW).steps(seeded_rng(bands)), UnitsApart(len(noise.column(30)))
+        drawn, apart = noise.sampler(DRAW).steps(seeded_rng(bands)), UnitsApart(noise.separation(DRAW))
         for _ in range(30):
             units = next(drawn)
             apart.check(units)
@@ -93,6 +97,32 @@ def test_a_unit_may_come_back_after_as_many_steps_as_there_are_bands():
     for units in ([0, 1], [2], [], [0]):
         apart.check(np.array(units, dtype=np.int64))
         apart.take(np.array(units, dtype=np.int64))
-    with pytest.raises(ValueError, match="Unit 0 was drawn again after 1 step, but the noise has 3 bands"):
+    with pytest.raises(
+        ValueError, match="Unit 0 was drawn again after 1 step, but two steps of one unit must be at least 3"
+    ):
         apart.check(np.array([0, 7]))
     apart.check(np.array([2]))
+
+
+class ShuffledPasses(FixedOrderSampler):
+    """Another order in every pass: a unit may end one and begin the next."""
+
+    def steps(self, rng):
+        while True:
+            yield from map(np.sort, np.array_split(rng.permutation(self.num_units), self.num_units // self.batch_size))
+
+
+def test_an_order_that_changes_between_passes_is_refused(monkeypatch, tmp_path):
+    """Ordinary epochs, shuffled again each time, under noise that is accounted for one order."""
+    noise = {"kind": "blt", "buffers": 1, "decays": [0.9], "weights": [0.2], "scale": 0.5}
+    plan = dataclasses.replace(plan_of(num_steps=20), noise=Spec.of(noise))
+    draw = plan.mechanism.draw
+    separation = draw.num_units // draw.expected_batch_size
+    assert plan.mechanism.noise.separation(draw) == separation > 1
+    right = FixedOrderSampler(draw.num_units, draw.expected_batch_size)
+    monkeypatch.setattr(BltNoise, "sampler", lambda self, draw: right)
+    assert len(list(PrivateRun.start(tmp_path / "right", plan, rows_of()).draws(20))) == 20
+    wrong = ShuffledPasses(draw.num_units, draw.expected_batch_size)
+    monkeypatch.setattr(BltNoise, "sampler", lambda self, draw: wrong)
+    with pytest.raises(ValueError, match=rf"but two steps of one unit must be at least {separation} apart"):
+        list(PrivateRun.start(tmp_path / "wrong", plan, rows_of()).draws(20))

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from dpllm.mechanism.banded import BandedNoise
+from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.catalogue import noise_of
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Spec
@@ -108,3 +109,10 @@ def test_numbers_that_make_no_grid_are_refused_by_name(change):
     """They are not left out silently."""
     with pytest.raises(ValueError, match=next(iter(change)).rstrip("s")):
         swept(**change)
+
+
+def test_noise_of_a_fixed_order_is_named_by_its_buffers():
+    """In the table, and in the override of the recipe."""
+    sweep = swept(noise=BltNoise(2), expected_batch_sizes=[1024], target_epsilon=8.0)
+    assert [point.noise for point in sweep.points] == ["blt, 2 buffers", "independent"]
+    assert "privacy.noise={kind: blt, buffers: 2}" in noise_text(sweep)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
 import os
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +15,17 @@ import torch
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm.mechanism.banded import BandedStream
+from dpllm.mechanism.blt import BltStream
+from dpllm.mechanism.events import Step
 from dpllm.mechanism.keys import SecretKey
 from dpllm.mechanism.parts import Spec
+from dpllm.mechanism.sampling import seeded_rng
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
+from dpllm.privacy.plan import make_plan
 from dpllm.privacy.rounding import epsilon_to_log
 from dpllm.report.verify import verify
+from dpllm.training.checks.outstanding import DrawError, Outstanding
 from dpllm.training.run import PrivateRun
 from tests import children
 from tests.conftest import tiny_llama_config
@@ -30,12 +37,14 @@ from tests.training.test_trainer import arguments, privacy, rows, trainer
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
 BANDED = {"kind": "banded", "bands": 3}
+BLT = {"kind": "blt", "buffers": 3}
 
 
 @pytest.mark.parametrize(
     "parts",
     [
         {"noise": BANDED},
+        {"noise": "blt"},
         {"clipping": "automatic"},
         {"clipping": "per-layer"},
         {"noise": BANDED, "randomness": "chacha20"},
@@ -97,12 +106,13 @@ def test_a_ledger_without_the_thresholds_does_not_verify(tmp_path, monkeypatch):
     assert "carries the clip threshold" in wrong.what and "0 steps do: not as the plan says" in wrong.detail
 
 
-@pytest.mark.parametrize("parts", [{}, {"randomness": "chacha20"}])
+@pytest.mark.parametrize("parts", [{"noise": BANDED}, {"noise": BLT}, {"noise": BANDED, "randomness": "chacha20"}])
 def test_no_file_of_a_checkpoint_or_of_the_end_holds_noise_or_its_key(parts, tmp_path, monkeypatch):
     """Who knows either can take the noise out of the updates. Keys are sought as bytes, in hexadecimal, in base64."""
     streams, kept, keys = [], [], set()
-    begin, key_of, derive = BandedStream.__init__, SecretKey.__init__, SecretKey.derive
-    monkeypatch.setattr(BandedStream, "__init__", lambda self, *args: (streams.append(self), begin(self, *args))[1])
+    stream, name = (BltStream, "_buffers") if parts["noise"] is BLT else (BandedStream, "_past")
+    begin, key_of, derive = stream.__init__, SecretKey.__init__, SecretKey.derive
+    monkeypatch.setattr(stream, "__init__", lambda self, *args: (streams.append(self), begin(self, *args))[1])
 
     def made(self, entropy):
         key_of(self, entropy)
@@ -117,13 +127,13 @@ def test_no_file_of_a_checkpoint_or_of_the_end_holds_noise_or_its_key(parts, tmp
 
     class Look(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            for past in (past for stream in streams for past in stream._past.values()):
+            for past in (past for stream in streams for past in getattr(stream, name).values()):
                 kept.extend(one.numpy().astype(np.float32).tobytes() for one in past if one.numel() >= 16)
 
     run = trainer(
         tmp_path,
         dataset=rows(60),
-        config=privacy(expected_batch_size=8, noise=BANDED, **parts),
+        config=privacy(expected_batch_size=8, **parts),
         args=arguments(tmp_path, save_strategy="steps", save_steps=2),
         callbacks=[Look()],
     )
@@ -142,8 +152,8 @@ def test_no_file_of_a_checkpoint_or_of_the_end_holds_noise_or_its_key(parts, tmp
             assert len(written) >= 32 and written not in content
 
 
-@pytest.mark.parametrize("level", ["os", deep_case("chacha20")])
-def test_a_run_whose_noise_is_regenerated_has_the_weights_of_one_that_stores_it(level, tmp_path):
+@pytest.mark.parametrize(("level", "noise"), [("os", BANDED), deep_case("chacha20", BANDED), deep_case("os", BLT)])
+def test_a_run_whose_noise_is_regenerated_has_the_weights_of_one_that_stores_it(level, noise, tmp_path):
     """Bit by bit, with one seed; without a seed no two runs have equal noise."""
     trained = {}
     for memory, seed in (("stored", 3), ("regenerated", 3), ("auto", 3), ("auto", None)):
@@ -153,7 +163,7 @@ def test_a_run_whose_noise_is_regenerated_has_the_weights_of_one_that_stores_it(
             folder,
             LlamaForCausalLM(tiny_llama_config()),
             rows(60),
-            privacy(expected_batch_size=8, noise=BANDED, randomness=level, seed=seed),
+            privacy(expected_batch_size=8, noise=noise, randomness=level, seed=seed),
             arguments(folder),
             noise_memory=memory,
         )
@@ -185,6 +195,49 @@ def test_a_resume_begins_a_fresh_cycle_with_fresh_noise(tmp_path):
     assert run.epsilon == epsilon(history, run.plan.delta) == epsilon([(run.plan.event, 6)], run.plan.delta)
     assert verify(tmp_path).ok
     assert all(torch.isfinite(p).all() for p in run.model.parameters())
+
+
+def test_a_resume_of_a_fixed_order_is_a_second_release(tmp_path):
+    """Its steps are counted by themselves, and both releases compose; the numbers of the report give the same ε."""
+    config = privacy(expected_batch_size=8, noise=BLT, noise_multiplier=2.0, target_epsilon=50.0)
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6)
+
+    class Crash(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        trainer(tmp_path, dataset=rows(60), config=config, args=args, callbacks=[Crash()]).train()
+    run = trainer(tmp_path, LlamaForCausalLM(tiny_llama_config()), rows(60), config, args)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    run.save_model()
+    event, history = run.plan.event, read_ledger(tmp_path / LEDGER_FILE).history
+    assert history == [(event, 3), (event, 3)] and verify(tmp_path).ok
+    twice = epsilon([(Step(sampling_rate=1.0, noise_multiplier=2 / event.sensitivity(3)), 2)], run.plan.delta)
+    assert run.epsilon == twice > 1.2 * run.plan.epsilon
+    command = json.loads((tmp_path / "privacy_report.json").read_text(encoding="utf-8"))["checkable"]
+    words = command["recompute_from_the_numbers"].split()
+    stated = dict(zip(words[2::2], words[3::2], strict=True))
+    assert (stated["--steps"], stated["--sampling-rate"]) == ("1", "1.0")
+    one = Step(sampling_rate=1.0, noise_multiplier=float(stated["--noise-multiplier"]))
+    assert epsilon([(one, 1)], run.plan.delta) == pytest.approx(twice, rel=1e-4)
+
+
+def test_a_run_in_a_fixed_order_takes_no_other_units():
+    """Neither in another order nor one again before its pass is over: only the outstanding draw, unchanged."""
+    charged = []
+    ledger = SimpleNamespace(num_steps=0, steps_planned=None, append_step=lambda *args: charged.append(args))
+    plan = make_plan(privacy(expected_batch_size=8, noise=BLT), 60, 4)
+    drawn = plan.mechanism.sampler.steps(seeded_rng(0))
+    first, second = next(drawn).tolist(), next(drawn).tolist()
+    assert len(first) == len(second) == 8 and not set(first) & set(second)
+    outstanding = Outstanding(plan, ledger)
+    assert outstanding.made(np.array(second)).tolist() == second and charged == [(0, plan.event)]
+    for units in (first, sorted([*second[1:], first[0]]), second[:-1], [*second, first[0]]):
+        with pytest.raises(DrawError, match="are not the outstanding draw"):
+            outstanding.take(units)
+    assert outstanding.take(second)[0].tolist() == second
 
 
 def test_the_epsilon_of_a_resumed_run_counts_its_starts(tmp_path):

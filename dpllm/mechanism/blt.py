@@ -1,0 +1,382 @@
+"""Noise that is correlated over steps for units that cannot be sampled: buffered linear Toeplitz matrices (BLT).
+
+The release of step t is g_t + σC (M⁻¹z)_t with independent z and the strategy M = sC of `dpllm.mechanism.buffered`.
+The units are visited in a fixed order (`dpllm.mechanism.fixed_order`). Nothing is gained from sampling, so the order
+may be known. This is DP-FTRL with BLT noise (Kairouz et al. 2021, arXiv:2103.00039; Dvijotham et al. 2024,
+arXiv:2404.16706; McMahan et al. 2024, arXiv:2408.08868).
+
+**Why the charge is right.** All n steps from a start are one Gaussian release of M G, where G has the sums of the steps
+in its rows: the release is M⁻¹(M G + σC Z), and M⁻¹ is public. One unit changes M G by at most s(n)·C, the sensitivity
+that `dpllm.mechanism.buffered` proves to be exact for at most k steps of a unit that are at least b apart. So the n
+steps cost one Gaussian sum over all units with noise multiplier σ / s(n). Gradients depend on earlier releases; this is
+covered because M is lower triangular and the noise is Gaussian (Denisov et al. 2022, arXiv:2202.08312, theorem 2.1).
+Under replace-one a unit keeps its places and changes each sum by up to 2C, so the noise multiplier counts half.
+
+* *A run that ends early*: s(n) of the n steps that were drawn. It rises with n, and s(T) of a complete run is 1.
+* *A resume*: a fresh order and fresh noise. A unit may take part in all its steps before and in all its steps after it,
+  so the two starts are two Gaussian releases, which compose: 1/σ² Σ s(n_i)². That holds whatever the two orders have in
+  common. A run of one pass that is resumed in the middle therefore costs nearly as much as two runs.
+* *Steps that were drawn and not taken, or lost in a crash*: they were drawn, so they count in n. A draw that is skipped
+  has its row of noise all the same, so that later rows are those of M⁻¹.
+
+The state of the noise, d tensors of the gradient's size, is in memory only: it would allow a reader to subtract the
+noise from later updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+
+from dpllm.mechanism.buffered import (
+    MAX_BUFFERS,
+    best_numbers,
+    error,
+    product,
+    require_numbers,
+    scale_of,
+    sensitivity,
+    variances,
+)
+from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
+from dpllm.mechanism.fixed_order import FixedOrderSampler
+from dpllm.mechanism.limits import MAX_NOISE, MIN_NOISE
+from dpllm.mechanism.noise import slice_of
+from dpllm.mechanism.order import StepOrder
+from dpllm.mechanism.parts import Draw, NoiseStream, NormalGenerator
+from dpllm.mechanism.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LEAST_SCALE = 1e-9
+_CALM = 0.05
+"""With it the noise of the released weights is at most 2 % above the least, and that of single steps down to 0.4 of it
+(E2E: N = 42 061, B = 1024, T = 41 and 410; prefix sums, and momentum 0.9 with linear decay or a warm-up)."""
+
+
+def _require_scale(scale: float) -> None:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not _LEAST_SCALE <= scale <= 1:
+        raise ValueError(f"noise.scale must be at least {_LEAST_SCALE:g} and at most 1, got {scale!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BltStep(Numbers):
+    """A step with BLT noise over the next B units of a fixed order of all N.
+
+    Raises:
+        ValueError: a field is out of range, or the strategy breaks a condition of its sensitivity.
+    """
+
+    kind: ClassVar[str] = "blt"
+    sampling_rate: float = 1.0
+    """1: nothing is gained from sampling."""
+    batch_size: int
+    """B, the units in every step."""
+    decays: tuple[float, ...]
+    """θ."""
+    weights: tuple[float, ...]
+    """ω."""
+    scale: float
+    """s."""
+
+    def __post_init__(self) -> None:
+        """Check kinds and ranges."""
+        for name in ("num_units", "batch_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+            object.__setattr__(self, name, int(value))
+        super().__post_init__()
+        if self.sampling_rate != 1:
+            raise ValueError(
+                f"sampling_rate is {self.sampling_rate:g}, but BLT noise has no accounting that gains from sampling: a "
+                "unit's steps are correlated. Leave it out, or take noise=banded, whose groups are sampled"
+            )
+        for name in ("decays", "weights"):
+            value = getattr(self, name)
+            if not isinstance(value, (list, tuple)):
+                raise ValueError(f"{name} must be a list of numbers, got {value!r}")
+            object.__setattr__(self, name, tuple(value))
+        require_numbers(self.decays, self.weights)
+        _require_scale(self.scale)
+        _ = self._sampler  # checks its fields
+
+    @property
+    def _sampler(self) -> FixedOrderSampler:
+        assert self.num_units is not None
+        return FixedOrderSampler(self.num_units, self.batch_size)
+
+    @property
+    def restarts(self) -> bool:
+        """A resume has a cost of its own: it begins a new order and new noise."""
+        return True
+
+    def sensitivity(self, num_steps: int) -> float:
+        """Return s(n), the largest change of M G by one unit over n steps from a start, in clip norms."""
+        sampler = self._sampler
+        visits = sampler.participations(num_steps)
+        return self.scale * sensitivity(self.decays, self.weights, num_steps, sampler.separation, visits)
+
+    def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
+        """Return the Gaussian sum over all units that all these steps together cost."""
+        sigma = min(self.noise_multiplier / self.sensitivity(num_steps), MAX_NOISE)
+        return Step(sampling_rate=1.0, noise_multiplier=sigma if sigma >= MIN_NOISE else 0.0).rounds(1)
+
+    def words(self) -> EventWords:
+        """Return the report's description of the event."""
+        sampler = self._sampler
+        return EventWords(
+            sampling=f"none: a fixed order, {self.batch_size} units in each step, a unit at least "
+            f"{sampler.separation} steps apart",
+            accounted_as="a Gaussian sum over all units, once for all steps from a start on: the noise is that of a "
+            "buffered Toeplitz matrix (arXiv:2404.16706, arXiv:2408.08868). Its sensitivity is exact for the steps "
+            f"of a unit, which are at least {sampler.separation} apart (arXiv:2405.13763, theorem 2). Nothing is "
+            "gained from sampling",
+            options="",
+        )
+
+
+@dataclass(frozen=True)
+class BltNoise:
+    """BLT noise over units in a fixed order.
+
+    A recipe names the number of buffers. `candidates` computes the numbers, which the plan stores.
+
+    Attributes:
+        buffers: d, from 1 to 4, or "auto", the fewest whose noise is within 2 % of the least.
+        decays: θ, each at least 0 and below 1; None: not yet chosen.
+        weights: ω, as many, at least 0, with a sum of at most 1; None: not yet chosen.
+        scale: s, with which a complete run has sensitivity 1, so that it costs one Gaussian sum with noise multiplier
+            σ; None: not yet chosen. Another s gives σ another meaning, and ε is computed for it.
+
+    Raises:
+        ValueError: a value out of range, or two that contradict each other.
+    """
+
+    kind: ClassVar[str] = "blt"
+    wants_total: ClassVar[bool] = False
+    buffers: int | Literal["auto"] = "auto"
+    decays: tuple[float, ...] | None = None
+    weights: tuple[float, ...] | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers; above all the conditions of the sensitivity."""
+        number = self.buffers
+        wrong = isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_BUFFERS
+        if number != "auto" and wrong:
+            raise ValueError(f"noise.buffers must be a whole number from 1 to {MAX_BUFFERS}, or auto, got {number!r}")
+        if (self.decays is None) != (self.weights is None):
+            raise ValueError("noise.decays and noise.weights belong together: give both, or neither")
+        if self.decays is not None and self.weights is not None:
+            for name in ("decays", "weights"):
+                value = getattr(self, name)
+                if not isinstance(value, (list, tuple)):
+                    raise ValueError(f"noise.{name} must be a list of numbers, got {value!r}")
+                object.__setattr__(self, name, tuple(value))
+            require_numbers(self.decays, self.weights)
+            if number != len(self.decays):
+                raise ValueError(
+                    f"noise.buffers is {number} and there are {len(self.decays)} decays: write buffers: "
+                    f"{len(self.decays)}"
+                )
+        if self.scale is not None:
+            if self.decays is None:
+                raise ValueError("noise.scale needs decays and weights: add them, or leave it out")
+            _require_scale(self.scale)
+
+    @property
+    def _numbers(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        if self.decays is None or self.weights is None:
+            raise ValueError(
+                "noise=blt has no decays and weights yet: make the plan with make_plan, which computes them"
+            )
+        return self.decays, self.weights
+
+    @property
+    def _scale(self) -> float:
+        if self.scale is None:
+            raise ValueError("noise=blt has no scale yet: make the plan with make_plan, which computes it")
+        return self.scale
+
+    def candidates(self, draw: Draw, workload: Workload) -> list[BltNoise]:
+        """Return the noise with all its numbers.
+
+        Raises:
+            ValueError: rows are drawn.
+        """
+        if self.scale is not None:
+            return [self]
+        sampler, steps = self.sampler(draw), workload.num_steps
+        visits = sampler.participations(steps)
+        if self.decays is None or self.weights is None:
+            buffers = None if self.buffers == "auto" else self.buffers
+            decays, weights = best_numbers(buffers, workload, sampler.separation, visits, _CALM)
+        else:
+            decays, weights = self.decays, self.weights
+        scale = scale_of(decays, weights, steps, sampler.separation, visits)
+        return [BltNoise(len(decays), decays, weights, scale)]
+
+    def column(self, num_steps: int) -> tuple[float, ...]:
+        """Return the first column of M, with T entries."""
+        impulse = np.eye(1, num_steps)[0]
+        return tuple((self._scale * product(*self._numbers, impulse)).tolist())
+
+    def separation(self, draw: Draw) -> int:
+        """Return ⌊N/B⌋."""
+        return self.sampler(draw).separation
+
+    def error(self, workload: Workload) -> float:
+        """Return the standard deviation of the noise in the released weights, over σC and the learning rate."""
+        return error(*self._numbers, workload) / self._scale
+
+    @property
+    def tensors_kept(self) -> int:
+        """How many tensors of the gradient's size all processes together keep between two steps ("auto": at most)."""
+        return MAX_BUFFERS if self.buffers == "auto" else self.buffers
+
+    def sampler(self, draw: Draw) -> FixedOrderSampler:
+        """Return the fixed order.
+
+        Raises:
+            ValueError: rows are drawn.
+        """
+        if draw.rows_per_unit is not None:
+            raise ValueError(
+                'noise="blt" has no accounting where rows are drawn singly (sampling="example"): leave sampling out, '
+                "and each user is visited as a whole"
+            )
+        return FixedOrderSampler(draw.num_units, draw.expected_batch_size)
+
+    def event(self, draw: Draw, noise_multiplier: float, clip_norm: float) -> Event:
+        """Return a step of the fixed order.
+
+        Raises:
+            ValueError: rows are drawn, or the numbers are still to be chosen.
+        """
+        sampler, (decays, weights) = self.sampler(draw), self._numbers
+        return BltStep(
+            num_units=sampler.num_units,
+            batch_size=sampler.batch_size,
+            noise_multiplier=noise_multiplier,
+            clip_norm=clip_norm,
+            decays=decays,
+            weights=weights,
+            scale=self._scale,
+        )
+
+    def variance(self, step: int, num_steps: int) -> float:
+        """Return the square of the norm of row t of M⁻¹."""
+        return float(variances(*self._numbers, num_steps)[step]) / self._scale**2
+
+    def stream(self, generator: NormalGenerator, num_steps: int) -> NoiseStream:
+        """Return the noise of a run."""
+        return BltStream(generator, *self._numbers, self._scale)
+
+    def drawing(self, draw: Draw, drawn: str) -> str:
+        """Return how a step is drawn, for the report."""
+        return (
+            f"the {draw.num_units} {drawn}s are put in one random order, and each step takes the next "
+            f"{draw.expected_batch_size} of it, pass after pass (no sampling; nothing depends on the order being "
+            "secret)"
+        )
+
+    def words(self) -> str:
+        """Return the noise's description, for the report."""
+        return (
+            f"Gaussian noise, correlated with that of all steps before (buffered Toeplitz matrix, {self._counted}) "
+            "and made from independent noise"
+        )
+
+    @property
+    def _counted(self) -> str:
+        return "1 buffer" if self.buffers == 1 else f"{self.buffers} buffers"
+
+    def ensured(self, draw: Draw, drawn: str, noise_stddev: float) -> list[tuple[str, str]]:
+        """Return the assumptions of the accounting, and how the run ensures each."""
+        sampler = self.sampler(draw)
+        return [
+            (
+                f"Two steps of a unit are at least {sampler.separation} apart, and a unit is in at most ⌈nB/N⌉ of the "
+                "first n steps of a start",
+                f"the sampler is made from the plan: it visits all {draw.num_units} units in one order, "
+                f"{draw.expected_batch_size} in each step, pass after pass. A step over other units is refused. Each "
+                "start and resume has a new order and is counted separately; each step in the ledger carries these "
+                "numbers",
+            ),
+            (
+                f"Noise is that of a buffered Toeplitz strategy ({self._counted}), whose column falls and is "
+                "nowhere negative",
+                f"independent noise of standard deviation {noise_stddev:.6g} is drawn once per step for every entry of "
+                "the complete sum, by exactly one process. Parts of the noise of earlier steps are subtracted, and the "
+                "difference is scaled up, as the strategy says. The buffers are kept in memory only, and the noise is "
+                "drawn again after a resume",
+            ),
+        ]
+
+
+class BltStream:
+    """The noise of a run, (M⁻¹z)_t, step by step: x_t = z_t - Σ_i ω_i s_i, then s_i becomes θ_i s_i + x_t.
+
+    It is algorithm 3 of McMahan et al. 2024. The noise of the step is x_t / s. Each process keeps the d buffers of its
+    own slice of each parameter.
+
+    Args:
+        generator: of z.
+        decays: θ.
+        weights: ω.
+        scale: s.
+    """
+
+    def __init__(
+        self, generator: NormalGenerator, decays: tuple[float, ...], weights: tuple[float, ...], scale: float
+    ) -> None:
+        """Begin without earlier noise."""
+        self._generator, self._decays, self._weights, self._scale = generator, decays, weights, scale
+        self._buffers: dict[str, list[Tensor]] = {}
+        self._order = StepOrder()
+
+    def begin(self, step: int) -> None:
+        """Begin a step. Skipped steps still draw their noise, since the order advances with every draw.
+
+        Raises:
+            ValueError: the step is not after the last one, or a parameter had no noise in the step before.
+        """
+        skipped = step - self._order.step - 1
+        self._order.begin(step)
+        for _ in range(skipped):
+            for buffers in self._buffers.values():
+                self._next(buffers)
+
+    def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
+        """Add the noise of this step to one process's slice of the entries, in place.
+
+        Raises:
+            ValueError: the parameter already had its noise of this step, or changed its shape, or the dtype is neither
+                float32 nor float64.
+        """
+        self._order.require_first(name)
+        share = slice_of(total, rank, size)
+        if name not in self._buffers:
+            self._buffers[name] = [share.new_zeros(share.shape) for _ in self._decays]
+        buffers = self._buffers[name]
+        if buffers[0].shape != share.shape or buffers[0].dtype != share.dtype:
+            raise ValueError(
+                f"{name} has {share.numel()} entries ({share.dtype}) for this process and had {buffers[0].numel()} "
+                f"({buffers[0].dtype}) in the steps before, with whose noise it is correlated: keep the model's "
+                "shapes, or start a new run"
+            )
+        self._order.add(name)
+        share.add_(self._next(buffers), alpha=stddev / self._scale)
+
+    def _next(self, buffers: list[Tensor]) -> Tensor:
+        """Return x of the next step, and advance the buffers in place."""
+        noise = self._generator.normal_like(buffers[0])
+        for weight, buffer in zip(self._weights, buffers, strict=True):
+            noise.sub_(buffer, alpha=weight)
+        for decay, buffer in zip(self._decays, buffers, strict=True):
+            buffer.mul_(decay).add_(noise)
+        return noise
