@@ -98,7 +98,7 @@ class Settings:
         return min(8, -(-NOISE_PROJECTIONS // (self.blocks * self.steps)))
 
     def audit(self, privacy: PrivacyConfig) -> tuple[Design, PrivacyPlan]:
-        """Return the design of the audit, and the plan of its runs: with the clipping and the noise of a recipe.
+        """Return the design of the audit, and the plan of its runs: with the mechanism of a recipe.
 
         Where steps depend on earlier ones, each block is a run of its own. Where units are in groups, the sampling rate
         is that within a group, and units that are never present fill the last one.
@@ -127,7 +127,8 @@ class Settings:
             self.delta,
         )
         try:
-            plan = dataclasses.replace(plan, clipping=Spec.of(privacy.clipping), noise=spec_of(noise))
+            clipping, drawn_by = Spec.of(privacy.clipping), privacy.randomness
+            plan = dataclasses.replace(plan, clipping=clipping, noise=spec_of(noise), randomness=drawn_by)
         except ValueError as error:
             raise AuditError(
                 f"The recipe's clipping and noise cannot be audited with these settings: {error}"

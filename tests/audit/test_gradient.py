@@ -230,6 +230,7 @@ def test_the_mechanism_of_the_recipe_is_audited():
         design, plan = Settings(noise_multiplier=0.2).audit(privacy_of(clipping=clipping))
         assert design.own_runs == own_runs and plan.num_steps == (1 if own_runs else 1000)
         assert plan.mechanism.clipping.kind == Spec.of(clipping).kind
+    assert Settings().audit(privacy_of(randomness="chacha20"))[1].randomness == "chacha20"
     assert Settings().audit(privacy_of(noise={"kind": "independent"})) == Settings().audit(privacy_of())
 
 
@@ -308,8 +309,10 @@ def test_the_command_audits_a_recipe_s_model(saved, tmp_path):
         ["privacy.noise={kind: banded, bands: 2}", "--steps", "4"],
         ["privacy.clipping={kind: quantile, count_noise: 2}", "--steps", "2"],
         ["privacy.clipping=per-layer"],
+        ["privacy.randomness=chacha20"],
+        ["privacy.randomness=discrete"],
     ],
-    ids=["banded", "quantile", "per-layer"],
+    ids=["banded", "quantile", "per-layer", "chacha20", "discrete"],
 )
 def test_the_command_audits_the_mechanism_of_the_recipe(part, saved, tmp_path):
     """Each block of steps that depend on each other is a run; the noise is measured along the strategy."""
