@@ -27,7 +27,11 @@ from tests.audit.planted import SETUPS, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 GUARD = ("dpllm/engines/guard.py", "            raise _refusal(", "            _refusal(")
-APART = ("dpllm/mechanism/order.py", "        if self._bands == 1:\n            return\n", "        return\n")
+APART = (
+    "dpllm/mechanism/order.py",
+    "        if self._separation == 1 or not len(unit_ids):\n            return\n",
+    "        return\n",
+)
 Edit = tuple[str, str, str]
 
 
