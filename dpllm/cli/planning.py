@@ -129,14 +129,7 @@ def plan(
     --rehearse or --public FILE the learning rate is the best of a rehearsal: short trainings on public text, by the
     steps of the product, with the plan's bands and σ/b. No private record enters, and no ε is spent.
     """
-    options = SuggestOptions(
-        rehearse=rehearse,
-        public=public,
-        around=around,
-        rehearsal_steps=rehearsal_steps,
-        output=output,
-        num_units=num_units,
-    )
+    options = SuggestOptions(rehearse, public, around, rehearsal_steps, output, num_units)
     of_setting = (expected_batch_size, steps, epsilon, delta, tokens_per_unit)
     alone = any(number is not None for number in (*of_setting, None if suggest else num_units))
     sweeping = _SweepOptions(
@@ -150,7 +143,15 @@ def plan(
     if recipe is None:
         if not (sweep and alone):
             raise ValueError("give a recipe, or --sweep with the numbers of a run (dpllm plan --help)")
-        sweeping.run(_setting(num_units, expected_batch_size, steps, epsilon, delta, tokens_per_unit), gpus, as_json)
+        setting = Setting.of_numbers(
+            num_units=num_units,
+            expected_batch_size=expected_batch_size,
+            num_steps=steps,
+            target_epsilon=epsilon,
+            delta=delta,
+            tokens_per_unit=tokens_per_unit,
+        )
+        sweeping.run(setting, gpus, as_json)
         return
     if alone:
         raise ValueError("--num-units and the other numbers replace a recipe: override the recipe's values instead")
@@ -163,25 +164,6 @@ def plan(
         _sweep_recipe(recipe, loaded, sweeping, gpus, as_json)
     else:
         _show_plan(recipe, _plan_of(loaded), as_json)
-
-
-def _setting(
-    num_units: int | None,
-    expected_batch_size: int | None,
-    num_steps: int | None,
-    target_epsilon: float | None,
-    delta: float | None,
-    tokens_per_unit: float | None,
-) -> Setting:
-    """Return the numbers that replace a recipe."""
-    return Setting.of_numbers(
-        num_units=num_units,
-        expected_batch_size=expected_batch_size,
-        num_steps=num_steps,
-        target_epsilon=target_epsilon,
-        delta=delta,
-        tokens_per_unit=tokens_per_unit,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,7 +62,7 @@ RehearsalSteps = Annotated[
 Output = Annotated[Path | None, typer.Option(help=f"With --suggest: the folder in which to write {SUGGESTION_FILE}.")]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SuggestOptions:
     """The options of a suggestion.
 
