@@ -50,7 +50,7 @@ def test_every_case_of_the_table_of_attacks_is_collected():
     cases = {name for row in attacks() for name in re.findall(r"`(tests/[\w/]+\.py::[^`]+\])`", row["tests"])}
     files = sorted({name.split("::")[0] for name in cases})
     command = [sys.executable, "-m", "pytest", "-n", "0", "-o", "addopts=", "-p", "no:cacheprovider", "--collect-only"]
-    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}  # options change what is printed
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}  # it changes what is printed
     collected = children.run([*command, "-q", *files], cwd=ROOT, env=env).stdout.splitlines()
     assert len(cases) > 50 and cases <= set(collected)
 
