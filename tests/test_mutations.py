@@ -242,6 +242,13 @@ MUTATIONS = [
         ("tests/mechanism/test_fixed_order.py", "tests/mechanism/test_blt.py"),
     ),
     Mutation(
+        "a draw without a step has no correlated noise",
+        "dpllm/mechanism/correlated.py",
+        "for _ in range(skipped):",
+        "for _ in range(0):",
+        ("tests/mechanism/test_correlated.py",),
+    ),
+    Mutation(
         "the buffers of earlier noise are added and not taken back",
         "dpllm/mechanism/blt.py",
         "noise.sub_(buffer, alpha=weight)",

@@ -20,16 +20,16 @@ This costs one more round if it continues in the middle of a cycle.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dpllm.mechanism.correlated import CorrelatedStream
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
-from dpllm.mechanism.noise import IndependentNoise, slice_of
-from dpllm.mechanism.order import StepOrder
+from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, NoiseStream, NormalGenerator, SkippingGenerator
 from dpllm.mechanism.strategies import (
     best_ratio,
@@ -369,10 +369,10 @@ class BandedNoise:
         ]
 
 
-class BandedStream:
+class BandedStream(CorrelatedStream):
     """The noise of a run, (M⁻¹z)_t, step by step: x_t = (z_t - Σ_k c_k x_{t-k}) / c_0.
 
-    Each process keeps the last b - 1 of its own slice of each parameter, in float32.
+    The last b - 1 of x are kept, the newest first.
 
     Args:
         generator: of z.
@@ -381,56 +381,21 @@ class BandedStream:
 
     def __init__(self, generator: NormalGenerator, strategy: tuple[float, ...]) -> None:
         """Begin without earlier noise."""
-        self._generator, self._strategy = generator, strategy
-        self._past: dict[str, deque[Tensor]] = {}
-        self._order = StepOrder()
+        super().__init__(generator)
+        self._strategy = strategy
 
-    @property
-    def _kept(self) -> int:
-        """How many tensors of a parameter are kept."""
-        return max(1, len(self._strategy) - 1)
+    def _begun(self, share: Tensor) -> deque[Tensor]:
+        return deque(maxlen=max(1, len(self._strategy) - 1))
 
-    def begin(self, step: int) -> None:
-        """Begin a step. Skipped steps still draw their noise, since the groups advance with every draw.
-
-        Raises:
-            ValueError: the step is not after the last one, or a parameter had no noise in the step before.
-        """
-        skipped = step - self._order.step - 1
-        self._order.begin(step)
-        for _ in range(skipped):
-            for past in self._past.values():
-                self._advance(past, past[0])
-
-    def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
-        """Add the noise of this step to one process's slice of the entries, in place.
-
-        Raises:
-            ValueError: the parameter already had its noise of this step, or changed its shape, or the dtype is neither
-                float32 nor float64.
-        """
-        self._order.require_first(name)
-        share = slice_of(total, rank, size)
-        past = self._past.setdefault(name, deque(maxlen=self._kept))
-        if past and past[0].shape != share.shape:
-            raise ValueError(
-                f"{name} has {share.numel()} entries for this process and had {past[0].numel()} in the steps before, "
-                "with whose noise it is correlated: keep the model's shapes, or start a new run"
-            )
-        self._order.add(name)
-        self._advance(past, share)
-        self._add_(share, past, stddev)
-
-    def _advance(self, past: deque[Tensor], like: Tensor) -> None:
-        """Draw the noise of the next step."""
+    def _next(self, kept: deque[Tensor], like: Tensor) -> Sequence[Tensor]:
         noise = self._generator.normal_like(like)
-        for coefficient, before in zip(self._strategy[1:], past, strict=False):
+        for coefficient, before in zip(self._strategy[1:], kept, strict=False):
             noise.sub_(before, alpha=coefficient)
-        past.appendleft(noise.div_(self._strategy[0]))
+        kept.appendleft(noise.div_(self._strategy[0]))
+        return kept
 
-    def _add_(self, share: Tensor, past: deque[Tensor], stddev: float) -> None:
-        """Add the noise drawn last."""
-        share.add_(past[0], alpha=stddev)
+    def _add_(self, share: Tensor, drawn: Sequence[Tensor], stddev: float) -> None:
+        share.add_(drawn[0], alpha=stddev)
 
 
 class GeometricStream(BandedStream):
@@ -451,13 +416,13 @@ class GeometricStream(BandedStream):
         super().__init__(generator, geometric_column(bands, ratio))
         self._bands, self._ratio = bands, ratio
 
-    @property
-    def _kept(self) -> int:
-        return self._bands
+    def _begun(self, share: Tensor) -> deque[Tensor]:
+        return deque()
 
-    def _advance(self, past: deque[Tensor], like: Tensor) -> None:
-        oldest = past.pop() if len(past) == self._bands else None
-        past.appendleft(self._following(oldest, like, self._generator))
+    def _next(self, kept: deque[Tensor], like: Tensor) -> Sequence[Tensor]:
+        oldest = kept.pop() if len(kept) == self._bands else None
+        kept.appendleft(self._following(oldest, like, self._generator))
+        return kept
 
     def _following(self, before: Tensor | None, like: Tensor, numbers: NormalGenerator) -> Tensor:
         """Return u of a step from that of b steps before, in place; None: there is none."""
@@ -480,10 +445,10 @@ class GeometricStream(BandedStream):
                 numbers.skip(earlier - drawn)
                 drawn = earlier + 1
                 latest[which] = self._following(latest.get(which), share, numbers)
-        self._add_(share, deque(latest[which] for which in sorted(latest)), stddev)
+        self._add_(share, [latest[which] for which in sorted(latest)], stddev)
 
-    def _add_(self, share: Tensor, past: deque[Tensor], stddev: float) -> None:
+    def _add_(self, share: Tensor, drawn: Sequence[Tensor], stddev: float) -> None:
         scale = stddev / self._strategy[0]
-        share.add_(past[0], alpha=scale)
-        if len(past) > 1:
-            share.add_(past[1], alpha=-scale * self._ratio)
+        share.add_(drawn[0], alpha=scale)
+        if len(drawn) > 1:
+            share.add_(drawn[1], alpha=-scale * self._ratio)

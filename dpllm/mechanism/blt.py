@@ -25,6 +25,8 @@ noise from later updates.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -40,11 +42,10 @@ from dpllm.mechanism.buffered import (
     sensitivity,
     variances,
 )
+from dpllm.mechanism.correlated import CorrelatedStream
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
 from dpllm.mechanism.fixed_order import FixedOrderSampler
 from dpllm.mechanism.limits import MAX_NOISE, MIN_NOISE
-from dpllm.mechanism.noise import slice_of
-from dpllm.mechanism.order import StepOrder
 from dpllm.mechanism.parts import Draw, NoiseStream, NormalGenerator
 from dpllm.mechanism.workload import Workload
 
@@ -318,11 +319,10 @@ class BltNoise:
         ]
 
 
-class BltStream:
+class BltStream(CorrelatedStream):
     """The noise of a run, (M⁻¹z)_t, step by step: x_t = z_t - Σ_i ω_i s_i, then s_i becomes θ_i s_i + x_t.
 
-    It is algorithm 3 of McMahan et al. 2024. The noise of the step is x_t / s. Each process keeps the d buffers of its
-    own slice of each parameter.
+    It is algorithm 3 of McMahan et al. 2024. The noise of the step is x_t / s. The d buffers s_i are kept.
 
     Args:
         generator: of z.
@@ -335,48 +335,19 @@ class BltStream:
         self, generator: NormalGenerator, decays: tuple[float, ...], weights: tuple[float, ...], scale: float
     ) -> None:
         """Begin without earlier noise."""
-        self._generator, self._decays, self._weights, self._scale = generator, decays, weights, scale
-        self._buffers: dict[str, list[Tensor]] = {}
-        self._order = StepOrder()
+        super().__init__(generator)
+        self._decays, self._weights, self._scale = decays, weights, scale
 
-    def begin(self, step: int) -> None:
-        """Begin a step. Skipped steps still draw their noise, since the order advances with every draw.
+    def _begun(self, share: Tensor) -> deque[Tensor]:
+        return deque(share.new_zeros(share.shape) for _ in self._decays)
 
-        Raises:
-            ValueError: the step is not after the last one, or a parameter had no noise in the step before.
-        """
-        skipped = step - self._order.step - 1
-        self._order.begin(step)
-        for _ in range(skipped):
-            for buffers in self._buffers.values():
-                self._next(buffers)
-
-    def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
-        """Add the noise of this step to one process's slice of the entries, in place.
-
-        Raises:
-            ValueError: the parameter already had its noise of this step, or changed its shape, or the dtype is neither
-                float32 nor float64.
-        """
-        self._order.require_first(name)
-        share = slice_of(total, rank, size)
-        if name not in self._buffers:
-            self._buffers[name] = [share.new_zeros(share.shape) for _ in self._decays]
-        buffers = self._buffers[name]
-        if buffers[0].shape != share.shape or buffers[0].dtype != share.dtype:
-            raise ValueError(
-                f"{name} has {share.numel()} entries ({share.dtype}) for this process and had {buffers[0].numel()} "
-                f"({buffers[0].dtype}) in the steps before, with whose noise it is correlated: keep the model's "
-                "shapes, or start a new run"
-            )
-        self._order.add(name)
-        share.add_(self._next(buffers), alpha=stddev / self._scale)
-
-    def _next(self, buffers: list[Tensor]) -> Tensor:
-        """Return x of the next step, and advance the buffers in place."""
-        noise = self._generator.normal_like(buffers[0])
-        for weight, buffer in zip(self._weights, buffers, strict=True):
+    def _next(self, kept: deque[Tensor], like: Tensor) -> Sequence[Tensor]:
+        noise = self._generator.normal_like(like)
+        for weight, buffer in zip(self._weights, kept, strict=True):
             noise.sub_(buffer, alpha=weight)
-        for decay, buffer in zip(self._decays, buffers, strict=True):
+        for decay, buffer in zip(self._decays, kept, strict=True):
             buffer.mul_(decay).add_(noise)
-        return noise
+        return [noise]
+
+    def _add_(self, share: Tensor, drawn: Sequence[Tensor], stddev: float) -> None:
+        share.add_(drawn[0], alpha=stddev / self._scale)

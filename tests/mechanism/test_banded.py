@@ -163,17 +163,6 @@ def test_geometric_noise_is_that_of_the_general_recursion_in_float32():
     assert totals[0].std() > 3
 
 
-@pytest.mark.parametrize(("bands", "strategy"), [(1, {}), (4, {}), (2, GEOMETRIC), (6, GEOMETRIC), (3, FREE)])
-def test_as_many_tensors_are_kept_as_the_memory_plan_counts(bands, strategy):
-    """Of the size of this process's slice; none with one band."""
-    noise = BandedNoise(bands, **strategy)
-    stream = noise.stream(NoiseSource(seed=5), 20)
-    for step in range(20):
-        stream.begin(step)
-        stream.add_share_("w", torch.zeros(8), 1.0, 0, 1)
-    assert sum(len(past) for past in getattr(stream, "_past", {}).values()) == noise.tensors_kept
-
-
 @pytest.mark.parametrize("strategy", [{}, GEOMETRIC])
 def test_each_step_has_the_variance_that_the_guard_is_told(strategy):
     """The square of the norm of row t of M⁻¹, and a Gaussian."""
@@ -184,54 +173,6 @@ def test_each_step_has_the_variance_that_the_guard_is_told(strategy):
         assert variance == pytest.approx((inverse[step] ** 2).sum(), rel=1e-9)
         assert noise[step].var() == pytest.approx(variance, rel=0.05)
         assert stats.kstest(noise[step], "norm", args=(0, math.sqrt(variance))).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("strategy", [{}, GEOMETRIC])
-def test_a_draw_without_a_step_has_noise_all_the_same(strategy):
-    """The groups advanced, so the noise does too: the step after it is row t of M⁻¹ z, not row t - 1."""
-    stream, whole = (BandedNoise(3, **strategy).stream(NoiseSource(seed=2), 9) for _ in range(2))
-    found, expected = [], []
-    for step in range(6):
-        whole.begin(step)
-        whole.add_share_("w", total := torch.zeros(20), 1.0, 0, 1)
-        expected.append(total)
-        if step != 3:
-            stream.begin(step)
-            stream.add_share_("w", total := torch.zeros(20), 1.0, 0, 1)
-            found.append(total)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected[:3] + expected[4:], strict=True))
-
-
-def test_noise_out_of_order_twice_or_left_out_is_refused():
-    """Noise with a missing or repeated row would be a different mechanism."""
-    stream = BandedStream(NoiseSource(), coefficients(3, 9))
-    stream.begin(0)
-    stream.add_share_("w", torch.zeros(4), 1.0, 0, 1)
-    with pytest.raises(ValueError, match="w already had its noise of step 0"):
-        stream.add_share_("w", torch.zeros(4), 1.0, 0, 1)
-    with pytest.raises(ValueError, match="the noise of step 0 was already drawn"):
-        stream.begin(0)
-    stream.begin(1)
-    with pytest.raises(ValueError, match="w had no noise in step 1"):
-        stream.begin(2)
-
-
-@pytest.mark.parametrize("strategy", [{}, GEOMETRIC])
-def test_slices_of_processes_have_streams_of_their_own(strategy):
-    """Each process keeps only the past of its own slice."""
-    summed = []
-    streams = [BandedNoise(4, **strategy).stream(NoiseSource(seed=4, stream=rank), 9) for rank in range(3)]
-    for step in range(9):
-        total = torch.zeros(10, dtype=torch.float64)
-        for rank, stream in enumerate(streams):
-            stream.begin(step)
-            part = torch.zeros(10, dtype=torch.float64)
-            stream.add_share_("w", part, 1.0, rank, 3)
-            assert int((part != 0).sum()) == (4 if rank == 2 else 3)
-            total += part
-        summed.append(total)
-    white = matrix(4, 9, **strategy) @ torch.stack(summed).numpy()
-    assert np.unique(white.round(9)).size == white.size
 
 
 def drawn(bands, num_steps, num_units=60, size=5, most=60, seed=0):
@@ -354,17 +295,6 @@ def test_an_event_out_of_range_is_refused(bad):
     fields = {"num_units": 42_061, "sampling_rate": 0.1, "max_batch_size": 9, "noise_multiplier": 1.0, "bands": 4}
     with pytest.raises(ValueError, match="must be"):
         BandedStep(**{**fields, **bad})
-
-
-@pytest.mark.parametrize(("before", "after"), [(4, 1), (4, 3), (1, 4)])
-def test_a_parameter_of_another_shape_is_refused(before, after):
-    """One entry's noise would be subtracted from that of several."""
-    stream = BandedStream(NoiseSource(), coefficients(3, 9))
-    stream.begin(0)
-    stream.add_share_("w", torch.zeros(before), 1.0, 0, 1)
-    stream.begin(1)
-    with pytest.raises(ValueError, match=f"w has {after} entries for this process and had {before} in the steps"):
-        stream.add_share_("w", torch.zeros(after), 1.0, 0, 1)
 
 
 def test_words_name_the_groups_and_the_noise_of_a_release():

@@ -11,8 +11,7 @@ from dp_accounting.pld import privacy_loss_distribution
 from scipy import linalg, optimize, stats
 
 from dpllm.config import PrivacyConfig
-from dpllm.mechanism import buffered
-from dpllm.mechanism.blt import BltNoise, BltStep, BltStream
+from dpllm.mechanism.blt import BltNoise, BltStep
 from dpllm.mechanism.catalogue import from_fields, noise_of, spec_of, to_fields
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.events import Step
@@ -41,10 +40,10 @@ def step_of(sigma, **others):
     return BltStep(noise_multiplier=sigma, **{**numbers, **others})
 
 
-def released(num_steps, entries=4, seed=0, skipped=(), dtype=torch.float64):
-    """(T, entries): the noise of the steps of a run that were taken."""
+def released(num_steps, entries=4, seed=0, dtype=torch.float64):
+    """(T, entries): the noise of the steps of a run."""
     stream, rows = NOISE.stream(NoiseSource(seed=seed), num_steps), []
-    for step in set(range(num_steps)) - set(skipped):
+    for step in range(num_steps):
         stream.begin(step)
         total = torch.zeros(entries, dtype=dtype)
         stream.add_share_("w", total, 1.0, 0, 1)
@@ -69,54 +68,6 @@ def test_the_covariance_over_steps_is_that_of_the_strategy():
     for step in (0, 3, 9):
         assert NOISE.variance(step, 10) == pytest.approx(expected[step, step], rel=1e-9)
         assert stats.kstest(noise[step], "norm", args=(0, sizes[step])).pvalue > 1e-6
-
-
-def test_a_draw_without_a_step_has_noise_all_the_same():
-    """The order advanced, so the noise does too; the buffers are those of the steps before."""
-    assert np.array_equal(released(9, skipped=[4, 5]), np.delete(released(9), [4, 5], axis=0))
-
-
-def test_as_many_tensors_are_kept_as_the_memory_plan_counts():
-    """d, however many steps there are; "auto" counts the most."""
-    stream = NOISE.stream(NoiseSource(seed=5), 20)
-    for step in range(20):
-        stream.begin(step)
-        stream.add_share_("w", torch.zeros(8), 1.0, 0, 1)
-    assert [len(kept) for kept in stream._buffers.values()] == [NOISE.tensors_kept] == [3]
-    assert BltNoise().tensors_kept == buffered.MAX_BUFFERS
-
-
-def test_noise_out_of_order_twice_left_out_or_of_another_shape_is_refused():
-    """Noise with a missing or repeated row would be a different mechanism."""
-    stream = BltStream(NoiseSource(), DECAYS, WEIGHTS, SCALE)
-    stream.begin(0)
-    stream.add_share_("w", torch.zeros(4), 1.0, 0, 1)
-    with pytest.raises(ValueError, match="w already had its noise of step 0"):
-        stream.add_share_("w", torch.zeros(4), 1.0, 0, 1)
-    with pytest.raises(ValueError, match="the noise of step 0 was already drawn"):
-        stream.begin(0)
-    stream.begin(1)
-    for other in (torch.zeros(5), torch.zeros(4, dtype=torch.float64)):
-        with pytest.raises(ValueError, match="with whose noise it is correlated"):
-            stream.add_share_("w", other, 1.0, 0, 1)
-    with pytest.raises(ValueError, match="w had no noise in step 1"):
-        stream.begin(2)
-
-
-def test_slices_of_processes_have_streams_of_their_own():
-    """Each process keeps only the buffers of its own slice, and every entry has the noise of one process."""
-    streams, summed = [NOISE.stream(NoiseSource(seed=4, stream=rank), 9) for rank in range(3)], []
-    for step in range(9):
-        total = torch.zeros(10, dtype=torch.float64)
-        for rank, stream in enumerate(streams):
-            stream.begin(step)
-            part = torch.zeros(10, dtype=torch.float64)
-            stream.add_share_("w", part, 1.0, rank, 3)
-            assert int((part != 0).sum()) == (4 if rank == 2 else 3)
-            total += part
-        summed.append(total)
-    white = matrix(9) @ torch.stack(summed).numpy()
-    assert np.unique(white.round(9)).size == white.size
 
 
 @pytest.mark.parametrize(("num_units", "size"), [(12, 3), (13, 5), (9, 9), (20, 3)])

@@ -14,8 +14,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from dpllm.mechanism.banded import BandedStream
-from dpllm.mechanism.blt import BltStream
+from dpllm.mechanism.correlated import CorrelatedStream
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.keys import SecretKey
 from dpllm.mechanism.parts import Spec
@@ -69,23 +68,36 @@ def test_a_run_says_what_it_was_and_verifies(parts, tmp_path):
 QUANTILE = {"kind": "quantile", "count_noise": 2.0, "start": 3.0}
 
 
+class Crash(TrainerCallback):
+    """A power cut after step 3."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise RuntimeError("power cut")
+
+
+def crash(folder, config, args):
+    """Train up to the power cut, after the checkpoint of step 2."""
+    with pytest.raises(RuntimeError, match="power cut"):
+        trainer(folder, dataset=rows(60), config=config, args=args, callbacks=[Crash()]).train()
+
+
+def resumed(folder, config, args):
+    """A run that goes on from the checkpoint of step 2, at its end."""
+    run = trainer(folder, LlamaForCausalLM(tiny_llama_config()), rows(60), config, args)
+    run.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    run.save_model()
+    return run
+
+
 def test_a_resume_continues_with_the_threshold_of_the_ledger(tmp_path):
     """It is a released value; the report shows its path."""
     config = privacy(expected_batch_size=8, clipping=QUANTILE)
     args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=5)
-
-    class Crash(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                raise RuntimeError("power cut")
-
-    with pytest.raises(RuntimeError, match="power cut"):
-        trainer(tmp_path, dataset=rows(60), config=config, args=args, callbacks=[Crash()]).train()
+    crash(tmp_path, config, args)
     before = read_ledger(tmp_path / LEDGER_FILE).notes.thresholds
     assert len(before) == 3 and before[0] == 3.0 and len(set(before)) == 3
-    run = trainer(tmp_path, LlamaForCausalLM(tiny_llama_config()), rows(60), config, args)
-    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    run.save_model()
+    run = resumed(tmp_path, config, args)
     path = read_ledger(tmp_path / LEDGER_FILE).notes.thresholds
     assert path[:4] == [*before, before[-1]] and len(path) == 5 and path[4] != path[3]
     assert read_ledger(tmp_path / LEDGER_FILE).history == [(run.plan.event, 5)]
@@ -110,9 +122,8 @@ def test_a_ledger_without_the_thresholds_does_not_verify(tmp_path, monkeypatch):
 def test_no_file_of_a_checkpoint_or_of_the_end_holds_noise_or_its_key(parts, tmp_path, monkeypatch):
     """Who knows either can take the noise out of the updates. Keys are sought as bytes, in hexadecimal, in base64."""
     streams, kept, keys = [], [], set()
-    stream, name = (BltStream, "_buffers") if parts["noise"] is BLT else (BandedStream, "_past")
-    begin, key_of, derive = stream.__init__, SecretKey.__init__, SecretKey.derive
-    monkeypatch.setattr(stream, "__init__", lambda self, *args: (streams.append(self), begin(self, *args))[1])
+    begin, key_of, derive = CorrelatedStream.__init__, SecretKey.__init__, SecretKey.derive
+    monkeypatch.setattr(CorrelatedStream, "__init__", lambda self, *args: (streams.append(self), begin(self, *args))[1])
 
     def made(self, entropy):
         key_of(self, entropy)
@@ -127,8 +138,8 @@ def test_no_file_of_a_checkpoint_or_of_the_end_holds_noise_or_its_key(parts, tmp
 
     class Look(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            for past in (past for stream in streams for past in getattr(stream, name).values()):
-                kept.extend(one.numpy().astype(np.float32).tobytes() for one in past if one.numel() >= 16)
+            for tensors in (tensors for stream in streams for tensors in stream._kept.values()):
+                kept.extend(one.numpy().astype(np.float32).tobytes() for one in tensors if one.numel() >= 16)
 
     run = trainer(
         tmp_path,
@@ -179,17 +190,8 @@ def test_a_resume_begins_a_fresh_cycle_with_fresh_noise(tmp_path):
     """Steps of each start are counted by themselves, and the report is that of both."""
     config = privacy(expected_batch_size=8, noise=BANDED)
     args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6)
-
-    class Crash(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                raise RuntimeError("power cut")
-
-    with pytest.raises(RuntimeError, match="power cut"):
-        trainer(tmp_path, dataset=rows(60), config=config, args=args, callbacks=[Crash()]).train()
-    run = trainer(tmp_path, LlamaForCausalLM(tiny_llama_config()), rows(60), config, args)
-    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    run.save_model()
+    crash(tmp_path, config, args)
+    run = resumed(tmp_path, config, args)
     history = read_ledger(tmp_path / LEDGER_FILE).history
     assert history == [(run.plan.event, 3), (run.plan.event, 3)]
     assert run.epsilon == epsilon(history, run.plan.delta) == epsilon([(run.plan.event, 6)], run.plan.delta)
@@ -201,17 +203,8 @@ def test_a_resume_of_a_fixed_order_is_a_second_release(tmp_path):
     """Its steps are counted by themselves, and both releases compose; the numbers of the report give the same ε."""
     config = privacy(expected_batch_size=8, noise=BLT, noise_multiplier=2.0, target_epsilon=50.0)
     args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6)
-
-    class Crash(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                raise RuntimeError("power cut")
-
-    with pytest.raises(RuntimeError, match="power cut"):
-        trainer(tmp_path, dataset=rows(60), config=config, args=args, callbacks=[Crash()]).train()
-    run = trainer(tmp_path, LlamaForCausalLM(tiny_llama_config()), rows(60), config, args)
-    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    run.save_model()
+    crash(tmp_path, config, args)
+    run = resumed(tmp_path, config, args)
     event, history = run.plan.event, read_ledger(tmp_path / LEDGER_FILE).history
     assert history == [(event, 3), (event, 3)] and verify(tmp_path).ok
     twice = epsilon([(Step(sampling_rate=1.0, noise_multiplier=2 / event.sensitivity(3)), 2)], run.plan.delta)
@@ -250,9 +243,7 @@ def test_the_epsilon_of_a_resumed_run_counts_its_starts(tmp_path):
             control.should_training_stop = state.global_step == 2
 
     trainer(tmp_path, dataset=rows(60), config=config, args=args, callbacks=[Stop()]).train()
-    run = trainer(tmp_path, LlamaForCausalLM(tiny_llama_config()), rows(60), config, args)
-    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    run.save_model()
+    run = resumed(tmp_path, config, args)
     event, delta = run.plan.event, run.plan.delta
     logged = {entry["step"]: entry["epsilon"] for entry in run.state.log_history if "epsilon" in entry}
     for step in range(3, 7):

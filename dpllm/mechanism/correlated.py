@@ -1,0 +1,89 @@
+"""The noise of a run whose steps are correlated: what all its streams share.
+
+A stream keeps tensors of earlier noise for each parameter. The step's noise is made from fresh independent numbers and
+from these tensors. Each parameter must get the noise of each step exactly once and in order, also for a draw whose step
+was not taken; otherwise later noise would be that of another matrix than the accounting assumes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dpllm.mechanism.noise import slice_of
+from dpllm.mechanism.order import StepOrder
+from dpllm.mechanism.parts import NormalGenerator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class CorrelatedStream(ABC):
+    """The noise of a run, (M⁻¹z)_t, step by step (`NoiseStream`).
+
+    Each process keeps the tensors of its own slice of each parameter, in memory only.
+
+    Args:
+        generator: of z.
+    """
+
+    def __init__(self, generator: NormalGenerator) -> None:
+        """Begin without earlier noise."""
+        self._generator = generator
+        self._kept: dict[str, deque[Tensor]] = {}
+        self._order = StepOrder()
+
+    @abstractmethod
+    def _begun(self, share: Tensor) -> deque[Tensor]:
+        """Return the tensors that are kept of a parameter before its first noise."""
+
+    @abstractmethod
+    def _next(self, kept: deque[Tensor], like: Tensor) -> Sequence[Tensor]:
+        """Draw the numbers of the next step and advance the kept tensors, in place.
+
+        Args:
+            kept: of one parameter.
+            like: a tensor of the slice's shape and dtype.
+
+        Returns:
+            The tensors from which `_add_` makes the noise of the step.
+        """
+
+    @abstractmethod
+    def _add_(self, share: Tensor, drawn: Sequence[Tensor], stddev: float) -> None:
+        """Add the noise of the step that `_next` drew, in place."""
+
+    def begin(self, step: int) -> None:
+        """Begin a step. Skipped steps still draw their noise, since the order of units advances with every draw.
+
+        Raises:
+            ValueError: the step is not after the last one, or a parameter had no noise in the step before.
+        """
+        skipped = step - self._order.step - 1
+        self._order.begin(step)
+        for _ in range(skipped):
+            for kept in self._kept.values():
+                self._next(kept, kept[0])
+
+    def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
+        """Add the noise of this step to one process's slice of the entries, in place.
+
+        Raises:
+            ValueError: the parameter already had its noise of this step, or changed its shape or dtype, or the dtype
+                is neither float32 nor float64.
+        """
+        self._order.require_first(name)
+        share = slice_of(total, rank, size)
+        if name not in self._kept:
+            self._kept[name] = self._begun(share)
+        kept = self._kept[name]
+        if kept and (kept[0].shape != share.shape or kept[0].dtype != share.dtype):
+            raise ValueError(
+                f"{name} has {share.numel()} entries ({share.dtype}) for this process and had {kept[0].numel()} "
+                f"({kept[0].dtype}) in the steps before, with whose noise it is correlated: keep the model's shapes, "
+                "or start a new run"
+            )
+        self._order.add(name)
+        self._add_(share, self._next(kept, share), stddev)
