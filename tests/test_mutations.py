@@ -687,6 +687,13 @@ MUTATIONS = [
         ("tests/mechanism/test_discrete.py",),
     ),
     Mutation(
+        "a run with discrete noise does not count the trained parameters",
+        "dpllm/training/attached.py",
+        "        plan.mechanism.require_entries(sum(parameter.numel() for parameter in clipper.parameters.values()))\n",
+        "",
+        ("tests/training/test_run.py",),
+    ),
+    Mutation(
         "a truncated draw of discrete noise costs nothing",
         "dpllm/mechanism/discrete.py",
         "lambda epsilons: failure * (1 + np.exp(epsilons))",

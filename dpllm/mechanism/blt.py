@@ -159,6 +159,7 @@ class BltNoise:
 
     kind: ClassVar[str] = "blt"
     wants_total: ClassVar[bool] = False
+    max_entries: ClassVar[int | None] = None
     buffers: int | Literal["auto"] = "auto"
     decays: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None

@@ -14,8 +14,8 @@ floating-point noise, and so none of the gaps by which an output of such noise c
     |round(S/γ) - round(S'/γ)| <= |S - S'|/γ + sqrt(n),
 
 in steps of the grid, in l2 norm. Over s this is |S - S'|/(σC) + sqrt(n)/s. With n <= 2^40 the second term is at most
-2^-20: the sensitivity is C (1 + σ 2^-20) for every model of up to 2^40 trained parameters. An entry beyond ±2^61 steps
-is cut to that, which moves two sums no further apart.
+2^-20: the sensitivity is C (1 + σ 2^-20) for every model of up to 2^40 trained parameters, and larger ones are refused
+(`MAX_ENTRIES`). An entry beyond ±2^61 steps is cut to that, which moves two sums no further apart.
 The division by γ is rounded too, by 2^-53 of S: that is within the margin of the next paragraph.
 
 **What the sum is.** S is added up in float32: within products of matrices, over microbatches and over processes. For
@@ -90,6 +90,8 @@ if TYPE_CHECKING:
 
 GRID_SHARE = 2.0**-20
 """The addition to the sensitivity by rounding to the grid, divided by σ, in clip norms."""
+MAX_ENTRIES = 2**40
+"""The most trained parameters for which `GRID_SHARE` bounds the rounding: sqrt(2^40) grid steps of σC 2^-40."""
 SUM_SHARE = 2.0**-19
 """The margin for sums in float32, for each unit of the largest batch, in clip norms."""
 _NEVER = 1e-30
@@ -225,6 +227,7 @@ class DiscreteNoise(IndependentNoise):
     """Discrete Gaussian noise on the rounded sum, drawn independently in every step."""
 
     wants_total: ClassVar[bool] = True
+    max_entries: ClassVar[int | None] = MAX_ENTRIES
 
     def candidates(self, draw: Draw, workload: object) -> list[IndependentNoise]:
         """Return itself: nothing is left open."""

@@ -49,6 +49,7 @@ class IndependentNoise:
 
     kind: ClassVar[str] = "independent"
     wants_total: ClassVar[bool] = False
+    max_entries: ClassVar[int | None] = None
 
     @property
     def tensors_kept(self) -> int:

@@ -255,6 +255,8 @@ class Noise(Protocol):
     kind: ClassVar[str]
     wants_total: ClassVar[bool]
     """Whether the noise is added to complete sums, by one process for each entry, and not to a process's share."""
+    max_entries: ClassVar[int | None]
+    """The most trained parameters for which the accounting holds; None: any number."""
 
     def candidates(self, draw: Draw, workload: Workload) -> Sequence[Noise]:
         """Return the noises from which the planner chooses, the one that needs the least memory first.
@@ -510,6 +512,22 @@ class Mechanism:
         if isinstance(mine, AdaptiveClipping) and type(clipping) is type(mine):
             clipping = clipping.at(mine.threshold)
         return clipping == mine
+
+    def require_entries(self, num_entries: int) -> None:
+        """Check that the accounting holds for a model of this size.
+
+        Args:
+            num_entries: of all trained parameters together, on all processes.
+
+        Raises:
+            ValueError: there are more than the noise allows.
+        """
+        most = self.noise.max_entries
+        if most is not None and num_entries > most:
+            raise ValueError(
+                f"{num_entries:,} parameters are trained, but randomness='discrete' has an accounting for at most "
+                f"{most:,}: train fewer, for instance with LoRA, or take randomness='chacha20'"
+            )
 
     def _require_same_bound(self) -> None:
         if changed := self._bound.change_of(self.clipping):

@@ -122,9 +122,9 @@ class Start:
 
         Raises:
             ValueError: no draw was made, or its noise was added already; a clipper does not bound contributions as the
-                mechanism does; no parameter is given, others than before, or not all that a GhostClipper clips
-                together; a sum is neither float32 nor float64, or not contiguous; or the clipping has changed. No sum
-                is changed then.
+                mechanism does; no parameter is given, others than before, not all that a GhostClipper clips together,
+                or more than the noise has an accounting for; a sum is neither float32 nor float64, or not contiguous;
+                or the clipping has changed. No sum is changed then.
         """
         if not self._open:
             raise ValueError(
@@ -138,6 +138,7 @@ class Start:
                 "or all that are trained"
             )
         self._compare(clippers_of(parameters.values()), parameters)
+        self._mechanism.require_entries(sum(parameter.numel() for parameter in parameters.values()))
         stddev, totals = self._mechanism.noise_stddev, {name: _sum_in(name, p) for name, p in parameters.items()}
         for name, total in totals.items():
             self._stream.add_share_(name, total, stddev, rank=0, size=1)

@@ -215,6 +215,7 @@ def attach(
 
     Raises:
         EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `dpllm.training.run.PrivateRun.attach`.
+        ValueError: the model has more trained parameters than the noise has an accounting for.
     """
     if not callable(getattr(optimizer, "step", None)):
         raise ConfigError(
@@ -234,6 +235,7 @@ def attach(
         _refuse_automatic_size(rows, engine)
         clipper = GhostClipper(inside, norm_method=norm_method, clipping=plan.mechanism.clipping)
         undo.callback(clipper.remove)
+        plan.mechanism.require_entries(sum(parameter.numel() for parameter in clipper.parameters.values()))
         processes.agree(
             {"the trainable parameters": _digest(clipper.parameters), **agreement.computation(inside, optimizer)}
         )

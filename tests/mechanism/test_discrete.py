@@ -16,6 +16,7 @@ from dpllm.engines.deepspeed import DeepSpeedZero
 from dpllm.mechanism.discrete import ORDERS, DiscreteNoise, DiscreteStep, divergences, sensitivity
 from dpllm.mechanism.generators import NoiseSource, round_and_add_
 from dpllm.mechanism.noise import IndependentNoise
+from dpllm.mechanism.parts import Mechanism
 from dpllm.privacy.accounting import delta
 from dpllm.privacy.calibration import calibrate
 from dpllm.privacy.comparison import library_epsilon, zcdp_rho
@@ -202,6 +203,20 @@ def test_noise_and_generator_must_be_of_one_kind():
     for draw in (lambda source: source.normal_like(torch.zeros(3)), lambda source: source.numbers()):
         with pytest.raises(ValueError, match="correlated noise needs normal numbers"):
             draw(NoiseSource(randomness="discrete"))
+
+
+def test_more_trained_parameters_than_the_sensitivity_covers_are_refused():
+    """Rounding to the grid moves a sum by sqrt(n)/2 steps; the accounting has it for 2^40 entries."""
+    mechanism = make_plan(privacy(), num_units=1000, num_steps=2).mechanism
+    mechanism.require_entries(2**40)
+    with pytest.raises(ValueError, match=r"1,099,511,627,777 parameters are trained, but .* at most 1,099,511,627,776"):
+        mechanism.require_entries(2**40 + 1)
+    start = mechanism.start(2, NoiseSource(randomness="discrete"))
+    next(start.draws(1))
+    large = torch.nn.Parameter(torch.empty(2**40 + 1, device="meta"))
+    with pytest.raises(ValueError, match="at most 1,099,511,627,776: train fewer, for instance with LoRA"):
+        start.add_noise_({"large": large})
+    Mechanism(mechanism.draw, mechanism.clipping, IndependentNoise(), 1.0).require_entries(2**41)
 
 
 def test_a_share_of_a_sum_gets_no_noise():

@@ -15,6 +15,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.engines import EngineError, SingleProcess
 from dpllm.engines.processes import Processes
 from dpllm.ghost.errors import GhostError
+from dpllm.mechanism.discrete import DiscreteNoise
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.sampling import seeded_rng
@@ -631,6 +632,19 @@ def test_discrete_noise_is_refused_before_a_charge_where_an_engine_has_no_comple
     config = PrivacyConfig(noise_multiplier=1.0, clip_norm=0.5, expected_batch_size=8, randomness="discrete")
     plan = make_plan(config, UNITS, 4)
     with pytest.raises(EngineError, match="adds noise to complete sums, and SingleProcess never has one"):
+        attached(tmp_path, plan)
+    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 0
+
+
+def test_discrete_noise_is_refused_before_a_charge_for_more_parameters_than_its_accounting_covers(
+    tmp_path, monkeypatch
+):
+    """Rounding would move the sum further than the sensitivity says."""
+    config = PrivacyConfig(noise_multiplier=1.0, clip_norm=0.5, expected_batch_size=8, randomness="discrete")
+    plan = make_plan(config, UNITS, 4)
+    size = sum(parameter.numel() for parameter in network().parameters())
+    monkeypatch.setattr(DiscreteNoise, "max_entries", size - 1)
+    with pytest.raises(ValueError, match=f"{size} parameters are trained, but .* at most {size - 1}"):
         attached(tmp_path, plan)
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 0
 
