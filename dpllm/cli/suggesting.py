@@ -117,12 +117,14 @@ class SuggestOptions:
 
 def run_suggest(path: Path, recipe: Recipe, options: SuggestOptions, as_json: bool) -> None:
     """Compute the suggestion, rehearse it if that is wanted, print it, and write its file."""
+    from dpllm.models.starting_point import refuse_private_start
     from dpllm.planning.weight_size import size_of_model
     from dpllm.training.preflight import check_recipe
     from dpllm.tuning.public_text import public_section
     from dpllm.tuning.suggested import suggested_run
 
     options.check()
+    refuse_private_start(recipe.model.name, recipe.model.start_is_independent)
     section = public_section(recipe, options.public) if options.rehearses else None  # before anything is read
     for line in check_recipe(recipe, to_train=False):
         typer.echo(f"note: {line}", err=True)

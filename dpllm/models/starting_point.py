@@ -119,6 +119,25 @@ def check_start(
     return points if optimizer is None else points + _trained_adapters(model)
 
 
+def refuse_private_start(name: str | None, start_is_independent: bool) -> None:
+    """Make sure that a model on the disk holds nothing of private records, for settings that must not depend on them.
+
+    Args:
+        name: folder of the model, or its name on the Hub, which is not looked into.
+        start_is_independent: the declaration that it holds nothing of the private records.
+
+    Raises:
+        ConfigError: the folder is that of a private run, or of another training by a recipe, without a declaration.
+    """
+    folder = None if name is None else Path(name).expanduser()
+    found = _signs_of_private_records(folder) if folder is not None and folder.is_dir() else []
+    if found and not start_is_independent:
+        raise ConfigError(
+            f"{found[0]}, so settings that are computed from them may depend on private records. {_remedy(found[0])}. "
+            f"{_DECLARE}"
+        )
+
+
 def note_trained(model: torch.nn.Module, run: RunName, begins: bool = False) -> None:
     """Remember that a private run trains a model, so that another run in this process does not start from its weights.
 
@@ -234,14 +253,7 @@ def _earlier_runs(model: Any, own_folder: str | Path | None) -> list[str]:
         path = folder.resolve()
         if path == own or (own is not None and own in path.parents and _of_one_run(path, own)):
             continue
-        if not (path / LEDGER_FILE).is_file():
-            found += _signs_of_private_records(folder)
-            continue
-        try:
-            steps = f"{read_ledger(path / LEDGER_FILE).num_steps} steps"
-        except LedgerError:
-            steps = "a ledger that cannot be read"
-        found.append(f"The weights come from {folder}, a private run ({steps} in its {LEDGER_FILE})")
+        found += _signs_of_private_records(folder)
     return found + _trained_before(model, run)
 
 
@@ -335,7 +347,13 @@ def _checksums_of(modules: Sequence[torch.nn.Module]) -> list[int]:
 
 
 def _signs_of_private_records(folder: Path) -> list[str]:
-    """Return signs of private records in the weights of a folder without a ledger: a copied model, plain training."""
+    """Return signs of private records in weights: the folder of a private run, a copy of its model, plain training."""
+    if (folder / LEDGER_FILE).is_file():
+        try:
+            steps = f"{read_ledger(folder / LEDGER_FILE).num_steps} steps"
+        except LedgerError:
+            steps = "a ledger that cannot be read"
+        return [f"The weights come from {folder}, a private run ({steps} in its {LEDGER_FILE})"]
     if (folder / RECIPE_FILE).is_file():
         return [
             f"The weights come from {folder}, which the recipe in its {RECIPE_FILE} fine-tuned, and no ledger is there"

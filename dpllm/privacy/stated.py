@@ -48,9 +48,15 @@ def claimed_history(plan: PrivacyPlan, contents: LedgerContents) -> Sequence[tup
 def _of_selection(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
     """Return the selection among runs of the plan, which covers any stop of this run.
 
+    A single start with at most the planned steps is the beginning of a run of the plan, although its rounds may be
+    others: the rounds of noise that is correlated over all steps depend on their number.
+
     Raises:
         ValueError: the run has more rounds than a run of the plan, so it is not one of those that are accounted for.
     """
+    (event, taken), *later = contents.history
+    if not later and event == plan.event and taken <= plan.num_steps:
+        return tuple(plan.history)
     planned, charged = (dict(merge(history)) for history in (plan.history_of_run, contents.history))
     if any(count > planned.get(one, 0) for one, count in charged.items()):
         raise ValueError(

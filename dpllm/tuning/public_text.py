@@ -37,6 +37,7 @@ QUIET = {
 }
 """Options of trainings whose results are compared and whose files are deleted."""
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.1, 500
+_NOT_HELD_OUT: dict[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0, "eval_is_public": False}
 _SHUFFLE = 20240229  # a public constant
 
 
@@ -71,48 +72,65 @@ def public_section(recipe: Recipe, path: str | None) -> DataConfig:
         path: of public text in the form of the private records; a .txt file has one text in each line.
 
     Raises:
-        DataError: there is no public text, or it is a source of the private records. No file is opened for this.
+        DataError: there is no public text, or it, or the text of the public stage, is a source of the private records.
+            No file is opened for this.
     """
     if path is None and recipe.public_pretrain is None:
         raise DataError(
             "a rehearsal needs public text, and the recipe has no public_pretrain section: add --public FILE"
         )
-    own: dict[str, Any] = {"eval_path": None, "eval_split": None, "eval_fraction": 0.0, "eval_is_public": False}
     if path is None:
         assert recipe.public_pretrain is not None
-        section = dataclasses.replace(recipe.public_pretrain.data, **own, max_length=recipe.data.max_length)
+        section = _stage_section(recipe, recipe.public_pretrain.data)
     else:
+        own = dict(_NOT_HELD_OUT)
         if path.endswith(".txt"):
             own |= {"format": "text", "text_column": "text"}
         section = dataclasses.replace(recipe.data, **own, path=path, name=None, split="train", limit=None)
-    same = shared_source(recipe.data, section)
-    if same is not None:
-        raise DataError(
-            f"the public text of a rehearsal, {section.path}, is a source of the private records ({same}): nothing of "
-            "them may be in a rehearsal, which spends no ε. Give public text in files of its own"
-        )
+    for text in _sections(recipe, section):
+        same = shared_source(recipe.data, text)
+        if same is not None:
+            raise DataError(
+                f"the public text of a rehearsal, {text.path}, is a source of the private records ({same}): nothing of "
+                "them may be in a rehearsal, which spends no ε. Give public text in files of its own"
+            )
     return section
 
 
+def _sections(recipe: Recipe, section: DataConfig) -> list[DataConfig]:
+    """Return all sections whose text a rehearsal trains on: that of the public stage comes first."""
+    stage = recipe.public_pretrain
+    return [section] if stage is None or section == _stage_section(recipe, stage.data) else [stage.data, section]
+
+
+def _stage_section(recipe: Recipe, data: DataConfig) -> DataConfig:
+    """Return the section with which a rehearsal reads the text of the public stage."""
+    return dataclasses.replace(data, **_NOT_HELD_OUT, max_length=recipe.data.max_length)
+
+
 def refuse_private_records(recipe: Recipe, section: DataConfig, records: Sequence[Any]) -> None:
-    """Make sure that the public text of a rehearsal contains no private records.
+    """Make sure that the public text of a rehearsal, and that of the public stage, contain no private records.
 
     Args:
         recipe: its data section reads the private records.
-        section: reads the public text.
+        section: reads the text to rehearse on.
         records: private records, and held-out ones unless they are public.
 
     Raises:
         DataError: it contains some. Their number depends on the private records and is not given.
     """
     stage = recipe.public_pretrain
-    allowed = stage.max_shared_records if stage is not None and stage.data.path == section.path else 0
-    public = load_records(section)
-    if sum(shared_records(private, recipe.data, public, section) for private in records) > allowed:
-        raise DataError(
-            f"the public text of a rehearsal, {section.path}, contains private records of data.path={recipe.data.path} "
-            f"({allowed} are declared): take them out of the public text, or give other public text (--public)"
-        )
+    for text in _sections(recipe, section):
+        of_stage = stage is not None and stage.data.path == text.path
+        allowed = stage.max_shared_records if stage is not None and of_stage else 0
+        public = load_records(text)
+        if sum(shared_records(private, recipe.data, public, text) for private in records) > allowed:
+            name = "public_pretrain.data.path=" if of_stage else ""
+            remedy = "" if of_stage else ", or give other public text (--public)"
+            raise DataError(
+                f"the public text of a rehearsal, {name}{text.path}, contains private records of "
+                f"data.path={recipe.data.path} ({allowed} are declared): take them out of the public text{remedy}"
+            )
 
 
 def load_material(recipe: Recipe, section: DataConfig, folder: Path, callbacks: Sequence[TrainerCallback]) -> Material:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,16 @@ def test_the_records_are_counted_without_a_number(path, tmp_path):
     """As by `dpllm plan`."""
     values = as_json(["plan", str(path), "--suggest", f"data.path={records(tmp_path, 'here.jsonl', 130)}"])
     assert values["plan"]["num_units"] == 130 and values["privacy"]["private_records_read"] == "to count them"
+
+
+def test_a_model_that_saw_private_records_is_refused(path, model, tmp_path):
+    """A suggestion is said to depend on no private record; the declaration is that of the run."""
+    trained = shutil.copytree(model, tmp_path / "trained")
+    (trained / "recipe.yaml").write_text("data: {path: private.jsonl}")
+    command = ["plan", str(path), "--suggest", "--num-units", "200", f"model.name={trained}"]
+    message = refuse(command)
+    assert "may depend on private records" in message and "start_is_independent" in message
+    assert as_json([*command, "model.start_is_independent=true"])["privacy"]["private_records_read"] == "no"
 
 
 @pytest.mark.parametrize("counted", [False, True])

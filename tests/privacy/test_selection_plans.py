@@ -107,6 +107,16 @@ def test_the_stated_steps_are_those_of_the_selection(tmp_path, steps, resumed):
     assert report.accounting.steps.stated == 20
 
 
+@pytest.mark.parametrize("noise", [{"kind": "banded", "bands": 4}, {"kind": "blt", "buffers": 1}])
+def test_a_run_with_correlated_noise_that_stops_early_is_covered(tmp_path, noise):
+    """It is the beginning of a run of the plan, also where n steps cost one round of their own; two starts are not."""
+    plan = plan_of(noise=noise)
+    stopped = ledger_of(tmp_path / "stopped.jsonl", plan, 3, end="stopped early")
+    assert stated_history(plan, stopped) == tuple(plan.history)
+    with pytest.raises(ValueError, match="more than a complete run"):
+        stated_history(plan, ledger_of(tmp_path / "twice.jsonl", plan, 17, resumed=3))
+
+
 def test_a_run_with_more_rounds_than_planned_is_not_covered(tmp_path):
     """The theorem is about runs of the plan."""
     plan = plan_of()

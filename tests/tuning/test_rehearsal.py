@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpllm.config import load_recipe
+from dpllm.config import Recipe, load_recipe
 from dpllm.data.records import DataError
 from dpllm.data.rows import load_records
 from dpllm.data.units import UnitIndex
@@ -186,6 +186,26 @@ def test_public_text_with_private_records_is_refused_without_their_number(path, 
     with pytest.raises(DataError, match="6 are declared"):
         fewer = load_recipe(path, [stage, "public_pretrain.max_shared_records=6"])
         refuse_private_records(fewer, public_section(fewer, None), [private])
+
+
+def test_the_text_of_the_public_stage_is_compared_beside_other_public_text(path, tmp_path):
+    """The stage trains on its whole text before the rehearsal: private records in it would reach the suggestion."""
+    (tmp_path / "private.jsonl").write_text(texts("private", 50))
+    (tmp_path / "copy.jsonl").write_text(texts("private", 50))
+    other = f"{tmp_path}/public.jsonl"
+
+    def staged(name: str, shared: int = 0) -> Recipe:
+        stage = f"{{data: {{path: {tmp_path}/{name}, max_length: 9}}, max_shared_records: {shared}}}"
+        return load_recipe(path, [f"public_pretrain={stage}"])
+
+    with pytest.raises(DataError, match="is a source of the private records"):
+        public_section(staged("private.jsonl"), other)
+    recipe = staged("copy.jsonl")
+    private = load_records(recipe.data)
+    with pytest.raises(DataError, match=r"public_pretrain\.data\.path=\S*copy\.jsonl, contains private records"):
+        refuse_private_records(recipe, public_section(recipe, other), [private])
+    declared = staged("copy.jsonl", 50)
+    refuse_private_records(declared, public_section(declared, other), [private])
 
 
 # ------------------------------------------------------------------- trainings
