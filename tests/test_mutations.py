@@ -138,8 +138,8 @@ MUTATIONS = [
     Mutation(
         "non-finite units stay in the sum",
         "dpllm/ghost/factors.py",
-        "finite_U = torch.isfinite(upper_GU).all(dim=0)",
-        "finite_U = torch.ones_like(upper_GU[0], dtype=torch.bool)",
+        "finite_GU = torch.isfinite(upper_GU)\n",
+        "finite_GU = torch.ones_like(upper_GU, dtype=torch.bool)\n",
         ("tests/ghost/test_factors.py", "tests/ghost/test_book.py"),
     ),
     Mutation(

@@ -29,7 +29,7 @@ class ClipResult:
     Attributes:
         norms: (U,) float32, each unit's gradient norm over all trainable parameters.
         factors: (U,) float32, the factor of each unit's gradient; exactly 0 for a non-finite one. (G, U) if the
-            clipping has several groups of parameters.
+            clipping has several groups of parameters: 0 in a group that is not finite.
         parameter_norms: name to (U,) float32, each unit's norm in one parameter; empty unless requested.
     """
 
@@ -39,7 +39,7 @@ class ClipResult:
 
     @property
     def num_nonfinite(self) -> int:
-        """The number of units that had a non-finite gradient and therefore contributed zero."""
+        """The number of units that had a non-finite gradient and therefore contributed zero, at least in its group."""
         return int((~torch.isfinite(self.norms)).sum())
 
 

@@ -30,7 +30,8 @@ def clip_factors(clipping: Clipping, sq_norm_GU: Tensor, slack_GU: Tensor | None
             root is raised by the rounding error that later steps may add.
 
     Returns:
-        (G, U) factors; exactly 0 in all groups of a unit where a norm is not finite.
+        (G, U) factors; exactly 0 where a norm is not finite. If the factors of groups depend on each other, they are 0
+        in all groups of that unit; otherwise only in that group, as `GroupFactors` gives them.
 
     Raises:
         GhostError: a clipping from outside the catalogue gives a factor beyond its sensitivity, or one that depends
@@ -41,11 +42,18 @@ def clip_factors(clipping: Clipping, sq_norm_GU: Tensor, slack_GU: Tensor | None
     tensor([[0.5000, 1.0000, 0.0000]])
     """
     upper_GU = sq_norm_GU if slack_GU is None else sq_norm_GU + slack_GU
-    finite_U = torch.isfinite(upper_GU).all(dim=0)
-    norm_GU = _upper_norm(upper_GU, finite_U)
+    finite_GU = torch.isfinite(upper_GU)
+    if not _is_separate(clipping):
+        finite_GU = finite_GU.all(dim=0)[None]
+    norm_GU = _upper_norm(upper_GU, finite_GU)
     catalogued = type(clipping) in CLIPPINGS.values()
     factor_GU = clipping.factors(norm_GU) if catalogued else _checked_factors(clipping, norm_GU)
-    return torch.where(finite_U, factor_GU, 0)
+    return torch.where(finite_GU, factor_GU, 0)
+
+
+def _is_separate(clipping: Clipping) -> bool:
+    """Whether a clipping is of the catalogue and its groups do not depend on each other."""
+    return type(clipping) in CLIPPINGS.values() and isinstance(clipping, SeparateGroups)
 
 
 def _upper_norm(upper: Tensor, finite: Tensor) -> Tensor:
@@ -57,10 +65,11 @@ def _upper_norm(upper: Tensor, finite: Tensor) -> Tensor:
 class GroupFactors:
     """The factors of one group after another, during a backward pass.
 
-    Guarantee: as `clip_factors`; the factors of a group are those that it would have beside the other groups.
+    Guarantee: as `clip_factors`, which gives the same factors from the norms of all groups.
 
-    A unit whose norm is not finite gets the factor 0 in that group and in those that follow. Groups before it keep its
-    share, which is bounded: their sums are formed by then.
+    A unit whose norm is not finite gets the factor 0 in that group only. In the others its share is bounded as that of
+    any unit. Were it 0 in the groups whose sums are formed later, the unit's contribution would depend on the memory
+    that other units need, which decides when sums are formed.
 
     Args:
         clipping: one of the catalogue with `group_factors`.
@@ -70,14 +79,12 @@ class GroupFactors:
     def __init__(self, clipping: SeparateGroups, num_groups: int) -> None:
         """Start without factors."""
         self._clipping, self._num_groups = clipping, num_groups
-        self._finite_U: Tensor | None = None
         self._used: dict[int, Tensor] = {}
 
     @classmethod
     def of(cls, clipping: Clipping, num_groups: int) -> GroupFactors | None:
         """Return the factors of a clipping of the catalogue with independent groups; None for another one."""
-        known = type(clipping) in CLIPPINGS.values() and isinstance(clipping, SeparateGroups)
-        return cls(clipping, num_groups) if known else None  # type: ignore[arg-type]
+        return cls(clipping, num_groups) if _is_separate(clipping) else None  # type: ignore[arg-type]
 
     def one(self, group: int, sq_norm_U: Tensor, slack_U: Tensor) -> Tensor:
         """Return the factors (U,) of one group, once.
@@ -89,9 +96,8 @@ class GroupFactors:
         """
         upper_U = sq_norm_U + slack_U
         finite_U = torch.isfinite(upper_U)
-        self._finite_U = finite_U if self._finite_U is None else self._finite_U & finite_U
         factor_U = self._clipping.group_factors(group, self._num_groups, _upper_norm(upper_U, finite_U))
-        self._used[group] = torch.where(self._finite_U, factor_U, 0)
+        self._used[group] = torch.where(finite_U, factor_U, 0)
         return self._used[group]
 
     def joined(self, factor_GU: Tensor) -> Tensor:

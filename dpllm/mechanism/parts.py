@@ -79,7 +79,7 @@ class Clipping(Protocol):
 
         Args:
             norm_GU: (G, U) l2 norms, rounded up, finite. A unit whose gradient is not finite gets the factor 0
-                from the caller.
+                from the caller; with `SeparateGroups`, in the groups where it is not finite.
 
         Returns:
             (G, U) factors, at least 0, under which the norm over all groups is at most ``sensitivity("zero-out")``.

@@ -227,7 +227,7 @@ def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> tuple[Assumption
         (
             f"No {drawn} contributes more than the clip norm",
             f"the exact gradient norm of each {drawn} over all trained parameters is bounded before the sum; a {drawn} "
-            "whose gradient is not finite contributes zero; a parameter without a norm rule is refused",
+            "contributes zero where its gradient is not finite; a parameter without a norm rule is refused",
         ),
         *_adapts(plan),
         *_selects(plan),

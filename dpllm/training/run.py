@@ -370,7 +370,8 @@ class PrivateRun:
     def _note(self, done: StepDiagnostics) -> None:
         """Note the diagnostics of a step, and continue with smaller microbatches if memory ran out."""
         if done.num_nonfinite:
-            self.ledger.append_diagnostic("units with a non-finite gradient, contributing zero", done.num_nonfinite)
+            words = "units with a non-finite gradient, which contributes zero"
+            self.ledger.append_diagnostic(words, done.num_nonfinite)
         if done.num_divided:
             self.ledger.append_diagnostic("microbatches taken again in halves for lack of memory", done.num_divided)
         if done.max_tokens is not None:  # the same on every process, since all of them cut in the same way

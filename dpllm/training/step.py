@@ -34,7 +34,7 @@ class StepDiagnostics:
     Attributes:
         mean_loss: mean of the rows' losses; NaN for an empty step.
         num_units: number of units in the step.
-        num_nonfinite: number of units whose gradient was not finite, so that they contributed zero.
+        num_nonfinite: number of units whose gradient was not finite; where it was not, they contributed zero.
         num_clipped: number of units whose gradient norm over all parameters exceeded the clip norm, or the threshold
             of the step where the clipping adapts. A clipping that is not flat may scale down other units too.
         num_divided: how often memory ran out and a microbatch was run again in halves.

@@ -143,21 +143,48 @@ def test_only_one_group_is_held_at_a_time(rows, held):
     assert not clipper._book._pass.contributions and not clipper._book._pass.sums
 
 
+class Overflow(torch.autograd.Function):
+    """Passes its input on; the gradient of row 1 becomes infinite."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad[1] = math.inf
+        return grad
+
+
+@pytest.mark.parametrize("clipping", [PerLayerClipping(1e-3), GroupClipping(1e-3, {"a": "[03].*", "b": "*"})], ids=str)
+@pytest.mark.parametrize("unit_index", [None, torch.tensor([0, 1, 1])], ids=["a row is a unit", "several rows"])
+def test_the_share_of_a_unit_that_is_not_finite_does_not_depend_on_when_sums_are_formed(
+    monkeypatch, clipping, unit_index
+):
+    """The rows of other units decide how much memory is needed, and so when sums are formed.
+
+    Were it 0 in the groups that come later, one more unit could change the shares of many units.
+    """
+    sums, x = [], torch.randn(3, 4, 8)
+    for early, passes in ((True, 1), (False, 1), (False, 2)):
+        always(monkeypatch, early)
+        net = stack(4)
+        clipper = GhostClipper(net, clipping=clipping, norm_method=NormMethod(backward_passes=passes))
+        clipper._book.checked.rows = True
+        net.at, net.between = 1, Overflow.apply
+        result = clipper.backward(losses_of(net, x), unit_index)
+        assert result.num_nonfinite == 1
+        sums.append([result.factors, *(p.grad for p in net.parameters())])
+    for other in sums[1:]:
+        for one, another in zip(sums[0], other, strict=True):
+            assert torch.isfinite(one).all()
+            torch.testing.assert_close(one, another)
+
+
 def test_a_unit_that_is_not_finite_from_some_layer_on_stays_within_the_bound(monkeypatch):
-    """Its gradient reaches the last layers first: their bounded share stays, all that follow get the factor 0."""
+    """Its gradient reaches the last layers first: their bounded share stays, that in the others is 0."""
     always(monkeypatch)
-
-    class Overflow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            grad = grad.clone()
-            grad[1] = math.inf
-            return grad
-
     net = stack(4)
     clipper = GhostClipper(net, clipping=PerLayerClipping(1e-3))
     clipper._book.checked.rows = True

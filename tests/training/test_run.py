@@ -233,7 +233,7 @@ def test_a_unit_with_a_gradient_that_is_not_finite_is_counted(tmp_path):
 
     done = run.step(run.choose(np.arange(8)), broken)
     assert done.num_nonfinite == 1 and all(torch.isfinite(p.grad).all() for p in model.parameters())
-    assert read_ledger(run.ledger.path).diagnostics == {"units with a non-finite gradient, contributing zero": 1}
+    assert read_ledger(run.ledger.path).diagnostics == {"units with a non-finite gradient, which contributes zero": 1}
 
 
 def test_a_model_is_as_before_after_detach(tmp_path):

@@ -407,7 +407,7 @@ def test_a_nonfinite_unit_is_a_diagnostic_in_the_report(tmp_path):
     bad = sum(row["labels"][0] == 3 for row in dataset)
     assert bad > 0
     assert read_ledger(tmp_path / FILES[1]).diagnostics == {
-        "units with a non-finite gradient, contributing zero": 4 * bad
+        "units with a non-finite gradient, which contributes zero": 4 * bad
     }
     assert all(torch.isfinite(p).all() for p in run.model.parameters())
 
