@@ -12,6 +12,11 @@ The rule is the same as there: of the points within 10 % of the least noise, the
 steps, and of these the one that keeps the fewest tensors. With independent noise, larger batches have much less noise
 at equal compute, while with many bands the noise hardly depends on the batch: the rule then takes smaller batches and
 more steps.
+
+Noise of a fixed order (`dpllm.mechanism.blt`) needs no sampling of units. Its points are listed with the others, for
+runs whose units cannot be sampled, and recommended only if the recipe has such noise. Its predicted noise may be the
+least of all, above all in one pass. But no fine-tuning with it was measured, a resume is charged as a second release
+of all units, and ε under replace-one is larger: the user has to choose it.
 """
 
 from __future__ import annotations
@@ -22,16 +27,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.catalogue import spec_of
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.noise import IndependentNoise
-from dpllm.mechanism.parts import Draw, Noise
+from dpllm.mechanism.parts import Draw, FixedBatch, Noise
 from dpllm.mechanism.workload import Workload
 from dpllm.planning.sweep import NEARLY_BEST, check_counts
 from dpllm.privacy.calibration import approximate_noise, require_target
 
 SHOWN = 12
-"""Points of the table, beside those with independent noise."""
+"""Points of the table, beside those with independent noise and those without sampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,8 @@ class NoisePoint:
     """The same over that of the recipe's batch size with independent noise."""
     tensors_kept: int
     """How many tensors of the gradient's size are kept between two steps."""
+    sampled: bool = True
+    """Whether units are drawn at random. False: they are visited in a fixed order."""
     recommended: bool = False
 
 
@@ -84,14 +92,21 @@ class NoiseSweep:
         """The point that the same rule takes if only independent noise is allowed."""
         return recommend(self.independent)
 
+    @property
+    def recommended_without_sampling(self) -> NoisePoint | None:
+        """The point that the same rule takes for units that cannot be sampled; None if none reaches the target."""
+        points = [point for point in self.points if not point.sampled]
+        return recommend(points) if points else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values that JSON can hold."""
-        values = dataclasses.asdict(self)
+        values, fixed = dataclasses.asdict(self), self.recommended_without_sampling
         return {
             **values,
             "points": list(values["points"]),
             "recommended": dataclasses.asdict(self.recommended),
             "recommended_with_independent_noise": dataclasses.asdict(self.recommended_independent),
+            "recommended_without_sampling": None if fixed is None else dataclasses.asdict(fixed),
         }
 
 
@@ -119,7 +134,8 @@ def sweep_noise(
     """Predict the noise of every batch size, with every noise that fits, and recommend a point.
 
     Args:
-        noise: the noise of the recipe; its candidates are compared with each other and with independent noise.
+        noise: the noise of the recipe; its candidates are compared with each other, with independent noise, and with
+            the noise of a fixed order. If it is that of a fixed order, only such points are recommended, else none.
         workload_of: a function from T to the workload of a run of T steps.
         target_epsilon: the ε that a run may cost.
         delta: δ, below 1/N.
@@ -160,7 +176,13 @@ def sweep_noise(
             f"target_epsilon={target_epsilon:g} cannot be reached with b={expected_batch_size} in "
             f"{compute // expected_batch_size} steps. Take fewer steps, or a smaller batch"
         )
-    chosen = recommend(found)
+    usable = [point for point in found if point.sampled != isinstance(noise, BltNoise)]
+    if not usable:
+        raise ValueError(
+            f"target_epsilon={target_epsilon:g} cannot be reached in a fixed order of the units. Raise it, or take "
+            "noise=banded, whose units are sampled"
+        )
+    chosen = recommend(usable)
     points = (
         dataclasses.replace(point, relative=point.predicted_noise / reference, recommended=point is chosen)
         for point in sorted(found, key=lambda point: point.predicted_noise)
@@ -196,18 +218,20 @@ def _point(
         predicted_noise=sigma * noise.error(workload) / (draw.expected_batch_size * sum(workload.response)),
         relative=math.nan,  # known when all points are
         tensors_kept=noise.tensors_kept,
+        sampled=not isinstance(noise.sampler(draw), FixedBatch),
     )
 
 
 def _noises(noise: Noise, draw: Draw, workload: Workload) -> list[Noise]:
-    """Return independent noise, and the candidates that fit into the groups of this batch size."""
+    """Return independent noise, the recipe's candidates that fit into the groups of this batch, and a fixed order's."""
     try:
         candidates = [one for one in noise.candidates(draw, workload) if one.tensors_kept]
         for one in candidates:
             one.sampler(draw)
     except ValueError:  # the groups are smaller than a batch
         candidates = []
-    return [IndependentNoise(), *candidates]
+    fixed = [] if isinstance(noise, BltNoise) else BltNoise().candidates(draw, workload)
+    return [IndependentNoise(), *candidates, *fixed]
 
 
 def _words(options: dict[str, Any] | str) -> str:
@@ -230,13 +254,13 @@ def _override(options: dict[str, Any] | str) -> str:
 
 
 def noise_rows(sweep: NoiseSweep) -> tuple[list[str], list[list[str]]]:
-    """Return the header and rows of the least noise, of the recommended point, and of independent noise."""
+    """Return header and rows of the least noise, of the recommended point, of independent noise and fixed orders."""
     shown = [
         (rank, point)
         for rank, point in enumerate(sweep.points, 1)
-        if rank <= SHOWN or point.recommended or point in sweep.independent
+        if rank <= SHOWN or point.recommended or point in sweep.independent or not point.sampled
     ]
-    head = ["", "rank", "noise", "b", "steps T", "σ", "predicted noise", "tensors kept"]
+    head = ["", "rank", "noise", "b", "steps T", "σ", "predicted noise", "tensors kept", "units"]
     rows = [
         [
             "→" if point.recommended else "",
@@ -247,6 +271,7 @@ def noise_rows(sweep: NoiseSweep) -> tuple[list[str], list[list[str]]]:
             f"{point.noise_multiplier:.3f}",
             f"{point.relative:.3f}",
             str(point.tensors_kept),
+            "sampled" if point.sampled else "fixed order",
         ]
         for rank, point in shown
     ]
@@ -263,11 +288,26 @@ def noise_text(sweep: NoiseSweep) -> str:
             "recipe's batch size with independent noise.",
             f"With independent noise: {plain.num_steps:,} steps of {plain.expected_batch_size:,} units, predicted "
             f"noise {plain.relative:.3f}.",
-            "Why: of the points within 10 % of the least predicted noise it has the smallest batch and the most steps, "
-            "and of these it keeps the fewest tensors.",
+            *_about_a_fixed_order(sweep),
+            f"Why: of the points {'with sampled units' if chosen.sampled else 'in a fixed order'} within 10 % of the "
+            "least predicted noise it has the smallest batch and the most steps, and of these it keeps the fewest "
+            "tensors.",
             f"Assumed: (1) All points expect {sweep.compute:,} units in all steps. (2) The weights respond to the "
             "noise as to the gradient: linearly, through momentum, schedule and averaging. Curvature is left out. "
             "(3) The learning rate is tuned again for each point. (4) σ is for batches without a bound, to 0.2 %; the "
             f"plan of a run is exact. (5) {len(sweep.points)} points were compared; --json has all of them.",
         ]
     )
+
+
+def _about_a_fixed_order(sweep: NoiseSweep) -> list[str]:
+    """Return the paragraph on units that cannot be sampled."""
+    found = sweep.recommended_without_sampling
+    if not sweep.recommended.sampled or found is None:
+        return []
+    return [
+        f"Without sampling: {found.num_steps:,} steps of {found.expected_batch_size:,} units in a fixed order with "
+        f"privacy.noise={_override(found.options)}, predicted noise {found.relative:.3f}. It is for units that cannot "
+        "be sampled, and recommended only if the recipe has noise=blt: no fine-tuning with it was measured, a resume "
+        "is charged as a second release of all units, and ε under replace-one is larger."
+    ]

@@ -8,13 +8,17 @@ whose bands are chosen as ``bands: auto`` does. Only public numbers are used: N,
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from dpllm.config import ConfigError, Recipe
 from dpllm.config.train_values import WARM_UP
 from dpllm.data.units import UnitIndex
-from dpllm.mechanism.parts import Spec
+from dpllm.mechanism.blt import BltNoise
+from dpllm.mechanism.noise import IndependentNoise
+from dpllm.mechanism.parts import Noise, Spec
+from dpllm.mechanism.workload import Workload
 from dpllm.planning.suggest import (
     CLIP_NORM,
     WARM_UP_SHARE,
@@ -25,7 +29,7 @@ from dpllm.planning.suggest import (
     starting_rate,
 )
 from dpllm.planning.weight_size import WeightSize
-from dpllm.privacy.noise_choice import Prediction, prediction
+from dpllm.privacy.noise_choice import Prediction, predicted_noise, prediction
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.arguments import num_private_steps, plan_for, training_arguments
 from dpllm.training.preflight import PLAIN
@@ -48,6 +52,7 @@ class Suggested:
         predicted: the predicted noise of the released weights. None: the noise is independent.
         settings: the suggested settings, without the learning rate.
         before: the learning rate of the recipe.
+        fixed_order: the predicted noise with BLT noise, over that of independent noise. None: it was not compared.
     """
 
     recipe: Recipe
@@ -56,6 +61,7 @@ class Suggested:
     predicted: Prediction | None
     settings: tuple[Setting, ...]
     before: float
+    fixed_order: float | None = None
 
     @property
     def step_ratio(self) -> float:
@@ -75,7 +81,19 @@ class Suggested:
             rate: the learning rate, with its reason.
             notes: further remarks, which come first.
         """
-        return Suggestion((rate, *self.settings), (*notes, *_notes(self.recipe, self.plan)))
+        found = [*_notes(self.recipe, self.plan), *self._about_a_fixed_order()]
+        return Suggestion((rate, *self.settings), (*notes, *found))
+
+    def _about_a_fixed_order(self) -> list[str]:
+        """Return the remark on units that cannot be sampled."""
+        if self.fixed_order is None:
+            return []
+        suggested = 1.0 if self.predicted is None else self.predicted.noise / self.predicted.independent
+        return [
+            "For units that cannot be sampled: privacy.noise=blt visits them in a fixed order. Its predicted noise is "
+            f"{self.fixed_order:.2f} of that of independent noise, and that of the suggestion {suggested:.2f}. No "
+            "fine-tuning with it was measured, and a resume is charged as a second release of all units."
+        ]
 
 
 def suggested_run(recipe: Recipe, units: UnitIndex) -> Suggested:
@@ -121,7 +139,24 @@ def suggested_run(recipe: Recipe, units: UnitIndex) -> Suggested:
         Setting("privacy.noise", written, kept or _noise_reason(predicted), privacy.noise),
     ]
     final = dataclasses.replace(chosen, privacy=dataclasses.replace(chosen.privacy, noise=written))
-    return Suggested(final, plan, rule, predicted, tuple(settings), _rate_in(recipe))
+    fixed = None if kept else _noise_in_a_fixed_order(plan, rule.workload(), predicted)
+    return Suggested(final, plan, rule, predicted, tuple(settings), _rate_in(recipe), fixed)
+
+
+def _noise_in_a_fixed_order(plan: PrivacyPlan, workload: Workload, predicted: Prediction | None) -> float | None:
+    """Return the predicted noise with BLT noise, over that of independent noise at the same ε and δ.
+
+    It is None if no σ reaches ε.
+    """
+    draw, target = plan.mechanism.draw, plan.epsilon_under(plan.adjacency)
+
+    def noise_of(one: Noise) -> float:
+        return predicted_noise(one, draw, workload, target, plan.num_steps, plan.delta, plan.adjacency)
+
+    independent = noise_of(IndependentNoise()) if predicted is None else predicted.independent
+    (fixed,) = BltNoise().candidates(draw, workload)
+    ratio = noise_of(fixed) / independent
+    return ratio if math.isfinite(ratio) else None
 
 
 def _rate_in(recipe: Recipe) -> float:
@@ -185,7 +220,10 @@ def _noise_to_choose_from(recipe: Recipe) -> tuple[Any, str]:
     if privacy.sampling == "example":
         return privacy.noise, "The recipe's: correlated noise is for runs that draw whole units."
     if spec.kind not in ("independent", "banded"):
-        return privacy.noise, "The recipe's: bands: auto compares independent and banded noise only."
+        return (
+            privacy.noise,
+            "The recipe's: its units are not sampled, and bands: auto compares noises of sampled ones.",
+        )
     strategy = dict(spec.options).get("strategy") if spec.kind == "banded" else None
     return {"kind": "banded", "bands": "auto", **({"strategy": strategy} if strategy else {})}, ""
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_bands_turn_the_recommended_batch_around():
 def test_points_are_those_of_the_prediction_of_a_plan():
     """By σ‖w M⁻¹‖ over the signal b Σw; the least comes first."""
     values = [point.predicted_noise for point in MADE.points]
-    assert values == sorted(values) and len(MADE.points) == 3 + 7 + 7 + 5
+    assert values == sorted(values) and len(MADE.points) == 3 + 7 + 7 + 5 + 3
     draw = Draw(num_units=42_061, population=42_061, expected_batch_size=1024, max_batch_size=42_061)
     signal = 1024 * sum(linear(410).response)
     for bands in (1, 8):
@@ -50,7 +51,7 @@ def test_points_are_those_of_the_prediction_of_a_plan():
             for point in MADE.points
             if point.expected_batch_size == 1024
             and (point.options == "independent" if bands == 1 else point.options != "independent")
-            and (bands == 1 or point.options["bands"] == bands)
+            and (bands == 1 or point.options.get("bands") == bands)
         )
         noise = noise_of(Spec.of(options.options))
         expected = predicted_noise(noise, draw, linear(410), 3.0, 410, 1e-6, "zero-out")
@@ -72,9 +73,10 @@ def test_the_rule_takes_the_smallest_batch_and_then_the_least_memory():
 def test_a_noise_of_given_bands_is_compared_with_independent_noise():
     """Where its groups have a batch; batches with too few steps are left out."""
     made = swept(noise=BandedNoise(12), min_steps=200)
-    sizes = {(point.expected_batch_size, point.tensors_kept) for point in made.points}
+    sizes = {(point.expected_batch_size, point.tensors_kept) for point in made.points if point.sampled}
     assert sizes == {(256, 0), (256, 12), (1024, 0), (1024, 12)}
-    assert {point.noise for point in swept(noise=IndependentNoise()).points} == {"independent"}
+    plain = swept(noise=IndependentNoise(), expected_batch_sizes=[1024])
+    assert {point.noise for point in plain.points if point.sampled} == {"independent"}
 
 
 def test_text_and_values_have_the_recommendation():
@@ -82,11 +84,11 @@ def test_text_and_values_have_the_recommendation():
     text, (head, rows) = noise_text(MADE), noise_rows(MADE)
     bands = MADE.recommended.options["bands"]
     assert f"1,640 steps of 256 units with privacy.noise={{kind: banded, bands: {bands}, strategy: geometric}}" in text
-    assert "With independent noise: 102 steps of 4,096 units" in text and "22 points were compared" in text
+    assert "With independent noise: 102 steps of 4,096 units" in text and "25 points were compared" in text
     assert [row[0] for row in rows].count("→") == 1 and len(rows[0]) == len(head)
     assert [row[2] for row in rows].count("independent") == 3
     values = json.loads(json.dumps(MADE.to_dict()))
-    assert len(values["points"]) == 22 and values["recommended"]["expected_batch_size"] == 256
+    assert len(values["points"]) == 25 and values["recommended"]["expected_batch_size"] == 256
 
 
 def test_a_compute_that_is_too_small_is_refused():
@@ -116,3 +118,37 @@ def test_noise_of_a_fixed_order_is_named_by_its_buffers():
     sweep = swept(noise=BltNoise(2), expected_batch_sizes=[1024], target_epsilon=8.0)
     assert [point.noise for point in sweep.points] == ["blt, 2 buffers", "independent"]
     assert "privacy.noise={kind: blt, buffers: 2}" in noise_text(sweep)
+
+
+def test_a_fixed_order_is_shown_and_recommended_only_where_the_recipe_has_it():
+    """One pass at ε = 8: its predicted noise is the least of all, and it needs no sampling."""
+    one_pass = {"compute": 1024 * 41, "target_epsilon": 8.0, "expected_batch_sizes": [1024]}
+    made = swept(**one_pass)
+    fixed = made.recommended_without_sampling
+    assert fixed == made.points[0] and fixed.predicted_noise < 0.75 * made.recommended.predicted_noise
+    assert made.recommended.sampled and made.recommended.options["kind"] == "banded"
+    draw = Draw(num_units=42_061, population=42_061, expected_batch_size=1024, max_batch_size=42_061)
+    (noise,) = BltNoise().candidates(draw, linear(41))
+    assert noise_of(Spec.of(fixed.options)) == noise
+    expected = predicted_noise(noise, draw, linear(41), 8.0, 41, 1e-6, "zero-out")
+    assert fixed.predicted_noise == pytest.approx(expected / (1024 * sum(linear(41).response)))
+    assert [row[-1] for row in noise_rows(made)[1]].count("fixed order") == 1
+    text = noise_text(made)
+    assert "Without sampling: 41 steps of 1,024 units in a fixed order with privacy.noise={kind: blt" in text
+    assert "points with sampled units" in text and made.to_dict()["recommended_without_sampling"]["sampled"] is False
+    asked = swept(noise=BltNoise(), **one_pass)
+    assert asked.recommended == asked.recommended_without_sampling and asked.recommended.options == fixed.options
+    assert "Without sampling:" not in noise_text(asked) and "points in a fixed order" in noise_text(asked)
+
+
+def test_a_fixed_order_that_reaches_no_target_is_no_point(monkeypatch):
+    """It is left out of the table; a recipe that asks for it gets an error."""
+    monkeypatch.setattr(
+        "dpllm.planning.sweep_bands.approximate_noise",
+        lambda target, delta, event_of, steps, adjacency: math.inf if event_of(1.0).kind == "blt" else 1.0,
+    )
+    made = swept(noise=BandedNoise(4), expected_batch_sizes=[1024])
+    assert made.recommended_without_sampling is None and "Without sampling" not in noise_text(made)
+    assert made.to_dict()["recommended_without_sampling"] is None
+    with pytest.raises(ValueError, match="cannot be reached in a fixed order of the units"):
+        swept(noise=BltNoise(2), expected_batch_sizes=[1024])

@@ -9,6 +9,7 @@ import pytest
 
 from dpllm.config import ConfigError, Recipe, load_recipe
 from dpllm.data.units import UnitIndex
+from dpllm.planning.suggest import Setting
 from dpllm.planning.weight_size import WeightSize
 from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.preflight import PLAIN
@@ -74,6 +75,20 @@ def test_another_optimizer_becomes_adamw_and_its_options_go(path):
     assert found["train.optim"] == "adamw_torch" and found["train.optim_args"] is None
     assert found["train.weight_decay"] == 0 and found["train.adam_beta1"] == 0.9
     assert "train.optim" not in values(run_of(path, *other[4:], "train.optim=adamw_torch_fused"))
+
+
+def test_a_remark_says_what_units_that_cannot_be_sampled_would_cost(path):
+    """By the prediction of a plan with that noise; a recipe that has it keeps it."""
+    run = run_of(path)
+    (note,) = (line for line in run.with_rate(Setting(RATE, 0.1, "", 0.1)).notes if "cannot be sampled" in line)
+    fixed = run_of(path, "privacy.noise=blt", "privacy.max_batch_size=null")
+    assert fixed.predicted is not None and fixed.fixed_order is None
+    assert run.fixed_order == pytest.approx(fixed.predicted.noise / fixed.predicted.independent, rel=0.02)
+    assert f"is {run.fixed_order:.2f} of that of independent noise, and that of the suggestion 0." in note
+    assert values(fixed)["privacy.noise"] == "blt"
+    (reason,) = (setting.reason for setting in fixed.settings if setting.key == "privacy.noise")
+    assert "its units are not sampled" in reason
+    assert not any("cannot be sampled" in line for line in fixed.with_rate(Setting(RATE, 0.1, "", 0.1)).notes)
 
 
 def test_a_strategy_is_kept_and_bands_are_chosen_again(path):
