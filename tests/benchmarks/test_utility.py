@@ -33,7 +33,9 @@ def options(folder: Path, *extra: str) -> list[str]:
     return [*places, str(folder / "dev.csv"), *sizes, "--max-length", "48", "--max-tokens", "384", *extra]
 
 
-@pytest.mark.parametrize("arms", [["non-private", "banded, average"], deep_case([*benchmark.ARMS])], ids=["two", "all"])
+@pytest.mark.parametrize(
+    "arms", [["non-private", "banded, average", "low-passed"], deep_case([*benchmark.ARMS])], ids=["three", "all"]
+)
 def test_every_arm_trains_and_the_file_keeps_it(material, tmp_path, capsys, arms):
     """Private arms state an ε within the target; a second call repeats no run and prints the same table."""
     file, picture = tmp_path / "runs.json", tmp_path / "picture.png"
@@ -49,6 +51,7 @@ def test_every_arm_trains_and_the_file_keeps_it(material, tmp_path, capsys, arms
             assert 7 < run["stated_epsilon"] <= 8 and run["noise_multiplier"] > 0
         else:
             assert run["epsilon"] is None and "stated_epsilon" not in run
+        assert ("at_floor" in run) == (run["arm"] in ("AdamBC", "low-passed"))
     assert picture.stat().st_size > 1000
     benchmark.main(given)
     second = capsys.readouterr().out
