@@ -2,7 +2,7 @@
 
     python benchmarks/utility.py --model stories260K --data trainset.csv --held-out devset.csv --json utility.json
     python benchmarks/utility.py … --arms textbook "banded, average" --epsilons 8 --rates 0.5 1 2 --runs 2
-    python benchmarks/utility.py --report utility.json --picture utility.png          # tables and picture of its runs
+    python benchmarks/utility.py --report utility.json --figure utility.svg           # table and picture of its runs
 
 Every run goes through the product: `DPTrainer` with the real sampler, noise, accountant, ledger and report. The figure
 is the perplexity per token of held-out references, given the prompt, of the model that it saved. All arms start from
@@ -40,9 +40,6 @@ from typing import Any
 
 import datasets
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -56,6 +53,7 @@ from dpllm.config import ConfigError, ModelConfig
 from dpllm.data.rows import DataError, RowCollator, tokenize_records
 from dpllm.engines.optimizers import innermost
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
+from dpllm.report.figures import BLUE, GREY, ORANGE
 from dpllm.training.evaluation import measure
 
 EMA = {"kind": "ema", "decay": 0.95}
@@ -95,6 +93,7 @@ ARMS = {
     "low-passed": Arm(rate=2.3e-3, noise="banded", average=EMA, optimizer="low-passed"),
     "DiSK": Arm(rate=3e-3, schedule="linear", optimizer="DiSK"),
 }
+_COLOURS = (GREY, ORANGE, "#b08d2f", "#5b8e7d", BLUE, "#8a5a83")
 USUAL = [name for name, arm in ARMS.items() if arm.optimizer is None]
 
 
@@ -376,7 +375,7 @@ def best_runs(runs: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float | No
     """Return the best rate of each arm, mode and ε; of rates with one run and with several, the mean counts."""
     by_rate: dict[tuple[str, str, float | None], dict[float, Best]] = {}
     for run in runs:
-        place = by_rate.setdefault((run["arm"], run["mode"], run["epsilon"]), {})
+        place = by_rate.setdefault(_place(run), {})
         place.setdefault(run["rate"], Best(run["rate"])).perplexities.append(run["perplexity"])
     return {key: min(rates.values(), key=lambda best: best.mean) for key, rates in by_rate.items()}
 
@@ -390,62 +389,81 @@ def gap_closed(private: float, textbook: float, non_private: float) -> float:
     return 1 - math.log(private / non_private) / math.log(textbook / non_private)
 
 
-def print_tables(report: dict[str, Any], console: Console) -> None:
-    """Print a table for each mode: arms in rows, ε in columns."""
-    best = best_runs(report["runs"])
-    for mode in dict.fromkeys(run["mode"] for run in report["runs"]):
-        epsilons = sorted({key[2] for key in best if key[1] == mode and key[2] is not None}, reverse=True)
-        table = Table(title=mode, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-        table.add_column("arm", no_wrap=True)
-        for target_epsilon in epsilons:
-            table.add_column(f"ε = {target_epsilon:g}", justify="right", no_wrap=True)
-            table.add_column("gap closed", justify="right", no_wrap=True)
-        for name in ARMS:
-            cells = []
-            for epsilon in epsilons:
-                cells += _cells(best, name, mode, epsilon)
-            if any(cells):
-                table.add_row(name, *cells)
-        console.print(table)
+def as_markdown(report: dict[str, Any]) -> str:
+    """Return a table with a row for each arm, mode and ε, and the perplexity at each learning rate, the best in bold.
+
+    >>> run = {"arm": "textbook", "mode": "full", "epsilon": 8.0, "rate": 0.004, "perplexity": 3.12}
+    >>> print(as_markdown({"runs": [run | {"noise_multiplier": 0.59082}]}).splitlines()[-1])
+    | textbook | 8 | .5908 | **.004: 3.120** | |
+    """
+    runs = report["runs"]
+    best = best_runs(runs)
+    modes = list(dict.fromkeys(run["mode"] for run in runs))
+    lines = ["| arm | ε | σ | learning rate: perplexity | gap closed |", "|---|---|---|---|---|"]
+    for key in sorted(best, key=lambda key: (modes.index(key[1]), list(ARMS).index(key[0]), -(key[2] or math.inf))):
+        name, mode, epsilon = key
+        rates: dict[float, list[str]] = {}
+        multiplier = None
+        for run in sorted((run for run in runs if _place(run) == key), key=lambda run: run["rate"]):
+            rates.setdefault(run["rate"], []).append(f"{run['perplexity']:.3f}")
+            multiplier = run.get("noise_multiplier", multiplier)
+        cells = {rate: f"{_number(rate)}: {' / '.join(values)}" for rate, values in rates.items()}
+        cells[best[key].rate] = f"**{cells[best[key].rate]}**"
+        textbook, plain = best.get(("textbook", mode, epsilon)), best.get(("non-private", mode, None))
+        closed = ""
+        if textbook is not None and plain is not None and name not in ("textbook", "non-private"):
+            closed = f"{gap_closed(best[key].mean, textbook.mean, plain.mean):.0%} "
+        where = name if len(modes) == 1 else f"{name}, {mode}"
+        target = "-" if epsilon is None else f"{epsilon:g}"
+        sigma = "-" if multiplier is None else _number(round(multiplier, 4))
+        lines.append(f"| {where} | {target} | {sigma} | {' · '.join(cells.values())} | {closed}|")
+    return "\n".join(lines)
 
 
-def _cells(best: dict[tuple[str, str, float | None], Best], name: str, mode: str, epsilon: float) -> list[str]:
-    found = best.get((name, mode, None if ARMS[name].noise is None else epsilon))
-    if found is None:
-        return ["", ""]
-    runs = " / ".join(f"{value:.3f}" for value in found.perplexities)
-    textbook, plain = best.get(("textbook", mode, epsilon)), best.get(("non-private", mode, None))
-    if textbook is None or plain is None or name in ("textbook", "non-private"):
-        return [f"{runs} ({found.rate:g})", ""]
-    return [f"{runs} ({found.rate:g})", f"{gap_closed(found.mean, textbook.mean, plain.mean):.0%}"]
+def _place(run: dict[str, Any]) -> tuple[str, str, float | None]:
+    return run["arm"], run["mode"], run["epsilon"]
+
+
+def _number(value: float) -> str:
+    return f"{value:g}".removeprefix("0") if value < 1 else f"{value:g}"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw perplexity against ε, a line for each arm."""
+    """Draw the best perplexity of each usual arm against ε. The same runs give the same SVG file: it has no date."""
     import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
 
     best = best_runs(report["runs"])
     modes = list(dict.fromkeys(run["mode"] for run in report["runs"]))
-    figure, axes = plt.subplots(1, len(modes), figsize=(5.5 * len(modes), 4), squeeze=False, sharey=True)
-    for axis, mode in zip(axes[0], modes, strict=True):
-        for name in ARMS:
-            points = sorted((key[2], value.mean) for key, value in best.items() if key[:2] == (name, mode) and key[2])
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        plain = best.get(("non-private", mode, None))
-        if plain is not None:
-            axis.axhline(plain.mean, color="black", linestyle=":", label="non-private")
-        axis.set(xscale="log", yscale="log", xlabel="ε", ylabel="held-out perplexity per token", title=mode)
-        ticks = sorted({key[2] for key in best if key[1] == mode and key[2]})
-        axis.set_xticks(ticks, [f"{value:g}" for value in ticks])
-        axis.minorticks_off()
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with matplotlib.rc_context({"svg.hashsalt": "utility", "svg.fonttype": "none"}):
+        figure, axes = plt.subplots(1, len(modes), figsize=(6.5 * len(modes), 4), squeeze=False, sharey=True)
+        for axis, mode in zip(axes[0], modes, strict=True):
+            for name, colour in zip(USUAL, _COLOURS, strict=True):
+                points = sorted(
+                    (key[2], found.mean) for key, found in best.items() if key[:2] == (name, mode) and key[2]
+                )
+                if points:
+                    axis.plot(*zip(*points, strict=True), marker="o", color=colour, label=name)
+            plain = best.get(("non-private", mode, None))
+            if plain is not None:
+                axis.axhline(plain.mean, color=GREY, linestyle=":", label="non-private")
+            axis.set(xscale="log", yscale="log", xlabel="ε", title=mode if len(modes) > 1 else None)
+            axis.set_ylabel("perplexity per token of held-out references")
+            ticks = sorted({key[2] for key in best if key[1] == mode and key[2]})
+            axis.set_xticks(ticks, [f"{value:g}" for value in ticks])
+            low, high = axis.get_ylim()
+            ticks = [
+                value for value in (1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100) if low <= value <= high
+            ]
+            axis.set_yticks(ticks, [f"{value:g}" for value in ticks])
+            axis.minorticks_off()
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.legend(frameon=False)
+        figure.tight_layout()
+        figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+        plt.close(figure)
 
 
 # ---------------------------------------------------------------- command line
@@ -473,8 +491,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=float, default=[1.0], help="multiples of each arm's base rate")
     parser.add_argument("--runs", type=int, default=1, help="runs of each rate; batches and noise differ")
     parser.add_argument("--json", type=Path, help="file that keeps every run; runs in it are not repeated")
-    parser.add_argument("--report", type=Path, help="train nothing; print the tables of this file")
-    parser.add_argument("--picture", type=Path, help="draw perplexity against ε into this file")
+    parser.add_argument("--report", type=Path, help="train nothing; print the table of this file")
+    parser.add_argument("--figure", type=Path, help="draw perplexity against ε into this file, an SVG or a PNG")
     options = parser.parse_args(arguments)
     if options.report is None and not (options.model and options.data and options.held_out):
         parser.error("--model, --data and --held-out are needed, or --report with the file of earlier runs")
@@ -485,20 +503,19 @@ def main(arguments: list[str] | None = None) -> None:
     """Train, print, write."""
     options = parse_arguments(arguments)
     quiet()
-    console = Console(width=None if sys.stdout.isatty() else 140)
     if options.report is None:
         try:
-            report = run_all(options, console)
+            report = run_all(options)
         except (ConfigError, DataError) as error:
             raise SystemExit(f"utility.py: error: {error}") from error
     else:
         report = json.loads(options.report.read_text())
-    print_tables(report, console)
-    if options.picture:
-        draw(report, options.picture)
+    print(as_markdown(report))
+    if options.figure:
+        draw(report, options.figure)
 
 
-def run_all(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run_all(options: argparse.Namespace) -> dict[str, Any]:
     """Make the runs that the JSON file lacks, and return all of them.
 
     Raises:
@@ -507,6 +524,7 @@ def run_all(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     values = {name: getattr(options, name) for name in Settings.__dataclass_fields__}
     settings = Settings(**values | {"columns": tuple(options.columns)})
     plain = json.loads(json.dumps(asdict(settings)))
+    plain |= {name: Path(plain[name]).name for name in ("model", "data", "held_out")}  # not where they are stored
     report: dict[str, Any] = {"settings": plain, "torch": torch.__version__, "runs": []}
     if options.json and options.json.exists():
         report = json.loads(options.json.read_text())
@@ -519,7 +537,7 @@ def run_all(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             continue
         made = make(run, settings, material)
         report["runs"].append(made)
-        console.print(f"{run.key}: perplexity {made['perplexity']:.4g}, {made['seconds']:.0f} s", soft_wrap=True)
+        print(f"{run.key}: perplexity {made['perplexity']:.4g}, {made['seconds']:.0f} s", flush=True)
         if options.json:
             options.json.write_text(json.dumps(report, indent=1) + "\n")
     return report

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from tests.benchmarks.material import program, save_model, write_records
+from tests.benchmarks.material import ROOT, program, save_model, write_records
 from tests.tiers import deep_case
 
 benchmark = program("utility")
+FOLDER = ROOT / "benchmarks"
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,8 @@ def options(folder: Path, *extra: str) -> list[str]:
 )
 def test_every_arm_trains_and_the_file_keeps_it(material, tmp_path, capsys, arms):
     """Private arms state an ε within the target; a second call repeats no run and prints the same table."""
-    file, picture = tmp_path / "runs.json", tmp_path / "picture.png"
-    more = ["--json", str(file), "--picture", str(picture), "--arms", *arms]
+    file, picture = tmp_path / "runs.json", tmp_path / "picture.svg"
+    more = ["--json", str(file), "--figure", str(picture), "--arms", *arms]
     given = options(material, "--epsilons", "8", *more)
     benchmark.main(given)
     first = capsys.readouterr().out
@@ -52,10 +53,11 @@ def test_every_arm_trains_and_the_file_keeps_it(material, tmp_path, capsys, arms
         else:
             assert run["epsilon"] is None and "stated_epsilon" not in run
         assert ("at_floor" in run) == (run["arm"] in ("AdamBC", "low-passed"))
-    assert picture.stat().st_size > 1000
+    drawn = picture.read_text()
     benchmark.main(given)
     second = capsys.readouterr().out
-    assert json.loads(file.read_text()) == report
+    assert json.loads(file.read_text()) == report and str(tmp_path) not in file.read_text()
+    assert picture.read_text() == drawn
     assert second in first and all(name in second for name in arms)
 
 
@@ -100,10 +102,26 @@ def test_the_best_rate_of_each_arm_is_compared():
     best = benchmark.best_runs(runs)
     assert best["textbook", "full", 8.0].rate == 2.0
     assert best["banded, average", "full", 8.0].mean == pytest.approx(4.0)
-    with (console := Console(width=120)).capture() as capture:
-        benchmark.print_tables({"runs": runs}, console)
-    (line,) = [line for line in capture.get().splitlines() if line.strip().startswith("banded, average")]
-    assert "3.000 / 5.333 (1)" in line and "50%" in line
+    table = benchmark.as_markdown({"runs": runs}).splitlines()
+    assert table[2:] == [
+        "| non-private | - | - | **1: 2.000** | |",
+        "| textbook | 8 | - | 1: 9.000 · **2: 8.000** | |",
+        "| banded, average | 8 | - | **1: 3.000 / 5.333** | 50% |",
+    ]
+
+
+def test_the_page_of_results_has_the_table_and_the_picture_of_the_stored_runs(tmp_path):
+    """The page has the table of the file of runs, and the picture has its arms and axes."""
+    report = json.loads((FOLDER / "utility.json").read_text())
+    page = (FOLDER / "results.md").read_text()
+    assert benchmark.as_markdown(report) in page and "(utility.svg)" in page
+    benchmark.draw(report, tmp_path / "utility.svg")
+    assert drawing(tmp_path / "utility.svg") == drawing(FOLDER / "utility.svg")
+
+
+def drawing(path: Path) -> list[str]:
+    """The texts of an SVG file, in their order: names of curves and numbers of axes."""
+    return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
 
 
 def test_public_sentences_hold_what_their_prompt_says():
