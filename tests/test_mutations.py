@@ -284,6 +284,20 @@ MUTATIONS = [
         ("tests/mechanism/test_per_layer.py",),
     ),
     Mutation(
+        "a clipping may become another one when it gets the sizes of the groups",
+        "dpllm/ghost/held_clipping.py",
+        "if type(sized) is not type(clipping):",
+        "if False:",
+        ("tests/ghost/test_sized_groups.py",),
+    ),
+    Mutation(
+        "a clipping may raise its bound when it gets the sizes of the groups",
+        "dpllm/ghost/held_clipping.py",
+        "if changed := self._bound.change_of(sized):",
+        "if False:",
+        ("tests/ghost/test_sized_groups.py",),
+    ),
+    Mutation(
         "a group that is clipped during the backward pass is not weighted",
         "dpllm/ghost/passes.py",
         "self._pass.weigh_group(group, self._factors.one(group, *self.norms[group]))",

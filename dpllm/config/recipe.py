@@ -96,11 +96,8 @@ class PrivacyConfig:
     """The items that Poisson sampling draws: "unit" draws and clips whole units; "example" draws and clips each row of
     a user separately, and the accounting assumes that every user has k rows."""
     clipping: Any = "flat"
-    """How a unit's contribution is bounded: "flat" (scaled down to `clip_norm` if its norm is larger), "per-layer"
-    (each of G layers to `clip_norm`/√G), "groups" (named groups of parameters, each to its share of `clip_norm`²),
-    "automatic" (scaled by C / (its norm + stability)), or "psac" (scaled by C / (its norm + r / (its norm + r))).
-    "quantile" clips to a threshold that follows a quantile of the norms by noisy counts, which σ covers, and scales by
-    C over the threshold. Options go into a mapping: {kind: automatic, stability: 0.01}."""
+    """How a unit's contribution is bounded: "flat" scales it down to `clip_norm` if its norm is larger; the table in
+    `recipes/README.md` has all kinds. Options go into a mapping: {kind: automatic, stability: 0.01}."""
     noise: Any = "independent"
     """How the noise of the steps is correlated (`docs/correlated_noise.md`): "independent" (DP-SGD); "banded", with the
     noise of earlier steps, where the units are drawn from one of several groups in turn; or "blt", for units that

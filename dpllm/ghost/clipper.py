@@ -147,13 +147,14 @@ class GhostClipper:
         For engines that shard the model, where no process can hold the sum of all parameters.
         """
         unit_B, num_units = self._check(losses, unit_index)
-        early = GroupFactors.of(self.clipping, self._book.num_groups) if self._group_P is None else None
+        clipping = self._held.for_model(self.clipping)
+        early = GroupFactors.of(clipping, self._book.num_groups) if self._group_P is None else None
         sq_norm_GU, slack_GU = self._book.backward(losses, unit_B, num_units, early)
         by_parameter: dict[str, Tensor] = {}
         if self._group_P is not None:
             by_parameter = dict(zip(self.parameters, sq_norm_GU.clamp_min(0).sqrt().float(), strict=True))
             sq_norm_GU, slack_GU = self._grouped(sq_norm_GU), self._grouped(slack_GU)
-        factor_GU = clip_factors(self.clipping, sq_norm_GU, slack_GU)
+        factor_GU = clip_factors(clipping, sq_norm_GU, slack_GU)
         if early is not None:
             factor_GU = early.joined(factor_GU)
         self._held.require(self.clipping, sq_norm_GU)

@@ -7,6 +7,7 @@ each step's event (`dpllm.mechanism.parts.AdaptiveClipping`): its object of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dpllm.ghost.errors import GhostError
 from dpllm.mechanism.catalogue import CLIPPINGS
-from dpllm.mechanism.parts import AdaptiveClipping, Clipping
+from dpllm.mechanism.parts import AdaptiveClipping, Clipping, SizedGroups
 from dpllm.mechanism.unchanged import REMEDY, Bound
 
 _TRIED = 17  # norms at which the factors are compared, from a millionth of C to a million times C
@@ -26,14 +27,37 @@ class HeldClipping:
     Args:
         clipping: the clipping.
         shapes: name and shape of each trainable parameter.
+
+    Raises:
+        GhostError: with the sizes of the groups it has another C, sensitivity or class.
     """
 
     def __init__(self, clipping: Clipping, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Record the bound and the groups."""
         self._shapes = dict(shapes)
         self._clipping, self._bound, self._groups = clipping, Bound.of(clipping), self._groups_of(clipping)
+        self._sizes = [sum(math.prod(self._shapes[name]) for name in group) for group in self._groups]
         self._first = self._now = _threshold_of(clipping)
         self._factors: Tensor | None = None  # at some norms and the first threshold, from the first use on
+        self.for_model(clipping)
+
+    def for_model(self, clipping: Clipping) -> Clipping:
+        """Return the clipping whose factors this model gets: with the sizes of its groups, if they depend on them.
+
+        Raises:
+            GhostError: with the sizes it has another C, sensitivity or class.
+        """
+        if not isinstance(clipping, SizedGroups):
+            return clipping
+        sized = clipping.sized(self._sizes)
+        if type(sized) is not type(clipping):
+            raise GhostError(
+                f"clipping {clipping.kind!r} with the sizes of its groups is a {type(sized).__name__}, whose bound may "
+                f"be another one. Return a {type(clipping).__name__} from sized()"
+            )
+        if changed := self._bound.change_of(sized):
+            raise GhostError(changed)
+        return sized
 
     def require(self, clipping: Clipping, norm_GU: Tensor) -> None:
         """Refuse a clipping that differs from the recorded one.
@@ -68,7 +92,7 @@ class HeldClipping:
     def _factors_of(self, clipping: Clipping, norm_GU: Tensor) -> Tensor:
         """Return the factors of units that have the same norm in every group, (G, tried)."""
         tried = self._bound.clip_norm * torch.logspace(-6, 6, _TRIED, dtype=norm_GU.dtype, device=norm_GU.device)
-        return clipping.factors(tried.expand(len(self._groups), _TRIED).clone()).clone()
+        return self.for_model(clipping).factors(tried.expand(len(self._groups), _TRIED).clone()).clone()
 
 
 def _threshold_of(clipping: Clipping) -> float | None:

@@ -88,16 +88,21 @@ def spec_of(part: Any) -> Spec:
     >>> spec_of(BandedNoise(bands=4)), spec_of(IndependentNoise())
     (Spec(kind='banded', options=(('bands', 4),)), Spec(kind='independent', options=()))
     """
-    options = {item.name: getattr(part, item.name) for item in dataclasses.fields(part)}
-    given = {item.name: options[item.name] for item in dataclasses.fields(part) if options[item.name] != item.default}
+    options = {item.name: getattr(part, item.name) for item in _options(part)}
+    given = {item.name: options[item.name] for item in _options(part) if options[item.name] != item.default}
     return Spec(part.kind, tuple(sorted(given.items())))
+
+
+def _options(part: Any) -> list[dataclasses.Field[Any]]:
+    """Return the fields that are options; ``field(init=False)`` is none."""
+    return [item for item in dataclasses.fields(part) if item.init]
 
 
 def _make(name: str, known: Mapping[str, Any], spec: Spec, given: Mapping[str, Any]) -> Any:
     if spec.kind not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {spec.kind!r}")
     part = known[spec.kind]
-    fields = {item.name: item for item in dataclasses.fields(part) if item.name not in given}
+    fields = {item.name: item for item in _options(part) if item.name not in given}
     options = spec.plain_options
     if unknown := sorted(set(options) - set(fields)):
         takes = f"its options are {', '.join(fields)}" if fields else "it has no options"

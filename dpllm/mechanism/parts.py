@@ -117,6 +117,22 @@ class SeparateGroups(Clipping, Protocol):
 
 
 @runtime_checkable
+class SizedGroups(Clipping, Protocol):
+    """A clipping whose factors depend on the sizes of the groups, for instance a bound C √(d_k / d) for each group.
+
+    One object serves every model, so it cannot hold the sizes: the clipper of a model asks for an object with them.
+    """
+
+    def sized(self, sizes: Sequence[int]) -> Self:
+        """Return the same clipping for groups of these sizes; its C and its sensitivity are the same.
+
+        Args:
+            sizes: the number of trainable entries of each group, in the order of `groups`.
+        """
+        ...
+
+
+@runtime_checkable
 class AdaptiveClipping(Clipping, Protocol):
     """A clipping whose threshold follows a private statistic of the norms.
 

@@ -9,12 +9,9 @@ import torch
 
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import clip_factors
-from dpllm.mechanism.automatic import AdaptiveScaleClipping, AutomaticClipping
 from dpllm.mechanism.clipping import FlatClipping, sensitivity_of
-from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.parts import OneGroup
-from dpllm.mechanism.per_layer import PerLayerClipping
-from dpllm.mechanism.quantile import QuantileClipping
+from tests.mechanism.kinds import CLIPPING_KINDS, clipping
 
 
 def test_a_unit_is_scaled_to_the_clip_norm_or_left_alone():
@@ -24,25 +21,11 @@ def test_a_unit_is_scaled_to_the_clip_norm_or_left_alone():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "clipping",
-    [
-        FlatClipping(0.3),
-        AutomaticClipping(0.3),
-        AutomaticClipping(0.3, 1e-9),
-        AdaptiveScaleClipping(0.3, 0.5),
-        AdaptiveScaleClipping(0.3, 1e-9),
-        PerLayerClipping(0.3),
-        GroupClipping(0.3, {"all": "*"}),
-        QuantileClipping(0.3),
-        QuantileClipping(0.3, start=1e-6),
-        QuantileClipping(0.3, start=2999.0),
-    ],
-)
-def test_the_scaled_norm_never_exceeds_the_bound(clipping, dtype):
+@pytest.mark.parametrize("kind", CLIPPING_KINDS, ids=str)
+def test_the_scaled_norm_never_exceeds_the_bound(kind, dtype):
     """Also after rounding, over sixty orders of magnitude."""
     norms = torch.logspace(-15, 15, 4001, dtype=dtype)
-    (factors,) = clip_factors(clipping, norms.square()[None])
+    (factors,) = clip_factors(clipping(kind, 0.3), norms.square()[None])
     released = factors.double() * norms.double()
     assert (released <= 0.3).all()
     clipped = norms > 3000
@@ -62,20 +45,10 @@ def test_slack_lowers_the_factor():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize(
-    "clipping",
-    [
-        FlatClipping(1.0),
-        AutomaticClipping(1.0),
-        AdaptiveScaleClipping(1.0),
-        PerLayerClipping(1.0),
-        GroupClipping(1.0, {"all": "*"}),
-        QuantileClipping(1.0, start=0.5),
-    ],
-)
-def test_a_nonfinite_unit_counts_exactly_zero(clipping, bad):
+@pytest.mark.parametrize("kind", CLIPPING_KINDS, ids=str)
+def test_a_nonfinite_unit_counts_exactly_zero(kind, bad):
     """The step continues without it."""
-    (factors,) = clip_factors(clipping, torch.tensor([[bad, 1.0]]))
+    (factors,) = clip_factors(clipping(kind, 1.0), torch.tensor([[bad, 1.0]]))
     assert float(factors[0]) == 0.0 and float(factors[1]) > 0
 
 

@@ -12,11 +12,14 @@ from dpllm.ghost.book import Book
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors
 from dpllm.mechanism.catalogue import CLIPPINGS
+from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.group_clipping import GroupClipping
-from dpllm.mechanism.parts import SeparateGroups
+from dpllm.mechanism.parts import SeparateGroups, SizedGroups, Spec
 from dpllm.mechanism.per_layer import PerLayerClipping
 from tests.ghost.loop import flat, row_gradients
 from tests.ghost.test_groups import Halves
+from tests.mechanism.kinds import CLIPPING_KINDS
+from tests.mechanism.kinds import clipping as clipping_of_kind
 from tests.reference.oracle import LOSSES, relative_error
 from tests.reference.zoo import Case, build_model, enable_checkpointing, make_batch
 from tests.tiers import deep_case
@@ -250,14 +253,23 @@ def test_a_failed_pass_leaves_nothing_behind(monkeypatch):
         torch.testing.assert_close(parameter.grad, total)
 
 
-@pytest.mark.parametrize("clipping", [PerLayerClipping(0.7), GroupClipping(0.7, {"a": "1*", "b": "2*", "c": "3*"})])
-def test_the_factors_of_a_group_alone_are_those_beside_others(clipping):
+IN_THREE = {"kind": "groups", "parameters": {"a": "0.*", "b": "1.*", "c": "2.*"}, "shares": {"a": 1, "b": 2, "c": 4}}
+SEPARATE = [kind for kind in CLIPPING_KINDS if hasattr(CLIPPINGS[Spec.of(kind).kind], "group_factors")]
+
+
+@pytest.mark.parametrize("kind", [*SEPARATE, IN_THREE], ids=str)
+def test_the_factors_of_a_group_alone_are_those_beside_others(kind):
     """So a sum that is formed early is the one that would be formed late."""
-    norm_GU = torch.logspace(-3, 2, 12).view(3, 4)
-    whole_GU = clipping.factors(norm_GU)
+    shapes = {f"{layer}.weight": (layer + 1, 3) for layer in range(3)}
+    made = clipping_of_kind(kind, 0.7)
+    groups = made.groups(shapes)
+    if isinstance(made, SizedGroups):
+        made = made.sized([sum(math.prod(shapes[name]) for name in group) for group in groups])
+    assert isinstance(made, SeparateGroups)
+    norm_GU = torch.logspace(-3, 2, 4 * len(groups)).view(len(groups), 4)
+    whole_GU = made.factors(norm_GU)
     for group, norm_U in enumerate(norm_GU):
-        assert torch.equal(clipping.group_factors(group, 3, norm_U), whole_GU[group])
-    assert isinstance(clipping, SeparateGroups)
+        assert torch.equal(made.group_factors(group, len(groups), norm_U), whole_GU[group]), "other bits"
 
 
 def test_only_clippings_of_the_catalogue_are_taken_apart():
@@ -268,8 +280,7 @@ def test_only_clippings_of_the_catalogue_are_taken_apart():
             return torch.ones_like(norm_U)
 
     assert GroupFactors.of(Apart(1.0), 2) is None
-    separate = {kind for kind, clipping in CLIPPINGS.items() if hasattr(clipping, "group_factors")}
-    assert separate == {"per-layer", "groups"}
+    assert GroupFactors.of(PerLayerClipping(1.0), 2) is not None and GroupFactors.of(FlatClipping(1.0), 1) is None
 
 
 def test_a_held_unit_is_clipped_with_all_its_rows(monkeypatch):

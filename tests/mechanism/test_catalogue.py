@@ -2,18 +2,21 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.blt import BltNoise, BltStep
-from dpllm.mechanism.catalogue import EVENTS, NOISES, clipping_of, from_fields, noise_of, spec_of, to_fields
+from dpllm.mechanism.catalogue import CLIPPINGS, EVENTS, NOISES, clipping_of, from_fields, noise_of, spec_of, to_fields
 from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Mechanism, Spec
 from dpllm.mechanism.selection import SelectedRun
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = [
     Step(num_units=100, sampling_rate=0.1, max_batch_size=30, noise_multiplier=1.0, clip_norm=0.5),
     StepOfRows(num_units=100, sampling_rate=0.1, rows_per_unit=3, noise_multiplier=1.0),
@@ -69,7 +72,7 @@ def test_what_names_no_kind_is_refused(value):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("adaptve", "clipping must be one of flat, automatic, psac, per-layer, groups, quantile, got 'adaptve'"),
+        ("adaptve", f"clipping must be one of {', '.join(CLIPPINGS)}, got 'adaptve'"),
         (
             {"kind": "automatic", "stabilty": 1},
             "clipping.stabilty is not an option of 'automatic'; its options are stability",
@@ -82,6 +85,33 @@ def test_wrong_clippings_are_refused_by_name(value, text):
     """No option is silently ignored."""
     with pytest.raises(ValueError, match=text):
         clipping_of(Spec.of(value), 1.0)
+
+
+def test_every_kind_is_described():
+    """In the table of the recipes, where users look for it."""
+    table = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").splitlines()
+    for part, kinds in (("clipping", CLIPPINGS), ("noise", NOISES)):
+        (row,) = (line for line in table if line.startswith(f"| privacy | `{part}` |"))
+        described = set(re.findall(r"`(?:\{kind: )?([a-z0-9-]+)", row))
+        assert set(kinds) <= described, f"recipes/README.md says nothing about {sorted(set(kinds) - described)}"
+
+
+def test_a_number_that_is_no_option_is_not_in_recipes_and_plans(monkeypatch):
+    """``field(init=False)``: a part sets it, for instance the sizes of groups, and no user."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Sized:
+        kind = "sized"
+        clip_norm: float
+        power: float = 0.5
+        sizes: tuple[int, ...] = dataclasses.field(default=(), init=False)
+
+    monkeypatch.setitem(CLIPPINGS, "sized", Sized)
+    with pytest.raises(ValueError, match=r"clipping\.sizes is not an option of 'sized'; its options are power$"):
+        clipping_of(Spec.of({"kind": "sized", "sizes": [1]}), 1.0)
+    part = clipping_of(Spec.of("sized"), 1.0)
+    object.__setattr__(part, "sizes", (1, 2))
+    assert spec_of(part) == Spec("sized", (("clip_norm", 1.0),))
 
 
 def test_an_option_that_is_missing_is_named(monkeypatch):

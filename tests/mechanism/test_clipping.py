@@ -7,36 +7,33 @@ import torch
 
 from dpllm.ghost.factors import clip_factors
 from dpllm.mechanism.automatic import AdaptiveScaleClipping, AutomaticClipping
-from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.group_clipping import GroupClipping
-from dpllm.mechanism.per_layer import PerLayerClipping
-from dpllm.mechanism.quantile import QuantileClipping
-
-KINDS = [
-    FlatClipping,
-    AutomaticClipping,
-    AdaptiveScaleClipping,
-    PerLayerClipping,
-    lambda clip_norm: GroupClipping(clip_norm, {"embeddings": "*embed*", "rest": "*"}),
-    QuantileClipping,
-]
+from tests.mechanism.kinds import CLIPPING_KINDS, clipping
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.inf, math.nan, "1"])
 def test_a_bound_that_bounds_nothing_is_refused(clip_norm):
     """Infinite sensitivity has no epsilon."""
-    for clipping in KINDS:
+    for kind in CLIPPING_KINDS:
         with pytest.raises(ValueError, match="clip_norm is"):
-            clipping(clip_norm)
+            clipping(kind, clip_norm)
 
 
 def test_sensitivity_by_adjacency():
     """Zero-out changes the sum by C, replace-one by 2C."""
-    for clipping in (kind(0.5) for kind in KINDS):
-        assert clipping.sensitivity("zero-out") == 0.5
-        assert clipping.sensitivity("replace-one") == 1.0
+    for each in (clipping(kind, 0.5) for kind in CLIPPING_KINDS):
+        assert each.sensitivity("zero-out") == 0.5
+        assert each.sensitivity("replace-one") == 1.0
         with pytest.raises(ValueError, match="adjacency is 'add'"):
-            clipping.sensitivity("add")
+            each.sensitivity("add")
+
+
+def test_a_clipping_keeps_nothing_of_a_model_or_of_norms():
+    """One object serves every model and every step, and the clipper of each relies on it."""
+    for each in (clipping(kind, 0.5) for kind in CLIPPING_KINDS):
+        before = dict(vars(each))
+        each.groups({"0.weight": (2, 3), "1.weight": (4, 2)})
+        each.factors(torch.ones(1, 3))
+        assert vars(each) == before and hash(each) is not None, each
 
 
 def test_automatic_clipping_scales_nearly_all_gradients_to_the_clip_norm():

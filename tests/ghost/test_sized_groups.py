@@ -1,0 +1,135 @@
+"""A clipping whose factors depend on the sizes of the groups gets them from the clipper, for each model separately."""
+
+import dataclasses
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from dpllm import GhostClipper, GhostError
+from dpllm.ghost import memory
+from dpllm.ghost.factors import GroupFactors
+from dpllm.mechanism.catalogue import CLIPPINGS
+from dpllm.mechanism.clipping import FlatClipping, NormBound
+
+C = 0.7
+
+
+@dataclass(frozen=True)
+class BySize(NormBound):
+    """Each module is clipped to C times the root of its share of the entries."""
+
+    kind: ClassVar[str] = "by-size"
+    sizes: tuple[int, ...] = field(default=(), init=False)
+
+    def groups(self, shapes):
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
+        return [[name for name in shapes if name.rpartition(".")[0] == module] for module in modules]
+
+    def sized(self, sizes):
+        other = dataclasses.replace(self)
+        object.__setattr__(other, "sizes", tuple(sizes))
+        return other
+
+    def group_factors(self, group, num_groups, norm_U):
+        return (self.clip_norm * math.sqrt(self.sizes[group] / sum(self.sizes)) / norm_U).clamp_max(1)
+
+    def factors(self, norm_GU):
+        return torch.stack([self.group_factors(group, len(norm_GU), norm_U) for group, norm_U in enumerate(norm_GU)])
+
+    def words(self):
+        return "is clipped in each module"
+
+
+def model_of(*widths):
+    """Linear layers with a bias, the last one frozen."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(one, other) for one, other in itertools.pairwise(widths)]
+    layers[-1].requires_grad_(False)
+    return nn.Sequential(*layers).double()
+
+
+def norms_of(model, clipper):
+    """The norm of each trained layer's share of one long gradient."""
+    model.zero_grad(set_to_none=True)
+    clipper.backward(1e6 * model(torch.ones(1, model[0].in_features, dtype=torch.float64)).square().sum(1))
+    return [float(torch.cat([p.grad.flatten() for p in layer.parameters()]).norm()) for layer in model[:-1]]
+
+
+def bounds(*sizes):
+    """C √(d_k / d)."""
+    return pytest.approx([C * math.sqrt(size / sum(sizes)) for size in sizes], rel=1e-4)
+
+
+@pytest.mark.parametrize("catalogued", [False, True], ids=["own", "catalogue"])
+def test_one_object_serves_two_models_with_as_many_layers(monkeypatch, catalogued):
+    """Each model has its own sizes, which count weights and biases that are trained; also after the other is made."""
+    if catalogued:  # then its sums are formed during the backward pass
+        monkeypatch.setitem(CLIPPINGS, "by-size", BySize)
+        monkeypatch.setattr(memory.Passes, "sums_are_smaller", lambda passes, rows, tokens: True)
+    assert (GroupFactors.of(BySize(C), 2) is not None) == catalogued
+    clipping, one, other = BySize(C), model_of(4, 9, 3, 2), model_of(3, 2, 20, 2)
+    first, second = (GhostClipper(model, clipping=clipping) for model in (one, other))
+    for _ in range(2):
+        assert norms_of(one, first) == bounds(45, 30)
+        assert norms_of(other, second) == bounds(8, 60)
+    assert clipping == BySize(C) == first.clipping
+    total = torch.cat([p.grad.flatten() for p in one.parameters() if p.requires_grad]).norm()
+    assert total <= C
+    first.remove()
+    second.remove()
+
+
+def test_norms_of_parameters_change_nothing():
+    """Norms of parameters are summed over the groups, which keep their sizes."""
+    model = model_of(4, 9, 3, 2)
+    clipper = GhostClipper(model, clipping=BySize(C), parameter_norms=True)
+    assert norms_of(model, clipper) == bounds(45, 30)
+    clipper.remove()
+
+
+class Flattened(BySize):
+    """Becomes a clipping of the catalogue, which is not checked: with two groups it would reach √2 C."""
+
+    def sized(self, sizes):
+        return FlatClipping(self.clip_norm)
+
+
+class Wider(BySize):
+    """Takes the norm of all models together."""
+
+    def sized(self, sizes):
+        return dataclasses.replace(self, clip_norm=3.0)
+
+
+class Whole(BySize):
+    """Gives each group all of C."""
+
+    def factors(self, norm_GU):
+        return (self.clip_norm / norm_GU).clamp_max(1)
+
+
+@pytest.mark.parametrize(
+    ("clipping", "words"),
+    [
+        (Flattened(C), r"'by-size' with the sizes of its groups is a FlatClipping, .* Return a Flattened from sized"),
+        (Wider(C), r"had clip_norm=0\.7 and sensitivity 0\.7, and now has clip_norm=3"),
+    ],
+    ids=["class", "C"],
+)
+def test_a_clipping_that_has_another_bound_with_sizes_is_refused(clipping, words):
+    """The noise is for the bound that it stated without them."""
+    with pytest.raises(GhostError, match=words):
+        GhostClipper(model_of(4, 9, 3, 2), clipping=clipping)
+
+
+def test_factors_with_sizes_are_checked_against_the_sensitivity():
+    """As those of any clipping of one's own."""
+    model = model_of(4, 9, 3, 2)
+    clipper = GhostClipper(model, clipping=Whole(C))
+    with pytest.raises(GhostError, match="exceeds its sensitivity"):
+        norms_of(model, clipper)
