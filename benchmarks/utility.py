@@ -17,6 +17,8 @@ public stage      before `banded, average`: steps without privacy on sentences m
 AdamBC            `banded, average` with AdamBC in place of AdamW (benchmarks/optimizers.py); only where asked for
 low-passed        `banded, average` with a second moment of the first moment, only where asked for
 DiSK              `textbook` with DiSK in place of AdamW, only where asked for
+scaled            `banded, average` of a model whose gradients are scaled before they are clipped, by factors of public
+                  gradients (benchmarks/scaling.py), only where asked for
 
 Learning rates are tuned on the held-out records, in every arm alike: `--rates` multiplies each arm's base rate, and the
 table has the best. That choice looks at records, so it is no part of what ε covers; the benchmark's records are public.
@@ -47,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from optimizers import experiment
 from real_records import quiet, records_of, section_of
+from scaling import merge, public_squares, scale
 
 from dpllm import DPTrainer, PrivacyConfig
 from dpllm.config import ConfigError, ModelConfig
@@ -71,6 +74,7 @@ class Arm:
         average: of the iterates, as in the recipe's train section.
         public_steps: steps on public sentences beforehand.
         optimizer: of `optimizers.EXPERIMENTS`; None: AdamW.
+        scaled: whether gradients are scaled before they are clipped.
     """
 
     rate: float
@@ -79,6 +83,7 @@ class Arm:
     average: Any = None
     public_steps: int = 0
     optimizer: str | None = None
+    scaled: bool = False
 
 
 # The rates of experiments are such that entries without a signal move as far as with AdamW.
@@ -92,9 +97,10 @@ ARMS = {
     "AdamBC": Arm(rate=1e-2, noise="banded", average=EMA, optimizer="AdamBC"),
     "low-passed": Arm(rate=2.3e-3, noise="banded", average=EMA, optimizer="low-passed"),
     "DiSK": Arm(rate=3e-3, schedule="linear", optimizer="DiSK"),
+    "scaled": Arm(rate=3.2e-2, noise="banded", average=EMA, scaled=True),
 }
 _COLOURS = (GREY, ORANGE, "#b08d2f", "#5b8e7d", BLUE, "#8a5a83")
-USUAL = [name for name, arm in ARMS.items() if arm.optimizer is None]
+USUAL = [name for name, arm in ARMS.items() if arm.optimizer is None and not arm.scaled]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,15 +222,33 @@ def template_pairs(count: int, columns: tuple[str, str], seed: int = 0) -> datas
     return datasets.Dataset.from_list(pairs)
 
 
+def public_rows(settings: Settings, material: Material, count: int) -> Any:
+    """Return rows of public sentences."""
+    data = section_of("templates", settings.columns, settings.max_length)
+    return tokenize_records(template_pairs(count, settings.columns), material.tokenizer, data)
+
+
 def public_start(settings: Settings, material: Material, steps: int) -> Any:
     """Return the model after some steps without privacy on public sentences."""
-    data = section_of("templates", settings.columns, settings.max_length)
-    rows = tokenize_records(template_pairs(3000, settings.columns), material.tokenizer, data)
+    rows = public_rows(settings, material, 3000)
     model = copy.deepcopy(material.base)
     with tempfile.TemporaryDirectory() as folder:
         arguments = _arguments(folder, steps=steps, rate=2e-3, schedule="cosine", rows=32)
         _stock(model, arguments, rows, material).train()
     return model
+
+
+def scale_by_public_gradients(model: Any, settings: Settings, material: Material) -> None:
+    """Write the model in the coordinates of `scaling`, by the gradients of 16 batches of 32 public sentences.
+
+    Raises:
+        ConfigError: the model has adapters, of which one half has no gradient at the start.
+    """
+    if hasattr(model, "peft_config"):
+        raise ConfigError("the arm `scaled` trains all weights: leave out --modes lora")
+    rows = public_rows(settings, material, 512)
+    batches = (material.collator([rows[i] for i in range(first, first + 32)]) for first in range(0, 512, 32))
+    scale(model, public_squares(model, batches, lambda output: output.loss))
 
 
 # ------------------------------------------------------------------------ runs
@@ -303,6 +327,8 @@ def train(run: Run, settings: Settings, material: Material, folder: str) -> dict
         trainer.train()
         trainer.save_model(folder)
         return {}
+    if arm.scaled:
+        scale_by_public_gradients(model, settings, material)
     privacy = PrivacyConfig(
         target_epsilon=run.epsilon,
         delta=settings.delta,
@@ -324,7 +350,11 @@ def train(run: Run, settings: Settings, material: Material, folder: str) -> dict
     private.name = arm.optimizer
     private.remove_callback(PrinterCallback)
     private.train()
-    private.save_model(folder)
+    if arm.scaled:
+        merge(model)
+        model.save_pretrained(folder)
+    else:
+        private.save_model(folder)
     plan = private.plan
     facts = {"stated_epsilon": plan.epsilon, "noise_multiplier": plan.noise_multiplier, "noise": plan.noise.to_plain()}
     at_floor = getattr(innermost(private.optimizer), "at_floor", None)
