@@ -50,6 +50,7 @@ BLT = {"kind": "blt", "buffers": 3}
         deep_case({"randomness": "discrete", "clipping": "automatic"}),
         {"clipping": {"kind": "quantile", "count_noise": 2.0}},
     ],
+    ids=str,
 )
 def test_a_run_says_what_it_was_and_verifies(parts, tmp_path):
     """Its ε is that of its steps by the mechanism's event."""
