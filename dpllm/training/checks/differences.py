@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dpllm.ghost import GhostClipper
+from dpllm.ghost.groups import shapes_of
 from dpllm.training.checks.companies import Company
 
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -20,7 +22,8 @@ Relative to the larger of the loss and 1. In float32, sound models differ by at 
 3.6e-5, except one whose random weights are too small (benchmarks/independence.py).
 """
 FINE = 2e-5
-_LOOSEST = 500  # times the tolerance: the largest difference of clipped units' norms if the loss is nearly 0
+_LOOSEST = 500  # times the tolerance, of C: the largest difference of two contributions if the loss is nearly 0
+_TRIED = 97  # norms of which the least is taken that counts; four for each power of ten
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,33 @@ def _rounds_products() -> bool:
         return True
 
 
-def compare(seen: Sequence[Seen], clip_norm: float, tolerance: float) -> tuple[Differences, tuple[Seen, Seen] | None]:
+def counting_norm(clipper: GhostClipper) -> float:
+    """Return the least gradient norm, of a grid, whose contribution is at least half as long as any may be.
+
+    With flat clipping it is about C/2. With automatic clipping it is about the stability: shorter gradients than C are
+    scaled up to it.
+    """
+    clipping = clipper.clipping
+    count = len(clipping.groups(shapes_of(clipper.parameters)))
+    norm_N = clipper.threshold * torch.logspace(-12, 12, _TRIED, dtype=torch.float64)
+    norm_GN = (norm_N / math.sqrt(count)).expand(count, -1).clone()
+    contribution_N = (clipping.factors(norm_GN.clone()) * norm_GN).square().sum(dim=0).sqrt()
+    counting_N = norm_N[contribution_N >= clipping.clip_norm / 2]
+    return float(counting_N[0]) if len(counting_N) else clipper.threshold
+
+
+def compare(seen: Sequence[Seen], counting: float, tolerance: float) -> tuple[Differences, tuple[Seen, Seen] | None]:
     """Return the largest differences between passes for the same row, and the pair that exceeds rounding most.
 
     Losses are compared relative to the larger of their size and 1, which is the rounding of logits. A gradient norm
-    near a loss of 0 is the small difference of numbers near 1, so its tolerance grows as 1/loss, up to a bound if the
-    unit is clipped.
+    near a loss of 0 is the small difference of numbers near 1, so its tolerance grows as 1/loss. It grows up to a bound
+    on the difference of the contributions, relative to C: a loss may also be small because of its scale, and then its
+    gradients count as much as those of any loss with a smaller C.
+
+    Args:
+        seen: the results.
+        counting: the norm from which a gradient counts (`counting_norm`).
+        tolerance: the largest difference that rounding explains.
     """
     alone: dict[int, Seen] = {}
     for one in sorted(seen, key=lambda one: len(one.company.numbers)):
@@ -101,7 +125,7 @@ def compare(seen: Sequence[Seen], clip_norm: float, tolerance: float) -> tuple[D
         norm = _difference(first.norm, one.norm, 1e-30)
         if math.isfinite(first.loss):
             room = max(1.0, 1 / max(abs(first.loss), 1e-30))
-            norm /= min(room, _LOOSEST) if first.norm > clip_norm else room
+            norm /= min(room, _LOOSEST * max(1.0, counting / max(first.norm, one.norm, 1e-30)))
         largest = [max(largest[0], loss), max(largest[1], norm)]
         found = (len(first.company.numbers) == 1, max(loss, norm) / tolerance)
         if found[1] > 1 and found > excess:
@@ -158,7 +182,7 @@ def _cause(
             "microbatch to the next, or counts its calls",
             "Compute each row's loss from that row and the weights only",
         )
-    if _is_moved(other.company, seen, tolerance):
+    if _difference(first.loss, other.loss, 1.0) > tolerance and _is_moved(other.company, seen, tolerance):
         return (
             "Its loss is at another row's position: the collator or the loss reorders rows, and units would be "
             "charged with the gradients of others",

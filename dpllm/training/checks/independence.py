@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from dpllm.ghost import GhostClipper
 from dpllm.training.checks.between_calls import BetweenCalls
 from dpllm.training.checks.companies import Sample
-from dpllm.training.checks.differences import Differences, Seen, compare, in_words
+from dpllm.training.checks.differences import Differences, Seen, compare, counting_norm, in_words
 from dpllm.training.checks.passes import CHANCES, Found, IndependenceError, Passes, Setup, spread_seeds
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 from dpllm.training.checks.sharing import FEWEST, PLACES, Sharing, states_for
@@ -198,10 +198,11 @@ class IndependenceCheck:
         if first and len(passes.sample.probed) > 1:
             passes.probe()
         passes.seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
-        self.last, worst = compare(passes.seen, self._clipper.threshold, passes.tolerance())
+        counting = counting_norm(self._clipper)
+        self.last, worst = compare(passes.seen, counting, passes.tolerance())
         for part in range(CHANCES if first and len(passes.sample.together) > 1 else 0):
             seen = passes.with_seed(seed_between(part / CHANCES, (part + 1) / CHANCES))
-            found = compare(seen, self._clipper.threshold, passes.tolerance())[1]
+            found = compare(seen, counting, passes.tolerance())[1]
             if found is not None and worst is None:  # all processes run all passes
                 passes.seen, worst = seen, found
         return worst

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dpllm.ghost import GhostClipper, GhostError
 from dpllm.training.checks.between_calls import LOSS, BetweenCalls
 from dpllm.training.checks.companies import SHORTEST, Company, Sample
-from dpllm.training.checks.differences import Precision, Seen, compare
+from dpllm.training.checks.differences import Precision, Seen, compare, counting_norm
 from dpllm.training.checks.drawn import Alone, part_of, unmeasured
 from dpllm.training.checks.kept import Kept
 from dpllm.training.checks.repeatable import (
@@ -290,7 +290,7 @@ class Passes:
 
     def differ(self, one: list[Seen], other: list[Seen]) -> bool:
         """Return whether two results of a row differ by more than rounding."""
-        return compare([*one, *other], self._setup.clipper.threshold, self.tolerance())[1] is not None
+        return compare([*one, *other], counting_norm(self._setup.clipper), self.tolerance())[1] is not None
 
     def tolerance(self) -> float:
         """Return the largest difference that rounding explains in the passes so far."""

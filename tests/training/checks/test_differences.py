@@ -1,0 +1,63 @@
+"""How different two results of a row may be, in units of its contribution to the sum."""
+
+import pytest
+from torch import nn
+
+from dpllm import GhostClipper
+from dpllm.mechanism.automatic import AutomaticClipping
+from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.group_clipping import GroupClipping
+from dpllm.mechanism.per_layer import PerLayerClipping
+from dpllm.mechanism.quantile import QuantileClipping
+from dpllm.training.checks.companies import Company
+from dpllm.training.checks.differences import FINE, Seen, compare, counting_norm
+from dpllm.training.checks.independence import IndependenceError
+from tests.training.checks.test_independence import DEPENDS, llama, lm_loss, rows_of, steps, unequal
+
+
+@pytest.mark.parametrize(
+    ("clipping", "half"),
+    [
+        (FlatClipping(1e-5), 5e-6),
+        (PerLayerClipping(2.0), 1.0),
+        (GroupClipping(2.0, {"a": "0.*", "b": "*"}), 1.0),
+        (AutomaticClipping(1.0), 0.01),
+        (AutomaticClipping(1.0, 1e-9), 1e-9),
+        (QuantileClipping(1.0, start=1e-3), 5e-4),
+    ],
+)
+def test_the_least_norm_that_counts_is_that_of_half_a_contribution(clipping, half):
+    clipper = GhostClipper(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), clipping=clipping)
+    assert 0.99 * half <= counting_norm(clipper) <= 1.8 * half
+    clipper.remove()
+
+
+def of(loss, norm, *beside):
+    return Seen(row=0, place=0, loss=loss, norm=norm, company=Company((0, *beside), "words"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "norms", "counting", "is_found"),
+    [
+        (1e-6, (1e-6, 1.2e-6), 1e-6, True),  # a small scale, and C as small: a fifth of C
+        (1e-6, (1e-6, 1.2e-6), 1.0, False),  # the same beside C = 1: rounding, or a millionth of C
+        (1e-6, (3.0, 3.1), 1.0, True),
+        (1e-6, (3.0, 3.02), 1.0, False),  # nearly 0 and clipped: rounding
+        (1.0, (1e-6, 1.01e-6), 1.0, True),
+    ],
+)
+def test_a_difference_counts_by_what_it_adds_to_the_sum(loss, norms, counting, is_found):
+    """Not by the scale of the loss, which a user chooses together with C."""
+    _, worst = compare([of(loss, norms[0]), of(loss, norms[1], 1)], counting, FINE)
+    assert (worst is not None) is is_found
+
+
+def test_a_coupling_of_small_losses_is_refused_where_the_clip_norm_is_small(tmp_path):
+    """As of a regression with small targets: each contribution is about C long, and other rows lengthen it."""
+
+    def scaled(model, inputs):
+        loss_B = lm_loss(model, inputs)
+        return 1e-7 * loss_B * (1.2 - 0.2 / len(loss_B))
+
+    with pytest.raises(IndependenceError, match=f"The gradient norm {DEPENDS}.*Likely causes: "):
+        steps(tmp_path, llama(), rows_of(unequal(40).to_list()), scaled, clip_norm=1e-6)
