@@ -6,6 +6,7 @@ Place in the flow: between the data set and `dpllm.training.microbatches`.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -118,11 +119,18 @@ def refuse_unreadable(dataset: Any) -> None:
 
 
 def refuse_ignored(trainer: Trainer) -> None:
-    """Check that a subclass overrides no method that private steps do not call.
+    """Check that a subclass overrides no method that private steps do not call, or whose result they cannot use.
 
     Raises:
-        ConfigError: it overrides ``compute_loss``, which would be ignored.
+        ConfigError: it overrides ``compute_loss`` or chooses the rows of the steps.
     """
+    for kind in itertools.takewhile(lambda one: not one.__module__.startswith("dpllm."), type(trainer).__mro__):
+        if chosen := [name for name in ("get_train_dataloader", "_get_train_sampler") if name in vars(kind)]:
+            raise ConfigError(
+                f"{kind.__name__} overrides {chosen[0]}, and the units of a private step are drawn by the sampler of "
+                "the plan, for which ε is computed. Leave the override out; to weight rows, multiply their losses in "
+                "compute_loss_func by weights that are a function of the row, known without the other rows"
+            )
     if type(trainer).compute_loss is not Trainer.compute_loss:
         raise ConfigError(
             f"{type(trainer).__name__} overrides compute_loss, which returns one loss of the whole batch, and private "

@@ -74,6 +74,14 @@ def test_a_data_set_of_another_kind_is_refused(dataset, says, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["get_train_dataloader", "_get_train_sampler"])
+def test_an_override_that_chooses_rows_is_refused(name, tmp_path):
+    """The rows of a step are the plan's draw: such a sampler would be ignored, or end in a KeyError."""
+    own = type("Own", (DPTrainer,), {name: lambda self, *args: None})
+    with pytest.raises(ConfigError, match=f"Own overrides {name}, and the units of a private step are drawn"):
+        own(None, arguments(tmp_path), privacy(), None)
+
+
 def test_an_overridden_compute_loss_is_refused(tmp_path):
     """It would be ignored, and another loss trained."""
 

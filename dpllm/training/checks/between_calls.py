@@ -17,7 +17,7 @@ from torch import nn
 from dpllm.training.checks.carried import CARRIED, GATES, REREAD, UNSTEADY, after_others, is_steady
 from dpllm.training.checks.companies import Sample
 from dpllm.training.checks.drawn import part_of
-from dpllm.training.checks.kept import LEFT, MAY_ACT, MOVED, SCRIPTED, Kept, act, is_left
+from dpllm.training.checks.kept import ITERATES, LEFT, MAY_ACT, MOVED, SCRIPTED, Kept, act, is_left
 from dpllm.training.checks.randomness import own_generator
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 from dpllm.training.checks.sharing import same_values
@@ -55,10 +55,12 @@ class BetweenCalls:
         return Kept(self._sources[who], self._model, self._with_model and who == LOSS)
 
     def by_kind(self) -> str | None:
-        """Refuse own generators, and random numbers in TorchScript that rows may share."""
+        """Refuse own generators, and random numbers in TorchScript that rows may share; iterators are open points."""
         for who, kept in self._before.items():
             if kept.generators:
                 return str(own_generator(who, ", ".join(kept.generators)))
+            if kept.iterators:
+                self.points.append(ITERATES.format(who=who, where=kept.words(kept.iterators)))
         scripted = self._before[LOSS].scripted
         if scripted and self._rows.max_rows != 1:
             return SCRIPTED.format(who=LOSS, where=", ".join(scripted))

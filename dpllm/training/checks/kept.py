@@ -22,6 +22,7 @@ import copy
 import functools
 import hashlib
 import inspect
+import io
 import itertools
 import math
 import pickle
@@ -73,6 +74,10 @@ LEFT = (
 MAY_ACT = (
     "{who} keeps numbers that change with each call ({where}). No effect on a row was measured. Confirm that they are "
     "for display only: a row may not depend on the rows of earlier calls, or on how many there were"
+)
+ITERATES = (
+    "{who} holds an iterator ({where}), and how far it has come is not seen. Confirm that no value of a row follows "
+    "it: which rows are in the n-th call depends on the units that are drawn"
 )
 SCRIPTED = (
     "{who} draws random numbers in TorchScript ({where}), where it cannot be seen whether rows of a microbatch share "
@@ -159,6 +164,13 @@ class Kept:
         """Random generators, in words."""
         found = [(path, place.value) for path, place in self.places.items()]
         return [f"{_told(path)}: {type(one).__name__}" for path, one in found if isinstance(one, GENERATORS)]
+
+    @property
+    def iterators(self) -> list[str]:
+        """Generators of Python and other iterators, whose position cannot be compared; open files are none."""
+        seen = (*GENERATORS, itertools.count, io.IOBase)
+        found = [(path, place.value) for path, place in self.places.items()]
+        return [_told(path) for path, one in found if isinstance(one, Iterator) and not isinstance(one, seen)]
 
     @property
     def scripted(self) -> list[str]:

@@ -339,6 +339,27 @@ def test_numbers_for_display_are_an_open_point_and_caches_are_nothing(make, is_t
         assert 0 < loss.calls < 1000 and 0 < loss.mean < 100, "put back after the passes that set them"
 
 
+@pytest.mark.parametrize(
+    "iterator",
+    [(1.0 + (call > 3000) for call in itertools.count()), itertools.cycle([1.0] * 3000 + [2.0]), iter([1.0] * 3000)],
+    ids=["generator", "cycle", "list"],
+)
+def test_an_iterator_of_a_loss_is_an_open_point(iterator, tmp_path):
+    """It counts its calls where no search sees the count: here the factor of the loss changes at a later call."""
+    run = trainer(
+        tmp_path, llama(), compute_loss_func=lambda outputs, labels: next(iterator) * of_rows(outputs, labels)
+    )
+    run.train()
+    points = [one for one in run.privacy_report()["open_points"] if "The loss holds an iterator (iterator)" in one]
+    assert len(points) == 1
+
+
+def test_a_file_is_no_iterator_whose_position_counts(tmp_path):
+    """A loss may write its values to a log."""
+    with (tmp_path / "log").open("w") as log:
+        assert not Kept(lambda: log.write("1")).iterators
+
+
 class Redrawn:
     """A data set that takes half of a row from another one, as next-sentence pairs do."""
 
