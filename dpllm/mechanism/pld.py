@@ -325,7 +325,7 @@ def compose(parts: Parts, tilt: float = 0.0) -> Composition:
         moment = float(masses.sum())
         tilted.append((masses / moment, count))
         log_scale += count * (math.log(moment) + shift)
-        log_finite += count * math.log1p(-pmf.infinite)
+        log_finite += count * (math.log1p(-pmf.infinite) if pmf.infinite < 1 else -math.inf)
         total += count
     width = parts[0][0].width
     first, last = _composed_bounds(tilted)

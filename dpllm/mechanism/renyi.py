@@ -18,7 +18,8 @@ from dpllm.mechanism import pld
 
 WIDTH = 1e-3
 """The narrowest grid; a finer one changes ε by less than 1e-5."""
-_HIGHEST = 600.0  # exp of it is a float; a larger ε protects nobody
+HIGHEST = 600.0
+"""The largest ε that follows from a bound: exp of it is a float, and a larger ε protects nobody."""
 
 LogDelta = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """From ε >= 0, (n,), to log δ."""
@@ -45,9 +46,9 @@ def profile(orders: Sequence[float], divergences: Sequence[float]) -> LogDelta:
 def last(log_delta: LogDelta) -> float:
     """Return an ε, at most 600, at which δ is negligible."""
     highest = 1.0
-    while highest < _HIGHEST and float(log_delta(np.array([highest]))[0]) > math.log(pld.STEP_TAIL):
+    while highest < HIGHEST and float(log_delta(np.array([highest]))[0]) > math.log(pld.STEP_TAIL):
         highest *= 1.1
-    return min(highest, _HIGHEST)
+    return min(highest, HIGHEST)
 
 
 def dominating(
@@ -65,7 +66,10 @@ def dominating(
         width: the distance between two grid points.
         also: from ε to a δ that is added to the bound.
     """
-    count = max(2, math.ceil(last(log_delta) / width))
+    furthest = last(log_delta)
+    if float(log_delta(np.array([furthest]))[0]) >= 0:  # the bound is 1 everywhere; what remains costs no time
+        return pld.LossPmf(width, 0, np.array([1e-300]), 1.0)
+    count = max(2, math.ceil(furthest / width))
     epsilons = np.arange(count + 1, dtype=np.float64) * width
     deltas = np.exp(log_delta(epsilons))
     if also is not None:  # δ never rises with ε, but this bound of it may

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+from dpllm.mechanism import renyi
 from dpllm.mechanism.events import Event, chance_to_enter, dp_sgd
 from dpllm.mechanism.limits import MAX_TARGET_EPSILON, MIN_NOISE
 from dpllm.mechanism.sampling import default_max_batch_size
@@ -194,6 +195,11 @@ def calibrate(
     least = MIN_NOISE * max(one.moves for one, _ in rounds)
     if chance_to_enter(rounds) <= delta and exact(least) <= target_epsilon:
         return least  # any noise would do
+    if target_epsilon > renyi.HIGHEST and exact(least) == math.inf:
+        raise ValueError(
+            f"target_epsilon={target_epsilon:g} is above {renyi.HIGHEST:g}, the largest ε that is computed from Rényi "
+            "divergences (discrete noise, or a selection among runs). Take one below 10: such an ε protects nobody"
+        )
     # The exact cost takes seconds when σ is small. A cheap cost has nearly the same shape. So σ is found on the cheap
     # cost, the small gap between the two is measured there, and this is repeated until the exact cost meets the target.
     cheap: Callable[[float], float] = partial(cost, False, DISCRETIZATION)

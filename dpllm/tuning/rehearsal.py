@@ -51,7 +51,7 @@ _SMALLEST_BATCH = 8
 _DROPPED = (
     *("output_dir", "max_steps", "num_train_epochs", "learning_rate", "average", "resume_from_checkpoint", "run_name"),
     *("push_to_hub", "hub_model_id", "save_steps", "eval_steps", "eval_on_start", "logging_steps"),
-    *("logging_first_step", "seed", "data_seed"),
+    *("logging_first_step", "seed", "data_seed", "metric_for_best_model", "greater_is_better"),
 )
 Moved = Callable[[int], None]
 """Called after each step of a training with its number."""

@@ -219,6 +219,8 @@ def _noise_to_choose_from(recipe: Recipe) -> tuple[Any, str]:
         return privacy.noise, "The recipe's: it fixes σ, and bands are compared at one ε only (privacy.target_epsilon)."
     if privacy.sampling == "example":
         return privacy.noise, "The recipe's: correlated noise is for runs that draw whole units."
+    if privacy.randomness == "discrete":
+        return privacy.noise, "The recipe's: correlated noise is for normal numbers, and the recipe's are discrete."
     if spec.kind not in ("independent", "banded"):
         return (
             privacy.noise,

@@ -136,6 +136,28 @@ def test_a_truncated_draw_counts_as_a_failure():
     assert cut.truncates and not whole.truncates and cut.without_truncation.max_batch_size is None
 
 
+def test_a_step_with_a_useless_bound_costs_an_infinite_epsilon():
+    """δ is then 1 at every ε up to 600: too little noise, or draws that are nearly always too large."""
+    numbers = {"num_units": 200, "sampling_rate": 0.1, "sensitivity": 1.003}
+    bare = DiscreteStep(noise_multiplier=0.01, **numbers)
+    full = DiscreteStep(noise_multiplier=1.0, max_batch_size=20, **numbers)
+    for step in (bare, full):
+        for adjacency in ("zero-out", "replace-one"):
+            assert epsilon([(step, 20)], 1e-5, adjacency) == math.inf
+        assert delta([(step, 20)], 5.0) == 1
+    assert epsilon([(STEP, 20), (bare, 1)], 1e-5) == math.inf
+
+
+def test_a_target_without_a_noise_is_refused_with_a_reason():
+    """No ε above 600 is computed, and no noise helps where draws are nearly always too large."""
+    for change, match in (
+        ({"target_epsilon": 601.0}, "above 600, the largest ε that is computed from Rényi divergences"),
+        ({"target_epsilon": 8.0, "max_batch_size": 20}, "cannot be reached: at a noise multiplier of 1000"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make_plan(privacy(noise_multiplier=None, **change), num_units=200, num_steps=20)
+
+
 def test_calibration_meets_the_target():
     """With more noise than the Gaussian's."""
 

@@ -212,12 +212,16 @@ def test_the_text_of_the_public_stage_is_compared_beside_other_public_text(path,
 
 
 def test_a_training_is_one_of_the_product_with_the_plans_mechanism(path, tmp_path, monkeypatch):
-    """DPTrainer gets σ/b, bands, clipping and the public rows, without data set and budget; nothing else is trained."""
+    """DPTrainer gets σ/b, bands, clipping and the public rows, without data set and budget; nothing else is trained.
+
+    Nor does it get an option of evaluations, which a rehearsal does not make: on private rows it would be refused.
+    """
     budget = tmp_path / "words.budget.json"
     options = ["--dataset", "words", "--epsilon", "9", "--delta", "1e-4", "--num-units", "2000"]
     command(["budget", "create", str(budget), *options])
     two = [*FIXED, "privacy.noise={kind: banded, bands: 2}"]
-    run = suggested(path, *two, f"privacy.budget_file={budget}", "privacy.clipping=automatic")
+    best = ["train.save_strategy=best", "train.metric_for_best_model=loss", "data.eval_is_public=true"]
+    run = suggested(path, *two, *best, f"privacy.budget_file={budget}", "privacy.clipping=automatic")
     section = public_section(run.recipe, f"{tmp_path}/public.jsonl")
     material = load_material(run.recipe, section, tmp_path / "start", [])
     made: list[DPTrainer] = []

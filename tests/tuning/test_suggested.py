@@ -108,6 +108,13 @@ def test_rows_that_are_drawn_singly_keep_independent_noise(path):
     assert values(run)["privacy.noise"] == "independent" and run.step_ratio == 1
 
 
+def test_discrete_noise_stays_independent(path):
+    """It has no accounting with bands, and a suggestion keeps the recipe's randomness."""
+    run = run_of(path, "privacy.randomness=discrete", "privacy.max_batch_size=null", "train.max_steps=10")
+    assert values(run)["privacy.noise"] == "independent" and run.step_ratio == 1
+    assert run.plan.randomness == "discrete" and run.plan.epsilon <= 8
+
+
 def test_few_steps_have_no_warm_up(path):
     """A tenth of them would be one step with a rate of 0."""
     found = values(run_of(path, "train.max_steps=5", "privacy.target_epsilon=null", "privacy.noise_multiplier=2"))
