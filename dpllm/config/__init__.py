@@ -1,15 +1,15 @@
 """Recipes and their values, checked by kind and range when they are read. Needs no torch."""
 
+from dpllm.config.data_section import DataConfig as DataConfig
+from dpllm.config.privacy_section import ROWS_KEPT as ROWS_KEPT
+from dpllm.config.privacy_section import SAMPLINGS as SAMPLINGS
+from dpllm.config.privacy_section import UNITS as UNITS
+from dpllm.config.privacy_section import PrivacyConfig as PrivacyConfig
 from dpllm.config.recipe import PRETRAINED_FOLDER as PRETRAINED_FOLDER
 from dpllm.config.recipe import RECIPE_FILE as RECIPE_FILE
-from dpllm.config.recipe import ROWS_KEPT as ROWS_KEPT
-from dpllm.config.recipe import SAMPLINGS as SAMPLINGS
 from dpllm.config.recipe import TASKS as TASKS
-from dpllm.config.recipe import UNITS as UNITS
 from dpllm.config.recipe import ConfigError as ConfigError
-from dpllm.config.recipe import DataConfig as DataConfig
 from dpllm.config.recipe import ModelConfig as ModelConfig
-from dpllm.config.recipe import PrivacyConfig as PrivacyConfig
 from dpllm.config.recipe import PublicPretrainConfig as PublicPretrainConfig
 from dpllm.config.recipe import Recipe as Recipe
 from dpllm.config.recipe import ReleaseConfig as ReleaseConfig

@@ -1,6 +1,6 @@
 """Check the key ``privacy.selection``: the distribution of the number of runs of which only the best is released.
 
-Place in the flow: a part of `dpllm.config.recipe`.
+Place in the flow: a part of `dpllm.config.privacy_section`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dpllm.config.values import ConfigError
 
 if TYPE_CHECKING:
-    from dpllm.config.recipe import PrivacyConfig
+    from dpllm.config.privacy_section import PrivacyConfig
 
 
 def checked_selection(privacy: PrivacyConfig) -> Any:

@@ -2,7 +2,8 @@
 
 Place in the flow: made from the privacy configuration, the public number of units and the number of steps. The
 sampler, the noise and the privacy event are derived only from it, so they cannot disagree. Microbatch size, number of
-machines, engine and precision are not in it: they cannot change ε.
+machines, engine and precision are not in it: they cannot change ε. The fields that describe the unit, the draw and the
+noise are in `dpllm.privacy.plan_parts`.
 """
 
 from __future__ import annotations
@@ -10,23 +11,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dpllm.config import SAMPLINGS, UNITS, PrivacyConfig
+from dpllm.config import PrivacyConfig
 from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of, with_randomness
 from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Event
-from dpllm.mechanism.limits import ADJACENCIES, RANDOMNESS
 from dpllm.mechanism.parts import Draw, FixedBatch, Mechanism, Noise, Spec
 from dpllm.mechanism.selection import Selection, selected_run
 from dpllm.mechanism.workload import Workload
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.calibration import calibrate, choose_max_batch_size, steps_within
 from dpllm.privacy.noise_choice import choose_noise
+from dpllm.privacy.plan_parts import FLAT, INDEPENDENT, PlannedDraw, PlannedNoise
 from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
 
 PLAN_FILE = "privacy_plan.json"
@@ -38,63 +38,27 @@ _NOT_IN_FORMAT: dict[int, set[str]] = {
     _FORMAT_OF_GENERATOR: {"selection"},
     _FORMAT: set(),
 }
-_FLAT, _INDEPENDENT = Spec("flat"), Spec("independent")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyPlan:
+class PrivacyPlan(PlannedNoise, PlannedDraw):
     """The constants of a private run. All of them are public.
 
-    Made by `make_plan`; `load` reads one back.
+    Its fields are those of `PlannedUnit`, `PlannedDraw` and `PlannedNoise`, and then the steps and their cost. Made by
+    `make_plan`; `load` reads one back.
 
     Raises:
         ValueError: the numbers contradict each other.
     """
 
-    unit: str
-    """"sequence" or "user"."""
-    adjacency: str
-    """Adjacency of the headline ε, "zero-out" or "replace-one"."""
-    num_units: int
-    """N."""
-    sampling_rate: float
-    """q = b / N, or b over `num_examples` where rows are drawn."""
-    expected_batch_size: int
-    """b, the divisor of the noisy sum."""
-    max_batch_size: int
-    """B_max. Where rows are drawn, their number: no draw is truncated."""
     num_steps: int
     """T."""
-    noise_multiplier: float
-    """σ, dimensionless."""
-    clip_norm: float
-    """C, in units of the gradient."""
+    num_steps_wanted: int | None = None
+    """The steps requested, if the budget allows fewer; None if not."""
     delta: float
     """δ."""
     target_epsilon: float | None = None
     """The ε that σ was calibrated to; None when σ was given."""
-    max_rows_per_unit: int | None = None
-    """k, the rows of one user that may be used; None at sequence level."""
-    unit_column: str | None = None
-    """The column of the user's id; None at sequence level."""
-    rows_kept: str | None = None
-    """Which k rows are kept of a user with more rows: "first" or "random"; None at sequence level."""
-    sampling: str = "unit"
-    """"unit": whole units are drawn and clipped. "example": single rows are drawn and clipped."""
-    num_examples: int | None = None
-    """Number of rows to draw from, at most k of each user; None where units are drawn."""
-    clipping: Spec = _FLAT
-    """How a contribution is bounded by C (`dpllm.mechanism.catalogue`)."""
-    noise: Spec = _INDEPENDENT
-    """Whether and how the noise of the steps is correlated."""
-    num_steps_wanted: int | None = None
-    """The steps requested, if the budget allows fewer; None if not."""
-    dataset: str | None = None
-    """Public name of the data set."""
-    seeded: bool = False
-    """Whether sampling and noise come from a fixed seed; then nothing is private."""
-    randomness: str = "os"
-    """The generator of the noise (`dpllm.mechanism.generators`)."""
     selection: Spec | None = None
     """The distribution of the number of runs of which this is one and only the best is released
     (`dpllm.mechanism.selection`); None for a run that is released by itself. ε and the target are of the selection."""
@@ -127,44 +91,18 @@ class PrivacyPlan:
         )
 
     def __post_init__(self) -> None:
-        """Check that the numbers fit together."""
-        checks = {
-            "num_units >= 1": self.num_units >= 1,
-            "num_steps >= 1": self.num_steps >= 1,
-            "1 <= expected_batch_size <= population": 1 <= self.expected_batch_size <= self.population,
-            "expected_batch_size <= max_batch_size <= population": (
-                self.expected_batch_size <= self.max_batch_size <= self.population
-            ),
-            "sampling_rate = expected_batch_size / population": (
-                self.population >= 1 and self.sampling_rate == self.expected_batch_size / self.population
-            ),
-            "num_examples and max_rows_per_unit where rows of users are drawn": self._examples_fit(),
-            "num_steps_wanted > num_steps": self.num_steps_wanted is None or self.num_steps_wanted > self.num_steps,
-            "0 <= noise_multiplier < inf": 0 <= self.noise_multiplier < math.inf,
-            "0 < clip_norm < inf": 0 < self.clip_norm < math.inf,
-            "0 < delta < 1/num_units": self.num_units >= 1 and self.delta > 0 and self.delta * self.num_units < 1,
-            f"unit in {UNITS}": self.unit in UNITS,
-            f"sampling in {SAMPLINGS}": self.sampling in SAMPLINGS,
-            f"adjacency in {ADJACENCIES}": self.adjacency in ADJACENCIES,
-            f"randomness in {RANDOMNESS}": self.randomness in RANDOMNESS,
-        }
-        broken = [rule for rule, holds in checks.items() if not holds]
-        if broken:
-            raise ValueError(f"a privacy plan needs {'; '.join(broken)}. Make the plan with make_plan")
+        """Check that the numbers fit together, and that there is an accounting for the parts."""
+        super().__post_init__()
         _ = self.mechanism, self.history  # these refuse parts that have no accounting
 
-    def _examples_fit(self) -> bool:
-        if self.sampling != "example":
-            return self.num_examples is None
-        k, rows = self.max_rows_per_unit, self.num_examples
-        if k is None or rows is None or self.unit != "user":
-            return False
-        return self.num_units <= rows <= k * self.num_units and self.max_batch_size == rows
-
-    @property
-    def population(self) -> int:
-        """The number to draw from in every step: N units, or `num_examples` rows."""
-        return self.num_units if self.num_examples is None else self.num_examples
+    def rules(self) -> dict[str, bool]:
+        """Return the rules for the fields, and whether each holds."""
+        return {
+            **super().rules(),
+            "num_steps >= 1": self.num_steps >= 1,
+            "num_steps_wanted > num_steps": self.num_steps_wanted is None or self.num_steps_wanted > self.num_steps,
+            "0 < delta < 1/num_units": self.num_units >= 1 and self.delta > 0 and self.delta * self.num_units < 1,
+        }
 
     @property
     def noise_stddev(self) -> float:
@@ -174,18 +112,9 @@ class PrivacyPlan:
     @cached_property
     def mechanism(self) -> Mechanism:
         """The sampler, clipping and noise that every step of the run must use, and their event."""
-        draw = _draw(
-            self.num_units,
-            self.population,
-            self.expected_batch_size,
-            self.max_batch_size,
-            self.max_rows_per_unit if self.sampling == "example" else None,
-        )
-        clipping, noise = (
-            clipping_of(self.clipping, self.clip_norm),
-            with_randomness(noise_of(self.noise), self.randomness),
-        )
-        return Mechanism(draw, clipping, noise, self.noise_multiplier)
+        clipping = clipping_of(self.clipping, self.clip_norm)
+        noise = with_randomness(noise_of(self.noise), self.randomness)
+        return Mechanism(self.draw, clipping, noise, self.noise_multiplier)
 
     @property
     def event(self) -> Event:
@@ -229,7 +158,7 @@ class PrivacyPlan:
             return {"format": _FORMAT, **fields, **plain, **chosen}
         if randomness != "os":
             return {"format": _FORMAT_OF_GENERATOR, **fields, **plain, "randomness": randomness}
-        if parts == {"clipping": _FLAT, "noise": _INDEPENDENT}:
+        if parts == {"clipping": FLAT, "noise": INDEPENDENT}:
             return {"format": _FORMAT_OF_DP_SGD, **fields}
         return {"format": _FORMAT_OF_PARTS, **fields, **plain}
 
@@ -298,13 +227,11 @@ def make_plan(
     >>> make_plan(privacy, num_units=1000, num_steps=50).delta
     0.0001
     """
-    size, by_example = privacy.expected_batch_size, privacy.sampling == "example"
-    population = _population(privacy, num_units, num_steps, num_examples)
+    draw = _untruncated(privacy, num_units, num_steps, num_examples)
     delta = _delta(privacy, num_units)
-    rate = size / population
     noise = choose_noise(
         with_randomness(noise_of(Spec.of(privacy.noise)), privacy.randomness),
-        _draw(num_units, population, size, population, privacy.max_rows_per_unit if by_example else None),
+        draw,
         workload or Workload.prefix_sums(num_steps),
         target_epsilon=privacy.target_epsilon,
         noise_multiplier=privacy.noise_multiplier,
@@ -312,36 +239,36 @@ def make_plan(
         delta=delta,
         adjacency=privacy.adjacency,
     )
-    noise_multiplier, max_batch_size = _noise_and_bound(privacy, noise, num_units, population, num_steps, delta)
+    noise_multiplier, max_batch_size = _noise_and_bound(privacy, noise, draw, num_steps, delta)
     plan = PrivacyPlan(
         unit=privacy.unit,
         adjacency=privacy.adjacency,
-        num_units=num_units,
-        sampling_rate=rate,
-        expected_batch_size=size,
-        max_batch_size=max_batch_size,
-        num_steps=num_steps,
-        noise_multiplier=noise_multiplier,
-        clip_norm=privacy.clip_norm,
-        delta=delta,
-        target_epsilon=privacy.target_epsilon,
         max_rows_per_unit=privacy.max_rows_per_unit,
         unit_column=privacy.unit_column,
         rows_kept=privacy.rows_kept if privacy.unit == "user" else None,
-        sampling=privacy.sampling,
-        num_examples=num_examples if by_example else None,
-        clipping=Spec.of(privacy.clipping),
-        noise=spec_of(noise),
         dataset=privacy.dataset,
-        seeded=privacy.seed is not None,
+        sampling=privacy.sampling,
+        num_units=num_units,
+        num_examples=num_examples if privacy.sampling == "example" else None,
+        sampling_rate=draw.sampling_rate,
+        expected_batch_size=draw.expected_batch_size,
+        max_batch_size=max_batch_size,
+        clip_norm=privacy.clip_norm,
+        clipping=Spec.of(privacy.clipping),
+        noise_multiplier=noise_multiplier,
+        noise=spec_of(noise),
         randomness=privacy.randomness,
+        seeded=privacy.seed is not None,
+        num_steps=num_steps,
+        delta=delta,
+        target_epsilon=privacy.target_epsilon,
         selection=None if privacy.selection is None else Spec.of(privacy.selection),
     )
     return _within_budget(plan, privacy)
 
 
-def _population(privacy: PrivacyConfig, num_units: int, num_steps: int, num_examples: int | None) -> int:
-    """Return the number to draw from: N units, or the rows of all units; refuse a run without data or steps."""
+def _untruncated(privacy: PrivacyConfig, num_units: int, num_steps: int, num_examples: int | None) -> Draw:
+    """Return the numbers of a draw that is never truncated; refuse a run without data or steps."""
     if num_units < 1:
         raise ValueError("the training data is an empty data set: there is no unit to train on. Check the data section")
     if num_steps < 1:
@@ -358,7 +285,13 @@ def _population(privacy: PrivacyConfig, num_units: int, num_steps: int, num_exam
             f"{'rows' if by_example else 'units'}, {population}: each enters a step at most once. Set it to "
             f"{population} or fewer"
         )
-    return population
+    return Draw(
+        num_units=num_units,
+        population=population,
+        expected_batch_size=privacy.expected_batch_size,
+        max_batch_size=population,
+        rows_per_unit=privacy.max_rows_per_unit if by_example else None,
+    )
 
 
 def _delta(privacy: PrivacyConfig, num_units: int) -> float:
@@ -390,20 +323,8 @@ def _within_budget(plan: PrivacyPlan, privacy: PrivacyConfig) -> PrivacyPlan:
     return dataclasses.replace(plan, num_steps=allowed, num_steps_wanted=plan.num_steps)
 
 
-def _draw(
-    num_units: int, population: int, expected_batch_size: int, max_batch_size: int, rows_per_unit: int | None
-) -> Draw:
-    return Draw(
-        num_units=num_units,
-        population=population,
-        expected_batch_size=expected_batch_size,
-        max_batch_size=max_batch_size,
-        rows_per_unit=rows_per_unit,
-    )
-
-
 def _noise_and_bound(
-    privacy: PrivacyConfig, noise: Noise, num_units: int, population: int, num_steps: int, delta: float
+    privacy: PrivacyConfig, noise: Noise, draw: Draw, num_steps: int, delta: float
 ) -> tuple[float, int]:
     """Return σ and B_max. When neither is given, B_max is chosen at the σ that suffices without truncation.
 
@@ -412,12 +333,10 @@ def _noise_and_bound(
     Raises:
         ValueError: a B_max is given for batches of another, fixed size.
     """
-    size, adjacency = privacy.expected_batch_size, privacy.adjacency
-    rows = privacy.max_rows_per_unit if privacy.sampling == "example" else None
     selection = None if privacy.selection is None else Selection.of(Spec.of(privacy.selection))
 
     def event_of(sigma: float, at_most: int) -> Event:
-        event = noise.event(_draw(num_units, population, size, at_most, rows), sigma, privacy.clip_norm)
+        event = noise.event(dataclasses.replace(draw, max_batch_size=at_most), sigma, privacy.clip_norm)
         return event if selection is None else selected_run(selection, event, num_steps)
 
     def calibrated(at_most: int) -> float:
@@ -425,9 +344,11 @@ def _noise_and_bound(
             return privacy.noise_multiplier
         assert privacy.target_epsilon is not None  # the configuration holds at least one of the two
         count = num_steps if selection is None else 1
-        return calibrate(privacy.target_epsilon, delta, lambda sigma: event_of(sigma, at_most), count, adjacency)
+        return calibrate(
+            privacy.target_epsilon, delta, lambda sigma: event_of(sigma, at_most), count, privacy.adjacency
+        )
 
-    sampler = noise.sampler(_draw(num_units, population, size, population, rows))
+    sampler = noise.sampler(draw)
     if isinstance(sampler, FixedBatch):
         if privacy.max_batch_size not in (None, sampler.batch_size):
             raise ValueError(
@@ -435,16 +356,21 @@ def _noise_and_bound(
                 f"{sampler.batch_size} units in every step: leave max_batch_size out"
             )
         return calibrated(sampler.batch_size), sampler.batch_size
-    if rows is not None or (selection is not None and privacy.max_batch_size is None):
-        return calibrated(population), population
+    if draw.rows_per_unit is not None or (selection is not None and privacy.max_batch_size is None):
+        return calibrated(draw.population), draw.population
     if privacy.max_batch_size is not None:
-        at_most = min(privacy.max_batch_size, num_units)
-    elif isinstance(one := event_of(1.0, num_units), DiscreteStep):  # a smaller one would cost replace-one dearly
-        at_most = one.max_batch_size or num_units
+        at_most = min(privacy.max_batch_size, draw.num_units)
+    elif isinstance(one := event_of(1.0, draw.num_units), DiscreteStep):  # a smaller one would cost replace-one dearly
+        at_most = one.max_batch_size or draw.num_units
     else:
-        tentative = calibrated(num_units)
+        tentative = calibrated(draw.num_units)
         at_most = choose_max_batch_size(
-            size, num_units, lambda most: event_of(tentative, most), num_steps, delta, adjacency
+            draw.expected_batch_size,
+            draw.num_units,
+            lambda most: event_of(tentative, most),
+            num_steps,
+            delta,
+            privacy.adjacency,
         )
     return calibrated(at_most), at_most
 
@@ -511,9 +437,9 @@ def _noise_shown(plan: PrivacyPlan) -> tuple[str, str]:
 def _parts_shown(plan: PrivacyPlan) -> list[tuple[str, str]]:
     """Return the rows of clipping, noise and sampling that differ from DP-SGD."""
     rows = []
-    if plan.clipping != _FLAT:
+    if plan.clipping != FLAT:
         rows.append(("a unit's gradient", plan.mechanism.clipping.words()))
-    if plan.noise != _INDEPENDENT:
+    if plan.noise != INDEPENDENT:
         rows.append(("sampling", plan.event.words().sampling))
         rows.append(("noise", plan.mechanism.noise.words().rstrip(",")))
     return rows

@@ -178,15 +178,22 @@ class Steps(Part):
     words: str = Field(description="The same in words, and why the run ended.")
 
 
-class Parameters(Part):
+class DrawNumbers(Part):
+    """The numbers of a draw, which the plan and the parameters of the mechanism share."""
+
+    sampling: Sampling = Field(description="What is drawn and clipped as a whole: units, or rows.")
+    num_units: AtLeastOne = Field(description="N, the number of units; public.")
+    num_examples: AtLeastOne | None = Field(
+        description="Rows there are to draw with example-level sampling; null otherwise."
+    )
+    sampling_rate: Rate = Field(description="q.")
+    expected_batch_size: AtLeastOne = Field(description="b, which the noisy sum is divided by.")
+    max_batch_size: AtLeastOne = Field(description="B_max.")
+
+
+class Parameters(DrawNumbers):
     """Every parameter of the mechanism."""
 
-    sampling: Sampling = Field(description="What is drawn: units or rows.")
-    num_units: AtLeastOne = Field(description="N.")
-    num_examples: AtLeastOne | None = Field(description="Rows to draw with example-level sampling; null otherwise.")
-    sampling_rate: Rate = Field(description="q.")
-    expected_batch_size: AtLeastOne = Field(description="b.")
-    max_batch_size: AtLeastOne = Field(description="B_max.")
     num_steps_planned: AtLeastOne = Field(description="T planned.")
     num_steps_charged: Count = Field(description="T taken.")
     noise_multiplier: NotNegative = Field(description="σ.")
@@ -206,8 +213,8 @@ class Assumption(Part):
     how_ensured: str = Field(description="How this run ensured it.")
 
 
-class Accounting(Part):
-    """How the numbers were computed."""
+class Accountant(Part):
+    """The kind of accounting, and the software behind it."""
 
     kind: str = Field(description="Kind of accounting.")
     event: str = Field(description="The privacy event that one step is accounted as, with its source.")
@@ -215,6 +222,11 @@ class Accounting(Part):
     tool_version: str = Field(description="Its version.")
     discretization: Positive = Field(description="Width of the grid of privacy losses.")
     composition: str = Field(description="What was composed.")
+
+
+class Accounting(Accountant):
+    """How the numbers were computed."""
+
     budget: tuple[BudgetEntry, ...] = Field(
         description="Budgets of the data set that the runs were charged to, each once."
     )
@@ -302,35 +314,32 @@ class Curves(Part):
     epsilon_over_delta: EpsilonOverDelta = Field(description="δ for each ε.")
 
 
-class Plan(Part):
-    """Every number that the guarantee rests on, fixed before the run."""
+class ProtectedUnit(Part):
+    """Whose contribution is hidden, and in which data."""
 
-    format: Literal[2] = Field(description="Format of the plan: 2 where clipping is flat and noise independent.")
     unit: Unit = Field(description="Unit of privacy.")
     adjacency: Adjacency = Field(description="Adjacency of the headline ε.")
-    num_units: AtLeastOne = Field(description="N, the number of units; public.")
-    sampling_rate: Rate = Field(description="q.")
-    expected_batch_size: AtLeastOne = Field(description="b, which the noisy sum is divided by.")
-    max_batch_size: AtLeastOne = Field(description="B_max.")
-    num_steps: AtLeastOne = Field(description="T, the steps planned.")
-    noise_multiplier: NotNegative = Field(description="σ, without unit.")
-    clip_norm: Positive = Field(description="C, in units of the gradient.")
-    delta: Probability = Field(description="δ.")
-    target_epsilon: Positive | None = Field(description="The ε that the run may cost; null when none was given.")
     max_rows_per_unit: AtLeastOne | None = Field(
         description="k, rows of one user that may be used; null at sequence level."
     )
     unit_column: str | None = Field(description="Column of the user's id; null at sequence level.")
     rows_kept: RowsKept = Field(description="Which k rows of a user with more were kept; null at sequence level.")
-    sampling: Sampling = Field(description="What is drawn and clipped as a whole: units, or rows.")
-    num_examples: AtLeastOne | None = Field(
-        description="Rows there are to draw with example-level sampling; null otherwise."
-    )
+    dataset: str | None = Field(description="Public name of the data set.")
+
+
+class Plan(DrawNumbers, ProtectedUnit):
+    """Every number that the guarantee rests on, fixed before the run."""
+
+    clip_norm: Positive = Field(description="C, in units of the gradient.")
+    noise_multiplier: NotNegative = Field(description="σ, without unit.")
+    seeded: bool = Field(description="Whether sampling and noise come from a fixed seed; then nothing is private.")
+    num_steps: AtLeastOne = Field(description="T, the steps planned.")
     num_steps_wanted: AtLeastOne | None = Field(
         description="Steps asked for where the budget allows fewer; null otherwise."
     )
-    dataset: str | None = Field(description="Public name of the data set.")
-    seeded: bool = Field(description="Whether sampling and noise come from a fixed seed; then nothing is private.")
+    delta: Probability = Field(description="δ.")
+    target_epsilon: Positive | None = Field(description="The ε that the run may cost; null when none was given.")
+    format: Literal[2] = Field(description="Format of the plan: 2 where clipping is flat and noise independent.")
 
 
 class PlanOfParts(Plan):

