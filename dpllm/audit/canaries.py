@@ -26,7 +26,7 @@ import datasets
 from scipy import stats
 
 from dpllm.audit.bounds import AuditError
-from dpllm.config import DataConfig
+from dpllm.config import DataConfig, RecordFormat
 
 CANARIES_FILE = "canaries.json"
 COIN_FLIPS = "an independent fair coin per canary"
@@ -189,13 +189,13 @@ def _check_coins(path: str | Path, raw: Mapping[str, Any]) -> None:
         )
 
 
-def record_of(prefix: str, text: str, config: DataConfig) -> dict[str, Any]:
+def record_of(prefix: str, text: str, config: RecordFormat) -> dict[str, Any]:
     """Return a record in the format of the data; in formats with a prompt, the prefix is the prompt.
 
     Raises:
         AuditError: the format has no text that a model learns to write.
 
-    >>> record_of("Say:", "xyzzy", DataConfig(path="x", max_length=8, format="prompt_completion"))
+    >>> record_of("Say:", "xyzzy", RecordFormat(format="prompt_completion"))
     {'prompt': 'Say:', 'completion': 'xyzzy'}
     """
     if config.format == "text":
@@ -211,7 +211,7 @@ def record_of(prefix: str, text: str, config: DataConfig) -> dict[str, Any]:
     )
 
 
-def key_of(record: Mapping[str, Any], config: DataConfig, unit_column: str | None) -> tuple[Any, ...]:
+def key_of(record: Mapping[str, Any], config: RecordFormat, unit_column: str | None) -> tuple[Any, ...]:
     """Return the key that identifies a record: its texts, and its user."""
     user = record[unit_column] if unit_column else None
     if config.format == "chat":
@@ -219,7 +219,7 @@ def key_of(record: Mapping[str, Any], config: DataConfig, unit_column: str | Non
     return (*(record[name] for name in record_of("", "", config)), user)
 
 
-def key_columns(config: DataConfig, unit_column: str | None) -> list[str]:
+def key_columns(config: RecordFormat, unit_column: str | None) -> list[str]:
     """Return the columns that form a record's key."""
     return [*record_of("", "", config), *([unit_column] if unit_column else [])]
 
@@ -227,7 +227,7 @@ def key_columns(config: DataConfig, unit_column: str | None) -> list[str]:
 def count_records(
     batches: Iterable[Mapping[str, Sequence[Any]]],
     wanted: Iterable[tuple[Any, ...]],
-    config: DataConfig,
+    config: RecordFormat,
     unit_column: str | None,
 ) -> Counter[tuple[Any, ...]]:
     """Return how often each of the wanted keys is in the data.
@@ -277,7 +277,7 @@ def check_data(made: CanarySet, folder: str | Path) -> None:
             )
 
 
-def canary_keys(canary: Canary, config: DataConfig, unit_column: str | None) -> list[tuple[Any, ...]]:
+def canary_keys(canary: Canary, config: RecordFormat, unit_column: str | None) -> list[tuple[Any, ...]]:
     """Return the keys of a canary's records, one per record."""
     user = {unit_column: canary.user} if unit_column else {}
     return [key_of({**record_of(*record, config), **user}, config, unit_column) for record in canary.records]

@@ -43,7 +43,7 @@ from dpllm.audit.canaries import (
 from dpllm.audit.kinds import KINDS, RANDOM_TOKENS, RARE_SUFFIX, SAMPLED, Pair, distinct, random_tokens, rare_suffix
 from dpllm.audit.kinds import sampled as sampled_texts
 from dpllm.audit.power import power
-from dpllm.config import RECIPE_FILE, DataConfig, ModelConfig, Recipe, nearest, recipe_to_dict, save_recipe
+from dpllm.config import RECIPE_FILE, ModelConfig, Recipe, RecordFormat, nearest, recipe_to_dict, save_recipe
 from dpllm.data.rows import load_records, load_train_and_eval, tokenization_info, tokenize_records, unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.mechanism.sampling import secret_rng
@@ -317,7 +317,7 @@ def _check_lengths(pairs: Sequence[Pair], recipe: Recipe, tokenizer: PreTrainedT
         )
 
 
-def _check_new(canaries: Sequence[Canary], train: datasets.Dataset, config: DataConfig) -> None:
+def _check_new(canaries: Sequence[Canary], train: datasets.Dataset, config: RecordFormat) -> None:
     """Raise if the data already hold a canary, under any user."""
     keys = {key for canary in canaries for key in canary_keys(canary, config, None)}
     batches = train.select_columns(key_columns(config, None)).iter(READ_TOGETHER)

@@ -1,10 +1,12 @@
 """Recipes and their values, checked by kind and range when they are read. Needs no torch."""
 
 from dpllm.config.data_section import DataConfig as DataConfig
+from dpllm.config.data_section import RecordFormat as RecordFormat
 from dpllm.config.privacy_section import ROWS_KEPT as ROWS_KEPT
 from dpllm.config.privacy_section import SAMPLINGS as SAMPLINGS
 from dpllm.config.privacy_section import UNITS as UNITS
 from dpllm.config.privacy_section import PrivacyConfig as PrivacyConfig
+from dpllm.config.privacy_section import PrivacyUnit as PrivacyUnit
 from dpllm.config.recipe import PRETRAINED_FOLDER as PRETRAINED_FOLDER
 from dpllm.config.recipe import RECIPE_FILE as RECIPE_FILE
 from dpllm.config.recipe import TASKS as TASKS

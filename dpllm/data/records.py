@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dpllm.config import ConfigError, DataConfig, PrivacyConfig, nearest
+from dpllm.config import ConfigError, DataConfig, PrivacyUnit, RecordFormat, nearest
 from dpllm.data.corpora import BUILTIN
 from dpllm.data.readers import (
     READERS,
@@ -54,10 +54,10 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,17}")
 _ROWS = 4096  # number of rows read together
 
 
-def required_columns(config: DataConfig) -> list[str]:
+def required_columns(config: RecordFormat) -> list[str]:
     """Return the columns that every record must have for `config.format`.
 
-    >>> required_columns(DataConfig(path="x", max_length=8, format="classification", text_column="sentence"))
+    >>> required_columns(RecordFormat(format="classification", text_column="sentence"))
     ['sentence', 'label']
     """
     return {
@@ -86,7 +86,7 @@ def load_records(config: DataConfig) -> datasets.Dataset:
 
 
 def load_train_and_eval(
-    config: DataConfig, privacy: PrivacyConfig | None = None
+    config: DataConfig, privacy: PrivacyUnit | None = None
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """Return the training records and the held-out records (None when the recipe names none).
 
@@ -142,9 +142,7 @@ def load_train_and_eval(
     return records.select(np.flatnonzero(~held_out[units])), records.select(np.flatnonzero(held_out[units]))
 
 
-def _units_to_hold_out(
-    records: datasets.Dataset, config: DataConfig, privacy: PrivacyConfig | None
-) -> NDArray[np.int64]:
+def _units_to_hold_out(records: datasets.Dataset, config: DataConfig, privacy: PrivacyUnit | None) -> NDArray[np.int64]:
     """Return (num_records,) unit numbers; a unit (a user, or the record itself) is held out as a whole."""
     if privacy is None or privacy.unit != "user":
         return np.arange(len(records))
@@ -157,7 +155,7 @@ def _units_to_hold_out(
     return units
 
 
-def check_records(records: datasets.Dataset, config: DataConfig, source: str) -> None:
+def check_records(records: datasets.Dataset, config: RecordFormat, source: str) -> None:
     """Raise unless every record has the columns and values that `config.format` needs.
 
     Raises:
@@ -298,7 +296,7 @@ def _with_classes(records: datasets.Dataset, config: DataConfig, source: str) ->
     return numbered
 
 
-def _note_copies(records: datasets.Dataset, config: DataConfig) -> None:
+def _note_copies(records: datasets.Dataset, config: RecordFormat) -> None:
     """Note whether many records have exactly the text of another record."""
     prints = _fingerprints(records, config)
     copies = len(prints) - len(np.unique(prints))
@@ -306,7 +304,7 @@ def _note_copies(records: datasets.Dataset, config: DataConfig) -> None:
         keep_notes(records, records, copies=True)
 
 
-def _fingerprints(records: datasets.Dataset, config: DataConfig) -> np.ndarray:
+def _fingerprints(records: datasets.Dataset, config: RecordFormat) -> np.ndarray:
     """Return one number for each record that is long enough that two people would not write the same text."""
     names = required_columns(config)
     found: list[int] = []
@@ -320,7 +318,7 @@ def _fingerprints(records: datasets.Dataset, config: DataConfig) -> np.ndarray:
 
 
 def _refuse_shared_records(
-    records: datasets.Dataset, held_out: datasets.Dataset, config: DataConfig, source: str
+    records: datasets.Dataset, held_out: datasets.Dataset, config: RecordFormat, source: str
 ) -> None:
     """Raise when most of the held-out records are training records, in any file."""
     others = np.unique(_fingerprints(held_out, config))

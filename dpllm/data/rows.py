@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from dpllm.config import DataConfig, PrivacyConfig
+from dpllm.config import DataConfig, PrivacyUnit
 from dpllm.data.labels import BOUNDARIES, IGNORE, KEY_BOUNDARIES
 from dpllm.data.records import DataError as DataError
 from dpllm.data.records import check_column
@@ -38,7 +38,7 @@ CLASS_AS_TEXT = (
 _PIECES = ("overflow_to_sample_mapping", "overflowing_tokens", "num_truncated_tokens")
 
 
-def unit_index_of(dataset: Any, privacy: PrivacyConfig, rng: np.random.Generator | None = None) -> UnitIndex:
+def unit_index_of(dataset: Any, privacy: PrivacyUnit, rng: np.random.Generator | None = None) -> UnitIndex:
     """Return the index of units; the number of units is the same for records and for their rows.
 
     Sequence level: rows with the same `record` are a unit; without that column each row is a unit. User level: rows
@@ -57,14 +57,14 @@ def unit_index_of(dataset: Any, privacy: PrivacyConfig, rng: np.random.Generator
         ValueError: an id is missing; the message gives the row.
 
     >>> rows = [{"input_ids": [1, 2], "record": 0}, {"input_ids": [3], "record": 0}, {"input_ids": [4], "record": 1}]
-    >>> unit_index_of(rows, PrivacyConfig(clip_norm=1, expected_batch_size=1, noise_multiplier=1)).num_units
+    >>> unit_index_of(rows, PrivacyUnit()).num_units
     2
     """
     if len(dataset) == 0:
         raise DataError("empty data set: there is no record to train on; check path, split and limit")
     present = list(dataset.column_names if isinstance(dataset, datasets.Dataset) else dataset[0])
     if privacy.unit == "user":
-        column = str(privacy.unit_column)  # PrivacyConfig requires it for users
+        column = str(privacy.unit_column)  # PrivacyUnit requires it for users
         check_column(present, column, "privacy.unit_column")
         draw = rng if privacy.rows_kept == "random" else None
         ids = _column(dataset, column)

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
-from dpllm.config import RECIPE_FILE, ConfigError, DataConfig
+from dpllm.config import RECIPE_FILE, ConfigError, DataConfig, RecordFormat
 from dpllm.data.records import DataError, required_columns
 from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.optimizers import innermost
@@ -387,7 +387,7 @@ def _remedy(what: str) -> str:
     return "Initialise the adapter from weights only (True, 'gaussian', 'pissa', 'olora')"
 
 
-def _texts(records: Any, config: DataConfig) -> Iterator[list[str]]:
+def _texts(records: Any, config: RecordFormat) -> Iterator[list[str]]:
     """Yield the texts of each record."""
     columns = [name for name in required_columns(config) if name != config.label_column]
     for record in records.select_columns(columns):

@@ -16,6 +16,7 @@ from dpllm.report.models import Assumption, Definition, Fact, NeverCovered, Writ
 
 if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan
+    from dpllm.privacy.plan_parts import PlannedDraw, PlannedUnit
 
 UNITS_MADE_OF = "a unit is made of"
 """The ledger's fact of that name: `dpllm.data.units.UnitIndex.made_of`."""
@@ -132,7 +133,7 @@ def _written_out(contents: LedgerContents) -> dict[str, int]:
     return written
 
 
-def _unit(plan: PrivacyPlan, contents: LedgerContents) -> str:
+def _unit(plan: PlannedUnit, contents: LedgerContents) -> str:
     made_of = contents.notes.facts.get(UNITS_MADE_OF, [None])[-1]
     if plan.unit == "sequence" and made_of == ONE_ROW:
         return (
@@ -278,7 +279,7 @@ def _selects(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
     return (("Only the best of K runs is released, and the score looks at no private record", how),)
 
 
-def _bounded(plan: PrivacyPlan) -> tuple[tuple[str, str], ...]:
+def _bounded(plan: PlannedDraw) -> tuple[tuple[str, str], ...]:
     """Return how the rows of a user are bounded, at user level."""
     rows = f"at most {plan.max_rows_per_unit} rows of each are kept when the data are read, before the "
     if plan.sampling == "example":

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dpllm.config import PrivacyConfig
+from dpllm.config import PrivacyUnit
 from dpllm.data.records import MANY_COPIES, has_many_copies, sources_of
 from dpllm.data.tokenization import RECORD
 from dpllm.data.units import ONE_ROW, UnitIndex
@@ -65,7 +65,7 @@ def note_units(ledger: Ledger | SharedLedger, units: UnitIndex, lengths: np.ndar
         )
 
 
-def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, privacy: PrivacyConfig) -> None:
+def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, privacy: PrivacyUnit) -> None:
     """Note in the ledger the files of the rows, and the reasons for people to check them before a release.
 
     Args:

@@ -24,6 +24,9 @@ from dpllm.config import (
     recipe_to_dict,
     save_recipe,
 )
+from dpllm.config.data_section import DataSource, HeldOutData, RecordFormat
+from dpllm.config.privacy_section import PrivacyCost, PrivacyMechanism, PrivacyNumbers, PrivacyUnit
+from dpllm.config.topics import Topic
 from dpllm.config.train_values import WARM_UP
 
 PRIVACY: dict[str, Any] = {"target_epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
@@ -113,6 +116,28 @@ def test_bad_privacy_value_is_refused(change: dict[str, Any], match: str) -> Non
     """Every unusable privacy value is an error that names the field."""
     with pytest.raises(ConfigError, match=match):
         PrivacyConfig(**{**PRIVACY, **change})
+
+
+@pytest.mark.parametrize(
+    ("part", "good", "bad", "match"),
+    [
+        (PrivacyNumbers, PRIVACY, {"delta": 1}, "delta must be between 0 and 1"),
+        (PrivacyUnit, {}, {"unit": "user"}, "needs unit_column"),
+        (PrivacyMechanism, PRIVACY, {"max_batch_size": 63}, "max_batch_size=63 is below"),
+        (PrivacyMechanism, PRIVACY, {"unit": "user"}, "needs unit_column"),
+        (PrivacyCost, {}, {"budget_file": "spent.json"}, "budget_file needs dataset"),
+        (DataSource, {"path": "x", "max_length": 8}, {"max_length": 1}, "max_length must be at least 2"),
+        (HeldOutData, {}, {"eval_fraction": 1}, "eval_fraction must be"),
+        (RecordFormat, {}, {"format": "prose"}, "format must be one of"),
+    ],
+)
+def test_a_part_of_a_section_checks_its_own_keys(
+    part: type[Topic], good: dict[str, Any], bad: dict[str, Any], match: str
+) -> None:
+    """And those of its bases, so the checks of a topic hold wherever the part is used."""
+    part(**good)
+    with pytest.raises(ConfigError, match=match):
+        part(**{**good, **bad})
 
 
 def test_budget_and_noise_may_both_be_given() -> None:

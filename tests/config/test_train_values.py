@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from dpllm.config import ConfigError, load_recipe, save_recipe
-from dpllm.config.recipe import DataConfig, PublicPretrainConfig
+from dpllm.config import ConfigError, DataConfig, PublicPretrainConfig, load_recipe, save_recipe
 from dpllm.config.train_values import CHECKS, PLAIN, check_train, with_schedule
 from dpllm.config.yaml12 import write_yaml
 from dpllm.mechanism.limits import MAX_STEPS

@@ -15,6 +15,7 @@ from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.sampling import TruncatedPoissonSampler
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
+from dpllm.privacy.plan_parts import PlannedDraw, PlannedNoise, PlannedUnit, PlanPart
 
 
 def privacy(**change: Any) -> PrivacyConfig:
@@ -188,6 +189,9 @@ def test_unreadable_plan_is_refused(tmp_path: Path) -> None:
         ({"sampling": "example"}, "num_examples and max_rows_per_unit where rows of users are drawn"),
         ({"num_examples": 1000}, "num_examples and max_rows_per_unit where rows of users are drawn"),
         ({"num_steps_wanted": 50}, "num_steps_wanted > num_steps"),
+        ({"expected_batch_size": 0}, "1 <= expected_batch_size <= population"),
+        ({"clip_norm": 0.0}, "0 < clip_norm < inf"),
+        ({"num_steps": 0}, "num_steps >= 1"),
     ],
 )
 def test_contradictory_plan_is_refused(change: dict[str, Any], match: str) -> None:
@@ -195,6 +199,31 @@ def test_contradictory_plan_is_refused(change: dict[str, Any], match: str) -> No
     plan = make_plan(privacy(), num_units=1000, num_steps=50)
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(plan, **change)
+
+
+@pytest.mark.parametrize(
+    ("part", "good", "bad", "match"),
+    [
+        (PlannedUnit, {"unit": "sequence", "adjacency": "zero-out"}, {"unit": "token"}, "unit in"),
+        (PlannedNoise, {"clip_norm": 0.5, "noise_multiplier": 1.0}, {"clip_norm": 0.0}, "0 < clip_norm < inf"),
+        (
+            PlannedDraw,
+            {
+                **{"unit": "sequence", "adjacency": "zero-out", "num_units": 100},
+                **{"sampling_rate": 0.1, "expected_batch_size": 10, "max_batch_size": 20},
+            },
+            {"max_batch_size": 101},
+            "a privacy plan needs expected_batch_size <= max_batch_size <= population. Make",
+        ),
+    ],
+)
+def test_a_part_of_a_plan_checks_its_own_fields(
+    part: type[PlanPart], good: dict[str, Any], bad: dict[str, Any], match: str
+) -> None:
+    """So the rules of a topic hold wherever the part is used."""
+    part(**good)
+    with pytest.raises(ValueError, match=match):
+        part(**{**good, **bad})
 
 
 def by_example(**change: Any) -> PrivacyConfig:
