@@ -86,7 +86,7 @@ class PrivacyNumbers(Topic):
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyUnit(Topic):
-    """The unit that is protected, and which of its rows are used."""
+    """The protected unit, and the choice of its rows."""
 
     unit: str = "sequence"
     """The unit that a neighbouring data set lacks: "sequence" (one record) or "user" (every record of one id)."""
@@ -127,7 +127,7 @@ class PrivacyUnit(Topic):
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyMechanism(PrivacyUnit, PrivacyNumbers):
-    """The parts of a step: how units are drawn, how a contribution is bounded, and how the noise is correlated."""
+    """The parts of a step: sampling, clipping and noise, and the largest batch."""
 
     sampling: str = "unit"
     """The items that Poisson sampling draws: "unit" draws and clips whole units; "example" draws and clips each row of
@@ -199,7 +199,7 @@ class PrivacyMechanism(PrivacyUnit, PrivacyNumbers):
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyCost(Topic):
-    """How ε is stated, what happens at its limit, and the budget that it is charged to."""
+    """The stated ε, its limit, and the budget that is charged."""
 
     adjacency: str = "zero-out"
     """Adjacency of the headline ε: "zero-out" (a unit against nothing) or "replace-one" (a unit against another)."""

@@ -38,7 +38,7 @@ class PlanPart:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedUnit(PlanPart):
-    """Whose contribution is hidden, and in which data."""
+    """The protected unit, its neighbours, and the data set."""
 
     unit: str
     """"sequence" or "user"."""
@@ -64,7 +64,7 @@ class PlannedUnit(PlanPart):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedDraw(PlannedUnit):
-    """How many units there are, and how those of a step are drawn."""
+    """The number of units, and the draw of a step."""
 
     sampling: str = "unit"
     """"unit": whole units are drawn and clipped. "example": single rows are drawn and clipped."""
@@ -121,7 +121,7 @@ class PlannedDraw(PlannedUnit):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedNoise(PlanPart):
-    """How a contribution is bounded, and the noise of the sum of a step."""
+    """The clipping of a contribution, and the noise of a step."""
 
     clip_norm: float
     """C, in units of the gradient."""

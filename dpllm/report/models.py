@@ -315,7 +315,7 @@ class Curves(Part):
 
 
 class ProtectedUnit(Part):
-    """Whose contribution is hidden, and in which data."""
+    """The protected unit, its neighbours, and the data set."""
 
     unit: Unit = Field(description="Unit of privacy.")
     adjacency: Adjacency = Field(description="Adjacency of the headline ε.")
