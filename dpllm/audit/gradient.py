@@ -17,6 +17,10 @@ R independent runs, which shows more.
 Where a step depends on earlier ones (noise that is correlated over steps, a clip threshold that moves), each block is a
 run of its own, from its start (`Restarts`). The attacker also sees how the threshold moves.
 
+Where an average of the weights is released, it is read as well, from the model, at the end of each block. For this the
+weights move, by plain SGD with a learning rate so small that the model hardly changes. An average of the private
+iterates is a function of the releases, so the claim covers every statistic of both.
+
 Shape suffixes: R blocks, T steps of a block, M canaries, N units, P trainable entries of the model.
 """
 
@@ -39,15 +43,17 @@ from dpllm.engines import model_inside
 from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
 from dpllm.engines.whole import updates_by_itself, whole_gradient, whole_parameters
+from dpllm.mechanism.averages import Average
 from dpllm.mechanism.sampling import secret_rng
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.training.averaging import Averaging
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.run import PrivateRun
 
 _PUBLIC_SEED = 0  # seed of the noise directions, which must be the same on every process
 LEAST_VISIBLE = 0.05
 """Share of a gradient that must be orthogonal to the others: a smaller one would hardly show in a release."""
-_MOVEMENT = 1e-5  # change of a parameter's entry in one step, where a release is read from the parameters
+_MOVEMENT = 1e-5  # change of a parameter's entry in one step, where a release or an average is read from the parameters
 Release = Callable[[NDArray[np.bool_]], Sequence[Tensor]]
 """From the present units (N,) to the releases of the T steps of one block, (P,) each; the same on every process."""
 
@@ -72,6 +78,8 @@ class Design:
     """Whether each block is a run of its own."""
     steps_per_start: int | None = None
     """The steps after which a run of a block is resumed; None: never."""
+    average: Average | None = None
+    """The average of the weights that is released and read; None: no average."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -82,6 +90,10 @@ class Design:
             raise AuditError(
                 f"steps_per_start is {self.steps_per_start}; 1 or more is needed, and own_runs=True: only a run of its "
                 "own can be resumed"
+            )
+        if self.average is not None and not (self.own_runs and len(self.starts) == 1):
+            raise AuditError(
+                "An average is that of one run, and is read at its end: set own_runs=True, without steps_per_start"
             )
 
     @property
@@ -221,6 +233,8 @@ class Observations:
             block has one step.
         noise_RTD: projections on the directions that show only the noise; None: there are none.
         moved_RT: the logarithm by which each step moved the clip threshold; None: it does not move.
+        average_RM: projections of the released average on the canaries' vectors, as of a sum of releases; None: no
+            average is released.
     """
 
     included_RM: NDArray[np.bool_]
@@ -229,6 +243,7 @@ class Observations:
     alike_R2: NDArray[np.int64]
     noise_RTD: NDArray[np.float64] | None = None
     moved_RT: NDArray[np.float64] | None = None
+    average_RM: NDArray[np.float64] | None = None
 
 
 def unit_gradients(model: nn.Module, rows: TrainingRows, loss_of: LossOf, unit_ids: Sequence[int]) -> Tensor:
@@ -274,7 +289,7 @@ class Steps:
 
     On most engines a release is the gradient in ``.grad`` after the optimizer has run with a learning rate of 0.
     DeepSpeed keeps no such gradient after its step. There, a release is computed from the change of its float32 master
-    weights under plain SGD, at a learning rate so small that the model hardly changes.
+    weights under plain SGD, at a learning rate so small that the model hardly changes (`learning_rate`).
 
     Args:
         run: a run that is attached to the model.
@@ -282,15 +297,18 @@ class Steps:
         optimizer: the optimizer as prepared for its engine. Its learning rates are overwritten.
         loss_of: the loss function for `PrivateRun.step`.
         num_steps: T.
+        moves: whether the weights move on every engine, so that their average can be read.
 
     Attributes:
         moved: the logarithm by which each step of the last block moved the clip threshold; empty: it does not move.
 
     Raises:
-        AuditError: a DeepSpeed engine whose optimizer is not plain SGD.
+        AuditError: the weights move, and the optimizer is not plain SGD.
     """
 
-    def __init__(self, run: PrivateRun, model: Any, optimizer: Any, loss_of: LossOf, num_steps: int) -> None:
+    def __init__(
+        self, run: PrivateRun, model: Any, optimizer: Any, loss_of: LossOf, num_steps: int, moves: bool = False
+    ) -> None:
         """Set the learning rates."""
         self._run, self._optimizer, self._loss_of, self._num_steps = run, optimizer, loss_of, num_steps
         self._model, self._inner = model, model_inside(model)
@@ -299,9 +317,9 @@ class Steps:
         self._batch = run.plan.expected_batch_size
         self._adapts = run.plan.mechanism.first_threshold is not None
         self.moved: list[float] = []
-        self._lr = _MOVEMENT * self._batch / run.plan.noise_stddev if self._by_itself else 0.0
+        self._lr = learning_rate(run.plan) if self._by_itself or moves else 0.0
         base = innermost(optimizer)
-        if self._by_itself:
+        if self._lr:
             _check_plain_sgd(base)
         for group in base.param_groups:
             group["lr"] = self._lr
@@ -345,9 +363,15 @@ class Restarts:
         optimizer: the optimizer as for `Steps`.
         loss_of: the loss function as for `Steps`.
         starts: the steps of each start, T together: `Design.starts`.
+        average: `Design.average`.
 
     Attributes:
         moved: as of `Steps`.
+        averaged: (P,) the movement of the average of the last block's weights, in units of a sum of releases. None: no
+            average is released.
+
+    Raises:
+        AuditError: the average cannot be read: under DeepSpeed, or from weights in 16 bits.
     """
 
     def __init__(
@@ -359,12 +383,16 @@ class Restarts:
         optimizer: Any,
         loss_of: LossOf,
         starts: Sequence[int],
+        average: Average | None = None,
     ) -> None:
         """Store the parts of the runs."""
+        if average is not None:
+            _require_readable_average(model)
         self._folder, self._plan, self._rows, self._starts = folder, plan, rows, starts
         self._model, self._optimizer, self._loss_of = model, optimizer, loss_of
-        self._blocks = 0
+        self._blocks, self._average = 0, average
         self.moved: list[float] = []
+        self.averaged: Tensor | None = None
 
     def __call__(self, present_N: NDArray[np.bool_]) -> list[Tensor]:
         """Take the steps of one block, resuming before each start but the first."""
@@ -374,14 +402,49 @@ class Restarts:
         for number, num_steps in enumerate(self._starts):
             begin = PrivateRun.resume if number else PrivateRun.start
             run = begin(folder, self._plan, self._rows)
+            averaging = None if self._average is None else Averaging(self._average, self._plan.num_steps)
             # The effect of earlier blocks on the weights is among the releases that the attacker sees anyway.
-            run.attach(self._model, self._optimizer, start_is_independent=True)
-            steps = Steps(run, self._model, self._optimizer, self._loss_of, num_steps)
+            run.attach(self._model, self._optimizer, start_is_independent=True, averaging=averaging)
+            steps = Steps(run, self._model, self._optimizer, self._loss_of, num_steps, moves=averaging is not None)
+            before = None if averaging is None else self._weights()
             released += steps(present_N)
             self.moved += steps.moved
+            if averaging is not None and before is not None:
+                with averaging.shown():
+                    self.averaged = (before - self._weights()) * (
+                        self._plan.expected_batch_size / learning_rate(self._plan)
+                    )
             run.detach()
             run.ledger.close()
         return released
+
+    def _weights(self) -> Tensor:
+        return whole_parameters(self._model, model_inside(self._model)).double()
+
+
+def learning_rate(plan: PrivacyPlan) -> float:
+    """Return the learning rate with which the noise of a step moves the weights by about 1e-5."""
+    return _MOVEMENT * plan.expected_batch_size / plan.noise_stddev
+
+
+def _require_readable_average(model: Any) -> None:
+    """Check that the movement of the weights can be read from the model.
+
+    Raises:
+        AuditError: it cannot.
+    """
+    if updates_by_itself(model):
+        raise AuditError(
+            "Under DeepSpeed the audit cannot read the released average of the weights. Audit it on another engine, "
+            "and the steps on this one with train.average=null"
+        )
+    short = next((p.dtype for p in model.parameters() if p.requires_grad and p.dtype.itemsize < 4), None)
+    if short is not None:
+        raise AuditError(
+            f"The trained weights are {short}, in which the small movements of an audit are lost, and with them the "
+            "average that is released. Load the model in float32 (model.dtype=float32), or audit the steps only, with "
+            "train.average=null"
+        )
 
 
 def observe(
@@ -412,7 +475,7 @@ def observe(
     included_RM = processes.from_main(
         lambda: secret_rng().integers(0, 2, (design.num_blocks, design.num_canaries)).astype(bool)
     )
-    canary_RTM, base_RT, alike_R2, noise_RTD, moved_RT = [], [], [], [], []
+    canary_RTM, base_RT, alike_R2, noise_RTD, moved_RT, average_RM = [], [], [], [], [], []
     for included_M in included_RM:
         present_N = np.zeros(population, dtype=bool)
         present_N[: design.num_base] = True
@@ -430,12 +493,20 @@ def observe(
         alike_R2.append(_most_alike(wide_TP))
         noise_RTD.append((wide_TP @ basis.noise_DP.T).cpu().numpy())
         moved_RT.append(getattr(release, "moved", []))
+        if (averaged := getattr(release, "averaged", None)) is not None:
+            average_RM.append((averaged.to(basis.base_P) @ basis.canary_MP.T).cpu().numpy())
         on_block()
     alike = np.array(alike_R2, dtype=np.int64)
     noise = np.stack(noise_RTD) if len(basis.noise_DP) else None
     moved = np.array(moved_RT, dtype=np.float64)
     return Observations(
-        included_RM, np.stack(canary_RTM), np.stack(base_RT), alike, noise, moved if moved.size else None
+        included_RM,
+        np.stack(canary_RTM),
+        np.stack(base_RT),
+        alike,
+        noise,
+        moved if moved.size else None,
+        np.stack(average_RM) if average_RM else None,
     )
 
 
@@ -461,6 +532,6 @@ def _check_plain_sgd(optimizer: torch.optim.Optimizer) -> None:
     )
     if not plain:
         raise AuditError(
-            f"Under DeepSpeed a release is computed from the change of the parameters, but {type(optimizer).__name__} "
+            f"A release or an average is computed from the change of the parameters, but {type(optimizer).__name__} "
             "with its settings does not change them by the gradient only. Audit with torch.optim.SGD without momentum"
         )

@@ -15,9 +15,12 @@ higher the score, the likelier the canary was present:
 Noise that is correlated over steps is undone first: with the strategy M of the plan, M times the releases of a start
 has independent noise. An attack then weighs the steps by the columns of M, in which a unit shows. Further attacks are:
 
-* *one group*: the largest such sum over the steps of one group of units;
+* *one group*: the largest such sum over the steps of one group of units (in a fixed order: of those a pass apart);
 * *others earlier*, *others later*: in which group the base units are. It shows that a unit changes the group of others;
-* *threshold up*, *threshold down*: how far a clip threshold moved.
+* *threshold up*, *threshold down*: how far a clip threshold moved;
+* *average*: the projection of the released average. It shows weights without noise among those that were averaged;
+* *average, earlier noise known*: the same, without the part of all steps before each iterate, which the releases show.
+  It shows iterates that only lack the noise of their own step.
 
 The noise itself is also tested, on directions to which no unit contributes. There, a standard deviation that is a tenth
 too small shows at once, while a lower bound on ε shows it only when half of the noise is missing. Blocks of several
@@ -42,6 +45,8 @@ from dpllm.audit.gradient import Design, Observations
 from dpllm.audit.power import NoiseTest, power
 from dpllm.audit.result import RATES, AttackResult, AuditedCanaries, AuditResult, allowed_rates, tpr_confidence
 from dpllm.audit.roc import auroc, shown_rates, tpr_at
+from dpllm.mechanism.averages import weights_of
+from dpllm.mechanism.parts import FixedBatch
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.plan import PrivacyPlan
 
@@ -107,9 +112,16 @@ def judge_releases(
         details={
             "audited": setup,
             "blocks": f"{design.num_blocks:,} of {design.steps_per_block} step(s), {design.num_canaries} canaries each",
-            "each step": f"q = {plan.sampling_rate:g}, σ = {plan.noise_multiplier:g}, C = {plan.clip_norm:g}",
+            "each step": f"{_drawn(plan)}, σ = {plan.noise_multiplier:g}, C = {plan.clip_norm:g}",
+            **({} if design.average is None else {"released": design.average.words(design.steps_per_block)}),
         },
     )
+
+
+def _drawn(plan: PrivacyPlan) -> str:
+    if isinstance(plan.mechanism.sampler, FixedBatch):
+        return f"b/N = {plan.sampling_rate:g} (units in a fixed order, not sampled)"
+    return f"q = {plan.sampling_rate:g}"
 
 
 def scores_of(seen: Observations, plan: PrivacyPlan, design: Design) -> dict[str, NDArray[np.float64]]:
@@ -126,20 +138,21 @@ def scores_of(seen: Observations, plan: PrivacyPlan, design: Design) -> dict[str
     gram_TT = strategy_TT.T @ strategy_TT
     shown_RTM, base_RT = (np.einsum("tv,rv...->rt...", gram_TT, x) for x in (canary_RTM, seen.base_RT))
     found = {"total": shown_RTM.sum(1), "others": _of_all(-base_RT.sum(1), design)}
-    bands = len(plan.mechanism.noise.column(design.steps_per_block))
-    if bands > 1:
-        group_RGM, base_RG = (_by_group(x, bands, design) for x in (shown_RTM, base_RT))
+    groups = plan.mechanism.noise.separation(plan.mechanism.draw)
+    if groups > 1:
+        group_RGM, base_RG = (_by_group(x, groups, design) for x in (shown_RTM, base_RT))
         found["one group"] = group_RGM.max(1)
         later_R = base_RG[:, 1:].mean(1) - base_RG[:, 0]
         found |= {"others later": _of_all(later_R, design), "others earlier": _of_all(-later_R, design)}
     if seen.moved_RT is not None:
         up_R = (seen.moved_RT @ gram_TT).sum(1)
         found |= {"threshold up": _of_all(up_R, design), "threshold down": _of_all(-up_R, design)}
+    found |= _of_average(seen, design)
     if design.steps_per_block > 1:
         blocks_R = np.arange(design.num_blocks)
         first_RM, second_RM = (canary_RTM[blocks_R, seen.alike_R2[:, which]] for which in (0, 1))
         found["repeated noise"] = np.abs(first_RM - second_RM)
-        if bands == 1 and design.steps_per_block == math.ceil(plan.population / plan.expected_batch_size):
+        if groups == 1 and design.steps_per_block == math.ceil(plan.population / plan.expected_batch_size):
             for name, order_N in known_orders(plan.population).items():
                 place_N = np.argsort(order_N) // plan.expected_batch_size
                 found[f"known order ({name})"] = np.stack(
@@ -172,10 +185,21 @@ def _of_all(score_R: NDArray[np.float64], design: Design) -> NDArray[np.float64]
     return np.repeat(score_R[:, None], design.num_canaries, axis=1)
 
 
-def _by_group(shown_RT: NDArray[np.float64], bands: int, design: Design) -> NDArray[np.float64]:
+def _of_average(seen: Observations, design: Design) -> dict[str, NDArray[np.float64]]:
+    """Return the scores of the released average, which is Σ_t a_t Σ_(s<=t) release_s if it is that of the iterates."""
+    if seen.average_RM is None or design.average is None:
+        return {}
+    own_T = weights_of(design.average, design.steps_per_block)
+    earlier_T = np.cumsum(own_T[::-1])[::-1] - own_T
+    earlier_RM = np.einsum("t,rtm->rm", earlier_T, seen.canary_RTM)
+    found = {"average": seen.average_RM}
+    return found | ({"average, earlier noise known": seen.average_RM - earlier_RM} if earlier_T.any() else {})
+
+
+def _by_group(shown_RT: NDArray[np.float64], num_groups: int, design: Design) -> NDArray[np.float64]:
     """Return the sums over the steps of each group, which the steps of each start take in turn."""
-    groups = [number % bands for num_steps in design.starts for number in range(num_steps)]
-    return np.stack([shown_RT[:, np.array(groups) == group].sum(1) for group in range(bands)], axis=1)
+    groups = [number % num_groups for num_steps in design.starts for number in range(num_steps)]
+    return np.stack([shown_RT[:, np.array(groups) == group].sum(1) for group in range(num_groups)], axis=1)
 
 
 def known_orders(num_units: int) -> dict[str, NDArray[np.int64]]:

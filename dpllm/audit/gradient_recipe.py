@@ -30,15 +30,17 @@ from dpllm.data.rows import RowCollator, load_records
 from dpllm.data.units import UnitIndex
 from dpllm.engines import private_config
 from dpllm.engines.processes import Processes
+from dpllm.mechanism.averages import Average
 from dpllm.mechanism.banded import BandedNoise
 from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of
-from dpllm.mechanism.parts import AdaptiveClipping, Draw, Noise, Spec
+from dpllm.mechanism.parts import AdaptiveClipping, FixedBatch, Noise, Spec
 from dpllm.mechanism.workload import Workload
 from dpllm.models.load import load_model, load_tokenizer
 from dpllm.models.tasks import default_row_loss
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.arguments import training_arguments
+from dpllm.training.averaging import checked_average
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
@@ -97,18 +99,23 @@ class Settings:
         """Number of directions in which the noise is tested: enough to show a σ that is a tenth too small."""
         return min(8, -(-NOISE_PROJECTIONS // (self.blocks * self.steps)))
 
-    def audit(self, privacy: PrivacyConfig) -> tuple[Design, PrivacyPlan]:
+    def audit(self, privacy: PrivacyConfig, average: Average | None = None) -> tuple[Design, PrivacyPlan]:
         """Return the design of the audit, and the plan of its runs: with the mechanism of a recipe.
 
-        Where steps depend on earlier ones, each block is a run of its own. Where units are in groups, the sampling rate
-        is that within a group, and units that are never present fill the last one.
+        Where steps depend on earlier ones, or an average is released, each block is a run of its own. Where units are
+        in groups, the sampling rate is that within a group, and units that are never present fill the last one. In a
+        fixed order, it is the share of the units in each step.
+
+        Args:
+            privacy: of the recipe.
+            average: the average of the weights that the recipe releases.
 
         Raises:
             AuditError: the sampling rate does not give a whole number of units per step, a number of the noise is open,
-                or a block has no two cycles of it; or the parts have no accounting.
+                or a block has too few steps for it; or the parts have no accounting.
         """
-        noise = self._noise(privacy)
-        groups = len(noise.column(self.steps))
+        asked = noise_of(Spec.of(privacy.noise))
+        groups = self._groups(asked)
         group = -(-(self.base + self.canaries) // groups)
         batch = round(self.sampling_rate * group)
         if batch < 1 or abs(batch - self.sampling_rate * group) > 1e-9:
@@ -116,8 +123,10 @@ class Settings:
                 f"A sampling rate of {self.sampling_rate:g} of {group} units is not a whole number of units: use "
                 f"{max(1, batch)}/{group} = {max(1, batch) / group:g}, or another number of units"
             )
-        own_runs = groups > 1 or isinstance(clipping_of(Spec.of(privacy.clipping), privacy.clip_norm), AdaptiveClipping)
-        design = Design(self.base, self.canaries, self.blocks, self.steps, own_runs=own_runs)
+        correlated = asked.tensors_kept > 0
+        adapts = isinstance(clipping_of(Spec.of(privacy.clipping), privacy.clip_norm), AdaptiveClipping)
+        own_runs = correlated or adapts or average is not None
+        design = Design(self.base, self.canaries, self.blocks, self.steps, own_runs=own_runs, average=average)
         plan = PrivacyPlan.untruncated(
             group * groups,
             batch,
@@ -127,6 +136,10 @@ class Settings:
             self.delta,
         )
         try:
+            draw = plan.mechanism.draw
+            noise = asked.candidates(draw, Workload.prefix_sums(self.steps))[0] if correlated else asked
+            if isinstance(noise.sampler(draw), FixedBatch):
+                plan = dataclasses.replace(plan, max_batch_size=batch)
             clipping, drawn_by = Spec.of(privacy.clipping), privacy.randomness
             plan = dataclasses.replace(plan, clipping=clipping, noise=spec_of(noise), randomness=drawn_by)
         except ValueError as error:
@@ -136,18 +149,22 @@ class Settings:
         design.check(plan)
         return design, plan
 
-    def _noise(self, privacy: PrivacyConfig) -> Noise:
-        """Return the recipe's noise, with all numbers."""
-        spec = Spec.of(privacy.noise)
-        noise = noise_of(spec)
+    def _groups(self, noise: Noise) -> int:
+        """Return the number of groups into which the noise divides the units.
+
+        Raises:
+            AuditError: it is open, or a block has too few steps to show how steps are correlated.
+        """
         if not noise.tensors_kept:
-            return noise
-        if noise.kind != BandedNoise.kind:
-            raise AuditError(
-                f"The gradient audit has no attacks for noise={noise.kind}, whose units are not sampled: it would "
-                "prove nothing about it. Audit the other parts of the recipe with 'privacy.noise=independent'"
-            )
-        bands = spec.plain_options.get("bands", "auto")
+            return 1
+        if not isinstance(noise, BandedNoise):
+            if self.steps < 2:
+                raise AuditError(
+                    f"A block has {self.steps} step, and the noise is correlated over steps: add --steps 8, so that "
+                    "steps depend on each other and units come back"
+                )
+            return 1
+        bands = noise.bands
         if bands == "auto":
             raise AuditError(
                 "The recipe leaves the bands of its noise open, and the audit has no run for which to choose them. Add "
@@ -158,16 +175,14 @@ class Settings:
                 f"A block has {self.steps} step(s), and the noise has {bands} bands: two cycles are needed, so that "
                 f"units come back. Add --steps {2 * bands}"
             )
-        units = bands * max(1, self.base + self.canaries)
-        draw = Draw(num_units=units, population=units, expected_batch_size=1, max_batch_size=units)
-        return noise.candidates(draw, Workload.prefix_sums(self.steps))[0]
+        return bands
 
 
 def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None] = lambda: None) -> AuditResult | None:
     """Audit the steps of a recipe's model. Call it on all processes together.
 
     Args:
-        recipe: its model, its clip norm and its microbatch are used; its data are not read.
+        recipe: its model, mechanism, average and microbatch are used; its data are not read.
         settings: blocks, canaries, noise.
         on_block: called after each block, for showing progress.
 
@@ -175,11 +190,12 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
         The result on rank 0, None on the others.
 
     Raises:
-        AuditError: the settings do not describe an audit, or the recipe's noise has open numbers.
+        AuditError: the settings do not describe an audit, the recipe's noise has open numbers, or its average cannot be
+            read.
         ConfigError: the model cannot be loaded.
         EngineError: the engine cannot be used.
     """
-    design, plan = settings.audit(recipe.privacy)
+    design, plan = settings.audit(recipe.privacy, checked_average(recipe.train.get("average")))
     torch.manual_seed(_PUBLIC_SEED)
     max_rows = int(recipe.train.get("per_device_train_batch_size", 8))
     model, rows = _model_and_rows(recipe, settings, max_rows, plan.num_units)
@@ -196,7 +212,7 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
     try:
         with accelerator.autocast():
             if design.own_runs:
-                runs = Restarts(folder, plan, rows, prepared, optimizer, loss_of, design.starts)
+                runs = Restarts(folder, plan, rows, prepared, optimizer, loss_of, design.starts, design.average)
                 seen = observe(runs, basis, design, plan.population, processes, on_block)
             else:
                 ledger = SharedLedger.create(folder / LEDGER_FILE, plan, processes)

@@ -24,7 +24,11 @@ from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_g
 from dpllm.audit.gradient_attacks import judge_releases
 from dpllm.audit.result import AuditResult
 from dpllm.data.units import UnitIndex
-from dpllm.mechanism.parts import Spec
+from dpllm.mechanism.averages import MovingAverage
+from dpllm.mechanism.blt import BltNoise
+from dpllm.mechanism.catalogue import spec_of
+from dpllm.mechanism.parts import Draw, Spec
+from dpllm.mechanism.workload import Workload
 from dpllm.training.attached import Attached
 
 CONFIDENCE = 0.999  # a sound run fails once in a thousand times at most
@@ -229,7 +233,7 @@ def audit_runs(
     basis = Basis.of(unit_gradients(model, rows, loss_of, taking_part), design.num_base, num_noise)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.exists() else None) as folder, without_checks_of_rows():
-        release = Restarts(Path(folder), plan, rows, model, optimizer, loss_of, design.starts)
+        release = Restarts(Path(folder), plan, rows, model, optimizer, loss_of, design.starts, design.average)
         seen = observe(release, basis, design, plan.population)
     return judge_releases(seen, plan, design, f"one process, starts of {design.starts} steps", CONFIDENCE)
 
@@ -295,6 +299,20 @@ def layers() -> AuditResult:
     return audit(model, rows, loss_of, Design(1, 1, 400), batch=2, noise_multiplier=1.0, parts=parts)
 
 
+def fixed_order() -> AuditResult:
+    """Runs of eight steps in a fixed order of two units, both in every step."""
+    design = Design(1, 1, num_blocks=250, steps_per_block=8, own_runs=True)
+    draw = Draw(num_units=2, population=2, expected_batch_size=2, max_batch_size=2)
+    (noise,) = BltNoise(1).candidates(draw, Workload.prefix_sums(8))
+    return audit_runs(*vectors(1, 2), design, plan_with(2, 2, 1.0, 8, ("noise", spec_of(noise))))
+
+
+def averaged() -> AuditResult:
+    """Runs of two steps that release the moving average of their weights."""
+    design = Design(1, 1, num_blocks=250, steps_per_block=2, own_runs=True, average=MovingAverage(decay=0.5))
+    return audit_runs(*vectors(1, 2), design, plan_of(2, batch=2, noise_multiplier=1.5, num_steps=2))
+
+
 def summary(result: AuditResult) -> dict[str, Any]:
     """A row of the table of planted bugs."""
     (attack,) = [attack for attack in result.attacks if result.best in attack.bounds][:1]
@@ -314,7 +332,7 @@ SETUPS: dict[str, Callable[[], AuditResult]] = {
     setup.__name__: setup
     for setup in (
         *(long_gradient, two_processes, two_steps, tied_head, witnesses, epochs, empty_steps, resumed),
-        *(one_cycle, two_bands, many_others, resumed_bands, counted, layers),
+        *(one_cycle, two_bands, many_others, resumed_bands, counted, layers, fixed_order, averaged),
     )
 }
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,13 +13,23 @@ from typer.testing import CliRunner
 
 from dpllm import PrivateRun
 from dpllm.audit.bounds import AuditError
-from dpllm.audit.gradient import Basis, Design, Observations, Steps, _check_plain_sgd, observe, unit_gradients
+from dpllm.audit.gradient import (
+    Basis,
+    Design,
+    Observations,
+    Restarts,
+    Steps,
+    _check_plain_sgd,
+    observe,
+    unit_gradients,
+)
 from dpllm.audit.gradient_attacks import judge_releases, known_orders, scores_of, strategy
 from dpllm.audit.gradient_recipe import Settings
 from dpllm.audit.result import CONSISTENT, FAIL
 from dpllm.cli import app
 from dpllm.config import PrivacyConfig
 from dpllm.engines.whole import updates_by_itself, whole_gradient, whole_parameters
+from dpllm.mechanism.averages import MovingAverage, TailMean, weights_of
 from dpllm.mechanism.parts import Spec
 from dpllm.privacy.accounting import epsilon
 from tests.audit.planted import CLIP_NORM, Charged, Tied, basis_of, plan_of, text_loss, texts, vectors
@@ -238,7 +250,7 @@ def test_the_mechanism_of_the_recipe_is_audited():
     ("settings", "part", "remedy"),
     [
         ({}, {"noise": {"kind": "banded", "bands": 4}}, "A block has 1 step.*Add --steps 8"),
-        ({"steps": 8}, {"noise": "blt"}, "no attacks for noise=blt, whose units are not sampled"),
+        ({}, {"noise": "blt"}, "A block has 1 step, and the noise is correlated over steps: add --steps 8"),
         ({"steps": 8}, {"noise": {"kind": "banded"}}, "leaves the bands of its noise open.*bands: 4"),
         ({}, {"clipping": {"kind": "quantile"}}, "the count alone would cost more than the step"),
     ],
@@ -247,6 +259,115 @@ def test_a_mechanism_that_these_settings_would_not_test_is_refused(settings, par
     """With the setting that does."""
     with pytest.raises(AuditError, match=remedy):
         Settings(**settings).audit(privacy_of(**part))
+
+
+@pytest.mark.parametrize(("rate", "apart"), [(1.0, 1), (0.5, 2), (0.25, 4)])
+def test_noise_of_a_fixed_order_is_audited_in_runs_of_its_own(rate, apart):
+    """Every unit in every step is the worst participation; the claim is one Gaussian release of all steps."""
+    design, plan = Settings(base=3, steps=8, sampling_rate=rate).audit(privacy_of(noise="blt"))
+    assert design.own_runs and (plan.num_units, plan.num_steps) == (4, 8)
+    assert plan.max_batch_size == plan.expected_batch_size == 4 * rate
+    assert plan.mechanism.noise.separation(plan.mechanism.draw) == apart
+    assert plan.event.sensitivity(8) == pytest.approx(1) and len(plan.event.rounds(8)) == 1
+    recipe = {"kind": "blt", "buffers": 1, "decays": [0.9], "weights": [0.2]}
+    noise = Settings(steps=8).audit(privacy_of(noise=recipe))[1].mechanism.noise
+    assert (noise.decays, noise.weights) == ((0.9,), (0.2,))
+
+
+@pytest.mark.parametrize(("every", "verdict"), [(4, CONSISTENT), (1, FAIL)])
+def test_a_unit_that_comes_back_too_early_in_a_fixed_order_is_refuted(every, verdict):
+    """Simulated: a quarter of the units is in each step; a sampler that takes the unit in each step breaks the claim."""
+    rng, num_blocks = np.random.default_rng(8), 600
+    design, plan = Settings(base=3, steps=8, sampling_rate=0.25, blocks=num_blocks).audit(privacy_of(noise="blt"))
+    plan = dataclasses.replace(plan, clip_norm=CLIP_NORM)
+    strategy_TT = strategy(plan, design)
+    included, first = rng.random((num_blocks, 1)) < 0.5, rng.integers(0, every, num_blocks)
+    present = (np.arange(8) % every == first[:, None]) & included
+    canary = correlated_noise(rng, num_blocks, strategy_TT) + CLIP_NORM * present[:, :, None]
+    base = correlated_noise(rng, num_blocks, strategy_TT)[:, :, 0]
+    seen = Observations(included, canary, base, np.zeros((num_blocks, 2), dtype=np.int64))
+    found = judge_releases(seen, plan, design, "simulated", 0.999)
+    assert found.verdict == verdict, found.summary()
+    assert "one group" in {attack.name for attack in found.attacks}
+    assert dict(found.rows())["each step"].startswith("b/N = 0.25 (units in a fixed order")
+
+
+EMA = MovingAverage(decay=0.5)
+
+
+def averaged(num_blocks, num_steps, average=EMA):
+    """A design that reads an average, and a plan with every unit in every step."""
+    design = Design(1, 1, num_blocks, num_steps, own_runs=True, average=average)
+    return design, plan_of(2, 2, 1.0, num_steps)
+
+
+@pytest.mark.parametrize("average", [EMA, TailMean(share=0.4)])
+def test_the_average_that_is_read_is_that_of_the_iterates(average, tmp_path):
+    """In runs of their own: each iterate is the sum of the releases so far, and the average weighs them."""
+    (model, rows, loss_of), (design, plan) = vectors(1, 2), averaged(2, 5, average)
+    basis = basis_of(model, rows, loss_of, design)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    release = Restarts(tmp_path, plan, rows, model, optimizer, loss_of, design.starts, average)
+    seen = observe(release, basis, design, 2)
+    shares_T = np.cumsum(weights_of(average, 5)[::-1])[::-1]
+    expected_RM = np.einsum("t,rtm->rm", shares_T, seen.canary_RTM)
+    assert seen.average_RM == pytest.approx(expected_RM, abs=0.05 * CLIP_NORM)
+    assert np.abs(expected_RM).max() > 0.1 * CLIP_NORM
+
+
+@pytest.mark.parametrize("lacking", [None, "own", "all"])
+def test_an_average_of_weights_without_noise_is_refuted(lacking):
+    """Simulated: iterates that lack the noise of their own step, or all noise. The steps themselves are as planned."""
+    rng, num_blocks, num_steps = np.random.default_rng(9), 400, 3
+    design, plan = averaged(num_blocks, num_steps)
+    included = rng.random((num_blocks, 1)) < 0.5
+    signal = CLIP_NORM * np.repeat(included[:, None], num_steps, axis=1)
+    canary = signal + CLIP_NORM * math.sqrt(num_steps) * rng.normal(size=signal.shape)
+    plan = dataclasses.replace(plan, noise_multiplier=math.sqrt(num_steps))
+    own_T = weights_of(EMA, num_steps)
+    earlier_T = np.cumsum(own_T[::-1])[::-1] - own_T
+    last, before = {None: (canary, canary), "own": (signal, canary), "all": (signal, signal)}[lacking]
+    average = np.einsum("t,rtm->rm", own_T, last) + np.einsum("t,rtm->rm", earlier_T, before)
+    seen = Observations(included, canary, canary[:, :, 0], np.zeros((num_blocks, 2), dtype=np.int64))
+    assert judge_releases(seen, plan, dataclasses.replace(design, average=None), "", 0.999).verdict == CONSISTENT
+    found = judge_releases(dataclasses.replace(seen, average_RM=average), plan, design, "simulated", 0.999)
+    assert found.verdict == (FAIL if lacking else CONSISTENT), found.summary()
+    refuting = {attack.name for attack in found.attacks for bound in attack.bounds if bound.refutes}
+    expected = {None: None, "own": "average, earlier noise known", "all": "average"}[lacking]
+    assert refuting == (set() if expected is None else {expected})
+    assert dict(found.rows())["released"] == EMA.words(num_steps)
+
+
+def test_the_average_of_the_recipe_is_audited():
+    """Each block is then a run; its claim is that of its steps."""
+    design, plan = Settings(steps=3).audit(privacy_of(), EMA)
+    assert design.average == EMA and design.own_runs and plan.num_steps == 3
+    one = judge_names(design, plan)
+    assert {"average", "average, earlier noise known"} <= one
+    single, plan = Settings().audit(privacy_of(), EMA)
+    assert "average" in judge_names(single, plan) and "average, earlier noise known" not in judge_names(single, plan)
+
+
+def judge_names(design, plan):
+    """The attacks for an audit of this design, on observations of the right shape."""
+    shape = (design.num_blocks, design.steps_per_block, design.num_canaries)
+    alike = np.zeros((design.num_blocks, 2), dtype=np.int64)
+    seen = Observations(
+        np.ones(shape[::2], bool), np.ones(shape), np.ones(shape[:2]), alike, None, None, np.ones(shape[::2])
+    )
+    return set(scores_of(seen, plan, design))
+
+
+def test_an_average_that_cannot_be_read_is_refused(tmp_path):
+    """It would look as if nothing could be seen in it."""
+    _, rows, loss_of = vectors(1, 2)
+    short = nn.Linear(6, 2, bias=False).to(torch.bfloat16)
+    for model, match in ((SimpleNamespace(zero_optimization_stage=lambda: 2), "Under DeepSpeed"), (short, "bfloat16")):
+        with pytest.raises(AuditError, match=f"{match}.*train.average=null"):
+            Restarts(tmp_path, plan_of(2, 2, 1.0, 3), rows, model, None, loss_of, [3], EMA)
+    for options in ({}, {"own_runs": True, "steps_per_start": 2}):
+        with pytest.raises(AuditError, match="An average is that of one run"):
+            Design(1, 1, 1, 3, average=EMA, **options)
 
 
 def privacy_of(**change):
@@ -307,6 +428,8 @@ def test_the_command_audits_a_recipe_s_model(saved, tmp_path):
     "part",
     [
         ["privacy.noise={kind: banded, bands: 2}", "--steps", "4"],
+        ["privacy.noise=blt", "--steps", "4"],
+        ["train.average=ema", "--steps", "2"],
         ["privacy.clipping={kind: quantile, count_noise: 2}", "--steps", "2"],
         ["privacy.clipping=per-layer"],
         ["privacy.randomness=chacha20"],
@@ -322,6 +445,7 @@ def test_the_command_audits_the_mechanism_of_the_recipe(part, saved, tmp_path):
     printed = json.loads(done.stdout.splitlines()[-1])
     names = {attack["name"] for attack in printed["attacks"]}
     assert printed["verdict"] == CONSISTENT and printed["num_canaries"] == 12 and printed["noise"]["ratio"] > 0.5
+    assert ("average" in names) == ("average" in part[0])
     assert ("one group" in names) == ("banded" in part[0]) and ("threshold up" in names) == ("quantile" in part[0])
 
 

@@ -229,6 +229,43 @@ BUGS = [
             ),
         ),
     ),
+    Bug(
+        "the noise of a fixed order counts one pass",
+        "fixed_order",
+        (
+            (
+                "dpllm/mechanism/buffered.py",
+                "    visits[: separation * participations : separation] = 1.0\n",
+                "    visits[0] = 1.0\n",
+            ),
+        ),
+    ),
+    Bug(
+        "weights without the noise of their step are averaged",
+        "averaged",
+        (
+            (
+                "dpllm/training/release.py",
+                "                if last:  # each entry's noise",
+                "                CLEAN[id(parameter)] = total.clone() * self._scale\n"
+                "                if last:  # each entry's noise",
+            ),
+            ("dpllm/training/release.py", "class Release:", "CLEAN: dict = {}\n\n\nclass Release:"),
+            (
+                "dpllm/training/averaging.py",
+                "        del optimizer, args, kwargs\n",
+                "        self._rate = optimizer.param_groups[0]['lr']\n",
+            ),
+            (
+                "dpllm/training/averaging.py",
+                "                present = source.fragments.read(name)\n",
+                "                from dpllm.training.release import CLEAN\n\n"
+                "                trained = source.fragments._parameters[name]\n"
+                "                noise = (trained.grad - CLEAN[id(trained)]).flatten()\n"
+                "                present = source.fragments.read(name) + self._rate * noise\n",
+            ),
+        ),
+    ),
 ]
 
 
