@@ -276,7 +276,7 @@ def test_noise_of_a_fixed_order_is_audited_in_runs_of_its_own(rate, apart):
 
 @pytest.mark.parametrize(("every", "verdict"), [(4, CONSISTENT), (1, FAIL)])
 def test_a_unit_that_comes_back_too_early_in_a_fixed_order_is_refuted(every, verdict):
-    """Simulated: a quarter of the units is in each step; a sampler that takes the unit in each step breaks the claim."""
+    """Simulated: a quarter of the units is in each step. A unit in every step breaks the claim."""
     rng, num_blocks = np.random.default_rng(8), 600
     design, plan = Settings(base=3, steps=8, sampling_rate=0.25, blocks=num_blocks).audit(privacy_of(noise="blt"))
     plan = dataclasses.replace(plan, clip_norm=CLIP_NORM)
