@@ -43,8 +43,8 @@ def gradient(
     """Take private steps with canaries of known gradients, and compute a lower bound on ε from their releases.
 
     The rows are random tokens, and the model hardly changes. If the recipe releases an average of the weights
-    (train.average), each block is a run of its own, and its average is read too. Exit code 1: the lower bound is above
-    ε, so a part of this installation breaks the guarantee.
+    (train.average), each block is a run of its own, which takes longer, and its average is read too. Exit code 1: the
+    lower bound is above ε, so a part of this installation breaks the guarantee.
     """
     from rich.console import Console
     from rich.progress import Progress
