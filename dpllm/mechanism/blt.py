@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LEAST_SCALE = 1e-9
+_MOST_STEPS = 200_000
 _CALM = 0.05
 """With it the noise of the released weights is at most 2 % above the least, and that of single steps down to 0.4 of it
 (E2E: N = 42 061, B = 1024, T = 41 and 410; prefix sums, and momentum 0.9 with linear decay or a warm-up)."""
@@ -208,13 +209,19 @@ class BltNoise:
         """Return the noise with all its numbers.
 
         Raises:
-            ValueError: rows are drawn.
+            ValueError: rows are drawn, or numbers would be computed for too many steps.
         """
         if self.scale is not None:
             return [self]
         sampler, steps = self.sampler(draw), workload.num_steps
         visits = sampler.participations(steps)
         if self.decays is None or self.weights is None:
+            if steps > _MOST_STEPS:
+                raise ValueError(
+                    f"noise=blt computes its numbers for at most {_MOST_STEPS:,} steps, and the run has {steps:,}: it "
+                    "would take minutes. Take fewer steps and a larger batch, or give noise.decays and noise.weights, "
+                    "for instance those of a shorter run"
+                )
             buffers = None if self.buffers == "auto" else self.buffers
             decays, weights = best_numbers(buffers, workload, sampler.separation, visits, _CALM)
         else:

@@ -36,7 +36,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import up
 from dpllm.report.definition import SELECTED
-from dpllm.report.models import PlanOfParts, PlanOfSelection, PrivacyReport
+from dpllm.report.models import PlanOfGenerator, PlanOfParts, PlanOfSelection, PrivacyReport
 from dpllm.report.pages import part, template
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
@@ -391,7 +391,8 @@ def privacy_metadata(report: PrivacyReport) -> dict[str, Any]:
     parameters = accounting.parameters
     private, plan = statement.private, report.checkable.plan
     correlated = isinstance(plan, PlanOfParts) and plan.noise != "independent"
-    rounds = _rounds(report) if correlated else {}
+    discrete = isinstance(plan, PlanOfGenerator) and plan.randomness == "discrete"
+    rounds = _rounds(report) if correlated or discrete else {}
 
     def number(value: float) -> float | str:
         return float(up(value)) if private and math.isfinite(value) else "infinite"
@@ -403,7 +404,7 @@ def privacy_metadata(report: PrivacyReport) -> dict[str, Any]:
         "unit": "record" if statement.unit == "sequence" else "user",
         "adjacency": statement.adjacency,
         "epsilon_by_adjacency": {name: number(value) for name, value in accounting.epsilon.items()},
-        "mechanism": accounting.event if correlated else _MECHANISM[parameters.sampling],
+        "mechanism": accounting.event if correlated or discrete else _MECHANISM[parameters.sampling],
         "accountant": f"PLD, {accounting.tool} {accounting.tool_version}",
         "noise_multiplier": parameters.noise_multiplier,
         "sampling_rate": parameters.sampling_rate,
@@ -415,12 +416,20 @@ def privacy_metadata(report: PrivacyReport) -> dict[str, Any]:
 
 
 def _rounds(report: PrivacyReport) -> dict[str, Any]:
-    """Return the options of correlated noise, and the numbers from which ε is recomputed: of rounds, not of steps."""
+    """Return the options of correlated noise, and the numbers from which ε is recomputed: of rounds, not of steps.
+
+    The noise multiplier of a round is given where it is not that of a step: if a run with BLT noise was resumed, its
+    starts together cost one round with less noise.
+    """
     plan = report.checkable.plan
     options = plan.noise if isinstance(plan, PlanOfParts) and isinstance(plan.noise, dict) else {}
     words = report.checkable.recompute_from_the_numbers.split()
     given = dict(zip(words[2::2], words[3::2], strict=False))
-    of_group = {"num_units_of_a_round": int(given["--num-units"])} if "--num-units" in given else {}
+    of_group: dict[str, Any] = {"num_units_of_a_round": int(given["--num-units"])} if "--num-units" in given else {}
+    if (noise := float(given["--noise-multiplier"])) != report.accounting.parameters.noise_multiplier:
+        of_group["noise_multiplier_of_a_round"] = noise
+    if "--discrete-sensitivity" in given:
+        of_group["discrete_sensitivity"] = float(given["--discrete-sensitivity"])
     return {
         **{name: value for name, value in options.items() if name != "kind"},
         "rounds": int(given["--steps"]),

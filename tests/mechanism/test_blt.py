@@ -116,6 +116,14 @@ def test_epsilon_is_that_of_dp_accounting():
     assert delta([(step_of(1.3), 40)], 2.0) == pytest.approx(theirs.get_delta_for_epsilon(2.0), rel=1e-2)
 
 
+def test_numbers_that_would_take_minutes_are_not_computed():
+    """Given ones are taken for any number of steps."""
+    with pytest.raises(ValueError, match="at most 200,000 steps, and the run has 200,001"):
+        BltNoise().candidates(DRAW, Workload.prefix_sums(200_001))
+    (found,) = BltNoise(1, (0.5,), (0.5,)).candidates(DRAW, Workload.prefix_sums(200_001))
+    assert found.scale is not None
+
+
 def test_a_run_that_goes_on_costs_less_than_one_that_is_resumed_and_more_steps_never_cost_less():
     """A resume is charged as two releases: the fresh order may visit a unit at once again."""
     event = step_of(1.0)

@@ -23,10 +23,11 @@ from transformers import (
 )
 
 from dpllm.config import PrivacyConfig
+from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.ledger import LEDGER_FILE, Ledger
-from dpllm.privacy.plan import PLAN_FILE, make_plan
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.model_card import TAGS, write_model_card
 from dpllm.report.models import PrivacyReport
@@ -158,6 +159,43 @@ def test_metadata_of_correlated_noise_give_epsilon_again(tmp_path: Path) -> None
     plain = evidence(tmp_path / "plain")
     path = write_model_card(tmp_path / "plain", plain, base_model=None, task="causal_lm", adapter=False)
     assert not {"bands", "rounds"} & set(ModelCard.load(path).data["differential_privacy"])
+
+
+def test_metadata_of_discrete_noise_give_epsilon_again(tmp_path: Path) -> None:
+    """They name the sensitivity after rounding; Gaussian noise with these numbers would have another ε."""
+    report = evidence(tmp_path, randomness="discrete")
+    path = write_model_card(tmp_path, report, base_model=None, task="causal_lm", adapter=False)
+    found = ModelCard.load(path).data["differential_privacy"]
+    assert "discrete Gaussian noise" in found["mechanism"]
+    one = DiscreteStep(
+        num_units=found["num_units_of_a_round"],
+        sampling_rate=found["sampling_rate_of_a_round"],
+        max_batch_size=found["max_batch_size"],
+        noise_multiplier=found["noise_multiplier"],
+        sensitivity=found["discrete_sensitivity"],
+    )
+    assert float(format_epsilon(epsilon([(one, found["rounds"])], found["delta"]))) == found["epsilon"]
+
+
+def test_metadata_of_a_resumed_run_with_blt_noise_give_epsilon_again(tmp_path: Path) -> None:
+    """Its two starts cost more than one round with the σ of the plan, and the number of the round says so."""
+    evidence(tmp_path, end=None, noise={"kind": "blt", "buffers": 1})
+    ledger, plan = tmp_path / LEDGER_FILE, PrivacyPlan.load(tmp_path / PLAN_FILE)
+    ledger.unlink()
+    for steps in (range(8), range(8, 20)):
+        with Ledger.create(ledger, plan) if steps.start == 0 else Ledger.open(ledger, plan) as opened:
+            for number in steps:
+                opened.append_step(number, plan.event)
+            opened.append_end("completed")
+    report = write_report(tmp_path, plan, read_ledger(ledger))
+    path = write_model_card(tmp_path, report, base_model=None, task="causal_lm", adapter=False)
+    found = ModelCard.load(path).data["differential_privacy"]
+    one = Step(
+        sampling_rate=found["sampling_rate_of_a_round"],
+        noise_multiplier=found["noise_multiplier_of_a_round"],
+    )
+    assert float(format_epsilon(epsilon([(one, found["rounds"])], found["delta"]))) == found["epsilon"]
+    assert found["noise_multiplier_of_a_round"] < found["noise_multiplier"]
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"noise_multiplier": 0}])
