@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import datasets
+import psutil
 import torch
 import torch.distributed
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
@@ -61,6 +62,7 @@ except ValueError as error:
 from rich.console import Console
 
 console = Console(highlight=False, soft_wrap=True)
+THREADS_OPTION = ("--num_cpu_threads_per_process", "--num-cpu-threads-per-process")
 
 
 def main() -> None:
@@ -249,10 +251,31 @@ def results(trainer: DPTrainer, picture: Path, began: float) -> list[tuple[str, 
 
 
 def use_all_cores() -> None:
-    """Compute on every core of a machine without an accelerator; `accelerate launch` would allow only one thread."""
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and not torch.accelerator.is_available():
+    """Compute on every core of a machine without an accelerator, unless the user set a number of threads.
+
+    `accelerate launch` gives each process OMP_NUM_THREADS=1 if nobody set a number.
+    """
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and not torch.accelerator.is_available() and not threads_were_set():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def threads_were_set() -> bool:
+    """Return whether the user gave OMP_NUM_THREADS, or the launcher's option for it.
+
+    A number other than 1 was given, or the launcher divided the cores. The launcher also writes 1 where nothing was
+    given, so its own environment and command line tell whether 1 was. If they cannot be read, it was not.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "1") != "1":
+        return True
+    try:
+        launcher = psutil.Process().parent()
+        words = [] if launcher is None else launcher.cmdline()
+        return launcher is not None and (
+            "OMP_NUM_THREADS" in launcher.environ() or any(word.startswith(THREADS_OPTION) for word in words)
+        )
+    except (psutil.Error, OSError):
+        return False
 
 
 class MeasureBefore(TrainerCallback):

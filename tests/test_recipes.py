@@ -3,10 +3,13 @@
 import errno
 import importlib.util
 import json
+import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -20,7 +23,7 @@ from dpllm.privacy.plan import make_plan
 from dpllm.training.advice import advice
 from dpllm.training.arguments import num_private_steps, private_arguments, training_arguments
 from dpllm.training.workload import UpdateRule
-from tests import tiers
+from tests import children, tiers
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(FOLDER.rglob("*.yaml"))
@@ -371,17 +374,61 @@ def test_a_new_run_trains_on_its_own_public_text(finetune, tmp_path, monkeypatch
     assert not (tmp_path / "~").exists()
 
 
-@pytest.mark.parametrize("launched", [True, False])
-def test_a_launched_run_on_a_cpu_uses_all_cores(finetune, monkeypatch, launched):
-    """`accelerate launch` allows one thread; a process started by hand keeps the user's setting."""
+OPTION = ["accelerate", "launch", "--num-cpu-threads-per-process=1"]
+
+
+@pytest.mark.parametrize(
+    ("launched", "own", "launcher", "command", "chosen"),
+    [
+        (True, "1", {}, ["accelerate", "launch"], True),
+        (True, None, {}, ["torchrun"], True),
+        (True, "1", {"OMP_NUM_THREADS": "1"}, ["accelerate", "launch"], False),
+        (True, "1", {}, OPTION, False),
+        (True, "3", {}, ["accelerate", "launch"], False),
+        (True, "1", None, ["accelerate", "launch"], True),  # its environment cannot be read
+        (False, None, {}, ["bash"], False),
+    ],
+)
+def test_a_launched_run_on_a_cpu_uses_all_cores_unless_a_number_was_given(
+    finetune, monkeypatch, launched, own, launcher, command, chosen
+):
+    """`accelerate launch` allows one thread if nothing is said; a user's number, also 1, stays."""
+
+    class Launcher:
+        def environ(self):
+            if launcher is None:
+                raise psutil.AccessDenied
+            return launcher
+
+        def cmdline(self):
+            return command
+
     threads = []
     monkeypatch.setattr(finetune.torch, "set_num_threads", threads.append)
     monkeypatch.setattr(finetune.torch.accelerator, "is_available", lambda: False)
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    if launched:
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setattr(finetune.psutil, "Process", lambda: SimpleNamespace(parent=Launcher))
+    for name, value in (("ACCELERATE_MIXED_PRECISION", "no" if launched else None), ("OMP_NUM_THREADS", own)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
     finetune.use_all_cores()
-    assert bool(threads) == launched and all(count >= 1 for count in threads)
+    assert bool(threads) == chosen and all(count >= 1 for count in threads)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("given", [None, "1"])
+def test_the_launcher_tells_whether_a_number_of_threads_was_given(tmp_path, given):
+    """The real launcher, which writes OMP_NUM_THREADS=1 in both cases."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(FOLDER)!r})\nimport finetune\n"
+        "print('given', os.environ['OMP_NUM_THREADS'], finetune.threads_were_set())\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment |= {"PYTHONPATH": str(FOLDER.parent)} | ({} if given is None else {"OMP_NUM_THREADS": given})
+    single = FOLDER.parent / "accelerate_configs" / "single.yaml"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(single), str(program)]
+    assert f"given 1 {given is not None}" in children.run(launch, env=environment).stdout
 
 
 def test_the_program_explains_itself(finetune, monkeypatch, capsys):
