@@ -23,6 +23,7 @@ from dpllm.privacy.budget import create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.verify import verify
+from dpllm.training.checks import agreement
 from dpllm.training.checks.outstanding import DrawError
 from dpllm.training.checks.watch import WatchError
 from dpllm.training.microbatches import microbatches
@@ -334,6 +335,25 @@ def test_every_row_and_the_collator_are_compared(change):
     assert same == facts(None, 1)
     differing = {name for name in same if same[name] != other[name]}
     assert differing == {"the rows' contents or their order" if change == "content" else "the collator"}
+
+
+def test_the_hash_of_rows_is_that_of_earlier_versions():
+    """A run that is continued compares it with the hash in its ledger; the number was made by an earlier version."""
+    rows = [
+        {
+            "input_ids": list(range(n % 7 + 1)),
+            "labels": np.arange(n % 5),
+            "user": f"u{n}",
+            "x": 1.5 * n,
+            "t": torch.arange(n % 3),
+            "deep": [[1], [2, 3]],
+            "flag": bool(n % 2),
+        }
+        for n in range(20)
+    ]
+    lengths = np.array([len(row["input_ids"]) for row in rows])
+    found = agreement.contents(lengths, lambda numbers: [rows[n] for n in numbers])
+    assert found == "4aaf92351586540f3079fa8a5caee6cc9476e2c459659540c651a8f143020e19"
 
 
 @pytest.mark.parametrize("kind", [torch.long, torch.float32])

@@ -214,13 +214,19 @@ def _add(digest: Any, value: Any) -> None:
         isinstance(value, list | tuple | np.ndarray | np.generic | int | float)
         and (array := _numbers(value)) is not None
     ):
-        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(f"{_name_of(array.dtype)}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).data)
     elif isinstance(value, list | tuple):
         for item in value:
             _add(digest, item)
     else:
         digest.update(described(value).encode())
+
+
+@functools.cache
+def _name_of(kind: np.dtype) -> str:
+    """Return the name of a kind of numbers; numpy takes longer to make it than to hash a short row."""
+    return str(kind)
 
 
 def _numbers(value: Any) -> np.ndarray | None:
