@@ -164,11 +164,11 @@ def prediction(plan: PrivacyPlan, workload: Workload) -> Prediction | None:
     return Prediction(
         noise=sigma * mechanism.noise.error(workload),
         independent=independent * alone.error(workload),
-        step_ratio=sigma * _rms(mechanism.noise, plan.num_steps) / independent,
+        step_ratio=sigma * step_noise(mechanism.noise, plan.num_steps) / independent,
     )
 
 
-def _rms(noise: Noise, num_steps: int) -> float:
+def step_noise(noise: Noise, num_steps: int) -> float:
     """Return the root mean square, over the steps, of the noise of a step divided by σC; of many steps, a sample."""
     steps = np.unique(np.linspace(0, num_steps - 1, num=min(num_steps, _STEPS_LOOKED_AT), dtype=np.int64))
     return math.sqrt(sum(noise.variance(int(step), num_steps) for step in steps) / len(steps))

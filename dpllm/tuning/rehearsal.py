@@ -11,9 +11,9 @@ What is the plan's and what is shorter:
   σ/b, the noise of the averaged gradient, stays the plan's, and only the sampling noise of a step grows.
 - The number of steps is a quarter, in whole cycles of bands. The schedule is the same share of the run, and so is the
   average. Fewer steps collect less signal, so the losses are worse than those of the run; only their order counts.
-- The learning rate is multiplied by E(T)/E(T'), where E is the predicted noise of the released weights in learning
-  rates (`Workload`). So rehearsal and run move the released weights equally far by noise: with independent noise a
-  quarter of the steps takes twice the rate, as in the rule 1/√T.
+- The learning rate is multiplied by a factor with which noise moves the released weights of rehearsal and run equally
+  far (`dpllm.tuning.rate_scaling`): with independent noise a quarter of the steps takes twice the rate, as in the rule
+  1/√T.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from dpllm.training.preflight import PLAIN
 from dpllm.training.trainer import DPTrainer
 from dpllm.training.workload import UpdateRule
 from dpllm.tuning.public_text import QUIET, Material
+from dpllm.tuning.rate_scaling import rate_factor
 from dpllm.tuning.suggested import Suggested
 
 STEP = 2.0
@@ -195,13 +196,12 @@ def shorten(suggested: Suggested, num_rows: int, num_steps: int | None = None) -
     average["decay"] = round(1 - (1 - average["decay"]) * most / num_steps, 4)
     kept = average if average["decay"] > 0 else None
     arguments = training_arguments({**PLAIN, **suggested.recipe.train})
-    less = noise.error(UpdateRule.of(arguments, num_steps, kept).workload())
     return Shortened(
         num_steps=num_steps,
         batch=batch,
         noise_multiplier=plan.noise_multiplier * batch / plan.expected_batch_size,
         average=kept,
-        rate_factor=noise.error(suggested.rule.workload()) / less,
+        rate_factor=rate_factor(noise, suggested.rule, UpdateRule.of(arguments, num_steps, kept)),
         batch_of_plan=plan.expected_batch_size,
         num_steps_of_plan=most,
     )

@@ -69,7 +69,7 @@ def test_a_shorter_run_keeps_the_noise_of_a_step_and_of_the_released_weights(pat
     assert short.average == {"kind": "ema", "decay": 0.8}  # the same share of the steps
 
     def released(steps: int, decay: float) -> float:
-        """The norm of the response of the released weights to the noise, by matrices."""
+        """The noise of the released weights over that of a step, by which AdamW divides; by matrices."""
         rates = np.minimum(1.0, np.arange(steps) / math.ceil(0.1 * steps))
         share = decay ** np.arange(steps)[::-1] / (decay ** np.arange(steps)).sum()
         moment = np.array([[0.1 * 0.9 ** (t - s) if s <= t else 0.0 for s in range(steps)] for t in range(steps)])
@@ -78,7 +78,8 @@ def test_a_shorter_run_keeps_the_noise_of_a_step_and_of_the_released_weights(pat
         column[: bands if bands > 1 else 1] = run.plan.mechanism.noise.column(steps)[:bands] if bands > 1 else 1.0
         strategy = np.array([[column[t - s] if s <= t else 0.0 for s in range(steps)] for t in range(steps)])
         updates = np.tril(np.ones((steps, steps))) @ np.diag(rates) @ moment
-        return float(np.linalg.norm(share @ updates @ np.linalg.inv(strategy)))
+        inverse = np.linalg.inv(strategy)
+        return float(np.linalg.norm(share @ updates @ inverse) / math.sqrt((inverse**2).sum() / steps))
 
     assert short.rate_factor == pytest.approx(released(160, 0.95) / released(40, 0.8), rel=1e-6)
     assert short.rate_factor > 1.2
