@@ -231,6 +231,20 @@ class Book:
             sq_norm_GU[group], slack_GU[group] = sq_norm_U, slack_U
         return self._settled(unit_B, sq_norm_GU), slack_GU
 
+    def refuse_unclipped(self, loss_B: Tensor, outside: bool) -> None:
+        """Make sure that only clipped parameters will receive a gradient.
+
+        Args:
+            loss_B: (B,) losses with a graph.
+            outside: whether to search their graph for parameters that the model does not hold.
+
+        Raises:
+            GhostError: another parameter would.
+        """
+        self._trained.refuse_others()
+        if outside:
+            self._trained.refuse_outside(loss_B)
+
     def hold(self, loss_B: Tensor) -> None:
         """Run the backward pass of some rows of one unit, and keep their share of its gradient for the next pass.
 

@@ -98,6 +98,36 @@ def refuse_missing(parameters: Mapping[str, nn.Parameter], seen: Collection[int]
         )
 
 
+def refuse_others(model: nn.Module, known: Collection[int]) -> None:
+    """Raise `GhostError` for a trainable parameter of the model whose id is not among the known ones."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise GhostError(
+                f"{name} was unfrozen or added after GhostClipper was made: its gradient would be neither clipped nor "
+                "given noise. Set requires_grad of all parameters before, or call remove() and make another "
+                "GhostClipper, which clips all of them together"
+            )
+
+
+def refuse_outside(loss_B: Tensor, known: Collection[int]) -> None:
+    """Raise `GhostError` for a trainable parameter behind the losses whose id is not among the known ones.
+
+    Other leaf tensors are allowed: the output of a frozen embedding is one where activations are recomputed.
+
+    Args:
+        loss_B: (B,) losses with a graph.
+        known: the ids of the parameters that are clipped.
+    """
+    for leaf in leaves_of(loss_B):
+        if isinstance(leaf, nn.Parameter) and leaf.requires_grad and id(leaf) not in known:
+            raise GhostError(
+                f"The losses depend on a trainable parameter of shape {tuple(leaf.shape)} that the model given to "
+                "GhostClipper does not hold: its gradient would be neither clipped nor given noise. Make it a part of "
+                "that model, or freeze it (requires_grad_(False)); compute a reference model's output in "
+                "torch.no_grad()"
+            )
+
+
 def refuse_uses_in_loss(loss_B: Tensor, name_of: Mapping[int, str]) -> None:
     """Raise `GhostError` for a trainable parameter that the losses use outside the calls of the model.
 

@@ -92,6 +92,7 @@ class GhostClipper:
             self._num_groups, numbers = numbered(groups, self.parameters)
             self._group_P = torch.tensor([numbers[id(p)] for p in self.parameters.values()])
         self._held = HeldClipping(self.clipping, shapes_of(self.parameters))
+        self._calls = 0  # of `backward`; engines call `clip`, and the run's watch sees other gradients
         note_clipper(self)
 
     @property
@@ -118,8 +119,12 @@ class GhostClipper:
 
         Raises:
             GhostError: losses of another shape or without a graph; a unit index of another shape; a parameter that
-                received no norm; the clipping is not as it was when the clipper was made.
+                received no norm; the clipping is not as it was when the clipper was made; a parameter would receive a
+                gradient that is not clipped. Parameters outside the model are searched for in the calls 1, 2, 4, 8, ….
         """
+        self._check(losses, unit_index)
+        self._calls += 1
+        self._book.refuse_unclipped(losses, outside=self._calls & (self._calls - 1) == 0)
         result = self.clip(losses, unit_index)
         for parameter in self.parameters.values():
             self.add_clipped_sum_(parameter, _accumulator(parameter))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dpllm.ghost.checks import refuse_missing, refuse_uses_in_loss
+from dpllm.ghost.checks import refuse_missing, refuse_others, refuse_outside, refuse_uses_in_loss
 from dpllm.ghost.groups import Groups, numbered
 from dpllm.ghost.rules import trainable_parameters
 
@@ -39,6 +39,7 @@ class TrainedParameters:
         self.num_groups, self.groups = numbered(groups, self.by_name)
         self.sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.by_name.values())
         self._names = {id(p): name for name, p in self.by_name.items()}
+        self._model = model
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the name of one of the parameters."""
@@ -53,6 +54,19 @@ class TrainedParameters:
     def refuse_missing(self, seen: Collection[int]) -> None:
         """Raise `GhostError` for a parameter that is not among the ids of those that received a gradient."""
         refuse_missing(self.by_name, seen)
+
+    def refuse_others(self) -> None:
+        """Make sure that no other parameter of the model is trainable now; of sharded ones nothing is known.
+
+        Raises:
+            GhostError: one was unfrozen or added after this object was made.
+        """
+        if not self.sharded:
+            refuse_others(self._model, self._names)
+
+    def refuse_outside(self, loss_B: Tensor) -> None:
+        """Raise `GhostError` for a trainable parameter in the graph of losses (B,) that the model does not hold."""
+        refuse_outside(loss_B, self._names)
 
     def refuse_uses_in_loss(self, loss_B: Tensor) -> None:
         """Raise `GhostError` for a parameter that the losses (B,) use outside the calls of the model."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from dpllm import GhostClipper
 from dpllm.ghost import GhostError
 from dpllm.ghost.groups import one_group
 from dpllm.ghost.trained import TrainedParameters
@@ -47,3 +48,47 @@ def test_a_parameter_without_a_gradient_or_used_in_the_loss_is_named():
     trained.refuse_uses_in_loss(torch.ones(1, requires_grad=True) * 2)
     with pytest.raises(GhostError, match=r"a\.weight is used by the loss outside"):
         trained.refuse_uses_in_loss(net["b"].weight.sum(1))
+
+
+def stack():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def unfreeze(net):
+    net[0].requires_grad_(True)
+
+
+def add(net):
+    net[1].extra = nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize(("change", "name"), [(unfreeze, r"0\.weight"), (add, r"1\.extra")], ids=["unfrozen", "added"])
+def test_a_parameter_that_becomes_trainable_later_is_refused_in_a_loop_of_ones_own(change, name):
+    """Layers that are unfrozen one after another would get gradients that are neither clipped nor given noise."""
+    net, x = stack(), torch.randn(3, 2, 4)
+    net[0].requires_grad_(False)
+    clipper = GhostClipper(net, 1e-3)
+    clipper.backward(net(x).square().sum((1, 2)))
+    net.zero_grad()
+    change(net)
+    losses = net(x).square().sum((1, 2))
+    with pytest.raises(GhostError, match=f"{name} was unfrozen or added after GhostClipper was made"):
+        clipper.backward(losses)
+    assert all(p.grad is None for p in net.parameters())
+    clipper.remove()
+    again = GhostClipper(net, 1e-3)
+    assert net[0].weight.requires_grad == (change is unfreeze) == ("0.weight" in again.parameters)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_head_within_the_loss_is_refused_in_a_loop_of_ones_own(call):
+    """Its optimizer would receive raw gradients; a frozen head, or one that is a part of the model, is allowed."""
+    net, head, x = stack(), nn.Linear(4, 1), torch.randn(3, 2, 4)
+    clipper = GhostClipper(net, 1e-3)
+    for _ in range(call - 1):
+        clipper.backward(net(x).square().sum((1, 2)))
+    with pytest.raises(GhostError, match=r"a trainable parameter of shape \(1, 4\) that the model .* does not hold"):
+        clipper.backward(head(net(x)).square().sum((1, 2)))
+    assert head.weight.grad is None
+    clipper.backward(head.requires_grad_(False)(net(x)).square().sum((1, 2)))
