@@ -15,7 +15,9 @@ Under replace-one a unit keeps its places and changes each sum by up to 2C, so t
 * *A run that ends early*: s(n) of the n steps that were drawn. It rises with n, and s(T) of a complete run is 1.
 * *A resume*: a fresh order and fresh noise. A unit may take part in all its steps before and in all its steps after it,
   so the two starts are two Gaussian releases, which compose: 1/σ² Σ s(n_i)². That holds whatever the two orders have in
-  common. A run of one pass that is resumed in the middle therefore costs nearly as much as two runs.
+  common. A run of one pass that is resumed in the middle therefore costs nearly as much as two runs. Between two passes
+  a resume may cost less than going on, since the steps of a unit no longer add up. Then the ε of the plan is stated:
+  the releases may have led to the resume (`dpllm.privacy.accounting.of_starts`).
 * *Steps that were drawn and not taken, or lost in a crash*: they were drawn, so they count in n. A draw that is skipped
   has its row of noise all the same, so that later rows are those of M⁻¹.
 

@@ -253,6 +253,35 @@ def untruncated(history: History) -> list[tuple[Round, int]]:
     return [(one.without_truncation, count) for one, count in merge(history)]
 
 
+def of_starts(event: Event, counts: Sequence[int], planned: int | None = None) -> list[tuple[Event, int]]:
+    """Return the steps of a run by its starts, or without a resume, if they cost more so.
+
+    Noise that is correlated over all steps may cost less if it begins again: the steps of one start are not counted
+    against those of another. But the moment of a resume may follow from the run's releases, and the ε of a mechanism
+    is that of its dearest course. Gaussian sums over all units cost more, at every ε, the larger the sum of 1/σ² is.
+    For other rounds, a new start never costs less than going on.
+
+    Args:
+        event: of each step.
+        counts: steps of each start or resume.
+        planned: steps of the run without a resume. None: as many as those of all starts.
+    """
+    starts = [(event, count) for count in counts]
+    whole = [(event, sum(counts) if planned is None else planned)]
+    if len(starts) == 1:
+        return starts
+    costs = [_whole_cost(merge(history)) for history in (starts, whole)]
+    return whole if costs[0] is not None and costs[1] is not None and costs[1] > costs[0] * (1 + 1e-12) else starts
+
+
+def _whole_cost(merged: _Merged) -> float | None:
+    """Return the sum of 1/σ² of Gaussian sums over all units; None: there are other rounds, or none has noise."""
+    plain = [(one.untruncated, count) for one, count in merged if not (one.truncates or one.is_bare)]
+    if len(plain) < len(merged) or not all(one is not None and one.sampling_rate == 1 for one, _ in plain):
+        return None
+    return math.fsum(count / one.noise_multiplier**2 for one, count in plain if one is not None)
+
+
 def _by_group_privacy(merged: _Merged, adjacency: str) -> bool:
     return not all(one.has_pair(adjacency) for one, _ in merged)
 

@@ -93,9 +93,8 @@ class Entry:
 
     @property
     def history(self) -> list[tuple[Event, int]]:
-        """The steps that count, by start."""
-        last = self.num_steps - sum(self.segments)
-        return [(self.step, count) for count in (*self.segments, max(0, last))]
+        """The steps that count, by start; or without a resume, if they cost more so."""
+        return accounting.of_starts(self.step, (*self.segments, max(0, self.num_steps - sum(self.segments))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,7 +481,7 @@ def _check_fits(budget: Budget, others: tuple[Entry, ...], earlier: History, ste
     """Raise unless the other runs, the earlier starts of this run and its new steps cost at most the budget."""
     taken = [part for entry in others for part in entry.history]
     before = [*taken, *earlier]
-    total = budget.cost([*before, (step, num_steps)])
+    total = budget.cost([*taken, *accounting.of_starts(step, [*(count for _, count in earlier), num_steps])])
     if total <= budget.epsilon:
         return
     allowed = steps_within(budget.epsilon, budget.delta, step, num_steps, budget.adjacency, before)

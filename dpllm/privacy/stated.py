@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpllm.mechanism.events import Event
-from dpllm.privacy.accounting import merge
+from dpllm.privacy.accounting import merge, of_starts
 from dpllm.privacy.calibration import steps_within
 from dpllm.privacy.ledger import LedgerContents
 from dpllm.privacy.plan import PrivacyPlan
@@ -21,7 +21,8 @@ def stated_history(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[E
     because of the run's output, or who picks a checkpoint by its results, has used the outcome of a mechanism of up to
     20 steps. The ε of all planned steps covers every such choice. The ε of the charged steps holds in three cases: all
     planned steps were taken, none was taken, or people declared that the stop depends neither on the data nor on the
-    run's releases.
+    run's releases. For the same reason, starts that cost less than the plan's steps without a resume are stated with
+    the ε of those (`dpllm.privacy.accounting.of_starts`).
 
     Args:
         plan: the plan of the run.
@@ -30,9 +31,9 @@ def stated_history(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[E
     if plan.selection is not None and contents.num_steps:
         return _of_selection(plan, contents)
     planned = planned_steps(plan, contents)
-    if contents.num_steps == 0 or contents.num_steps >= planned or contents.notes.stopped_independently:
+    if contents.num_steps == 0 or contents.notes.stopped_independently:
         return tuple(contents.history)
-    return with_planned(contents.history, planned, contents.begins)
+    return stated_starts(contents.history, planned, contents.begins, plan.num_steps)
 
 
 def claimed_history(plan: PrivacyPlan, contents: LedgerContents) -> Sequence[tuple[Event, int]]:
@@ -64,6 +65,27 @@ def _of_selection(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[Ev
             "it. This run cannot be released"
         )
     return tuple(plan.history)
+
+
+def stated_starts(
+    history: Sequence[tuple[Event, int]], planned: int, begins: bool, steps_of_plan: int
+) -> tuple[tuple[Event, int], ...]:
+    """Return the steps whose ε covers a run that was not declared to be stopped independently.
+
+    Args:
+        history: the charged steps.
+        planned: steps of all starts together.
+        begins: whether the last start has taken no step yet.
+        steps_of_plan: T, without a resume.
+    """
+    if not history:
+        return ()
+    taken = sum(count for _, count in history)
+    found = tuple(history) if taken >= planned else with_planned(history, planned, begins)
+    (event, *_), *others = found
+    if any(other != event for other, _ in others):
+        return found  # the report refuses such a ledger
+    return tuple(of_starts(event, [count for _, count in found], steps_of_plan))
 
 
 def with_planned(history: Sequence[tuple[Event, int]], planned: int, begins: bool) -> tuple[tuple[Event, int], ...]:

@@ -353,11 +353,14 @@ def _steps(plan: PrivacyPlan, contents: LedgerContents) -> Steps:
     declared = contents.notes.stopped_independently and plan.selection is None
     how = "taken: the stop was declared independent" if declared else "planned"
     stated = f"; ε is stated for all steps {how}" if early else ""
+    total = planned if plan.selection is not None else sum(count for _, count in stated_history(plan, contents))
+    if total > max(planned, taken):
+        stated = f"; ε is stated for the {total} steps of the plan without a resume, which cost more"
     return Steps(
         wanted=wanted,
         planned=planned,
         charged=taken,
-        stated=sum(count for _, count in stated_history(plan, contents)) if plan.selection is None else planned,
+        stated=total,
         torn_by_a_crash=contents.torn_steps,
         words=f"{budget}{taken} of {planned} planned steps were taken; {resumed}{ended}{stated}",
     )

@@ -15,7 +15,7 @@ from dpllm.privacy.ledger import Ledger, LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead, count_step
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.same_rows import compare_rows, remember_rows
-from dpllm.privacy.stated import planned_steps, steps_allowed, with_planned
+from dpllm.privacy.stated import planned_steps, stated_starts, steps_allowed
 from dpllm.privacy.unused import make_way
 from dpllm.privacy.writer import note_writer
 from dpllm.training.adapting import Threshold
@@ -45,11 +45,12 @@ class SharedLedger:
         planned: int | None = None,
         history: Sequence[tuple[Event, int]] = (),
         threshold: float | None = None,
+        steps_of_plan: int | None = None,
     ) -> None:
         """Store the ledger opened by rank 0; use `create` or `open`."""
         self.path, self._ledger, self._head, self._processes = path, ledger, head, processes
         self._budget = budget  # on rank 0: the file and the run's entry in it
-        self._planned = planned  # steps
+        self._planned, self._steps_of_plan = planned, steps_of_plan
         self._before = head.num_steps
         self._history, self._begins = list(history), True  # as in `LedgerContents`, on every process
         self._threshold, self._handed_over = Threshold(threshold), False
@@ -179,7 +180,7 @@ class SharedLedger:
 
         head, num_steps, history, threshold = processes.from_main(on_main)
         ledger, budget = opened[0] if opened else (None, None)
-        return cls(ledger, path, head, processes, budget, num_steps, history, threshold)
+        return cls(ledger, path, head, processes, budget, num_steps, history, threshold, plan.num_steps)
 
     def remember_rows(self, contents: str) -> None:
         """Note the rows of a new run (`dpllm.privacy.same_rows`). Called by all processes together."""
@@ -305,7 +306,9 @@ class SharedLedger:
         planned = taken if self._planned is None else self._planned
         early = taken < planned
         keep = early and taken > 0 and not independent
-        self._stated = with_planned(self._history, planned, self._begins) if keep else tuple(self._history)
+        self._stated = tuple(self._history)
+        if keep or not early:
+            self._stated = stated_starts(self._history, planned, self._begins, self._steps_of_plan or planned)
         if self._ledger is None:
             return
         if early and reason.startswith(COMPLETED):

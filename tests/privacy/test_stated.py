@@ -14,12 +14,12 @@ from dpllm.engines.processes import Processes
 from dpllm.mechanism.banded import BandedStep
 from dpllm.mechanism.strategies import coefficients
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.budget import BudgetError, create_budget, read_budget
+from dpllm.privacy.budget import BudgetError, charge, create_budget, read_budget
 from dpllm.privacy.compose import compose
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.privacy.stated import planned_steps, stated_history, steps_allowed
-from dpllm.report.statement import write_report
+from dpllm.report.statement import privacy_report, write_report
 from dpllm.report.verify import verify
 from dpllm.training.shared_ledger import SharedLedger
 from tests.tiers import deep_case
@@ -42,6 +42,9 @@ def plan_of(**change: Any) -> PrivacyPlan:
 
 
 PLAN = plan_of()
+BLT = PrivacyConfig(
+    target_epsilon=8.0, clip_norm=1.0, expected_batch_size=5, delta=1e-3, noise={"kind": "blt", "buffers": 1}
+)
 
 
 def run_for(folder: Path, plan: PrivacyPlan, num_steps: int, budget: str | None = None) -> SharedLedger:
@@ -237,3 +240,43 @@ def test_the_report_says_what_a_resume_left_out_and_verifies(tmp_path: Path) -> 
     failed = [check for check in verify(tmp_path).checks if not check.ok]
     assert not failed, failed
     assert isinstance(PLAN.event, BandedStep)
+
+
+def test_a_resume_that_makes_blt_noise_cheaper_states_the_epsilon_of_the_plan(tmp_path: Path) -> None:
+    """In two passes a unit's steps add up, unless the second begins afresh; but who resumes may have seen the first."""
+    plan = make_plan(dataclasses.replace(BLT, dataset="chats"), 20, 8)  # two passes of four steps
+    starts = [(plan.event, 4), (plan.event, 4)]
+    assert epsilon(starts, plan.delta) < 0.98 * plan.epsilon
+    file = tmp_path / "chats.budget.json"
+    create_budget(file, dataset="chats", epsilon=8.0, delta=1e-3, unit="sequence", num_units=20)
+    ledger = run_for(tmp_path / "run", plan, 4, str(file))
+    resumed = SharedLedger.open(ledger.path, plan, Processes(), str(file))
+    for number in range(4, 8):
+        resumed.append_step(number, plan.event)
+        assert stated_history(plan, read_ledger(ledger.path)) == ((plan.event, 8),)
+    resumed.append_end("completed")
+    resumed.close()
+    assert resumed.history == ((plan.event, 8),)
+    contents = read_ledger(ledger.path)
+    report = privacy_report(plan, contents)
+    assert epsilon(contents.history, plan.delta) < plan.epsilon == report.statement.epsilon
+    assert read_budget(file).spent == plan.epsilon
+    contents.notes.stopped_independently = True
+    assert stated_history(plan, contents) == tuple(contents.history)
+
+
+def test_a_budget_without_room_for_the_plan_refuses_a_resume_that_would_be_cheaper(tmp_path: Path) -> None:
+    """The ε that a settled run left may be taken; then the plan without a resume has to fit again, not the starts."""
+    plan = make_plan(dataclasses.replace(BLT, dataset="chats"), 20, 8)
+    file = tmp_path / "chats.budget.json"
+    create_budget(file, dataset="chats", epsilon=8.0, delta=1e-3, unit="sequence", num_units=20)
+    ledger = run_for(tmp_path / "run", plan, 4, str(file))
+    resumed = SharedLedger.open(ledger.path, plan, Processes(), str(file))
+    resumed.append_end("a power cut", independent=True)
+    resumed.close()
+    small = make_plan(dataclasses.replace(BLT, dataset="chats", target_epsilon=1.0), 20, 1)
+    charge(file, small, "chats")
+    left = [(plan.event, 4), (plan.event, 4), (small.event, 1)]
+    assert epsilon(left, plan.delta) < 8.0 < epsilon([(plan.event, 8), (small.event, 1)], plan.delta)
+    with pytest.raises(BudgetError, match=r"allows ε = 8"):
+        SharedLedger.open(ledger.path, plan, Processes(), str(file))
