@@ -208,7 +208,8 @@ def _tuning(
 
     found = best_of_epsilon([(step, steps)], delta, mean_runs, Selection(runs, mean_runs).shape)
     if found is None:
-        raise ValueError("--best-of cannot be computed if rows of one unit are drawn singly; add the runs up instead")
+        what = "noise is discrete" if step.kind == "discrete poisson" else "rows of one unit are drawn singly"
+        raise ValueError(f"--best-of cannot be computed if {what}; add the runs up instead")
     values["best_of"] = {"mean_runs": mean_runs, "runs": runs, "epsilon": found}
     words = f"{format_epsilon(found)} by Rényi accounting (one run: see above, by PLD)"
     rows.insert(2, (f"ε of the best of {mean_runs:g} runs on average, zero-out", words))
