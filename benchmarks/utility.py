@@ -431,7 +431,7 @@ def as_markdown(report: dict[str, Any]) -> str:
     modes = list(dict.fromkeys(run["mode"] for run in runs))
     lines = ["| arm | ε | σ | learning rate: perplexity | gap closed |", "|---|---|---|---|---|"]
     for key in sorted(best, key=lambda key: (modes.index(key[1]), list(ARMS).index(key[0]), -(key[2] or math.inf))):
-        name, mode, epsilon = key
+        name, mode, target_epsilon = key
         rates: dict[float, list[str]] = {}
         multiplier = None
         for run in sorted((run for run in runs if _place(run) == key), key=lambda run: run["rate"]):
@@ -439,12 +439,12 @@ def as_markdown(report: dict[str, Any]) -> str:
             multiplier = run.get("noise_multiplier", multiplier)
         cells = {rate: f"{_number(rate)}: {' / '.join(values)}" for rate, values in rates.items()}
         cells[best[key].rate] = f"**{cells[best[key].rate]}**"
-        textbook, plain = best.get(("textbook", mode, epsilon)), best.get(("non-private", mode, None))
+        textbook, plain = best.get(("textbook", mode, target_epsilon)), best.get(("non-private", mode, None))
         closed = ""
         if textbook is not None and plain is not None and name not in ("textbook", "non-private"):
             closed = f"{gap_closed(best[key].mean, textbook.mean, plain.mean):.0%} "
         where = name if len(modes) == 1 else f"{name}, {mode}"
-        target = "-" if epsilon is None else f"{epsilon:g}"
+        target = "-" if target_epsilon is None else f"{target_epsilon:g}"
         sigma = "-" if multiplier is None else _number(round(multiplier, 4))
         lines.append(f"| {where} | {target} | {sigma} | {' · '.join(cells.values())} | {closed}|")
     return "\n".join(lines)
