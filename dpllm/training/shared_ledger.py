@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,16 @@ NOT_SETTLED = (
 )
 
 
+@dataclass(frozen=True)
+class PlannedSteps:
+    """How many steps a run may take."""
+
+    of_run: int
+    """In all starts together: T, or the number that a resume allows."""
+    of_plan: int
+    """T, the steps of a run without a resume."""
+
+
 class SharedLedger:
     """A `dpllm.privacy.ledger.Ledger` shared by all processes of a run.
 
@@ -42,15 +53,14 @@ class SharedLedger:
         head: LedgerHead,
         processes: Processes,
         budget: tuple[str, str] | None = None,
-        planned: int | None = None,
+        planned: PlannedSteps | None = None,
         history: Sequence[tuple[Event, int]] = (),
         threshold: float | None = None,
-        steps_of_plan: int | None = None,
     ) -> None:
         """Store the ledger opened by rank 0; use `create` or `open`."""
         self.path, self._ledger, self._head, self._processes = path, ledger, head, processes
         self._budget = budget  # on rank 0: the file and the run's entry in it
-        self._planned, self._steps_of_plan = planned, steps_of_plan
+        self._planned = planned
         self._before = head.num_steps
         self._history, self._begins = list(history), True  # as in `LedgerContents`, on every process
         self._threshold, self._handed_over = Threshold(threshold), False
@@ -180,7 +190,8 @@ class SharedLedger:
 
         head, num_steps, history, threshold = processes.from_main(on_main)
         ledger, budget = opened[0] if opened else (None, None)
-        return cls(ledger, path, head, processes, budget, num_steps, history, threshold, plan.num_steps)
+        planned = PlannedSteps(of_run=num_steps, of_plan=plan.num_steps)
+        return cls(ledger, path, head, processes, budget, planned, history, threshold)
 
     def remember_rows(self, contents: str) -> None:
         """Note the rows of a new run (`dpllm.privacy.same_rows`). Called by all processes together."""
@@ -204,7 +215,7 @@ class SharedLedger:
     @property
     def steps_planned(self) -> int | None:
         """Number of steps of all starts: the plan's, or the number a resume allows; None for a test's stand-in."""
-        return self._planned
+        return None if self._planned is None else self._planned.of_run
 
     @property
     def history(self) -> tuple[tuple[Event, int], ...]:
@@ -303,12 +314,12 @@ class SharedLedger:
         its stop was declared independent or it took no step.
         """
         taken = self.num_steps
-        planned = taken if self._planned is None else self._planned
-        early = taken < planned
+        planned = self._planned or PlannedSteps(of_run=taken, of_plan=taken)
+        early = taken < planned.of_run
         keep = early and taken > 0 and not independent
         self._stated = tuple(self._history)
         if keep or not early:
-            self._stated = stated_starts(self._history, planned, self._begins, self._steps_of_plan or planned)
+            self._stated = stated_starts(self._history, planned.of_run, self._begins, planned.of_plan)
         if self._ledger is None:
             return
         if early and reason.startswith(COMPLETED):
