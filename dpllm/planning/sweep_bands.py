@@ -15,8 +15,9 @@ more steps.
 
 Noise of a fixed order (`dpllm.mechanism.blt`) needs no sampling of units. Its points are listed with the others, for
 runs whose units cannot be sampled, and recommended only if the recipe has such noise. Its predicted noise may be the
-least of all, above all in one pass. But no fine-tuning with it was measured, a resume is charged as a second release
-of all units, and ε under replace-one is larger: the user has to choose it.
+least of all, above all in one pass. But the one fine-tuning that was measured was no better than with 16 bands
+(`docs/correlated_noise.md`), a resume is charged as a second release of all units, and ε under replace-one is larger:
+the user has to choose it.
 """
 
 from __future__ import annotations
@@ -308,6 +309,7 @@ def _about_a_fixed_order(sweep: NoiseSweep) -> list[str]:
     return [
         f"Without sampling: {found.num_steps:,} steps of {found.expected_batch_size:,} units in a fixed order with "
         f"privacy.noise={_override(found.options)}, predicted noise {found.relative:.3f}. It is for units that cannot "
-        "be sampled, and recommended only if the recipe has noise=blt: no fine-tuning with it was measured, a resume "
-        "is charged as a second release of all units, and ε under replace-one is larger."
+        "be sampled, and recommended only if the recipe has noise=blt: the one fine-tuning that was measured was "
+        "no better than with 16 bands, a resume is charged as a second release of all units, and ε under replace-one "
+        "is larger."
     ]
