@@ -15,7 +15,7 @@ more steps.
 
 Noise of a fixed order (`dpllm.mechanism.blt`) needs no sampling of units. Its points are listed with the others, for
 runs whose units cannot be sampled, and recommended only if the recipe has such noise. Its predicted noise may be the
-least of all, above all in one pass. But the one fine-tuning that was measured was no better than with 16 bands
+least of all, above all in one pass. But the one fine-tuning that was measured was about as good as with 16 bands
 (`docs/correlated_noise.md`), a resume is charged as a second release of all units, and ε under replace-one is larger:
 the user has to choose it.
 """
@@ -310,6 +310,6 @@ def _about_a_fixed_order(sweep: NoiseSweep) -> list[str]:
         f"Without sampling: {found.num_steps:,} steps of {found.expected_batch_size:,} units in a fixed order with "
         f"privacy.noise={_override(found.options)}, predicted noise {found.relative:.3f}. It is for units that cannot "
         "be sampled, and recommended only if the recipe has noise=blt: the one fine-tuning that was measured was "
-        "no better than with 16 bands, a resume is charged as a second release of all units, and ε under replace-one "
+        "about as good as with 16 bands, a resume is charged as a second release of all units, and ε under replace-one "
         "is larger."
     ]

@@ -92,7 +92,7 @@ class Suggested:
         return [
             "For units that cannot be sampled: privacy.noise=blt visits them in a fixed order. Its predicted noise is "
             f"{self.fixed_order:.2f} of that of independent noise, and that of the suggestion {suggested:.2f}. The "
-            "one fine-tuning that was measured was no better than with 16 bands, and a resume is charged as a second "
+            "one fine-tuning that was measured was about as good as with 16 bands, and a resume is charged as a second "
             "release of all units."
         ]
 
