@@ -350,6 +350,8 @@ def train(run: Run, settings: Settings, material: Material, folder: str) -> dict
     private.name = arm.optimizer
     private.remove_callback(PrinterCallback)
     private.train()
+    if private.interrupted_by is not None:  # it ended early without an error, and its model is no result
+        raise SystemExit(f"utility.py: signal {int(private.interrupted_by)} ended the run {run.key}: it is not stored")
     if arm.scaled:
         merge(model)
         model.save_pretrained(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,15 @@ def test_adapters_with_embeddings_and_head(material, tmp_path, capsys):
     (run,) = json.loads(file.read_text())["runs"]
     assert run["mode"] == "lora" and run["perplexity"] > 1
     assert "lora" in capsys.readouterr().out
+
+
+def test_a_run_that_a_signal_ended_is_not_stored(material, tmp_path, monkeypatch):
+    """DPTrainer ends such a run early and without an error; its model would count as that of all steps."""
+    file = tmp_path / "runs.json"
+    monkeypatch.setattr(benchmark.Experiment, "interrupted_by", signal.SIGTERM)
+    with pytest.raises(SystemExit, match="signal 15 ended the run textbook"):
+        benchmark.main(options(material, "--epsilons", "8", "--arms", "textbook", "--json", str(file)))
+    assert not file.exists()
 
 
 def test_runs_of_other_settings_are_refused(material, tmp_path):
