@@ -6,10 +6,12 @@ import argparse
 import contextlib
 import math
 import re
+import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import kernels as kernels_benchmark
@@ -19,7 +21,10 @@ import torch
 
 from dpllm.ghost import NormMethod, kernels, triton_kernels
 from dpllm.ghost.rounding import _MOST, _SHAPES, shortfalls, slack_factor
-from dpllm.mechanism.generators import ENTRIES_AT_A_TIME, NoiseSource
+from dpllm.mechanism.chacha20 import ChaCha20Normals
+from dpllm.mechanism.device_chacha20 import DeviceNormals, require_known_words
+from dpllm.mechanism.generators import ENTRIES_AT_A_TIME, NoiseSource, philox
+from dpllm.mechanism.keys import KEY_BYTES
 from gpu.memory_limits import automatic_budget, memory_runs_out
 from gpu.record import Figures, Skipped, Step
 from gpu.setting import ROOT, Setting, free_memory
@@ -90,9 +95,10 @@ def _cases(kernel: str, dtype: torch.dtype, device: torch.device, whole: bool) -
         "norm layer": kernels_benchmark.norm_layer_case,
         "lookup": kernels_benchmark.lookup_case,
     }
-    made = [lambda shape=shape: makers[kernel](shape, dtype, device) for shape in shapes[kernel]]
+    made: list[Callable[[], Any]] = [partial(makers[kernel], shape, dtype, device) for shape in shapes[kernel]]
     if kernel == "gram":
-        made += [lambda s=s: kernels_benchmark.gram_case(s, dtype, device, positive=True) for s in shapes["positive"]]
+        positive = partial(kernels_benchmark.gram_case, dtype=dtype, device=device, positive=True)
+        made += [partial(positive, shape) for shape in shapes["positive"]]
     return made
 
 
@@ -149,9 +155,40 @@ def rounding(figures: Figures, setting: Setting) -> None:
 
 
 def noise(figures: Figures, setting: Setting) -> None:
+    """Check the noise of both generators of normal numbers; print its time beside PyTorch's own normal numbers."""
+    for level in ("os", "chacha20"):
+        _distribution(figures, setting, level)
+        _seeded(figures, setting, level)
+    require_known_words(setting.device)
+    cpu = ChaCha20Normals(bytes(32)).standard_normal(1000, np.float64)
+    same = DeviceNormals(bytes(32), setting.device).standard_normal(1000, torch.float64)
+    figures.check("ChaCha20: difference from the CPU", float(np.abs(same.cpu().numpy() - cpu).max()), at_most=1e-12)
+    if setting.device.type == "cuda":
+        _philox_state(figures, setting.device)
+        _time_of_noise(figures, setting)
+
+
+def _time_of_noise(figures: Figures, setting: Setting) -> None:
+    """Nanoseconds per entry, each in one run, beside `Tensor.normal_` of the device's default generator."""
+    total = torch.zeros(4 * ENTRIES_AT_A_TIME, device=setting.device)
+    draws: dict[str, Callable[[], object]] = {"normal_": total.normal_}
+    draws |= {level: partial(NoiseSource(randomness=level).add_, total, 1.0) for level in ("os", "chacha20")}
+    for name, draw in draws.items():
+        draw()
+        times = []
+        for _ in range(5):
+            torch.cuda.synchronize(setting.device)
+            began = time.perf_counter()
+            draw()
+            torch.cuda.synchronize(setting.device)
+            times.append(time.perf_counter() - began)
+        figures[f"{name}, ns per entry"] = 1e9 * min(times) / total.numel()
+
+
+def _distribution(figures: Figures, setting: Setting, level: str) -> None:
     """Check that noise is normal with the requested variance over blocks and tensors, and never the same twice."""
     entries = 50_000 if setting.toy else 2 * ENTRIES_AT_A_TIME + 12_345
-    source, stddev = NoiseSource(), 3.0
+    source, stddev = NoiseSource(randomness=level), 3.0
     drawn = []
     for _ in range(3):
         total = torch.zeros(entries, device=setting.device)
@@ -159,28 +196,32 @@ def noise(figures: Figures, setting: Setting) -> None:
         drawn.append(total.double().cpu().numpy() / stddev)
     sampled = [x[:: max(1, entries // 1_000_000)] for x in drawn]
     bound = 6 / entries**0.5
-    figures.check("mean", max(abs(float(x.mean())) for x in drawn), at_most=bound)
-    figures.check("variance - 1", max(abs(float(x.var()) - 1) for x in drawn), at_most=bound * 2**0.5)
-    figures.check("Kolmogorov-Smirnov p", min(scipy.stats.kstest(x, "norm").pvalue for x in sampled), at_least=1e-6)
+    figures.check(f"{level}: mean", max(abs(float(x.mean())) for x in drawn), at_most=bound)
+    figures.check(f"{level}: variance - 1", max(abs(float(x.var()) - 1) for x in drawn), at_most=bound * 2**0.5)
+    smallest = min(scipy.stats.kstest(x, "norm").pvalue for x in sampled)
+    figures.check(f"{level}: Kolmogorov-Smirnov p", smallest, at_least=1e-6)
     pairs = [(drawn[0], drawn[1]), (drawn[0], drawn[2]), (drawn[1], drawn[2])]
     lags = [lag for lag in (1, 2, 4, 1024, ENTRIES_AT_A_TIME) if lag < entries // 2]
     pairs += [(drawn[0][lag:], drawn[0][:-lag]) for lag in lags]
     worst = max(abs(float(np.mean(a * b))) * len(a) ** 0.5 for a, b in pairs)
-    figures.check("correlation in standard errors", worst, at_most=6)
-    figures.check("equal entries of two tensors", float(np.mean(drawn[0] == drawn[1])), at_most=1e-4)
+    figures.check(f"{level}: correlation in standard errors", worst, at_most=6)
+    figures.check(f"{level}: equal entries of two tensors", float(np.mean(drawn[0] == drawn[1])), at_most=1e-4)
+
+
+def _seeded(figures: Figures, setting: Setting, level: str) -> None:
+    """A seed gives the same noise again; only tests have one."""
     seeded = []
     for _ in range(2):
         total = torch.zeros(1000, device=setting.device)
-        NoiseSource(seed=5).add_(total, 1.0)
+        NoiseSource(seed=5, randomness=level).add_(total, 1.0)
         seeded.append(total)
-    figures.require(torch.equal(*seeded), "a seed does not give the same noise twice")
-    if setting.device.type == "cuda":
-        _philox_state(figures, setting.device)
+    figures.require(torch.equal(*seeded), f"{level}: a seed does not give the same noise twice")
 
 
 def _philox_state(figures: Figures, device: torch.device) -> None:
     """Key and offset are taken as they were given, for offsets that use all their bits."""
-    states = [NoiseSource()._cuda_generator(device).get_state().view(torch.int64).tolist() for _ in range(20)]
+    generators = [philox(secrets.token_bytes(KEY_BYTES), device) for _ in range(20)]
+    states = [generator.get_state().view(torch.int64).tolist() for generator in generators]
     figures["largest offset"] = max(offset for _, offset in states)
     figures.require(figures["largest offset"] > 2**58, "the generator does not keep the random offset")
     figures.require(len({key for key, _ in states}) == 20, "keys repeat")

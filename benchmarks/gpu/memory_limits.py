@@ -37,7 +37,7 @@ def llama(setting: Setting, dtype: torch.dtype = torch.float32, **changes: Any) 
     torch.manual_seed(1)
     with setting.device:
         model = LlamaForCausalLM(LlamaConfig(**sizes | heads | changes, use_cache=False))
-    return model.to(dtype).train()
+    return model.train().to(dtype=dtype)
 
 
 class Rows:

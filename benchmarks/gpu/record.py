@@ -131,7 +131,8 @@ def run_stage(
 
 def _run(record: Record, entry: dict[str, Any], name: str, function: Step, setting: Any) -> None:
     figures, begin = Figures(), time.monotonic()
-    step = entry["steps"][name] = {"state": RUNNING, "figures": figures}
+    step: dict[str, Any] = {"state": RUNNING, "figures": figures}
+    entry["steps"][name] = step
     record.save()
     try:
         function(figures, setting)

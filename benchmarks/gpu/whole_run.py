@@ -9,7 +9,7 @@ from typing import Any
 import real_text
 from real_records import records_of, section_of
 
-from dpllm import PrivacyConfig
+from dpllm import DPTrainer, PrivacyConfig
 from dpllm.data.rows import RowCollator, tokenize_records
 from dpllm.training.evaluation import measure
 from gpu.record import Figures, Skipped, Step
@@ -73,6 +73,7 @@ def private_run(target_epsilon: float) -> Step:
             weight_decay=0.0,
             bf16=not setting.toy,
         )
+        assert isinstance(trainer, DPTrainer) and trainer.model is not None
         held_out = _held_out(settings, material)
         collator = RowCollator(pad_token_id=material.tokenizer.pad_token_id)
         before = measure(trainer.model, held_out, collator).value

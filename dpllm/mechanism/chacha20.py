@@ -33,7 +33,8 @@ NORMALS_OF_A_BLOCK = 8
 
 _CONSTANTS = np.frombuffer(b"expand 32-byte k", dtype="<u4")
 _BLOCKS_AT_A_TIME = 4096  # 256 KiB, which stay in a processor's cache from the cipher to the logarithm
-_MAX_BLOCKS = 2**32  # the counter has 32 bits
+MAX_BLOCKS = 2**32
+"""Blocks of one key: the counter has 32 bits."""
 
 
 class ChaCha20Normals:
@@ -101,19 +102,28 @@ def keystream(key: bytes, nonce: bytes, counter: int, num_blocks: int) -> NDArra
     Raises:
         ValueError: key or nonce have another length, or the counter would begin again.
     """
-    if len(key) != 32 or len(nonce) != 12:
-        raise ValueError(f"ChaCha20 takes a key of 32 bytes and a nonce of 12, got {len(key)} and {len(nonce)}")
-    if not 0 <= counter <= counter + num_blocks <= _MAX_BLOCKS:
-        raise ValueError(
-            f"blocks {counter} to {counter + num_blocks} of a key were asked for, and ChaCha20 has {_MAX_BLOCKS}: the "
-            "numbers would repeat. Draw the others from a new key"
-        )
+    require_blocks(key, nonce, counter, num_blocks)
     library = _cryptography()
     if library is None:
         return keystream_by_numpy(key, nonce, counter, num_blocks)
-    first = (counter % _MAX_BLOCKS).to_bytes(4, "little")  # of no block: any
+    first = (counter % MAX_BLOCKS).to_bytes(4, "little")  # of no block: any
     cipher = library.Cipher(library.algorithms.ChaCha20(key, first + nonce), mode=None)
     return np.frombuffer(cipher.encryptor().update(bytes(64 * num_blocks)), dtype="<u4").reshape(num_blocks, 16)
+
+
+def require_blocks(key: bytes, nonce: bytes, counter: int, num_blocks: int) -> None:
+    """Check that ChaCha20 has these blocks.
+
+    Raises:
+        ValueError: key or nonce have another length, or the counter would begin again.
+    """
+    if len(key) != 32 or len(nonce) != 12:
+        raise ValueError(f"ChaCha20 takes a key of 32 bytes and a nonce of 12, got {len(key)} and {len(nonce)}")
+    if not 0 <= counter <= counter + num_blocks <= MAX_BLOCKS:
+        raise ValueError(
+            f"blocks {counter} to {counter + num_blocks} of a key were asked for, and ChaCha20 has {MAX_BLOCKS}: the "
+            "numbers would repeat. Draw the others from a new key"
+        )
 
 
 @cache

@@ -9,10 +9,10 @@ repeat the noise.
 * "os": NumPy's PCG64DXSM on the CPU, with 256 bits of entropy; PyTorch's Philox on a GPU, with 126 bits (its key and
   offset). Both pass statistical tests. Neither was designed to withstand somebody who computes the key from the noise.
 * "chacha20": ChaCha20 with a key of 256 bits (`dpllm.mechanism.chacha20`). To tell this noise from that of true random
-  bits, the cipher would have to be broken. It is drawn on the CPU also for a gradient on a GPU, and copied: slower.
-* "discrete": whole numbers with an exact discrete Gaussian distribution, from ChaCha20 in the same way, on a grid of
-  2^-40 standard deviations to which the sum is rounded first (`dpllm.mechanism.discrete`). ε is larger, since its
-  accounting is by Rényi divergences.
+  bits, the cipher would have to be broken. A GPU computes the same words (`dpllm.mechanism.device_chacha20`).
+* "discrete": whole numbers with an exact discrete Gaussian distribution, from ChaCha20, on a grid of 2^-40 standard
+  deviations to which the sum is rounded first (`dpllm.mechanism.discrete`). It is drawn on the CPU also for a gradient
+  on a GPU, and copied: slower. ε is larger, since its accounting is by Rényi divergences.
 
 Known limit of the first two: floating-point Gaussian samples are not exactly Gaussian (Mironov 2012); no attack on the
 gradients of large models is known, and other libraries have the same limit. The third has no such limit.
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from dpllm.mechanism.chacha20 import ChaCha20Normals
+from dpllm.mechanism.device_chacha20 import DeviceNormals
 from dpllm.mechanism.discrete_gaussian import DEVIATION_BITS, DiscreteGaussians
 from dpllm.mechanism.keys import KEY_BYTES, SecretKey
 from dpllm.mechanism.limits import RANDOMNESS
@@ -187,8 +188,11 @@ def normals_from(entropy: bytes, randomness: str, like: Tensor) -> Callable[[Ten
         like: float32 or float64, on the device of the blocks.
     """
     if like.is_cuda and randomness == "os":
-        on_device = _philox(entropy, like.device)
+        on_device = philox(entropy, like.device)
         return lambda block: torch.empty_like(block).normal_(generator=on_device)
+    if like.is_cuda and randomness == "chacha20":
+        normals = DeviceNormals(entropy, like.device)
+        return lambda block: normals.standard_normal(block.numel(), block.dtype)
     generator = ChaCha20Normals(entropy) if randomness == "chacha20" else _pcg64dxsm(entropy)
     dtype = np.float64 if like.dtype == torch.float64 else np.float32
     return lambda block: torch.from_numpy(generator.standard_normal(block.numel(), dtype=dtype)).to(block.device)
@@ -222,7 +226,7 @@ def _pcg64dxsm(entropy: bytes) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(seed, pool_size=8)))
 
 
-def _philox(entropy: bytes, device: torch.device) -> torch.Generator:
+def philox(entropy: bytes, device: torch.device) -> torch.Generator:
     """Return PyTorch's generator with a random key and offset; ``manual_seed`` would set only the key."""
     number = int.from_bytes(entropy, "little")
     key = np.uint64(number & (2**64 - 1)).astype(np.int64)
