@@ -66,6 +66,12 @@ def _require_scale(scale: float) -> None:
         raise ValueError(f"noise.scale must be at least {_LEAST_SCALE:g} and at most 1, got {scale!r}")
 
 
+def _tuple_of(name: str, value: object) -> tuple[float, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{name} must be a list of numbers, got {value!r}")
+    return tuple(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BltStep(Numbers):
     """A step with BLT noise over the next B units of a fixed order of all N.
@@ -100,10 +106,7 @@ class BltStep(Numbers):
                 "unit's steps are correlated. Leave it out, or take noise=banded, whose groups are sampled"
             )
         for name in ("decays", "weights"):
-            value = getattr(self, name)
-            if not isinstance(value, (list, tuple)):
-                raise ValueError(f"{name} must be a list of numbers, got {value!r}")
-            object.__setattr__(self, name, tuple(value))
+            object.__setattr__(self, name, _tuple_of(name, getattr(self, name)))
         require_numbers(self.decays, self.weights)
         _require_scale(self.scale)
         _ = self._sampler  # checks its fields
@@ -178,10 +181,7 @@ class BltNoise:
             raise ValueError("noise.decays and noise.weights belong together: give both, or neither")
         if self.decays is not None and self.weights is not None:
             for name in ("decays", "weights"):
-                value = getattr(self, name)
-                if not isinstance(value, (list, tuple)):
-                    raise ValueError(f"noise.{name} must be a list of numbers, got {value!r}")
-                object.__setattr__(self, name, tuple(value))
+                object.__setattr__(self, name, _tuple_of(f"noise.{name}", getattr(self, name)))
             require_numbers(self.decays, self.weights)
             if number != len(self.decays):
                 raise ValueError(
