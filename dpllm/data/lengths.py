@@ -84,7 +84,7 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
     """
     limits = limits or Limits()
     lengths = np.empty(len(dataset), dtype=np.int32)
-    columns = _list_columns(dataset, task)
+    columns = list_columns(dataset, task)
     if columns is None:
         for number in range(len(dataset)):
             row = dataset[number]
@@ -170,7 +170,7 @@ def _shift(task: str | None) -> int:
     return 1 if task == "causal_lm" else 0
 
 
-def _list_columns(dataset: Any, task: str | None) -> datasets.Dataset | None:
+def list_columns(dataset: Any, task: str | None) -> datasets.Dataset | None:
     """Return the columns to check as Arrow lists; None if rows are computed when read, or are not lists."""
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return None

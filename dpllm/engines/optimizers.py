@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+import torch
+
+from dpllm.engines.errors import EngineError
 
 
 def innermost(optimizer: Any) -> Any:
@@ -16,3 +21,26 @@ def innermost(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def refuse_unsteppable(optimizer: Any) -> None:
+    """Make sure that an optimizer can take a step from dense gradients without a closure, before a step is charged.
+
+    Args:
+        optimizer: with or without wrappers.
+
+    Raises:
+        EngineError: it asks for a closure (LBFGS), or for sparse gradients.
+
+    >>> refuse_unsteppable(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    """
+    inner = innermost(optimizer)
+    name, asked = type(inner).__name__, list(inspect.signature(type(inner).step).parameters.values())[1:]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if any(one.default is one.empty and one.kind in kinds for one in asked):
+        raise EngineError(
+            f"step() of {name} needs the argument {asked[0].name}, such as a closure that computes the loss again. A "
+            "private step has one gradient, with noise, for each draw. Use an optimizer whose step() needs no argument"
+        )
+    if isinstance(inner, torch.optim.SparseAdam):
+        raise EngineError(f"{name} takes sparse gradients only, and private gradients are dense. Use torch.optim.Adam")

@@ -34,6 +34,11 @@ that is computed from the private gradient is, and says little about the norms t
 _KEPT = frozenset({TRAINING_LOSS, FINAL_LOSS, RESOURCES, LOGGED})
 _COVERED = frozenset({GRADIENT_NORM, "grad_norm", "learning_rate", "epoch", "step", "epsilon", "total_flos"})
 _AROUND_TRAINING = ("on_init_end", "on_train_begin", "on_train_end", "on_push_begin")
+# Methods of the Trainer that are called only before the first step or after the last, or that read no loss.
+_HARMLESS = (
+    *("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_decay_parameter_names"),
+    *("get_eval_dataloader", "get_test_dataloader", "create_model_card", "init_hf_repo", "push_to_hub", "train"),
+)
 _PRINTERS = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 _RESOURCES = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_per_second", "_model_preparation_time")
 
@@ -145,6 +150,29 @@ def own_callbacks(callbacks: Iterable[Any]) -> list[str]:
     """
     kinds = (type(callback) for callback in callbacks)
     return sorted({kind.__qualname__ for kind in kinds if any(map(_runs_within, kind.__mro__))})
+
+
+def own_methods(trainer: Any) -> list[str]:
+    """Return the methods that a Trainer's class of the user's own overrides, or that were set on it, in words.
+
+    What they do is not known here. Methods that run only before the first step or after the last are left out.
+
+    Args:
+        trainer: made from a class of dpllm.
+
+    >>> base = type("Base", (), {"__module__": "dpllm.training", "log": print, "train": print})
+    >>> own = type("Own", (base,), {"__module__": "mine", "log": print, "train": print, "more": print})
+    >>> own_methods(base()), own_methods(own())
+    ([], ['Own.log'])
+    """
+    kinds = type(trainer).__mro__
+    first = next((place for place, kind in enumerate(kinds) if kind.__module__.startswith("dpllm.")), len(kinds))
+    values = [one for kind in kinds[first:] for one in vars(kind).items()]
+    known = {name for name, value in values if (callable(value) or isinstance(value, property)) and name[:2] != "__"}
+    known -= {*_HARMLESS}
+    held = [(kind.__qualname__, set(vars(kind))) for kind in kinds[:first]]
+    held.append((kinds[0].__qualname__, {name for name, value in vars(trainer).items() if callable(value)}))
+    return sorted({f"{owner}.{name}" for owner, names in held for name in names & known})
 
 
 def _runs_within(kind: type) -> bool:

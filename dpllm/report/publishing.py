@@ -91,16 +91,20 @@ def refuse_uploads(args: Any) -> None:
             )
 
 
-def files_to_publish(folder: str | Path, *, adapter: bool, vocabulary: Iterable[str] = ()) -> list[str]:
+def files_to_publish(
+    folder: str | Path, *, adapter: bool, vocabulary: Iterable[str] = (), adapters: Iterable[str] = ()
+) -> list[str]:
     """Return the files of a run's folder that may be uploaded, as sorted names relative to it.
 
     They are the weights (safetensors only, and of a sharded model the shards that its index names), the configuration
-    and the code that it names, the tokenizer, the card, the report, the plan and the ledger.
+    and the code that it names, the tokenizer, the card, the report, the plan and the ledger. PEFT saves an adapter with
+    another name than "default" in a folder of its name, from which weights and configuration are taken.
 
     Args:
         folder: of the run.
         adapter: whether the model is a PEFT adapter; whole weights beside an adapter are then not its own.
         vocabulary: further names of tokenizer files, such as a tokenizer's ``vocab_files_names``.
+        adapters: the names of the model's adapters.
 
     Raises:
         PublishError: the folder holds no weights, a shard is missing, or the guarantee is incomplete.
@@ -114,7 +118,9 @@ def files_to_publish(folder: str | Path, *, adapter: bool, vocabulary: Iterable[
         )
     own = _ADAPTER_FILES if adapter else _MODEL_FILES
     names = {name for name in (*own, *GUARANTEE_FILES, *_TOKENIZER_FILES) if _is_plain_file(folder, name)}
-    if not names.intersection(_WEIGHTS):
+    plain = (one for one in adapters if Path(one).name == one and not (folder / one).is_symlink())
+    inner = {f"{one}/{name}" for one in plain for name in _ADAPTER_FILES if _is_plain_file(folder, f"{one}/{name}")}
+    if not names.intersection(_WEIGHTS) and not any(Path(name).name in _WEIGHTS for name in inner):
         raise PublishError(
             f"{folder} holds no {' or '.join(name for name in own if name in _WEIGHTS)}: save the whole model there "
             "with DPTrainer.save_model() first"
@@ -122,6 +128,10 @@ def files_to_publish(folder: str | Path, *, adapter: bool, vocabulary: Iterable[
     names.update(name for name in vocabulary if Path(name).name == name and _is_plain_file(folder, name))
     for index in names.intersection(_INDICES):
         names.update(_shards(folder, index))
+    for index in (name for name in inner if Path(name).name in _INDICES):
+        below = Path(index).parent
+        names.update(f"{below}/{shard}" for shard in _shards(folder / below, Path(index).name))
+    names |= inner
     if "config.json" in names:
         names.update(name for name in _code_of(folder / "config.json") if _is_plain_file(folder, name))
     templates = sorted((folder / _TEMPLATES).glob("*.jinja")) if (folder / _TEMPLATES).is_dir() else []

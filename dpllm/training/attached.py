@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dpllm.config import ConfigError
 from dpllm.engines import DeepSpeedZero, engine_for, model_inside
 from dpllm.engines.errors import no_totals
+from dpllm.engines.optimizers import refuse_unsteppable
 from dpllm.engines.processes import Processes
 from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import check_model
@@ -223,6 +224,7 @@ def attach(
             "the same way: attach(model, optimizer)"
         )
     inside = model_inside(model)
+    refuse_unsteppable(optimizer)
     name, first = _run_of(ledger), (optimizer if ledger.num_steps == 0 else None)
     between: Sequence[str] = [] if before is None else before.changed(inside)
     points = check_start(inside, None if name is None else name.folder, start_is_independent, first, between)

@@ -31,6 +31,7 @@ from dpllm.report.disclosures import (
     Evaluating,
     not_covered,
     own_callbacks,
+    own_methods,
     receivers,
 )
 from dpllm.report.model_card import CARD_FILE, keep_own_card, write_model_card
@@ -203,6 +204,11 @@ class Outlets(Trainer):
             ledger.append_open_point(
                 f"The callback {name} runs within training, where it can read losses of private rows: make sure that "
                 "neither learning rate, nor weights, nor the end of training follow them."
+            )
+        for name in own_methods(self):
+            ledger.append_open_point(
+                f"The method {name} of a Trainer of one's own runs within training, where it can read losses of "
+                "private rows: make sure that neither learning rate, nor weights, nor the end of training follow them."
             )
         for what, count in self._noted_before.items():
             ledger.append_disclosure(what, count)
@@ -377,7 +383,10 @@ class Outlets(Trainer):
         def checked() -> list[str]:
             require_publishable(folder, force_open_points=force_open_points)
             vocabulary = getattr(self.processing_class, "vocab_files_names", None) or {}
-            return files_to_publish(folder, adapter=self._is_adapter, vocabulary=vocabulary.values())
+            adapters = self.model.peft_config if isinstance(self.model, PeftModel) else ()
+            return files_to_publish(
+                folder, adapter=self._is_adapter, vocabulary=vocabulary.values(), adapters=adapters
+            )
 
         names = self.processes.from_main(checked)
         if not self.is_world_process_zero():

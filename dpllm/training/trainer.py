@@ -23,6 +23,7 @@ from transformers.utils import logging
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.config.output_folder import check_output_folder
 from dpllm.config.values import choice
+from dpllm.data.own_rows import refuse_own_rows
 from dpllm.data.units import UnitIndex
 from dpllm.engines import whole_state
 from dpllm.engines.processes import Processes
@@ -147,6 +148,7 @@ class DPTrainer(AveragedTrainer):
             noise_memory=noise_memory,
             average=average,
         )
+        self._refuse_private_evaluation(eval_dataset)
         self._start = StartingModel.of(model)
         self._losses = RowLosses(compute_loss_func or default_row_loss(model), pack_rows)
         self._run: TrainerRun | None = None  # of the present or the last train()
@@ -223,6 +225,7 @@ class DPTrainer(AveragedTrainer):
             )
         prepared = self._prepared
         prepared.refuse_replaced(self.train_dataset)
+        self._refuse_private_evaluation(self.eval_dataset)
         refuse_steering(self.args, self.callback_handler.callbacks, self.lr_scheduler, self.eval_is_public)
         folder = Path(str(self.args.output_dir))
         restart = begin_in(folder, resume_from_checkpoint, self.processes)
@@ -242,6 +245,15 @@ class DPTrainer(AveragedTrainer):
                 self._run.prepare_to_load(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         with self._interrupt.listening():
             return self._train_to_the_end(self._run, folder, checkpoint, ignore_keys_for_eval)
+
+    def _refuse_private_evaluation(self, dataset: Any) -> None:
+        """Make sure that the rows that were declared public are not the private rows.
+
+        Raises:
+            DataError: they are (`dpllm.data.own_rows`).
+        """
+        if self.eval_is_public:
+            self.processes.together(lambda: refuse_own_rows(dataset, self._prepared.dataset))
 
     def _log_advice(self) -> None:
         """Log the settings that were measured worse. A caller's own optimizer or schedule is unknown."""

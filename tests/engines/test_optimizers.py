@@ -1,10 +1,11 @@
-"""The innermost optimizer is found inside its wrappers."""
+"""The innermost optimizer is found inside its wrappers, and one that cannot take a private step is refused."""
 
 import pytest
 import torch
 from accelerate import Accelerator
 
-from dpllm.engines.optimizers import innermost
+from dpllm.engines.errors import EngineError
+from dpllm.engines.optimizers import innermost, refuse_unsteppable
 from dpllm.training.checks.agreement import computation
 
 
@@ -17,3 +18,24 @@ def test_processes_compare_the_optimizer_that_updates(kind):
     assert wrapped is not inside and innermost(wrapped) is inside
     assert computation(model, wrapped) == computation(model, inside)
     assert kind.__name__ in computation(model, wrapped)["the optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (torch.optim.LBFGS, r"step\(\) of LBFGS needs the argument closure"),
+        (torch.optim.SparseAdam, "SparseAdam takes sparse gradients only"),
+    ],
+)
+def test_an_optimizer_that_cannot_take_a_private_step_is_refused(kind, says):
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))])
+    for one in (optimizer, Accelerator(cpu=True).prepare_optimizer(optimizer)):
+        with pytest.raises(EngineError, match=says):
+            refuse_unsteppable(one)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "AdamW", "Adamax", "Adafactor", "RMSprop", "Rprop", "Muon"])
+def test_other_optimizers_of_pytorch_are_none(name):
+    optimizer = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(2, 2))])
+    optimizer_with_schedule = torch.optim.lr_scheduler.ConstantLR(optimizer).optimizer  # it wraps step()
+    refuse_unsteppable(optimizer_with_schedule)

@@ -10,10 +10,11 @@ import torch
 from huggingface_hub import HfApi
 from transformers import LlamaForCausalLM, TrainerCallback
 
+from dpllm import DPTrainer
 from dpllm.config import ConfigError
 from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.rounding import format_epsilon
-from dpllm.report.disclosures import EVALUATION_OUTSIDE, FINAL_LOSS, PREDICTION, TRAINING_LOSS
+from dpllm.report.disclosures import EVALUATION_OUTSIDE, FINAL_LOSS, PREDICTION, TRAINING_LOSS, own_methods
 from dpllm.report.model_card import metadata_in
 from dpllm.report.publishing import PublishError, files_to_publish, require_publishable
 from dpllm.report.statement import ReleaseNotes
@@ -42,6 +43,28 @@ STRAY_WEIGHTS = {
     "model-00007-of-00009.safetensors": "a shard that no index names",
     "optimizer.pt": "state",
 }
+
+
+def test_methods_of_ones_own_that_run_within_training_are_an_open_point(tmp_path):
+    """They read losses, as callbacks do."""
+
+    class Own(DPTrainer):
+        def create_optimizer(self, *args):  # before the first step
+            return super().create_optimizer(*args)
+
+        def training_step(self, *args):
+            loss = super().training_step(*args)
+            self.optimizer.param_groups[0]["lr"] *= float(loss < 4)
+            return loss
+
+    model, config = LlamaForCausalLM(tiny_llama_config(num_hidden_layers=1)), privacy()
+    run = Own(model, arguments(tmp_path / "own", max_steps=1), config, rows())
+    run.log = lambda *args: None
+    run.train()
+    points = [point for point in run.privacy_report()["open_points"] if point.startswith("The method ")]
+    assert [point.split()[2].rpartition(".")[2] for point in points] == ["log", "training_step"]
+    plain = trainer(tmp_path / "plain", model, start_is_independent=True, args=arguments(tmp_path / "plain"))
+    assert own_methods(plain) == []
 
 
 class Hub:

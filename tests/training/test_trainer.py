@@ -30,6 +30,8 @@ from transformers import (
 
 from dpllm import DPTrainer, PrivacyConfig, per_sequence_loss
 from dpllm.config import ConfigError
+from dpllm.data.records import DataError
+from dpllm.engines import EngineError
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, create_budget, read_budget
 from dpllm.privacy.checkpoints import STAGING_FOLDER, CheckpointError, verify
@@ -103,6 +105,29 @@ def test_a_run_leaves_model_plan_ledger_and_a_report_whose_epsilon_is_the_ledger
     assert logged == sorted(logged) and run.epsilon <= logged[-1] == float(f"{logged[-1]:.4g}") < 1.001 * run.epsilon
     assert ledger.disclosures["training loss (mean of a logging interval)"] == 2
     LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_training_rows_are_not_declared_public(tmp_path):
+    """A schedule would follow their exact losses; also where they are set later."""
+    dataset, schedule = rows(), {"eval_strategy": "steps", "eval_steps": 1, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    args = arguments(tmp_path, **schedule)
+    says = "declares eval_dataset public, and 64 of its 64 rows are rows of train_dataset"
+    with pytest.raises(DataError, match=says):
+        trainer(tmp_path, dataset=dataset, args=args, eval_dataset=rows(), eval_is_public=True)
+    run = trainer(tmp_path, dataset=dataset, args=args, eval_dataset=[{"input_ids": [7]}], eval_is_public=True)
+    run.eval_dataset = dataset
+    with pytest.raises(DataError, match=says):
+        run.train()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_before_a_step_is_charged(tmp_path):
+    """It ended in a TypeError after a charged step."""
+    model = LlamaForCausalLM(tiny_llama_config(num_hidden_layers=1))
+    run = trainer(tmp_path, model, optimizers=(torch.optim.LBFGS(model.parameters()), None))
+    with pytest.raises(EngineError, match="of LBFGS needs the argument closure"):
+        run.train()
+    assert run.ledger.num_steps == 0
 
 
 def test_without_noise_and_clipping_it_is_ordinary_training(tmp_path):

@@ -23,6 +23,7 @@ Relative to the larger of the loss and 1. In float32, sound models differ by at 
 """
 FINE = 2e-5
 _LOOSEST = 500  # times the tolerance, of C: the largest difference of two contributions if the loss is nearly 0
+_LARGEST = 0.25  # of C: the same for every dtype; 500 times the tolerance of bfloat16 would allow any difference
 _TRIED = 97  # norms of which the least is taken that counts; four for each power of ten
 
 
@@ -108,7 +109,8 @@ def compare(seen: Sequence[Seen], counting: float, tolerance: float) -> tuple[Di
     Losses are compared relative to the larger of their size and 1, which is the rounding of logits. A gradient norm
     near a loss of 0 is the small difference of numbers near 1, so its tolerance grows as 1/loss. It grows up to a bound
     on the difference of the contributions, relative to C: a loss may also be small because of its scale, and then its
-    gradients count as much as those of any loss with a smaller C.
+    gradients count as much as those of any loss with a smaller C. The bound is 1 % of C in float32, and a quarter of C
+    in coarser arithmetic.
 
     Args:
         seen: the results.
@@ -118,6 +120,7 @@ def compare(seen: Sequence[Seen], counting: float, tolerance: float) -> tuple[Di
     alone: dict[int, Seen] = {}
     for one in sorted(seen, key=lambda one: len(one.company.numbers)):
         alone.setdefault(one.row, one)
+    loosest = max(1.0, min(_LOOSEST, _LARGEST / tolerance))
     largest, worst, excess = [0.0, 0.0], None, (False, 1.0)  # a row that was also run alone is reported before others
     for one in seen:
         first = alone[one.row]
@@ -125,7 +128,7 @@ def compare(seen: Sequence[Seen], counting: float, tolerance: float) -> tuple[Di
         norm = _difference(first.norm, one.norm, 1e-30)
         if math.isfinite(first.loss):
             room = max(1.0, 1 / max(abs(first.loss), 1e-30))
-            norm /= min(room, _LOOSEST * max(1.0, counting / max(first.norm, one.norm, 1e-30)))
+            norm /= min(room, loosest * max(1.0, counting / max(first.norm, one.norm, 1e-30)))
         largest = [max(largest[0], loss), max(largest[1], norm)]
         found = (len(first.company.numbers) == 1, max(loss, norm) / tolerance)
         if found[1] > 1 and found > excess:

@@ -1,6 +1,7 @@
 """How different two results of a row may be, in units of its contribution to the sum."""
 
 import pytest
+import torch
 from torch import nn
 
 from dpllm import GhostClipper
@@ -10,7 +11,7 @@ from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.per_layer import PerLayerClipping
 from dpllm.mechanism.quantile import QuantileClipping
 from dpllm.training.checks.companies import Company
-from dpllm.training.checks.differences import FINE, Seen, compare, counting_norm
+from dpllm.training.checks.differences import FINE, TOLERANCE, Seen, compare, counting_norm
 from dpllm.training.checks.independence import IndependenceError
 from tests.training.checks.test_independence import DEPENDS, llama, lm_loss, rows_of, steps, unequal
 
@@ -49,6 +50,23 @@ def of(loss, norm, *beside):
 def test_a_difference_counts_by_what_it_adds_to_the_sum(loss, norms, counting, is_found):
     """Not by the scale of the loss, which a user chooses together with C."""
     _, worst = compare([of(loss, norms[0]), of(loss, norms[1], 1)], counting, FINE)
+    assert (worst is not None) is is_found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "norms", "counting", "is_found"),
+    [
+        (torch.bfloat16, (1e-6, 1.4e-6), 1e-6, True),  # two sevenths of C
+        (torch.bfloat16, (1e-6, 1.4e-6), 1.0, False),  # the same beside C = 1
+        (torch.bfloat16, (3.0, 3.3), 1.0, False),  # rounding of a clipped gradient at a loss of nearly 0
+        (torch.float16, (1e-6, 1.4e-6), 1e-6, True),
+        (torch.float16, (3.0, 3.3), 1.0, False),
+    ],
+)
+def test_coarse_arithmetic_hides_no_coupling_of_small_losses(dtype, norms, counting, is_found):
+    """A bound that is a multiple of the tolerance would be 15 C in bfloat16: a difference of any size would pass."""
+    seen = [of(1e-6, norms[0]), of(1e-6, norms[1], 1)]
+    _, worst = compare(seen, counting, TOLERANCE[dtype])
     assert (worst is not None) is is_found
 
 
