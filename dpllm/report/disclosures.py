@@ -32,7 +32,11 @@ that is computed from the private gradient is, and says little about the norms t
 # Figures that only `Trainer.log` writes, and that no file holds that `dpllm.report.publishing` uploads. Evaluations and
 # predictions are not among them: people note such figures in the report, which is published.
 _KEPT = frozenset({TRAINING_LOSS, FINAL_LOSS, RESOURCES, LOGGED})
-_COVERED = frozenset({GRADIENT_NORM, "grad_norm", "learning_rate", "epoch", "step", "epsilon", "total_flos"})
+ON_PRIVATE_ROWS = "on_private_rows"
+"""Name in the logs that marks an evaluation on private rows, in a run whose own evaluation rows are declared public."""
+_COVERED = frozenset(
+    {GRADIENT_NORM, ON_PRIVATE_ROWS, "grad_norm", "learning_rate", "epoch", "step", "epsilon", "total_flos"}
+)
 _AROUND_TRAINING = ("on_init_end", "on_train_begin", "on_train_end", "on_push_begin")
 # Methods of the Trainer that are called only before the first step or after the last, or that read no loss.
 _HARMLESS = (

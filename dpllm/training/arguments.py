@@ -164,6 +164,20 @@ def private_arguments(args: TrainingArguments) -> TrainingArguments:
     return private
 
 
+def refuse_changed(args: TrainingArguments) -> None:
+    """Refuse options that were set after `private_arguments` made these arguments.
+
+    Raises:
+        ConfigError: as `refuse_options`; or ``max_grad_norm`` was set.
+    """
+    refuse_options(args)
+    if args.max_grad_norm:
+        raise ConfigError(
+            f"train.max_grad_norm={args.max_grad_norm!r} cannot be used in private training: the Trainer's own "
+            "clipping would rescale the noisy gradient; a unit's gradient is clipped to privacy.clip_norm. Leave it 0."
+        )
+
+
 def checked_arguments(args: TrainingArguments, own_optimizer: bool) -> TrainingArguments:
     """Do as `private_arguments`, after building the optimizer, unless the caller passes one (``own_optimizer``)."""
     private = private_arguments(args)
@@ -183,6 +197,12 @@ def refuse_options(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if value != allowed and not (allowed is None and not value):
             raise ConfigError(f"train.{name}={value!r} cannot be used in private training: {reason}.")
+    accumulation = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    if accumulation.get("num_steps", 1) != 1:
+        raise ConfigError(
+            f"train.accelerator_config.gradient_accumulation_kwargs.num_steps={accumulation['num_steps']!r} cannot be "
+            f"used in private training: {_REFUSED['gradient_accumulation_steps'][1]}."
+        )
     refuse_environment()
     for kind in ("tp_size", "cp_size", "sp_size"):
         if (getattr(args.parallelism_config, kind, None) or 1) > 1:

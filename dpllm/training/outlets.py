@@ -384,9 +384,7 @@ class Outlets(Trainer):
             require_publishable(folder, force_open_points=force_open_points)
             vocabulary = getattr(self.processing_class, "vocab_files_names", None) or {}
             adapters = self.model.peft_config if isinstance(self.model, PeftModel) else ()
-            return files_to_publish(
-                folder, adapter=self._is_adapter, vocabulary=vocabulary.values(), adapters=adapters
-            )
+            return files_to_publish(folder, adapter=self._is_adapter, vocabulary=vocabulary.values(), adapters=adapters)
 
         names = self.processes.from_main(checked)
         if not self.is_world_process_zero():

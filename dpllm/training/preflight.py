@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
 from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations import integration_utils
@@ -84,6 +85,24 @@ def require_positions(model: nn.Module, longest: int, what: str) -> None:
     if most is not None and longest > most:
         raise ConfigError(
             f"{what} {longest} tokens, but the model has {most} positions: set data.max_length={most} or less"
+        )
+
+
+def refuse_unwrapped_adapters(model: nn.Module) -> None:
+    """Raise for an adapter that transformers holds itself: its Trainer cannot load a checkpoint of such a model.
+
+    Steps that a crash loses would stay charged, and the run could not go on.
+
+    Args:
+        model: to train.
+
+    Raises:
+        ConfigError: ``model.add_adapter`` made an adapter in a model that PEFT does not wrap.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False) and not isinstance(model, PeftModel):
+        raise ConfigError(
+            "The model has an adapter of model.add_adapter() or model.load_adapter(), from whose checkpoints a Trainer "
+            "cannot resume. Let PEFT wrap the model: model = peft.get_peft_model(model, config)"
         )
 
 

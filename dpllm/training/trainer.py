@@ -41,12 +41,14 @@ from dpllm.privacy.plan import PrivacyPlan
 from dpllm.report.model_card import keep_own_card
 from dpllm.report.statement import ReleaseNotes, privacy_report
 from dpllm.training.advice import advice
+from dpllm.training.arguments import refuse_changed
 from dpllm.training.attaching import AttachFirst
 from dpllm.training.averaged_trainer import AveragedTrainer
 from dpllm.training.averaging import LAST_FOLDER
 from dpllm.training.fetching import refuse_ignored
 from dpllm.training.interrupt import Interrupt
 from dpllm.training.outlets import StartingModel
+from dpllm.training.preflight import refuse_unwrapped_adapters
 from dpllm.training.prepared import Prepared
 from dpllm.training.restarting import begin_in, checkpoint_to_resume
 from dpllm.training.row_losses import RowLosses
@@ -124,6 +126,7 @@ class DPTrainer(AveragedTrainer):
     ) -> None:
         """Compute the plan and set up the Trainer."""
         refuse_ignored(self)
+        refuse_unwrapped_adapters(model)
         self.public, self.eval_is_public = list(public), eval_is_public
         self.notes = ReleaseNotes()  # facts about the release that only people know; set them before save_model()
         if isinstance(max_tokens_per_microbatch, int) and max_tokens_per_microbatch < 1:
@@ -226,6 +229,7 @@ class DPTrainer(AveragedTrainer):
         prepared = self._prepared
         prepared.refuse_replaced(self.train_dataset)
         self._refuse_private_evaluation(self.eval_dataset)
+        refuse_changed(self.args)
         refuse_steering(self.args, self.callback_handler.callbacks, self.lr_scheduler, self.eval_is_public)
         folder = Path(str(self.args.output_dir))
         restart = begin_in(folder, resume_from_checkpoint, self.processes)

@@ -15,12 +15,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from dpllm.privacy.checkpoints import CheckpointError
-from dpllm.report.disclosures import LOG_FILE, LOGGED
+from dpllm.report.disclosures import LOG_FILE, LOGGED, ON_PRIVATE_ROWS
 from dpllm.training.outlets import Outlets
 
 _PUBLIC_ENTRIES = ("step", "epoch", "learning_rate", "epsilon")
@@ -40,7 +41,7 @@ def covered_state(state: TrainerState, eval_is_public: bool = False) -> TrainerS
 
     Args:
         state: state of the Trainer; it is not changed.
-        eval_is_public: whether evaluation rows are declared public; then evaluation results are kept.
+        eval_is_public: whether evaluation rows are declared public; then results on them are kept, and none on others.
 
     >>> state = TrainerState(log_history=[{"loss": 2.5, "step": 1, "epsilon": 0.5}, {"eval_loss": 2.0, "step": 1}])
     >>> covered_state(state).log_history
@@ -51,10 +52,11 @@ def covered_state(state: TrainerState, eval_is_public: bool = False) -> TrainerS
     known = {field.name for field in dataclasses.fields(TrainerState)}
     history = []
     for entry in state.log_history:
+        public = eval_is_public and ON_PRIVATE_ROWS not in entry
         kept = {
             name: value
             for name, value in entry.items()
-            if name in _PUBLIC_ENTRIES or (eval_is_public and name.startswith("eval_"))
+            if name in _PUBLIC_ENTRIES or (public and name.startswith("eval_"))
         }
         if kept.keys() - {"step", "epoch"}:
             history.append(kept)
@@ -162,6 +164,9 @@ class CoveredTrainer(Outlets):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and keep the entry in `LOG_FILE`, which the report lists as not covered."""
+        is_public = self._evaluating is not None and self._evaluating.public
+        if self.eval_is_public and not is_public and any(name.startswith("eval_") for name in logs):
+            logs = {**logs, ON_PRIVATE_ROWS: 1}
         super().log(logs, start_time)
         if self.ledger is not None and self.args.should_save:
             if not self._log_disclosed:
@@ -184,11 +189,16 @@ class CoveredTrainer(Outlets):
             self.state = whole
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load a checkpoint's weights.
+        """Load a checkpoint's weights; what is trained, and which adapters are active, stays as it was.
+
+        The Trainer makes the first of several active adapters the only one, and trains it.
 
         Raises:
             CheckpointError: the weights are of a model of another shape.
         """
+        loaded: Any = self.model if model is None else model
+        is_trained = {name: p.requires_grad for name, p in loaded.named_parameters()}
+        active = list(loaded.active_adapters) if isinstance(loaded, PeftModel) else []
         try:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         except RuntimeError as error:
@@ -199,6 +209,11 @@ class CoveredTrainer(Outlets):
                 f"{resume_from_checkpoint} holds weights of a model of another shape ({reason}). Resume with the model "
                 "of the first start, and in a recipe with its section model.peft"
             ) from error
+        if active and list(loaded.active_adapters) != active:
+            loaded.base_model.set_adapter(active)
+        for name, parameter in loaded.named_parameters():
+            if parameter.requires_grad != is_trained.get(name, parameter.requires_grad):
+                parameter.requires_grad_(is_trained[name])
 
     def save_state(self) -> None:
         """Save ``trainer_state.json`` with the figures that ε covers; losses are in `LOG_FILE`."""

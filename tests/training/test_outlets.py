@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import HfApi
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm import DPTrainer
@@ -218,6 +219,30 @@ def test_pushing_refuses_figures_that_went_elsewhere_unless_forced(tmp_path, hub
     assert not hub.uploads
     assert run.push_to_hub(force_open_points=True).startswith("commit to someone/")
     assert "open points" in hub.uploads[0][1]["README.md"].decode()
+
+
+@pytest.mark.parametrize("names", [["mine"], ["default", "mine"]])
+def test_an_adapter_with_a_name_of_its_own_is_published(tmp_path, hub, names):
+    """PEFT saves it in a folder of its name: an upload found no weights, or those of another adapter only."""
+    adapter = LoraConfig(target_modules=["q_proj"], r=2)
+    model = get_peft_model(LlamaForCausalLM(tiny_llama_config(num_hidden_layers=1)), adapter, adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, adapter)
+    model.set_adapter("mine")
+    run = trainer(tmp_path / "run", model, args=arguments(tmp_path / "run", max_steps=1, logging_strategy="no"))
+    run.train()
+    run.save_model()
+    run.push_to_hub(force_open_points=True)
+    _, files, _ = hub.uploads[0]
+    parts = {"adapter_config.json", "adapter_model.safetensors"}
+    at_top = parts if "default" in names else set()
+    assert set(files) - GUARANTEE == at_top | {f"mine/{part}" for part in parts}
+    for name, contents in files.items():
+        (tmp_path / "got" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "got" / name).write_bytes(contents)
+    assert [check for check in verify(tmp_path / "got").checks if not check.ok] == []
+    shutil.copytree(tmp_path / "run" / "mine", tmp_path / "run" / "stray")
+    assert not [name for name in files_to_publish(tmp_path / "run", adapter=True, adapters=["mine"]) if "stray" in name]
 
 
 @pytest.mark.parametrize(

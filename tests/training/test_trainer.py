@@ -121,6 +121,45 @@ def test_training_rows_are_not_declared_public(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_adapter_that_peft_does_not_wrap_is_refused(tmp_path):
+    """A resume ended in a ValueError of transformers, and an upload found no weights."""
+    model = LlamaForCausalLM(tiny_llama_config(num_hidden_layers=1))
+    model.add_adapter(LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(ConfigError, match=r"cannot resume. Let PEFT wrap the model: model = peft\.get_peft_model"):
+        trainer(tmp_path, model)
+
+
+class AfterSaving(TrainerCallback):
+    """A crash."""
+
+    def on_save(self, args, state, control, **kwargs):
+        raise RuntimeError("a crash")
+
+
+def test_a_resume_trains_the_adapters_of_the_first_start(tmp_path):
+    """Of several active adapters, transformers trains the first one from then on, and no other is active."""
+    adapter = LoraConfig(target_modules=["q_proj"], r=2)
+
+    def stacked():
+        model = get_peft_model(LlamaForCausalLM(tiny_llama_config(num_hidden_layers=1)), adapter)
+        model.add_adapter("mine", adapter)
+        model.base_model.set_adapter(["default", "mine"])
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".mine." in name)
+        return model
+
+    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    first = trainer(tmp_path, stacked(), args=args)
+    trained = {name for name, parameter in first.model.named_parameters() if parameter.requires_grad}
+    first.add_callback(AfterSaving())
+    with pytest.raises(RuntimeError, match="a crash"):
+        first.train()
+    again = trainer(tmp_path, stacked(), args=args)
+    again.train(resume_from_checkpoint=True)
+    assert {name for name, parameter in again.model.named_parameters() if parameter.requires_grad} == trained
+    assert list(again.model.active_adapters) == ["default", "mine"] and again.ledger.num_steps == 2
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused_before_a_step_is_charged(tmp_path):
     """It ended in a TypeError after a charged step."""
     model = LlamaForCausalLM(tiny_llama_config(num_hidden_layers=1))
@@ -592,6 +631,10 @@ def test_rotation_keeps_the_checkpoints_published_last(tmp_path):
     [
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2.*logical batch"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*averages over the batch"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+            r"gradient_accumulation_kwargs\.num_steps=2.*logical batch",
+        ),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         ({"torch_compile": True}, "torch_compile=True"),
         ({"debug": "underflow_overflow"}, "prints values computed from private rows"),
@@ -625,6 +668,18 @@ def test_options_that_this_machine_would_not_even_accept_are_refused(tmp_path, n
     setattr(args, name, value)
     with pytest.raises(ConfigError, match=match):
         trainer(tmp_path, args=args)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("gradient_accumulation_steps", 2), ("load_best_model_at_end", True), ("max_grad_norm", 1.0)]
+)
+def test_options_that_are_set_after_the_trainer_was_made_are_refused(tmp_path, name, value):
+    """They ended the run after steps that were charged."""
+    run = small_trainer(tmp_path)
+    setattr(run.args, name, value)
+    with pytest.raises(ConfigError, match=rf"train\.{name}={value}.*private training"):
+        run.train()
+    assert not list(tmp_path.iterdir())
 
 
 def test_hyper_parameter_search_is_refused(tmp_path):

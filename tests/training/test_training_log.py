@@ -72,6 +72,34 @@ def test_no_file_of_a_checkpoint_holds_a_loss_or_a_random_state(tmp_path):
     assert generator_states({"cpu": torch.get_rng_state()})  # the search finds one
 
 
+class OnPrivateRows(TrainerCallback):
+    """Evaluates on the training rows, in a run whose own evaluation rows are public."""
+
+    def __init__(self):
+        self.trainer = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.results = self.trainer.evaluate(self.trainer.train_dataset.select(range(8)))
+        self.trainer.log({"eval_of_mine": 1.5})
+
+
+def test_a_checkpoint_holds_results_on_public_rows_only(tmp_path):
+    """Results on other rows have the same names."""
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=2, eval_strategy="epoch", logging_steps=9)
+    public = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 4
+    run = trainer(tmp_path, args=args, eval_dataset=public, eval_is_public=True, callbacks=[OnPrivateRows()])
+    (mine,) = [one for one in run.callback_handler.callbacks if isinstance(one, OnPrivateRows)]
+    mine.trainer = run
+    run.train()
+    run.save_state()
+    for folder in (tmp_path / "checkpoint-2", tmp_path):
+        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        assert not [name for entry in history for name in entry if name.startswith("eval_") and entry["step"] < 2]
+    assert any("eval_loss" in entry for entry in history)  # after the last step, on public rows
+    assert "eval_of_mine" not in names_in(history) and "on_private_rows" not in mine.results
+    assert sum("eval_loss" in entry for entry in run.state.log_history) == 3
+
+
 def test_the_losses_are_in_one_file_that_the_report_lists(tmp_path):
     """And in the Trainer's own history, while it runs."""
     run = saved(tmp_path)

@@ -17,6 +17,8 @@ numbers, leave other values the second time. Moved values are set to others for 
 
 from __future__ import annotations
 
+import argparse
+import array
 import contextlib
 import copy
 import functools
@@ -26,13 +28,15 @@ import io
 import itertools
 import math
 import pickle
+import queue
 import random
 import re
 import sys
-from collections import deque
+import threading
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CellType, ModuleType
+from types import CellType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,10 +58,12 @@ _NEVER = {"transformers", "accelerate", "peft", "deepspeed", "tokenizers", "data
 _SKIPPED = LIBRARIES | _NEVER | sys.stdlib_module_names | {"tqdm", "wandb", "tensorboard", "mlflow", "pandas"}
 _SEEN = {"dpllm.training.row_losses"}  # modules of dpllm whose objects hold a user's function
 _HOLDING = ("torch.utils.data.dataset", "torch.nn.modules.")  # modules of PyTorch whose objects hold a user's
+_SPACES = (SimpleNamespace, argparse.Namespace, threading.local, UserDict, UserList, queue.Queue)  # they hold a user's
+_BYTES = (bytearray, array.array)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, itertools.count)
 _CONTAINERS = (list, dict, set, deque)
 _PARTS = ("_buffers", "_parameters", "_modules")  # dictionaries of a module
-_WRITTEN = (Tensor, np.ndarray, itertools.count)  # values that code changes in place
+_WRITTEN = (Tensor, np.ndarray, itertools.count, *_BYTES)  # values that code changes in place
 _TENSORS = (Tensor, nn.Parameter)
 _RANDOM = re.compile(r"aten::(rand\w*|bernoulli_?|uniform_|normal_?|exponential_|multinomial|poisson|random_)\(")
 
@@ -387,7 +393,7 @@ def _is_own(module: str | None) -> bool:
 def _is_walked(one: Any) -> bool:
     if inspect.isclass(one) or inspect.ismodule(one):
         return False
-    return _is_own(type(one).__module__) or type(one).__module__.startswith(_HOLDING)
+    return isinstance(one, _SPACES) or _is_own(type(one).__module__) or type(one).__module__.startswith(_HOLDING)
 
 
 def _is_of_library(kind: type) -> bool:
@@ -406,6 +412,8 @@ def _mark(value: Any) -> Any:
         return tuple(value.shape), hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes()).digest()
     if isinstance(value, _PLAIN):
         return type(value).__name__, repr(value)
+    if isinstance(value, _BYTES):
+        return type(value).__name__, hashlib.blake2b(value).digest()
     if isinstance(value, list | tuple | dict | set | deque):
         return type(value).__name__, len(value)
     if isinstance(value, torch.Generator):
@@ -425,6 +433,8 @@ def _copied(value: Any) -> Any:
         return copy.copy(value) if len(value) <= _COPIED else None
     if isinstance(value, np.ndarray):
         return value.copy() if value.size <= _COPIED else None
+    if isinstance(value, _BYTES):
+        return copy.copy(value) if len(value) <= _COPIED else None
     if type(value) not in _TENSORS or value.numel() > _COPIED or value.layout != torch.strided:
         return None
     made = value.detach().clone()
