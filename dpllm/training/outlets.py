@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +159,10 @@ class Outlets(Trainer):
             ignore_keys: as for ``Trainer``.
             metric_key_prefix: as for ``Trainer``.
         """
-        own = eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset
-        outer = self._evaluating
-        if outer is not None:  # one of several data sets: the Trainer calls this method for each
-            own = own or outer.public
+        several = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else ()
+        declared = (None, self.eval_dataset, *several)  # the Trainer calls this method for each of several
+        own = isinstance(eval_dataset, str) or any(eval_dataset is one for one in declared)
+        outer = self._evaluating  # of which a callback runs another one
         self._evaluating = Evaluating(metric_key_prefix, own and self._eval_is_public)
         try:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)

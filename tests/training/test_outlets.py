@@ -68,6 +68,30 @@ def test_methods_of_ones_own_that_run_within_training_are_an_open_point(tmp_path
     assert own_methods(plain) == []
 
 
+class OnTrainingRows(TrainerCallback):
+    """Evaluates on the training rows, too, after each evaluation."""
+
+    trainer = None
+
+    def on_evaluate(self, *args, **kwargs):
+        run, self.trainer = self.trainer, None
+        if run is not None:
+            run.evaluate(run.train_dataset, metric_key_prefix="train")
+
+
+def test_an_evaluation_on_private_rows_within_one_on_public_rows_is_counted(tmp_path):
+    """Of the rows that were declared public, no evaluation is."""
+    public = {"a": [{"input_ids": [7, 8], "labels": [7, 8]}], "b": [{"input_ids": [5, 6], "labels": [5, 6]}]}
+    added = OnTrainingRows()
+    args = arguments(tmp_path, max_steps=1)
+    run = trainer(tmp_path, args=args, eval_dataset=public, eval_is_public=True, callbacks=[added])
+    added.trainer = run
+    run.evaluate()
+    run.evaluate(public["b"])
+    run.train()
+    assert read_ledger(run.ledger.path).disclosures[EVALUATION_OUTSIDE] == 1
+
+
 class Hub:
     """Records the files that a client of the Hub would receive."""
 
