@@ -32,6 +32,34 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "the training rows may be declared public for evaluation",
+        "dpllm/data/own_rows.py",
+        "if shared and 2 * shared > len(dataset):",
+        "if False:",
+        ("tests/data/test_own_rows.py",),
+    ),
+    Mutation(
+        "in bfloat16, a small loss allows any difference of norms",
+        "dpllm/training/checks/differences.py",
+        "min(_LOOSEST, _LARGEST / tolerance)",
+        "_LOOSEST",
+        ("tests/training/checks/test_differences.py::test_coarse_arithmetic_hides_no_coupling_of_small_losses",),
+    ),
+    Mutation(
+        "numbers in objects of the standard library are passed over",
+        "dpllm/training/checks/kept.py",
+        "isinstance(one, _SPACES) or ",
+        "",
+        ("tests/training/checks/test_kept_objects.py",),
+    ),
+    Mutation(
+        "methods of a Trainer of one's own are no open point",
+        "dpllm/training/outlets.py",
+        "for name in own_methods(self):",
+        "for name in ():",
+        ("tests/training/test_outlets.py::test_methods_of_ones_own_that_run_within_training_are_an_open_point",),
+    ),
+    Mutation(
         "the clip is deleted",
         "dpllm/mechanism/clipping.py",
         "return (self.clip_norm / norm_GU).clamp_max(1)",
