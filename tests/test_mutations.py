@@ -463,7 +463,7 @@ MUTATIONS = [
     Mutation(
         "the budget of the data set is not asked",
         "dpllm/privacy/budget.py",
-        "        _check_fits(budget, budget.entries, (), plan.event, plan.num_steps)\n        entry = ",
+        "        _check_fits(budget, plan.event, plan.num_steps)\n        entry = ",
         "        entry = ",
         ("tests/privacy/test_budget.py",),
     ),

@@ -43,6 +43,7 @@ from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES, MAX_TARGET_EPSILON
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import History
+from dpllm.privacy.budget_entry import Entry
 from dpllm.privacy.budget_lock import BudgetError as BudgetError
 from dpllm.privacy.budget_lock import locked
 from dpllm.privacy.calibration import steps_within
@@ -54,47 +55,6 @@ from dpllm.privacy.rounding import down, format_delta, format_delta_limit, forma
 
 _FORMAT = 1
 _HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", "delta", "shared_people")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """The charge of one run."""
-
-    id: str
-    """Random, in hexadecimal; also written in the run's ledger."""
-    plan_hash: str
-    step: Event
-    steps_reserved: int
-    """T of the plan."""
-    steps_charged: int | None
-    """Steps that the run's ledger charges, once it has ended. None: the reservation counts."""
-    steps_before: int
-    """Steps known to have run; no later settlement may be lower."""
-    charged_at: str
-    """Time of the first charge, UTC."""
-    segments: tuple[int, ...] = ()
-    """Steps of each start before the last one, for events whose resume costs more than going on (`Event.restarts`)."""
-    head: dict[str, Any] | None = None
-    """The place in the run's ledger (`LedgerHead`) at the last start, resumption, save or end. None: not begun."""
-
-    def __post_init__(self) -> None:
-        """Check the counts and the head."""
-        counts = {"steps_reserved": self.steps_reserved, "steps_before": self.steps_before}
-        for name, count in {**counts, "steps_charged": self.steps_charged or 0}.items():
-            integer(name, count, 0)
-        object.__setattr__(self, "segments", tuple(integer("segments", count, 1) for count in self.segments))
-        if self.head is not None:
-            LedgerHead.of(self.head)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that count against the budget."""
-        return self.steps_reserved if self.steps_charged is None else self.steps_charged
-
-    @property
-    def history(self) -> list[tuple[Event, int]]:
-        """The steps that count, by start; or without a resume, if they cost more so."""
-        return accounting.of_starts(self.step, (*self.segments, max(0, self.num_steps - sum(self.segments))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +199,7 @@ def charge(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
     _check_private(plan)
     with _changing(path) as (budget, put):
         _check_data(budget, plan, dataset)
-        _check_fits(budget, budget.entries, (), plan.event, plan.num_steps)
+        _check_fits(budget, plan.event, plan.num_steps)
         entry = _entry(plan, plan.event, plan.num_steps)
         put((*budget.entries, entry))
     return entry.id
@@ -263,7 +223,7 @@ def charge_selection(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
     ((selected, count),) = plan.history
     with _changing(path) as (budget, put):
         _check_data(budget, plan, dataset)
-        _check_fits(budget, budget.entries, (), selected, count)
+        _check_fits(budget, selected, count)
         entry = _entry(plan, selected, count)
         put((*budget.entries, entry))
     return entry.id
@@ -274,7 +234,7 @@ def require_room(path: str | Path, plan: PrivacyPlan, dataset: str) -> None:
     _check_private(plan)
     budget = read_budget(path)
     _check_data(budget, plan, dataset)
-    _check_fits(budget, budget.entries, (), plan.event, plan.num_steps)
+    _check_fits(budget, plan.event, plan.num_steps)
 
 
 def mark(path: str | Path, entry_id: str, head: LedgerHead) -> None:
@@ -361,11 +321,15 @@ def check_entry(
         if ledger is not None:
             require_own_ledger(path, entry, ledger)
         others = tuple(other for other in budget.entries if other.id != entry_id)
-        reserved = entry.steps_reserved if steps_allowed is None else min(entry.steps_reserved, steps_allowed)
+        # Not the fewer of both: after some resumes of BLT noise, more steps fit than after the one before.
+        reserved = plan.num_steps if steps_allowed is None else steps_allowed
+        planned = None if reserved == plan.num_steps else plan.num_steps
         segments = _segments(entry, ledger)
-        _check_fits(budget, others, [(entry.step, count) for count in segments], entry.step, reserved - sum(segments))
-        head = entry.head if go_on is None else go_on().to_dict()
-        put(_with(budget, replace(entry, steps_charged=None, head=head, segments=segments, steps_reserved=reserved)))
+        again = replace(
+            entry, steps_charged=None, steps_reserved=reserved, steps_planned=planned, segments=segments
+        )
+        _check_resumed(budget, others, again)
+        put(_with(budget, replace(again, head=entry.head if go_on is None else go_on().to_dict())))
 
 
 def _segments(entry: Entry, ledger: str | Path | None) -> tuple[int, ...]:
@@ -477,28 +441,45 @@ def _check_data(budget: Budget, plan: PrivacyPlan, dataset: str) -> None:
         )
 
 
-def _check_fits(budget: Budget, others: tuple[Entry, ...], earlier: History, step: Event, num_steps: int) -> None:
-    """Raise unless the other runs, the earlier starts of this run and its new steps cost at most the budget."""
-    taken = [part for entry in others for part in entry.history]
-    before = [*taken, *earlier]
-    total = budget.cost([*taken, *accounting.of_starts(step, [*(count for _, count in earlier), num_steps])])
+def _check_resumed(budget: Budget, others: tuple[Entry, ...], entry: Entry) -> None:
+    """Raise unless the other runs, the earlier starts of this run and its remaining steps cost at most the budget."""
+    taken = [part for other in others for part in other.history]
+    total = budget.cost([*taken, *entry.history])
+    if total > budget.epsilon:
+        raise BudgetError(
+            f"{_allowance(budget, others, taken)}. Resumed, this run would by itself cost "
+            f"ε = {format_epsilon(budget.cost(entry.history))} over {entry.steps_reserved} steps, "
+            f"{sum(entry.segments)} taken before among them, and bring the total to ε = {format_epsilon(total)}. "
+            "Release the model of its last checkpoint, whose ε its report states"
+        )
+
+
+def _check_fits(budget: Budget, step: Event, num_steps: int) -> None:
+    """Raise unless the runs so far and these steps of a new run cost at most the budget."""
+    taken = budget.history
+    total = budget.cost([*taken, (step, num_steps)])
     if total <= budget.epsilon:
         return
-    allowed = steps_within(budget.epsilon, budget.delta, step, num_steps, budget.adjacency, before)
-    spent = budget.cost(taken)
-    left = budget.cost([*before, (step, allowed)])
+    allowed = steps_within(budget.epsilon, budget.delta, step, num_steps, budget.adjacency, taken)
+    left = budget.cost([*taken, (step, allowed)])
     instead = (
         f"{allowed} of its steps still fit, which would bring the total to ε = {format_epsilon(left)}. Take {allowed} "
         "steps, or more noise"
         if allowed
         else "none of its steps fits. Take more noise or a smaller expected_batch_size, or train on other data"
     )
-    alone = budget.cost([*earlier, (step, num_steps)])
     raise BudgetError(
-        f"{budget.path} allows ε = {down(budget.epsilon)} at δ = {format_delta(budget.delta)} ({budget.adjacency}) for "
-        f"all runs on {budget.dataset!r}. Spent or reserved by {len(others)} other runs: ε = {format_epsilon(spent)}. "
-        f"This run would by itself cost ε = {format_epsilon(alone)} over {num_steps} steps, and bring the total to "
+        f"{_allowance(budget, budget.entries, taken)}. This run would by itself cost "
+        f"ε = {format_epsilon(budget.cost([(step, num_steps)]))} over {num_steps} steps, and bring the total to "
         f"ε = {format_epsilon(total)}; {instead}"
+    )
+
+
+def _allowance(budget: Budget, others: tuple[Entry, ...], taken: History) -> str:
+    return (
+        f"{budget.path} allows ε = {down(budget.epsilon)} at δ = {format_delta(budget.delta)} ({budget.adjacency}) for "
+        f"all runs on {budget.dataset!r}. Spent or reserved by {len(others)} other runs: "
+        f"ε = {format_epsilon(budget.cost(taken))}"
     )
 
 
@@ -564,8 +545,10 @@ def _changing(path: str | Path) -> Iterator[tuple[Budget, Callable[[tuple[Entry,
 
 def _plain(entry: Entry) -> dict[str, Any]:
     fields = {item.name: getattr(entry, item.name) for item in dataclasses.fields(entry)}
-    segments = fields.pop("segments")
-    return {**fields, "step": to_fields(entry.step), **({"segments": list(segments)} if segments else {})}
+    segments, planned = fields.pop("segments"), fields.pop("steps_planned")
+    some = {"segments": list(segments)} if segments else {}
+    some |= {} if planned is None else {"steps_planned": planned}
+    return {**fields, "step": to_fields(entry.step), **some}
 
 
 def _write(budget: Budget) -> tuple[int, str]:

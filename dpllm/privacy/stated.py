@@ -22,7 +22,9 @@ def stated_history(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[E
     20 steps. The ε of all planned steps covers every such choice. The ε of the charged steps holds in three cases: all
     planned steps were taken, none was taken, or people declared that the stop depends neither on the data nor on the
     run's releases. For the same reason, starts that cost less than the plan's steps without a resume are stated with
-    the ε of those (`dpllm.privacy.accounting.of_starts`).
+    the ε of those (`dpllm.privacy.accounting.of_starts`). A declaration is about the last stop; the resumes before it
+    may have followed from the releases, so the starts are then stated with at least the ε of as many steps without a
+    resume.
 
     Args:
         plan: the plan of the run.
@@ -30,10 +32,9 @@ def stated_history(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[E
     """
     if plan.selection is not None and contents.num_steps:
         return _of_selection(plan, contents)
-    planned = planned_steps(plan, contents)
     if contents.num_steps == 0 or contents.notes.stopped_independently:
-        return tuple(contents.history)
-    return stated_starts(contents.history, planned, contents.begins, plan.num_steps)
+        return taken_starts(contents.history)
+    return stated_starts(contents.history, planned_steps(plan, contents), contents.begins, plan.num_steps)
 
 
 def claimed_history(plan: PrivacyPlan, contents: LedgerContents) -> Sequence[tuple[Event, int]]:
@@ -82,10 +83,25 @@ def stated_starts(
         return ()
     taken = sum(count for _, count in history)
     found = tuple(history) if taken >= planned else with_planned(history, planned, begins)
-    (event, *_), *others = found
-    if any(other != event for other, _ in others):
-        return found  # the report refuses such a ledger
-    return tuple(of_starts(event, [count for _, count in found], steps_of_plan))
+    return _at_least_without_a_resume(found, steps_of_plan)
+
+
+def taken_starts(history: Sequence[tuple[Event, int]]) -> tuple[tuple[Event, int], ...]:
+    """Return the steps whose ε covers a run that took no step, or whose last stop was declared independent.
+
+    Args:
+        history: the charged steps.
+    """
+    return _at_least_without_a_resume(tuple(history), None)
+
+
+def _at_least_without_a_resume(
+    starts: tuple[tuple[Event, int], ...], steps_of_plan: int | None
+) -> tuple[tuple[Event, int], ...]:
+    events = {event for event, _ in starts}
+    if len(events) != 1:
+        return starts  # of several events: the report refuses such a ledger
+    return tuple(of_starts(events.pop(), [count for _, count in starts], steps_of_plan))
 
 
 def with_planned(history: Sequence[tuple[Event, int]], planned: int, begins: bool) -> tuple[tuple[Event, int], ...]:

@@ -16,7 +16,7 @@ from dpllm.privacy.ledger import Ledger, LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead, count_step
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.same_rows import compare_rows, remember_rows
-from dpllm.privacy.stated import planned_steps, stated_starts, steps_allowed
+from dpllm.privacy.stated import planned_steps, stated_starts, steps_allowed, taken_starts
 from dpllm.privacy.unused import make_way
 from dpllm.privacy.writer import note_writer
 from dpllm.training.adapting import Threshold
@@ -317,9 +317,10 @@ class SharedLedger:
         planned = self._planned or PlannedSteps(of_run=taken, of_plan=taken)
         early = taken < planned.of_run
         keep = early and taken > 0 and not independent
-        self._stated = tuple(self._history)
         if keep or not early:
             self._stated = stated_starts(self._history, planned.of_run, self._begins, planned.of_plan)
+        else:
+            self._stated = taken_starts(self._history)
         if self._ledger is None:
             return
         if early and reason.startswith(COMPLETED):

@@ -223,7 +223,7 @@ def test_a_budget_that_was_spent_meanwhile_refuses_the_resume(tmp_path: Path) ->
     create_budget(file, dataset="chats", epsilon=PLAN.epsilon, delta=1e-5, unit="sequence", num_units=1000)
     longer = dataclasses.replace(PLAN, target_epsilon=9.0)
     ledger = run_for(tmp_path / "run", longer, 6, str(file))
-    with pytest.raises(BudgetError, match="32 of its steps still fit"):
+    with pytest.raises(BudgetError, match=r"Resumed, this run would .* over 40 steps, 6 taken .* Release the model"):
         SharedLedger.open(ledger.path, longer, Processes(), str(file))
 
 
@@ -262,7 +262,7 @@ def test_a_resume_that_makes_blt_noise_cheaper_states_the_epsilon_of_the_plan(tm
     assert epsilon(contents.history, plan.delta) < plan.epsilon == report.statement.epsilon
     assert read_budget(file).spent == plan.epsilon
     contents.notes.stopped_independently = True
-    assert stated_history(plan, contents) == tuple(contents.history)
+    assert stated_history(plan, contents) == ((plan.event, 8),)
 
 
 def test_a_budget_without_room_for_the_plan_refuses_a_resume_that_would_be_cheaper(tmp_path: Path) -> None:
@@ -280,3 +280,48 @@ def test_a_budget_without_room_for_the_plan_refuses_a_resume_that_would_be_cheap
     assert epsilon(left, plan.delta) < 8.0 < epsilon([(plan.event, 8), (small.event, 1)], plan.delta)
     with pytest.raises(BudgetError, match=r"allows ε = 8"):
         SharedLedger.open(ledger.path, plan, Processes(), str(file))
+
+
+@pytest.mark.parametrize("starts", [(2,), (2, 2)])
+def test_the_budget_of_a_blt_run_that_resumes_cut_short_counts_its_report(tmp_path: Path, starts: tuple) -> None:
+    """The report states at least the ε of all planned steps without a resume. After 2 and 2 steps more fit than after
+    the first 2, since a third start adds up with nothing: the budget reserves them, and settles all that were taken."""
+    plan, file = make_plan(dataclasses.replace(BLT, dataset="chats"), 20, 13), tmp_path / "chats.budget.json"
+    create_budget(file, dataset="chats", epsilon=8.0, delta=1e-3, unit="sequence", num_units=20)
+    allowed: list[int | None] = []
+    for num_steps in starts:
+        ledger = run_for(tmp_path / "run", plan, num_steps, str(file))
+        allowed.append(steps_allowed(plan, read_ledger(ledger.path)))
+    resumed = SharedLedger.open(ledger.path, plan, Processes(), str(file))
+    last = resumed.steps_planned or 0
+    assert allowed[0] is not None and allowed[0] < 13 and last == (allowed[-1] or 13)
+    assert (last > allowed[0]) == (starts == (2, 2))
+    (entry,) = read_budget(file).entries
+    assert entry.num_steps == last and read_budget(file).spent == plan.epsilon
+    for number in range(sum(starts), last):
+        resumed.append_step(number, plan.event)
+    resumed.append_end("completed")
+    resumed.close()
+    contents = read_ledger(ledger.path)
+    assert not contents.notes.open_points  # such as a budget that cannot be settled
+    report = privacy_report(plan, contents)
+    assert report.statement.epsilon == read_budget(file).spent == plan.epsilon
+    assert epsilon(contents.history, plan.delta) < plan.epsilon
+    assert read_budget(file).entries[0].history == [(plan.event, 13)]
+
+
+def test_a_stop_that_is_declared_independent_says_nothing_about_the_resumes_before(tmp_path: Path) -> None:
+    """BLT noise: 4 and 3 steps of two passes cost less than 7 in one go, and the resume may have followed from the 4."""
+    plan, file = make_plan(dataclasses.replace(BLT, dataset="chats"), 20, 8), tmp_path / "chats.budget.json"
+    create_budget(file, dataset="chats", epsilon=8.0, delta=1e-3, unit="sequence", num_units=20)
+    ledger = run_for(tmp_path / "run", plan, 4, str(file))
+    resumed = SharedLedger.open(ledger.path, plan, Processes(), str(file))
+    for number in range(4, 7):
+        resumed.append_step(number, plan.event)
+    resumed.append_end("a power cut", independent=True)
+    resumed.close()
+    contents = read_ledger(ledger.path)
+    whole = ((plan.event, 7),)
+    assert contents.notes.stopped_independently and resumed.history == stated_history(plan, contents) == whole
+    assert epsilon(contents.history, plan.delta) < epsilon(whole, plan.delta) < plan.epsilon
+    assert privacy_report(plan, contents).statement.epsilon == read_budget(file).spent == epsilon(whole, plan.delta)
