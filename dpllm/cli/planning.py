@@ -246,10 +246,10 @@ def _plan_of(recipe: Recipe) -> _Planned:
     from dpllm.privacy.noise_choice import prediction
     from dpllm.training.advice import advice
     from dpllm.training.arguments import plan_for, training_arguments
-    from dpllm.training.preflight import PLAIN, check_recipe
+    from dpllm.training.preflight import check_recipe, to_plan
     from dpllm.training.workload import UpdateRule
 
-    arguments = training_arguments({**PLAIN, **recipe.train})
+    arguments = training_arguments(to_plan(recipe.train))
     for line in check_recipe(recipe, to_train=False):
         typer.echo(f"note: {line}", err=True)
     records, _ = load_train_and_eval(recipe.data, recipe.privacy)
@@ -265,11 +265,11 @@ def _sweep_noise(
     from dpllm.mechanism.catalogue import noise_of
     from dpllm.mechanism.parts import Spec
     from dpllm.training.arguments import training_arguments
-    from dpllm.training.preflight import PLAIN
+    from dpllm.training.preflight import to_plan
     from dpllm.training.workload import workload_of
 
     average = recipe.train.get("average")
-    arguments, noise = training_arguments({**PLAIN, **recipe.train}), noise_of(Spec.of(recipe.privacy.noise))
+    arguments, noise = training_arguments(to_plan(recipe.train)), noise_of(Spec.of(recipe.privacy.noise))
     run_noise_sweep(
         setting, noise, lambda steps: workload_of(arguments, steps, average), batch_sizes, compute, min_steps, as_json
     )
@@ -303,10 +303,9 @@ def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: 
     from dpllm.planning.footprint import engines_for, footprint_of_recipe
     from dpllm.planning.footprint_text import NATURE, comparison_rows, footprint_rows, setting_of
     from dpllm.training.arguments import training_arguments
+    from dpllm.training.preflight import to_plan
 
-    # This machine need not be able to train: bf16 and tf32 refer to the GPUs.
-    section = {**{name: value for name, value in recipe.train.items() if name != "tf32"}, "use_cpu": True}
-    arguments, batch = training_arguments(section), recipe.privacy.expected_batch_size
+    arguments, batch = training_arguments(to_plan(recipe.train)), recipe.privacy.expected_batch_size
     results = [
         footprint_of_recipe(recipe, arguments, batch, name, gpus)
         for name in ([engine] if engine else engines_for(gpus))

@@ -143,6 +143,7 @@ class BltStep(Numbers):
             f"of a unit, which are at least {sampler.separation} apart (arXiv:2405.13763, theorem 2). Nothing is "
             "gained from sampling",
             options="",
+            is_sampled=False,
         )
 
 

@@ -129,6 +129,8 @@ class EventWords:
     """The accounting of the event, with the source."""
     options: str
     """The options of ``dpllm epsilon`` that give the same event."""
+    is_sampled: bool = True
+    """Whether the units of a step are a random sample. False: they are visited in an order, and there is no rate q."""
 
 
 @dataclass(frozen=True, kw_only=True)

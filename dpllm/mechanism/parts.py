@@ -538,12 +538,7 @@ class Mechanism:
         Raises:
             ValueError: there are more than the noise allows.
         """
-        most = self.noise.max_entries
-        if most is not None and num_entries > most:
-            raise ValueError(
-                f"{num_entries:,} parameters are trained, but randomness='discrete' has an accounting for at most "
-                f"{most:,}: train fewer, for instance with LoRA, or take randomness='chacha20'"
-            )
+        require_entries(self.noise, num_entries)
 
     def _require_same_bound(self) -> None:
         if changed := self._bound.change_of(self.clipping):
@@ -581,3 +576,16 @@ class Mechanism:
         """
         event = self.event
         return [(event, count) for count in (num_steps if isinstance(num_steps, Iterable) else [num_steps])]
+
+
+def require_entries(noise: Noise, num_entries: int) -> None:
+    """Do as `Mechanism.require_entries`, for a noise before its mechanism is made.
+
+    Raises:
+        ValueError: there are more parameters than the noise allows.
+    """
+    if noise.max_entries is not None and num_entries > noise.max_entries:
+        raise ValueError(
+            f"{num_entries:,} parameters are trained, but randomness='discrete' has an accounting for at most "
+            f"{noise.max_entries:,}: train fewer, for instance with LoRA, or take randomness='chacha20'"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from dpllm.mechanism.catalogue import from_fields
 from dpllm.privacy.rounding import format_delta, up
 from dpllm.report.disclosures import DESTINATIONS, not_kept
 from dpllm.report.models import (
@@ -53,7 +54,7 @@ def checklist(findings: Findings) -> tuple[Line, ...]:
     sections = {
         "setting": _setting(findings.setting, findings.definition),
         "definition": _definition(findings.definition),
-        "accounting": _accounting(findings.statement, findings.accounting),
+        "accounting": _accounting(findings.statement, findings.accounting, is_sampled(findings.checkable)),
         "strength": _strength(findings.strength),
         "checkable": _checkable(findings.checkable, findings.noted_open_points),
         "utility": _utility(findings.utility),
@@ -63,6 +64,11 @@ def checklist(findings: Findings) -> tuple[Line, ...]:
         for section, lines in sections.items()
         for question, answer in lines
     )
+
+
+def is_sampled(checkable: Checkable) -> bool:
+    """Return whether the units of the run's steps were sampled; otherwise b/N is no sampling rate."""
+    return from_fields(checkable.runs[-1].planned_step).words().is_sampled
 
 
 def open_points(findings: Findings, lines: Sequence[Line]) -> tuple[str, ...]:
@@ -155,7 +161,7 @@ def _definition(definition: Definition) -> _Lines:
     return lines
 
 
-def _accounting(statement: Statement, accounting: Accounting) -> _Lines:
+def _accounting(statement: Statement, accounting: Accounting, sampled: bool) -> _Lines:
     by_adjacency = accounting.epsilon
     values = ", ".join(f"{name}: ε = {up(value)}" for name, value in by_adjacency.items())
     checks = [
@@ -165,6 +171,8 @@ def _accounting(statement: Statement, accounting: Accounting) -> _Lines:
     budget = f"; charged to the budget of the data set: {', '.join(sorted(charged))}" if charged else ""
     rho = accounting.zcdp_rho
     parameters = accounting.parameters
+    share = f"{parameters.sampling_rate:.6g}"
+    drawn = f"q = {share}, expected batch " if sampled else f"a share of {share} of the units in each step, batch "
     return [
         ("What is the guarantee?", f"ε = {up(statement.epsilon)}, δ = {format_delta(statement.delta)}"),
         ("What is ε under each adjacency that the sampler supports?", values),
@@ -187,9 +195,9 @@ def _accounting(statement: Statement, accounting: Accounting) -> _Lines:
         ),
         (
             "With which parameters did the mechanism run?",
-            f"N = {parameters.num_units}, q = {parameters.sampling_rate:.6g}, expected batch "
-            f"{parameters.expected_batch_size}, at most {parameters.max_batch_size}, "
-            f"T = {parameters.num_steps_charged}, σ = {parameters.noise_multiplier:.6g}, "
+            f"N = {parameters.num_units}, {drawn}{parameters.expected_batch_size}, "
+            + (f"at most {parameters.max_batch_size}, " if sampled else "nothing is sampled, ")
+            + f"T = {parameters.num_steps_charged}, σ = {parameters.noise_multiplier:.6g}, "
             f"C = {parameters.clip_norm:g}",
         ),
         ("Why this δ?", parameters.why_this_delta),

@@ -35,6 +35,7 @@ from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import up
+from dpllm.report.checklist import is_sampled
 from dpllm.report.definition import SELECTED
 from dpllm.report.models import PlanOfGenerator, PlanOfParts, PlanOfSelection, PrivacyReport
 from dpllm.report.pages import part, template
@@ -407,7 +408,7 @@ def privacy_metadata(report: PrivacyReport) -> dict[str, Any]:
         "mechanism": accounting.event if correlated or discrete else _MECHANISM[parameters.sampling],
         "accountant": f"PLD, {accounting.tool} {accounting.tool_version}",
         "noise_multiplier": parameters.noise_multiplier,
-        "sampling_rate": parameters.sampling_rate,
+        "sampling_rate" if is_sampled(report.checkable) else "share_of_units_in_a_step": parameters.sampling_rate,
         "num_steps": accounting.steps.stated,
         "num_units": parameters.num_units,
         **rounds,

@@ -238,9 +238,9 @@ def attach(
         clipper = GhostClipper(inside, norm_method=norm_method, clipping=plan.mechanism.clipping)
         undo.callback(clipper.remove)
         plan.mechanism.require_entries(sum(parameter.numel() for parameter in clipper.parameters.values()))
-        processes.agree(
-            {"the trainable parameters": _digest(clipper.parameters), **agreement.computation(inside, optimizer)}
-        )
+        facts = {"the trainable parameters": _digest(clipper.parameters), "norm_method": repr(norm_method)}
+        facts["train.average"] = repr(None if averaging is None else averaging.average)
+        processes.agree({**facts, **agreement.computation(inside, optimizer)})
         check_model(inside, processes)
         hands_in = (lambda: engine.handing_in) if isinstance(engine, DeepSpeedZero) else None
         watch = Watch(inside, optimizer, clipper.parameters, hands_in, processes.size > 1)

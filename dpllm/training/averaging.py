@@ -177,7 +177,6 @@ class Averaging:
             ConfigError: it holds weights of another run, or was made for another T; on every process.
             EngineError: the engine divides the weights in a way that cannot be followed.
         """
-        processes.agree({"train.average": repr(self.average)})
         processes.together(lambda: self._refuse_other_run(ledger, num_steps))
         self.detach()
         fragments = WeightFragments(parameters, module, deepspeed, processes)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import nn
 from transformers import TrainingArguments
@@ -19,13 +20,26 @@ from transformers.integrations import integration_utils
 
 from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, nearest
 from dpllm.config.output_folder import REPORTS, check_output_folder
+from dpllm.engines.errors import no_totals
+from dpllm.ghost import GhostClipper
+from dpllm.mechanism.catalogue import clipping_of, noise_of, with_randomness
+from dpllm.mechanism.parts import Noise, Spec, require_entries
 from dpllm.models.load import load_tokenizer, skeleton
+from dpllm.models.packing import refuse_unpackable
 from dpllm.models.positions import num_positions
+from dpllm.models.starting_point import refuse_steering
 from dpllm.privacy.budget import read_budget
 from dpllm.training.arguments import check_optimizer, refuse_options, training_arguments
 
 PLAIN = {"save_strategy": "no", "report_to": "none"}
 """Default options of a recipe's trainings."""
+_MOST_ENTRIES = "randomness='discrete' has an accounting for at most {:,} trained parameters, which are not counted here"
+
+
+def to_plan(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a training's section as `dpllm plan` reads it: this machine need not have a GPU for bf16 and tf32."""
+    read = {**PLAIN, **{name: value for name, value in section.items() if name != "tf32"}}
+    return read if torch.accelerator.is_available() else {**read, "use_cpu": True}
 
 
 def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
@@ -40,7 +54,9 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
         The parts that were not checked, one line each.
 
     Raises:
-        ConfigError: training would fail; the message has the remedy.
+        ConfigError, EngineError: training would fail; the message has the remedy.
+        GhostError, ValueError: the model cannot be clipped exactly, or not so; or it has more trained parameters than
+            the noise has an accounting for.
         BudgetError: the budget file cannot be read.
     """
     public = recipe.public_pretrain
@@ -48,12 +64,20 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
         folder = Path(str(recipe.train.get("output_dir", ""))) / PRETRAINED_FOLDER
         _check_train("public_pretrain.train", {"output_dir": str(folder), **public.train}, to_train, private=False)
     args = _check_train("train", recipe.train, to_train, private=True)
+    refuse_steering(args, (), None, recipe.data.eval_is_public)
+    noise = with_randomness(noise_of(Spec.of(recipe.privacy.noise)), recipe.privacy.randomness)
+    if noise.wants_total and args.deepspeed_plugin is not None:
+        raise no_totals("DeepSpeed")
     if recipe.privacy.budget_file is not None:
         read_budget(recipe.privacy.budget_file)
     if recipe.model.name is not None and not Path(recipe.model.name).is_dir() and not to_train:
         check_output_folder("train.output_dir", str(args.output_dir))
-        return [f"the model {recipe.model.name} is not a folder here, so its parts and its tokenizer are not checked"]
+        return [
+            f"the model {recipe.model.name} is not a folder here, so its parts and its tokenizer are not checked",
+            *([] if noise.max_entries is None else [_MOST_ENTRIES.format(noise.max_entries)]),
+        ]
     model = skeleton(recipe.model)
+    _check_mechanism(recipe, model, noise)
     unchecked = []
     if recipe.model.tokenizer_vocab_size is not None:
         if public is None:
@@ -68,6 +92,23 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
     _check_positions(recipe, model)
     check_output_folder("train.output_dir", str(args.output_dir), REPORTS + _saved_bytes(model, recipe))
     return unchecked
+
+
+def _check_mechanism(recipe: Recipe, model: nn.Module, noise: Noise) -> None:
+    """Check that the model's layers can be clipped as the recipe says, and that the noise's accounting covers them.
+
+    Args:
+        recipe: the recipe.
+        model: built without weights, with its adapters and its frozen parameters.
+        noise: of the recipe.
+    """
+    if recipe.pack_rows:
+        refuse_unpackable(model, recipe.model.task)
+    clipping = clipping_of(Spec.of(recipe.privacy.clipping), recipe.privacy.clip_norm)
+    clipper = GhostClipper(model, clipping=clipping)
+    num_entries = sum(parameter.numel() for parameter in clipper.parameters.values())
+    clipper.remove()
+    require_entries(noise, num_entries)
 
 
 def require_positions(model: nn.Module, longest: int, what: str) -> None:
@@ -108,12 +149,20 @@ def refuse_unwrapped_adapters(model: nn.Module) -> None:
 
 def _check_train(name: str, section: Mapping[str, Any], to_train: bool, private: bool) -> TrainingArguments:
     try:
-        args = training_arguments({**PLAIN, **section})
+        args = training_arguments({**PLAIN, **section} if to_train else to_plan(section))
         if private:
             refuse_options(args)
         check_optimizer(args)
     except ConfigError as error:
         raise ConfigError(str(error).replace("train", name, 1) if not private else str(error)) from error
+    follows = {"eval_strategy": getattr(args.eval_strategy, "value", args.eval_strategy) != "no"}
+    for option, is_set in {**follows, "eval_on_start": args.eval_on_start}.items():
+        if is_set:
+            raise ConfigError(
+                f"{name}.{option}={section.get(option)} evaluates during the training, for which a recipe has no rows: "
+                "the held-out records are measured before and after it. Leave it out, or write a program with "
+                "DPTrainer and its eval_dataset"
+            )
     known = integration_utils.INTEGRATION_TO_CALLBACK
     for logger in args.report_to or []:
         if logger not in known:

@@ -113,7 +113,8 @@ class Prepared:
         """
         processes, kept = Processes(), checked_average(average)
         private = processes.together(lambda: checked_arguments(args, own_optimizer))
-        processes.agree({**agreement.software(), **agreement.training(args)})
+        own = {"train.average": repr(kept), "norm_method": repr(norm_method)}
+        processes.agree({**agreement.software(), **agreement.training(args), **own})
         refuse_unreadable(dataset)  # the first access to data: all earlier errors are about options
         units = unit_index_of(dataset, privacy, _draw_of_rows(processes, privacy))
         drawn = units.each_row() if privacy.sampling == "example" else units

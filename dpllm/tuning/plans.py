@@ -12,7 +12,7 @@ from dpllm.config import ConfigError, Recipe
 from dpllm.data.rows import load_train_and_eval, unit_index_of
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.arguments import plan_for, training_arguments
-from dpllm.training.preflight import PLAIN, check_recipe
+from dpllm.training.preflight import check_recipe, to_plan
 
 _SAME = (
     *("history", "event", "num_steps", "delta", "adjacency", "unit", "unit_column", "num_units"),
@@ -41,7 +41,7 @@ def common_plan(recipes: Sequence[Recipe], words: Callable[[int], str]) -> Priva
     for number, recipe in enumerate(recipes):
         try:
             check_recipe(recipe, to_train=False)
-            arguments = training_arguments({**PLAIN, **recipe.train})
+            arguments = training_arguments(to_plan(recipe.train))
             plan = plan_for(arguments, recipe.privacy, units, average=recipe.train.get("average"))
         except ValueError as error:
             raise ConfigError(f"the candidate {words(number)}: {error}") from error

@@ -32,7 +32,7 @@ from dpllm.planning.weight_size import WeightSize
 from dpllm.privacy.noise_choice import Prediction, predicted_noise, prediction
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.arguments import num_private_steps, plan_for, training_arguments
-from dpllm.training.preflight import PLAIN
+from dpllm.training.preflight import to_plan
 from dpllm.training.workload import UpdateRule
 
 _ADAMW = {"optim": "adamw_torch", "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0}
@@ -117,14 +117,14 @@ def suggested_run(recipe: Recipe, units: UnitIndex) -> Suggested:
             "privacy.target_epsilon, or another noise_multiplier"
         )
     population = units.num_rows if privacy.sampling == "example" else units.num_units
-    steps = num_private_steps(training_arguments({**PLAIN, **recipe.train}), privacy, population)
+    steps = num_private_steps(training_arguments(to_plan(recipe.train)), privacy, population)
     settings = [*_optimizer(recipe), *_schedule(recipe, steps)]
     train = {**recipe.train, **{item.key.removeprefix("train."): item.value for item in settings}}
     noise, kept = _noise_to_choose_from(recipe)
     chosen = dataclasses.replace(
         recipe, train=train, privacy=dataclasses.replace(privacy, noise=noise, clip_norm=CLIP_NORM)
     )
-    arguments = training_arguments({**PLAIN, **train})
+    arguments = training_arguments(to_plan(train))
     plan = plan_for(arguments, chosen.privacy, units, average=train["average"])
     rule = UpdateRule.of(arguments, plan.num_steps, train["average"])
     written = _noise_to_write(plan, noise)
@@ -161,12 +161,12 @@ def _noise_in_a_fixed_order(plan: PrivacyPlan, workload: Workload, predicted: Pr
 
 
 def _rate_in(recipe: Recipe) -> float:
-    return float(training_arguments({**PLAIN, **recipe.train}).learning_rate)
+    return float(training_arguments(to_plan(recipe.train)).learning_rate)
 
 
 def _optimizer(recipe: Recipe) -> list[Setting]:
     """Return AdamW's settings where the recipe has others."""
-    args: Any = training_arguments({**PLAIN, **recipe.train})
+    args: Any = training_arguments(to_plan(recipe.train))
     now = {name: getattr(args, name) for name in _ADAMW}
     now["optim"] = str(getattr(args.optim, "value", args.optim))
     wanted = {**_ADAMW, **({"optim": now["optim"]} if now["optim"].startswith("adamw") else {})}
@@ -260,7 +260,7 @@ def _notes(recipe: Recipe, plan: PrivacyPlan) -> tuple[str, ...]:
                 "Adapters alone were measured far worse where the private domain differs from the model's: then train "
                 "embeddings and head too (model.peft.modules_to_save)."
             )
-    smallest = _ABOVE_EPSILON * float(training_arguments({**PLAIN, **recipe.train}).adam_epsilon)
+    smallest = _ABOVE_EPSILON * float(training_arguments(to_plan(recipe.train)).adam_epsilon)
     if plan.noise_stddev / plan.expected_batch_size < smallest:
         found.append(
             f"The noise of a step, {plan.noise_stddev / plan.expected_batch_size:.1g} in each entry, is near "

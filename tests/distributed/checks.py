@@ -23,7 +23,10 @@ from dpllm import GhostClipper
 from dpllm.data.units import UnitIndex
 from dpllm.engines import DataParallel, engine_for
 from dpllm.engines.processes import Processes
+from dpllm.ghost import NormMethod
+from dpllm.mechanism.averages import average_of
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError
+from dpllm.training.averaging import Averaging
 from dpllm.training.evaluation import measure
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
@@ -173,6 +176,11 @@ def disagreeing_runs(folder: Path) -> dict[str, Any]:
         model.module[0].bias.requires_grad_(not odd)
         run.attach(model, torch.optim.SGD(model.parameters(), lr=0.3))
 
+    def attach(name: str, **options: Any) -> None:
+        """One rank would go on alone with a collective of its own, and gloo would abort both."""
+        model, run = DistributedDataParallel(network()), start(name, rows_of())
+        run.attach(model, torch.optim.SGD(model.parameters(), lr=0.3), **options)
+
     def grouped() -> TrainingRows:
         """The same rows in the same order, divided into units otherwise."""
         owner = [0, 0, 1, 2, 2] if odd else [0, 1, 1, 2, 2]
@@ -191,6 +199,8 @@ def disagreeing_runs(folder: Path) -> dict[str, Any]:
         "grouping": caught(lambda: start("grouping", grouped())),
         "contents": caught(lambda: start("contents", shuffled())),
         "parameters": caught(freeze),
+        "average": caught(lambda: attach("average", averaging=Averaging(average_of("ema"), 4) if odd else None)),
+        "norms": caught(lambda: attach("norms", norm_method=NormMethod(backward_passes=2) if odd else None)),
     }
 
 

@@ -135,6 +135,8 @@ def test_replicas_stay_equal_and_are_those_of_one_process(seen, tmp_path):
         ("grouping", "differ in the rows' lengths and units"),
         ("contents", "differ in the rows' contents or their order"),
         ("parameters", "differ in the trainable parameters"),
+        ("average", "differ in train.average (rank 0: None, rank 1: MovingAverage("),
+        ("norms", "differ in norm_method (rank 0: None, rank 1: NormMethod("),
     ],
 )
 def test_ranks_that_disagree_stop_before_the_first_step(seen, what, text):

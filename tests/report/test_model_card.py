@@ -196,6 +196,9 @@ def test_metadata_of_a_resumed_run_with_blt_noise_give_epsilon_again(tmp_path: P
     )
     assert float(format_epsilon(epsilon([(one, found["rounds"])], found["delta"]))) == found["epsilon"]
     assert found["noise_multiplier_of_a_round"] < found["noise_multiplier"]
+    assert "sampling_rate" not in found and 0 < found["share_of_units_in_a_step"] < 1  # nothing is sampled
+    (line,) = (one for one in report.checklist if one.question == "With which parameters did the mechanism run?")
+    assert line.answer is not None and "nothing is sampled" in line.answer and "q = " not in line.answer
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"noise_multiplier": 0}])

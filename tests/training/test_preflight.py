@@ -7,12 +7,13 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, Trainer
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, Trainer, TrainingArguments
 from typer.testing import CliRunner
 
 from dpllm.cli import app
@@ -20,9 +21,13 @@ from dpllm.config import load_recipe
 from dpllm.config.output_folder import check_output_folder
 from dpllm.config.values import ConfigError
 from dpllm.config.yaml12 import write_yaml
+from dpllm.engines import EngineError
+from dpllm.ghost.errors import GhostError
+from dpllm.mechanism.discrete import DiscreteNoise
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.models.loading import refuse_mismatch
 from dpllm.models.positions import num_positions
+from dpllm.training.arguments import training_arguments
 from dpllm.training.preflight import check_recipe
 from tests.test_recipes import tiny_model
 
@@ -78,6 +83,19 @@ BAD_OPTIONS = [
     (["model.peft.target_modules=[c_attn, q_prj]"], "target_modules names 'q_prj'"),
     (["model.peft.modules_to_save=[nope]"], "modules_to_save names 'nope'"),
     (["model.peft.rr=3"], "LoraConfig has no argument 'rr'; did you mean 'r'"),
+    (["train.save_strategy=best"], "train.save_strategy=best follows exact evaluation results"),
+    (["train.metric_for_best_model=loss"], "train.metric_for_best_model=loss follows exact evaluation results"),
+    (["train.eval_strategy=epoch"], "train.eval_strategy=epoch evaluates during the training"),
+    (["train.eval_on_start=true"], "train.eval_on_start=True evaluates during the training"),
+    (["public_pretrain.train.eval_strategy=epoch"], r"public_pretrain\.train\.eval_strategy=epoch evaluates"),
+    (
+        ["privacy.clipping={kind: groups, parameters: {heads: '*lm_head*', rest: '*'}}"],
+        "no trainable parameter is in the group heads",
+    ),
+    (
+        ["privacy.clipping={kind: groups, parameters: {down: '*lora_A*'}}"],
+        "lora_B.default.weight is in no group, so nothing would bound it",
+    ),
     (["model.freeze=['nope.*']"], "no parameter is named like 'nope"),
     (["data.max_length=513"], "data.max_length allows rows of 513 tokens, but the model has 512 positions"),
     (["public_pretrain.data.max_length=513"], "public_pretrain.data.max_length allows rows of 513"),
@@ -117,6 +135,69 @@ def test_a_good_recipe_passes_and_leaves_nothing(tmp_path: Path, model: Path) ->
     recipe = load_recipe(write_recipe(tmp_path, model))
     assert check_recipe(recipe) == []
     assert not (tmp_path / "out").exists()
+
+
+def test_discrete_noise_is_refused_before_the_data_where_it_has_no_accounting(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under DeepSpeed, which forms no complete sum, and beyond its limit of trained parameters, in run and plan."""
+    discrete = ["privacy.randomness=discrete"]
+    recipe = load_recipe(write_recipe(tmp_path, model), discrete)
+    assert check_recipe(recipe) == check_recipe(recipe, to_train=False) == []
+
+    def under_deepspeed(section: dict[str, Any]) -> TrainingArguments:
+        made = training_arguments(section)
+        made.deepspeed_plugin = SimpleNamespace()  # the library would set up its processes
+        return made
+
+    with monkeypatch.context() as changed:
+        changed.setattr("dpllm.training.preflight.training_arguments", under_deepspeed)
+        for to_train in (True, False):
+            with pytest.raises(EngineError, match="and DeepSpeed never has one"):
+                check_recipe(recipe, to_train=to_train)
+    hub = load_recipe(write_recipe(tmp_path, Path("some/model")), discrete)
+    assert "at most 1,099,511,627,776 trained parameters" in check_recipe(hub, to_train=False)[1]
+    monkeypatch.setattr(DiscreteNoise, "max_entries", 10)
+    for to_train in (True, False):
+        with pytest.raises(ValueError, match=r"parameters are trained, but .* at most 10: train fewer"):
+            check_recipe(recipe, to_train=to_train)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 2}, "MixtralSparseMoeBlock"),
+        ({"model_type": "llama"}, None),
+    ],
+)
+def test_a_model_that_cannot_be_clipped_is_refused_before_the_data(
+    tmp_path: Path, model: Path, config: dict[str, Any], match: str | None
+) -> None:
+    """Without weights, so before a public training of hours, and in plan."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    made = json.dumps({**config, **sizes, "num_key_value_heads": 2, "vocab_size": 300})
+    recipe = load_recipe(
+        write_recipe(tmp_path, model),
+        ["model.name=null", "model.peft=null", f"model.tokenizer={model}", f"model.config={made}"],
+    )
+    for to_train in (True, False):
+        if match is None:
+            assert check_recipe(recipe, to_train) == []
+            continue
+        with pytest.raises(GhostError, match=match):
+            check_recipe(recipe, to_train)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_plan_reads_a_recipe_for_a_gpu_where_there_is_none(tmp_path: Path, model: Path) -> None:
+    """bf16 and tf32 are options of the machine that trains."""
+    path, data = write_recipe(tmp_path, model), tmp_path / "records.jsonl"
+    data.write_text("".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(40)))
+    gpu = ["train.use_cpu=false", "train.bf16=true", "train.tf32=true", f"data.path={data}"]
+    result = CliRunner().invoke(app, ["plan", str(path), *gpu])
+    assert result.exit_code == 0, result.output
+    with pytest.raises(ConfigError, match="bf16|tf32"):
+        check_recipe(load_recipe(path, gpu))
 
 
 def test_plan_says_which_model_it_could_not_look_at(tmp_path: Path, model: Path) -> None:
