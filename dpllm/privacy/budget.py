@@ -325,9 +325,7 @@ def check_entry(
         reserved = plan.num_steps if steps_allowed is None else steps_allowed
         planned = None if reserved == plan.num_steps else plan.num_steps
         segments = _segments(entry, ledger)
-        again = replace(
-            entry, steps_charged=None, steps_reserved=reserved, steps_planned=planned, segments=segments
-        )
+        again = replace(entry, steps_charged=None, steps_reserved=reserved, steps_planned=planned, segments=segments)
         _check_resumed(budget, others, again)
         put(_with(budget, replace(again, head=entry.head if go_on is None else go_on().to_dict())))
 

@@ -33,7 +33,7 @@ from dpllm.training.arguments import check_optimizer, refuse_options, training_a
 
 PLAIN = {"save_strategy": "no", "report_to": "none"}
 """Default options of a recipe's trainings."""
-_MOST_ENTRIES = "randomness='discrete' has an accounting for at most {:,} trained parameters, which are not counted here"
+_MOST_ENTRIES = "randomness='discrete' has an accounting for at most {:,} trained parameters; they are not counted here"
 
 
 def to_plan(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -311,7 +311,7 @@ def test_the_budget_of_a_blt_run_that_resumes_cut_short_counts_its_report(tmp_pa
 
 
 def test_a_stop_that_is_declared_independent_says_nothing_about_the_resumes_before(tmp_path: Path) -> None:
-    """BLT noise: 4 and 3 steps of two passes cost less than 7 in one go, and the resume may have followed from the 4."""
+    """BLT noise: 4 and 3 steps of two passes cost less than 7 in one go; the resume may have followed from the 4."""
     plan, file = make_plan(dataclasses.replace(BLT, dataset="chats"), 20, 8), tmp_path / "chats.budget.json"
     create_budget(file, dataset="chats", epsilon=8.0, delta=1e-3, unit="sequence", num_units=20)
     ledger = run_for(tmp_path / "run", plan, 4, str(file))

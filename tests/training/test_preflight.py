@@ -196,7 +196,7 @@ def test_plan_reads_a_recipe_for_a_gpu_where_there_is_none(tmp_path: Path, model
     gpu = ["train.use_cpu=false", "train.bf16=true", "train.tf32=true", f"data.path={data}"]
     result = CliRunner().invoke(app, ["plan", str(path), *gpu])
     assert result.exit_code == 0, result.output
-    with pytest.raises(ConfigError, match="bf16|tf32"):
+    with pytest.raises(ConfigError, match=r"bf16|tf32"):
         check_recipe(load_recipe(path, gpu))
 
 
