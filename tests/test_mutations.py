@@ -468,6 +468,13 @@ MUTATIONS = [
         ("tests/privacy/test_budget.py",),
     ),
     Mutation(
+        "the budget of a run that a resume cuts short counts the steps that it may take",
+        "dpllm/privacy/budget_entry.py",
+        "taken, self.steps_planned or self.steps_reserved)",
+        "taken)",
+        ("tests/privacy/test_stated.py",),
+    ),
+    Mutation(
         "the Fourier transform is not tilted",
         "dpllm/privacy/accounting.py",
         "pld.compose(parts, pld.tilt_for(parts, delta=delta))",
