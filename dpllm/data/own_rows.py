@@ -6,12 +6,15 @@ follow exact losses, which ε does not cover.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
+from torch.utils.data import ConcatDataset, Subset
 
 from dpllm.data.lengths import list_columns
 from dpllm.data.records import DataError
@@ -23,7 +26,8 @@ def refuse_own_rows(evaluation: Any, training: Any) -> None:
     """Make sure that evaluation rows that are declared public are not the private rows.
 
     A few equal rows are allowed: a short public text may also be in the private data. Rows that are computed as they
-    are read, and rows without ``input_ids``, are recognised only where the data set is the same object.
+    are read, and rows without ``input_ids``, are recognised only where the data set is the same object, or a part of it
+    (`torch.utils.data.Subset`), or holds it (``ConcatDataset``).
 
     Args:
         evaluation: the rows, or a dictionary of several data sets. None: there are none.
@@ -36,7 +40,7 @@ def refuse_own_rows(evaluation: Any, training: Any) -> None:
     for name, dataset in evaluation.items() if several else [("", evaluation)]:
         if dataset is None:
             continue
-        shared = len(dataset) if dataset is training else _num_shared(dataset, training)
+        shared = _num_shared(dataset, training)
         if shared and 2 * shared > len(dataset):
             raise DataError(
                 f"eval_is_public=True declares eval_dataset{f'[{name!r}]' if several else ''} public, and {shared} of "
@@ -47,6 +51,15 @@ def refuse_own_rows(evaluation: Any, training: Any) -> None:
 
 def _num_shared(dataset: Any, training: Any) -> int:
     """Return the number of rows of a data set whose input is that of a training row; 0 if they cannot be compared."""
+    if dataset is training:
+        return len(dataset)
+    if isinstance(dataset, ConcatDataset):
+        return sum(_num_shared(part, training) for part in dataset.datasets)
+    if isinstance(dataset, Subset) and dataset.dataset is training:
+        return len(dataset)
+    if isinstance(dataset, Subset) and isinstance(training, Subset) and dataset.dataset is training.dataset:
+        same = set(training.indices)
+        return sum(place in same for place in dataset.indices)
     asked = list(_inputs(dataset))
     known = set(asked)
     found = {ids for ids in _inputs(training) if ids in known} if known else set()
@@ -59,11 +72,27 @@ def _inputs(dataset: Any) -> Iterator[bytes]:
     if columns is not None:
         for table in columns.iter(batch_size=_ROWS):
             lists = table["input_ids"].combine_chunks()
-            values = pc.fill_null(lists.values, -1).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+            values = pc.fill_null(lists.values.cast(pa.int64(), safe=False), -1).to_numpy(zero_copy_only=False)
             ends = lists.offsets.to_numpy()
             for begin, end in itertools.pairwise(ends):
                 yield values[begin:end].tobytes()
-    elif isinstance(dataset, list | tuple):
-        for row in dataset:
-            if isinstance(row, Mapping) and row.get("input_ids") is not None:
-                yield np.asarray(row["input_ids"], dtype=np.int64).tobytes()
+    else:
+        for row in _stored_rows(dataset):
+            ids = row.get("input_ids") if isinstance(row, Mapping) else None
+            with contextlib.suppress(ValueError, TypeError):  # no numbers, which no training row has
+                if ids is not None:
+                    yield np.asarray(ids, dtype=np.int64).tobytes()
+
+
+def _stored_rows(dataset: Any) -> Iterator[Any]:
+    """Yield the rows that are stored as they are, of a list, a data set of `datasets` or a part of either."""
+    if isinstance(dataset, Subset):
+        if _is_stored(dataset.dataset):
+            yield from (dataset.dataset[place] for place in dataset.indices)
+    elif _is_stored(dataset):
+        yield from dataset
+
+
+def _is_stored(dataset: Any) -> bool:
+    form = getattr(dataset, "format", None)  # of `datasets`
+    return isinstance(dataset, list | tuple) or (isinstance(form, Mapping) and form.get("type") != "custom")

@@ -35,7 +35,10 @@ def refuse_unsteppable(optimizer: Any) -> None:
     >>> refuse_unsteppable(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     """
     inner = innermost(optimizer)
-    name, asked = type(inner).__name__, list(inspect.signature(type(inner).step).parameters.values())[1:]
+    step = getattr(type(inner), "step", None)
+    if not inspect.isfunction(step):
+        return  # its first step will tell
+    name, asked = type(inner).__name__, list(inspect.signature(step).parameters.values())[1:]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if any(one.default is one.empty and one.kind in kinds for one in asked):
         raise EngineError(

@@ -43,6 +43,7 @@ _HARMLESS = (
     *("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_decay_parameter_names"),
     *("get_eval_dataloader", "get_test_dataloader", "create_model_card", "init_hf_repo", "push_to_hub", "train"),
 )
+_KNOWN_MODULES = ("dpllm", "transformers", "builtins", "typing", "abc")
 _PRINTERS = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 _RESOURCES = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_per_second", "_model_preparation_time")
 
@@ -170,11 +171,12 @@ def own_methods(trainer: Any) -> list[str]:
     ([], ['Own.log'])
     """
     kinds = type(trainer).__mro__
-    first = next((place for place, kind in enumerate(kinds) if kind.__module__.startswith("dpllm.")), len(kinds))
-    values = [one for kind in kinds[first:] for one in vars(kind).items()]
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN_MODULES]  # before ours, or after
+    values = [one for kind in kinds if kind not in own for one in vars(kind).items()]
     known = {name for name, value in values if (callable(value) or isinstance(value, property)) and name[:2] != "__"}
-    known -= {*_HARMLESS}
-    held = [(kind.__qualname__, set(vars(kind))) for kind in kinds[:first]]
+    # Schedules follow results on rows that are declared public; then another method may choose other rows.
+    known -= {*_HARMLESS} - ({"get_eval_dataloader"} if getattr(trainer, "eval_is_public", False) else set())
+    held = [(kind.__qualname__, set(vars(kind))) for kind in own]
     held.append((kinds[0].__qualname__, {name for name, value in vars(trainer).items() if callable(value)}))
     return sorted({f"{owner}.{name}" for owner, names in held for name in names & known})
 

@@ -1,7 +1,8 @@
 """Rows that are declared public are not the rows of the private data."""
 
 import pytest
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, List, Value, concatenate_datasets
+from torch.utils.data import ConcatDataset, Subset
 
 from dpllm.data.own_rows import refuse_own_rows
 from dpllm.data.records import DataError
@@ -19,6 +20,11 @@ PUBLIC = Dataset.from_dict({"input_ids": [[n, 8] for n in range(10)]})
         ({"val": PUBLIC, "train": PRIVATE}, r"declares eval_dataset\['train'\] public"),
         (concatenate_datasets([PRIVATE.remove_columns("labels"), PUBLIC]), "20 of its 30 rows"),
         (PRIVATE.to_list()[:3], "3 of its 3 rows"),
+        (Subset(PRIVATE, [4, 9]), "2 of its 2 rows"),
+        (Subset(PRIVATE.to_list(), [4, 9]), "2 of its 2 rows"),
+        (ConcatDataset([PRIVATE, PUBLIC]), "20 of its 30 rows"),
+        (PRIVATE.cast_column("input_ids", List(Value("uint16"))), "20 of its 20 rows"),
+        (PRIVATE.cast_column("input_ids", List(Value("int32"), length=3)), "20 of its 20 rows"),
     ],
 )
 def test_training_rows_that_are_declared_public_are_refused(evaluation, says):
@@ -38,6 +44,10 @@ def test_training_rows_that_are_declared_public_are_refused(evaluation, says):
         [],
         concatenate_datasets([PUBLIC, PRIVATE.select(range(9)).remove_columns("labels")]),  # short texts are in both
         [{"pixel_values": [1.0]}],
+        [{"input_ids": "text"}, {"input_ids": [[1], [2, 3]]}, {"input_ids": [1, None]}],
+        PUBLIC.cast_column("input_ids", List(Value("uint8"))),
+        Dataset.from_dict({"input_ids": [[None], [None]]}),
+        Subset(PUBLIC, [0, 1]),
         PUBLIC.with_transform(lambda rows: rows),
     ],
 )
@@ -49,3 +59,13 @@ def test_rows_that_are_computed_when_read_are_recognised_as_the_same_object():
     computed = PRIVATE.with_transform(lambda rows: rows)
     with pytest.raises(DataError, match="20 of its 20 rows"):
         refuse_own_rows({"all": computed}, computed)
+
+
+def test_parts_of_rows_that_are_computed_are_recognised_by_their_places():
+    """The two parts of a split are different rows; a part of the training data is private."""
+    computed = PRIVATE.with_transform(lambda rows: rows)
+    held_out, training = Subset(computed, range(5)), Subset(computed, range(5, 20))
+    refuse_own_rows(held_out, training)
+    for evaluation, private in ((held_out, computed), (Subset(computed, range(4, 10)), training)):
+        with pytest.raises(DataError, match="declares eval_dataset public"):
+            refuse_own_rows(evaluation, private)
