@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dpllm.ghost import GhostClipper as GhostClipper
     from dpllm.ghost import GhostError as GhostError
     from dpllm.ghost import NormMethod as NormMethod
+    from dpllm.ghost import PerUnitClipper as PerUnitClipper
     from dpllm.mechanism.events import Step as Step
     from dpllm.mechanism.events import dp_sgd as dp_sgd
     from dpllm.mechanism.generators import NoiseSource as NoiseSource
@@ -48,6 +49,7 @@ _HOME = {
     "load_recipe": "dpllm.config",
     "ClipResult": "dpllm.ghost",
     "NormMethod": "dpllm.ghost",
+    "PerUnitClipper": "dpllm.ghost",
     "GhostClipper": "dpllm.ghost",
     "GhostError": "dpllm.ghost",
     "classification_loss": "dpllm.models.losses",

@@ -30,6 +30,7 @@ SAMPLINGS = ("unit", "example")
 ROWS_KEPT = ("first", "random")
 ON_BUDGET = ("stop", "error")
 STOPS = ("planned", "independent")
+GRADIENTS = ("ghost", "per_unit")
 
 _NOT_POISSON = (
     *("shuffle", "shuffled", "random", "epoch", "sequential", "fixed", "fixed-size", "fixed_size"),
@@ -231,10 +232,25 @@ class PrivacyCost(Topic):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyConfig(PrivacyCost, PrivacyMechanism):
+class PrivacyGradients(Topic):
+    """How the gradients of units are computed; no number of the guarantee depends on it."""
+
+    gradients: str = "ghost"
+    """"ghost" computes norms and the clipped sum of all units of a microbatch in one backward pass, by a rule for each
+    layer. "per_unit" runs one unit after another by plain autograd: slower, and exact for every structure."""
+
+    def __post_init__(self) -> None:
+        """Check the words."""
+        super().__post_init__()
+        values.choice("gradients", self.gradients, GRADIENTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyConfig(PrivacyGradients, PrivacyCost, PrivacyMechanism):
     """The privacy guarantee, and the public constants of the mechanism that provides it.
 
-    Its keywords are those of `PrivacyNumbers`, `PrivacyUnit`, `PrivacyMechanism` and `PrivacyCost`, and these three.
+    Its keywords are those of `PrivacyNumbers`, `PrivacyUnit`, `PrivacyMechanism`, `PrivacyCost` and `PrivacyGradients`,
+    and these three.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of range, or two values contradict each other.

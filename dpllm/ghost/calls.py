@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import GhostError, NoRuleError
 
 
 class Calls:
@@ -68,7 +68,7 @@ class Calls:
         self.spend()
         if len(self._packed) > 1:
             layouts = sorted(map(list, self._packed))
-            raise GhostError(
+            raise NoRuleError(
                 f"The model was called {len(layouts)} times since the last backward pass with rows packed differently "
                 f"(lengths {layouts[0]} and {layouts[1]}), so gradients cannot be assigned to rows. Use one "
                 "layout for all calls of a loss, and torch.no_grad() for calls that are not part of it."
@@ -82,7 +82,7 @@ class Calls:
 
 def used_again(name: str) -> GhostError:
     """Return the error for a use of a parameter outside the calls since the last backward pass."""
-    return GhostError(
+    return NoRuleError(
         f"{name} is used more often in the loss than in the calls of the model since the last backward pass. Compute "
         "the losses from calls of the model that follow that pass, or clip in one pass (NormMethod(backward_passes=1))."
     )

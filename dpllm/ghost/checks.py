@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpllm.data.labels import BOUNDARIES
 from dpllm.ghost.contributions import Use
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.graph import leaves_of
 
 _ROW_ARGUMENTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "attention_mask", "pixel_values", "input_features")
@@ -66,11 +66,11 @@ def refuse_other_rows(name: str, shape: Sequence[int], num_rows: int, packed: bo
     if shape[0] == num_rows:
         return
     if packed:
-        raise GhostError(
+        raise NoRuleError(
             f"{name}: a module that uses it works on {tuple(shape)}, which cannot be cut into the packed rows. Freeze "
             "the parameter, or do not pack the rows (pack_rows: false)."
         )
-    raise GhostError(
+    raise NoRuleError(
         f"{name}: a module that uses it works on {shape[0]} rows, the losses on {num_rows}. Every module with "
         "trainable parameters has to keep the rows of the batch as its first dimension, and all calls of the model "
         "that a loss is computed from need the same rows. Or freeze these parameters."
@@ -90,12 +90,17 @@ def refuse_missing(parameters: Mapping[str, nn.Parameter], seen: Collection[int]
     """Raise `GhostError` for a trainable parameter that is not among the ids of those that received a gradient."""
     missing = [name for name, p in parameters.items() if id(p) not in seen]
     if missing:
-        raise GhostError(
-            f"No gradient reached {len(missing)} trainable parameter(s), the first is {missing[0]}. Either it has no "
-            "part in the loss (then freeze it: requires_grad_(False)), or activation checkpointing with "
-            "use_reentrant=True cut the graph (then call model.enable_input_require_grads() or set "
-            "use_reentrant=False)."
-        )
+        raise no_gradient(missing)
+
+
+def no_gradient(missing: Sequence[str]) -> GhostError:
+    """Return the error for trainable parameters that no loss reaches."""
+    return GhostError(
+        f"No gradient reached {len(missing)} trainable parameter(s), the first is {missing[0]}. Either it has no "
+        "part in the loss (then freeze it: requires_grad_(False)), or activation checkpointing with "
+        "use_reentrant=True cut the graph (then call model.enable_input_require_grads() or set "
+        "use_reentrant=False)."
+    )
 
 
 def refuse_others(model: nn.Module, known: Collection[int]) -> None:
@@ -141,7 +146,7 @@ def refuse_uses_in_loss(loss_B: Tensor, name_of: Mapping[int, str]) -> None:
     for leaf in leaves_of(loss_B):
         name = name_of.get(id(leaf))
         if name is not None:
-            raise GhostError(
+            raise NoRuleError(
                 f"{name} is used by the loss outside the model's call, where its per-row gradient cannot be seen. Move "
                 "the computation into the forward pass of the module that holds it, or freeze the parameter."
             )
@@ -217,7 +222,7 @@ class FunctionalUses(TorchFunctionMode):
     def raise_if_any(self) -> None:
         """Raise for the first use that was found."""
         for name, function in self._found.items():
-            raise GhostError(
+            raise NoRuleError(
                 f"{name} is used by {function}() outside the module that holds it, where its per-row gradient cannot "
                 f"be seen. Call the module "
                 "instead of using its weight, or freeze the parameter."
@@ -261,12 +266,12 @@ class RowProbe:
             return
         other = int(torch.nonzero(touched)[0])
         if self._packed:
-            raise GhostError(
+            raise NoRuleError(
                 f"A packed row's loss depends on the packed row {other} (seen at {name}), so a unit cannot "
                 "be bounded: something in the model mixes tokens across the end of a row. Do not pack the "
                 f"rows of this model (pack_rows: false), or give it an attention that reads {BOUNDARIES}."
             )
-        raise GhostError(
+        raise NoRuleError(
             f"The loss of row {int(self.rows[0])} depends on row {other} of the batch (seen at {name}), so a unit "
             "cannot be bounded. Remove the parts that couple rows: batch statistics, in-batch negatives, several "
             "units packed into one row, a loss normalised over the batch."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpllm.ghost.call import call_with
 from dpllm.ghost.contributions import Lookup
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.tap import Recorder
 
 
@@ -22,7 +22,7 @@ def refuse_coupled_options(path: str, table: nn.Embedding) -> None:
     if table.max_norm is not None:
         raise GhostError(f"{path}: max_norm rewrites the rows of the table that the batch looks up. Set max_norm=None.")
     if table.scale_grad_by_freq:
-        raise GhostError(
+        raise NoRuleError(
             f"{path}: scale_grad_by_freq divides by counts over the whole batch, so a row's gradient depends on "
             "other rows. Set scale_grad_by_freq=False."
         )
@@ -38,7 +38,7 @@ class EmbeddingRule:
     def __init__(self, path: str, table: nn.Embedding, trainable: dict[str, nn.Parameter], book: Recorder) -> None:
         """Refuse options that couple rows."""
         if trainable.keys() != {"weight"}:
-            raise GhostError(f"{path} ({type(table).__name__}) has parameters beside weight: {sorted(trainable)}.")
+            raise NoRuleError(f"{path} ({type(table).__name__}) has parameters beside weight: {sorted(trainable)}.")
         refuse_coupled_options(path, table)
         self.path, self.weight, self.book = path, trainable["weight"], book
         self.padding_idx = table.padding_idx
@@ -51,7 +51,7 @@ class EmbeddingRule:
             index = args[0] if args else kwargs["input"]
             saved = [index]
         elif not isinstance(output, Tensor):
-            raise GhostError(
+            raise NoRuleError(
                 f"{self.path} ({type(module).__name__}) returns {type(output).__name__}, not a tensor of looked up "
                 "rows, so its per-row gradient is not known; freeze it."
             )
@@ -59,7 +59,7 @@ class EmbeddingRule:
             index, scale = self._index_and_scale(module, args, kwargs, output)
             saved = [index, scale]
         if index.ndim != 2:
-            raise GhostError(
+            raise NoRuleError(
                 f"{self.path}: the index has shape {tuple(index.shape)}; rows and tokens (B, T), or (1, T) for one "
                 "index shared by all rows, are needed to assign gradients to rows. Or freeze this embedding."
             )
@@ -85,7 +85,7 @@ class EmbeddingRule:
             ones = weight.new_ones(entries, 1)
             scale = call_with(module, {"weight": ones}, args, kwargs)
             if index.min() < 0 or index.max() >= entries:
-                raise GhostError(
+                raise NoRuleError(
                     f"{self.path} ({type(module).__name__}) is not a scaled lookup in its table; freeze it."
                 )
             if not self.verified:
@@ -93,7 +93,7 @@ class EmbeddingRule:
                 if again.shape != output.shape or not torch.allclose(
                     again, output, rtol=16 * torch.finfo(output.dtype).eps, atol=1e-12
                 ):
-                    raise GhostError(
+                    raise NoRuleError(
                         f"{self.path} ({type(module).__name__}) is not a scaled lookup in its table; freeze it."
                     )
                 self.verified = True
@@ -133,7 +133,7 @@ class RelativeBiasRule:
             inspect.signature(attention.compute_bias).bind(1, 1, device=None)  # type: ignore[arg-type]
             inspect.signature(attention.forward).parameters["position_bias"]
         except (TypeError, KeyError) as error:
-            raise GhostError(
+            raise NoRuleError(
                 f"{path} ({type(attention).__name__}) computes or takes its relative position bias differently from "
                 "T5, so it cannot be given to the attention row by row; freeze relative_attention_bias."
             ) from error
@@ -147,12 +147,12 @@ class RelativeBiasRule:
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
         if rows is None or hidden.shape[0] != rows or len(args) > 1 or kwargs.get("key_value_states") is not None:
-            raise GhostError(
+            raise NoRuleError(
                 f"{self.path}: the relative position bias cannot be given to this attention row by row; freeze it."
             )
         cache = kwargs.get("past_key_values")
         if cache is not None and cache.get_seq_length() > 0:
-            raise GhostError(f"{self.path}: training with a filled key-value cache. Set use_cache=False.")
+            raise NoRuleError(f"{self.path}: training with a filled key-value cache. Set use_cache=False.")
         seen: list[Tensor] = []
         compute_bias: Any = attention.compute_bias
         handle = self.table.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))

@@ -1,4 +1,4 @@
-"""The exception of the ghost package."""
+"""The exceptions of the ghost package."""
 
 
 class GhostError(ValueError):
@@ -6,3 +6,19 @@ class GhostError(ValueError):
 
     The message names the module or parameter by its path, the reason, and the remedy.
     """
+
+
+class NoRuleError(GhostError):
+    """A structure that cannot be clipped in one backward pass for all units; one unit at a time it can.
+
+    `dpllm.ghost.PerUnitClipper` is exact for it, and the message says so.
+    """
+
+    REMEDY = (
+        "Or clip one unit at a time, which is slower and exact for any structure: privacy.gradients=per_unit, or "
+        "PerUnitClipper in a loop without a run"
+    )
+
+    def __init__(self, message: str) -> None:
+        """Add the remedy that every such structure has."""
+        super().__init__(f"{message.rstrip('.')}. {self.REMEDY}")

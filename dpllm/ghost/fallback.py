@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpllm.ghost.call import Call
 from dpllm.ghost.contributions import RowGradients
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.kernels import widen
 from dpllm.ghost.tap import Recorder
 
@@ -25,13 +25,13 @@ class PerRowRule:
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor, rows: int | None) -> Tensor:
         """Tap the output and keep the module's inputs, and the output to check the repetition against."""
         if not isinstance(output, Tensor):
-            raise GhostError(
+            raise NoRuleError(
                 f"{self.path} ({self.kind}) holds the trainable parameters {sorted(self.trainable)} and returns "
                 f"{type(output).__name__}; per-row gradients need a module that returns one tensor. Freeze these "
                 "parameters, or move them into a separate module."
             )
         if rows is None or output.shape[0] != rows:
-            raise GhostError(
+            raise NoRuleError(
                 f"{self.path} ({self.kind}) returns {tuple(output.shape)}; its first dimension has to be the {rows} "
                 "rows of the batch for exact per-row gradients. Freeze its parameters, or keep rows first."
             )
@@ -64,13 +64,13 @@ class PerRowRule:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise GhostError(
+            raise NoRuleError(
                 f"{self.path} ({self.kind}): the per-row gradients of {sorted(self.trainable)} cannot be computed "
                 f"({error}). Freeze these parameters; dropout inside this module has to be 0."
             ) from error
         eps = max(torch.finfo(expected_B.dtype).eps, torch.finfo(torch.float32).eps)
         if float((output_B - expected_B).abs().max()) > 16 * eps * (1 + float(expected_B.abs().max())):
-            raise GhostError(
+            raise NoRuleError(
                 f"{self.path} ({self.kind}): for each single row it returns a different output than for the batch, so "
                 f"its rows depend on each other. Freeze {sorted(self.trainable)}."
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -18,13 +19,24 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
     >>> [leaf is head.weight for leaf in leaves_of(head(torch.ones(3, 2)).sum(1))]
     [True]
     """
+    for node in _nodes(loss):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+
+
+def nodes_of(loss: Tensor) -> Iterator[str]:
+    """Yield the name of each operation in the graph behind losses, such as "AddmmBackward0"."""
+    for node in _nodes(loss):
+        yield node.name()
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
+        yield node
         nodes += [following for following, _ in node.next_functions]

@@ -16,7 +16,7 @@ from torch import nn
 from dpllm.ghost import memory, shared
 from dpllm.ghost.calls import Calls
 from dpllm.ghost.checks import FunctionalUses, refuse_long_rows, rows_of_call, tokens_by_themselves
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.rules import Served, find_sites, refuse_compiled
 
@@ -196,7 +196,7 @@ class Hooks:
             and torch.is_grad_enabled()
             and any(p.requires_grad for p in served.site.trainable.values())
         ):
-            raise GhostError(
+            raise NoRuleError(
                 f"{served.site.path} was called directly, with gradients on. Call the model given to GhostClipper, so "
                 "that every use of a parameter is seen; wrap evaluation in torch.no_grad()."
             )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpllm.ghost.call import Call, flatten_tensors
 from dpllm.ghost.contributions import Outer, RowGradients
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.kernels import sum_tokens
 from dpllm.ghost.tap import Recorder
 
@@ -94,7 +94,7 @@ class LinearRule:
         """
         unknown = trainable.keys() - {"weight", "bias"}
         if unknown:
-            raise GhostError(
+            raise NoRuleError(
                 f"{path} ({type(module).__name__}) has parameters beside weight and bias: {sorted(unknown)}."
             )
         side = "left" if is_transposed(module) else "right"
@@ -121,7 +121,7 @@ class LinearRule:
             return self.book.tap(output, self.receive)
         x, *more = flatten_tensors((args, kwargs))
         if more:
-            raise GhostError(
+            raise NoRuleError(
                 f"{type(module).__name__} read one tensor at its first call, and reads {1 + len(more)} now, so it "
                 "is not a linear layer. Freeze its parameters."
             )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpllm.ghost.call import Call
 from dpllm.ghost.contributions import RowGradients
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.kernels import sum_tokens
 from dpllm.ghost.tap import Recorder
 
@@ -25,7 +25,7 @@ class LayerNormRule:
         """Remember which of weight and bias are trainable."""
         unknown = trainable.keys() - {"weight", "bias"}
         if unknown:
-            raise GhostError(
+            raise NoRuleError(
                 f"{path} ({type(module).__name__}) has parameters beside weight and bias: {sorted(unknown)}."
             )
         self.weight, self.bias, self.book = trainable.get("weight"), trainable.get("bias"), book

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dpllm.data.labels import BOUNDARIES
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import GhostError, NoRuleError
 
 _KEPT = 2  # one output gradient, and the input that several layers share
 
@@ -105,7 +105,7 @@ class PackedRows:
             self._token_dim[x.ndim] = found[0] if same else None
             return found[0]
         if found and self._token_dim.get(x.ndim) not in found:
-            raise GhostError(
+            raise NoRuleError(
                 f"The shape {tuple(x.shape)} does not show which dimension has the {tokens} tokens of the packed rows. "
                 "Do not pack the rows of this model (pack_rows: false)."
             )

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from dpllm.ghost.call import Call, flatten_tensors
 from dpllm.ghost.embedding import EmbeddingRule, RelativeBiasRule, has_relative_bias
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.fallback import PerRowRule
 from dpllm.ghost.linear import LinearRule, is_linear
 from dpllm.ghost.norm import LayerNormRule, ScaleRule, offset_of
-from dpllm.ghost.scales import coupling
+from dpllm.ghost.scales import coupling, is_fp8
 from dpllm.ghost.tap import Recorder
 
 After = Callable[[nn.Module, tuple, dict, Any, "int | None"], Any]
@@ -92,11 +92,14 @@ def refuse_coupled_modules(model: nn.Module) -> None:
         kind = type(module).__name__
         for pattern, reason in _COUPLED:
             if re.fullmatch(pattern, kind):
-                raise GhostError(f"{path or 'the model'} ({kind}) couples the rows of a batch: {reason}.")
+                error = GhostError if "Norm" in kind else NoRuleError  # running statistics are carried between calls
+                raise error(f"{path or 'the model'} ({kind}) couples the rows of a batch: {reason}.")
         if (by_scale := coupling(module)) is not None:
-            raise GhostError(f"{path or 'the model'} ({kind}) couples the rows of a batch: {by_scale}.")
+            raise (GhostError if is_fp8(module) else NoRuleError)(
+                f"{path or 'the model'} ({kind}) couples the rows of a batch: {by_scale}."
+            )
     if getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise GhostError("The model adds a router loss over the batch (config.output_router_logits). Set it to False.")
+        raise NoRuleError("The model adds a router loss over the batch (config.output_router_logits). Set it to False.")
 
 
 def refuse_skipped_layers(model: nn.Module) -> None:
@@ -108,7 +111,7 @@ def refuse_skipped_layers(model: nn.Module) -> None:
     for path, module in holders or [("the model's config", model)]:
         rate = module.layerdrop if holders else getattr(getattr(model, "config", None), "layerdrop", 0)
         if isinstance(rate, int | float) and rate > 0 and any(p.requires_grad for p in module.parameters()):
-            raise GhostError(
+            raise NoRuleError(
                 f"{path} has layerdrop={rate}: whole layers are skipped at random, and their parameters then have no "
                 "gradient. Set layerdrop to 0 there (and in the model's config); use dropout instead."
             )
@@ -116,6 +119,15 @@ def refuse_skipped_layers(model: nn.Module) -> None:
 
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise `GhostError` for a wrapped model: compiled, or with its own reducer."""
+    refuse_replicating(model)
+    if hasattr(model, "_orig_mod"):
+        raise _compiled("The model")
+    for path, module in model.named_modules():
+        refuse_compiled(path or "The model", module)
+
+
+def refuse_replicating(model: nn.Module) -> None:
+    """Raise `GhostError` for a model wrapped by replicas with their own reducer."""
     if isinstance(model, nn.DataParallel):
         raise GhostError(
             "nn.DataParallel splits the batch where the hooks cannot see it. Use one process per device instead."
@@ -125,10 +137,6 @@ def refuse_wrapped(model: nn.Module) -> None:
             "DistributedDataParallel reduces unclipped gradients with its own hooks. Give GhostClipper the model "
             "inside (model.module); dpllm.engines.engine_for reduces the clipped sum."
         )
-    if hasattr(model, "_orig_mod"):
-        raise _compiled("The model")
-    for path, module in model.named_modules():
-        refuse_compiled(path or "The model", module)
 
 
 def refuse_compiled(path: str, module: nn.Module) -> None:
@@ -138,7 +146,7 @@ def refuse_compiled(path: str, module: nn.Module) -> None:
 
 
 def _compiled(path: str) -> GhostError:
-    return GhostError(
+    return NoRuleError(
         f"{path} was compiled with torch.compile, which may fuse away a layer that has hooks. Give GhostClipper "
         "the model before compilation, and train that one."
     )
@@ -184,7 +192,7 @@ def _owner_of(modules: dict[str, nn.Module], path: str) -> str:
     while type(modules[owner_path]).forward is nn.Module.forward or _parent_supplies(modules, owner_path):
         if not owner_path:
             names = sorted(_own_trainable(modules[path]))
-            raise GhostError(f"{path}: no module around the parameters {names} has a forward pass.")
+            raise NoRuleError(f"{path}: no module around the parameters {names} has a forward pass.")
         owner_path = owner_path.rpartition(".")[0]
     return owner_path
 
@@ -235,7 +243,7 @@ class Served:
         """
         before = self._versions.pop() if self._versions else []
         if self._unknown and not broke_off and [t._version for t in flatten_tensors((args, kwargs))] != before:
-            raise GhostError(
+            raise NoRuleError(
                 f"{self.site.path} ({type(self.site.module).__name__}) changes its input in place, so its original "
                 f"input is lost for the per-row gradients of {sorted(self.site.trainable)}. Let it work on a copy, or "
                 "freeze these parameters."
@@ -279,7 +287,7 @@ class Served:
 def _refuse_random(path: str, module: nn.Module) -> None:
     """Raise `GhostError` for a trained layer that draws random numbers in each pass, for every dropout rate."""
     if any(kind.__name__ in _RANDOM for kind in type(module).__mro__):
-        raise GhostError(
+        raise NoRuleError(
             f"{path} ({type(module).__name__}) is a layer of PEFT's LoHa or LoKr: it draws a random number in every "
             "training pass, also with module_dropout=0, so the gradients of single rows cannot be recomputed. Use LoRA "
             "(also with use_dora or use_rslora) or IA3 instead, or freeze this adapter."

@@ -17,14 +17,14 @@ def coupling(module: nn.Module) -> str | None:
     >>> coupling(nn.Linear(2, 2)) is None
     True
     """
-    kind, library = type(module).__name__, type(module).__module__.partition(".")[0]
+    kind = type(module).__name__
     threshold = getattr(getattr(module, "state", None), "threshold", 0)
     if kind == "Linear8bitLt" and threshold:
         return (
             f"LLM.int8 chooses outlier columns over all rows of the batch (llm_int8_threshold={threshold}). Load the "
             "model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits"
         )
-    if kind == "Float8Linear" or (library in _FP8 and ("Linear" in kind or "MLP" in kind)):
+    if is_fp8(module):
         return (
             "fp8 products are scaled by the largest activation of the whole batch. Train in bf16 (mixed_precision: "
             "bf16, without fp8 recipes)"
@@ -35,3 +35,9 @@ def coupling(module: nn.Module) -> str | None:
             "other rows decide. Leave it out; DP-SGD already adds noise"
         )
     return None
+
+
+def is_fp8(module: nn.Module) -> bool:
+    """Whether a module forms products in 8 bits, scaled by the largest activations that it has seen."""
+    kind, library = type(module).__name__, type(module).__module__.partition(".")[0]
+    return kind == "Float8Linear" or (library in _FP8 and ("Linear" in kind or "MLP" in kind))

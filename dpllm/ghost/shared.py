@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dpllm.ghost.call import call_with, flatten_tensors, replace_tensors
 from dpllm.ghost.contributions import RowGradients
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.kernels import widen
 from dpllm.ghost.tap import Recorder
 
@@ -100,7 +100,7 @@ class _Encoder:
             leaves = {name: encoder.get_parameter(name).detach().requires_grad_() for name in self.trainable}
             value = call_with(encoder, leaves, args, kwargs)
             if not isinstance(value, Tensor) or value.shape[:1] != (1,):
-                raise GhostError(
+                raise NoRuleError(
                     f"{self.path} ({type(encoder).__name__}) returns {type(value).__name__}; a prompt that all rows "
                     "share has to be one tensor (1, T, D). Freeze it, or train another kind of adapter (LoRA)."
                 )
@@ -145,7 +145,7 @@ class _Source:
             return self.tap_rows(value)
         if value.shape[:1] == (1,):
             return Shared.of(value, self)
-        raise GhostError(
+        raise NoRuleError(
             f"{self.path}: a prompt that all rows share was changed to the shape {tuple(value.shape)}, in which its "
             f"{self.rows} rows cannot be found. Keep the rows of the batch as its first dimension."
         )

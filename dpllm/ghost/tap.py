@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost.contributions import Use
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.norm_method import NormMethod
 
 Receive = Callable[[Tensor, "list[Tensor]"], None]
@@ -33,7 +33,7 @@ class _Tap(torch.autograd.Function):
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            raise GhostError(
+            raise NoRuleError(
                 f"The model changed the input of a trainable module in place after the module had read it ({error}). "
                 "Replace the operation by one that returns a new tensor (x = x + y), or freeze the module."
             ) from error

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
-from dpllm.ghost import GhostClipper
+from dpllm.ghost import UnitClipper
 from dpllm.mechanism.parts import AdaptiveClipping, NoiseStream
 from dpllm.privacy.plan import PrivacyPlan
 
@@ -35,7 +35,7 @@ class StepStatistic:
         noise: noise stream of this process; the step has begun.
     """
 
-    def __init__(self, clipper: GhostClipper, plan: PrivacyPlan, noise: NoiseStream) -> None:
+    def __init__(self, clipper: UnitClipper, plan: PrivacyPlan, noise: NoiseStream) -> None:
         """Begin without a unit."""
         self._clipper, self._plan, self._noise = clipper, plan, noise
         self._clipping = clipper.clipping if isinstance(clipper.clipping, AdaptiveClipping) else None
@@ -94,12 +94,12 @@ class Threshold:
         """The threshold of the next step; None: the clipping does not adapt."""
         return self._value
 
-    def give_to(self, clipper: GhostClipper, plan: PrivacyPlan) -> None:
+    def give_to(self, clipper: UnitClipper, plan: PrivacyPlan) -> None:
         """Give the clipper the threshold with which the step is charged; a resume continues with the last one."""
         if isinstance(plan.mechanism.clipping, AdaptiveClipping) and self._value is not None:
             clipper.clipping = plan.mechanism.clipping.at(self._value)
 
-    def follow(self, clipper: GhostClipper) -> None:
+    def follow(self, clipper: UnitClipper) -> None:
         """Take the threshold that the step's noisy statistic gave to the clipper (`StepStatistic.finish`)."""
         if isinstance(clipper.clipping, AdaptiveClipping):
             self._value = clipper.clipping.threshold

@@ -22,7 +22,8 @@ from dpllm.engines.optimizers import refuse_unsteppable
 from dpllm.engines.processes import Processes
 from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import check_model
-from dpllm.ghost import GhostClipper, NormMethod
+from dpllm.ghost import NormMethod, PerUnitClipper, UnitClipper
+from dpllm.ghost.checks import no_gradient
 from dpllm.models.ended import RunWeights, sums_of_trained
 from dpllm.models.starting_point import check_start, note_trained
 from dpllm.privacy.identity import RunName, run_in
@@ -35,6 +36,7 @@ from dpllm.training.checks.kept import without_trace
 from dpllm.training.checks.randomness import refuse_own_generators
 from dpllm.training.checks.steering import Steering
 from dpllm.training.checks.watch import Watch
+from dpllm.training.gradients import METHOD, clipper_for, in_words, rows_of_calls
 from dpllm.training.microbatch_size import AUTO, TOKENS_WITHOUT_MEASURE, memory_of, needed_later, rows_that_fit
 from dpllm.training.out_of_memory import MicrobatchTooLargeError
 from dpllm.training.rows import LossOf, TrainingRows
@@ -57,18 +59,20 @@ class Attached:
         steering: watch over hyperparameters in a custom loop; the Trainer notes its callbacks instead.
         is_noted: whether it is recorded that the run trains this model.
         averaging: average of the weights; None: the weights after the last step are released.
+        reach_checked: whether it was checked that losses reach every trained parameter.
     """
 
     model: Any
     optimizer: Any
     engine: Engine
-    clipper: GhostClipper
+    clipper: UnitClipper
     independence: IndependenceCheck
     watch: Watch
     weights: RunWeights
     steering: Steering | None = None
     is_noted: bool = False
     averaging: Averaging | None = None
+    reach_checked: bool = False
 
     def make_ready(self) -> None:
         """Check that weights and gradients are unchanged since the last update; checks this process only."""
@@ -132,6 +136,22 @@ class Attached:
         if self.steering is not None:
             self.steering.after_step()
 
+    def refuse_unreached(self) -> None:
+        """Check, after the first step of this process, that losses reach every trained parameter, on any process.
+
+        In one pass for all units each microbatch shows it. Called by all processes together.
+
+        Raises:
+            GhostError: a parameter would be trained on noise only.
+        """
+        if self.reach_checked or not isinstance(self.clipper, PerUnitClipper):
+            return
+        self.reach_checked = True
+        missing = self.clipper.unreached
+        everywhere = self.engine.processes.gather(missing)
+        if missing := [name for name in missing if all(name in one for one in everywhere)]:
+            raise no_gradient(missing)
+
     def find_max_tokens(self, loss_of: LossOf, rows: TrainingRows, plan: PrivacyPlan, processes: Processes) -> int:
         """Return the most tokens of a microbatch that fit on every process, by trials that are not charged.
 
@@ -144,6 +164,8 @@ class Attached:
             return TOKENS_WITHOUT_MEASURE
         units = rows.units
         share = plan.expected_batch_size * units.num_rows / units.num_units / processes.size
+        if self.clipper.one_unit:
+            share = min(share, units.max_rows)
         with without_trace(loss_of, rows.collate, model=self.model):
             fit = processes.together(
                 lambda: rows_that_fit(self.clipper, self.loss(loss_of), rows.longest, memory, most=math.ceil(share))
@@ -198,6 +220,7 @@ def attach(
     before: RunWeights | None,
     norm_method: NormMethod | None,
     start_is_independent: bool,
+    gradients: str,
     averaging: Averaging | None = None,
 ) -> Attached:
     """Create all parts of an attached model. Called by all processes together.
@@ -212,6 +235,7 @@ def attach(
         before: the weights of the model that was attached to this run before.
         norm_method: how norms are computed.
         start_is_independent: see `dpllm.training.run.PrivateRun.attach`.
+        gradients: see `dpllm.training.run.PrivateRun.attach`.
         averaging: average of the weights that is released; None: the weights after the last step are.
 
     Raises:
@@ -235,10 +259,11 @@ def attach(
         if plan.mechanism.noise.wants_total and not engine.forms_total:
             raise no_totals(type(engine).__name__)
         _refuse_automatic_size(rows, engine)
-        clipper = GhostClipper(inside, norm_method=norm_method, clipping=plan.mechanism.clipping)
+        clipper = clipper_for(gradients, inside, plan.mechanism.clipping, norm_method)
         undo.callback(clipper.remove)
         plan.mechanism.require_entries(sum(parameter.numel() for parameter in clipper.parameters.values()))
         facts = {"the trainable parameters": _digest(clipper.parameters), "norm_method": repr(norm_method)}
+        facts["privacy.gradients"] = gradients
         facts["train.average"] = repr(None if averaging is None else averaging.average)
         processes.agree({**facts, **agreement.computation(inside, optimizer)})
         check_model(inside, processes)
@@ -250,7 +275,9 @@ def attach(
             optimizer=optimizer,
             engine=engine,
             clipper=clipper,
-            independence=IndependenceCheck(clipper, inside, rows, engine, plan.expected_batch_size),
+            independence=IndependenceCheck(
+                clipper, inside, rows_of_calls(rows, clipper), engine, plan.expected_batch_size
+            ),
             watch=watch,
             weights=RunWeights(inside, name, watch.is_written),
             averaging=averaging,
@@ -259,6 +286,7 @@ def attach(
             _attach_average(averaging, attached, model, plan, ledger, processes)
             undo.callback(averaging.detach)
             ledger.append_fact(RELEASED_WEIGHTS, averaging.words)
+        ledger.append_fact(METHOD, in_words(clipper))
         for point in points:
             ledger.append_open_point(point)
         undo.pop_all()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.engines.optimizers import innermost
-from dpllm.ghost import GhostClipper
+from dpllm.ghost import UnitClipper
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.out_of_memory import OutOfMemory, attempt, free_memory
@@ -152,7 +152,7 @@ def _predicted(fitting: list[tuple[int, int]], capacity: int) -> int:
 
 
 def rows_that_fit(
-    clipper: GhostClipper,
+    clipper: UnitClipper,
     loss_of: Callable[[Mapping], Tensor],
     microbatch_of: Callable[[int], Microbatch],
     memory: Memory,
@@ -179,7 +179,7 @@ def rows_that_fit(
     return largest_that_fits(peak_of, memory.capacity, most)
 
 
-def _trial(clipper: GhostClipper, microbatch: Microbatch, loss_of: Callable[[Mapping], Tensor]) -> bool:
+def _trial(clipper: UnitClipper, microbatch: Microbatch, loss_of: Callable[[Mapping], Tensor]) -> bool:
     """Run a microbatch as a step does, form its clipped sums and drop them; return whether memory sufficed."""
     check_rows = not clipper.rows_checked and len(microbatch.unit_index) > 1
     if isinstance(attempt(clipper, microbatch, loss_of, check_rows), OutOfMemory):

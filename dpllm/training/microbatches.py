@@ -120,6 +120,7 @@ def microbatches(
     max_tokens: int | None = None,
     packed: bool = False,
     key: int = 0,
+    one_unit: bool = False,
 ) -> Iterator[Microbatch]:
     """Cut the units drawn for one step into the microbatches of one process.
 
@@ -136,6 +137,7 @@ def microbatches(
             microbatch of one row.
         packed: whether the collator concatenates rows without padding; ``max_tokens`` then counts the rows' own tokens.
         key: key of the order in which units are dealt to the processes; the same on all processes, and secret.
+        one_unit: whether a microbatch gets rows of one unit only (`dpllm.ghost.PerUnitClipper`).
 
     Raises:
         ValueError: the collator returned another number of rows than it was given.
@@ -160,7 +162,8 @@ def microbatches(
     for process in range(size):
         its = lengths[rows[owner[unit] == process]]
         room = _room(its, max_rows, max_tokens, packed)
-        pieces.append(list(_pieces(rows_of_unit[owner == process], its, room, padded=not packed)))
+        cut = each_unit if one_unit else full_cuts if packed else best_cuts
+        pieces.append(list(_pieces(rows_of_unit[owner == process], its, room, cut)))
     mine = owner[unit] == rank
     rows, unit = rows[mine], np.cumsum(owner == rank)[unit[mine]] - 1
     for start, stop, continues in pieces[rank]:
@@ -264,8 +267,15 @@ def best_cuts(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> 
     return cuts
 
 
-def full_cuts(rows_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
+def each_unit(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
+    """Cut as `best_cuts`, between all units: no microbatch gets rows of two units."""
+    del longest_U, room_U
+    return [(unit, unit + 1) for unit in range(len(rows_U))]
+
+
+def full_cuts(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
     """Cut as `best_cuts` for rows without padding: each microbatch takes as many units as fit."""
+    del longest_U
     ends = np.concatenate(([0], np.cumsum(rows_U)))
     latest = np.maximum(np.arange(len(rows_U)) + 1, np.searchsorted(ends, ends[:-1] + room_U, side="right") - 1)
     cuts, first = [], 0
@@ -275,8 +285,11 @@ def full_cuts(rows_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
     return cuts
 
 
+_Cut = Callable[[np.ndarray, np.ndarray, np.ndarray], list[tuple[int, int]]]
+
+
 def _pieces(
-    rows_of_unit: np.ndarray, lengths: np.ndarray, room: np.ndarray, padded: bool
+    rows_of_unit: np.ndarray, lengths: np.ndarray, room: np.ndarray, cut: _Cut
 ) -> Iterator[tuple[int, int, bool]]:
     """Cut rows ordered by unit: return each microbatch's begin and end, and whether its unit continues.
 
@@ -284,12 +297,11 @@ def _pieces(
         rows_of_unit: (U,) number of rows of each unit.
         lengths: (num_rows,) tokens of each row; the longest of a unit comes first.
         room: (num_rows,) rows that fit into a microbatch that begins with this row, its longest.
-        padded: whether rows are padded to the longest of their microbatch.
+        cut: divides the units over microbatches: `best_cuts`, `full_cuts` or `each_unit`.
     """
     ends = np.concatenate(([0], np.cumsum(rows_of_unit)))
     here = ends[:-1]
-    cuts = best_cuts(rows_of_unit, lengths[here], room[here]) if padded else full_cuts(rows_of_unit, room[here])
-    for first, last in cuts:
+    for first, last in cut(rows_of_unit, lengths[here], room[here]):
         begin, end = int(ends[first]), int(ends[last])
         while end - begin > room[begin]:
             stop = begin + int(room[begin])

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dpllm.ghost import GhostClipper
+from dpllm.ghost import UnitClipper
 from dpllm.training.microbatches import Microbatch
 
 _Item = TypeVar("_Item")
@@ -52,7 +52,7 @@ class OutOfMemory:
 
 
 def attempt(
-    clipper: GhostClipper, microbatch: Microbatch, loss_of: Callable[[Mapping], Tensor], check_rows: bool
+    clipper: UnitClipper, microbatch: Microbatch, loss_of: Callable[[Mapping], Tensor], check_rows: bool
 ) -> Passed | OutOfMemory:
     """Run a microbatch up to its clip factors.
 
@@ -79,7 +79,7 @@ def attempt(
 
 
 def _pass(
-    clipper: GhostClipper, microbatch: Microbatch, loss_of: Callable[[Mapping], Tensor], check_rows: bool
+    clipper: UnitClipper, microbatch: Microbatch, loss_of: Callable[[Mapping], Tensor], check_rows: bool
 ) -> Passed:
     if check_rows:
         clipper.check_rows(lambda: loss_of(microbatch.inputs), microbatch.unit_index)

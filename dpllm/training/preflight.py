@@ -21,7 +21,6 @@ from transformers.integrations import integration_utils
 from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, nearest
 from dpllm.config.output_folder import REPORTS, check_output_folder
 from dpllm.engines.errors import no_totals
-from dpllm.ghost import GhostClipper
 from dpllm.mechanism.catalogue import clipping_of, noise_of, with_randomness
 from dpllm.mechanism.parts import Noise, Spec, require_entries
 from dpllm.models.load import load_tokenizer, skeleton
@@ -30,6 +29,7 @@ from dpllm.models.positions import num_positions
 from dpllm.models.starting_point import refuse_steering
 from dpllm.privacy.budget import read_budget
 from dpllm.training.arguments import check_optimizer, refuse_options, training_arguments
+from dpllm.training.gradients import clipper_for
 
 PLAIN = {"save_strategy": "no", "report_to": "none"}
 """Default options of a recipe's trainings."""
@@ -105,7 +105,7 @@ def _check_mechanism(recipe: Recipe, model: nn.Module, noise: Noise) -> None:
     if recipe.pack_rows:
         refuse_unpackable(model, recipe.model.task)
     clipping = clipping_of(Spec.of(recipe.privacy.clipping), recipe.privacy.clip_norm)
-    clipper = GhostClipper(model, clipping=clipping)
+    clipper = clipper_for(recipe.privacy.gradients, model, clipping)
     num_entries = sum(parameter.numel() for parameter in clipper.parameters.values())
     clipper.remove()
     require_entries(noise, num_entries)

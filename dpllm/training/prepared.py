@@ -21,7 +21,7 @@ from dpllm.data.lengths import Limits, row_lengths
 from dpllm.data.rows import PackedCollator, unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
-from dpllm.ghost import GhostClipper, NormMethod
+from dpllm.ghost import NormMethod
 from dpllm.mechanism.averages import Average
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.padding import default_collator, refuse_other_padding
@@ -33,6 +33,7 @@ from dpllm.training.arguments import checked_arguments, plan_for
 from dpllm.training.averaging import Averaging, checked_average, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.fetching import reader, refuse_replaced, refuse_unreadable
+from dpllm.training.gradients import clipper_for
 from dpllm.training.noted import note_data, note_units
 from dpllm.training.preflight import require_positions
 from dpllm.training.rows import TrainingRows
@@ -169,7 +170,7 @@ class Prepared:
         Raises:
             GhostError: a part of the model cannot be clipped exactly.
         """
-        GhostClipper(model, norm_method=self.norm_method, clipping=self.plan.mechanism.clipping).remove()
+        clipper_for(self.privacy.gradients, model, self.plan.mechanism.clipping, self.norm_method).remove()
 
     def open_ledger(self, folder: Path, resume: bool, public: Sequence[str]) -> SharedLedger:
         """Continue the ledger of a folder, or begin one and charge the budget. Called by all processes together.
@@ -212,7 +213,14 @@ class Prepared:
 
     def attach(self, run: PrivateRun, model: Any, optimizer: Any, averaging: Averaging | None) -> None:
         """Hook a model that the Trainer has distributed; see `PrivateRun.attach`."""
-        run.attach(model, optimizer, self.norm_method, self.start_is_independent, averaging=averaging)
+        run.attach(
+            model,
+            optimizer,
+            self.norm_method,
+            self.start_is_independent,
+            averaging=averaging,
+            gradients=self.privacy.gradients,
+        )
 
 
 def _draw_of_rows(processes: Processes, privacy: PrivacyConfig) -> np.random.Generator:

@@ -12,7 +12,7 @@ import math
 from torch import Tensor, nn
 
 from dpllm.engines.protocol import Engine
-from dpllm.ghost import GhostClipper
+from dpllm.ghost import UnitClipper
 from dpllm.mechanism.parts import NoiseStream
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.microbatches import Microbatch
@@ -29,7 +29,7 @@ class Release:
         step: number of the step, counted from that start or resume.
     """
 
-    def __init__(self, clipper: GhostClipper, plan: PrivacyPlan, engine: Engine, noise: NoiseStream, step: int) -> None:
+    def __init__(self, clipper: UnitClipper, plan: PrivacyPlan, engine: Engine, noise: NoiseStream, step: int) -> None:
         """Begin the step; the engine takes no other step until this one is finished."""
         self._clipper, self._plan, self._engine, self._noise, self._step = clipper, plan, engine, noise, step
         self._names = {id(parameter): name for name, parameter in clipper.parameters.items()}

@@ -184,6 +184,7 @@ class PrivateRun:
         start_is_independent: bool = False,
         schedule_is_independent: bool = False,
         averaging: Averaging | None = None,
+        gradients: str = "ghost",
     ) -> None:
         """Hook a model that was prepared for its engine.
 
@@ -199,6 +200,7 @@ class PrivateRun:
             averaging: an average of the weights after the steps (`dpllm.training.averaging`), which the report names as
                 the released weights: save the model within ``averaging.shown()``. A loop that saves its state calls
                 ``averaging.save`` and ``averaging.load`` beside it. None: the weights after the last step are released.
+            gradients: how the gradients of units are computed (`dpllm.config.privacy_section.PrivacyGradients`).
 
         Raises:
             EngineError: the guarantee would not hold under the engine or one of its options.
@@ -233,6 +235,7 @@ class PrivateRun:
                 before=self.weights,
                 norm_method=norm_method,
                 start_is_independent=start_is_independent,
+                gradients=gradients,
                 averaging=averaging,
             )
             self.weights = self._attached.weights
@@ -346,6 +349,7 @@ class PrivateRun:
             self._entropy.give_up_step()
             raise
         attached.after_step()
+        attached.refuse_unreached()
         if self._threshold is not None:
             self._threshold.follow(attached.clipper)
         self._note(done)
@@ -365,6 +369,7 @@ class PrivateRun:
             rank=self.processes.rank,
             size=self.processes.size,
             key=self._entropy.deal_key(self.ledger.num_steps),
+            one_unit=self._attached is not None and self._attached.clipper.one_unit,
         )
 
     def _note(self, done: StepDiagnostics) -> None:

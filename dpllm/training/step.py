@@ -17,7 +17,7 @@ from torch import Tensor
 from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import Replicas
-from dpllm.ghost import GhostClipper
+from dpllm.ghost import UnitClipper
 from dpllm.mechanism.parts import NoiseStream
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.adapting import StepStatistic
@@ -51,7 +51,7 @@ class StepDiagnostics:
 
 
 def private_step(
-    clipper: GhostClipper,
+    clipper: UnitClipper,
     batch: Iterable[Microbatch],
     loss_of: Callable[[Mapping], Tensor],
     plan: PrivacyPlan,
@@ -163,7 +163,7 @@ def refuse_unfinished(engine: Engine) -> None:
         )
 
 
-def refuse_leftovers(clipper: GhostClipper, engine: Engine) -> None:
+def refuse_leftovers(clipper: UnitClipper, engine: Engine) -> None:
     """Check that no part of an earlier step would be released with the next one; checks this process only.
 
     Raises:
@@ -178,7 +178,7 @@ def refuse_leftovers(clipper: GhostClipper, engine: Engine) -> None:
         )
 
 
-def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges, engine: Engine) -> None:
+def _check(clipper: UnitClipper, plan: PrivacyPlan, ledger: Charges, engine: Engine) -> None:
     refuse_leftovers(clipper, engine)
     if not plan.mechanism.allows(clipper.clipping):
         raise ValueError(
@@ -193,7 +193,7 @@ def _check(clipper: GhostClipper, plan: PrivacyPlan, ledger: Charges, engine: En
         )
 
 
-def _has_to_check_rows(clipper: GhostClipper, microbatch: Microbatch, engine: Engine) -> bool:
+def _has_to_check_rows(clipper: UnitClipper, microbatch: Microbatch, engine: Engine) -> bool:
     """Return whether to measure that rows are independent: once; at the same time on processes in lockstep."""
     if clipper.rows_checked:
         return False

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dpllm import GhostClipper, PrivacyConfig, PrivateRun, TrainingRows, make_plan, per_sequence_loss
+from dpllm import GhostClipper, GhostError, PrivacyConfig, PrivateRun, TrainingRows, make_plan, per_sequence_loss
 from dpllm.config import DataConfig
 from dpllm.data.rows import RowCollator, load_records, tokenize_records
 from dpllm.data.units import UnitIndex
 from dpllm.engines import engine_for, model_inside
 from dpllm.engines.processes import DisagreementError, Processes
 from dpllm.mechanism import regenerated
+from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.mechanism.noise import IndependentStream
@@ -27,6 +28,7 @@ from dpllm.mechanism.parts import NoiseStream
 from dpllm.mechanism.regenerated import stream_of
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.adapting import StepStatistic
+from dpllm.training.gradients import clipper_for
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step
 from tests.distributed.setups import dispose, prepare, whole_parameters
@@ -52,9 +54,11 @@ class Job:
     case: Case
     max_rows: int = NUM_ROWS  # rows of a microbatch; fewer: accumulation
     rows_per_unit: int = 1
+    gradients: str = "ghost"
 
     def __str__(self) -> str:
         ways = ["accumulated"] * (self.max_rows < NUM_ROWS)
+        ways += ["one unit at a time"] * (self.gradients == "per_unit")
         ways += [f"units of {self.rows_per_unit} rows"] * (self.rows_per_unit > 1)
         return "-".join([self.engine, str(self.case), *ways])
 
@@ -96,7 +100,9 @@ def plan_of(
     return make_plan(privacy, num_units, num_steps)
 
 
-def batches_of(batch: Batch, owners: list[int], units: list[int], max_rows: int, rank: int, size: int) -> Any:
+def batches_of(
+    batch: Batch, owners: list[int], units: list[int], max_rows: int, rank: int, size: int, one_unit: bool = False
+) -> Any:
     """The microbatches of one process."""
     lengths = batch.inputs["attention_mask"].sum(1).numpy()
     return microbatches(
@@ -108,6 +114,7 @@ def batches_of(batch: Batch, owners: list[int], units: list[int], max_rows: int,
         max_rows=max_rows,
         rank=rank,
         size=size,
+        one_unit=one_unit,
     )
 
 
@@ -139,6 +146,7 @@ def movement(
     sabotage: Any = None,
     white: Any = None,
     thresholds: list[float] | None = None,
+    gradients: str = "ghost",
 ) -> list[Tensor]:
     """Return each step's release: the movement of all parameters under SGD, over lr/b, (P,) in float64.
 
@@ -155,6 +163,7 @@ def movement(
         sabotage: called with the engine and the prepared model.
         white: makes other noise of the plan than its mechanism's.
         thresholds: takes the clipper's threshold after each step.
+        gradients: as in recipes.
     """
     batch = make_batch(case.spec, num_rows=NUM_ROWS)
     dtype = "bfloat16" if case.dtype == "bfloat16" else "float32"
@@ -164,7 +173,7 @@ def movement(
     runner = engine_for(prepared, optimizer)
     if sabotage is not None:
         sabotage(runner, prepared)
-    clipper = GhostClipper(inner, clipping=plan.mechanism.clipping)
+    clipper = clipper_for(gradients, inner, plan.mechanism.clipping)
     rank, size = runner.processes.rank, runner.processes.size
     owners = owners or list(range(NUM_ROWS))
     every = list(range(max(owners) + 1)) if units is None else units
@@ -173,7 +182,7 @@ def movement(
     released = []
     for _ in range(steps):
         before = whole_parameters(prepared, inner)
-        mine = batches_of(batch, owners, every, max_rows, rank, size)
+        mine = batches_of(batch, owners, every, max_rows, rank, size, clipper.one_unit)
         private_step(clipper, mine, loss_of(inner, case), plan, runner, ledger, stream)
         if thresholds is not None:
             thresholds.append(clipper.threshold)
@@ -194,8 +203,8 @@ def reference(job: Job, clip_norm: float) -> tuple[Tensor, Tensor]:
     wide = float64_copy(model)
     sums = []
     for candidate, kind in ((wide, case.but(dtype="float64")), (model, case)):
-        clipper = GhostClipper(candidate, clip_norm)
-        for microbatch in batches_of(batch, job.owners, units, job.max_rows, 0, 1):
+        clipper = clipper_for(job.gradients, candidate, FlatClipping(clip_norm))
+        for microbatch in batches_of(batch, job.owners, units, job.max_rows, 0, 1, clipper.one_unit):
             losses = loss_of(candidate, kind)(microbatch.inputs)
             if microbatch.continues:
                 clipper.hold(losses)
@@ -212,7 +221,8 @@ def errors(jobs: list[Job], clip_norm: float = 0.5) -> list[tuple[float, float]]
     found = []
     for job in jobs:
         wide, same = reference(job, clip_norm)
-        (released,) = movement(job.engine, build_model(job.case), job.case, plan, job.max_rows, owners=job.owners)
+        model, ways = build_model(job.case), {"owners": job.owners, "gradients": job.gradients}
+        (released,) = movement(job.engine, model, job.case, plan, job.max_rows, **ways)
         found.append(tuple(float((released - value).norm() / value.norm()) for value in (wide, same)))
     return found
 
@@ -225,10 +235,24 @@ def reach(jobs: list[Job], clip_norm: float = 1e-6) -> list[tuple[float, float]]
         ratios = []
         for units in (sorted(set(job.owners)), [job.owners[5]]):
             model = build_model(job.case)
-            (released,) = movement(job.engine, model, job.case, plan, job.max_rows, units, job.owners, lr=1e10)
+            ways = {"owners": job.owners, "gradients": job.gradients, "lr": 1e10}
+            (released,) = movement(job.engine, model, job.case, plan, job.max_rows, units, **ways)
             ratios.append(float(released.norm()) / (clip_norm * len(units)))
         found.append((ratios[0], ratios[1]))
     return found
+
+
+def refused(engine: str) -> str:
+    """The error for a model on this engine that is to be clipped one unit at a time."""
+    case = Case("llama", dtype="float32")
+    prepared, _ = prepare(engine, build_model(case), 0.1)
+    try:
+        clipper_for("per_unit", model_inside(prepared), plan_of(0.5, 0.0).mechanism.clipping)
+    except GhostError as error:
+        return str(error)
+    finally:
+        dispose(prepared)
+    return ""
 
 
 def noise(engine: str, steps: int = 3, noise_multiplier: float = 2.0, clip_norm: float = 0.5) -> dict[str, Any]:

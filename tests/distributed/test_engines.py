@@ -113,6 +113,26 @@ def test_an_update_moves_the_parameters_by_at_most_lr_clip_norm_batch(engine, tm
     check_reach(jobs, results, table)
 
 
+@pytest.mark.deep
+def test_one_unit_at_a_time_releases_the_clipped_sum_of_one_process(tmp_path, table):
+    """By plain autograd beside the hooks of replicas and of DeepSpeed: the same sum, and the same bound."""
+    ways = [*WAYS[:-1], (True, "non-reentrant", 2, 1)]
+    jobs = [
+        Job(engine, Case("llama", mode=mode, tied=tied, dtype=dtype, checkpointing=again), rows, of_unit, "per_unit")
+        for engine in ("ddp", "zero1", "zero2")
+        for mode, dtype, (tied, again, rows, of_unit) in zip(MODES * 3, DTYPES * 3, ways, strict=False)
+    ]
+    check_errors(jobs, run(tmp_path / "errors", "tests.distributed.matrix:errors", jobs=jobs), table)
+    check_reach(jobs, run(tmp_path / "reach", "tests.distributed.matrix:reach", jobs=jobs), table)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_one_unit_at_a_time_is_refused_for_shards_by_name(engine, tmp_path):
+    for refused in run(tmp_path, "tests.distributed.matrix:refused", engine=engine):
+        assert "per_unit needs the whole gradient of a unit on one process" in refused
+
+
 @pytest.mark.parametrize("engine", [*ENGINES, tiers.deep_case("fsdp2-hybrid"), tiers.deep_case("zero3-offload")])
 def test_noise_is_drawn_exactly_once(engine, tmp_path, table):
     """Variance σ²C² per entry, independent between the processes' slices and between steps, equal on replicas."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dpllm.ghost import GhostClipper
+from dpllm.ghost import UnitClipper
 from dpllm.ghost.groups import shapes_of
 from dpllm.training.checks.companies import Company
 
@@ -24,6 +24,8 @@ Relative to the larger of the loss and 1. In float32, sound models differ by at 
 FINE = 2e-5
 _LOOSEST = 500  # times the tolerance, of C: the largest difference of two contributions if the loss is nearly 0
 _LARGEST = 0.25  # of C: the same for every dtype; 500 times the tolerance of bfloat16 would allow any difference
+UNKNOWN = -1.0
+"""The norm of a row beside one that is not finite (`dpllm.ghost.UnitClipper.row_norms`)."""
 _TRIED = 97  # norms of which the least is taken that counts; four for each power of ten
 
 
@@ -35,7 +37,7 @@ class Seen:
         row: number of the row.
         place: its position in the microbatch.
         loss: loss of the row.
-        norm: norm of its gradient over all trainable parameters.
+        norm: norm of its gradient over all trainable parameters, or `UNKNOWN`.
         company: the rows of the pass.
     """
 
@@ -88,7 +90,7 @@ def _rounds_products() -> bool:
         return True
 
 
-def counting_norm(clipper: GhostClipper) -> float:
+def counting_norm(clipper: UnitClipper) -> float:
     """Return the least gradient norm, of a grid, whose contribution is at least half as long as any may be.
 
     With flat clipping it is about C/2. With automatic clipping it is about the stability: shorter gradients than C are
@@ -125,7 +127,7 @@ def compare(seen: Sequence[Seen], counting: float, tolerance: float) -> tuple[Di
     for one in seen:
         first = alone[one.row]
         loss = _difference(first.loss, one.loss, 1.0)
-        norm = _difference(first.norm, one.norm, 1e-30)
+        norm = 0.0 if UNKNOWN in (first.norm, one.norm) else _difference(first.norm, one.norm, 1e-30)
         if math.isfinite(first.loss):
             room = max(1.0, 1 / max(abs(first.loss), 1e-30))
             norm /= min(room, loosest * max(1.0, counting / max(first.norm, one.norm, 1e-30)))

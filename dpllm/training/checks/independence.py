@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost import GhostClipper
+from dpllm.ghost import UnitClipper
 from dpllm.training.checks.between_calls import BetweenCalls
 from dpllm.training.checks.companies import Sample
 from dpllm.training.checks.differences import Differences, Seen, compare, counting_norm, in_words
@@ -66,7 +66,7 @@ class IndependenceCheck:
     """
 
     def __init__(
-        self, clipper: GhostClipper, model: nn.Module, rows: TrainingRows, engine: Engine, expected_batch_size: float
+        self, clipper: UnitClipper, model: nn.Module, rows: TrainingRows, engine: Engine, expected_batch_size: float
     ) -> None:
         """Begin before the first step of this process."""
         self._clipper, self._model, self._rows, self._engine = clipper, model, rows, engine

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost import GhostClipper, GhostError
+from dpllm.ghost import GhostError, UnitClipper
 from dpllm.training.checks.between_calls import LOSS, BetweenCalls
 from dpllm.training.checks.companies import SHORTEST, Company, Sample
 from dpllm.training.checks.differences import Precision, Seen, compare, counting_norm
@@ -65,7 +65,7 @@ class Setup:
         seed: of the check, different from that of the last one.
     """
 
-    clipper: GhostClipper
+    clipper: UnitClipper
     model: nn.Module
     rows: TrainingRows
     engine: Engine
@@ -225,7 +225,7 @@ class Passes:
                         raise IndependenceError(words) from error
                     raise IndependenceError(self._too_short(company.numbers[0], error)) from error
                 raise
-            norm_B = self._setup.clipper.clip(loss_B, taken.unit_index).norms
+            norm_B = self._setup.clipper.row_norms(loss_B)
             self._precision.on_gpu |= loss_B.is_cuda
             values = torch.stack([loss_B.detach().double(), norm_B.double()], 1).tolist()
         return [
@@ -240,7 +240,7 @@ class Passes:
         return [one for company in companies for one in self.run(company, seed)]
 
     def probe(self) -> None:
-        """Measure that losses have no gradient in other rows; see `dpllm.ghost.GhostClipper.check_rows`."""
+        """Measure that losses have no gradient in other rows; see `dpllm.ghost.UnitClipper.check_rows`."""
         company = Company(self.sample.probed, "")
         drawn = self._drawn(company, self._setup.seed)
         with self._repeatable(self._setup.seed):

@@ -1,0 +1,239 @@
+"""The part of per-unit clipping that does not depend on how the gradients of units are computed.
+
+Place in the flow: below `dpllm.ghost.GhostClipper`, which computes them in one backward pass for all units, and
+`dpllm.ghost.PerUnitClipper`, which runs one unit after another. Steps, engines and checks know only this class.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dpllm.ghost.errors import GhostError
+from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.mechanism.clipped import forget_clipper, note_clipper
+from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.parts import AdaptiveClipping, Clipping
+
+
+@dataclass(frozen=True)
+class ClipResult:
+    """Norms and clip factors of the units of one microbatch.
+
+    They depend on the data: no guarantee covers them if they are released.
+
+    Attributes:
+        norms: (U,) float32, each unit's gradient norm over all trainable parameters.
+        factors: (U,) float32, the factor of each unit's gradient; exactly 0 for a non-finite one. (G, U) if the
+            clipping has several groups of parameters: 0 in a group that is not finite.
+        parameter_norms: name to (U,) float32, each unit's norm in one parameter; empty unless requested.
+    """
+
+    norms: Tensor
+    factors: Tensor
+    parameter_norms: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_nonfinite(self) -> int:
+        """The number of units that had a non-finite gradient and therefore contributed zero, at least in its group."""
+        return int((~torch.isfinite(self.norms)).sum())
+
+
+class UnitClipper(abc.ABC):
+    """Bounds the contribution of each unit to ``.grad``.
+
+    Args:
+        clip_norm: C > 0, where clipping is flat.
+        clipping: another way to bound a contribution, instead of ``clip_norm``.
+
+    Attributes:
+        clipping: how contributions are bounded.
+        one_unit: whether each call of the model gets the rows of one unit only.
+
+    Raises:
+        ValueError: both of ``clip_norm`` and ``clipping``, or neither.
+    """
+
+    one_unit: ClassVar[bool] = False
+
+    def __init__(self, clip_norm: float | None, clipping: Clipping | None) -> None:
+        """Choose the clipping; a subclass calls `_note` when it is attached to its model."""
+        if (clip_norm is None) == (clipping is None):
+            raise ValueError("Give one of clip_norm (flat clipping) and clipping (another kind).")
+        self.clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else clipping  # type: ignore[assignment]
+        self._calls = 0  # of `backward`; engines call `clip`, and the run's watch sees other gradients
+
+    def _note(self) -> None:
+        """Note that parameters are clipped, for noise that is added outside of a run."""
+        note_clipper(self)
+
+    @property
+    @abc.abstractmethod
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by name, each once."""
+
+    @property
+    def threshold(self) -> float:
+        """The norm above which a gradient is scaled down: C, or the present threshold of an adaptive clipping."""
+        return self.clipping.threshold if isinstance(self.clipping, AdaptiveClipping) else self.clipping.clip_norm
+
+    def backward(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
+        """Differentiate, clip each unit, and add the clipped sum to ``.grad``.
+
+        Args:
+            losses: (B,) one loss per row, with a graph, each depending only on its own row
+                (`dpllm.per_sequence_loss`).
+            unit_index: (B,) integers: the unit of each row, 0 <= unit < U; a unit's gradient is the sum of its rows'.
+                -1 marks a padding row of weight 0. None: a row is a unit.
+
+        Returns:
+            The units' norms and factors.
+
+        Raises:
+            GhostError: losses of another shape or without a graph; a unit index of another shape; a parameter that
+                received no norm; the clipping is not as it was when the clipper was made; a parameter would receive a
+                gradient that is not clipped. Parameters outside the model are searched for in the calls 1, 2, 4, 8, ….
+        """
+        self._check(losses, unit_index)
+        self._calls += 1
+        self._refuse_unclipped(losses, outside=self._calls & (self._calls - 1) == 0)
+        result = self.clip(losses, unit_index)
+        for parameter in self.parameters.values():
+            self.add_clipped_sum_(parameter, _accumulator(parameter))
+        return result
+
+    @abc.abstractmethod
+    def _refuse_unclipped(self, losses: Tensor, outside: bool) -> None:
+        """Make sure that only clipped parameters will receive a gradient.
+
+        Args:
+            losses: (B,) losses with a graph.
+            outside: whether to search their graph for parameters that the model does not hold.
+
+        Raises:
+            GhostError: another parameter would.
+        """
+
+    @abc.abstractmethod
+    def hold(self, losses: Tensor) -> None:
+        """Process some rows of one unit that has more rows than fit in memory at once.
+
+        The next `clip` or `backward` must get the other rows of that unit and no others. It completes the unit's
+        gradient, which is clipped as one. In between, the memory held is at most the smaller of the unit's activations
+        and one gradient of the whole model.
+
+        Args:
+            losses: (B,) one loss per row, with a graph, all of the same unit.
+
+        Raises:
+            GhostError: losses of another shape or without a graph.
+        """
+
+    @abc.abstractmethod
+    def clip(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
+        """Do the same as `backward` without the sum, which `add_clipped_sum_` forms one parameter at a time.
+
+        For engines that shard the model, where no process can hold the sum of all parameters.
+        """
+
+    @abc.abstractmethod
+    def row_norms(self, losses: Tensor) -> Tensor:
+        """Return the gradient norm of each row (B,) by itself, for checks. `forget` follows.
+
+        Args:
+            losses: (B,) one loss per row, with a graph.
+
+        Returns:
+            (B,) norms; -1 where a norm is not known because another row is not finite. One unit at a time, such a row
+            makes the unit's contribution zero in any case.
+        """
+
+    @property
+    @abc.abstractmethod
+    def rows_checked(self) -> bool:
+        """Whether it was measured that a row's loss has no gradient in other rows, as far as this is needed."""
+
+    @abc.abstractmethod
+    def check_rows(self, losses_of_row: Callable[[], Tensor], unit_index: Tensor) -> None:
+        """Measure that a row's loss has no gradient in other rows, where rows of several units share a call.
+
+        Args:
+            losses_of_row: runs the model again at each call and returns the losses (B,).
+            unit_index: (B,), -1 for a padding row.
+
+        Raises:
+            GhostError: a row's loss depends on another row.
+        """
+
+    @abc.abstractmethod
+    def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Add one parameter's share of the clipped sum of the last `clip` to ``total``, once.
+
+        Args:
+            parameter: one of `parameters`.
+            total: of the parameter's full shape, float32 (float64 for a float64 parameter), not rounded to its dtype.
+        """
+
+    @abc.abstractmethod
+    def forget(self) -> None:
+        """Forget a microbatch whose forward or backward pass failed, so that its rows can be processed again.
+
+        Rows that `hold` took before are kept. Nothing of the microbatch may have been added to a sum yet.
+
+        Raises:
+            GhostError: the pass failed while it was joined to the held rows, which cannot be undone.
+        """
+
+    @staticmethod
+    def _check(losses: Tensor, unit_index: Tensor | None) -> tuple[Tensor, int]:
+        if not isinstance(losses, Tensor):
+            raise GhostError(
+                f"The loss is of the type {type(losses).__name__}; a tensor with one loss per row (B,) is needed. "
+                "Return it from the loss function, for instance dpllm.per_sequence_loss(outputs.logits, labels)"
+            )
+        if losses.ndim != 1 or losses.numel() == 0:
+            raise GhostError(
+                f"The loss has shape {tuple(losses.shape)}; one loss per row (B,) is needed, each from only "
+                "its own row. Do not average over the batch: see dpllm.per_sequence_loss."
+            )
+        if not losses.requires_grad:
+            raise GhostError(
+                "The losses carry no graph. Compute them with gradients on, from the model given to GhostClipper."
+            )
+        rows = losses.shape[0]
+        if unit_index is None:
+            return torch.arange(rows), rows
+        if unit_index.shape != losses.shape or unit_index.is_floating_point() or unit_index.dtype == torch.bool:
+            raise GhostError(
+                f"unit_index has shape {tuple(unit_index.shape)} and dtype {unit_index.dtype}; integers of shape "
+                f"({rows},) are needed, the unit "
+                "of each row."
+            )
+        lowest, highest = int(unit_index.min()), int(unit_index.max())
+        if lowest < -1:
+            raise GhostError(f"unit_index contains {lowest}; units are numbered from 0, and -1 marks a padding row.")
+        return unit_index.long(), highest + 1
+
+    def remove(self) -> None:
+        """Leave the model as it was before."""
+        forget_clipper(self)
+
+
+def _accumulator(parameter: nn.Parameter) -> Tensor:
+    """Return ``.grad`` in the accumulation dtype; create it if there is none.
+
+    A sum kept in bfloat16 would be rounded by up to its own size times 2^-9, more than one unit may change it.
+    """
+    dtype = accumulation_dtype(parameter.dtype)
+    grad = parameter.grad
+    if grad is None or grad.dtype != dtype:
+        parameter.grad = None
+        parameter.grad_dtype = dtype
+        start = torch.zeros_like(parameter, dtype=dtype) if grad is None else grad.to(dtype)
+        parameter.grad = grad = start
+    return grad
