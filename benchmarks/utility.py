@@ -14,8 +14,9 @@ average           independent noise, constant rate after a warm-up; the average 
 banded            noise correlated over the steps, the same schedule; the last iterate is released
 banded, average   both
 public stage      before `banded, average`: steps without privacy on sentences made from public templates
+low-passed AdamW  `banded, average` with the product's optim_args: second_moment=low_passed; only where asked for
 AdamBC            `banded, average` with AdamBC in place of AdamW (benchmarks/optimizers.py); only where asked for
-low-passed        `banded, average` with a second moment of the first moment, only where asked for
+low-passed        `banded, average` with a second moment of the first moment by rows, only where asked for
 DiSK              `textbook` with DiSK in place of AdamW, only where asked for
 scaled            `banded, average` of a model whose gradients are scaled before they are clipped, by factors of public
                   gradients (benchmarks/scaling.py), only where asked for
@@ -53,6 +54,7 @@ from scaling import merge, public_squares, scale
 
 from dpllm import DPTrainer, PrivacyConfig
 from dpllm.config import ConfigError, ModelConfig
+from dpllm.config.train_values import LOW_PASSED
 from dpllm.data.rows import DataError, RowCollator, tokenize_records
 from dpllm.engines.optimizers import innermost
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
@@ -75,6 +77,7 @@ class Arm:
         public_steps: steps on public sentences beforehand.
         optimizer: of `optimizers.EXPERIMENTS`; None: AdamW.
         scaled: whether gradients are scaled before they are clipped.
+        optim_args: of AdamW, as in the recipe's train section.
     """
 
     rate: float
@@ -84,6 +87,7 @@ class Arm:
     public_steps: int = 0
     optimizer: str | None = None
     scaled: bool = False
+    optim_args: str | None = None
 
 
 # The rates of experiments are such that entries without a signal move as far as with AdamW.
@@ -94,13 +98,14 @@ ARMS = {
     "banded": Arm(rate=3.2e-2, noise="banded"),
     "banded, average": Arm(rate=3.2e-2, noise="banded", average=EMA),
     "public stage": Arm(rate=3.2e-2, noise="banded", average=EMA, public_steps=120),
+    "low-passed AdamW": Arm(rate=3.2e-2, noise="banded", average=EMA, optim_args=LOW_PASSED),
     "AdamBC": Arm(rate=1e-2, noise="banded", average=EMA, optimizer="AdamBC"),
     "low-passed": Arm(rate=2.3e-3, noise="banded", average=EMA, optimizer="low-passed"),
     "DiSK": Arm(rate=3e-3, schedule="linear", optimizer="DiSK"),
     "scaled": Arm(rate=3.2e-2, noise="banded", average=EMA, scaled=True),
 }
 _COLOURS = (GREY, ORANGE, "#b08d2f", "#5b8e7d", BLUE, "#8a5a83")
-USUAL = [name for name, arm in ARMS.items() if arm.optimizer is None and not arm.scaled]
+USUAL = [name for name, arm in ARMS.items() if arm.optimizer is arm.optim_args is None and not arm.scaled]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +343,9 @@ def train(run: Run, settings: Settings, material: Material, folder: str) -> dict
     )
     private = Experiment(
         model=model,
-        args=_arguments(folder, steps=settings.steps, rate=run.rate, schedule=arm.schedule, rows=1),
+        args=_arguments(
+            folder, steps=settings.steps, rate=run.rate, schedule=arm.schedule, rows=1, optim_args=arm.optim_args
+        ),
         privacy=privacy,
         train_dataset=material.rows,
         processing_class=material.tokenizer,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dpllm.config.values import ConfigError, between, choice, flag, integer, shown, text
+from dpllm.config.values import ConfigError, between, choice, flag, integer, nearest, shown, text
 from dpllm.mechanism.averages import average_of
 from dpllm.mechanism.limits import MAX_STEPS
 
@@ -226,14 +226,56 @@ OWN: dict[str, Check] = {"average": _average}
 """Name in a recipe's ``train`` section that is dpllm's own, and no name of ``TrainingArguments`` -> its check."""
 
 
+LOW_PASSED = "second_moment=low_passed"
+"""The value of ``optim_args`` for AdamW with the second moment of its first moment (`dpllm.training.low_passed`)."""
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+
+def is_low_passed(optim: str, optim_args: str | None) -> bool:
+    """Return whether a private training's ``optim_args`` ask for AdamW with a low-passed second moment.
+
+    Args:
+        optim: ``train.optim``.
+        optim_args: ``train.optim_args``; names without a value are left to ``TrainingArguments``.
+
+    Raises:
+        ConfigError: AdamW gets an option that it has not, which would be ignored; or another optimizer gets this one.
+
+    >>> is_low_passed("adamw_torch", "second_moment=low_passed"), is_low_passed("sgd", "momentum=0.9")
+    (True, False)
+    """
+    named, _, value = LOW_PASSED.partition("=")
+    pairs = [pair.partition("=") for pair in (optim_args or "").replace(" ", "").split(",") if "=" in pair]
+    given = {name: chosen for name, _, chosen in pairs}
+    if optim not in _ADAMW:
+        if named in given:
+            raise ConfigError(
+                f"train.optim_args={optim_args}: {named} is an option of AdamW, and train.optim={optim} has none. Set "
+                f"train.optim={_ADAMW[0]}, or leave it out"
+            )
+        return False
+    if unknown := sorted(given.keys() - {named}):
+        raise ConfigError(
+            f"train.optim_args={optim_args}: {optim} has no option {unknown[0]!r}{nearest(unknown[0], [named])}. Leave "
+            "it out; AdamW's decays are train.adam_beta1 and train.adam_beta2"
+        )
+    if given and given[named] != value:
+        raise ConfigError(
+            f"train.optim_args: {named} must be {value!r}, got {given[named]!r}; leave it out for AdamW's own"
+        )
+    return bool(given)
+
+
 def refuse_own(name: str, section: Mapping[str, Any]) -> None:
     """Refuse dpllm's own names in a section for a training without privacy.
 
     Raises:
         ConfigError: one of them is given.
     """
-    if found := sorted(OWN.keys() & section.keys()):
-        raise ConfigError(f"{name}.{found[0]} is an option of the private training: set train.{found[0]}")
+    own = sorted(OWN.keys() & section.keys())
+    own += ["optim_args"] if LOW_PASSED.partition("=")[0] in str(section.get("optim_args")) else []
+    if own:
+        raise ConfigError(f"{name}.{own[0]} is an option of the private training: set train.{own[0]}")
 
 
 def check_train(name: str, section: Any) -> None:

@@ -22,6 +22,7 @@ from dpllm.mechanism.parts import Spec
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.publishing import refuse_uploads
 from dpllm.training.launch_environment import refuse_environment
+from dpllm.training.low_passed import asks_for_it, refuse_unusable
 from dpllm.training.workload import workload_of
 
 # Options of TrainingArguments that would change the optimizer's input, with the reason.
@@ -181,6 +182,7 @@ def refuse_changed(args: TrainingArguments) -> None:
 def checked_arguments(args: TrainingArguments, own_optimizer: bool) -> TrainingArguments:
     """Do as `private_arguments`, after building the optimizer, unless the caller passes one (``own_optimizer``)."""
     private = private_arguments(args)
+    refuse_unusable(private, own_optimizer)
     if not own_optimizer:
         check_optimizer(args)
     return private
@@ -204,6 +206,7 @@ def refuse_options(args: TrainingArguments) -> None:
             f"used in private training: {_REFUSED['gradient_accumulation_steps'][1]}."
         )
     refuse_environment()
+    asks_for_it(args)  # this refuses options that AdamW has not
     for kind in ("tp_size", "cp_size", "sp_size"):
         if (getattr(args.parallelism_config, kind, None) or 1) > 1:
             raise ConfigError(

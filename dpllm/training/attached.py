@@ -37,6 +37,7 @@ from dpllm.training.checks.randomness import refuse_own_generators
 from dpllm.training.checks.steering import Steering
 from dpllm.training.checks.watch import Watch
 from dpllm.training.gradients import METHOD, clipper_for, in_words, rows_of_calls
+from dpllm.training.low_passed import SECOND_MOMENT, WORDS, refuse_other_second_moment, teller
 from dpllm.training.microbatch_size import AUTO, TOKENS_WITHOUT_MEASURE, memory_of, needed_later, rows_that_fit
 from dpllm.training.out_of_memory import MicrobatchTooLargeError
 from dpllm.training.rows import LossOf, TrainingRows
@@ -60,6 +61,7 @@ class Attached:
         is_noted: whether it is recorded that the run trains this model.
         averaging: average of the weights; None: the weights after the last step are released.
         reach_checked: whether it was checked that losses reach every trained parameter.
+        tell: tells the number of each step to an optimizer that knows the noise; None: it does not.
     """
 
     model: Any
@@ -73,6 +75,7 @@ class Attached:
     is_noted: bool = False
     averaging: Averaging | None = None
     reach_checked: bool = False
+    tell: Callable[[int], None] | None = None
 
     def make_ready(self) -> None:
         """Check that weights and gradients are unchanged since the last update; checks this process only."""
@@ -122,11 +125,17 @@ class Attached:
             self.weights.note_step()
         self.is_noted = True
 
-    def before_update(self) -> None:
-        """Compare weights and hyperparameters with those of the last update."""
+    def before_update(self, number: int) -> None:
+        """Compare weights and hyperparameters with those of the last update, and begin the update.
+
+        Args:
+            number: of the step, counted from the start or resume.
+        """
         self.watch.complete()
         if self.steering is not None:
             self.steering.before_update()
+        if self.tell is not None:
+            self.tell(number)
 
     def after_step(self) -> None:
         """Record the private gradient, and the changes made by an engine's own update."""
@@ -249,7 +258,10 @@ def attach(
         )
     inside = model_inside(model)
     refuse_unsteppable(optimizer)
+    tell = teller(optimizer, plan)
     name, first = _run_of(ledger), (optimizer if ledger.num_steps == 0 else None)
+    if name is not None:
+        processes.from_main(lambda: refuse_other_second_moment(name.folder, tell is not None))
     between: Sequence[str] = [] if before is None else before.changed(inside)
     points = check_start(inside, None if name is None else name.folder, start_is_independent, first, between)
     refuse_own_generators(inside, [("The collator", rows.collate)], [("The data set", rows.fetch)])
@@ -281,12 +293,15 @@ def attach(
             watch=watch,
             weights=RunWeights(inside, name, watch.is_written),
             averaging=averaging,
+            tell=tell,
         )
         if averaging is not None:
             _attach_average(averaging, attached, model, plan, ledger, processes)
             undo.callback(averaging.detach)
             ledger.append_fact(RELEASED_WEIGHTS, averaging.words)
         ledger.append_fact(METHOD, in_words(clipper))
+        if tell is not None:
+            ledger.append_fact(SECOND_MOMENT, WORDS)
         for point in points:
             ledger.append_open_point(point)
         undo.pop_all()

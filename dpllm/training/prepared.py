@@ -34,6 +34,7 @@ from dpllm.training.averaging import Averaging, checked_average, refuse_other_av
 from dpllm.training.checks import agreement
 from dpllm.training.fetching import reader, refuse_replaced, refuse_unreadable
 from dpllm.training.gradients import clipper_for
+from dpllm.training.low_passed import refuse_other_second_moment, require_asked, uses_it
 from dpllm.training.noted import note_data, note_units
 from dpllm.training.preflight import require_positions
 from dpllm.training.rows import TrainingRows
@@ -172,24 +173,28 @@ class Prepared:
         """
         clipper_for(self.privacy.gradients, model, self.plan.mechanism.clipping, self.norm_method).remove()
 
-    def open_ledger(self, folder: Path, resume: bool, public: Sequence[str]) -> SharedLedger:
+    def open_ledger(self, folder: Path, resume: bool, public: Sequence[str], optimizer: Any = None) -> SharedLedger:
         """Continue the ledger of a folder, or begin one and charge the budget. Called by all processes together.
 
         Args:
             folder: the run's output folder.
             resume: whether the folder's ledger is continued.
             public: earlier training on public data, one line each.
+            optimizer: the caller's own; None: the one that the arguments describe.
 
         Raises:
             ConfigError: the folder holds a run that is not continued.
-            ConfigError: the run that is continued releases another average of its weights.
+            ConfigError: the run that is continued releases another average of its weights, or its optimizer has
+                another second moment.
             LedgerError: the ledger is of another plan or of other rows.
             BudgetError: the run would exceed the budget.
         """
         path, budget = folder / LEDGER_FILE, self.privacy.budget_file
         if resume:
             words = None if self.average is None else self.average.words(self.plan.num_steps)
+            low_passed = uses_it(self.arguments, optimizer)
             self.processes.from_main(lambda: refuse_other_average(folder, words))
+            self.processes.from_main(lambda: refuse_other_second_moment(folder, low_passed))
             return SharedLedger.open(path, self.plan, self.processes, budget, self.rows.contents, public)
         if self.processes.from_main(lambda: is_used(path)):
             raise ConfigError(
@@ -212,7 +217,12 @@ class Prepared:
         return None if self.average is None else Averaging(self.average, self.plan.num_steps)
 
     def attach(self, run: PrivateRun, model: Any, optimizer: Any, averaging: Averaging | None) -> None:
-        """Hook a model that the Trainer has distributed; see `PrivateRun.attach`."""
+        """Hook a model that the Trainer has distributed; see `PrivateRun.attach`.
+
+        Raises:
+            ConfigError: the arguments ask for another optimizer.
+        """
+        require_asked(self.arguments, optimizer)
         run.attach(
             model,
             optimizer,

@@ -320,6 +320,7 @@ class PrivateRun:
             raise ConfigError("No model is attached to the run: call attach(model, optimizer) before step()")
         mode = mode_now(attached.model.training)
         unit_ids, charged = self._draws.take(unit_ids, mode, found_by(attached.make_ready))
+        number = charged.num_steps - self._entropy.first
         if self._threshold is not None:
             self._threshold.give_to(attached.clipper, self.plan)
         attached.begin_step(self.ledger.num_steps)
@@ -331,7 +332,7 @@ class PrivateRun:
 
         def before_update() -> None:
             self._entropy.end_step()
-            attached.before_update()
+            attached.before_update(number)
 
         try:
             done = private_step(

@@ -47,6 +47,7 @@ from dpllm.training.averaged_trainer import AveragedTrainer
 from dpllm.training.averaging import LAST_FOLDER
 from dpllm.training.fetching import refuse_ignored
 from dpllm.training.interrupt import Interrupt
+from dpllm.training.low_passed import optimizer_for
 from dpllm.training.outlets import StartingModel
 from dpllm.training.preflight import refuse_unwrapped_adapters
 from dpllm.training.prepared import Prepared
@@ -72,7 +73,8 @@ class DPTrainer(AveragedTrainer):
         model: any transformers model, PEFT-wrapped or not.
         args: ``per_device_train_batch_size`` is the microbatch, ``max_steps`` the number of private steps T (or
             ``num_train_epochs``, then T = ceil(epochs N / b)). ``gradient_accumulation_steps`` stays 1: the logical
-            batch is ``privacy.expected_batch_size``.
+            batch is ``privacy.expected_batch_size``. ``optim_args="second_moment=low_passed"`` is AdamW without the
+            known noise in its second moment (`dpllm.training.low_passed`).
         privacy: the privacy guarantee.
         train_dataset: tokenized rows with ``input_ids`` and ``labels`` (without labels, a causal language model
             learns all its input).
@@ -167,6 +169,7 @@ class DPTrainer(AveragedTrainer):
             processing_class=processing_class,
             callbacks=[self._log_keeper, *(callbacks or []), self._interrupt, AttachFirst(self)],
             optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_for(self._prepared.arguments, self._prepared.plan),
         )
 
     # -------------------------------------------------- the parts of the run, to read
@@ -240,7 +243,7 @@ class DPTrainer(AveragedTrainer):
         if self._run is None or not self._run.is_attached:
             prepared.refuse_unclippable(self._module)
         self.processes.from_main(lambda: check_output_folder("train.output_dir", folder))
-        ledger = prepared.open_ledger(folder, restart.continues, self.public)
+        ledger = prepared.open_ledger(folder, restart.continues, self.public, self.optimizer)
         with ledger.ended_on_failure():
             self._note_outlets(ledger)
             self._run = TrainerRun(prepared, ledger, checkpoint)

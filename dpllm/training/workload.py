@@ -15,6 +15,7 @@ from transformers.optimization import get_scheduler
 
 from dpllm.mechanism.averages import Average, average_of, weights_of
 from dpllm.mechanism.workload import Workload
+from dpllm.training.low_passed import asks_for_it
 
 
 @dataclass(frozen=True)
@@ -95,5 +96,5 @@ def _first_moment(args: TrainingArguments) -> tuple[float, bool]:
     if "lion" in name:
         return float(options["betas"][1]), False
     if "betas" in options:
-        return float(options["betas"][0]), "adam" in name
+        return float(options["betas"][0]), "adam" in name and not asks_for_it(args)
     return float(options.get("momentum") or options.get("beta1") or 0.0), False

@@ -156,6 +156,8 @@ def test_the_plain_training_has_the_rate_and_the_schedule_of_a_training_without_
     assert compare.from_start(sgd, tmp_path, options).train["learning_rate"] == 1e-2
     asked = compare.parse(["--config", "x", "--learning-rate", "5e-4"])
     assert compare.from_start(made, tmp_path, asked).train["learning_rate"] == 5e-4
+    low_passed = load_recipe(recipe, [*noisy, "train.optim_args=second_moment=low_passed"])
+    assert "optim_args" not in compare.from_start(low_passed, tmp_path, options).train
 
 
 def test_the_plain_training_begins_where_the_private_steps_began(compare, recipe, tmp_path):

@@ -445,6 +445,17 @@ def test_the_plan_gives_advice_on_the_optimizer(tmp_path: Path) -> None:
     assert all(line[:40] in shown for line in advice)
 
 
+def test_the_plan_names_a_low_passed_second_moment(tmp_path: Path) -> None:
+    """Its first moment has no bias correction, so no warm-up is advised; a wrong option is refused."""
+    path = recipe_of_records(tmp_path)
+    arguments = ["plan", str(path), "privacy.max_batch_size=60", "privacy.noise={kind: banded, bands: 4}"]
+    arguments += ["train.average=ema", "train.warmup_steps=0", "train.optim_args=second_moment=low_passed"]
+    found = as_json(arguments)
+    assert found["low_passed_second_moment"] is True and found["advice"] == []
+    assert "second moment of the optimizer" in run(arguments)
+    assert as_json(arguments[:-1])["low_passed_second_moment"] is False
+
+
 def test_a_sweep_of_correlated_noise_compares_bands_too(tmp_path: Path) -> None:
     """Its σ is that of the recipe's noise; clipping has the event of DP-SGD. Noise of a fixed order is only listed."""
     data = tmp_path / "records.jsonl"

@@ -15,8 +15,10 @@ ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 VARIANTS = ("fsdp2-hybrid", "zero1-overlap", "zero2-overlap", "zero3-overlap", "zero2-offload", "zero3-offload")
 
 
-def prepare(engine: str, model: nn.Module, lr: float, dtype: str = "float32", **optimizer: Any) -> tuple[Any, Any]:
-    """The prepared model and its SGD optimizer.
+def prepare(
+    engine: str, model: nn.Module, lr: float, dtype: str = "float32", kind: Any = torch.optim.SGD, **optimizer: Any
+) -> tuple[Any, Any]:
+    """The prepared model and its optimizer.
 
     Args:
         engine: one of `ENGINES` or `VARIANTS`, or "single".
@@ -24,17 +26,18 @@ def prepare(engine: str, model: nn.Module, lr: float, dtype: str = "float32", **
         lr: learning rate.
         dtype: "bfloat16" computes in bfloat16: by the model's own dtype for DeepSpeed and DDP, by a mixed-precision
             policy over float32 weights for FSDP2, as accelerate sets it up.
-        optimizer: more options of SGD.
+        kind: class of the optimizer.
+        optimizer: more of its options.
     """
     if engine == "single":
-        return model, torch.optim.SGD(_trainable(model), lr=lr, **optimizer)
+        return model, kind(_trainable(model), lr=lr, **optimizer)
     if engine == "ddp":
         prepared: Any = nn.parallel.DistributedDataParallel(model)
-        return prepared, torch.optim.SGD(_trainable(model), lr=lr, **optimizer)
+        return prepared, kind(_trainable(model), lr=lr, **optimizer)
     if engine.startswith("fsdp2"):
         _shard(model, hybrid=engine == "fsdp2-hybrid", dtype=dtype)
-        return model, torch.optim.SGD(_trainable(model), lr=lr, **optimizer)
-    return _deepspeed(engine, model, torch.optim.SGD(_trainable(model), lr=lr, **optimizer), dtype)
+        return model, kind(_trainable(model), lr=lr, **optimizer)
+    return _deepspeed(engine, model, kind(_trainable(model), lr=lr, **optimizer), dtype)
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

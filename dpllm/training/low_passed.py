@@ -1,0 +1,315 @@
+"""AdamW whose second moment is that of the first moment, without the known noise in it.
+
+Place in the flow: the optimizer of a private run whose arguments have ``optim_args: second_moment=low_passed``. It
+receives only the private gradients and the public variance of their noise, so it is post-processing: ε does not depend
+on it.
+
+AdamW divides by the root of an average of g². In private training that is mostly noise; with noise that is correlated
+over the steps, g has far more of it than the first moment m, in which later steps have canceled most. AdamBC subtracts
+the variance of the noise from the average of g² (Tang, Shpilevskiy, Lécuyer, arXiv:2312.14334). Here the average is
+that of m², a low-pass filter of the gradients (such filters: Zhang et al., arXiv:2408.13460), and the variance of the
+noise that is left in m is subtracted:
+
+    m_t = β1 m_t-1 + (1 - β1) g_t,    v_t = β2 v_t-1 + (1 - β2) m_t²,    m and v begin at 0
+    s_t = max(v_t / (1 - β2^t) - Φ_t, Φ_t)
+    θ_t+1 = (1 - lr λ) θ_t - lr ρ m_t / (sqrt(s_t) + eps)
+
+Φ_t is the same average of the variances of the noise in m_t. An entry whose signal is smaller than its noise is divided
+by the noise, a public number, and not by a noisy estimate. m is not divided by 1 - β1^t, which would enlarge the first
+updates, so that later steps would not cancel their noise. ρ is the public ratio of the noise in m to the noise in g: an
+entry without a signal moves as far as with AdamW, and learning rates keep their meaning.
+
+All operations are entry by entry, so an engine may divide the parameters in any way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers import Trainer, TrainingArguments
+
+from dpllm.config import ConfigError
+from dpllm.config.train_values import LOW_PASSED, is_low_passed
+from dpllm.engines.optimizers import innermost
+from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.mechanism.known_noise import KnownNoise
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.plan import PrivacyPlan
+
+SECOND_MOMENT = "second moment of the optimizer"
+"""Name of the fact in ledger and report."""
+WORDS = (
+    "that of the first moment, less the known variance of the noise in it (train.optim_args=second_moment=low_passed); "
+    "it uses the private gradients and public numbers only"
+)
+"""The fact."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # the names that DeepSpeed's conversion of checkpoints knows
+_PROGRESS = ("taken", "noise", "earlier_noise", "expected")
+
+
+class LowPassedAdamW(Optimizer):
+    """AdamW with a low-passed second moment; see the module.
+
+    The run tells it the number of each private step (`tell`). Before the first one, a call of ``step`` only makes the
+    state: checkpoints are loaded into it. Moments are float32 (float64 for float64 parameters).
+
+    Each group holds the progress of the known noise, which a checkpoint saves:
+
+    * ``taken``: steps, those before a resume included.
+    * ``noise``: variance of the noise in m after the last step.
+    * ``earlier_noise``: the part of it that is from before the last resume. A resume begins with fresh noise, which is
+      independent of that.
+    * ``expected``: the average of ``noise`` that begins at 0.
+
+    Args:
+        params: what to train.
+        noise: of the run's gradients.
+        lr: learning rate.
+        betas: decays β1 and β2.
+        eps: added to the root of the second moment.
+        weight_decay: λ.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        noise: KnownNoise,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        """Begin without steps."""
+        if not isinstance(noise, KnownNoise):
+            raise ConfigError(f"noise is {noise!r}; pass KnownNoise.of(plan.mechanism, plan.num_steps)")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"betas must be at least 0 and below 1, got {betas}")
+        if min(lr, eps, weight_decay) < 0:
+            raise ConfigError(f"lr, eps and weight_decay must be at least 0, got {lr}, {eps} and {weight_decay}")
+        progress = {"taken": 0, **dict.fromkeys(_PROGRESS[1:], 0.0)}
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **progress})
+        self.noise = noise
+        self._averaged: dict[float, tuple[list[float], float]] = {}  # by β1: variances in m, and ρ
+        self._told: int | None = None
+        self._due: set[int] = set()  # groups that have not begun the step
+
+    def tell(self, step: int) -> None:
+        """Begin a private step.
+
+        Args:
+            step: counted from the start or resume, from 0 on.
+        """
+        self._told, self._due = step, set(range(len(self.param_groups)))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient; an engine may call it once for each part of a group."""
+        del closure
+        for number, group in enumerate(self.param_groups):
+            held = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in held:
+                self._make_state(parameter)
+            if self._told is None or not held:
+                continue
+            if number in self._due:
+                self._due.remove(number)
+                self._begin(group, self._told)
+            for parameter in held:
+                self._update(parameter, group)
+
+    def _make_state(self, parameter: nn.Parameter) -> None:
+        state = self.state[parameter]
+        if not state:
+            for name in _MOMENTS:
+                state[name] = torch.zeros_like(
+                    parameter, dtype=accumulation_dtype(parameter.dtype), memory_format=torch.preserve_format
+                )
+
+    def _of_first_moment(self, decay: float) -> tuple[list[float], float]:
+        """Return the (T,) variances of the noise in m, and ρ."""
+        if decay not in self._averaged:
+            self._averaged[decay] = (
+                self.noise.averaged(decay).variances().tolist(),
+                self.noise.averaged_share(decay),
+            )
+        return self._averaged[decay]
+
+    def _begin(self, group: dict[str, Any], step: int) -> None:
+        """Count a step of a group, and the noise in it."""
+        first, second = group["betas"]
+        variances, _ = self._of_first_moment(first)
+        kept = group["noise"] if step == 0 else group["earlier_noise"]
+        group["taken"] += 1
+        group["earlier_noise"] = first**2 * kept
+        group["noise"] = variances[step] + group["earlier_noise"]
+        group["expected"] = second * group["expected"] + (1 - second) * group["noise"]
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        first, second = group["betas"]
+        weights, gradient = _local(parameter), _local(parameter.grad)
+        mean, square = (_local(self.state[parameter][name]) for name in _MOMENTS)
+        mean.lerp_(gradient.to(mean.dtype), 1 - first)
+        square.mul_(second).addcmul_(mean, mean, value=1 - second)
+        scale = 1 - second ** group["taken"]
+        expected = group["expected"] / scale
+        size = (square / scale).sub_(expected).clamp_(min=expected).sqrt_().add_(group["eps"])
+        _, share = self._of_first_moment(first)
+        update = torch.div(mean, size, out=size).mul_(-group["lr"] * share)
+        weights.mul_(1 - group["lr"] * group["weight_decay"]).add_(update)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Continue from the state of a checkpoint, with moments of the same precision.
+
+        Raises:
+            ConfigError: it is that of another optimizer.
+        """
+        groups = state_dict["param_groups"]
+        if not all(name in group for group in groups for name in _PROGRESS):
+            raise ConfigError(
+                "The state is that of another optimizer than LowPassedAdamW, whose second moment is another one. "
+                "Resume with the train.optim_args of the first start"
+            )
+        super().load_state_dict(state_dict)  # it rounds moments to the dtype of the parameters
+        names = [name for group in groups for name in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for name, parameter in zip(names, parameters, strict=True):
+            saved = state_dict["state"].get(name, {})
+            for moment in _MOMENTS:
+                if moment in saved and saved[moment].dtype != self.state[parameter][moment].dtype:
+                    self.state[parameter][moment] = saved[moment].to(
+                        parameter.device, accumulation_dtype(parameter.dtype), copy=True
+                    )
+
+
+def _local(value: Any) -> Tensor:
+    """Return the entries that this process holds, sharing their memory."""
+    found: Tensor = value.to_local() if isinstance(value, DTensor) else value
+    return found
+
+
+def asks_for_it(args: TrainingArguments) -> bool:
+    """Return whether the arguments ask for `LowPassedAdamW` (`dpllm.config.train_values.is_low_passed`)."""
+    return is_low_passed(str(getattr(args.optim, "value", args.optim)), args.optim_args)
+
+
+def uses_it(args: TrainingArguments, optimizer: Any) -> bool:
+    """Return whether a run has a `LowPassedAdamW`: by its arguments, or as the caller's own optimizer (None: none)."""
+    return asks_for_it(args) or isinstance(innermost(optimizer), LowPassedAdamW)
+
+
+def refuse_unusable(args: TrainingArguments, own_optimizer: bool) -> None:
+    """Refuse arguments that ask for `LowPassedAdamW` where another optimizer would take its place.
+
+    Args:
+        args: arguments of the private training.
+        own_optimizer: whether the caller passes an optimizer.
+
+    Raises:
+        ConfigError: the caller passes one, or the DeepSpeed configuration leads to another one.
+    """
+    if not asks_for_it(args):
+        return
+    config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    is_offloaded = offload.get("device", "none") != "none"
+    for is_so, fault, remedy in (
+        (own_optimizer, "an optimizer was passed too", "leave it out of `optimizers`"),
+        ("optimizer" in config, "the DeepSpeed configuration has an optimizer too", "leave it out there"),
+        (
+            is_offloaded and config.get("zero_force_ds_cpu_optimizer", True),
+            "the DeepSpeed configuration offloads the optimizer and asks for DeepSpeed's own AdamW",
+            "set zero_force_ds_cpu_optimizer to false there",
+        ),
+        (
+            is_offloaded and offload.get("ratio", 1.0) != 1,
+            "DeepSpeed updates the part of the parameters that it does not offload by PyTorch's AdamW",
+            "leave zero_optimization.offload_optimizer.ratio out",
+        ),
+    ):
+        if is_so:
+            raise ConfigError(f"train.optim_args={LOW_PASSED} cannot be used, because {fault}: {remedy}")
+
+
+def optimizer_for(args: TrainingArguments, plan: PrivacyPlan) -> tuple[type[Optimizer], dict[str, Any]] | None:
+    """Return class and options of the optimizer for ``Trainer``; None: the one that ``args.optim`` names.
+
+    Args:
+        args: arguments of the private training.
+        plan: of the run.
+    """
+    if not asks_for_it(args):
+        return None
+    _, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    noise = KnownNoise.of(plan.mechanism, plan.num_steps)
+    return LowPassedAdamW, {"noise": noise, **{name: options[name] for name in ("lr", "betas", "eps")}}
+
+
+def require_asked(args: TrainingArguments, optimizer: Any) -> None:
+    """Make sure that a Trainer has made the `LowPassedAdamW` that its arguments ask for.
+
+    Args:
+        args: arguments of the private training.
+        optimizer: as prepared for its engine.
+
+    Raises:
+        ConfigError: it has made another one.
+    """
+    inner = innermost(optimizer)
+    if asks_for_it(args) and not isinstance(inner, LowPassedAdamW):
+        raise ConfigError(
+            f"train.optim_args={LOW_PASSED} asks for LowPassedAdamW, but the run has the optimizer "
+            f"{type(inner).__name__}. Leave create_optimizer as it is, or leave the option out"
+        )
+
+
+def teller(optimizer: Any, plan: PrivacyPlan) -> Callable[[int], None] | None:
+    """Return the function that tells a `LowPassedAdamW` the number of each step; None: it is another optimizer.
+
+    Args:
+        optimizer: as prepared for its engine.
+        plan: of the run.
+
+    Raises:
+        ConfigError: it was made for other noise.
+    """
+    inner = innermost(optimizer)
+    if not isinstance(inner, LowPassedAdamW):
+        return None
+    if inner.noise != KnownNoise.of(plan.mechanism, plan.num_steps):
+        raise ConfigError(
+            "The optimizer LowPassedAdamW was made for other noise than that of the plan. Make it with "
+            "noise=KnownNoise.of(plan.mechanism, plan.num_steps)"
+        )
+    return inner.tell
+
+
+def refuse_other_second_moment(folder: Path, now: bool) -> None:
+    """Check that a run that goes on has the second moment of its start, which the state continues; for one process.
+
+    Args:
+        folder: of the run.
+        now: whether this start has a `LowPassedAdamW`.
+
+    Raises:
+        ConfigError: the ledger names the other second moment.
+    """
+    path = folder / LEDGER_FILE
+    contents = read_ledger(path) if path.is_file() else None
+    if contents is None or contents.num_steps == 0:
+        return
+    before = SECOND_MOMENT in contents.notes.facts
+    if before != now:
+        kinds = {True: "that of the first moment", False: "the optimizer's own"}
+        raise ConfigError(
+            f"The second moment of the run in {folder} is {kinds[before]}, and that of this start {kinds[now]}. Resume "
+            "with the train.optim_args, or the optimizer, of the first start"
+        )

@@ -1,0 +1,49 @@
+"""AdamW with a low-passed second moment makes the same update on every engine, and goes on from its checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.low_passed import NUM_STEPS, outcome
+from tests.distributed.world import run
+
+pytestmark = pytest.mark.deep
+
+ENGINES = [
+    *((engine, "float32") for engine in ("ddp", "fsdp2", "fsdp2-hybrid", "zero1", "zero2", "zero3", "zero3-offload")),
+    ("zero2", "bfloat16"),
+]
+every_engine = pytest.mark.parametrize("engine", ENGINES, ids="-".join)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What both ranks found, by engine."""
+    folder = tmp_path_factory.mktemp("low_passed")
+    ranks = run(folder, "tests.distributed.low_passed:every_engine", fresh=True, engines=ENGINES)
+    return lambda engine: [rank["-".join(engine)] for rank in ranks]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """One process, whose formula `tests.training.test_low_passed` compares with explicit sums."""
+    return outcome("single")
+
+
+@every_engine
+def test_the_weights_are_those_of_one_process(engine, outcomes, alone, table):
+    """Entry by entry, in whatever parts an engine holds the parameters; some entries are divided by the known noise."""
+    assert 0.1 < alone["at Φ"] < 0.95
+    for found in outcomes(engine):
+        assert found["after"].keys() == alone["after"].keys() and found["dtypes"] == {"torch.float32"}
+        assert found["progress"] == alone["progress"] and found["progress"]["taken"] == NUM_STEPS
+        furthest = max(float((found["after"][name] - want).abs().max()) for name, want in alone["after"].items())
+        moved = max(float((alone["before"][name] - want).abs().max()) for name, want in alone["after"].items())
+        table("-".join(engine), f"{furthest:.1e}", f"moved {moved:.1e}")
+        assert moved > 0.01 and furthest < (0.05 if engine[1] == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("engine", [one for one in ENGINES if one[0].startswith("fsdp2")], ids="-".join)
+def test_shards_of_its_state_are_loaded_by_a_new_optimizer(engine, outcomes):
+    """With the progress of the known noise; the weights stay as they are."""
+    assert all(found["loaded"] for found in outcomes(engine))
