@@ -5,6 +5,7 @@ once as a matrix product. A layer's rule describes a use as one of
 
 * `Outer`:        sum_t left[b, t] (x) right[b, t]          matrices: linear layers;
 * `Lookup`:       sum_t onehot(index[b, t]) (x) right[b, t] embeddings;
+* `Routed`:       outer products of tokens that meet different matrices: experts (`dpllm.ghost.routed`);
 * `RowGradients`: the gradient of each row                  biases, norms, and anything else.
 
 A use is kept as its factors, or as an `Instance`, the gradient of each *unit*, where that takes no more memory (LoRA
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from dpllm.ghost import kernels
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.routed import Routed
 
 _MAX_ENTRIES = 1 << 26  # of the row gradients formed at a time, where a unit has several rows
 
@@ -294,8 +296,8 @@ class Lookup:
         return torch.linalg.vector_norm(self.right_BTR, dim=2, dtype=dtype).sum(1)
 
 
-Use = RowGradients | Outer | Lookup
-Contribution = Instance | Outer | Lookup
+Use = RowGradients | Outer | Lookup | Routed
+Contribution = Instance | Outer | Lookup | Routed
 
 
 def _one_row(x: Tensor) -> Tensor:
@@ -313,9 +315,13 @@ def held(use: Use, rows: Rows, norm_method: NormMethod) -> Contribution:
 def merge(contributions: Sequence[Contribution], rows: Rows) -> list[Contribution]:
     """Convert the contributions to one parameter to a common form.
 
-    Instances simply add up; where one contribution is held as an instance, all of them become one.
+    Instances simply add up; where one contribution is held as an instance, all of them become one. Uses of a stack of
+    matrices become one use with the slots of all.
     """
-    if len(contributions) == 1 or not any(isinstance(c, Instance) for c in contributions):
+    routed = [c for c in contributions if isinstance(c, Routed)]
+    if routed and len(routed) == len(contributions):
+        return [Routed.cat(routed)]
+    if len(contributions) == 1 or not any(isinstance(c, Instance | Routed) for c in contributions):
         return list(contributions)
     return [Instance(sum_of(contribution.instance(rows) for contribution in contributions))]
 
@@ -334,7 +340,10 @@ def join(already: Sequence[Contribution], more: Sequence[Contribution], norm_met
     folded = [*already, *(contribution.fold() for contribution in more)]
     outers = [c for c in folded if isinstance(c, Outer)]
     lookups = [c for c in folded if isinstance(c, Lookup)]
+    routed = [c for c in folded if isinstance(c, Routed)]
     joined: list[Contribution] = [c for c in folded if isinstance(c, Instance)]
+    if routed:
+        joined.append(Routed.cat(routed))
     if outers:
         lefts, rights = [c.left_BTL for c in outers], [c.right_BTR for c in outers]
         joined.append(Outer(torch.cat(lefts, 1), torch.cat(rights, 1), outers[0].input_side))
@@ -364,8 +373,10 @@ def squared_norms(contributions: Sequence[Contribution], rows: Rows, norm_method
     if isinstance(contributions[0], Instance):
         sq_norm_U = kernels.squared_norms(contributions[0].value_U)
         return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * sq_norm_U
-    factored = [c for c in contributions if not isinstance(c, Instance)]
-    assert len(factored) == len(contributions), "merge() leaves no mixture of instances and factors"
+    if isinstance(contributions[0], Routed):
+        return contributions[0].norms(rows, norm_method)
+    factored = [c for c in contributions if isinstance(c, Outer | Lookup)]
+    assert len(factored) == len(contributions), "merge() leaves no mixture of forms"
     sq_norm_U = sum_of(_square(c, rows, norm_method) for c in factored)
     for i, x in enumerate(factored):
         for y in factored[:i]:

@@ -163,6 +163,7 @@ class Hooks:
         self._handles += [
             module.register_forward_pre_hook(before, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True),
+            *([served.experts] if served.experts else []),
         ]
 
     @property

@@ -9,14 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dpllm.ghost import expert_adapters, routing
 from dpllm.ghost.call import Call, flatten_tensors
 from dpllm.ghost.embedding import EmbeddingRule, RelativeBiasRule, has_relative_bias
 from dpllm.ghost.errors import GhostError, NoRuleError
+from dpllm.ghost.experts import ExpertsRule, Host, is_experts
 from dpllm.ghost.fallback import PerRowRule
 from dpllm.ghost.linear import LinearRule, is_linear
 from dpllm.ghost.norm import LayerNormRule, ScaleRule, offset_of
 from dpllm.ghost.scales import coupling, is_fp8
-from dpllm.ghost.tap import Recorder
 
 After = Callable[[nn.Module, tuple, dict, Any, "int | None"], Any]
 
@@ -26,10 +27,6 @@ After = Callable[[nn.Module, tuple, dict, Any, "int | None"], Any]
 _COUPLED = (
     (r"(Lazy|Sync|Frozen)?_?BatchNorm.*", "batch statistics mix the rows; use layer or group normalisation"),
     (r"InstanceNorm.*", "running statistics mix the rows; use layer or group normalisation"),
-    (
-        r".*(MoE|Moe|MOE|SparseM[oO]E|SparseMLP|SwitchTransformer.*|Experts?|TopK?Router|Top1Router|TopKGate)(Block|Mlp|MLP|Layer)?",
-        "experts are chosen over the tokens of all rows (load-balancing loss, capacity); use a dense model",
-    ),
 )
 
 _RANDOM = ("LycorisLayer",)  # base class of PEFT's LoHa and LoKr
@@ -94,12 +91,11 @@ def refuse_coupled_modules(model: nn.Module) -> None:
             if re.fullmatch(pattern, kind):
                 error = GhostError if "Norm" in kind else NoRuleError  # running statistics are carried between calls
                 raise error(f"{path or 'the model'} ({kind}) couples the rows of a batch: {reason}.")
-        if (by_scale := coupling(module)) is not None:
+        if (found := coupling(module) or routing.coupling(module)) is not None:
             raise (GhostError if is_fp8(module) else NoRuleError)(
-                f"{path or 'the model'} ({kind}) couples the rows of a batch: {by_scale}."
+                f"{path or 'the model'} ({kind}) couples the rows of a batch: {found}."
             )
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise NoRuleError("The model adds a router loss over the batch (config.output_router_logits). Set it to False.")
+    routing.refuse_router_loss(model)
 
 
 def refuse_skipped_layers(model: nn.Module) -> None:
@@ -203,17 +199,21 @@ def _is_around(path: str, other: str) -> bool:
 
 
 def _parent_supplies(modules: dict[str, nn.Module], path: str) -> bool:
-    """Whether the module is a table that its parent looks up once for all rows."""
+    """Whether the module is never called: a table that its parent looks up once for all rows, or LoRA of experts."""
     parent, _, name = path.rpartition(".")
-    return name == "relative_attention_bias" and has_relative_bias(modules[parent])
+    if name == "relative_attention_bias":
+        return has_relative_bias(modules[parent])
+    above, _, factors = parent.rpartition(".")
+    return factors in ("lora_A", "lora_B") and expert_adapters.is_wrapper(modules[above])
 
 
 class Served:
     """A site with its rule. The rule of an unknown module is chosen at its first use, from its output."""
 
-    def __init__(self, site: Site, book: Recorder) -> None:
+    def __init__(self, site: Site, book: Host) -> None:
         """Choose the rule if the class determines it."""
         self.site, self.book = site, book
+        self.experts: ExpertsRule | None = None
         self.before: Callable[[nn.Module, tuple, dict, int | None], tuple[tuple, dict] | None] | None = None
         self._after: After | None = None
         path, module, trainable = site.path, site.module, site.trainable
@@ -226,6 +226,13 @@ class Served:
             self._after = LayerNormRule(path, module, trainable, book).after
         elif trainable.keys() == {"relative_attention_bias.weight"} and has_relative_bias(module):
             self.before = RelativeBiasRule(path, module, trainable, book).before
+        elif expert_adapters.is_wrapper(module):
+            self.experts = expert_adapters.train(path, module, trainable, book)
+            self._after = _as_it_is
+        elif is_experts(module):
+            self.experts = ExpertsRule.on(path, module, book)
+            self.experts.train(trainable)
+            self._after = _as_it_is
         # The inputs of an unknown module are read after its call, so the call must not change them.
         self._unknown = self._after is None and self.before is None
         self._versions: list[list[int]] = []
@@ -295,6 +302,6 @@ def _refuse_random(path: str, module: nn.Module) -> None:
 
 
 def _as_it_is(module: nn.Module, args: tuple, kwargs: dict, output: Any, rows: int | None) -> Any:
-    """Return the output unchanged: the rule of a module that uses none of its trainable parameters itself."""
+    """Return the output unchanged: the rule of a module that uses none of its parameters, or is tapped inside."""
     del module, args, kwargs, rows
     return output

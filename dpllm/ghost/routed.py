@@ -1,0 +1,231 @@
+"""The gradient of a stack of matrices of which each token meets a few: the experts of a mixture.
+
+For y_s = W[e_s] x_s, where *slot* s is one choice of one token, row b's gradient of W[e] is the sum of g_s (x) x_s over
+the row's slots with e_s = e. Different experts are different entries of the parameter, so a unit's squared norm is the
+sum over experts of the norm of its slots there: a *segment* is one unit in one expert. The clipped sum is one product
+for each expert, in which each slot has the factor of its row.
+
+The factors of LoRA on a stack of experts (PEFT's ``target_parameters``) are such stacks too, in another layout.
+
+Shape suffixes: B rows, U units, T tokens of a row, S slots of a row (k for each token), E experts, L and R the two
+dimensions of one expert's matrix, M segments, N slots of each segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpllm.ghost import kernels
+from dpllm.ghost.norm_method import NormMethod
+
+if TYPE_CHECKING:
+    from dpllm.ghost.contributions import Group, Rows
+
+Layout = Literal["stacked", "flat", "interleaved"]
+_STEPS = 4  # sizes in each doubling to which segments are padded
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Segments padded to one number of slots.
+
+    Attributes:
+        number_M: unit * E + expert.
+        left_MNL: the left factors, zero behind a shorter segment.
+        right_MNR: the right factors, likewise.
+    """
+
+    number_M: Tensor
+    left_MNL: Tensor
+    right_MNR: Tensor
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Gradient of a stack of matrices: sum_s onehot(index_s) (x) left_s (x) right_s.
+
+    Attributes:
+        index_BS: the expert of each slot, the k slots of a token side by side; -1: none.
+        left_BTL: factor along the first dimension of each matrix, of each slot or of each token, which its k slots
+            share.
+        right_BTR: factor along the second, likewise.
+        num_experts: E.
+        layout: of the parameter. "stacked": (E, L, R). "flat": (E * L, R) (PEFT's ``lora_A``). "interleaved":
+            (L, R * E), the experts next to each other (PEFT's ``lora_B``).
+        input_side: "left" or "right", whichever holds the input.
+    """
+
+    index_BS: Tensor
+    left_BTL: Tensor
+    right_BTR: Tensor
+    num_experts: int
+    layout: Layout = "stacked"
+    input_side: str = "right"
+
+    @property
+    def grad(self) -> Tensor:
+        """The output gradient of each slot."""
+        return self.right_BTR if self.input_side == "left" else self.left_BTL
+
+    def factor_bytes(self) -> int:
+        """Return the bytes of the factors."""
+        return self.left_BTL.nbytes + self.right_BTR.nbytes
+
+    def instance_bytes(self, rows: Rows) -> int:
+        """Return the bytes that the gradients of the units would take."""
+        entries = rows.num_units * self.num_experts * self.left_BTL.shape[2] * self.right_BTR.shape[2]
+        return entries * self._dtype.itemsize
+
+    def instance(self, rows: Rows) -> Tensor:
+        """Return the gradients of the units (U, *parameter shape)."""
+        width = self.left_BTL.shape[2], self.right_BTR.shape[2]
+        total = torch.zeros(
+            rows.num_units * self.num_experts, *width, dtype=self._dtype, device=self.right_BTR.device
+        )
+        for part in self.segments(rows):
+            total[part.number_M] = kernels.wide_bmm(part.left_MNL.mT, part.right_MNR)
+        total_UELR = total.unflatten(0, (rows.num_units, -1))
+        if self.layout == "interleaved":
+            return total_UELR.permute(0, 2, 3, 1).flatten(2)
+        return total_UELR.flatten(1, 2) if self.layout == "flat" else total_UELR
+
+    def norms(self, rows: Rows, norm_method: NormMethod) -> tuple[Tensor, Tensor]:
+        """Return ``(sq_norm_U, slack_U)``, as `dpllm.ghost.contributions.squared_norms`."""
+        both_U2 = torch.zeros(rows.num_units, 2, dtype=self._dtype, device=self.right_BTR.device)
+        slack = kernels.rounding_slack(self._dtype)
+        for part in self.segments(rows):
+            sq_norm_M, mass_M = norm_method.outer_norms(part.right_MNR, [part.left_MNL])
+            both_U2.index_add_(0, part.number_M // self.num_experts, torch.stack([sq_norm_M, slack * mass_M], 1))
+        return both_U2[:, 0], both_U2[:, 1]
+
+    def add_weighted_(self, total: Tensor, factor_B: Tensor, norm_method: NormMethod) -> None:
+        """Add the weighted gradients in place: ``total += sum_b factor_b g_b``."""
+        blocks_ELR = self._blocks(total)
+        for expert, (left_NTL, right_NTR, row_N) in self._by_expert():
+            block = blocks_ELR[expert]
+            norm_method.add_weighted_outer_(block, left_NTL, right_NTR, factor_B[row_N])
+
+    def fold(self) -> Routed:
+        """Return the same use with all tokens in a single row."""
+        return self._with(*(x.flatten(0, 1)[None] for x in (self.index_BS, self.left_BTL, self.right_BTR)))
+
+    def of(self, group: Group) -> Routed:
+        """Return the same use with the rows of each unit of a group laid end to end."""
+        return self._with(group.fold(self.index_BS), group.fold(self.left_BTL), group.fold(self.right_BTR))
+
+    def select(self, rows: Tensor) -> Routed:
+        """Keep the given rows."""
+        return self._with(self.index_BS[rows], self.left_BTL[rows], self.right_BTR[rows])
+
+    @staticmethod
+    def cat(uses: Sequence[Routed]) -> Routed:
+        """Return several uses of one parameter as one: a sum over the slots of all of them."""
+        first, *rest = uses
+        if not rest:
+            return first
+        whole = [use.per_slot() for use in uses]
+        columns = zip(*((use.index_BS, use.left_BTL, use.right_BTR) for use in whole), strict=True)
+        return first._with(*(torch.cat(column, 1) for column in columns))
+
+    def per_slot(self) -> Routed:
+        """Return the same use with both factors repeated for each slot."""
+        return self._with(self.index_BS, self._of_slots(self.left_BTL), self._of_slots(self.right_BTR))
+
+    def _of_slots(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.repeat_interleave(self.index_BS.shape[1] // x_BTD.shape[1], dim=1)
+
+    def _with(self, index_BS: Tensor, left_BTL: Tensor, right_BTR: Tensor) -> Routed:
+        return Routed(index_BS, left_BTL, right_BTR, self.num_experts, self.layout, self.input_side)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return kernels.accumulation_dtype(torch.promote_types(self.left_BTL.dtype, self.right_BTR.dtype))
+
+    def _blocks(self, total: Tensor) -> Tensor:
+        """View a tensor of the parameter's shape as (E, L, R)."""
+        if self.layout == "interleaved":
+            return total.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+        return total.view(self.num_experts, -1, total.shape[-1])
+
+    def segments(self, rows: Rows) -> Iterator[Segments]:
+        """Yield the segments of the units, those of similar size together; padding rows belong to none."""
+        unit_B1 = rows.unit_B[:, None]
+        number_BS = torch.where((unit_B1 >= 0) & (self.index_BS >= 0), unit_B1 * self.num_experts + self.index_BS, -1)
+        slots = Slots.of(number_BS.flatten(), rows.num_units * self.num_experts)
+        for number_M, slot_MN, is_real_MN in slots.padded():
+            yield Segments(
+                number_M, *(self.taken(x, slot_MN) * is_real_MN[:, :, None] for x in (self.left_BTL, self.right_BTR))
+            )
+
+    def taken(self, x_BTD: Tensor, slot: Tensor) -> Tensor:
+        """Return the factors of the given slots, counted over all rows."""
+        return x_BTD.flatten(0, 1)[slot // (self.index_BS.shape[1] // x_BTD.shape[1])]
+
+    def _by_expert(self) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
+        """Yield each expert that has slots, its factors as rows of one token, and the row of each."""
+        slots = Slots.of(self.index_BS.flatten(), self.num_experts)
+        for expert, slot_N in slots.each():
+            left, right = self.taken(self.left_BTL, slot_N), self.taken(self.right_BTR, slot_N)
+            yield expert, (left[:, None], right[:, None], slot_N // self.index_BS.shape[1])
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Slots sorted by a number.
+
+    Attributes:
+        order: the slots that have a number, those with the same one side by side.
+        counts: how many slots have each number, on the CPU.
+    """
+
+    order: Tensor
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, number: Tensor, num_numbers: int) -> Slots:
+        """Sort slots.
+
+        Args:
+            number: of each slot, 0 to ``num_numbers`` - 1; -1 leaves the slot out.
+            num_numbers: how many numbers there are.
+        """
+        order = torch.argsort(number, stable=True)
+        counts = torch.bincount(number + 1, minlength=num_numbers + 1).cpu().numpy()
+        return cls(order[int(counts[0]) :], counts[1:])
+
+    def each(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield each number that occurs, and its slots."""
+        ends = np.cumsum(self.counts)
+        for number in np.flatnonzero(self.counts):
+            yield int(number), self.order[int(ends[number] - self.counts[number]) : int(ends[number])]
+
+    def padded(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield numbers (M,) with similarly many slots, their slots (M, N), and which of them are real (M, N)."""
+        starts = np.cumsum(self.counts) - self.counts
+        (occurring,) = np.nonzero(self.counts)
+        sizes = _rounded_up(self.counts[occurring])
+        device = self.order.device
+        for size in np.unique(sizes):
+            numbers = occurring[sizes == size]
+            counts_M1 = self.counts[numbers][:, None]
+            place_MN = np.arange(size)[None]
+            is_real_MN = torch.from_numpy(place_MN < counts_M1).to(device)
+            position_MN = starts[numbers][:, None] + np.minimum(place_MN, counts_M1 - 1)
+            slot_MN = self.order[torch.from_numpy(position_MN).to(device)]
+            yield torch.from_numpy(numbers).to(device), slot_MN, is_real_MN
+
+
+def _rounded_up(counts: np.ndarray) -> np.ndarray:
+    """Round up to a grid of `_STEPS` sizes in each doubling, so that few sizes occur.
+
+    >>> _rounded_up(np.array([1, 7, 8, 9, 33, 64]))
+    array([ 1,  7,  8, 10, 40, 64])
+    """
+    steps = np.maximum(1, 2 ** np.floor(np.log2(np.maximum(counts, 1))).astype(np.int64) // _STEPS)
+    return -(-counts // steps) * steps
