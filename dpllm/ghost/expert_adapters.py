@@ -2,10 +2,10 @@
 
 PEFT's ``ParamWrapper`` adds scaling * lhs[e] @ rhs[e] to the matrix of each expert while the experts run. lhs and rhs
 are two views of ``lora_A.weight`` and ``lora_B.weight``, which are never called as layers. If the gradient of the
-matrix is the sum of left_s (x) right_s over slots, that of lhs is scaling * sum of left_s (x) (rhs right_s), and that of
-rhs is scaling * sum of (lhs^T left_s) (x) right_s. So no gradient of a whole matrix is formed.
+matrix is the sum of left_s (x) right_s over slots, that of lhs is scaling * sum of left_s (x) (rhs right_s), and that
+of rhs is scaling * sum of (lhs^T left_s) (x) right_s. So no gradient of a whole matrix is formed.
 
-Shape suffixes: B rows, T tokens, S slots of a row, E experts, L and R the two dimensions of one expert's matrix, K rank.
+Shape suffixes: B rows, T tokens, S slots of a row, E experts, L and R the dimensions of one expert's matrix, K rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dpllm.ghost import kernels
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.experts import ExpertsRule, Host, is_experts
 from dpllm.ghost.grouped import grouped_product
-from dpllm.ghost.routed import Layout, Routed
+from dpllm.ghost.routed import Routed
 from dpllm.ghost.tap import Recorder
 
 
@@ -52,7 +52,9 @@ def train(path: str, wrapper: Any, trainable: dict[str, nn.Parameter], book: Hos
     rule = ExpertsRule.on(path, experts, book)
     for adapter in {name.split(".")[1] for name in trainable}:
         of_adapter = {side: trainable.get(f"{side}.{adapter}.weight") for side in ("lora_A", "lora_B")}
-        rule.shares.setdefault(name, []).append(LoraFactors(wrapper, adapter, of_adapter["lora_A"], of_adapter["lora_B"]))
+        rule.shares.setdefault(name, []).append(
+            LoraFactors(wrapper, adapter, of_adapter["lora_A"], of_adapter["lora_B"])
+        )
     known = {f"{side}.{name.split('.')[1]}.weight" for name in trainable for side in ("lora_A", "lora_B")}
     if unknown := trainable.keys() - known:
         raise GhostError(f"{path} (ParamWrapper) has trainable parameters beside LoRA factors: {sorted(unknown)}.")
@@ -122,7 +124,7 @@ class LoraFactors:
         scaling = self.wrapper.scaling[self.adapter]
         down, up = ("right", "left") if self._up_is_left else ("left", "right")
         with kernels.exact_matmul(), torch.no_grad():
-            for parameter, side, layout in ((self.down, down, "flat"), (self.up, up, "interleaved")):
+            for parameter, side in ((self.down, down), (self.up, up)):
                 if parameter is None:
                     continue
                 if side == "right":  # of rhs: (lhs^T left) (x) right
@@ -131,16 +133,16 @@ class LoraFactors:
                 else:  # of lhs: left (x) (rhs right)
                     low_BSK = _times(use, use.right_BTR, rhs_EKR.mT) * scaling
                     outer = (use.left_BTL, low_BSK)
-                book.record(parameter, _factor_use(use, outer, layout, side, parameter is self.up))
+                book.record(parameter, _factor_use(use, outer, side, parameter is self.up))
 
 
-def _factor_use(use: Routed, outer: tuple[Tensor, Tensor], layout: Layout, side: str, is_up: bool) -> Routed:
+def _factor_use(use: Routed, outer: tuple[Tensor, Tensor], side: str, is_up: bool) -> Routed:
     """Return the use of one factor in the layout of its parameter: (K, inputs) for A, (outputs, K) for B."""
     # A holds its rank first, as rhs does; lhs holds it last. B is the reverse.
     flip = (side == "left") != is_up
     left, right = (kernels.widen(x) for x in (outer[::-1] if flip else outer))
     input_side = use.input_side if not flip else {"left": "right", "right": "left"}[use.input_side]
-    return Routed(use.index_BS, left, right, use.num_experts, layout, input_side)
+    return Routed(use.index_BS, left, right, use.num_experts, "interleaved" if is_up else "flat", input_side)
 
 
 def _times(use: Routed, x_BTD: Tensor, matrix_EDK: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Trained experts of a mixture, through the interface of transformers: an implementation of ours, registered there.
 
-transformers keeps the experts of a layer as stacks of matrices, and looks up the function that computes them in a public
-registry (``ALL_EXPERTS_FUNCTIONS``), by the name in the model's config. While a clipper is attached, that name is
-`NAME`. Nothing of the model or of transformers is replaced. Our function computes what the others do, and taps both
+transformers keeps the experts of a layer as stacks of matrices, and looks up the function that computes them in a
+public registry (``ALL_EXPERTS_FUNCTIONS``), by the name in the model's config. While a clipper is attached, that name
+is `NAME`. Nothing of the model or of transformers is replaced. Our function computes what the others do, and taps both
 products, so that the input, the output gradient and the expert of each token are known (`dpllm.ghost.routed`).
 
 Choosing experts for each token by itself couples no rows. `dpllm.ghost.routing` refuses other ways of choosing.
@@ -13,8 +13,9 @@ Shape suffixes: N tokens of all rows, k experts of each token, S = N * k slots, 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,6 +42,10 @@ class Host(Recorder, Protocol):
         """Rows of the current call of the model; None outside a call, or where they are not known."""
         ...
 
+    def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Count a use of each parameter in this call of the model."""
+        ...
+
     def pause(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which uses of parameters are not watched."""
         ...
@@ -60,7 +65,7 @@ class Share(Protocol):
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module computes its stacks of matrices through transformers' interface for experts."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     marks = ("num_experts", "has_gate", "has_bias", "is_transposed")
     return hasattr(config, "_experts_implementation") and all(hasattr(module, mark) for mark in marks)
 
@@ -81,10 +86,18 @@ class ExpertsRule:
                 f"{path} ({type(module).__name__}) computes only the experts of this process (expert parallelism), and "
                 "a unit's norm would be spread over processes. Load the model without it."
             )
+        narrow = {name: p.dtype for name, p in module.named_parameters(recurse=False) if p.element_size() < 2}
+        if narrow:
+            raise GhostError(
+                f"{path} ({type(module).__name__}) has quantised experts ({', '.join(map(str, narrow.values()))}), "
+                "whose products are not those of a matrix. Train adapters of other layers, or load the model in bf16."
+            )
         self.path, self.kind, self.book = path, type(module).__name__, book
         self.shares: dict[str, list[Share]] = {}
         self.biases: dict[str, nn.Parameter] = {}
-        self._config: Any = module.config
+        config: Any = module.config
+        self._config = config
+        # Layers share a config: the first of them remembers the implementation that the user chose.
         self._before = self._config._experts_implementation
         self._module = weakref.ref(module)
 
@@ -93,10 +106,9 @@ class ExpertsRule:
         """Return the rule of a module for this book; attach one if there is none."""
         rule = _ATTACHED.get(module)
         if rule is None or rule.book is not book:
-            from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-            ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
             rule = _ATTACHED[module] = cls(path, module, book)
+            # Whoever defines such a module has loaded the registry; this folder does not import transformers.
+            sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
             rule._config._experts_implementation = NAME
         return rule
 
@@ -122,7 +134,8 @@ class ExpertsRule:
         module = self._module()
         if module is not None and _ATTACHED.get(module) is self:
             del _ATTACHED[module]
-            self._config._experts_implementation = self._before
+            if self._before != NAME:
+                self._config._experts_implementation = self._before
 
     def tap(self, name: str, module: Any, output_SP: Tensor, x: Tensor, route: Route, of_tokens: bool) -> Tensor:
         """Tap a product, if one of the parameters in it is trained.
@@ -237,9 +250,7 @@ class Route:
         return cls(index_Nk, order_S, place_S, torch.bincount(expert_S, minlength=num_experts))
 
 
-def experts_forward(
-    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute the experts of each token, weighted and added; an implementation for transformers' interface.
 
     Args:

@@ -85,9 +85,7 @@ class Routed:
     def instance(self, rows: Rows) -> Tensor:
         """Return the gradients of the units (U, *parameter shape)."""
         width = self.left_BTL.shape[2], self.right_BTR.shape[2]
-        total = torch.zeros(
-            rows.num_units * self.num_experts, *width, dtype=self._dtype, device=self.right_BTR.device
-        )
+        total = torch.zeros(rows.num_units * self.num_experts, *width, dtype=self._dtype, device=self.right_BTR.device)
         for part in self.segments(rows):
             total[part.number_M] = kernels.wide_bmm(part.left_MNL.mT, part.right_MNR)
         total_UELR = total.unflatten(0, (rows.num_units, -1))

@@ -22,7 +22,7 @@ from dpllm.ghost.errors import GhostError
 _JITTER = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 _CAPACITY = ("expert_capacity", "capacity_factor", "moe_capacity_factor", "moe_expert_capacity_factor")
 _COMPETING = {
-    "batch_prioritized_routing": "tokens of all rows are ordered, and the last ones dropped (batch-prioritised routing)",
+    "batch_prioritized_routing": "tokens of all rows compete, and the last ones are dropped",
     "expert_choice": "experts choose among the tokens of all rows (expert choice)",
     "use_expert_choice": "experts choose among the tokens of all rows (expert choice)",
 }
@@ -48,7 +48,10 @@ def coupling(module: nn.Module) -> str | None:
             return f"{reason} ({name}={held[name]}); {_REMEDY}"
     for name in _CAPACITY:
         if _above_zero(held.get(name)):
-            return f"an expert drops tokens beyond its capacity ({name}={held[name]}), which those of other rows use up; {_REMEDY}"
+            return (
+                f"an expert drops tokens beyond its capacity ({name}={held[name]}), which those of other rows use up; "
+                f"{_REMEDY}"
+            )
     for name in _JITTER:
         if _above_zero(held.get(name)):
             return (

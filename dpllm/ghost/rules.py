@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpllm.ghost import expert_adapters, routing
+from dpllm.ghost.by_hand import ByHandRule
 from dpllm.ghost.call import Call, flatten_tensors
 from dpllm.ghost.embedding import EmbeddingRule, RelativeBiasRule, has_relative_bias
 from dpllm.ghost.errors import GhostError, NoRuleError
@@ -235,19 +236,24 @@ class Served:
             self._after = _as_it_is
         # The inputs of an unknown module are read after its call, so the call must not change them.
         self._unknown = self._after is None and self.before is None
+        self._by_hand = ByHandRule.of(path, module, trainable, book) if self._unknown else None
         self._versions: list[list[int]] = []
 
     def enter(self, args: tuple, kwargs: dict) -> None:
         """Note the versions of the tensors that the module is about to read."""
         if self._unknown:
             self._versions.append([t._version for t in flatten_tensors((args, kwargs))])
+        if self._by_hand:
+            self._by_hand.enter()
 
     def leave(self, args: tuple, kwargs: dict, broke_off: bool) -> None:
-        """Make sure that the module did not change its inputs.
+        """Make sure that the module did not change its inputs, and end what `enter` began.
 
         Raises:
             GhostError: it wrote to one of them.
         """
+        if self._by_hand:
+            self._by_hand.leave(broke_off)
         before = self._versions.pop() if self._versions else []
         if self._unknown and not broke_off and [t._version for t in flatten_tensors((args, kwargs))] != before:
             raise NoRuleError(
@@ -267,7 +273,8 @@ class Served:
     def _decide(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> After:
         """Choose the rule of a module of unknown class: a feature scale, a linear layer, or the per-row fallback."""
         call = Call(module, args, kwargs)
-        trainable = self._used_here(module, call)
+        served = self._by_hand.served or () if self._by_hand else ()
+        trainable = {name: p for name, p in self._used_here(module, call).items() if name not in served}
         if not trainable:
             return _as_it_is
         if len(trainable) == 1 and isinstance(output, Tensor):

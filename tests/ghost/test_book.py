@@ -180,10 +180,6 @@ def test_a_wrong_unit_index_is_refused(index, match):
 COUPLED = {
     "batch norm": (lambda: Net(nn.BatchNorm1d(4)), r"middle \(BatchNorm1d\) couples the rows"),
     "instance norm": (lambda: Net(nn.InstanceNorm1d(4)), "InstanceNorm1d"),
-    "named like a router": (
-        lambda: Net(type("MixtralSparseMoeBlock", (nn.Identity,), {})()),
-        "MixtralSparseMoeBlock.*load-balancing",
-    ),
     "renormalised table": (lambda: Net(nn.Embedding(5, 4, max_norm=1.0)), "middle: max_norm"),
     "frequency-scaled table": (lambda: Net(nn.Embedding(5, 4, scale_grad_by_freq=True)), "middle: scale_grad_by_freq"),
     "nothing trainable": (lambda: Net().requires_grad_(False), "no trainable parameter"),

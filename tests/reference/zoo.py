@@ -60,6 +60,7 @@ class Family:
     pad_token_id: int = 0
     conv1d: bool = False
     dropout: bool = False
+    experts: bool = False
 
 
 def _decoder_settings(tied: bool, **more: Any) -> dict[str, Any]:
@@ -134,6 +135,52 @@ def _phi3(tied: bool) -> nn.Module:
     settings = _decoder_settings(tied, num_key_value_heads=NUM_KEY_VALUE_HEADS)
     settings |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0}
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(**settings))
+
+
+def _experts_settings(tied: bool, **more: Any) -> dict[str, Any]:
+    """Settings of a decoder with four experts, of which each token takes two."""
+    settings = _decoder_settings(tied, num_key_value_heads=NUM_KEY_VALUE_HEADS)
+    settings |= {"intermediate_size": 24, "moe_intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+    # PyTorch's grouped product, the default of transformers, has no float64.
+    return settings | {"experts_implementation": "eager", **more}
+
+
+def _mixtral(tied: bool) -> nn.Module:
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_experts_settings(tied)))
+
+
+def _qwen3_moe(tied: bool) -> nn.Module:
+    settings = _experts_settings(tied, num_experts=4, head_dim=8, norm_topk_prob=True, mlp_only_layers=[])
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**settings))
+
+
+def _gpt_oss(tied: bool) -> nn.Module:
+    settings = _experts_settings(
+        tied,
+        head_dim=8,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**settings))
+
+
+def _deepseek_v3(tied: bool) -> nn.Module:
+    settings = _experts_settings(
+        tied,
+        num_key_value_heads=NUM_HEADS,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**settings))
 
 
 def _gpt_neox(tied: bool) -> nn.Module:
@@ -229,6 +276,11 @@ FAMILIES = {
         _causal("qwen3", _qwen3),
         _causal("gemma3", _gemma3),
         _causal("phi3", _phi3, attention=("qkv_proj", "o_proj")),
+        _causal("mixtral", _mixtral, experts=True),
+        _causal("qwen3_moe", _qwen3_moe, heads=(False,), experts=True),
+        _causal(
+            "deepseek_v3", _deepseek_v3, attention=("q_b_proj", "kv_b_proj", "o_proj"), heads=(False,), experts=True
+        ),
         _causal(
             "gpt_neox",
             _gpt_neox,
@@ -323,12 +375,18 @@ MODES: dict[str, Callable[[Family, nn.Module], nn.Module]] = {
     "lora-embedding": lambda family, model: _lora(
         family, model, target_modules=[*family.embeddings, *family.attention]
     ),
+    "lora-experts": lambda family, model: _lora(
+        family, model, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    ),
     "bias-only": _bias_only,
     "frozen-embeddings": _frozen_embeddings,
     "frozen-lower": _frozen_lower,
 }
 
-_WITHOUT_BIASES = {"llama", "mistral", "qwen3", "gemma3", "phi3", "t5"}
+_WITHOUT_BIASES = {
+    *("llama", "mistral", "qwen3", "gemma3", "phi3", "t5"),
+    *("mixtral", "qwen3_moe", "deepseek_v3"),
+}
 _BIAS_MODES = {"lora-bias-all", "lora-bias-lora-only", "lora-own-bias", "bias-only"}
 _UNTIED_MODES = {"lora-modules-to-save", "lora-embedding"}  # PEFT advises against a tied layer in these two
 
@@ -365,6 +423,8 @@ class Case:
 def is_meaningful(family: str, mode: str, tied: bool) -> bool:
     """Whether the mode says anything about the architecture (no bias modes where there is no bias)."""
     if mode in _BIAS_MODES and family in _WITHOUT_BIASES:
+        return False
+    if mode == "lora-experts" and not FAMILIES[family].experts:
         return False
     if tied and mode in _UNTIED_MODES:
         return False

@@ -166,7 +166,8 @@ def test_discrete_noise_is_refused_before_the_data_where_it_has_no_accounting(
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        ({"model_type": "mixtral", "num_local_experts": 2}, "MixtralSparseMoeBlock"),
+        ({"model_type": "mixtral", "num_local_experts": 2, "router_jitter_noise": 0.1}, "MixtralSparseMoeBlock"),
+        ({"model_type": "mixtral", "num_local_experts": 2}, None),
         ({"model_type": "llama"}, None),
     ],
 )

@@ -1,0 +1,130 @@
+"""Products that a module forms by hand with its own matrices: exact, whatever the module returns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpllm import GhostClipper, GhostError
+from dpllm.ghost import NormMethod
+from tests.ghost.loop import assert_is_the_loop, perturbed
+
+ALGORITHMS = ("gram", "instance")
+UNITS = torch.tensor([0, 1, 0, 2, 1])
+
+
+class Router(nn.Module):
+    """Returns a tuple, from flattened rows, as routers of transformers 5 do."""
+
+    def __init__(self, cast=False, bias=True, uses=1):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6))
+        self.bias = nn.Parameter(torch.randn(4)) if bias else None
+        self.cast, self.uses, self.also = cast, uses, None
+
+    def forward(self, x):
+        x = x.reshape(-1, 6)
+        weight = self.weight.type(torch.float32) if self.cast else self.weight
+        logits = F.linear(x.to(weight.dtype), weight, self.bias if not self.cast else None)
+        for _ in range(self.uses - 1):
+            logits = logits.tanh() + F.linear(x.to(weight.dtype), weight=weight)
+        if self.also is not None:
+            logits = logits + self.also(self.weight)
+        return logits, logits.softmax(-1)
+
+
+class Net(nn.Module):
+    """A router between two linear layers."""
+
+    def __init__(self, router):
+        super().__init__()
+        self.first, self.router, self.last = nn.Linear(3, 6), router, nn.Linear(4, 1)
+
+    def forward(self, x):
+        logits, weights = self.router(self.first(x).tanh())
+        return self.last((logits * weights).to(x.dtype)).view(*x.shape[:2])
+
+
+def losses(model, batch):
+    """One loss per row."""
+    return model(batch["x"]).square().sum(1)
+
+
+def batch():
+    """Five rows of three tokens."""
+    return {"x": torch.randn(5, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("settings", [{}, {"bias": False}, {"cast": True, "bias": False}, {"uses": 2}], ids=str)
+def test_a_router_is_exact(settings, algorithm):
+    """Its tuple, its flattened rows, its products in float32, and a matrix used twice."""
+    torch.manual_seed(0)
+    assert_is_the_loop(perturbed(Net(Router(**settings))), losses, batch(), NormMethod(algorithm), UNITS)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_matrix_that_is_used_twice_is_known_to_be(passes):
+    """Two passes, and groups that are clipped early, need the number of uses."""
+    torch.manual_seed(0)
+    method = NormMethod("gram", backward_passes=passes)
+    assert_is_the_loop(perturbed(Net(Router(uses=2))), losses, batch(), method)
+
+
+def test_another_use_of_the_matrix_is_refused():
+    """The product alone would miss a part of the gradient: the other rules decide, and refuse a tuple."""
+    torch.manual_seed(0)
+    net = Net(Router())
+    net.router.also = torch.linalg.norm
+    clipper = GhostClipper(net.double(), 1.0)
+    with pytest.raises(GhostError, match=r"router .*\['weight'\].*tuple"):
+        clipper.backward(losses(net, batch()))
+
+
+def test_another_use_that_starts_later_is_refused():
+    """Every call is watched, not only the first."""
+    torch.manual_seed(0)
+    net = Net(Router()).double()
+    clipper = GhostClipper(net, 1.0)
+    clipper.backward(losses(net, batch()))
+    net.router.also = torch.linalg.norm
+    with pytest.raises(GhostError, match=r"router \(Router\) uses weight in .*norm\(\)"):
+        losses(net, batch())
+
+
+def test_a_call_that_fails_is_not_taken_for_the_first():
+    """Its uses are incomplete."""
+    torch.manual_seed(0)
+    net = perturbed(Net(Router()))
+    clipper = GhostClipper(net, 1.0)
+    with pytest.raises(RuntimeError, match="shape"):
+        net(torch.randn(2, 3, 5, dtype=torch.float64))
+    clipper.backward(losses(net, batch()))
+    clipper.remove()
+
+
+class Dense(nn.Module):
+    """Every expert is given every token, as in Llama 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, 6, 5)), nn.Parameter(torch.randn(3, 5, 4))
+
+    def forward(self, x):
+        tokens = x.reshape(-1, 6)
+        inner = torch.bmm(tokens.repeat(3, 1).view(3, -1, 6), self.up).tanh()
+        return torch.bmm(inner, self.down).sum(0), None
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "tiled"])
+def test_batched_products_are_exact(algorithm):
+    """The first dimension runs over experts, and rows lie within the second."""
+
+    class DenseNet(Net):
+        def forward(self, x):
+            return self.last(self.router(self.first(x))[0]).view(*x.shape[:2])
+
+    torch.manual_seed(0)
+    assert_is_the_loop(perturbed(DenseNet(Dense())), losses, batch(), NormMethod(algorithm), UNITS)
