@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpllm.ghost.call import flatten_tensors
 from dpllm.ghost.contributions import Outer, RowGradients
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.experts import Host
 from dpllm.ghost.kernels import sum_tokens
 from dpllm.ghost.linear import as_tokens
@@ -69,7 +69,7 @@ class ByHandRule:
             broke_off: whether the module raised.
 
         Raises:
-            GhostError: it uses a parameter in another way than in its first call.
+            NoRuleError: it uses a parameter in another way than in its first call.
         """
         if not self._running:
             return
@@ -80,7 +80,7 @@ class ByHandRule:
         if self.served is None:
             self.served = frozenset(products.counts.keys() - products.others.keys())
         for name in self.served & products.others.keys():
-            raise GhostError(
+            raise NoRuleError(
                 f"{self.path} ({type(self.module).__name__}) uses {name} in {products.others[name]}(), and used it in "
                 "a product only at its first call, so its per-row gradient is not known. Freeze it."
             )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost import kernels
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.experts import ExpertsRule, Host, is_experts
 from dpllm.ghost.grouped import grouped_product
 from dpllm.ghost.routed import Routed
@@ -44,7 +44,7 @@ def train(path: str, wrapper: Any, trainable: dict[str, nn.Parameter], book: Hos
     experts = wrapper.get_base_layer()
     name = wrapper.parameter_name
     if not is_experts(experts) or wrapper.num_experts < 2:
-        raise GhostError(
+        raise NoRuleError(
             f"{path} is LoRA on the parameter {name} of {type(experts).__name__} (target_parameters), whose per-unit "
             "gradient is only known for experts that transformers computes through its interface. Adapt a linear "
             "layer instead (target_modules), or take this name out of target_parameters."
@@ -57,7 +57,7 @@ def train(path: str, wrapper: Any, trainable: dict[str, nn.Parameter], book: Hos
         )
     known = {f"{side}.{name.split('.')[1]}.weight" for name in trainable for side in ("lora_A", "lora_B")}
     if unknown := trainable.keys() - known:
-        raise GhostError(f"{path} (ParamWrapper) has trainable parameters beside LoRA factors: {sorted(unknown)}.")
+        raise NoRuleError(f"{path} (ParamWrapper) has trainable parameters beside LoRA factors: {sorted(unknown)}.")
     return rule
 
 
@@ -112,7 +112,7 @@ class LoraFactors:
         scale = (lhs_ELK.double().abs() @ rhs_EKR.double().abs()).max() * abs(self.wrapper.scaling[self.adapter])
         eps = max(torch.finfo(t.dtype).eps for t in (self.wrapper.get_param(), lhs_ELK))
         if delta.shape != ours.shape or float((delta - ours).abs().max()) > 16 * eps * float(scale):
-            raise GhostError(
+            raise NoRuleError(
                 f"PEFT multiplies the LoRA factors of {self.wrapper.parameter_name} in another order than its releases "
                 "up to 0.21 do, so their per-unit gradients are not known. Install one of them, or freeze the factors."
             )

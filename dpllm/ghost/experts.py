@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost.contributions import Lookup
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.grouped import grouped_product
 from dpllm.ghost.linear import as_tokens
 from dpllm.ghost.routed import Routed
@@ -88,7 +88,7 @@ class ExpertsRule:
             )
         narrow = {name: p.dtype for name, p in module.named_parameters(recurse=False) if p.element_size() < 2}
         if narrow:
-            raise GhostError(
+            raise NoRuleError(
                 f"{path} ({type(module).__name__}) has quantised experts ({', '.join(map(str, narrow.values()))}), "
                 "whose products are not those of a matrix. Train adapters of other layers, or load the model in bf16."
             )
@@ -124,7 +124,7 @@ class ExpertsRule:
             elif name in _BIASES:
                 self.biases[_BIASES[name]] = parameter
             else:
-                raise GhostError(
+                raise NoRuleError(
                     f"{self.path} ({self.kind}) has a trainable parameter {name}, which is not a matrix or a bias of "
                     f"its experts ({', '.join((*_MATRICES, *_BIASES))}). Freeze it."
                 )
@@ -268,7 +268,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     rule = _ATTACHED.get(module)
     route = Route.of(top_k_index, module.num_experts)
     if len(route.counts_E) != module.num_experts or top_k_weights.shape != top_k_index.shape:
-        raise GhostError(
+        raise NoRuleError(
             f"{type(module).__name__} is given experts {tuple(top_k_index.shape)} up to number "
             f"{len(route.counts_E) - 1} and weights {tuple(top_k_weights.shape)}; it has {module.num_experts} experts, "
             "and each choice needs one weight. Freeze the experts."

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from dpllm.ghost.errors import GhostError
+from dpllm.ghost.errors import NoRuleError
 
 _JITTER = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 _CAPACITY = ("expert_capacity", "capacity_factor", "moe_capacity_factor", "moe_expert_capacity_factor")
@@ -67,10 +67,10 @@ def _above_zero(value: Any) -> bool:
 
 
 def refuse_router_loss(model: nn.Module) -> None:
-    """Raise `GhostError` for a model that adds a loss over the loads of its experts."""
+    """Raise `NoRuleError` for a model that adds a loss over the loads of its experts."""
     for where, config in _configs(getattr(model, "config", None), "config"):
         if getattr(config, "output_router_logits", False):
-            raise GhostError(
+            raise NoRuleError(
                 f"The model adds a router loss over the batch ({where}.output_router_logits). Set it to False."
             )
 
