@@ -30,7 +30,8 @@ SAMPLINGS = ("unit", "example")
 ROWS_KEPT = ("first", "random")
 ON_BUDGET = ("stop", "error")
 STOPS = ("planned", "independent")
-GRADIENTS = ("ghost", "per_unit")
+GRADIENTS = ("ghost", "per_unit", "auto")
+UNUSED_PARAMETERS = ("error", "freeze")
 
 _NOT_POISSON = (
     *("shuffle", "shuffled", "random", "epoch", "sequential", "fixed", "fixed-size", "fixed_size"),
@@ -237,12 +238,17 @@ class PrivacyGradients(Topic):
 
     gradients: str = "ghost"
     """"ghost" computes norms and the clipped sum of all units of a microbatch in one backward pass, by a rule for each
-    layer. "per_unit" runs one unit after another by plain autograd: slower, and exact for every structure."""
+    layer. "per_unit" runs one unit after another by plain autograd: slower, and exact for every structure. "auto" takes
+    the first where every part of the model has a rule, otherwise the second, and logs the part and the cost."""
+    unused_parameters: str = "error"
+    """Trainable parameters that no loss reaches: "error", or "freeze", which freezes them before the first step and
+    names them in the report. Which ones is decided on rows that are made up."""
 
     def __post_init__(self) -> None:
         """Check the words."""
         super().__post_init__()
         values.choice("gradients", self.gradients, GRADIENTS)
+        values.choice("unused_parameters", self.unused_parameters, UNUSED_PARAMETERS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpllm.data.labels import BOUNDARIES
 from dpllm.ghost.contributions import Use
-from dpllm.ghost.errors import GhostError, NoRuleError
+from dpllm.ghost.errors import CoupledError, GhostError, NoRuleError, UnreachedError
 from dpllm.ghost.graph import leaves_of
 
 _ROW_ARGUMENTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "attention_mask", "pixel_values", "input_features")
@@ -93,13 +93,13 @@ def refuse_missing(parameters: Mapping[str, nn.Parameter], seen: Collection[int]
         raise no_gradient(missing)
 
 
-def no_gradient(missing: Sequence[str]) -> GhostError:
+def no_gradient(missing: Sequence[str]) -> UnreachedError:
     """Return the error for trainable parameters that no loss reaches."""
-    return GhostError(
+    return UnreachedError(
         f"No gradient reached {len(missing)} trainable parameter(s), the first is {missing[0]}. Either it has no "
-        "part in the loss (then freeze it: requires_grad_(False)), or activation checkpointing with "
-        "use_reentrant=True cut the graph (then call model.enable_input_require_grads() or set "
-        "use_reentrant=False)."
+        "part in the loss (then freeze it: privacy.unused_parameters=freeze, or requires_grad_(False)), or only some "
+        "rows use it (then privacy.gradients=per_unit), or activation checkpointing with use_reentrant=True cut the "
+        "graph (then call model.enable_input_require_grads() or set use_reentrant=False)."
     )
 
 
@@ -266,12 +266,12 @@ class RowProbe:
             return
         other = int(torch.nonzero(touched)[0])
         if self._packed:
-            raise NoRuleError(
+            raise CoupledError(
                 f"A packed row's loss depends on the packed row {other} (seen at {name}), so a unit cannot "
                 "be bounded: something in the model mixes tokens across the end of a row. Do not pack the "
                 f"rows of this model (pack_rows: false), or give it an attention that reads {BOUNDARIES}."
             )
-        raise NoRuleError(
+        raise CoupledError(
             f"The loss of row {int(self.rows[0])} depends on row {other} of the batch (seen at {name}), so a unit "
             "cannot be bounded. Remove the parts that couple rows: batch statistics, in-batch negatives, several "
             "units packed into one row, a loss normalised over the batch."

@@ -22,3 +22,15 @@ class NoRuleError(GhostError):
     def __init__(self, message: str) -> None:
         """Add the remedy that every such structure has."""
         super().__init__(f"{message.rstrip('.')}. {self.REMEDY}")
+
+
+class CoupledError(NoRuleError):
+    """The loss of a row depends on other rows of its call.
+
+    One unit at a time it cannot, but a loss over the rows of a batch then means something else: only a person can
+    choose that.
+    """
+
+
+class UnreachedError(GhostError):
+    """No loss has a gradient in a trainable parameter."""

@@ -36,7 +36,7 @@ from dpllm.training.checks.kept import without_trace
 from dpllm.training.checks.randomness import refuse_own_generators
 from dpllm.training.checks.steering import Steering
 from dpllm.training.checks.watch import Watch
-from dpllm.training.gradients import METHOD, clipper_for, in_words, rows_of_calls
+from dpllm.training.gradients import METHOD, chosen, clipper_for, in_words, rows_of_calls
 from dpllm.training.low_passed import SECOND_MOMENT, WORDS, refuse_other_second_moment, teller
 from dpllm.training.microbatch_size import AUTO, TOKENS_WITHOUT_MEASURE, memory_of, needed_later, rows_that_fit
 from dpllm.training.out_of_memory import MicrobatchTooLargeError
@@ -230,6 +230,7 @@ def attach(
     norm_method: NormMethod | None,
     start_is_independent: bool,
     gradients: str,
+    loss_of: LossOf | None,
     averaging: Averaging | None = None,
 ) -> Attached:
     """Create all parts of an attached model. Called by all processes together.
@@ -245,6 +246,7 @@ def attach(
         norm_method: how norms are computed.
         start_is_independent: see `dpllm.training.run.PrivateRun.attach`.
         gradients: see `dpllm.training.run.PrivateRun.attach`.
+        loss_of: see `dpllm.training.run.PrivateRun.attach`.
         averaging: average of the weights that is released; None: the weights after the last step are.
 
     Raises:
@@ -271,6 +273,7 @@ def attach(
         if plan.mechanism.noise.wants_total and not engine.forms_total:
             raise no_totals(type(engine).__name__)
         _refuse_automatic_size(rows, engine)
+        gradients = chosen(gradients, inside, rows, loss_of, processes)
         clipper = clipper_for(gradients, inside, plan.mechanism.clipping, norm_method)
         undo.callback(clipper.remove)
         plan.mechanism.require_entries(sum(parameter.numel() for parameter in clipper.parameters.values()))

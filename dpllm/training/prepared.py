@@ -37,7 +37,7 @@ from dpllm.training.gradients import clipper_for
 from dpllm.training.low_passed import refuse_other_second_moment, require_asked, uses_it
 from dpllm.training.noted import note_data, note_units
 from dpllm.training.preflight import require_positions
-from dpllm.training.rows import TrainingRows
+from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
 
@@ -216,7 +216,7 @@ class Prepared:
         """Return an empty average for a run."""
         return None if self.average is None else Averaging(self.average, self.plan.num_steps)
 
-    def attach(self, run: PrivateRun, model: Any, optimizer: Any, averaging: Averaging | None) -> None:
+    def attach(self, run: PrivateRun, model: Any, optimizer: Any, averaging: Averaging | None, loss_of: LossOf) -> None:
         """Hook a model that the Trainer has distributed; see `PrivateRun.attach`.
 
         Raises:
@@ -230,6 +230,7 @@ class Prepared:
             self.start_is_independent,
             averaging=averaging,
             gradients=self.privacy.gradients,
+            loss_of=loss_of,
         )
 
 

@@ -50,6 +50,7 @@ from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_folder import require_shared_folder
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import StepDiagnostics, private_step, refuse_unfinished
+from dpllm.training.unused import FROZEN, freeze_unused, in_parts
 
 _TAKEN: weakref.WeakSet[SharedLedger] = weakref.WeakSet()  # ledgers of the runs of this process
 
@@ -113,7 +114,7 @@ class PrivateRun:
         self.weights: RunWeights | None = None  # of the attached model, or of the last one
         # In a custom loop: files in the folder before; the ledger ends when `attach` fails. None: the Trainer's.
         self._files_before: dict[str, tuple[int, int, int]] | None = None
-        self._finished = False
+        self._finished = self._is_frozen = False
         _TAKEN.add(ledger)
 
     @classmethod
@@ -185,6 +186,7 @@ class PrivateRun:
         schedule_is_independent: bool = False,
         averaging: Averaging | None = None,
         gradients: str = "ghost",
+        loss_of: LossOf | None = None,
     ) -> None:
         """Hook a model that was prepared for its engine.
 
@@ -201,6 +203,8 @@ class PrivateRun:
                 the released weights: save the model within ``averaging.shown()``. A loop that saves its state calls
                 ``averaging.save`` and ``averaging.load`` beside it. None: the weights after the last step are released.
             gradients: how the gradients of units are computed (`dpllm.config.privacy_section.PrivacyGradients`).
+            loss_of: as for `step`, for gradients="auto": a trial on rows that are made up then shows which parts have
+                no rule. None: "auto" looks at the modules only.
 
         Raises:
             EngineError: the guarantee would not hold under the engine or one of its options.
@@ -236,12 +240,42 @@ class PrivateRun:
                 norm_method=norm_method,
                 start_is_independent=start_is_independent,
                 gradients=gradients,
+                loss_of=loss_of,
                 averaging=averaging,
             )
             self.weights = self._attached.weights
+            self._attached.reach_checked = self._is_frozen
             if own_loop:
                 by_engine = isinstance(self._attached.engine, DeepSpeedZero)
                 self._attached.steering = Steering(optimizer, self.ledger, schedule_is_independent, by_engine, again)
+
+    def freeze_unused(self, model: Any, loss_of: LossOf) -> list[str]:
+        """Freeze the trainable parameters that no loss reaches, before the optimizer is made; the report names them.
+
+        Which ones is decided by the graph of autograd behind losses of rows that are made up, so the names tell nothing
+        of the private rows. Called by all processes together, before ``accelerator.prepare`` and `attach`.
+
+        Args:
+            model: the module that computes the losses, on the device that ``loss_of`` uses.
+            loss_of: as for `step`.
+
+        Returns:
+            The names.
+
+        Raises:
+            ConfigError: a model is attached; the parameters are sharded; rows cannot be made up; or losses reach no
+                parameter.
+        """
+        if self._attached is not None:
+            raise ConfigError(
+                "A model is attached to the run. Call freeze_unused before attach and before the optimizer"
+            )
+        names = self.processes.together(lambda: freeze_unused(model, self.rows, loss_of))
+        self.processes.agree({"the parameters that no loss reaches": names})
+        for part in in_parts(names):
+            self.ledger.append_fact(FROZEN, part)
+        self._is_frozen = True
+        return names
 
     def draws(self, num_steps: int, present_N: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """Yield the unit numbers of the next steps: independent draws of rank 0, the same on every process.

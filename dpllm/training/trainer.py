@@ -250,8 +250,18 @@ class DPTrainer(AveragedTrainer):
             self.args.max_steps = self._run.private.steps_planned
             if self.is_deepspeed_enabled:
                 self._run.prepare_to_load(self.accelerator.state.deepspeed_plugin.deepspeed_config)
+            if self.privacy.unused_parameters == "freeze":
+                self._freeze_unused()
         with self._interrupt.listening():
             return self._train_to_the_end(self._run, folder, checkpoint, ignore_keys_for_eval)
+
+    def _freeze_unused(self) -> None:
+        with self._losses.attention(self._module):
+            names = self._run_of_now().private.freeze_unused(self._module, self._losses.after(self._prepare_inputs))
+        if names and self.processes.is_main:
+            logger.warning(
+                "No loss reaches %d trainable parameter(s); they are frozen: %s", len(names), ", ".join(names)
+            )
 
     def _refuse_private_evaluation(self, dataset: Any) -> None:
         """Make sure that the rows that were declared public are not the private rows.
@@ -303,7 +313,8 @@ class DPTrainer(AveragedTrainer):
 
     def attach(self) -> None:
         """Hook the model after the Trainer has distributed it, and before the first draw is charged."""
-        self._run_of_now().attach(self.model_wrapped, self.optimizer, by_deepspeed=self.is_deepspeed_enabled)
+        loss_of = self._losses.after(self._prepare_inputs)
+        self._run_of_now().attach(self.model_wrapped, self.optimizer, self.is_deepspeed_enabled, loss_of)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Take one private step up to the optimizer; return the mean loss, a diagnostic that is not private."""

@@ -91,13 +91,14 @@ class TrainerRun:
         if self._checkpoint:
             prepare_to_load(self._checkpoint, deepspeed_config, self._prepared.processes)
 
-    def attach(self, model: Any, optimizer: Any, by_deepspeed: bool) -> None:
+    def attach(self, model: Any, optimizer: Any, by_deepspeed: bool, loss_of: LossOf) -> None:
         """Hook a model once; later calls do nothing.
 
         Args:
             model: the distributed model.
             optimizer: its optimizer.
             by_deepspeed: whether DeepSpeed has loaded the checkpoint.
+            loss_of: as for `PrivateRun.step`.
         """
         if self.is_attached:
             return
@@ -105,7 +106,7 @@ class TrainerRun:
             complete_load(model, self._checkpoint, self._prepared.processes)
         if self.averaging is not None and by_deepspeed:
             require_whole_saves(model)
-        self._prepared.attach(self.private, model, optimizer, self.averaging)
+        self._prepared.attach(self.private, model, optimizer, self.averaging, loss_of)
         if self.averaging is not None and self._checkpoint:
             self.averaging.load(self._checkpoint)
         self.is_attached = True

@@ -1,0 +1,97 @@
+"""Made-up rows: random numbers in the form of the private rows, for trials that must not depend on their contents.
+
+Place in the flow: before the first private step. Whether a loss reaches a parameter, and whether a part of the model
+has a rule, is decided on them: the report states the decision, and ε does not cover it.
+
+Of the private rows, only the form of the first one is used: its columns, their kinds and their dimensions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpllm.training.rows import TrainingRows
+
+_SEED = 20161024  # public: the rows are the same on every process and after a resume
+_ONES, _ZEROS = ("attention_mask",), ("token_type_ids", "special_tokens_mask")
+
+
+class NotMadeUp(ValueError):
+    """Rows of this form cannot be made up."""
+
+
+def made_up(rows: TrainingRows, model: nn.Module, lengths: Sequence[int], number: int = 0) -> Mapping[str, Any]:
+    """Return the collator's inputs of rows that are made up.
+
+    Args:
+        rows: rows of the run.
+        model: whose vocabulary the tokens are drawn from.
+        lengths: tokens of each row, where a row is a sequence; cut to the longest row of the run.
+        number: of the microbatch; others have other tokens.
+
+    Raises:
+        NotMadeUp: a row has a column that is neither numbers nor a sequence of numbers.
+    """
+    (form,) = rows.fetch(np.asarray(rows.units.rows[:1]))
+    rng = np.random.default_rng([_SEED, number])
+    most, tokens = int(rows.lengths.max()), _vocabulary(model)
+    return rows.collate([_like(form, max(1, min(length, most)), tokens, rng) for length in lengths])
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put a model in training or evaluation mode for the duration of the block; random states stay as they are."""
+    before = [(module, module.training) for module in model.modules()]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    model.train(training)
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+def _vocabulary(model: nn.Module) -> int:
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    named = getattr(getattr(model, "config", None), "vocab_size", None)
+    return int(named) if isinstance(named, int) else max(tables, default=2)
+
+
+def _like(form: Any, length: int, tokens: int, rng: np.random.Generator) -> Any:
+    """Return a made-up row."""
+    if not isinstance(form, Mapping):
+        return _column("input_ids", form, length, rng.integers(0, tokens, length), rng)
+    ids = rng.integers(0, tokens, length)
+    return {name: _column(name, value, length, ids, rng) for name, value in form.items()}
+
+
+def _column(name: str, value: Any, length: int, ids: np.ndarray, rng: np.random.Generator) -> Any:
+    if value is None or isinstance(value, str):
+        return None if value is None else ""
+    try:
+        shown = value.numpy() if isinstance(value, Tensor) else np.asarray(value)
+    except ValueError as error:  # lists of different lengths
+        raise NotMadeUp(f"the column '{name}' holds lists of different lengths") from error
+    if shown.dtype.kind not in "iubf":
+        raise NotMadeUp(f"the column '{name}' holds {type(value).__name__}")
+    if shown.ndim == 0:
+        made: Any = np.zeros((), dtype=shown.dtype)
+    elif shown.dtype.kind == "f":
+        made = rng.standard_normal(shown.shape).astype(shown.dtype)
+    elif shown.ndim > 1:
+        made = np.zeros_like(shown)
+    elif name in _ONES or name in _ZEROS:
+        made = np.full(length, int(name in _ONES), dtype=shown.dtype)
+    else:
+        made = np.arange(length) if name == "position_ids" else ids
+        made = made.astype(shown.dtype)
+    if isinstance(value, Tensor):
+        return torch.from_numpy(np.array(made)).to(value.dtype)
+    return made if isinstance(value, np.ndarray) else made.tolist()
