@@ -53,6 +53,7 @@ from dpllm.training.step import StepDiagnostics, private_step, refuse_unfinished
 from dpllm.training.unused import FROZEN, freeze_unused, in_parts
 
 _TAKEN: weakref.WeakSet[SharedLedger] = weakref.WeakSet()  # ledgers of the runs of this process
+_SIFTED: weakref.WeakSet[SharedLedger] = weakref.WeakSet()  # those of runs whose unused parameters were frozen
 
 
 class PrivateRun:
@@ -114,7 +115,7 @@ class PrivateRun:
         self.weights: RunWeights | None = None  # of the attached model, or of the last one
         # In a custom loop: files in the folder before; the ledger ends when `attach` fails. None: the Trainer's.
         self._files_before: dict[str, tuple[int, int, int]] | None = None
-        self._finished = self._is_frozen = False
+        self._finished = False
         _TAKEN.add(ledger)
 
     @classmethod
@@ -244,7 +245,7 @@ class PrivateRun:
                 averaging=averaging,
             )
             self.weights = self._attached.weights
-            self._attached.reach_checked = self._is_frozen
+            self._attached.reach_checked = self.ledger in _SIFTED
             if own_loop:
                 by_engine = isinstance(self._attached.engine, DeepSpeedZero)
                 self._attached.steering = Steering(optimizer, self.ledger, schedule_is_independent, by_engine, again)
@@ -274,7 +275,7 @@ class PrivateRun:
         self.processes.agree({"the parameters that no loss reaches": names})
         for part in in_parts(names):
             self.ledger.append_fact(FROZEN, part)
-        self._is_frozen = True
+        _SIFTED.add(self.ledger)
         return names
 
     def draws(self, num_steps: int, present_N: np.ndarray | None = None) -> Iterator[np.ndarray]:
