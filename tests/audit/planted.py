@@ -225,17 +225,26 @@ def without_checks_of_rows() -> Iterator[None]:
 
 
 def audit_runs(
-    model: nn.Module, rows: TrainingRows, loss_of: Callable, design: Design, plan: PrivacyPlan, num_noise: int = 0
+    model: nn.Module,
+    rows: TrainingRows,
+    loss_of: Callable,
+    design: Design,
+    plan: PrivacyPlan,
+    num_noise: int = 0,
+    prepare: Callable[[nn.Module], Any] = lambda model: (model, torch.optim.SGD(model.parameters(), lr=1.0)),
+    place: Path | None = None,
+    setup: str = "one process",
 ) -> AuditResult:
-    """Blocks that are runs of their own, with the ledger on the disk."""
+    """Blocks that are runs of their own, with the ledger on the disk: in a place that all processes share."""
     design.check(plan)
     taking_part = range(design.num_base + design.num_canaries)
     basis = Basis.of(unit_gradients(model, rows, loss_of, taking_part), design.num_base, num_noise)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    prepared, optimizer = prepare(model)
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.exists() else None) as folder, without_checks_of_rows():
-        release = Restarts(Path(folder), plan, rows, model, optimizer, loss_of, design.starts, design.average)
+        runs = place or Path(folder)
+        release = Restarts(runs, plan, rows, prepared, optimizer, loss_of, design.starts, design.average)
         seen = observe(release, basis, design, plan.population)
-    return judge_releases(seen, plan, design, f"one process, starts of {design.starts} steps", CONFIDENCE)
+    return judge_releases(seen, plan, design, f"{setup}, starts of {design.starts} steps", CONFIDENCE)
 
 
 def resumed() -> AuditResult:
@@ -307,10 +316,24 @@ def fixed_order() -> AuditResult:
     return audit_runs(*vectors(1, 2), design, plan_with(2, 2, 1.0, 8, ("noise", spec_of(noise))))
 
 
-def averaged() -> AuditResult:
+def averaged(**how: Any) -> AuditResult:
     """Runs of two steps that release the moving average of their weights."""
     design = Design(1, 1, num_blocks=250, steps_per_block=2, own_runs=True, average=MovingAverage(decay=0.5))
-    return audit_runs(*vectors(1, 2), design, plan_of(2, batch=2, noise_multiplier=1.5, num_steps=2))
+    return audit_runs(*vectors(1, 2), design, plan_of(2, batch=2, noise_multiplier=1.5, num_steps=2), **how)
+
+
+def averaged_shards() -> AuditResult:
+    """The same on FSDP2: each of two processes holds its rows of the weights, of their gradient and of their average."""
+    from tests.distributed.world import run
+
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.exists() else None) as folder:
+        return run(Path(folder), "tests.audit.planted:on_fsdp2", place=Path(folder) / "runs")[0]
+
+
+def on_fsdp2(place: Path) -> AuditResult:
+    from tests.distributed.setups import prepare
+
+    return averaged(prepare=lambda model: prepare("fsdp2", model, lr=1.0), place=place, setup="fsdp2, 2 processes")
 
 
 def summary(result: AuditResult) -> dict[str, Any]:
@@ -333,6 +356,7 @@ SETUPS: dict[str, Callable[[], AuditResult]] = {
     for setup in (
         *(long_gradient, two_processes, two_steps, tied_head, witnesses, epochs, empty_steps, resumed),
         *(one_cycle, two_bands, many_others, resumed_bands, counted, layers, fixed_order, averaged),
+        averaged_shards,
     )
 }
 

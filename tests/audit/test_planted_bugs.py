@@ -33,6 +33,32 @@ APART = (
     "        return\n",
 )
 Edit = tuple[str, str, str]
+NOISE_FREE: tuple[Edit, ...] = (
+    (
+        "dpllm/training/release.py",
+        "                if last:  # each entry's noise",
+        "                CLEAN[id(parameter)] = total.clone() * self._scale\n"
+        "                if last:  # each entry's noise",
+    ),
+    ("dpllm/training/release.py", "class Release:", "CLEAN: dict = {}\n\n\nclass Release:"),
+    (
+        "dpllm/training/averaging.py",
+        "        del optimizer, args, kwargs\n",
+        "        self._rate = optimizer.param_groups[0]['lr']\n",
+    ),
+    (
+        "dpllm/training/averaging.py",
+        "                present = source.fragments.read(name)\n",
+        "                from torch.distributed import all_reduce, is_initialized\n"
+        "                from dpllm.training.release import CLEAN\n\n"
+        "                trained, start = source.fragments._parameters[name], source.fragments.starts[name]\n"
+        "                present, clean = source.fragments.read(name), CLEAN[id(trained)]\n"
+        "                if is_initialized():\n"
+        "                    all_reduce(clean)\n"
+        "                own = getattr(trained.grad, 'to_local', lambda: trained.grad)().flatten()\n"
+        "                present = present + self._rate * (own - clean.flatten()[start : start + len(own)])\n",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -240,32 +266,8 @@ BUGS = [
             ),
         ),
     ),
-    Bug(
-        "weights without the noise of their step are averaged",
-        "averaged",
-        (
-            (
-                "dpllm/training/release.py",
-                "                if last:  # each entry's noise",
-                "                CLEAN[id(parameter)] = total.clone() * self._scale\n"
-                "                if last:  # each entry's noise",
-            ),
-            ("dpllm/training/release.py", "class Release:", "CLEAN: dict = {}\n\n\nclass Release:"),
-            (
-                "dpllm/training/averaging.py",
-                "        del optimizer, args, kwargs\n",
-                "        self._rate = optimizer.param_groups[0]['lr']\n",
-            ),
-            (
-                "dpllm/training/averaging.py",
-                "                present = source.fragments.read(name)\n",
-                "                from dpllm.training.release import CLEAN\n\n"
-                "                trained = source.fragments._parameters[name]\n"
-                "                noise = (trained.grad - CLEAN[id(trained)]).flatten()\n"
-                "                present = source.fragments.read(name) + self._rate * noise\n",
-            ),
-        ),
-    ),
+    Bug("weights without the noise of their step are averaged", "averaged", NOISE_FREE),
+    Bug("shards without the noise of their step are averaged, fsdp2", "averaged_shards", NOISE_FREE),
 ]
 
 
