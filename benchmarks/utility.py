@@ -15,6 +15,7 @@ banded            noise correlated over the steps, the same schedule; the last i
 banded, average   both
 public stage      before `banded, average`: steps without privacy on sentences made from public templates
 low-passed AdamW  `banded, average` with the product's optim_args: second_moment=low_passed; only where asked for
+corrected AdamW   `banded, average` with second_moment=corrected, which is AdamBC entry by entry; only where asked for
 AdamBC            `banded, average` with AdamBC in place of AdamW (benchmarks/optimizers.py); only where asked for
 low-passed        `banded, average` with a second moment of the first moment by rows, only where asked for
 DiSK              `textbook` with DiSK in place of AdamW, only where asked for
@@ -54,7 +55,6 @@ from scaling import merge, public_squares, scale
 
 from dpllm import DPTrainer, PrivacyConfig
 from dpllm.config import ConfigError, ModelConfig
-from dpllm.config.train_values import LOW_PASSED
 from dpllm.data.rows import DataError, RowCollator, tokenize_records
 from dpllm.engines.optimizers import innermost
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
@@ -98,7 +98,8 @@ ARMS = {
     "banded": Arm(rate=3.2e-2, noise="banded"),
     "banded, average": Arm(rate=3.2e-2, noise="banded", average=EMA),
     "public stage": Arm(rate=3.2e-2, noise="banded", average=EMA, public_steps=120),
-    "low-passed AdamW": Arm(rate=3.2e-2, noise="banded", average=EMA, optim_args=LOW_PASSED),
+    "low-passed AdamW": Arm(rate=3.2e-2, noise="banded", average=EMA, optim_args="second_moment=low_passed"),
+    "corrected AdamW": Arm(rate=3.2e-2, noise="banded", average=EMA, optim_args="second_moment=corrected"),
     "AdamBC": Arm(rate=1e-2, noise="banded", average=EMA, optimizer="AdamBC"),
     "low-passed": Arm(rate=2.3e-3, noise="banded", average=EMA, optimizer="low-passed"),
     "DiSK": Arm(rate=3e-3, schedule="linear", optimizer="DiSK"),

@@ -42,7 +42,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.noise_choice import prediction
 from dpllm.privacy.rounding import down, format_delta, format_epsilon, up
 from dpllm.training.arguments import num_private_steps, plan_for, training_arguments
-from dpllm.training.low_passed import asks_for_it
+from dpllm.training.corrected_adamw import asked_second_moment
 from dpllm.training.preflight import check_recipe
 from dpllm.training.workload import UpdateRule
 
@@ -202,7 +202,7 @@ def from_start(recipe: Recipe, pretrained: Path, options: argparse.Namespace) ->
     train["learning_rate"] = plain_rate(recipe) if options.learning_rate is None else options.learning_rate
     if train.pop("average", None) is not None:
         train["lr_scheduler_type"] = "linear"
-    if asks_for_it(training_arguments({**finetune.PLAIN, **recipe.train})):
+    if asked_second_moment(training_arguments({**finetune.PLAIN, **recipe.train})) is not None:
         del train["optim_args"]  # it subtracts the noise, and there is none
     if options.epochs is not None:
         train |= {"num_train_epochs": options.epochs, "max_steps": -1}

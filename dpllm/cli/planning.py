@@ -230,7 +230,7 @@ class _Planned:
         files: the local files that were read, each with its number of records.
         rule: the optimizer, the schedule and the average of the run.
         predicted: the predicted noise; None: the noise is independent.
-        low_passed: whether the optimizer's second moment is that of its first moment, without the known noise.
+        second_moment: that of the optimizer, without the known noise; None: its own.
         advice: settings that were measured worse.
     """
 
@@ -238,7 +238,7 @@ class _Planned:
     files: dict[str, int]
     rule: UpdateRule
     predicted: Prediction | None
-    low_passed: bool
+    second_moment: str | None
     advice: list[str]
 
 
@@ -248,7 +248,7 @@ def _plan_of(recipe: Recipe) -> _Planned:
     from dpllm.privacy.noise_choice import prediction
     from dpllm.training.advice import advice
     from dpllm.training.arguments import plan_for, training_arguments
-    from dpllm.training.low_passed import asks_for_it
+    from dpllm.training.corrected_adamw import asked_second_moment
     from dpllm.training.preflight import check_recipe, to_plan
     from dpllm.training.workload import UpdateRule
 
@@ -260,7 +260,7 @@ def _plan_of(recipe: Recipe) -> _Planned:
     plan = plan_for(arguments, recipe.privacy, unit_index_of(records, recipe.privacy), average=average)
     rule = UpdateRule.of(arguments, plan.num_steps, average)
     predicted = prediction(plan, rule.workload())
-    return _Planned(plan, sources_of(records), rule, predicted, asks_for_it(arguments), advice(plan, rule))
+    return _Planned(plan, sources_of(records), rule, predicted, asked_second_moment(arguments), advice(plan, rule))
 
 
 def _sweep_noise(
@@ -289,7 +289,7 @@ def _show_plan(path: Path, planned: _Planned, as_json: bool) -> None:
         "epsilon_zero_out": made.epsilon_under("zero-out"),
         "epsilon_replace_one": made.epsilon_under("replace-one"),
         "predicted_noise": None if predicted is None else dataclasses.asdict(predicted),
-        "low_passed_second_moment": planned.low_passed,
+        "second_moment": planned.second_moment,
         "advice": planned.advice,
         "files": planned.files,
     }
@@ -300,8 +300,9 @@ def _show_plan(path: Path, planned: _Planned, as_json: bool) -> None:
             ("noise of a step", predicted.step_words(planned.rule.divides)),
         ]
     read = [(f"records of {name}", f"{count:,}") for name, count in planned.files.items()]
-    if planned.low_passed:
-        noise.append(("second moment of the optimizer", "of the first moment, less the known variance of its noise"))
+    if planned.second_moment is not None:
+        words = f"{planned.second_moment}: less the known variance of the noise in it"
+        noise.append(("second moment of the optimizer", words))
     advised = [("advice", line) for line in planned.advice]
     show(values, [*format_plan(made), *noise, *read, *advised], f"Privacy plan of {path}", as_json)
 

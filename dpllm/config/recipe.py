@@ -144,7 +144,8 @@ class Recipe:
     train: dict[str, Any] = field(default_factory=dict)
     """Names and values of `TrainingArguments`; names are checked where they are used. And ``average``: the average of
     the weights that is released (`dpllm.mechanism.averages`), such as ``{kind: ema, decay: 0.95}``. Without
-    ``lr_scheduler_type`` the learning rate is constant after a warm-up of 10 % of the steps."""
+    ``lr_scheduler_type`` the learning rate is constant after a warm-up of 10 % of the steps. ``optim_args`` of AdamW
+    may be ``second_moment=corrected`` or ``low_passed`` (`dpllm.training.corrected_adamw`)."""
     public_pretrain: PublicPretrainConfig | None = None
     release: ReleaseConfig = field(default_factory=ReleaseConfig)
     microbatch_tokens: int | str | None = None

@@ -226,13 +226,14 @@ OWN: dict[str, Check] = {"average": _average}
 """Name in a recipe's ``train`` section that is dpllm's own, and no name of ``TrainingArguments`` -> its check."""
 
 
-LOW_PASSED = "second_moment=low_passed"
-"""The value of ``optim_args`` for AdamW with the second moment of its first moment (`dpllm.training.low_passed`)."""
+SECOND_MOMENT = "second_moment"
+SECOND_MOMENTS = ("low_passed", "corrected")
+"""The values of ``second_moment`` in ``optim_args`` of AdamW (`dpllm.training.corrected_adamw`)."""
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
-def is_low_passed(optim: str, optim_args: str | None) -> bool:
-    """Return whether a private training's ``optim_args`` ask for AdamW with a low-passed second moment.
+def second_moment_of(optim: str, optim_args: str | None) -> str | None:
+    """Return the second moment that a private training's ``optim_args`` ask for; None: AdamW's own.
 
     Args:
         optim: ``train.optim``.
@@ -241,29 +242,27 @@ def is_low_passed(optim: str, optim_args: str | None) -> bool:
     Raises:
         ConfigError: AdamW gets an option that it has not, which would be ignored; or another optimizer gets this one.
 
-    >>> is_low_passed("adamw_torch", "second_moment=low_passed"), is_low_passed("sgd", "momentum=0.9")
-    (True, False)
+    >>> second_moment_of("adamw_torch", "second_moment=low_passed"), second_moment_of("sgd", "momentum=0.9")
+    ('low_passed', None)
     """
-    named, _, value = LOW_PASSED.partition("=")
     pairs = [pair.partition("=") for pair in (optim_args or "").replace(" ", "").split(",") if "=" in pair]
     given = {name: chosen for name, _, chosen in pairs}
     if optim not in _ADAMW:
-        if named in given:
+        if SECOND_MOMENT in given:
             raise ConfigError(
-                f"train.optim_args={optim_args}: {named} is an option of AdamW, and train.optim={optim} has none. Set "
-                f"train.optim={_ADAMW[0]}, or leave it out"
+                f"train.optim_args={optim_args}: {SECOND_MOMENT} is an option of AdamW, and train.optim={optim} has "
+                f"none. Set train.optim={_ADAMW[0]}, or leave it out"
             )
-        return False
-    if unknown := sorted(given.keys() - {named}):
+        return None
+    if unknown := sorted(given.keys() - {SECOND_MOMENT}):
         raise ConfigError(
-            f"train.optim_args={optim_args}: {optim} has no option {unknown[0]!r}{nearest(unknown[0], [named])}. Leave "
-            "it out; AdamW's decays are train.adam_beta1 and train.adam_beta2"
+            f"train.optim_args={optim_args}: {optim} has no option {unknown[0]!r}"
+            f"{nearest(unknown[0], [SECOND_MOMENT])}. Leave it out; AdamW's decays are train.adam_beta1 and "
+            "train.adam_beta2"
         )
-    if given and given[named] != value:
-        raise ConfigError(
-            f"train.optim_args: {named} must be {value!r}, got {given[named]!r}; leave it out for AdamW's own"
-        )
-    return bool(given)
+    if SECOND_MOMENT in given:
+        choice(f"train.optim_args: {SECOND_MOMENT}", given[SECOND_MOMENT], SECOND_MOMENTS)
+    return given.get(SECOND_MOMENT)
 
 
 def refuse_own(name: str, section: Mapping[str, Any]) -> None:
@@ -273,7 +272,7 @@ def refuse_own(name: str, section: Mapping[str, Any]) -> None:
         ConfigError: one of them is given.
     """
     own = sorted(OWN.keys() & section.keys())
-    own += ["optim_args"] if LOW_PASSED.partition("=")[0] in str(section.get("optim_args")) else []
+    own += ["optim_args"] if SECOND_MOMENT in str(section.get("optim_args")) else []
     if own:
         raise ConfigError(f"{name}.{own[0]} is an option of the private training: set train.{own[0]}")
 

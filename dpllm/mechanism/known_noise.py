@@ -1,6 +1,6 @@
 """The noise in the private gradients of a run, as far as it is public: its variance in each step, and in averages.
 
-Place in the flow: from the plan's mechanism to an optimizer that subtracts it (`dpllm.training.low_passed`). Only
+Place in the flow: from the plan's mechanism to an optimizer that subtracts it (`dpllm.training.corrected_adamw`). Only
 public constants enter, so its use is post-processing, and ε does not depend on it.
 """
 

@@ -9,7 +9,7 @@ the residual stream's dtype.
 The assumptions are:
 
 * AdamW, fused (no temporaries). Its moments have the dtype of the tensors it updates: the parameters, or under
-  DeepSpeed float32 master weights. With a low-passed second moment (`dpllm.training.low_passed`) they are float32.
+  DeepSpeed float32 master weights. With another second moment (`dpllm.training.corrected_adamw`) they are float32.
   Frozen parameters have neither sum nor optimizer state.
 * ``train.bf16``: one process and DDP compute under autocast and keep parameters in ``model.dtype``; FSDP2 keeps
   trainable parameters in float32 and gathers bfloat16; DeepSpeed keeps all in bfloat16 beside float32 master weights.
@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from transformers import TrainingArguments
 
 from dpllm.config import ConfigError, Recipe, nearest
-from dpllm.config.train_values import is_low_passed
+from dpllm.config.train_values import second_moment_of
 from dpllm.ghost import NormMethod
 from dpllm.mechanism.catalogue import noise_of
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME
@@ -89,8 +89,8 @@ class Run:
     """S of "fsdp2-hybrid": GPUs that share one copy of the model. Other engines shard over all GPUs or none."""
     averaged: bool = False
     """Whether the run keeps an average of its weights."""
-    low_passed: bool = False
-    """Whether the optimizer is AdamW with a low-passed second moment, whose moments are float32 everywhere."""
+    corrected: bool = False
+    """Whether the optimizer is AdamW with a corrected second moment, whose moments are float32 everywhere."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -329,7 +329,7 @@ def _sum(shape: ModelShape, run: Run) -> int:
 def _optimizer(shape: ModelShape, run: Run, dtypes: _Dtypes) -> tuple[int, int]:
     """Return the bytes on the GPU and in the memory of the CPU."""
     if not run.is_deepspeed:
-        moments = 2 * (_FLOAT32 if run.low_passed else dtypes.trainable) * shape.trainable
+        moments = 2 * (_FLOAT32 if run.corrected else dtypes.trainable) * shape.trainable
         return (_share(moments, run.group) if run.is_fsdp else moments), 0
     shard = _share(shape.trainable, run.num_gpus)
     if run.engine == "zero3_offload":
@@ -547,7 +547,7 @@ def footprint_of_recipe(
         noise_tensors=0 if recipe.noise_memory == "regenerated" else kept,
         shard_size=shard_size,
         averaged=recipe.train.get("average") is not None,
-        low_passed=is_low_passed(optimizer, arguments.optim_args),
+        corrected=second_moment_of(optimizer, arguments.optim_args) is not None,
     )
     return footprint(shape_of_model(recipe.model), run)
 

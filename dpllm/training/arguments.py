@@ -21,8 +21,8 @@ from dpllm.engines import private_config
 from dpllm.mechanism.parts import Spec
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.publishing import refuse_uploads
+from dpllm.training.corrected_adamw import asked_second_moment, refuse_unusable
 from dpllm.training.launch_environment import refuse_environment
-from dpllm.training.low_passed import asks_for_it, refuse_unusable
 from dpllm.training.workload import workload_of
 
 # Options of TrainingArguments that would change the optimizer's input, with the reason.
@@ -206,7 +206,7 @@ def refuse_options(args: TrainingArguments) -> None:
             f"used in private training: {_REFUSED['gradient_accumulation_steps'][1]}."
         )
     refuse_environment()
-    asks_for_it(args)  # this refuses options that AdamW has not
+    asked_second_moment(args)  # this refuses options that AdamW has not
     for kind in ("tp_size", "cp_size", "sp_size"):
         if (getattr(args.parallelism_config, kind, None) or 1) > 1:
             raise ConfigError(

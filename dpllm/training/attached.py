@@ -36,8 +36,8 @@ from dpllm.training.checks.kept import without_trace
 from dpllm.training.checks.randomness import refuse_own_generators
 from dpllm.training.checks.steering import Steering
 from dpllm.training.checks.watch import Watch
+from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, refuse_other_second_moment, teller, words_of
 from dpllm.training.gradients import METHOD, chosen, clipper_for, in_words, rows_of_calls
-from dpllm.training.low_passed import SECOND_MOMENT, WORDS, refuse_other_second_moment, teller
 from dpllm.training.microbatch_size import AUTO, TOKENS_WITHOUT_MEASURE, memory_of, needed_later, rows_that_fit
 from dpllm.training.out_of_memory import MicrobatchTooLargeError
 from dpllm.training.rows import LossOf, TrainingRows
@@ -260,10 +260,10 @@ def attach(
         )
     inside = model_inside(model)
     refuse_unsteppable(optimizer)
-    tell = teller(optimizer, plan)
+    tell, moment = teller(optimizer, plan), words_of(optimizer)
     name, first = _run_of(ledger), (optimizer if ledger.num_steps == 0 else None)
     if name is not None:
-        processes.from_main(lambda: refuse_other_second_moment(name.folder, tell is not None))
+        processes.from_main(lambda: refuse_other_second_moment(name.folder, moment))
     between: Sequence[str] = [] if before is None else before.changed(inside)
     points = check_start(inside, None if name is None else name.folder, start_is_independent, first, between)
     refuse_own_generators(inside, [("The collator", rows.collate)], [("The data set", rows.fetch)])
@@ -303,8 +303,8 @@ def attach(
             undo.callback(averaging.detach)
             ledger.append_fact(RELEASED_WEIGHTS, averaging.words)
         ledger.append_fact(METHOD, in_words(clipper))
-        if tell is not None:
-            ledger.append_fact(SECOND_MOMENT, WORDS)
+        if moment is not None:
+            ledger.append_fact(SECOND_MOMENT_FACT, moment)
         for point in points:
             ledger.append_open_point(point)
         undo.pop_all()

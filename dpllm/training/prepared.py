@@ -32,9 +32,9 @@ from dpllm.privacy.unused import is_used
 from dpllm.training.arguments import checked_arguments, plan_for
 from dpllm.training.averaging import Averaging, checked_average, refuse_other_average
 from dpllm.training.checks import agreement
+from dpllm.training.corrected_adamw import refuse_other_second_moment, require_asked, words_for
 from dpllm.training.fetching import reader, refuse_replaced, refuse_unreadable
 from dpllm.training.gradients import clipper_for
-from dpllm.training.low_passed import refuse_other_second_moment, require_asked, uses_it
 from dpllm.training.noted import note_data, note_units
 from dpllm.training.preflight import require_positions
 from dpllm.training.rows import LossOf, TrainingRows
@@ -192,9 +192,9 @@ class Prepared:
         path, budget = folder / LEDGER_FILE, self.privacy.budget_file
         if resume:
             words = None if self.average is None else self.average.words(self.plan.num_steps)
-            low_passed = uses_it(self.arguments, optimizer)
+            moment = words_for(self.arguments, optimizer)
             self.processes.from_main(lambda: refuse_other_average(folder, words))
-            self.processes.from_main(lambda: refuse_other_second_moment(folder, low_passed))
+            self.processes.from_main(lambda: refuse_other_second_moment(folder, moment))
             return SharedLedger.open(path, self.plan, self.processes, budget, self.rows.contents, public)
         if self.processes.from_main(lambda: is_used(path)):
             raise ConfigError(

@@ -45,9 +45,9 @@ from dpllm.training.arguments import refuse_changed
 from dpllm.training.attaching import AttachFirst
 from dpllm.training.averaged_trainer import AveragedTrainer
 from dpllm.training.averaging import LAST_FOLDER
+from dpllm.training.corrected_adamw import optimizer_for
 from dpllm.training.fetching import refuse_ignored
 from dpllm.training.interrupt import Interrupt
-from dpllm.training.low_passed import optimizer_for
 from dpllm.training.outlets import StartingModel
 from dpllm.training.preflight import refuse_unwrapped_adapters
 from dpllm.training.prepared import Prepared
@@ -73,8 +73,8 @@ class DPTrainer(AveragedTrainer):
         model: any transformers model, PEFT-wrapped or not.
         args: ``per_device_train_batch_size`` is the microbatch, ``max_steps`` the number of private steps T (or
             ``num_train_epochs``, then T = ceil(epochs N / b)). ``gradient_accumulation_steps`` stays 1: the logical
-            batch is ``privacy.expected_batch_size``. ``optim_args="second_moment=low_passed"`` is AdamW without the
-            known noise in its second moment (`dpllm.training.low_passed`).
+            batch is ``privacy.expected_batch_size``. ``optim_args="second_moment=corrected"``, or ``low_passed``, is
+            AdamW without the known noise in its second moment (`dpllm.training.corrected_adamw`).
         privacy: the privacy guarantee.
         train_dataset: tokenized rows with ``input_ids`` and ``labels`` (without labels, a causal language model
             learns all its input).

@@ -15,7 +15,7 @@ from transformers.optimization import get_scheduler
 
 from dpllm.mechanism.averages import Average, average_of, weights_of
 from dpllm.mechanism.workload import Workload
-from dpllm.training.low_passed import asks_for_it
+from dpllm.training.corrected_adamw import asked_second_moment
 
 
 @dataclass(frozen=True)
@@ -96,5 +96,5 @@ def _first_moment(args: TrainingArguments) -> tuple[float, bool]:
     if "lion" in name:
         return float(options["betas"][1]), False
     if "betas" in options:
-        return float(options["betas"][0]), "adam" in name and not asks_for_it(args)
+        return float(options["betas"][0]), "adam" in name and asked_second_moment(args) != "low_passed"
     return float(options.get("momentum") or options.get("beta1") or 0.0), False

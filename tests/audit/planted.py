@@ -323,7 +323,7 @@ def averaged(**how: Any) -> AuditResult:
 
 
 def averaged_shards() -> AuditResult:
-    """The same on FSDP2: each of two processes holds its rows of the weights, of their gradient and of their average."""
+    """The same on FSDP2: each of two processes holds its rows of weights, gradient and average."""
     from tests.distributed.world import run
 
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.exists() else None) as folder:

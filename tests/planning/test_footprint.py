@@ -601,13 +601,13 @@ def test_a_recipe_with_an_average_is_counted_with_it(recipe_path=ROOT / "recipes
 
 
 @pytest.mark.parametrize("engine", ["single", "fsdp2", "zero2"])
-def test_moments_of_a_low_passed_adamw_are_float32_for_weights_in_16_bits_too(engine):
+def test_moments_of_a_corrected_adamw_are_float32_for_weights_in_16_bits_too(engine):
     """DeepSpeed's, and FSDP2's of weights in bfloat16 computation, are anyway."""
     shape = shape_of_model(ModelConfig(config=LLAMA, dtype="bfloat16"))
     settings = {"engine": engine, "num_gpus": 1 if engine == "single" else 4, "rows": 1, "tokens": 1}
-    plain, low_passed = (
-        footprint(shape, Run(**settings, num_microbatches=1, checkpointing=True, bf16=True, low_passed=one))
+    plain, corrected = (
+        footprint(shape, Run(**settings, num_microbatches=1, checkpointing=True, bf16=True, corrected=one))
         for one in (False, True)
     )
     more = 4 * shape.trainable if engine == "single" else 0
-    assert low_passed.kept.optimizer - plain.kept.optimizer == more
+    assert corrected.kept.optimizer - plain.kept.optimizer == more

@@ -1,29 +1,33 @@
-"""AdamW whose second moment is that of the first moment, without the known noise in it.
+"""AdamW whose second moment lacks the known noise: AdamBC, or the second moment of the first moment.
 
-Place in the flow: the optimizer of a private run whose arguments have ``optim_args: second_moment=low_passed``. It
-receives only the private gradients and the public variance of their noise, so it is post-processing: ε does not depend
-on it.
+Place in the flow: the optimizer of a private run whose arguments have ``optim_args: second_moment=low_passed`` or
+``second_moment=corrected``. It receives only the private gradients and the public variance of their noise, so it is
+post-processing: ε does not depend on it.
 
-AdamW divides by the root of an average of g². In private training that is mostly noise; with noise that is correlated
-over the steps, g has far more of it than the first moment m, in which later steps have canceled most. AdamBC subtracts
-the variance of the noise from the average of g² (Tang, Shpilevskiy, Lécuyer, arXiv:2312.14334). Here the average is
-that of m², a low-pass filter of the gradients (such filters: Zhang et al., arXiv:2408.13460), and the variance of the
-noise that is left in m is subtracted:
+AdamW divides by the root of an average of g², which in private training is mostly noise. The variance of that noise is
+public. With the private gradient g_t,
 
-    m_t = β1 m_t-1 + (1 - β1) g_t,    v_t = β2 v_t-1 + (1 - β2) m_t²,    m and v begin at 0
-    s_t = max(v_t / (1 - β2^t) - Φ_t, Φ_t)
-    θ_t+1 = (1 - lr λ) θ_t - lr ρ m_t / (sqrt(s_t) + eps)
+    m_t = β1 m_t-1 + (1 - β1) g_t,    v_t = β2 v_t-1 + (1 - β2) x_t²,    m and v begin at 0
+    s_t = max(v_t / (1 - β2^t) - Φ_t, f Φ_t)
+    θ_t+1 = (1 - lr λ) θ_t - lr ρ u_t / (sqrt(s_t) + eps)
 
-Φ_t is the same average of the variances of the noise in m_t. An entry whose signal is smaller than its noise is divided
-by the noise, a public number, and not by a noisy estimate. m is not divided by 1 - β1^t, which would enlarge the first
-updates, so that later steps would not cancel their noise. ρ is the public ratio of the noise in m to the noise in g: an
-entry without a signal moves as far as with AdamW, and learning rates keep their meaning.
+where Φ_t is the same average of the variances of the noise in x_t. An entry whose signal is smaller than its noise is
+divided by the noise, a public number, and not by a noisy estimate.
+
+corrected    AdamBC (Tang, Shpilevskiy, Lécuyer, arXiv:2312.14334): x = g, u_t = m_t / (1 - β1^t), f = 0.1
+low_passed   x = m, u = m, f = 1. m is a low-pass filter of the gradients (such filters: Zhang et al.,
+             arXiv:2408.13460): where noise is correlated over the steps, later steps have canceled most of it in m.
+             The first updates are not enlarged by 1 / (1 - β1^t), so that later steps cancel their noise.
+
+ρ makes an entry without a signal move as far as with AdamW, so that learning rates keep their meaning: sqrt(f) times
+the public ratio of the noise in x to the noise in g.
 
 All operations are entry by entry, so an engine may divide the parameters in any way.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -35,26 +39,23 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 
 from dpllm.config import ConfigError
-from dpllm.config.train_values import LOW_PASSED, is_low_passed
+from dpllm.config.train_values import SECOND_MOMENT, SECOND_MOMENTS, second_moment_of
+from dpllm.config.values import choice
 from dpllm.engines.optimizers import innermost
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.mechanism.known_noise import KnownNoise
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan
 
-SECOND_MOMENT = "second moment of the optimizer"
+SECOND_MOMENT_FACT = "second moment of the optimizer"
 """Name of the fact in ledger and report."""
-WORDS = (
-    "that of the first moment, less the known variance of the noise in it (train.optim_args=second_moment=low_passed); "
-    "it uses the private gradients and public numbers only"
-)
-"""The fact."""
+_FLOORS = {"low_passed": 1.0, "corrected": 0.1}
+_WORDS = {"low_passed": "that of the first moment, less", "corrected": "its own, less"}
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # the names that DeepSpeed's conversion of checkpoints knows
-_PROGRESS = ("taken", "noise", "earlier_noise", "expected")
 
 
-class LowPassedAdamW(Optimizer):
-    """AdamW with a low-passed second moment; see the module.
+class CorrectedAdamW(Optimizer):
+    """AdamW with a second moment that lacks the known noise; see the module.
 
     The run tells it the number of each private step (`tell`). Before the first one, a call of ``step`` only makes the
     state: checkpoints are loaded into it. Moments are float32 (float64 for float64 parameters).
@@ -62,7 +63,7 @@ class LowPassedAdamW(Optimizer):
     Each group holds the progress of the known noise, which a checkpoint saves:
 
     * ``taken``: steps, those before a resume included.
-    * ``noise``: variance of the noise in m after the last step.
+    * ``noise``: variance of the noise in x after the last step.
     * ``earlier_noise``: the part of it that is from before the last resume. A resume begins with fresh noise, which is
       independent of that.
     * ``expected``: the average of ``noise`` that begins at 0.
@@ -70,6 +71,7 @@ class LowPassedAdamW(Optimizer):
     Args:
         params: what to train.
         noise: of the run's gradients.
+        second_moment: "low_passed" or "corrected".
         lr: learning rate.
         betas: decays β1 and β2.
         eps: added to the root of the second moment.
@@ -83,6 +85,7 @@ class LowPassedAdamW(Optimizer):
         self,
         params: Iterable[Any],
         noise: KnownNoise,
+        second_moment: str = "low_passed",
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -91,14 +94,15 @@ class LowPassedAdamW(Optimizer):
         """Begin without steps."""
         if not isinstance(noise, KnownNoise):
             raise ConfigError(f"noise is {noise!r}; pass KnownNoise.of(plan.mechanism, plan.num_steps)")
+        choice(SECOND_MOMENT, second_moment, SECOND_MOMENTS)
         if not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"betas must be at least 0 and below 1, got {betas}")
         if min(lr, eps, weight_decay) < 0:
             raise ConfigError(f"lr, eps and weight_decay must be at least 0, got {lr}, {eps} and {weight_decay}")
-        progress = {"taken": 0, **dict.fromkeys(_PROGRESS[1:], 0.0)}
+        progress = {SECOND_MOMENT: second_moment, "taken": 0, "noise": 0.0, "earlier_noise": 0.0, "expected": 0.0}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **progress})
-        self.noise = noise
-        self._averaged: dict[float, tuple[list[float], float]] = {}  # by β1: variances in m, and ρ
+        self.noise, self.second_moment = noise, second_moment
+        self._seen: dict[float, tuple[list[float], float]] = {}  # by β1: variances in x, and ρ
         self._told: int | None = None
         self._due: set[int] = set()  # groups that have not begun the step
 
@@ -134,22 +138,26 @@ class LowPassedAdamW(Optimizer):
                     parameter, dtype=accumulation_dtype(parameter.dtype), memory_format=torch.preserve_format
                 )
 
-    def _of_first_moment(self, decay: float) -> tuple[list[float], float]:
-        """Return the (T,) variances of the noise in m, and ρ."""
-        if decay not in self._averaged:
-            self._averaged[decay] = (
-                self.noise.averaged(decay).variances().tolist(),
-                self.noise.averaged_share(decay),
-            )
-        return self._averaged[decay]
+    @property
+    def _is_low_passed(self) -> bool:
+        return self.second_moment == "low_passed"
+
+    def _noise_seen(self, decay: float) -> tuple[list[float], float]:
+        """Return the (T,) variances of the noise in x, and ρ."""
+        if decay not in self._seen:
+            seen, share = self.noise, 1.0
+            if self._is_low_passed:
+                seen, share = self.noise.averaged(decay), self.noise.averaged_share(decay)
+            self._seen[decay] = seen.variances().tolist(), share * math.sqrt(_FLOORS[self.second_moment])
+        return self._seen[decay]
 
     def _begin(self, group: dict[str, Any], step: int) -> None:
         """Count a step of a group, and the noise in it."""
         first, second = group["betas"]
-        variances, _ = self._of_first_moment(first)
+        variances, _ = self._noise_seen(first)
         kept = group["noise"] if step == 0 else group["earlier_noise"]
         group["taken"] += 1
-        group["earlier_noise"] = first**2 * kept
+        group["earlier_noise"] = first**2 * kept if self._is_low_passed else 0.0
         group["noise"] = variances[step] + group["earlier_noise"]
         group["expected"] = second * group["expected"] + (1 - second) * group["noise"]
 
@@ -157,12 +165,16 @@ class LowPassedAdamW(Optimizer):
         first, second = group["betas"]
         weights, gradient = _local(parameter), _local(parameter.grad)
         mean, square = (_local(self.state[parameter][name]) for name in _MOMENTS)
-        mean.lerp_(gradient.to(mean.dtype), 1 - first)
-        square.mul_(second).addcmul_(mean, mean, value=1 - second)
+        gradient = gradient.to(mean.dtype)
+        mean.lerp_(gradient, 1 - first)
+        seen = mean if self._is_low_passed else gradient
+        square.mul_(second).addcmul_(seen, seen, value=1 - second)
         scale = 1 - second ** group["taken"]
         expected = group["expected"] / scale
-        size = (square / scale).sub_(expected).clamp_(min=expected).sqrt_().add_(group["eps"])
-        _, share = self._of_first_moment(first)
+        least = _FLOORS[self.second_moment] * expected
+        size = (square / scale).sub_(expected).clamp_(min=least).sqrt_().add_(group["eps"])
+        _, share = self._noise_seen(first)
+        share = share if self._is_low_passed else share / (1 - first ** group["taken"])
         update = torch.div(mean, size, out=size).mul_(-group["lr"] * share)
         weights.mul_(1 - group["lr"] * group["weight_decay"]).add_(update)
 
@@ -173,10 +185,10 @@ class LowPassedAdamW(Optimizer):
             ConfigError: it is that of another optimizer.
         """
         groups = state_dict["param_groups"]
-        if not all(name in group for group in groups for name in _PROGRESS):
+        if any(group.get(SECOND_MOMENT) != self.second_moment for group in groups):
             raise ConfigError(
-                "The state is that of another optimizer than LowPassedAdamW, whose second moment is another one. "
-                "Resume with the train.optim_args of the first start"
+                f"The state is not that of a CorrectedAdamW with {SECOND_MOMENT}={self.second_moment}. Resume with the "
+                "train.optim_args, or the optimizer, of the first start"
             )
         super().load_state_dict(state_dict)  # it rounds moments to the dtype of the parameters
         names = [name for group in groups for name in group["params"]]
@@ -196,18 +208,32 @@ def _local(value: Any) -> Tensor:
     return found
 
 
-def asks_for_it(args: TrainingArguments) -> bool:
-    """Return whether the arguments ask for `LowPassedAdamW` (`dpllm.config.train_values.is_low_passed`)."""
-    return is_low_passed(str(getattr(args.optim, "value", args.optim)), args.optim_args)
+def asked_second_moment(args: TrainingArguments) -> str | None:
+    """Return the second moment that arguments ask for (`dpllm.config.train_values.second_moment_of`)."""
+    return second_moment_of(str(getattr(args.optim, "value", args.optim)), args.optim_args)
 
 
-def uses_it(args: TrainingArguments, optimizer: Any) -> bool:
-    """Return whether a run has a `LowPassedAdamW`: by its arguments, or as the caller's own optimizer (None: none)."""
-    return asks_for_it(args) or isinstance(innermost(optimizer), LowPassedAdamW)
+def words_of(optimizer: Any) -> str | None:
+    """Return the description of a `CorrectedAdamW`, for report and card; None: it is another optimizer, or none."""
+    inner = innermost(optimizer)
+    return _words(inner.second_moment) if isinstance(inner, CorrectedAdamW) else None
+
+
+def words_for(args: TrainingArguments, optimizer: Any) -> str | None:
+    """Return `words_of` for a run, by its arguments or by the caller's own optimizer (None: none)."""
+    asked = asked_second_moment(args)
+    return words_of(optimizer) if asked is None else _words(asked)
+
+
+def _words(second_moment: str) -> str:
+    return (
+        f"{_WORDS[second_moment]} the known variance of the noise in it ({SECOND_MOMENT}={second_moment}); it uses the "
+        "private gradients and public numbers only"
+    )
 
 
 def refuse_unusable(args: TrainingArguments, own_optimizer: bool) -> None:
-    """Refuse arguments that ask for `LowPassedAdamW` where another optimizer would take its place.
+    """Refuse arguments that ask for `CorrectedAdamW` where another optimizer would take its place.
 
     Args:
         args: arguments of the private training.
@@ -216,7 +242,7 @@ def refuse_unusable(args: TrainingArguments, own_optimizer: bool) -> None:
     Raises:
         ConfigError: the caller passes one, or the DeepSpeed configuration leads to another one.
     """
-    if not asks_for_it(args):
+    if asked_second_moment(args) is None:
         return
     config = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
     offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
@@ -236,7 +262,7 @@ def refuse_unusable(args: TrainingArguments, own_optimizer: bool) -> None:
         ),
     ):
         if is_so:
-            raise ConfigError(f"train.optim_args={LOW_PASSED} cannot be used, because {fault}: {remedy}")
+            raise ConfigError(f"train.optim_args={args.optim_args} cannot be used, because {fault}: {remedy}")
 
 
 def optimizer_for(args: TrainingArguments, plan: PrivacyPlan) -> tuple[type[Optimizer], dict[str, Any]] | None:
@@ -246,15 +272,17 @@ def optimizer_for(args: TrainingArguments, plan: PrivacyPlan) -> tuple[type[Opti
         args: arguments of the private training.
         plan: of the run.
     """
-    if not asks_for_it(args):
+    asked = asked_second_moment(args)
+    if asked is None:
         return None
     _, options = Trainer.get_optimizer_cls_and_kwargs(args)
     noise = KnownNoise.of(plan.mechanism, plan.num_steps)
-    return LowPassedAdamW, {"noise": noise, **{name: options[name] for name in ("lr", "betas", "eps")}}
+    own = {"noise": noise, SECOND_MOMENT: asked}
+    return CorrectedAdamW, {**own, **{name: options[name] for name in ("lr", "betas", "eps")}}
 
 
 def require_asked(args: TrainingArguments, optimizer: Any) -> None:
-    """Make sure that a Trainer has made the `LowPassedAdamW` that its arguments ask for.
+    """Make sure that a Trainer has made the `CorrectedAdamW` that its arguments ask for.
 
     Args:
         args: arguments of the private training.
@@ -264,15 +292,15 @@ def require_asked(args: TrainingArguments, optimizer: Any) -> None:
         ConfigError: it has made another one.
     """
     inner = innermost(optimizer)
-    if asks_for_it(args) and not isinstance(inner, LowPassedAdamW):
+    if asked_second_moment(args) is not None and not isinstance(inner, CorrectedAdamW):
         raise ConfigError(
-            f"train.optim_args={LOW_PASSED} asks for LowPassedAdamW, but the run has the optimizer "
+            f"train.optim_args={args.optim_args} asks for CorrectedAdamW, but the run has the optimizer "
             f"{type(inner).__name__}. Leave create_optimizer as it is, or leave the option out"
         )
 
 
 def teller(optimizer: Any, plan: PrivacyPlan) -> Callable[[int], None] | None:
-    """Return the function that tells a `LowPassedAdamW` the number of each step; None: it is another optimizer.
+    """Return the function that tells a `CorrectedAdamW` the number of each step; None: it is another optimizer.
 
     Args:
         optimizer: as prepared for its engine.
@@ -282,34 +310,38 @@ def teller(optimizer: Any, plan: PrivacyPlan) -> Callable[[int], None] | None:
         ConfigError: it was made for other noise.
     """
     inner = innermost(optimizer)
-    if not isinstance(inner, LowPassedAdamW):
+    if not isinstance(inner, CorrectedAdamW):
         return None
     if inner.noise != KnownNoise.of(plan.mechanism, plan.num_steps):
         raise ConfigError(
-            "The optimizer LowPassedAdamW was made for other noise than that of the plan. Make it with "
+            "The optimizer CorrectedAdamW was made for other noise than that of the plan. Make it with "
             "noise=KnownNoise.of(plan.mechanism, plan.num_steps)"
         )
     return inner.tell
 
 
-def refuse_other_second_moment(folder: Path, now: bool) -> None:
+def refuse_other_second_moment(folder: Path, now: str | None) -> None:
     """Check that a run that goes on has the second moment of its start, which the state continues; for one process.
 
     Args:
         folder: of the run.
-        now: whether this start has a `LowPassedAdamW`.
+        now: `words_of` the optimizer of this start.
 
     Raises:
-        ConfigError: the ledger names the other second moment.
+        ConfigError: the ledger names another second moment.
     """
     path = folder / LEDGER_FILE
     contents = read_ledger(path) if path.is_file() else None
     if contents is None or contents.num_steps == 0:
         return
-    before = SECOND_MOMENT in contents.notes.facts
+    noted = contents.notes.facts.get(SECOND_MOMENT_FACT)
+    before = noted[-1] if noted else None
     if before != now:
-        kinds = {True: "that of the first moment", False: "the optimizer's own"}
         raise ConfigError(
-            f"The second moment of the run in {folder} is {kinds[before]}, and that of this start {kinds[now]}. Resume "
-            "with the train.optim_args, or the optimizer, of the first start"
+            f"The run in {folder} has {_named(before)}, and this start {_named(now)}. Resume with the "
+            "train.optim_args, or the optimizer, of the first start"
         )
+
+
+def _named(words: Any) -> str:
+    return f"a second moment that is {words}" if words else "the second moment of its optimizer as it is"

@@ -1,8 +1,9 @@
-"""AdamW with a low-passed second moment: its formula, the noise it subtracts, its checkpoints, and its refusals."""
+"""AdamW without the known noise in its second moment: formulas, the noise, checkpoints, and refusals."""
 
 import dataclasses
 import io
 import json
+import math
 
 import numpy as np
 import pytest
@@ -17,53 +18,55 @@ from dpllm.engines.optimizers import innermost
 from dpllm.mechanism.known_noise import KnownNoise
 from dpllm.privacy.accounting import epsilon
 from dpllm.training.arguments import private_arguments, refuse_options
-from dpllm.training.low_passed import SECOND_MOMENT, WORDS, LowPassedAdamW, refuse_unusable
+from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, CorrectedAdamW, refuse_unusable, words_of
 from dpllm.training.workload import UpdateRule
 from tests.tiers import deep_case
 from tests.training.test_trainer import arguments, privacy, small_trainer
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
-LOW_PASSED = "second_moment=low_passed"
+LOW_PASSED, CORRECTED = "second_moment=low_passed", "second_moment=corrected"
 SLOW, SLOWER, EPS = 0.8, 0.95, 1e-3
 STARTS = (4, 3, 5)  # steps of a start and of two resumes
 NOISE = KnownNoise((1.0, -0.6, 0.2, 0.0, 0.1), 0.7)
 BANDED = {"kind": "banded", "bands": 4}
 
 
-def noise_in_first_moment():
-    """The variance of the noise in m after each step: explicit sums over all draws, fresh ones in each start."""
+def noise_seen(low_passed):
+    """The variance of the noise in m, or in g, after each step: explicit sums over all draws, fresh in each start."""
     total = sum(STARTS)
     first, drawn = np.repeat(np.cumsum((0, *STARTS[:-1])), STARTS), np.zeros((total, total))  # gradient by draw
     for t in range(total):
         for s in range(first[t], t + 1):
             drawn[t, s] = NOISE.stddev * NOISE.response[t - s]
     averages = np.array([[(1 - SLOW) * SLOW ** (t - s) if t >= s else 0 for s in range(total)] for t in range(total)])
-    return ((averages @ drawn) ** 2).sum(axis=1)
+    return (((averages if low_passed else np.eye(total)) @ drawn) ** 2).sum(axis=1)
 
 
-def expected(start, gradients, lr, decay):
-    """The parameter after all steps, in float64, by the formula as explicit sums; and how many entries are at Φ."""
-    total = len(gradients)
+def expected(start, gradients, lr, decay, low_passed):
+    """The parameter after all steps, in float64, by the formula as explicit sums; and how many entries are at f Φ."""
+    total, floor = len(gradients), 1 if low_passed else 0.1
 
     def average(values, beta, t):
         return sum((1 - beta) * beta ** (t - s) * values[s] for s in range(t + 1))
 
     moments = [average(gradients, SLOW, t) for t in range(total)]
-    variances, share = noise_in_first_moment(), NOISE.averaged_share(SLOW)
+    seen, variances = moments if low_passed else gradients, noise_seen(low_passed)
+    share = NOISE.averaged_share(SLOW) if low_passed else math.sqrt(floor)
     at, low = start.copy(), 0
     for t in range(total):
         scale = 1 - SLOWER ** (t + 1)
         phi = average(variances, SLOWER, t) / scale
-        size = np.maximum(average(np.square(moments), SLOWER, t) / scale - phi, phi)
-        at = (1 - lr * decay) * at - lr * share * moments[t] / (np.sqrt(size) + EPS)
-        low += int((size == phi).sum())
+        size = np.maximum(average(np.square(seen), SLOWER, t) / scale - phi, floor * phi)
+        moment = moments[t] / (1 if low_passed else 1 - SLOW ** (t + 1))
+        at = (1 - lr * decay) * at - lr * share * moment / (np.sqrt(size) + EPS)
+        low += int((size == floor * phi).sum())
     return at, low
 
 
 def made(parameters, **changes):
     groups = [{"params": parameters[:1], "weight_decay": 0.3}, {"params": parameters[1:], "lr": 0.05}]
-    return LowPassedAdamW(groups, NOISE, **{"lr": 0.1, "betas": (SLOW, SLOWER), "eps": EPS, **changes})
+    return CorrectedAdamW(groups, NOISE, **{"lr": 0.1, "betas": (SLOW, SLOWER), "eps": EPS, **changes})
 
 
 def take(optimizer, parameters, gradients, steps):
@@ -85,36 +88,37 @@ def problem():
     return starts, gradients
 
 
-def test_updates_equal_the_formula_entry_by_entry_over_two_resumes(problem):
+@pytest.mark.parametrize("kind", ["low_passed", "corrected"])
+def test_updates_equal_the_formula_entry_by_entry_over_two_resumes(problem, kind):
     """Float64, explicit sums; the state passes through a file at each resume, where the noise begins again."""
     starts, gradients = problem
     parameters = [torch.nn.Parameter(torch.tensor(start)) for start in starts]
-    optimizer, begun = made(parameters), 0
+    optimizer, begun = made(parameters, second_moment=kind), 0
     for count in STARTS:
         if begun:
             file = io.BytesIO()
             torch.save(optimizer.state_dict(), file)
-            optimizer = made(parameters)
+            optimizer = made(parameters, second_moment=kind)
             file.seek(0)
             optimizer.load_state_dict(torch.load(file, weights_only=True))
         take(optimizer, parameters, gradients, range(begun, begun + count))
         begun += count
     lows, entries = 0, 0
     for found, start, given, (lr, decay) in zip(parameters, starts, gradients, ((0.1, 0.3), (0.05, 0)), strict=True):
-        want, low = expected(start, given, lr, decay)
+        want, low = expected(start, given, lr, decay, kind == "low_passed")
         np.testing.assert_allclose(found.detach().numpy(), want, rtol=1e-10)
         lows, entries = lows + low, entries + given.size
-    assert 0.1 < lows / entries < 0.9
-    assert optimizer.param_groups[0]["noise"] == pytest.approx(noise_in_first_moment()[-1], rel=1e-12)
+    assert 0.05 < lows / entries < 0.9
+    assert optimizer.param_groups[0]["noise"] == pytest.approx(noise_seen(kind == "low_passed")[-1], rel=1e-12)
 
 
 def test_parts_of_a_group_that_are_stepped_one_by_one_are_one_step(problem):
     """As ZeRO-3 does: the other parts are out of the groups meanwhile."""
     starts, gradients = problem
     whole, parts = ([torch.nn.Parameter(torch.tensor(start)) for start in starts] for _ in range(2))
-    one = LowPassedAdamW(whole, NOISE, lr=0.1, betas=(SLOW, SLOWER))
+    one = CorrectedAdamW(whole, NOISE, lr=0.1, betas=(SLOW, SLOWER))
     take(one, whole, gradients, range(3))
-    other = LowPassedAdamW(parts, NOISE, lr=0.1, betas=(SLOW, SLOWER))
+    other = CorrectedAdamW(parts, NOISE, lr=0.1, betas=(SLOW, SLOWER))
     for step in range(3):
         other.tell(step)
         for parameter, given in zip(parts, gradients, strict=True):
@@ -128,7 +132,7 @@ def test_parts_of_a_group_that_are_stepped_one_by_one_are_one_step(problem):
 def test_a_step_outside_of_a_run_only_makes_the_state():
     """Libraries take one over zeros before they load a checkpoint."""
     parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = LowPassedAdamW([parameter], NOISE, weight_decay=0.5)
+    optimizer = CorrectedAdamW([parameter], NOISE, weight_decay=0.5)
     parameter.grad = torch.zeros(3)
     optimizer.step()
     assert torch.equal(parameter, torch.ones(3)) and optimizer.param_groups[0]["taken"] == 0
@@ -190,7 +194,7 @@ def test_the_noise_in_the_first_moment_is_the_one_that_is_subtracted(tmp_path, c
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(40, 1200), torch.nn.Linear(1200, 60))
     noise = KnownNoise.of(plan.mechanism, plan.num_steps)
-    optimizer = LowPassedAdamW(model.parameters(), noise, lr=1e-6)
+    optimizer = CorrectedAdamW(model.parameters(), noise, lr=1e-6)
     run = PrivateRun.start(tmp_path, plan, rows_of())
     run.attach(model, optimizer)
     for units in run.draws(steps):
@@ -203,8 +207,9 @@ def test_the_noise_in_the_first_moment_is_the_one_that_is_subtracted(tmp_path, c
         assert found == pytest.approx(group["noise"], rel=0.03)
         mean = float(sum(optimizer.state[p]["exp_avg_sq"].double().sum() for p in model.parameters()))
         assert mean / sum(one.numel() for one in squares) == pytest.approx(group["expected"], rel=0.03)
-    report = run.finish()
-    assert {"name": SECOND_MOMENT, "values": [WORDS]} in report["definition"]["facts"]
+    report, words = run.finish(), words_of(optimizer)
+    assert words.startswith("that of the first moment, less the known variance of the noise in it")
+    assert {"name": SECOND_MOMENT_FACT, "values": [words]} in report["definition"]["facts"]
     assert not [point for point in report["open_points"] if "hyperparameter" in point]
 
 
@@ -231,7 +236,7 @@ def test_a_trainer_resumes_with_it_and_says_so(tmp_path):
     run.train(resume_from_checkpoint=True)
     run.save_model()
     optimizer = innermost(run.optimizer)
-    assert isinstance(optimizer, LowPassedAdamW)
+    assert isinstance(optimizer, CorrectedAdamW)
     variances = KnownNoise.of(run.plan.mechanism, run.plan.num_steps).averaged(0.9).variances()
     steps = run.ledger.num_steps - 2
     for group in optimizer.param_groups:
@@ -239,12 +244,14 @@ def test_a_trainer_resumes_with_it_and_says_so(tmp_path):
         assert group["taken"] == 2 + steps and group["earlier_noise"] == pytest.approx(earlier)
         assert group["noise"] == pytest.approx(variances[steps - 1] + earlier)
     facts = json.loads((tmp_path / "privacy_report.json").read_text())["definition"]["facts"]
-    assert [fact["name"] for fact in facts].count(SECOND_MOMENT) == 1
-    assert f"Second moment of the optimizer: {WORDS}." in (tmp_path / "README.md").read_text()
+    assert [fact["name"] for fact in facts].count(SECOND_MOMENT_FACT) == 1
+    assert f"Second moment of the optimizer: {words_of(optimizer)}." in (tmp_path / "README.md").read_text()
     assert run.epsilon == epsilon(run.ledger.history, run.plan.delta, run.plan.adjacency)
 
 
-@pytest.mark.parametrize(("first", "then"), [(LOW_PASSED, None), (None, LOW_PASSED)])
+@pytest.mark.parametrize(
+    ("first", "then"), [(LOW_PASSED, None), deep_case(None, LOW_PASSED), deep_case(LOW_PASSED, CORRECTED)]
+)
 def test_a_run_is_resumed_with_the_second_moment_of_its_start_only(tmp_path, first, then):
     """The state of one is no state of the other. With correlated noise the plans differ already."""
     begun(tmp_path, first, callbacks=[Stop(2)]).train()
@@ -252,11 +259,13 @@ def test_a_run_is_resumed_with_the_second_moment_of_its_start_only(tmp_path, fir
         begun(tmp_path, then).train(resume_from_checkpoint=True)
 
 
-def test_its_workload_has_no_bias_correction_and_the_rates_of_adamw(tmp_path):
+def test_the_workload_is_that_of_adamw_but_for_the_bias_correction(tmp_path):
     """Strategies are designed for the optimizer that runs; the plan's step ratio applies to its learning rate."""
-    own, low = (UpdateRule.of(arguments(tmp_path, optim_args=args), 20) for args in (None, LOW_PASSED))
+    own, low, corrected = (
+        UpdateRule.of(arguments(tmp_path, optim_args=args), 20) for args in (None, LOW_PASSED, CORRECTED)
+    )
     assert own.bias_correction and not low.bias_correction
-    assert dataclasses.replace(low, bias_correction=True) == own
+    assert dataclasses.replace(low, bias_correction=True) == own == corrected
 
 
 # ---------------------------------------------------------------------------------------- refusals
@@ -266,7 +275,7 @@ def test_its_workload_has_no_bias_correction_and_the_rates_of_adamw(tmp_path):
     ("changes", "says"),
     [
         ({"optim_args": "second_momet=low_passed"}, "has no option 'second_momet'; did you mean 'second_moment'"),
-        ({"optim_args": "second_moment=high"}, "second_moment must be 'low_passed', got 'high'"),
+        ({"optim_args": "second_moment=high"}, "second_moment must be one of 'low_passed', 'corrected', got 'high'"),
         ({"optim_args": f"{LOW_PASSED}, momentum=0.5"}, "has no option 'momentum'"),
         ({"optim": "sgd", "optim_args": LOW_PASSED}, "second_moment is an option of AdamW, and train.optim=sgd"),
     ],
@@ -301,7 +310,7 @@ def test_no_other_optimizer_takes_its_place(tmp_path):
 
     run = small_trainer(tmp_path / "subclass", args=arguments(tmp_path / "subclass", optim_args=LOW_PASSED))
     run.create_optimizer = lambda *_: setattr(run, "optimizer", torch.optim.SGD(run.model.parameters(), lr=1.0))
-    with pytest.raises(ConfigError, match="asks for LowPassedAdamW, but the run has the optimizer SGD"):
+    with pytest.raises(ConfigError, match="asks for CorrectedAdamW, but the run has the optimizer SGD"):
         run.train()
     assert run.ledger.num_steps == 0
 
@@ -311,7 +320,7 @@ def test_noise_of_another_plan_is_refused(tmp_path):
     other = KnownNoise.of(plan_for(4, noise=BANDED).mechanism, 4)
     run = PrivateRun.start(tmp_path, plan, rows_of())
     with pytest.raises(ConfigError, match="made for other noise than that of the plan"):
-        run.attach(model, LowPassedAdamW(model.parameters(), other))
+        run.attach(model, CorrectedAdamW(model.parameters(), other))
 
 
 @pytest.mark.parametrize(
@@ -323,15 +332,19 @@ def test_noise_of_another_plan_is_refused(tmp_path):
 )
 def test_numbers_out_of_range_are_refused(changes, says):
     with pytest.raises(ConfigError, match=says):
-        LowPassedAdamW([torch.nn.Parameter(torch.zeros(1))], NOISE, **changes)
+        CorrectedAdamW([torch.nn.Parameter(torch.zeros(1))], NOISE, **changes)
+    with pytest.raises(ConfigError, match="second_moment must be one of 'low_passed', 'corrected', got 'own'"):
+        CorrectedAdamW([torch.nn.Parameter(torch.zeros(1))], NOISE, "own")
     with pytest.raises(ConfigError, match=r"pass KnownNoise.of\(plan.mechanism, plan.num_steps\)"):
-        LowPassedAdamW([torch.nn.Parameter(torch.zeros(1))], plan_for(2))
+        CorrectedAdamW([torch.nn.Parameter(torch.zeros(1))], plan_for(2))
 
 
 def test_the_state_of_another_optimizer_is_refused():
     parameter = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(ConfigError, match="that of another optimizer than LowPassedAdamW"):
-        LowPassedAdamW([parameter], NOISE).load_state_dict(torch.optim.AdamW([parameter]).state_dict())
+    with pytest.raises(ConfigError, match="not that of a CorrectedAdamW with second_moment=low_passed"):
+        CorrectedAdamW([parameter], NOISE).load_state_dict(torch.optim.AdamW([parameter]).state_dict())
+    with pytest.raises(ConfigError, match="not that of a CorrectedAdamW with second_moment=low_passed"):
+        CorrectedAdamW([parameter], NOISE).load_state_dict(CorrectedAdamW([parameter], NOISE, "corrected").state_dict())
 
 
 def test_a_public_stage_takes_no_such_option():
