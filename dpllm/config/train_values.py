@@ -245,6 +245,10 @@ def second_moment_of(optim: str, optim_args: str | None) -> str | None:
     >>> second_moment_of("adamw_torch", "second_moment=low_passed"), second_moment_of("sgd", "momentum=0.9")
     ('low_passed', None)
     """
+    if not isinstance(optim_args, str | None):
+        raise ConfigError(
+            f"train.optim_args must be a text, such as {SECOND_MOMENT}=corrected, got {shown(optim_args)}"
+        )
     pairs = [pair.partition("=") for pair in (optim_args or "").replace(" ", "").split(",") if "=" in pair]
     given = {name: chosen for name, _, chosen in pairs}
     if optim not in _ADAMW:

@@ -57,6 +57,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # the names that DeepSpeed's conversion of
 class CorrectedAdamW(Optimizer):
     """AdamW with a second moment that lacks the known noise; see the module.
 
+    Attributes:
+        wide_moments: moments are float32 also for parameters of 16 bits.
+
     The run tells it the number of each private step (`tell`). Before the first one, a call of ``step`` only makes the
     state: checkpoints are loaded into it. Moments are float32 (float64 for float64 parameters).
 
@@ -81,6 +84,8 @@ class CorrectedAdamW(Optimizer):
         ConfigError: a number is out of range.
     """
 
+    wide_moments = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -101,7 +106,7 @@ class CorrectedAdamW(Optimizer):
             raise ConfigError(f"lr, eps and weight_decay must be at least 0, got {lr}, {eps} and {weight_decay}")
         progress = {SECOND_MOMENT: second_moment, "taken": 0, "noise": 0.0, "earlier_noise": 0.0, "expected": 0.0}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **progress})
-        self.noise, self.second_moment = noise, second_moment
+        self._noise, self._second_moment = noise, second_moment
         self._seen: dict[float, tuple[list[float], float]] = {}  # by β1: variances in x, and ρ
         self._told: int | None = None
         self._due: set[int] = set()  # groups that have not begun the step
@@ -137,6 +142,16 @@ class CorrectedAdamW(Optimizer):
                 state[name] = torch.zeros_like(
                     parameter, dtype=accumulation_dtype(parameter.dtype), memory_format=torch.preserve_format
                 )
+
+    @property
+    def noise(self) -> KnownNoise:
+        """The noise that is subtracted. It cannot be replaced, so that a loop does not choose it by a loss."""
+        return self._noise
+
+    @property
+    def second_moment(self) -> str:
+        """One of `SECOND_MOMENTS`. It cannot be replaced either."""
+        return self._second_moment
 
     @property
     def _is_low_passed(self) -> bool:

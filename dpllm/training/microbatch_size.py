@@ -103,8 +103,10 @@ def needed_later(parameters: Iterable[nn.Parameter], optimizer: Any) -> int:
     """
     kept = list(parameters)
     sums = sum(p.numel() * accumulation_dtype(p.dtype).itemsize for p in kept)
-    state = sum(2 * p.numel() * p.element_size() for p in kept)
-    values = [value for entry in getattr(innermost(optimizer), "state", {}).values() for value in entry.values()]
+    inner = innermost(optimizer)
+    wide = getattr(inner, "wide_moments", False)  # dpllm.training.corrected_adamw
+    state = sum(2 * p.numel() * (accumulation_dtype(p.dtype).itemsize if wide else p.element_size()) for p in kept)
+    values = [value for entry in getattr(inner, "state", {}).values() for value in entry.values()]
     return sums + max(0, state - sum(value.nbytes for value in values if isinstance(value, Tensor)))
 
 

@@ -58,7 +58,7 @@ def outcome(engine: str, dtype: str, kind: str) -> dict[str, Any]:
     run = PrivateRun(plan, rows_of(), Ledger())
     run.attach(model, optimizer)
     base: Any = innermost(optimizer)
-    base.noise = NOISE  # the gradients of this run are without noise, so that all engines have the same
+    base._noise = NOISE  # the gradients of this run are without noise, so that all engines have the same
     for _ in range(NUM_STEPS):
         run.step(run.choose(np.arange(NUM_ROWS)), loss_of)
         if not hasattr(model, "zero_optimization_stage"):  # DeepSpeed has updated by itself

@@ -19,6 +19,7 @@ from dpllm.mechanism.known_noise import KnownNoise
 from dpllm.privacy.accounting import epsilon
 from dpllm.training.arguments import private_arguments, refuse_options
 from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, CorrectedAdamW, refuse_unusable, words_of
+from dpllm.training.microbatch_size import needed_later
 from dpllm.training.workload import UpdateRule
 from tests.tiers import deep_case
 from tests.training.test_trainer import arguments, privacy, small_trainer
@@ -268,6 +269,44 @@ def test_the_workload_is_that_of_adamw_but_for_the_bias_correction(tmp_path):
     assert dataclasses.replace(low, bias_correction=True) == own == corrected
 
 
+def test_a_loop_that_lets_the_known_noise_follow_the_loss_is_an_open_point(tmp_path):
+    """The progress in the groups changes within each step; a change between two steps is a decision of the loop."""
+    for follows in (False, True):
+        plan, model = plan_for(4), torch.nn.Linear(40, 2)
+        optimizer = CorrectedAdamW(model.parameters(), KnownNoise.of(plan.mechanism, 4), "corrected")
+        run = PrivateRun.start(tmp_path / str(follows), plan, rows_of())
+        run.attach(model, optimizer)
+        for units in run.draws(4):
+            done = run.step(units, lambda model, inputs: model(inputs["rows"]).square().mean(dim=1))
+            optimizer.step()
+            optimizer.zero_grad()
+            if follows:
+                optimizer.param_groups[0]["expected"] = done.mean_loss
+        points = run.finish()["open_points"]
+        assert any("The hyperparameter expected of the optimizer was changed" in point for point in points) is follows
+    with pytest.raises(AttributeError):
+        optimizer.noise = KnownNoise((1.0,), done.mean_loss)
+    with pytest.raises(AttributeError):
+        optimizer.second_moment = "low_passed"
+
+
+def test_moments_of_an_earlier_run_do_not_enter_another_one(tmp_path):
+    """As with every optimizer: they hold its gradients, and the ε of the new run does not state them."""
+    plan, model = plan_for(4), torch.nn.Linear(40, 2)
+    optimizer = CorrectedAdamW(model.parameters(), KnownNoise.of(plan.mechanism, 4))
+    rng = np.random.default_rng(1)
+    take(optimizer, list(model.parameters()), [rng.normal(size=(1, *p.shape)) for p in model.parameters()], [0])
+    run = PrivateRun.start(tmp_path, plan, rows_of())
+    with pytest.raises(ConfigError, match="holds moments of updates that it made before this run"):
+        run.attach(model, optimizer)
+
+
+def test_the_search_for_a_microbatch_leaves_room_for_float32_moments():
+    """Beside float32 sums: 4 bytes for each of two moments and the sum, where the parameters have 2."""
+    parameters = [torch.nn.Parameter(torch.zeros(10, dtype=torch.bfloat16))]
+    assert needed_later(parameters, CorrectedAdamW(parameters, NOISE)) == 10 * (4 + 2 * 4)
+
+
 # ---------------------------------------------------------------------------------------- refusals
 
 
@@ -277,6 +316,7 @@ def test_the_workload_is_that_of_adamw_but_for_the_bias_correction(tmp_path):
         ({"optim_args": "second_momet=low_passed"}, "has no option 'second_momet'; did you mean 'second_moment'"),
         ({"optim_args": "second_moment=high"}, "second_moment must be one of 'low_passed', 'corrected', got 'high'"),
         ({"optim_args": f"{LOW_PASSED}, momentum=0.5"}, "has no option 'momentum'"),
+        ({"optim_args": {"second_moment": "low_passed"}}, "optim_args must be a text, such as second_moment=corrected"),
         ({"optim": "sgd", "optim_args": LOW_PASSED}, "second_moment is an option of AdamW, and train.optim=sgd"),
     ],
 )
