@@ -604,6 +604,20 @@ MUTATIONS = [
         ("tests/ghost/test_packed.py",),
     ),
     Mutation(
+        "the loss of an answer includes padding",
+        "dpllm/models/losses.py",
+        "logits_BT.masked_fill(~own_BT, torch.finfo(logits_BT.dtype).min).log_softmax(1)",
+        "logits_BT.log_softmax(1)",
+        ("tests/models/test_losses.py",),
+    ),
+    Mutation(
+        "labels that do not fit the outputs are broadcast over the rows",
+        "dpllm/models/losses.py",
+        "if logits.ndim != 2 or labels.shape != logits.shape:",
+        "if logits.ndim != 2:",
+        ("tests/models/test_losses.py",),
+    ),
+    Mutation(
         "a packed row's last token predicts the next row's first",
         "dpllm/models/losses.py",
         ".index_fill(0, boundaries[1:] - 1, IGNORE)",

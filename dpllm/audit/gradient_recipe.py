@@ -25,6 +25,8 @@ from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_g
 from dpllm.audit.gradient_attacks import judge_releases
 from dpllm.audit.result import AuditResult
 from dpllm.config import PrivacyConfig, Recipe
+from dpllm.config.tasks import labels_of
+from dpllm.data.labels import END, START
 from dpllm.data.lengths import Limits
 from dpllm.data.rows import RowCollator, load_records
 from dpllm.data.units import UnitIndex
@@ -41,6 +43,7 @@ from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.arguments import training_arguments
 from dpllm.training.averaging import checked_average
+from dpllm.training.row_losses import RowLosses
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
@@ -242,7 +245,8 @@ def _model_and_rows(recipe: Recipe, settings: Settings, max_rows: int, num_units
     if room is not None and settings.tokens > room:
         raise AuditError(f"tokens is {settings.tokens}, but the model has {room} positions: lower --tokens")
     rng = np.random.default_rng(_PUBLIC_SEED)
-    examples = [_random_row(rng, settings.tokens - unit % 2, len(tokenizer), task) for unit in range(num_units)]
+    size = int(model.config.num_labels or 2)
+    examples = [_random_row(rng, settings.tokens - unit % 2, len(tokenizer), task, size) for unit in range(num_units)]
     return model, TrainingRows(
         units=UnitIndex.one_row_per_unit(len(examples)),
         lengths=np.array([len(example["input_ids"]) for example in examples]),
@@ -252,24 +256,28 @@ def _model_and_rows(recipe: Recipe, settings: Settings, max_rows: int, num_units
     )
 
 
-def _random_row(rng: np.random.Generator, length: int, num_tokens: int, task: str) -> dict[str, Any]:
+def _random_row(rng: np.random.Generator, length: int, num_tokens: int, task: str, num_labels: int) -> dict[str, Any]:
     ids = rng.integers(0, num_tokens, max(2, length)).tolist()
-    if task == "sequence_classification":
+    kind = labels_of(task)
+    if kind == "class":
         return {"input_ids": ids, "labels": int(rng.integers(0, 2))}
+    if kind == "numbers":
+        return {"input_ids": ids, "labels": rng.integers(0, 2, num_labels).tolist()}
+    if task == "question_answering":  # the first token is the answer
+        return {"input_ids": ids, "labels": [START + END, *[0] * (len(ids) - 1)]}
+    if kind == "tokens":
+        return {"input_ids": ids, "labels": rng.integers(0, 2, len(ids)).tolist()}
     return {"input_ids": ids, "labels": rng.integers(0, num_tokens, len(ids)).tolist() if task == "seq2seq_lm" else ids}
 
 
 def _loss_of(model: nn.Module) -> LossOf:
     """Return the loss per row of the model's task."""
-    row_loss = default_row_loss(model)
+    losses = RowLosses(default_row_loss(model), packed=False)
 
     def loss_of(module: Any, inputs: Mapping[str, Any]) -> Tensor:
         device = next(module.parameters()).device
         moved = {name: value.to(device) for name, value in inputs.items()}
-        labels = moved.pop("labels")
-        if getattr(module.config, "is_encoder_decoder", False):
-            moved["decoder_input_ids"] = module.prepare_decoder_input_ids_from_labels(labels)
-        return row_loss(module(**moved), labels)
+        return losses(module, moved)
 
     return loss_of
 

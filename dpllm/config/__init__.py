@@ -9,7 +9,6 @@ from dpllm.config.privacy_section import PrivacyConfig as PrivacyConfig
 from dpllm.config.privacy_section import PrivacyUnit as PrivacyUnit
 from dpllm.config.recipe import PRETRAINED_FOLDER as PRETRAINED_FOLDER
 from dpllm.config.recipe import RECIPE_FILE as RECIPE_FILE
-from dpllm.config.recipe import TASKS as TASKS
 from dpllm.config.recipe import ConfigError as ConfigError
 from dpllm.config.recipe import ModelConfig as ModelConfig
 from dpllm.config.recipe import PublicPretrainConfig as PublicPretrainConfig
@@ -19,3 +18,4 @@ from dpllm.config.recipe import load_recipe as load_recipe
 from dpllm.config.recipe import nearest as nearest
 from dpllm.config.recipe import recipe_to_dict as recipe_to_dict
 from dpllm.config.recipe import save_recipe as save_recipe
+from dpllm.config.tasks import TASKS as TASKS

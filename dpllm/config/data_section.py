@@ -6,13 +6,13 @@ same keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from dpllm.config import values
 from dpllm.config.topics import Topic
 from dpllm.config.values import ConfigError
 
-FORMATS = ("text", "prompt_completion", "chat", "classification")
+FORMATS = ("text", "prompt_completion", "chat", "classification", "tokens", "question_answering")
 LONG_RECORDS = ("truncate", "split")
 
 
@@ -78,7 +78,7 @@ class RecordFormat(Topic):
     """The form of a record, and the columns that hold its text."""
 
     format: str = "text"
-    """"text", "prompt_completion", "chat" or "classification"."""
+    """"text", "prompt_completion", "chat", "classification", "tokens" or "question_answering"."""
     text_column: str = "text"
     """Column with the text of a record ("text", "classification")."""
     prompt_column: str = "prompt"
@@ -88,13 +88,24 @@ class RecordFormat(Topic):
     messages_column: str = "messages"
     """Column with a list of {role, content} ("chat")."""
     label_column: str = "label"
-    """Column with the class ("classification")."""
+    """Column with the class, a list of classes, or numbers ("classification")."""
+    words_column: str = "words"
+    """Column with the list of words of a text ("tokens")."""
+    tags_column: str = "tags"
+    """Column with the list of their classes ("tokens")."""
+    question_column: str = "question"
+    """Column with the question ("question_answering")."""
+    context_column: str = "context"
+    """Column with the text that holds the answer ("question_answering")."""
+    answers_column: str = "answers"
+    """Column with {text: [...], answer_start: [...]}, as in SQuAD ("question_answering"); the first answer is used."""
 
     def __post_init__(self) -> None:
         """Check every value."""
         super().__post_init__()
-        for name in ("text_column", "prompt_column", "completion_column", "messages_column", "label_column"):
-            values.text(name, getattr(self, name))
+        for item in fields(RecordFormat):
+            if item.name.endswith("_column"):
+                values.text(item.name, getattr(self, item.name))
         values.choice("format", self.format, FORMATS)
 
 
@@ -115,7 +126,7 @@ class DataConfig(RecordFormat, HeldOutData, DataSource):
     encoding: str = "utf-8"
     """Encoding of .jsonl, .json, .csv, .tsv and .txt files, such as "latin-1" or "cp1252"."""
     class_names: list[str] | None = None
-    """Names of all classes, in order ("classification"): public facts, never collected from the records."""
+    """Names of all classes, in order ("classification", "tokens"): public facts, never collected from the records."""
 
     def __post_init__(self) -> None:
         """Check every value."""

@@ -21,13 +21,13 @@ from dpllm.config import values
 from dpllm.config.data_section import DataConfig
 from dpllm.config.model_values import check_model_config, check_peft
 from dpllm.config.privacy_section import PrivacyConfig
+from dpllm.config.tasks import TASKS
 from dpllm.config.train_values import check_train, refuse_own, with_schedule
 from dpllm.config.values import ConfigError as ConfigError
 from dpllm.config.values import nearest as nearest
 from dpllm.config.yaml12 import read_yaml, write_yaml
 from dpllm.mechanism.limits import NOISE_MEMORIES
 
-TASKS = ("causal_lm", "sequence_classification", "seq2seq_lm")
 DTYPES = ("float32", "bfloat16", "auto")
 
 RECIPE_FILE = "recipe.yaml"
@@ -47,7 +47,7 @@ class ModelConfig:
     config: dict[str, Any] | None = None
     """A transformers configuration with `model_type`; the weights are initialised at random."""
     task: str = "causal_lm"
-    """"causal_lm", "sequence_classification" or "seq2seq_lm"."""
+    """One of `TASKS`."""
     tokenizer: str | None = None
     """Hub id or folder of the tokenizer. None: the model's own."""
     tokenizer_vocab_size: int | None = None
@@ -63,7 +63,8 @@ class ModelConfig:
     start_is_independent: bool = False
     """Declares that starting weights and adapters hold nothing of the private records, where this is in doubt."""
     num_labels: int | None = None
-    """Number of classes of a classifier. None: the number of the data set's public label names."""
+    """Number of classes of a classifier, or of values of a regression (None: 1). None: the number of the data set's
+    public label names."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -77,7 +78,7 @@ class ModelConfig:
             values.text("name", self.name)
         if self.config is not None:
             check_model_config("config", self.config)
-        values.choice("task", self.task, TASKS)
+        values.choice("task", self.task, tuple(TASKS))
         values.choice("dtype", self.dtype, DTYPES)
         if self.tokenizer is not None:
             values.text("tokenizer", self.tokenizer)
@@ -94,7 +95,7 @@ class ModelConfig:
         if not isinstance(self.freeze, list) or not all(isinstance(pattern, str) for pattern in self.freeze):
             raise ConfigError(f"freeze must be a list of name patterns, got {self.freeze!r}")
         if self.num_labels is not None:
-            values.integer("num_labels", self.num_labels, 2)
+            values.integer("num_labels", self.num_labels, 1 if self.task == "regression" else 2)
 
 
 @dataclass(frozen=True, kw_only=True)

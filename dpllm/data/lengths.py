@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dpllm.config.tasks import labels_of
 from dpllm.data.labels import IGNORE
 from dpllm.data.records import DataError
 
@@ -69,7 +70,7 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
     Args:
         dataset: tokenized rows with ``input_ids``, and ``labels`` if they are not the input itself; a
             `datasets.Dataset` or a sequence of dictionaries.
-        task: task of `dpllm.config.ModelConfig`. For "causal_lm" and "seq2seq_lm" labels are checked as well.
+        task: one of `dpllm.config.TASKS`. Labels that are token ids, or one for each token, are checked as well.
         limits: limits of the model's input. None: no limits.
 
     Returns:
@@ -108,9 +109,13 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
     return lengths
 
 
-def _is_text(task: str | None) -> bool:
-    """Return whether labels are tokens."""
-    return task in ("causal_lm", "seq2seq_lm")
+def _are_lists(task: str | None) -> bool:
+    """Return whether labels are token ids, or one number for each token."""
+    return labels_of(task) in ("text", "tokens")
+
+
+def _has_label_per_token(task: str | None) -> bool:
+    return _are_lists(task) and task != "seq2seq_lm"
 
 
 def _check(number: int, ids: Any, labels: Any, task: str | None) -> None:
@@ -124,9 +129,9 @@ def _check(number: int, ids: Any, labels: Any, task: str | None) -> None:
             f"the input_ids of row {number} are a list of lists and not a list of token ids: tokenize without "
             "return_tensors, one text at a time or batched=True, or use the first of the inner lists"
         )
-    if not _is_text(task) or labels is None:
+    if not _are_lists(task) or labels is None:
         return
-    if task == "causal_lm" and len(labels) != len(ids):
+    if _has_label_per_token(task) and len(labels) != len(ids):
         raise DataError(
             f"row {number} has {len(labels)} labels for {len(ids)} input tokens: give one label per token, -100 where "
             "no loss is wanted"
@@ -174,7 +179,7 @@ def list_columns(dataset: Any, task: str | None) -> datasets.Dataset | None:
     """Return the columns to check as Arrow lists; None if rows are computed when read, or are not lists."""
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return None
-    wanted = ("input_ids", "labels") if _is_text(task) else ("input_ids",)
+    wanted = ("input_ids", "labels") if _are_lists(task) else ("input_ids",)
     columns = dataset.select_columns([name for name in wanted if name in dataset.column_names]).with_format("arrow")
     kinds = [field.type for field in columns.features.arrow_schema]
     lists = [kind for kind in kinds if pa.types.is_list(kind) or pa.types.is_large_list(kind)]
@@ -200,6 +205,7 @@ def _suspect(ids_of_row: np.ndarray, labels: Any, task: str | None) -> np.ndarra
     is_target = labels.flatten().to_numpy(zero_copy_only=False) != IGNORE
     if _shift(task):
         is_target[(ends - labels_of_row)[labels_of_row > 0]] = False
+    if _has_label_per_token(task):
         suspect |= has_labels & (labels_of_row != ids_of_row)
     targets_before = np.concatenate(([0], np.cumsum(is_target)))
     return suspect | has_labels & (targets_before[ends] == targets_before[ends - labels_of_row])

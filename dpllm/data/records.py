@@ -65,6 +65,8 @@ def required_columns(config: RecordFormat) -> list[str]:
         "prompt_completion": [config.prompt_column, config.completion_column],
         "chat": [config.messages_column],
         "classification": [config.text_column, config.label_column],
+        "tokens": [config.words_column, config.tags_column],
+        "question_answering": [config.question_column, config.context_column, config.answers_column],
     }[config.format]
 
 
@@ -175,8 +177,28 @@ def check_records(records: datasets.Dataset, config: RecordFormat, source: str) 
             )
         if name == config.messages_column and config.format == "chat":
             _check_chats(column, name, source)
-        elif not _is_text(column.type) and (config.format != "classification" or name != config.label_column):
+        elif config.format == "tokens":
+            if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+                raise DataError(
+                    f"{source}: column '{name}' holds {column.type}, but a list is needed, with one entry for each "
+                    "word: store it as .jsonl or .parquet"
+                )
+        elif not _is_text(column.type) and name not in _labels_of(config):
             raise DataError(f"{source}: column '{name}' holds {column.type}, but text is needed: store it as text")
+
+
+def _labels_of(config: RecordFormat) -> list[str]:
+    """Return the columns that hold no text of their own."""
+    return {
+        "classification": [config.label_column],
+        "tokens": [config.tags_column],
+        "question_answering": [config.answers_column],
+    }.get(config.format, [])
+
+
+def text_columns(config: RecordFormat) -> list[str]:
+    """Return the columns of `required_columns` that hold text, or lists of words or messages."""
+    return [name for name in required_columns(config) if name not in _labels_of(config)]
 
 
 def _is_text(kind: pa.DataType) -> bool:

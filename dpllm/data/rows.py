@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dpllm.config import DataConfig, PrivacyUnit
+from dpllm.config.tasks import labels_of
 from dpllm.data.labels import BOUNDARIES, IGNORE, KEY_BOUNDARIES
 from dpllm.data.records import DataError as DataError
 from dpllm.data.records import check_column
@@ -103,7 +104,9 @@ def num_labels_of(records: datasets.Dataset, config: DataConfig) -> int | None:
     """
     if config.class_names is not None:
         return len(config.class_names)
-    feature = records.features.get(config.label_column)
+    column = config.tags_column if config.format == "tokens" else config.label_column
+    feature = records.features.get(column)
+    feature = getattr(feature, "feature", feature)  # of a list
     if not isinstance(feature, datasets.ClassLabel) or sources_of(records):
         return None
     return feature.num_classes
@@ -114,9 +117,9 @@ class RowCollator:
     """Collator that pads rows to the longest of them.
 
     Called with a list of B rows, it returns `input_ids` (B, T), `attention_mask` (B, T) and `labels`: (B, T), padded
-    with -100, or (B,) for a classifier. For "seq2seq_lm" the labels may be longer or shorter than the input. The target
-    of a row without `labels` is the row itself ("causal_lm"). Columns other than these and `token_type_ids` are left
-    out.
+    with -100; (B,) for a classifier; (B, K) float32 for several values or classes of a row. For "seq2seq_lm" the labels
+    may be longer or shorter than the input. The target of a row without `labels` is the row itself ("causal_lm").
+    Columns other than these and `token_type_ids` are left out.
 
     >>> rows = [{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}]
     >>> batch = RowCollator(pad_token_id=0)(rows)
@@ -127,14 +130,14 @@ class RowCollator:
     pad_token_id: int
     """Token that fills the end of short rows; it is masked in the attention and in the loss."""
     task: str = "causal_lm"
-    """"causal_lm", "sequence_classification" or "seq2seq_lm"."""
+    """One of `dpllm.config.TASKS`."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate B rows.
 
         Raises:
             DataError: there is no row; or a row has no `input_ids`, or a number of labels that is not its number of
-                input tokens.
+                input tokens; or the rows have different numbers of values.
         """
         if not rows:
             raise DataError("no row to collate: a batch needs at least one row (a padding row where nothing was drawn)")
@@ -146,9 +149,12 @@ class RowCollator:
         batch = {"input_ids": _pad(ids, self.pad_token_id), "attention_mask": _pad(masks, 0)}
         if "token_type_ids" in rows[0]:
             batch["token_type_ids"] = _pad([_list(row, "token_type_ids") for row in rows], 0)
-        if self.task == "sequence_classification":
-            name = "label" if "label" in rows[0] else "labels"
+        kind = labels_of(self.task)
+        name = "label" if "label" in rows[0] else "labels"
+        if kind == "class":
             batch["labels"] = torch.tensor([_class(row, name) for row in rows])
+        elif kind == "numbers":
+            batch["labels"] = _values([_numbers(row, name) for row in rows])
         else:
             triples = zip(rows, ids, masks, strict=True)
             batch["labels"] = _pad([self._labels(n, *triple) for n, triple in enumerate(triples)], IGNORE)
@@ -158,7 +164,7 @@ class RowCollator:
         if "labels" not in row and self.task == "causal_lm":
             return [token if seen else IGNORE for token, seen in zip(ids, mask, strict=True)]
         labels = _list(row, "labels")
-        if self.task == "causal_lm" and len(labels) != len(ids):
+        if self.task != "seq2seq_lm" and len(labels) != len(ids):
             raise DataError(
                 f"row {number} of the batch has {len(labels)} labels for {len(ids)} input tokens: give one label per "
                 "token, -100 where no loss is wanted"
@@ -236,6 +242,23 @@ def _class(row: Mapping[str, Any], name: str) -> int:
         return int(row[name])
     except (TypeError, ValueError) as error:
         raise DataError(CLASS_AS_TEXT.format(name=name)) from error
+
+
+def _numbers(row: Mapping[str, Any], name: str) -> list[float]:
+    if name not in row:
+        raise DataError(f"a row has no '{name}'; it has {', '.join(row)}: a row needs the values that it is to predict")
+    value = row[name]
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return [float(number) for number in value] if isinstance(value, list | tuple) else [float(value)]
+
+
+def _values(rows: list[list[float]]) -> Tensor:
+    if len({len(row) for row in rows}) > 1:
+        raise DataError(
+            f"the rows of a batch have {sorted({len(row) for row in rows})} values to predict: give each the same "
+            "number, model.config.num_labels"
+        )
+    return torch.tensor(rows, dtype=torch.float32)
 
 
 def _pad(rows: list[list[int]], value: int) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -21,7 +22,9 @@ from datasets.utils import tqdm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dpllm.config import ConfigError, DataConfig
+from dpllm.config import TASKS, ConfigError, DataConfig
+from dpllm.config.data_section import FORMATS
+from dpllm.data.aligned import aligned, answer_of
 from dpllm.data.chat import encode_chats
 from dpllm.data.labels import IGNORE
 from dpllm.data.records import DataError, check_column, check_records, keep_notes
@@ -32,15 +35,11 @@ logger = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 20  # of text encoded together: its tokens, as Python lists, take about ten times as much memory
 _PIECE_ROWS = 256
 
+TYPES = "token_type_ids"
 RECORD = "record"
 """Column of a tokenized data set: the number of the record that a row was made from."""
 
-TASKS_OF_FORMAT = {
-    "text": ("causal_lm",),
-    "prompt_completion": ("causal_lm", "seq2seq_lm"),
-    "chat": ("causal_lm",),
-    "classification": ("sequence_classification",),
-}
+TASKS_OF_FORMAT = {name: tuple(task for task, about in TASKS.items() if name in about.formats) for name in FORMATS}
 
 Example = tuple[list[int], Any]
 """Input ids of a whole record, and its labels: a list, or a class number for a classifier."""
@@ -59,7 +58,9 @@ def tokenize_records(
     Formats: *text* adds the end-of-sequence token (and a beginning token if the tokenizer adds one), with loss on every
     token. *prompt_completion* joins the two without anything between them, with loss on the completion and the
     end-of-sequence token. *chat* applies the chat template, with loss on the assistant's turns (`dpllm.data.chat`).
-    *classification* encodes the text with the tokenizer.
+    *classification* encodes the text with the tokenizer. *tokens* joins the words by spaces, with the class of a word
+    at its first token. *question_answering* encodes question and context as a pair; the labels mark the answer
+    (`dpllm.models.losses.span_loss`), or the row's first token if there is none or it was cut off.
 
     A record longer than `max_length` is truncated at its end. The part before the first target (a prompt) is shortened
     from its beginning, down to half of the row, so that targets always remain. With `long_records: split` the record
@@ -71,12 +72,13 @@ def tokenize_records(
         tokenizer: as loaded by `dpllm.models.load.load_tokenizer`.
         config: format, columns, `max_length`, `long_records`.
         keep: columns of `records` that are copied to every row, such as the user's id.
-        task: "causal_lm", "sequence_classification" or "seq2seq_lm" (the labels are then only the completion).
-        num_labels: number of classes; labels outside 0..num_labels-1 are refused. None: only negative labels are
-            refused.
+        task: one of `dpllm.config.TASKS`; for "seq2seq_lm" the labels are only the completion.
+        num_labels: number of classes, or of values; classes outside 0..num_labels-1 are refused. None: only negative
+            classes are refused.
 
     Returns:
-        Columns `input_ids`, `labels`, `record`, and those kept. `tokenization_info` counts the records that were cut.
+        Columns `input_ids`, `labels`, `record`, and those kept; for questions `token_type_ids` too, if the tokenizer
+        has them. `tokenization_info` counts the records that were cut.
 
     Raises:
         ConfigError: format, task and `long_records` cannot be combined, or `max_length` exceeds the tokenizer's.
@@ -86,23 +88,27 @@ def tokenize_records(
     check_records(records, config, "records")
     for name in keep:
         check_column(records.column_names, name, "records")
-        if name in ("input_ids", "labels", RECORD):
+        if name in ("input_ids", "labels", TYPES, RECORD):
             raise ConfigError(f"column '{name}' cannot be kept: a tokenized row has a column of that name; rename it")
     maker = _RowMaker(tokenizer, config, task, num_labels)
 
+    with_types = config.format == "question_answering" and TYPES in tokenizer.model_input_names
+    schema = _features(records, keep, task, with_types).arrow_schema
+
     def rows_of(batch: dict[str, list[Any]], record_numbers: list[int]) -> dict[str, list[Any]]:
-        out: dict[str, list[Any]] = {name: [] for name in ("input_ids", "labels", RECORD, *keep)}
+        out: dict[str, list[Any]] = {name: [] for name in schema.names}
         examples = maker.encode(batch, record_numbers)
         for position, (number, example) in enumerate(zip(record_numbers, examples, strict=True)):
             for ids, labels in maker.rows(example, number):
                 out["input_ids"].append(ids)
                 out["labels"].append(labels)
+                if TYPES in out:
+                    out[TYPES].append(maker.types[number])
                 out[RECORD].append(number)
                 for name in keep:
                     out[name].append(batch[name][position])
         return out
 
-    schema = _features(records, keep, task).arrow_schema
     tables = (
         pa.Table.from_pydict(rows_of(piece.to_pydict(), numbers), schema=schema) for piece, numbers in _pieces(records)
     )
@@ -134,12 +140,14 @@ def _pieces(records: datasets.Dataset) -> Iterator[tuple[pa.Table, list[int]]]:
             begin, start = begin + count, start + count
 
 
-def _features(records: datasets.Dataset, keep: Sequence[str], task: str) -> datasets.Features:
+def _features(records: datasets.Dataset, keep: Sequence[str], task: str, with_types: bool) -> datasets.Features:
     integer = datasets.Value("int32")
+    labels = {"class": integer, "numbers": datasets.List(datasets.Value("float32"))}
     return datasets.Features(
         {
             "input_ids": datasets.List(integer),
-            "labels": integer if task == "sequence_classification" else datasets.List(integer),
+            "labels": labels.get(TASKS[task].labels, datasets.List(integer)),
+            **({TYPES: datasets.List(integer)} if with_types else {}),
             RECORD: datasets.Value("int64"),
             **{name: records.features[name] for name in keep},
         }
@@ -227,6 +235,7 @@ class _RowMaker:
     ) -> None:
         self.tokenizer, self.config, self.task, self.num_labels = tokenizer, config, task, num_labels
         self.counts: Counter[str] = Counter()
+        self.types: dict[int, list[int]] = {}  # of the rows of records of two texts
         # The tokens that the tokenizer adds around every text, found on a text that is not a special token.
         around = self._ids(["a"])[0]
         special = set(tokenizer.all_special_ids)
@@ -246,9 +255,13 @@ class _RowMaker:
         if config.format == "chat":
             return encode_chats(batch[config.messages_column], self.tokenizer, record_numbers)
         if config.format == "classification":
-            labels = zip(batch[config.label_column], record_numbers, strict=True)
-            classes = [self._class(label, number) for label, number in labels]
-            return list(zip(self._ids(batch[config.text_column]), classes, strict=True))
+            labels = [self._label(*pair) for pair in zip(batch[config.label_column], record_numbers, strict=True)]
+            return list(zip(self._ids(batch[config.text_column]), labels, strict=True))
+        if config.format == "tokens":
+            return self._tagged(batch[config.words_column], batch[config.tags_column], record_numbers)
+        if config.format == "question_answering":
+            questions, contexts = batch[config.question_column], batch[config.context_column]
+            return self._answered(questions, contexts, batch[config.answers_column], record_numbers)
         if config.format == "text":
             ending = [] if self.tail else self.eos
             texts = [ids + ending for ids in self._ids(batch[config.text_column])]
@@ -260,6 +273,37 @@ class _RowMaker:
         completions = [ids + self.eos for ids in self._ids(batch[config.completion_column], add_special_tokens=False)]
         return [(p + c, [IGNORE] * len(p) + c) for p, c in zip(prompts, completions, strict=True)]
 
+    def _tagged(self, words: list[list[str]], tags: list[list[Any]], numbers: list[int]) -> list[Example]:
+        examples: list[Example] = []
+        texts = [" ".join(self._words(own, number)) for own, number in zip(words, numbers, strict=True)]
+        for tokens, *own, number in zip(aligned(self.tokenizer, texts), words, tags, numbers, strict=True):
+            if len(own[0]) != len(own[1]):
+                raise DataError(
+                    f"record {number} has {len(own[1])} tags for {len(own[0])} words: give one tag for each word"
+                )
+            classes = [self._class(tag, number) for tag in own[1]]
+            self.counts["truncated"] += tokens.cut(self.config.max_length)
+            examples.append((tokens.ids, tokens.word_labels(own[0], classes)))
+        return examples
+
+    def _words(self, words: list[Any], number: int) -> list[str]:
+        if not all(isinstance(word, str) for word in words):
+            raise DataError(f"record {number}: a word is missing or is not text: {_REMEDY}")
+        return words
+
+    def _answered(
+        self, questions: list[str], contexts: list[str], answers: list[Any], numbers: list[int]
+    ) -> list[Example]:
+        examples: list[Example] = []
+        self.types = {}
+        columns = (aligned(self.tokenizer, questions, contexts), contexts, answers, numbers)
+        for tokens, context, answer, number in zip(*columns, strict=True):
+            place = answer_of(answer, context, number)
+            self.counts["truncated"] += tokens.cut(self.config.max_length)
+            self.types[number] = tokens.types
+            examples.append((tokens.ids, tokens.answer_labels(*place) if tokens.ids else []))
+        return examples
+
     def rows(self, example: Example, number: int) -> Iterator[Example]:
         """Yield the rows of a record: at least one, and each with a target."""
         ids, labels = example
@@ -268,7 +312,8 @@ class _RowMaker:
             if len(ids) > limit or (self.task == "seq2seq_lm" and len(labels) > limit):
                 self.counts["truncated"] += 1
                 ids, labels = self._cut(ids), self._cut(labels) if self.task == "seq2seq_lm" else labels
-            if not ids or labels == []:
+            per_token = TASKS[self.task].labels == "tokens"
+            if not ids or labels == [] or (per_token and all(label == IGNORE for label in labels)):
                 raise DataError(f"record {number} is empty, so there is nothing to learn from it: {_REMEDY}")
             yield ids, labels
             return
@@ -302,7 +347,30 @@ class _RowMaker:
         limit = self.config.max_length
         return ids if len(ids) <= limit else ids[: limit - len(self.tail)] + self.tail
 
+    def _label(self, label: Any, number: int) -> int | list[float]:
+        """Return a class, or a number for each output: 1 for each class of the record, or the values to predict."""
+        if self.task == "sequence_classification":
+            return self._class(label, number)
+        if self.num_labels is None:
+            raise ConfigError(f"model.task={self.task!r} needs the number of outputs: set model.num_labels")
+        several = label if isinstance(label, list) else [label]
+        if self.task == "regression":
+            return self._values(several, number, self.num_labels)
+        of_record = {self._class(one, number) for one in several}
+        return [float(one in of_record) for one in range(self.num_labels)]
+
+    def _values(self, values: list[Any], number: int, count: int) -> list[float]:
+        if len(values) != count or not all(_is_number(value) for value in values):
+            raise DataError(
+                f"record {number}: {count} finite number(s) are needed to predict (model.num_labels), and it has "
+                f"{len(values)} value(s): correct the column {self.config.label_column!r}"
+            )
+        return [float(value) for value in values]
+
     def _class(self, label: Any, number: int) -> int:
+        names = self.config.class_names
+        if isinstance(label, str) and names is not None and label in names:
+            return names.index(label)
         if isinstance(label, bool) or not isinstance(label, int):
             raise DataError(
                 f"record {number}: the label is {type(label).__name__}, but a class is a whole number: write the "
@@ -315,6 +383,10 @@ class _RowMaker:
 
 
 _REMEDY = "fill it in, or remove it from the data before this run"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _has_target(labels: list[int]) -> bool:

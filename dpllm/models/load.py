@@ -14,17 +14,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -32,23 +27,18 @@ from transformers import (
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from dpllm.config import ConfigError, ModelConfig, nearest
+from dpllm.config import TASKS, ConfigError, ModelConfig, nearest
 from dpllm.data.tokenization import train_tokenizer
 from dpllm.models.loading import check_adapter_names, load_pretrained, not_loaded, one_line
 from dpllm.models.padding import align_padding
 from dpllm.models.starting_point import DATA_DRIVEN_INIT
 
-AUTO_MODEL = {
-    "causal_lm": AutoModelForCausalLM,
-    "sequence_classification": AutoModelForSequenceClassification,
-    "seq2seq_lm": AutoModelForSeq2SeqLM,
-}
+AUTO_MODEL: dict[str, Any] = {task: getattr(transformers, about.auto_class) for task, about in TASKS.items()}
 _CLASSES: dict[str, Any] = {
-    "causal_lm": MODEL_FOR_CAUSAL_LM_MAPPING,
-    "sequence_classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    "seq2seq_lm": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    task: getattr(transformers, f"MODEL_FOR_{about.mapping}_MAPPING") for task, about in TASKS.items()
 }
-PEFT_TASK = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "seq2seq_lm": "SEQ_2_SEQ_LM"}
+_HEADS = r"(.*\.)?(classifier|score|qa_outputs)"
+"""Pattern of heads that PEFT trains whole and that "all-linear" would adapt as well, which PEFT refuses."""
 DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 
 # Exceptions of transformers for a configuration from which no model can be built.
@@ -119,19 +109,11 @@ def load_base_model(
         ConfigError: it cannot be loaded; an unknown key or a bad value in `model.config`; a classifier without a
             number of classes; a vocabulary smaller than the tokenizer's; tied weights that cannot be (un)tied.
     """
-    labels: dict[str, int] = {}
-    if model.task == "sequence_classification":
-        known = model.num_labels or num_labels
-        if known is None:
-            raise ConfigError(
-                "the number of classes is not known: set model.num_labels, or name the classes as data.class_names. "
-                "They are public facts; neither the private labels nor the schema of a private file is counted"
-            )
-        labels = {"num_labels": known}
+    labels = _labels(model, num_labels)
     if model.config is not None:
         base = _from_config(model, tokenizer, labels)
     else:
-        new_head = model.task == "sequence_classification"
+        new_head = TASKS[model.task].labels != "text"
         base = load_pretrained(AUTO_MODEL[model.task], str(model.name), new_head, dtype=DTYPES[model.dtype], **labels)
         _set_tying(base, model)
     table: Any = base.get_input_embeddings().weight
@@ -143,6 +125,24 @@ def load_base_model(
         )
     align_padding(base, tokenizer)
     return base
+
+
+def _labels(model: ModelConfig, num_labels: int | None) -> dict[str, Any]:
+    """Return the arguments of a configuration that give a head its size and its task.
+
+    Raises:
+        ConfigError: the number of classes is not known.
+    """
+    about = TASKS[model.task]
+    if not about.needs_labels:
+        return {}
+    known = model.num_labels or (1 if model.task == "regression" else num_labels)
+    if known is None:
+        raise ConfigError(
+            "the number of classes is not known: set model.num_labels, or name the classes as data.class_names. "
+            "They are public facts; neither the private labels nor the schema of a private file is counted"
+        )
+    return {"num_labels": known, **({"problem_type": about.problem_type} if about.problem_type else {})}
 
 
 def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedModel | PeftModel:
@@ -157,7 +157,7 @@ def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedMod
     Raises:
         ConfigError: no model can be built from the configuration, or the adapters or patterns do not fit it.
     """
-    labels = {"num_labels": model.num_labels or num_labels or 2} if model.task == "sequence_classification" else {}
+    labels = _labels(model, num_labels or 2)
     dtype = torch.float32 if model.dtype == "auto" else DTYPES[model.dtype]
     where = "model.config" if model.config is not None else f"the config.json of the model {model.name!r}"
     try:
@@ -263,14 +263,16 @@ def _lora_config(model: ModelConfig) -> LoraConfig:
             f"model.peft: init_lora_weights={kind!r} starts from statistics of the private data, which ε would not "
             "cover: use true, 'gaussian', 'pissa' or 'olora'"
         )
-    arguments.setdefault("task_type", PEFT_TASK[model.task])
+    arguments.setdefault("task_type", TASKS[model.task].peft)
+    if TASKS[model.task].labels == "tokens" and arguments.get("target_modules") == "all-linear":
+        arguments.setdefault("exclude_modules", _HEADS)
     try:
         return LoraConfig(**arguments)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"model.peft: {one_line(error)}") from error
 
 
-def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels: Mapping[str, int]) -> PreTrainedModel:
+def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels: Mapping[str, Any]) -> PreTrainedModel:
     if model.dtype == "auto":
         raise ConfigError("model.dtype='auto' takes the type of saved weights, but model.config has none: use float32")
     kind, arguments = config_arguments(model)

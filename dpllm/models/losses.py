@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dpllm.config import ConfigError
-from dpllm.data.labels import IGNORE
+from dpllm.data.labels import END, IGNORE, START
 
 CHUNK_ENTRIES = 1 << 24
 """Float32 logits that exist at a time: 64 MiB."""
@@ -174,6 +174,94 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
             f"logits (B, K) and labels (B,) are needed; they are {tuple(logits.shape)} and {tuple(labels.shape)}."
         )
     return F.cross_entropy(_float(logits), labels, reduction="none")
+
+
+def multi_label_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the binary cross-entropy of each row, averaged over the classes.
+
+    Args:
+        logits: (B, K).
+        labels: (B, K) 1 for each class of the row, 0 for the others.
+
+    Returns:
+        (B,).
+    """
+    _check_outputs(logits, labels)
+    logits = _float(logits)
+    return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(1)
+
+
+def regression_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the squared error of each row, averaged over the values that are predicted.
+
+    Args:
+        logits: (B, K).
+        labels: (B, K), or (B,) for one value.
+
+    Returns:
+        (B,).
+    """
+    labels = labels[:, None] if labels.ndim == 1 else labels
+    _check_outputs(logits, labels)
+    logits = _float(logits)
+    return (logits - labels.to(logits.dtype)).square().mean(1)
+
+
+def token_classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of each row, averaged over its own labelled tokens.
+
+    Args:
+        logits: (B, T, K).
+        labels: (B, T) classes, -100 where a token has none.
+
+    Returns:
+        (B,); 0 for a row without a labelled token.
+    """
+    _check(logits, labels)
+    return _token_mean(logits, labels)
+
+
+def span_loss(start_logits: Tensor, end_logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean of two cross-entropies of each row: of the first token of its answer, and of the last.
+
+    A head for question answering scores every position of the batch, padding too. The loss in transformers' models
+    includes padding in the softmax, so it depends on the longest row of the batch. Here only a row's own tokens count.
+
+    Args:
+        start_logits: (B, T) scores of the first token.
+        end_logits: (B, T) scores of the last token.
+        labels: (B, T) `START` at the answer's first token, `END` at its last (their sum if it is one token), 0 at the
+            row's other tokens, and -100 at positions that do not take part: padding.
+
+    Returns:
+        (B,); 0 for a row without an answer.
+
+    >>> labels = torch.tensor([[0, START, END, 0], [0, START + END, -100, -100]])
+    >>> span_loss(torch.zeros(2, 4), torch.zeros(2, 4), labels)
+    tensor([1.3863, 0.6931])
+    """
+    if start_logits.shape != labels.shape or end_logits.shape != labels.shape or labels.ndim != 2:
+        raise ValueError(
+            f"start and end logits and labels (B, T) are needed; they are {tuple(start_logits.shape)}, "
+            f"{tuple(end_logits.shape)} and {tuple(labels.shape)}."
+        )
+    return (_position_loss(start_logits, labels, START) + _position_loss(end_logits, labels, END)) / 2
+
+
+def _position_loss(logits_BT: Tensor, labels_BT: Tensor, mark: int) -> Tensor:
+    """Return the cross-entropy of the marked position of each row among the row's own tokens, (B,)."""
+    own_BT = labels_BT != IGNORE
+    logits_BT = _float(logits_BT)
+    score_BT = logits_BT.masked_fill(~own_BT, torch.finfo(logits_BT.dtype).min).log_softmax(1)
+    target_BT = own_BT & (labels_BT & mark != 0)
+    return -score_BT.masked_fill(~target_BT, 0).sum(1) / target_BT.sum(1).clamp_min(1)
+
+
+def _check_outputs(logits: Tensor, labels: Tensor) -> None:
+    if logits.ndim != 2 or labels.shape != logits.shape:
+        raise ValueError(
+            f"logits and labels (B, K) are needed; they are {tuple(logits.shape)} and {tuple(labels.shape)}."
+        )
 
 
 def _check(logits: Tensor, labels: Tensor) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from dpllm.config import RECIPE_FILE, ConfigError, DataConfig, RecordFormat
-from dpllm.data.records import DataError, required_columns
+from dpllm.data.records import DataError, text_columns
 from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.optimizers import innermost
 from dpllm.models.ended import earlier_run
@@ -390,7 +390,7 @@ def _remedy(what: str) -> str:
 
 def _texts(records: Any, config: RecordFormat) -> Iterator[list[str]]:
     """Yield the texts of each record."""
-    columns = [name for name in required_columns(config) if name != config.label_column]
+    columns = text_columns(config)
     for batch in records.select_columns(columns).iter(_READ_TOGETHER):
         for record in zip(*(batch[name] for name in columns), strict=True):
             yield [text for value in record for text in _strings(value)]
@@ -401,6 +401,8 @@ def _strings(value: Any) -> Iterator[str]:
         yield value
     elif isinstance(value, dict):
         yield from _strings(value.get("content"))
+    elif isinstance(value, Sequence) and value and all(isinstance(word, str) for word in value):
+        yield " ".join(value)
     elif isinstance(value, Sequence):
         for inner in value:
             yield from _strings(inner)

@@ -9,36 +9,53 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto
 
-from dpllm.config import ConfigError
-from dpllm.models.losses import classification_loss, per_sequence_loss, seq2seq_loss
+from dpllm.config import TASKS, ConfigError
+from dpllm.models.losses import (
+    classification_loss,
+    multi_label_loss,
+    per_sequence_loss,
+    regression_loss,
+    seq2seq_loss,
+    span_loss,
+    token_classification_loss,
+)
 
 RowLoss = Callable[[Any, Tensor], Tensor]
 """Function from model outputs and labels to one loss per row (B,), each computed only from its own row."""
 
+_NAMES = {
+    task: frozenset(
+        name
+        for value in getattr(modeling_auto, f"MODEL_FOR_{about.mapping}_MAPPING_NAMES").values()
+        for name in ([value] if isinstance(value, str) else value)
+    )
+    for task, about in TASKS.items()
+}
+
 
 def task_of(model: Any) -> str | None:
-    """Return the task of `dpllm.config.ModelConfig` of the model's class, None for any other class."""
+    """Return the task of `dpllm.config.TASKS` of the model's class, None for any other class.
+
+    A head for sequences serves several tasks: ``config.problem_type`` decides, and without it the number of labels.
+    """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kind = type(inner).__name__
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        return "causal_lm"
-    if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
-        return "seq2seq_lm"
-    if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values() and inner.config.num_labels > 1:
-        return "sequence_classification"
-    return None
+    found = [task for task, names in _NAMES.items() if type(inner).__name__ in names]
+    if len(found) > 1:
+        one_value = getattr(inner.config, "num_labels", 2) == 1
+        problem = getattr(inner.config, "problem_type", None) or ("regression" if one_value else None)
+        found = [task for task in found if TASKS[task].problem_type == problem] or found
+    return found[0] if found else None
 
 
-_ROW_LOSSES = {
+_ROW_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "causal_lm": per_sequence_loss,
     "seq2seq_lm": seq2seq_loss,
     "sequence_classification": classification_loss,
+    "multi_label_classification": multi_label_loss,
+    "regression": regression_loss,
+    "token_classification": token_classification_loss,
 }
 
 
@@ -55,9 +72,24 @@ def default_row_loss(model: nn.Module) -> RowLoss:
             f"-> (B,), each row's loss "
             "from that row only."
         )
+    return row_loss_of(task, bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)))
+
+
+def row_loss_of(task: str, has_prompt: bool = False) -> RowLoss:
+    """Return the loss per row of a task.
+
+    Args:
+        task: of `dpllm.config.TASKS`.
+        has_prompt: whether the model puts the tokens of a soft prompt, which have no labels, before those of a row.
+    """
+    if task == "question_answering":
+
+        def of_spans(outputs: Any, labels: Tensor) -> Tensor:
+            own = slice(-labels.shape[1], None) if has_prompt else slice(None)
+            return span_loss(outputs.start_logits[:, own], outputs.end_logits[:, own], labels)
+
+        return of_spans
     loss = _ROW_LOSSES[task]
-    if task != "sequence_classification" and getattr(
-        getattr(model, "active_peft_config", None), "is_prompt_learning", False
-    ):  # a soft prompt's tokens come first in the logits, and have no labels
+    if has_prompt and TASKS[task].labels in ("text", "tokens"):
         return lambda outputs, labels: loss(outputs.logits[:, -labels.shape[1] :], labels)
     return lambda outputs, labels: loss(outputs.logits, labels)

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from dpllm.config import ConfigError, ModelConfig
+from dpllm.config import TASKS, ConfigError, ModelConfig
 from dpllm.ghost.linear import is_linear, is_transposed
 from dpllm.models.load import AUTO_MODEL, DTYPES, config_arguments, load_tokenizer, prepare_model
 
@@ -180,7 +180,7 @@ def _config_of(model: ModelConfig) -> PreTrainedConfig:
         )
     if model.tie_word_embeddings is not None:
         config.tie_word_embeddings = model.tie_word_embeddings
-    if model.task == "sequence_classification" and model.num_labels:
+    if TASKS[model.task].needs_labels and model.num_labels:
         config.num_labels = model.num_labels
     return config
 

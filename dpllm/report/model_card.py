@@ -45,17 +45,6 @@ CARD_FILE = "README.md"
 TAGS = ("differential-privacy", "dp-sgd", "dpllm")
 """Tags of a private model; one that is not private has the last alone."""
 
-# The Hub counts encoder-decoders as text generation too: it gave up text2text-generation (huggingface.js, pull 1590).
-_PIPELINE_TAG = {
-    "causal_lm": "text-generation",
-    "seq2seq_lm": "text-generation",
-    "sequence_classification": "text-classification",
-}
-_AUTO_CLASS = {
-    "causal_lm": "AutoModelForCausalLM",
-    "seq2seq_lm": "AutoModelForSeq2SeqLM",
-    "sequence_classification": "AutoModelForSequenceClassification",
-}
 # With independent noise; another mechanism is named by its event.
 _MECHANISM = {
     "unit": "DP-SGD: Gaussian noise on clipped sums over truncated Poisson samples",
@@ -109,7 +98,7 @@ def write_model_card(
     folder = Path(folder)
     if task is not None and task not in TASKS:
         raise ValueError(f"task={task!r} is none of {', '.join(TASKS)}{nearest(task, TASKS)}; None stands for another")
-    if adapter and task == "sequence_classification" and num_labels is None:
+    if adapter and task is not None and TASKS[task].needs_labels and num_labels is None:
         raise ValueError("the card of a classifier's adapter says how to load it, which takes num_labels: pass it")
     missing = [name for name in _FILES if not (folder / name).is_file()]
     if missing:
@@ -132,7 +121,7 @@ def write_model_card(
         base=base,
         task=task,
         adapter=adapter,
-        auto_class=_AUTO_CLASS.get(task or ""),
+        auto_class=TASKS[task].auto_class if task else None,
         num_labels=num_labels,
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),
     )
@@ -366,7 +355,7 @@ def _metadata(
         "base_model": base,
         "base_model_relation": None if base is None else "adapter" if adapter else "finetune",
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": _PIPELINE_TAG[task] if task else None,
+        "pipeline_tag": TASKS[task].pipeline_tag if task else None,
         "language": [language] if isinstance(language, str) else list(language) if language else None,
         "license": license,
         "datasets": data_sets or None,

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpllm.data.labels import IGNORE
+from dpllm.config.tasks import labels_of
+from dpllm.data.labels import END, IGNORE, START
 from dpllm.data.records import DataError
 from dpllm.data.rows import RowCollator
 from dpllm.engines.processes import Processes
-from dpllm.models.losses import classification_loss, per_sequence_loss, seq2seq_loss
+from dpllm.models.losses import seq2seq_loss
+from dpllm.models.tasks import row_loss_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +46,11 @@ def measure(
     max_rows: int = 64,
     processes: Processes | None = None,
 ) -> Measurement:
-    """Return the model's perplexity, or its accuracy for a classifier, over all rows.
+    """Return the model's perplexity over all rows; for a head its accuracy, or the mean squared error of a regression.
 
-    Every target token has the same weight, in any row. The model's training or evaluation mode is restored.
+    Every target token has the same weight, in any row. The accuracy is that of rows, of words ("token_classification"),
+    of whole answers ("question_answering"), or of each class of each row ("multi_label_classification"). The model's
+    training or evaluation mode is restored.
 
     Args:
         model: a transformers model, on the device on which to run it.
@@ -81,21 +85,42 @@ def measure(
     if count == 0:
         raise DataError("no held-out row has a target, so nothing can be measured: give rows with labels")
     name, value = "perplexity", _exp(loss / count)
-    if collator.task == "sequence_classification":
+    if collator.task == "regression":
+        name, value = "mean squared error", loss / count
+    elif labels_of(collator.task) != "text":
         name, value = "accuracy", correct / count
     return Measurement(name=name, value=value, loss=loss / count, row_loss=row_loss / len(rows))
 
 
 def _score(model: nn.Module, inputs: dict[str, Any], labels: Tensor, task: str) -> tuple[Tensor, Tensor, float]:
-    """Return each row's number of targets and their mean loss, and the number of rows classified correctly."""
+    """Return each row's number of targets and their mean loss, and the number of targets that are predicted."""
     if task == "seq2seq_lm":
         logits = model(**inputs).logits
         return (labels != IGNORE).sum(1), seq2seq_loss(logits, labels), 0.0
-    logits = model(**{name: tensor for name, tensor in inputs.items() if name != "labels"}).logits
+    outputs = model(**{name: tensor for name, tensor in inputs.items() if name != "labels"})
+    loss_B, one_B = row_loss_of(task)(outputs, labels), labels.new_ones(len(labels), dtype=torch.int64)
+    if task == "causal_lm":
+        return (labels[:, 1:] != IGNORE).sum(1), loss_B, 0.0
     if task == "sequence_classification":
-        hits = float((logits.argmax(-1) == labels).sum())
-        return torch.ones_like(labels), classification_loss(logits, labels), hits
-    return (labels[:, 1:] != IGNORE).sum(1), per_sequence_loss(logits, labels), 0.0
+        return one_B, loss_B, float((outputs.logits.argmax(-1) == labels).sum())
+    if task == "token_classification":
+        is_target = labels != IGNORE
+        return is_target.sum(1), loss_B, float((is_target & (outputs.logits.argmax(-1) == labels)).sum())
+    if task == "multi_label_classification":
+        return one_B * labels.shape[1], loss_B, float(((outputs.logits > 0) == (labels > 0)).sum())
+    if task == "question_answering":
+        return one_B, loss_B, float(answered(outputs, labels).sum())
+    return one_B, loss_B, 0.0
+
+
+def answered(outputs: Any, labels: Tensor) -> Tensor:
+    """Return (B,) bool: whether the likeliest first and last tokens of a row are those of its answer."""
+    own_BT = labels != IGNORE
+    right_B = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
+    for logits_BT, mark in ((outputs.start_logits, START), (outputs.end_logits, END)):
+        place_B1 = logits_BT.masked_fill(~own_BT, -math.inf).argmax(1, keepdim=True)
+        right_B &= (labels.gather(1, place_B1) & mark != 0).squeeze(1)
+    return right_B
 
 
 def _exp(loss: float) -> float:

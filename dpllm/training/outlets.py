@@ -18,7 +18,7 @@ from peft import PeftModel
 from transformers import Trainer
 from transformers.utils import logging
 
-from dpllm.config import ConfigError
+from dpllm.config import TASKS, ConfigError
 from dpllm.engines.processes import Processes
 from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -84,7 +84,7 @@ class StartingModel:
             base_model=base_model or self.name or None,
             task=self.task,
             adapter=isinstance(trained, PeftModel),
-            num_labels=getattr(config, "num_labels", None) if self.task == "sequence_classification" else None,
+            num_labels=getattr(config, "num_labels", None) if self.task and TASKS[self.task].needs_labels else None,
             **metadata,
         )
 

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from dpllm.data.labels import BOUNDARIES
 from dpllm.models.losses import packed_sequence_loss, take_labels
 from dpllm.models.packing import attention_by_row
-from dpllm.models.tasks import RowLoss
+from dpllm.models.tasks import RowLoss, task_of
+
+
+def _is_decoded(model: Any) -> bool:
+    """Whether the labels are the text that a decoder writes, and not those of a classifier above it."""
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return bool(is_encoder_decoder) and task_of(model) in (None, "seq2seq_lm")
 
 
 class RowLosses:
@@ -48,7 +54,7 @@ class RowLosses:
         labels = take_labels(inputs)
         if self._packed:
             return packed_sequence_loss(model(**inputs).logits, labels, inputs[BOUNDARIES])
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
+        if "decoder_input_ids" not in inputs and _is_decoded(model):
             shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)  # M2M100 shifts labels by itself
             inputs.update({"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)})
         return self._row_loss(model(**inputs), labels)

@@ -5,7 +5,17 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpllm.models.losses import classification_loss, packed_sequence_loss, per_sequence_loss, seq2seq_loss
+from dpllm.data.labels import END, START
+from dpllm.models.losses import (
+    classification_loss,
+    multi_label_loss,
+    packed_sequence_loss,
+    per_sequence_loss,
+    regression_loss,
+    seq2seq_loss,
+    span_loss,
+    token_classification_loss,
+)
 
 
 def test_each_row_is_averaged_over_its_own_targets():
@@ -143,3 +153,61 @@ def test_a_target_outside_the_vocabulary_is_an_error():
     """As in PyTorch: it is not treated as another token."""
     with pytest.raises((IndexError, RuntimeError), match="index 7 is out of bounds"):
         per_sequence_loss(torch.zeros(1, 3, 7), torch.tensor([[1, 7, 2]]))
+
+
+def test_the_loss_of_an_answer_ignores_padding():
+    """The softmax of transformers' heads includes it; here a row's loss is that of the row alone."""
+    start, end = torch.randn(3, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    labels = torch.tensor([[0, -100, START, 0, END, 0], [0, START + END, 0, -100, -100, -100], [-100] * 6])
+    start.requires_grad_()
+    losses = span_loss(start, end, labels)
+    expected = []
+    for row, (first, last) in enumerate(((2, 4), (1, 1))):
+        own = labels[row] != -100
+        parts = [(start[row][own], first), (end[row][own], last)]
+        places = [int(own[:place].sum()) for _, place in parts]
+        pairs = zip([scores for scores, _ in parts], places, strict=True)
+        expected.append(sum(-scores.log_softmax(0)[place] for scores, place in pairs) / 2)
+    torch.testing.assert_close(losses[:2], torch.stack(expected))
+    assert float(losses[2].detach()) == 0
+    losses.sum().backward()
+    assert not start.grad[labels == -100].any() and start.grad[0, 2] < 0
+
+
+def test_a_regression_is_averaged_over_its_own_values():
+    """One value or several; a label per row may leave the last dimension out."""
+    logits, labels = torch.randn(3, 2), torch.randn(3, 2)
+    expected = torch.stack([F.mse_loss(*pair) for pair in zip(logits, labels, strict=True)])
+    torch.testing.assert_close(regression_loss(logits, labels), expected)
+    torch.testing.assert_close(regression_loss(logits[:, :1], labels[:, 0]), (logits[:, 0] - labels[:, 0]) ** 2)
+
+
+def test_several_classes_of_a_row_are_averaged_within_it():
+    """Binary cross-entropy of each class."""
+    logits, labels = torch.randn(3, 4), torch.randint(0, 2, (3, 4)).float()
+    pairs = zip(logits, labels, strict=True)
+    expected = torch.stack([F.binary_cross_entropy_with_logits(*pair) for pair in pairs])
+    torch.testing.assert_close(multi_label_loss(logits, labels), expected)
+
+
+def test_classes_of_tokens_are_averaged_over_the_labelled_tokens_of_a_row():
+    """Not shifted, and not over the batch."""
+    logits, labels = torch.randn(2, 5, 3), torch.randint(0, 3, (2, 5))
+    labels[1, 1:] = -100
+    pairs = zip(logits, labels, strict=True)
+    torch.testing.assert_close(
+        token_classification_loss(logits, labels), torch.stack([F.cross_entropy(*pair) for pair in pairs])
+    )
+
+
+@pytest.mark.parametrize("loss", [regression_loss, multi_label_loss])
+def test_labels_of_another_shape_than_the_outputs_are_refused(loss):
+    """They would be broadcast over the rows."""
+    with pytest.raises(ValueError, match=r"logits and labels \(B, K\) are needed; they are \(2, 3\) and \(2, 1\)"):
+        loss(torch.zeros(2, 3), torch.zeros(2, 1))
+
+
+def test_labels_of_an_answer_of_another_shape_are_refused():
+    """Positions of first and last token, as transformers takes them, are not labels of tokens."""
+    with pytest.raises(ValueError, match=r"start and end logits and labels \(B, T\) are needed"):
+        span_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.int64))

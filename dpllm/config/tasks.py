@@ -1,0 +1,83 @@
+"""The tasks that a model can be trained for: one line for each, with all that the other folders need to know of it.
+
+Place in the flow: below the recipe, whose ``model.task`` is one of `TASKS`. A new task is one line here, a loss per row
+in `dpllm.models.losses`, and a way from records to labels in `dpllm.data.tokenization`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task.
+
+    Attributes:
+        auto_class: transformers' class that builds the models, such as "AutoModelForCausalLM".
+        mapping: the part of the name of transformers' mapping of classes, such as "CAUSAL_LM".
+        peft: the task's name in PEFT.
+        pipeline_tag: the Hub's.
+        formats: of `data.format`, those that give labels of this task.
+        labels: of a row: "text" (token ids), "tokens" (one number for each token), "class" (one number) or "numbers"
+            (one for each output).
+        problem_type: in the model's configuration, where it chooses the task of a class with a head; None: not needed.
+    """
+
+    auto_class: str
+    mapping: str
+    peft: str
+    pipeline_tag: str
+    formats: tuple[str, ...]
+    labels: str
+    problem_type: str | None = None
+
+    @property
+    def needs_labels(self) -> bool:
+        """Whether the size of the head is the number of labels."""
+        return self.auto_class in (_SEQUENCE[0], "AutoModelForTokenClassification")
+
+
+_SEQUENCE = ("AutoModelForSequenceClassification", "SEQUENCE_CLASSIFICATION", "SEQ_CLS", "text-classification")
+_CLASSES = ("classification",)
+
+# The Hub counts encoder-decoders as text generation too: it gave up text2text-generation (huggingface.js, pull 1590).
+TASKS: Mapping[str, Task] = {
+    "causal_lm": Task(
+        *("AutoModelForCausalLM", "CAUSAL_LM", "CAUSAL_LM", "text-generation"),
+        formats=("text", "prompt_completion", "chat"),
+        labels="text",
+    ),
+    "seq2seq_lm": Task(
+        *("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQ_2_SEQ_LM", "text-generation"),
+        formats=("prompt_completion",),
+        labels="text",
+    ),
+    "sequence_classification": Task(*_SEQUENCE, formats=_CLASSES, labels="class"),
+    "multi_label_classification": Task(
+        *_SEQUENCE, formats=_CLASSES, labels="numbers", problem_type="multi_label_classification"
+    ),
+    "regression": Task(*_SEQUENCE, formats=_CLASSES, labels="numbers", problem_type="regression"),
+    "token_classification": Task(
+        *("AutoModelForTokenClassification", "TOKEN_CLASSIFICATION", "TOKEN_CLS", "token-classification"),
+        formats=("tokens",),
+        labels="tokens",
+    ),
+    "question_answering": Task(
+        *("AutoModelForQuestionAnswering", "QUESTION_ANSWERING", "QUESTION_ANS", "question-answering"),
+        formats=("question_answering",),
+        labels="tokens",
+    ),
+}
+"""Values of ``model.task``."""
+
+
+def labels_of(task: str | None) -> str | None:
+    """Return the kind of labels of a task; None for an unknown one.
+
+    >>> labels_of("token_classification"), labels_of(None)
+    ('tokens', None)
+    """
+    about = TASKS.get(task or "")
+    return None if about is None else about.labels
