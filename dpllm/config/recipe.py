@@ -21,6 +21,7 @@ from dpllm.config import values
 from dpllm.config.data_section import DataConfig
 from dpllm.config.model_values import check_model_config, check_peft
 from dpllm.config.privacy_section import PrivacyConfig
+from dpllm.config.quantization import check_quantization
 from dpllm.config.tasks import TASKS
 from dpllm.config.train_values import check_train, refuse_own, with_schedule
 from dpllm.config.values import ConfigError as ConfigError
@@ -56,6 +57,9 @@ class ModelConfig:
     """"float32", "bfloat16", or "auto" (as the weights were saved)."""
     peft: dict[str, Any] | None = None
     """Arguments of `peft.LoraConfig`. None: full fine-tuning."""
+    quantization: str | dict[str, Any] | None = None
+    """Stored form of the frozen matrices under an adapter (QLoRA): "nf4", "fp4" or "int8", or a mapping with `kind`
+    and its options (`dpllm.config.quantization`). None: as `dtype` says, or as the weights were quantised before."""
     tie_word_embeddings: bool | None = None
     """Whether the head shares the input embedding. None: as the model comes; False: the head becomes a copy."""
     freeze: list[str] = field(default_factory=list)
@@ -90,6 +94,7 @@ class ModelConfig:
             values.integer("tokenizer_vocab_size", self.tokenizer_vocab_size, 260)
         if self.peft is not None:
             check_peft("peft", self.peft)
+        check_quantization(self.quantization, has_adapter=self.peft is not None)
         if self.tie_word_embeddings is not None:
             values.flag("tie_word_embeddings", self.tie_word_embeddings)
         if not isinstance(self.freeze, list) or not all(isinstance(pattern, str) for pattern in self.freeze):
@@ -157,6 +162,9 @@ class Recipe:
     pack_rows: bool = False
     """Whether the rows of a microbatch are concatenated without padding; ``microbatch_tokens`` then counts only the
     rows' own tokens. For causal language models. It has no influence on the guarantee."""
+    merge_adapter: bool = False
+    """Whether the finished model is also written with its LoRA adapter added to its weights, in the folder "merged" of
+    the run, not quantised. It has no influence on the guarantee."""
     noise_memory: str = "auto"
     """For correlated noise: "stored" keeps the noise of earlier steps, "regenerated" draws it again in each step, and
     "auto" stores as much as fits a quarter of the device's memory. It changes no number."""
@@ -171,10 +179,18 @@ class Recipe:
             values.integer("microbatch_tokens", self.microbatch_tokens, 1)
         values.flag("pack_rows", self.pack_rows)
         values.choice("noise_memory", self.noise_memory, NOISE_MEMORIES)
+        values.flag("merge_adapter", self.merge_adapter)
+        if self.merge_adapter and self.model.peft is None:
+            raise ConfigError("merge_adapter merges a LoRA adapter, and model.peft is not given: leave it out")
         if self.pack_rows and self.model.task != "causal_lm":
             raise ConfigError(
                 f'pack_rows concatenates rows, which model.task="{self.model.task}" does not support: it is for causal '
                 "language models. Leave pack_rows out"
+            )
+        if self.model.quantization is not None and self.model.name is None and self.public_pretrain is None:
+            raise ConfigError(
+                "model.quantization freezes the weights, and those of model.config are random: name a pretrained model "
+                "(model.name), or train one on public text first (public_pretrain)"
             )
         if self.privacy.sampling == "example" and self.data.long_records == "split":
             raise ConfigError(

@@ -14,6 +14,7 @@ from dpllm.engines.fsdp2 import FullySharded
 from dpllm.engines.processes import Processes
 from dpllm.engines.protocol import Engine
 from dpllm.engines.single import SingleProcess
+from dpllm.ghost.scales import is_packed
 
 
 def engine_for(model: Any, optimizer: Any) -> Engine:
@@ -34,6 +35,9 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
             f"The model's layers are spread over {sorted(devices)} (device_map), a pipeline within one process. Load "
             "it without device_map, and shard it with accelerate_configs/fsdp2.yaml"
         )
+    shards = "DeepSpeed" if _is_deepspeed(model) else "FSDP2" if isinstance(model, FSDPModule) else None
+    if shards is not None:
+        _refuse_packed(inner, shards)
     if _is_deepspeed(model):
         return DeepSpeedZero(model)
     if isinstance(model, FullyShardedDataParallel):
@@ -63,6 +67,16 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
             "would train a separate model. Pass it through accelerator.prepare() first"
         )
     return SingleProcess(optimizer)
+
+
+def _refuse_packed(model: nn.Module, shards: str) -> None:
+    for name, parameter in model.named_parameters():
+        if is_packed(parameter):
+            raise EngineError(
+                f"{name} is quantised ({type(parameter).__name__}), and private sums were not verified for {shards} "
+                "with such weights. Use one process per GPU without sharding (accelerate_configs/single.yaml or "
+                "ddp.yaml): quantised weights fit there; or leave the quantization out"
+            )
 
 
 def model_inside(model: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dpllm.engines.checksums import Checksum
 from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
+from dpllm.ghost.scales import scales_of
 
 
 class Replicas:
@@ -109,7 +110,9 @@ def check_model(model: nn.Module, processes: Processes) -> None:
         return
     parameters = list(model.parameters())
     mine = [float(_place(parameters, processes))]
-    for tensors in (_replicated(parameters), [buffer for buffer in model.buffers() if not isinstance(buffer, DTensor)]):
+    scales = [scale for module in model.modules() for scale in scales_of(module).values()]
+    buffers = [buffer for buffer in model.buffers() if not isinstance(buffer, DTensor)]
+    for tensors in (_replicated(parameters) + scales, buffers):
         value = Checksum(tensors).value()
         mine += [float(value >> 32), float(value & 0xFFFFFFFF)]
     everywhere = processes.gather_numbers(mine)

@@ -18,7 +18,7 @@ from dpllm.ghost.experts import ExpertsRule, Host, is_experts
 from dpllm.ghost.fallback import PerRowRule
 from dpllm.ghost.linear import LinearRule, is_linear
 from dpllm.ghost.norm import LayerNormRule, ScaleRule, offset_of
-from dpllm.ghost.scales import coupling, is_fp8
+from dpllm.ghost.scales import coupling, is_fp8, is_packed
 
 After = Callable[[nn.Module, tuple, dict, Any, "int | None"], Any]
 
@@ -57,7 +57,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by name, each once.
 
     Raises:
-        GhostError: there is none, or a hook changes or reads the gradient of one.
+        GhostError: there is none, one is quantised, or a hook changes or reads the gradient of one.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
@@ -66,6 +66,12 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             "model with peft.get_peft_model before)."
         )
     for name, parameter in parameters.items():
+        if is_packed(parameter):
+            raise GhostError(
+                f"{name} is quantised ({type(parameter).__name__}) and trainable: the update of a weight in this form "
+                "is rounded by the weights beside it, and it has no exact gradient. Freeze it "
+                "(requires_grad_(False)), and train LoRA adapters on top of it."
+            )
         if parameter._backward_hooks:
             raise GhostError(
                 f"{name} has a hook on its gradient (Tensor.register_hook), and the clipped sum is formed without one: "

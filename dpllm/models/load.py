@@ -31,6 +31,7 @@ from dpllm.config import TASKS, ConfigError, ModelConfig, nearest
 from dpllm.data.tokenization import train_tokenizer
 from dpllm.models.loading import check_adapter_names, load_pretrained, not_loaded, one_line
 from dpllm.models.padding import align_padding
+from dpllm.models.quantization import config_for, make_ready
 from dpllm.models.starting_point import DATA_DRIVEN_INIT
 
 AUTO_MODEL: dict[str, Any] = {task: getattr(transformers, about.auto_class) for task, about in TASKS.items()}
@@ -114,7 +115,12 @@ def load_base_model(
         base = _from_config(model, tokenizer, labels)
     else:
         new_head = TASKS[model.task].labels != "text"
-        base = load_pretrained(AUTO_MODEL[model.task], str(model.name), new_head, dtype=DTYPES[model.dtype], **labels)
+        options = {"dtype": DTYPES[model.dtype], **labels}
+        if model.quantization is not None:
+            heads = _heads(model, labels) if new_head else None
+            options["quantization_config"] = config_for(model.quantization, _dtype_of(model), heads)
+        base = load_pretrained(AUTO_MODEL[model.task], str(model.name), new_head, **options)
+        make_ready(base)
         _set_tying(base, model)
     table: Any = base.get_input_embeddings().weight
     rows = int(getattr(table, "ds_shape", table.shape)[0])  # ZeRO-3 keeps a partitioned table's shape there
@@ -143,6 +149,24 @@ def _labels(model: ModelConfig, num_labels: int | None) -> dict[str, Any]:
             "They are public facts; neither the private labels nor the schema of a private file is counted"
         )
     return {"num_labels": known, **({"problem_type": about.problem_type} if about.problem_type else {})}
+
+
+def _dtype_of(model: ModelConfig) -> torch.dtype:
+    """Return the type of the model's weights, also where the recipe takes that of the files."""
+    if model.dtype != "auto":
+        return DTYPES[model.dtype]
+    try:
+        saved = AutoConfig.from_pretrained(str(model.name)).dtype
+    except Exception as error:  # any, as for the weights
+        raise not_loaded("model", str(model.name), error) from error
+    return saved if isinstance(saved, torch.dtype) else torch.float32
+
+
+def _heads(model: ModelConfig, labels: Mapping[str, Any]) -> list[str]:
+    """Return the names of the parts around a base model, which are new and are trained: they stay as they are."""
+    with torch.device("meta"):
+        base = _without_weights(model.task, AutoConfig.from_pretrained(str(model.name), **labels), torch.float32)
+    return [name for name, _ in base.named_children() if name != base.base_model_prefix]
 
 
 def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedModel | PeftModel:

@@ -27,6 +27,7 @@ from dpllm.data.records import DataError, text_columns
 from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.optimizers import innermost
 from dpllm.models.ended import earlier_run
+from dpllm.models.quantization import calibration_points
 from dpllm.privacy.identity import RunName, run_in
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.report.model_card import CARD_FILE
@@ -103,8 +104,8 @@ def check_start(
         changed: parameters that changed after the run detached the model, to which it now attaches again.
 
     Returns:
-        Open points for the report, one line each: the declared dependences, and, if the optimizer is checked, adapters
-        that were trained before.
+        Open points for the report, one line each: the declared dependences, frozen weights that may be calibrated with
+        text, and, if the optimizer is checked, adapters that were trained before.
 
     Raises:
         ConfigError: an adapter initialised from data, weights from a folder with the ledger of a private run, or an
@@ -117,6 +118,7 @@ def check_start(
     if found and not start_is_independent:
         raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}. {_DECLARE}")
     points = [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
+    points += calibration_points(model)
     return points if optimizer is None else points + _trained_adapters(model)
 
 

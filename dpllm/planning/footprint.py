@@ -14,6 +14,8 @@ The assumptions are:
 * ``train.bf16``: one process and DDP compute under autocast and keep parameters in ``model.dtype``; FSDP2 keeps
   trainable parameters in float32 and gathers bfloat16; DeepSpeed keeps all in bfloat16 beside float32 master weights.
   PEFT keeps adapters in float32.
+* Quantised matrices keep their stored size (`dpllm.config.quantization`); all others have the frozen dtype. Moments of
+  bitsandbytes' AdamW have 8 or 32 bits; paged ones are counted as if they stayed on the GPU.
 * Every row has T tokens without padding, all tokens are targets, attention runs in a fused kernel that saves no (T, T)
   matrix, dropout is 0, and all blocks are equal.
 * Sums are float32. FSDP2 and ZeRO-3 form them one parameter at a time and keep a shard; ZeRO-2 reduces buckets of 5e8
@@ -37,7 +39,7 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from dpllm.config import ConfigError, Recipe, nearest
+from dpllm.config import ConfigError, Recipe
 from dpllm.config.train_values import second_moment_of
 from dpllm.ghost import NormMethod
 from dpllm.mechanism.catalogue import noise_of
@@ -46,87 +48,22 @@ from dpllm.mechanism.parts import Draw, Spec
 from dpllm.mechanism.workload import Workload
 from dpllm.models.losses import CHUNK_ENTRIES
 from dpllm.planning.model_shape import Block, Linear, ModelShape, shape_of_model
+from dpllm.planning.setting import ENGINES as ENGINES
+from dpllm.planning.setting import GPUS_OF_A_NODE, Run
 from dpllm.privacy.plan import PrivacyPlan
-
-ENGINES = ("single", "ddp", "fsdp2", "fsdp2-hybrid", "zero1", "zero2", "zero3", "zero3_offload")
-GPUS_OF_A_NODE = 8
 
 _FLOAT32, _BFLOAT16 = 4, 2
 _INDEX = 8  # bytes of a token id
 _LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered entries that it keeps before it frees any
 _BUCKET = 5 * 10**8  # DeepSpeed's reduce_bucket_size, in entries
+_BLOCK_OF_MOMENTS = 256  # entries of a moment of 8 bits that share a float32 scale, in bitsandbytes
+_ADAMW = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused")),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), 8),
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), 32),
+}
+"""Optimizers whose memory is known, with the bits of a moment's entry; None: as the weights."""
 _SUB_GROUP = 10**9  # DeepSpeed's sub_group_size: entries of a shard that ZeRO-3 updates at a time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The settings of training that determine memory and communication.
-
-    Raises:
-        ConfigError: the engine is unknown, or the numbers do not fit it.
-    """
-
-    engine: str
-    """One of `ENGINES`."""
-    num_gpus: int
-    """N."""
-    rows: int
-    """B: rows of a microbatch."""
-    tokens: int
-    """T: tokens of a row."""
-    num_microbatches: int
-    """M: microbatches of a step on each GPU."""
-    checkpointing: bool
-    """Whether a block keeps only its input and is recomputed in the backward pass."""
-    bf16: bool
-    """``train.bf16``."""
-    unit_rows: int = 1
-    """Largest number of rows of a unit; a unit with more than B rows goes through the model in several passes."""
-    noise_tensors: int = 0
-    """Tensors of the gradient's size, over all GPUs together, that correlated noise keeps between steps; 0 if the noise
-    is independent or regenerated."""
-    shard_size: int = GPUS_OF_A_NODE
-    """S of "fsdp2-hybrid": GPUs that share one copy of the model. Other engines shard over all GPUs or none."""
-    averaged: bool = False
-    """Whether the run keeps an average of its weights."""
-    corrected: bool = False
-    """Whether the optimizer is AdamW with a corrected second moment, whose moments are float32 everywhere."""
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        if self.engine not in ENGINES:
-            raise ConfigError(
-                f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}{nearest(self.engine, ENGINES)}"
-            )
-        for name in ("num_gpus", "rows", "tokens", "num_microbatches", "unit_rows", "shard_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.engine == "single" and self.num_gpus != 1:
-            raise ConfigError(f"the engine single uses 1 GPU, not {self.num_gpus}; use ddp, fsdp2 or a zero engine")
-        if self.engine == "fsdp2-hybrid" and self.num_gpus % self.shard_size:
-            raise ConfigError(
-                f"fsdp2-hybrid needs a number of GPUs that shard_size={self.shard_size} divides, got {self.num_gpus}"
-            )
-
-    @property
-    def group(self) -> int:
-        """S: GPUs that share one sharded copy of the model."""
-        return self.shard_size if self.engine == "fsdp2-hybrid" else self.num_gpus
-
-    @property
-    def is_fsdp(self) -> bool:
-        """Whether PyTorch shards the model."""
-        return self.engine.startswith("fsdp2")
-
-    @property
-    def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed shards the model."""
-        return self.engine.startswith("zero")
-
-    @property
-    def shards_weights(self) -> bool:
-        """Whether parameters are sharded, and their sums formed one at a time."""
-        return self.is_fsdp or self.engine.startswith("zero3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +94,7 @@ class Passing:
 
     gathered: int
     """Gathered weights of the active blocks: two blocks and the head (FSDP2 prefetches one), or 1e9 entries and a block
-    (ZeRO-3)."""
+    (ZeRO-3). Of quantised weights, the largest matrix, restored to be multiplied."""
     activations: int
     """Tensors that autograd and the taps keep from forward to backward; with checkpointing, the blocks' inputs."""
     recomputed: int
@@ -279,7 +216,8 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
     """
     dtypes = _Dtypes.of(shape, run)
     tokens = run.rows * run.tokens
-    whole = shape.frozen * dtypes.frozen + shape.trainable * dtypes.trainable
+    plain = shape.frozen - shape.quantized
+    whole = plain * dtypes.frozen + shape.quantized_bytes + shape.trainable * dtypes.trainable
     block = tokens * _block_activations(shape.block, dtypes)
     block_casts = _BFLOAT16 * shape.block.matrices if dtypes.casts_weights else 0
     saved = tokens * shape.hidden * dtypes.stream if run.checkpointing else block + block_casts
@@ -330,6 +268,9 @@ def _optimizer(shape: ModelShape, run: Run, dtypes: _Dtypes) -> tuple[int, int]:
     """Return the bytes on the GPU and in the memory of the CPU."""
     if not run.is_deepspeed:
         moments = 2 * (_FLOAT32 if run.corrected else dtypes.trainable) * shape.trainable
+        if run.moment_bits is not None:
+            scales = 0 if run.moment_bits != 8 else 2 * _FLOAT32 * _share(shape.trainable, _BLOCK_OF_MOMENTS)
+            moments = 2 * run.moment_bits // 8 * shape.trainable + scales
         return (_share(moments, run.group) if run.is_fsdp else moments), 0
     shard = _share(shape.trainable, run.num_gpus)
     if run.engine == "zero3_offload":
@@ -373,6 +314,8 @@ def _gathered(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
         )
     if run.engine.startswith("zero3"):
         return dtypes.gather * min(shape.total, _LIVE + max(shape.block.entries, shape.head.entries))
+    if shape.quantized:
+        return dtypes.compute * max(linear.inputs * linear.outputs for linear in shape.block.linears)
     return 0
 
 
@@ -524,9 +467,12 @@ def footprint_of_recipe(
     if num_gpus < 1:
         raise ConfigError(f"num_gpus must be at least 1, got {num_gpus}")
     optimizer = str(getattr(arguments.optim, "value", arguments.optim))
-    if optimizer not in ("adamw_torch", "adamw_torch_fused"):
+    if optimizer not in _ADAMW:
+        raise ConfigError(f"train.optim={optimizer}: its memory is unknown; use {', '.join(_ADAMW)} for this estimate")
+    if recipe.model.quantization is not None and engine not in ("single", "ddp"):
         raise ConfigError(
-            f"train.optim={optimizer}: its memory is unknown; use adamw_torch or adamw_torch_fused for this estimate"
+            f"model.quantization={recipe.model.quantization!r} is not available under {engine}, which shards weights "
+            "or their updates: use single or ddp"
         )
     batch = plan_or_batch if isinstance(plan_or_batch, int) else plan_or_batch.expected_batch_size
     kept = _most_kept(recipe, batch) if isinstance(plan_or_batch, int) else plan_or_batch.mechanism.noise.tensors_kept
@@ -548,6 +494,7 @@ def footprint_of_recipe(
         shard_size=shard_size,
         averaged=recipe.train.get("average") is not None,
         corrected=second_moment_of(optimizer, arguments.optim_args) is not None,
+        moment_bits=_ADAMW[optimizer],
     )
     return footprint(shape_of_model(recipe.model), run)
 
@@ -559,14 +506,16 @@ def _most_kept(recipe: Recipe, batch: int) -> int:
     return max(one.tensors_kept for one in noise.candidates(draw, Workload.released([1.0] * 1000)))
 
 
-def engines_for(num_gpus: int) -> tuple[str, ...]:
-    """Return the engines that are worth comparing on this number of GPUs.
+def engines_for(num_gpus: int, quantized: bool = False) -> tuple[str, ...]:
+    """Return the engines that are worth comparing on this number of GPUs; quantised weights are not sharded.
 
     >>> engines_for(1)
     ('single', 'zero3_offload')
     >>> "fsdp2-hybrid" in engines_for(8), "fsdp2-hybrid" in engines_for(16)
     (False, True)
     """
+    if quantized:
+        return ("single",) if num_gpus == 1 else ("ddp",)
     if num_gpus == 1:
         return ("single", "zero3_offload")
     several_nodes = num_gpus > GPUS_OF_A_NODE and num_gpus % GPUS_OF_A_NODE == 0

@@ -6,6 +6,8 @@ prepare the model for training.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from dpllm.config import TASKS, ConfigError, ModelConfig
+from dpllm.config.quantization import Quantization
 from dpllm.ghost.linear import is_linear, is_transposed
 from dpllm.models.load import AUTO_MODEL, DTYPES, config_arguments, load_tokenizer, prepare_model
 
@@ -129,6 +132,10 @@ class ModelShape:
     """One block; all blocks are equal."""
     head: Head
     """The output layer."""
+    quantized: int = 0
+    """Entries of frozen matrices that are stored quantised."""
+    quantized_bytes: int = 0
+    """Their bytes, scales included."""
 
     @property
     def frozen(self) -> int:
@@ -159,7 +166,24 @@ def shape_of_model(model: ModelConfig) -> ModelShape:
         raise ConfigError(f"no model can be built from this configuration: {error}") from error
     with torch.device("meta"):
         prepared = prepare_model(base, model)
-    return _shape_of(prepared, base, dtype.itemsize)
+    shape = _shape_of(prepared, base, dtype.itemsize)
+    if model.quantization is None:
+        return shape
+    stored = Quantization.of(model.quantization)
+    matrices = list(_quantized(base))
+    return dataclasses.replace(
+        shape,
+        quantized=sum(outputs * inputs for outputs, inputs in matrices),
+        quantized_bytes=sum(stored.num_bytes(outputs, inputs) for outputs, inputs in matrices),
+    )
+
+
+def _quantized(base: Any) -> Iterator[tuple[int, int]]:
+    """Yield outputs and inputs of each matrix that is stored quantised: all but heads, and parts that are trained."""
+    for path, module in getattr(base, base.base_model_prefix, base).named_modules():
+        if is_linear(module) and ".lora_" not in path and ".modules_to_save." not in path:
+            outputs, inputs = module.get_parameter("weight").shape
+            yield (inputs, outputs) if is_transposed(module) else (outputs, inputs)
 
 
 def _config_of(model: ModelConfig) -> PreTrainedConfig:

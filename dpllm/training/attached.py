@@ -25,6 +25,7 @@ from dpllm.engines.replicas import check_model
 from dpllm.ghost import NormMethod, PerUnitClipper, UnitClipper
 from dpllm.ghost.checks import no_gradient
 from dpllm.models.ended import RunWeights, sums_of_trained
+from dpllm.models.quantization import BASE_STORED_AS, make_ready, stored_as
 from dpllm.models.starting_point import check_start, note_trained
 from dpllm.privacy.identity import RunName, run_in
 from dpllm.privacy.plan import PrivacyPlan
@@ -267,6 +268,7 @@ def attach(
     between: Sequence[str] = [] if before is None else before.changed(inside)
     points = check_start(inside, None if name is None else name.folder, start_is_independent, first, between)
     refuse_own_generators(inside, [("The collator", rows.collate)], [("The data set", rows.fetch)])
+    make_ready(inside)
     with contextlib.ExitStack() as undo:
         engine = engine_for(model, optimizer)
         undo.callback(engine.guard.remove)
@@ -305,6 +307,8 @@ def attach(
         ledger.append_fact(METHOD, in_words(clipper))
         if moment is not None:
             ledger.append_fact(SECOND_MOMENT_FACT, moment)
+        if (stored := stored_as(inside)) is not None:
+            ledger.append_fact(BASE_STORED_AS, stored)
         for point in points:
             ledger.append_open_point(point)
         undo.pop_all()

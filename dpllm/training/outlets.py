@@ -225,10 +225,16 @@ class Outlets(Trainer):
 
     # --------------------------------------------------------- report and card
 
-    def _write_guarantee(self, folder: Path, with_card: bool = True, **metadata: Any) -> None:
+    def _write_guarantee(self, folder: Path, with_card: bool = True, trained: Any = None, **metadata: Any) -> None:
         """Write plan, ledger so far, report and card beside the model; for one process.
 
         Additions of people or of an audit to the folder's report are kept, unless `notes` replaces them.
+
+        Args:
+            folder: of the model.
+            with_card: whether to write the card.
+            trained: the model in the folder. None: the Trainer's.
+            metadata: as for `StartingModel.write_card`.
         """
         assert self.ledger is not None
         folder.mkdir(parents=True, exist_ok=True)
@@ -238,7 +244,7 @@ class Outlets(Trainer):
         notes = self._notes_for(folder)  # first: its findings are open points of this report
         report = write_report(folder, self.plan, read_ledger(self.ledger.path), notes)
         if with_card:
-            self._start.write_card(folder, report, self.model, **metadata)
+            self._start.write_card(folder, report, self.model if trained is None else trained, **metadata)
 
     def _notes_for(self, folder: Path) -> ReleaseNotes:
         assert self.ledger is not None

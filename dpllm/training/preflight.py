@@ -19,6 +19,7 @@ from transformers import TrainingArguments
 from transformers.integrations import integration_utils
 
 from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, nearest
+from dpllm.config.extras import require
 from dpllm.config.output_folder import REPORTS, check_output_folder
 from dpllm.engines.errors import no_totals
 from dpllm.mechanism.catalogue import clipping_of, noise_of, with_randomness
@@ -26,6 +27,7 @@ from dpllm.mechanism.parts import Noise, Spec, require_entries
 from dpllm.models.load import load_tokenizer, skeleton
 from dpllm.models.packing import refuse_unpackable
 from dpllm.models.positions import num_positions
+from dpllm.models.quantization import refuse_sharding
 from dpllm.models.starting_point import refuse_steering
 from dpllm.privacy.budget import read_budget
 from dpllm.training.arguments import check_optimizer, refuse_options, training_arguments
@@ -65,6 +67,10 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
         _check_train("public_pretrain.train", {"output_dir": str(folder), **public.train}, to_train, private=False)
     args = _check_train("train", recipe.train, to_train, private=True)
     refuse_steering(args, (), None, recipe.data.eval_is_public)
+    if recipe.model.quantization is not None:
+        refuse_sharding(None, args)
+        if to_train:
+            require("quantization", "model.quantization")
     noise = with_randomness(noise_of(Spec.of(recipe.privacy.noise)), recipe.privacy.randomness)
     if noise.wants_total and args.deepspeed_plugin is not None:
         raise no_totals("DeepSpeed")
@@ -181,5 +187,5 @@ def _check_positions(recipe: Recipe, model: nn.Module) -> None:
 
 def _saved_bytes(model: nn.Module, recipe: Recipe) -> int:
     """Return the bytes of the weights that the run saves at its end: the adapter's, or the whole model's."""
-    parameters = [p for p in model.parameters() if recipe.model.peft is None or p.requires_grad]
+    parameters = [p for p in model.parameters() if recipe.model.peft is None or recipe.merge_adapter or p.requires_grad]
     return sum(p.numel() * p.element_size() for p in parameters)

@@ -47,7 +47,8 @@ def train_on_public_text(
     public = recipe.public_pretrain
     assert public is not None, "the caller has a public stage"
     args = training_arguments({"output_dir": str(folder), **PLAIN, **public.train, **(changes or {})})
-    model: PreTrainedModel = load_base_model(recipe.model, tokenizer, num_labels)
+    whole = dataclasses.replace(recipe.model, quantization=None)  # all of it is trained here, and quantised afterwards
+    model: PreTrainedModel = load_base_model(whole, tokenizer, num_labels)
     with args.main_process_first(desc="tokenizing the public text"):
         rows = tokenize_records(records, tokenizer, public.data, task=recipe.model.task)
     collator: Any = RowCollator(pad_token_id=tokenizer.pad_token_id, task=recipe.model.task)

@@ -31,7 +31,9 @@ from dpllm.engines.weights import require_finite
 from dpllm.ghost import NormMethod
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.models.ended import note_changes
+from dpllm.models.merging import MERGED_FOLDER, merged, refuse_unmergeable
 from dpllm.models.packing import refuse_unpackable
+from dpllm.models.quantization import make_ready, refuse_sharding
 from dpllm.models.starting_point import check_start, refuse_steering
 from dpllm.models.tasks import RowLoss, default_row_loss, task_of
 from dpllm.privacy.accounting import epsilon
@@ -100,6 +102,8 @@ class DPTrainer(AveragedTrainer):
         average: the average of the weights that is released in place of those after the last step, as a word or a
             mapping: "ema" or ``{"kind": "ema", "decay": 0.95}``, "tail" or ``{"kind": "tail", "share": 0.2}``
             (`dpllm.mechanism.averages`). After `train` the model holds it. ε does not depend on it.
+        merge_adapter: whether a save after `train` also writes the model with its LoRA adapter added to its weights,
+            in the folder "merged" with its own copy of the guarantee; not quantised, also if the base is.
 
     Raises:
         ConfigError, ValueError: an option would make the guarantee untrue; raised before any training.
@@ -125,10 +129,16 @@ class DPTrainer(AveragedTrainer):
         start_is_independent: bool = False,
         noise_memory: str = "auto",
         average: Any = None,
+        merge_adapter: bool = False,
     ) -> None:
         """Compute the plan and set up the Trainer."""
         refuse_ignored(self)
         refuse_unwrapped_adapters(model)
+        refuse_sharding(model, args)
+        make_ready(model)
+        if merge_adapter:
+            refuse_unmergeable(model, args)
+        self._merges = merge_adapter
         self.public, self.eval_is_public = list(public), eval_is_public
         self.notes = ReleaseNotes()  # facts about the release that only people know; set them before save_model()
         if isinstance(max_tokens_per_microbatch, int) and max_tokens_per_microbatch < 1:
@@ -378,10 +388,25 @@ class DPTrainer(AveragedTrainer):
         if self._keeps_last and not self._checkpoints.is_writing:
             with self.last_weights():
                 self._save_weights(folder / LAST_FOLDER, whole)
+        together = self._save_merged(folder / MERGED_FOLDER) if self._merges else None
         if self.ledger is not None and self.args.should_save:
             if not self._checkpoints.is_writing:  # a checkpoint's manifest names its files
                 note_release(self.ledger, folder, before)
+            if together is not None:
+                note_release(self.ledger, folder / MERGED_FOLDER, {})
+                self._write_guarantee(folder / MERGED_FOLDER, trained=together)
             self._write_guarantee(folder)
+
+    def _save_merged(self, folder: Path) -> Any:
+        """Write the model with its adapter merged, on rank 0 and not during the training; return it, or None."""
+        if not self.args.should_save or self._run is None or self._run.is_attached:
+            return None
+        with self.weights_to_release():
+            whole = merged(self._module)
+        whole.save_pretrained(folder)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        return whole
 
     def _save_weights(self, folder: Path, whole: bool) -> None:
         if not self.is_fsdp_enabled:

@@ -16,8 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dpllm import GhostClipper, per_sequence_loss
 from dpllm.config import ConfigError, ModelConfig, load_recipe
+from dpllm.ghost.scales import scales_of
 from dpllm.mechanism.workload import Workload
 from dpllm.models.load import DTYPES, prepare_model
+from dpllm.models.quantization import config_for, make_ready
 from dpllm.planning.footprint import ENGINES, Run, engines_for, footprint, footprint_of_recipe
 from dpllm.planning.footprint_text import comparison_rows, footprint_rows, format_bytes, setting_of
 from dpllm.planning.model_shape import shape_of_model
@@ -263,6 +265,58 @@ def test_weights_of_one_process():
     model = ModelConfig(config=LLAMA, dtype="bfloat16", peft=LORA)
     result = footprint(shape_of_model(model), run_of(bf16=True))
     assert result.kept.weights == sum(p.nbytes for p in instantiated(model).parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization"),
+    [(LLAMA, "nf4"), (GPT2, "nf4"), (LLAMA, {"kind": "fp4", "double": False}), (LLAMA, "int8")],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning")
+def test_quantised_weights_are_their_stored_values_and_scales(tmp_path, config, quantization):
+    """Those of the loaded model: tables of codes, a few hundred bytes for each matrix, are left out."""
+    pytest.importorskip("bitsandbytes", reason="pip install 'dpllm[quantization]'")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path)
+    model = ModelConfig(name=str(tmp_path), quantization=quantization, peft=LORA)
+    options = {"quantization_config": config_for(quantization, torch.float32)}
+    loaded = prepare_model(AutoModelForCausalLM.from_pretrained(tmp_path, **options), model)
+    make_ready(loaded)
+    scales = {id(s): s for m in loaded.modules() for name, s in scales_of(m).items() if not name.endswith("code")}
+    held = sum(p.nbytes for p in loaded.parameters()) + sum(s.nbytes for s in scales.values())
+    offsets = sum(1 for s in scales.values() if s.ndim == 0)
+    result = footprint(shape_of_model(model), run_of())
+    assert result.kept.weights == held - 4 * offsets
+    assert result.passing.gathered == 4 * max(p.numel() for n, p in instantiated_matrices(config))
+
+
+def instantiated_matrices(config):
+    blocks = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).base_model
+    return [
+        (name, p) for name, p in blocks.named_parameters() if p.ndim == 2 and "emb" not in name and "wt" not in name
+    ]
+
+
+@pytest.mark.parametrize(("optim", "each"), [("adamw_torch", 8), ("paged_adamw_8bit", 2), ("paged_adamw_32bit", 8)])
+def test_moments_of_8_bits_have_two_bytes_and_their_scales(optim, each):
+    """A scale for 256 entries; paged ones are counted as if they stayed on the GPU."""
+    recipe, arguments = recipe_of("model.peft={r: 4, target_modules: all-linear}", f"train.optim={optim}")
+    result = footprint_of_recipe(recipe, arguments, 100, "single", 1)
+    scales = 8 * -(-result.shape.trainable // 256) if optim.endswith("8bit") else 0
+    assert result.kept.optimizer == each * result.shape.trainable + scales
+    with pytest.raises(ConfigError, match="optimizers of bitsandbytes have no estimate under zero2"):
+        run_of("zero2", 2, moment_bits=8)
+
+
+def test_quantised_weights_have_no_estimate_where_they_are_sharded():
+    """Such a run is refused, so the table has the engines that are left."""
+    recipe, arguments = recipe_of("model.peft={r: 4, target_modules: all-linear}", "model.quantization=nf4")
+    assert engines_for(1, quantized=True) == ("single",) and engines_for(8, quantized=True) == ("ddp",)
+    whole, _ = recipe_of("model.peft={r: 4, target_modules: all-linear}")
+    less, more = (footprint_of_recipe(one, arguments, 100, "ddp", 2).kept.weights for one in (recipe, whole))
+    assert less < more
+    for engine in ("fsdp2", "zero2"):
+        with pytest.raises(ConfigError, match=f"quantization='nf4' is not available under {engine}.*use single or ddp"):
+            footprint_of_recipe(recipe, arguments, 100, engine, 2)
 
 
 # ---------------------------------------------------------------- the formulas

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dpllm.engines.checksums import Checksum, values
+from dpllm.ghost.scales import scales_of
 from dpllm.training.checks.stamps import Stamp, WatchError, stamp_of
 
 
@@ -24,10 +25,10 @@ class _Fixed:
 
     Attributes:
         name: its path in the model.
-        kind: "buffer" or "frozen parameter".
+        kind: "buffer", "frozen parameter" or "scale of a quantised weight".
         holder: the module that has it.
         attribute: its name in that module.
-        held: the object, if the engine replaces it temporarily (FSDP2). None: the holder's object.
+        held: the object, if the engine replaces it temporarily (FSDP2) or it is no attribute. None: the holder's.
         saved: whether it is part of the saved state.
         shape: its shape.
         stamp: see `Stamp`.
@@ -173,6 +174,9 @@ class FixedTensors:
                     held = tensor if isinstance(tensor, DTensor) else None
                     name = f"{path}.{attribute}" if path else attribute
                     found.append(_Fixed(name, kind, module, attribute, held, saved))
+            for attribute, tensor in scales_of(module).items():
+                name = f"{path}.{attribute}" if path else attribute
+                found.append(_Fixed(name, "scale of a quantised weight", module, attribute, tensor, saved=True))
         return found
 
 

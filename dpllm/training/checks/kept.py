@@ -55,7 +55,15 @@ _NUMBERS = 1 << 16  # of a large tensor, which are compared
 _COPIED = 1 << 12  # the most entries of a tensor or a container that is copied, to be put back
 _MODULES = 3  # packages within each other, through which names are followed
 _NEVER = {"transformers", "accelerate", "peft", "deepspeed", "tokenizers", "datasets"}  # also what is derived from them
-_SKIPPED = LIBRARIES | _NEVER | sys.stdlib_module_names | {"tqdm", "wandb", "tensorboard", "mlflow", "pandas"}
+_SKIPPED = (
+    LIBRARIES
+    | _NEVER
+    | sys.stdlib_module_names
+    | {
+        *("tqdm", "wandb", "tensorboard", "mlflow", "pandas"),
+        *("bitsandbytes", "torchao"),  # their layers move scales at the first call
+    }
+)
 _SEEN = {"dpllm.training.row_losses"}  # modules of dpllm whose objects hold a user's function
 _HOLDING = ("torch.utils.data.dataset", "torch.nn.modules.")  # modules of PyTorch whose objects hold a user's
 _SPACES = (SimpleNamespace, argparse.Namespace, threading.local, UserDict, UserList, queue.Queue)  # they hold a user's

@@ -1,0 +1,64 @@
+"""The value of model.quantization: what is known is read, and what would couple rows or train nothing is refused."""
+
+import pytest
+
+from dpllm.config import ConfigError, ModelConfig, load_recipe
+from dpllm.config.quantization import Quantization
+
+LORA = {"r": 2, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("nf4", Quantization("nf4", double=True)),
+        ({"kind": "fp4", "double": False}, Quantization("fp4", double=False)),
+        ({"kind": "int8", "outlier_threshold": 0}, Quantization("int8")),
+    ],
+    ids=str,
+)
+def test_words_and_mappings(value, expected):
+    """A word is a kind with its defaults."""
+    assert Quantization.of(value) == expected
+    assert ModelConfig(name="m", peft=LORA, quantization=value).quantization == value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("int4", r"quantization\.kind must be one of 'nf4', 'fp4', 'int8', got 'int4'"),
+        ({"kind": "nf5"}, r"quantization\.kind must be one of"),
+        ({"double": True}, "must be one of nf4, fp4, int8, or a mapping with kind"),
+        (8, "must be one of nf4, fp4, int8, or a mapping with kind"),
+        ({"kind": "nf4", "dubble": True}, r"nf4 has no option 'dubble'; did you mean 'double'\?"),
+        ({"kind": "int8", "double": True}, "int8 has no option 'double'"),
+        ({"kind": "nf4", "double": "yes"}, r"quantization\.double must be true or false"),
+        (
+            {"kind": "int8", "outlier_threshold": 6.0},
+            "=6 chooses outlier columns over all rows.*Leave it out.*Or use nf4",
+        ),
+        ({"kind": "int8", "outlier_threshold": "6"}, r"outlier_threshold must be a finite number"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_used_is_refused_when_the_recipe_is_read(value, message):
+    """Before a model is loaded."""
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(name="m", peft=LORA, quantization=value)
+
+
+def test_frozen_weights_need_an_adapter():
+    """Otherwise norms and embeddings alone would be trained, silently."""
+    with pytest.raises(ConfigError, match="quantization=nf4 stores the weights in a form that cannot be trained: give"):
+        ModelConfig(name="m", quantization="nf4")
+
+
+def test_random_weights_are_not_frozen(tmp_path):
+    """A model from a configuration, without public training; and nothing is merged without an adapter."""
+    path = "recipes/quickstart.yaml"
+    lora = ["model.peft={r: 2, target_modules: all-linear}", "model.quantization=nf4"]
+    assert load_recipe(path, lora).model.quantization == "nf4"
+    with pytest.raises(ConfigError, match=r"those of model\.config are random: name a pretrained model"):
+        load_recipe(path, [*lora, "public_pretrain=null"])
+    with pytest.raises(ConfigError, match=r"merge_adapter merges a LoRA adapter, and model\.peft is not given"):
+        load_recipe(path, ["merge_adapter=true"])

@@ -1,0 +1,209 @@
+"""Quantised bases: rows stay apart, frozen weights stay as they are, and what is not exact is refused by name."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from dpllm import GhostClipper
+from dpllm.config import ConfigError
+from dpllm.ghost import GhostError
+from dpllm.ghost.scales import is_packed, scales_of
+from dpllm.models.quantization import calibration_points, make_ready, refuse_sharding, stored_as
+from dpllm.training.checks.fixed import FixedTensors
+from dpllm.training.checks.watch import WatchError
+from tests.ghost.loop import flat, row_gradients
+from tests.models.quantized import KINDS, adapted, batch, losses, save_model
+
+bnb = pytest.importorskip("bitsandbytes", reason="pip install 'dpllm[quantization]'")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("llama"))
+
+
+def norms_of(model, inputs):
+    clipper = GhostClipper(model, 1.0)
+    try:
+        return clipper.backward(losses(model, inputs)).norms.double()
+    finally:
+        clipper.remove()
+        model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_unit_has_the_same_norm_alone_and_in_company(folder, kind, checkpointing):
+    """Also beside a row of one repeated token, and by plain autograd of single rows; the sum is clipped as the loop."""
+    model = adapted(folder, kind)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    inputs = batch()
+    inputs["ids"][3] = 7
+    rows = row_gradients(model, losses, inputs)
+    together = norms_of(model, inputs)
+    alone = torch.cat([norms_of(model, {"ids": inputs["ids"][row : row + 1]}) for row in range(4)])
+    torch.testing.assert_close(together, alone, rtol=2e-6, atol=0)
+    torch.testing.assert_close(together, rows.norm(dim=1), rtol=5e-6, atol=0)
+    clipper = GhostClipper(model, float(together.median()))
+    result = clipper.backward(losses(model, inputs))
+    clipper.remove()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = result.factors.double() @ rows
+    assert float((flat([p.grad for p in trained], trained) - expected).norm()) <= 5e-6 * float(expected.norm())
+    assert all(p.grad is None for p in model.parameters() if is_packed(p))
+
+
+def test_outlier_columns_of_8_bits_are_refused_and_the_remedy_holds(folder):
+    """The default of BitsAndBytesConfig; without outlier columns the model is accepted and exact (the test above)."""
+    wrong = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+    with pytest.raises(GhostError, match=r"llm_int8_threshold=6\.0.*llm_int8_threshold=0\.0"):
+        GhostClipper(wrong, 1.0)
+    remedy = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    GhostClipper(AutoModelForCausalLM.from_pretrained(folder, quantization_config=remedy), 1.0).remove()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_an_evaluation_leaves_the_stored_weights_and_their_backward_pass(folder, kind):
+    """On some processors bitsandbytes would rewrite 4-bit weights at the first call without gradients."""
+    model = adapted(folder, kind)
+    fixed = FixedTensors(model, [id(p) for p in model.parameters() if p.requires_grad])
+    model.eval()
+    with torch.no_grad():
+        losses(model, batch())
+    model.train()
+    losses(model, batch()).sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    fixed.check("in a test", everything=True)
+    fixed.check_places()
+    fixed.take_in_new()
+
+
+def test_a_bias_is_converted_before_the_run(tmp_path):
+    """bitsandbytes converts it to the type of the products at the first call."""
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path, "gpt2"), quantization_config=config)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")).train()
+    make_ready(model)
+    fixed = FixedTensors(model, [id(p) for p in model.parameters() if p.requires_grad])
+    losses(model, batch()).sum().backward()
+    fixed.check("in a test", everything=True)
+    assert {p.dtype for name, p in model.named_parameters() if name.endswith("c_attn.base_layer.bias")} == {
+        torch.bfloat16
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_scales_of_quantised_weights_are_watched_like_the_weights(folder, kind):
+    """They are neither parameters nor buffers, and decide the values of the weights."""
+    model = adapted(folder, kind)
+    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.base_layer")
+    scales = scales_of(layer)
+    double = ["weight.nested_absmax", "weight.nested_code", "weight.offset"]
+    of_4_bits = ["weight.absmax", "weight.code", *(double if kind == "nf4" or kind == "fp4" else [])]
+    assert sorted(scales) == (["SCB"] if kind == "int8" else sorted(of_4_bits))
+    fixed = FixedTensors(model, [id(p) for p in model.parameters() if p.requires_grad])
+    fixed.check("in a test", everything=True)
+    next(iter(scales.values())).add_(1)
+    with pytest.raises(
+        WatchError, match=r"The scale of a quantised weight .*q_proj\.base_layer\.\S+ changed in a test"
+    ):
+        fixed.check("in a test", everything=True)
+
+
+def test_weights_in_a_layout_without_a_backward_pass_are_refused(folder):
+    """Before anything is charged; a stranger may have evaluated the model before."""
+    model = adapted(folder, "nf4")
+    layer = model.get_submodule("base_model.model.model.layers.1.mlp.up_proj.base_layer")
+    layer.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.base_layer was used for prediction.*Load the mod"):
+        make_ready(model)
+
+
+def test_a_quantised_weight_is_never_trained():
+    """Packed values may have a floating type (bnb_4bit_quant_storage), with which PyTorch allows a gradient."""
+    layer = bnb.nn.Linear4bit(64, 64, quant_storage=torch.float32).to("cpu")
+    model = nn.Sequential(nn.Linear(64, 64), layer)
+    GhostClipper(model.requires_grad_(False)[0].requires_grad_(True), 1.0).remove()
+    layer.weight.requires_grad_(True)
+    with pytest.raises(GhostError, match=r"1\.weight is quantised \(Params4bit\) and trainable.*train LoRA"):
+        GhostClipper(model, 1.0)
+    trained = nn.Sequential(bnb.nn.Linear8bitLt(8, 8, has_fp16_weights=True))
+    with pytest.raises(GhostError, match=r"0\.weight is quantised \(Int8Params\) and trainable"):
+        GhostClipper(trained, 1.0)
+
+
+def test_the_head_of_a_classifier_is_new_and_is_not_quantised(tmp_path):
+    """transformers would quantise a head of two layers, which could not be trained then."""
+    folder = save_model(tmp_path, "roberta")
+    model = adapted(folder, "nf4", task="sequence_classification", num_labels=2)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules() if name.endswith(".dense")}
+    assert {kind for name, kind in kinds.items() if "classifier" in name} == {"Linear"}
+    assert "Linear4bit" in {type(module).__name__ for module in model.modules()}
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
+    assert trained and all("classifier.modules_to_save" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("nf4", "nf4 (bitsandbytes, scales quantised to 8 bits)"),
+        ({"kind": "fp4", "double": False}, "fp4 (bitsandbytes)"),
+        ("int8", "int8 (bitsandbytes, no outlier columns)"),
+    ],
+    ids=str,
+)
+def test_the_stored_form_is_named_and_has_no_question(folder, kind, words):
+    """The scales of bitsandbytes are computed from the weights only."""
+    model = adapted(folder, kind)
+    assert stored_as(model) == words and calibration_points(model) == []
+
+
+def calibrated(**config):
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(quantization_config=config)
+    return model
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "auto-round", "a later method"])
+def test_a_calibrated_base_is_accepted_with_the_question_where_its_texts_came_from(method):
+    """Their stored weights follow activations of sample texts, which may be private records."""
+    model = calibrated(quant_method=method, bits=4)
+    (point,) = calibration_points(model)
+    assert point.startswith(f"The frozen weights were quantised by {method}, which is usually calibrated")
+    assert "confirm that the calibration data are public" in point
+    assert stored_as(model) == f"{method}, as the weights came (4 bits)"
+
+
+def test_the_question_names_the_calibration_data_but_does_not_print_texts():
+    """A list of texts may be the private records themselves."""
+    assert "names 'c4'" in calibration_points(calibrated(quant_method="gptq", dataset="c4"))[0]
+    point = calibration_points(calibrated(quant_method="gptq", dataset=["my secret", "another"]))[0]
+    assert "names 2 texts" in point and "secret" not in point
+    assert calibration_points(nn.Linear(2, 2)) == [] and stored_as(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("args", "launched", "shards"),
+    [
+        (SimpleNamespace(deepspeed_plugin=object()), "false", "DeepSpeed"),
+        (SimpleNamespace(deepspeed_plugin=None), "true", "FSDP"),
+        (SimpleNamespace(deepspeed_plugin=None, fsdp="full_shard"), "false", "FSDP"),
+    ],
+)
+def test_quantised_weights_are_not_sharded(folder, monkeypatch, args, launched, shards):
+    """Not verified, so refused before a model is distributed; a model that is not quantised passes."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", launched)
+    for model in (None, adapted(folder, "nf4")):
+        with pytest.raises(ConfigError, match=f"quantised, and private sums were not verified for {shards}"):
+            refuse_sharding(model, args)
+    refuse_sharding(nn.Linear(2, 2), args)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    refuse_sharding(None, SimpleNamespace(deepspeed_plugin=None))
