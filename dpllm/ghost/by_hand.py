@@ -4,6 +4,9 @@ The module may be of any class and return anything: the product itself is tapped
 mixtures of experts are such modules (transformers 5 returns logits, scores and indices from them), and Llama 4's
 experts. A parameter is served here only if its module uses it in no other way, which is watched in every call.
 
+ZeRO-3 replaces ``F.linear`` by a ``torch.autograd.Function`` of its own. Only the functions inside it are seen, with
+gradients off. Its output is then tapped where it is used next, or where the module returns it.
+
 Shape suffixes: N tokens of all rows, E experts, D and P widths, B rows, T tokens, S = T * E.
 """
 
@@ -11,10 +14,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -27,6 +30,8 @@ from dpllm.ghost.linear import as_tokens
 from dpllm.ghost.routed import Routed
 
 _CASTS = (Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.bfloat16, Tensor.half)
+_MATMULS = (torch.addmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_LINEAR = torch._C._nn.linear  # F.linear, whatever another library puts in its place
 
 
 class ByHandRule:
@@ -62,21 +67,24 @@ class ByHandRule:
             self._running.append(_Products(self, live))
             self._running[-1].__enter__()
 
-    def leave(self, broke_off: bool) -> None:
+    def leave(self, output: Any) -> Any:
         """Stop watching.
 
         Args:
-            broke_off: whether the module raised.
+            output: of the module; None if it raised.
+
+        Returns:
+            The output, tapped where it is itself a product.
 
         Raises:
             NoRuleError: it uses a parameter in another way than in its first call.
         """
         if not self._running:
-            return
+            return output
         products = self._running.pop()
         products.__exit__(None, None, None)
-        if broke_off:
-            return
+        if output is None:
+            return None
         if self.served is None:
             self.served = frozenset(products.counts.keys() - products.others.keys())
         for name in self.served & products.others.keys():
@@ -87,6 +95,7 @@ class ByHandRule:
         for name in self.served:  # one call counts as one use already
             for _ in range(products.counts[name] - 1):
                 self.book.note_uses([self.trainable[name]])
+        return products.tapped(output)
 
     def tap_linear(self, output: Tensor, x: Tensor, weight: str | None, bias: str | None) -> Tensor:
         """Tap ``F.linear(x, weight, bias)``."""
@@ -137,20 +146,37 @@ class _Products(TorchFunctionMode):
     def __init__(self, rule: ByHandRule, name_of: dict[int, str]) -> None:
         super().__init__()
         self._rule, self._name_of = rule, name_of
-        self._copies: list[Tensor] = []  # of other dtypes; kept, so that their ids stay theirs
+        self._copies: list[Tensor] = []  # of other dtypes, or transposed; kept, so that their ids stay theirs
+        self._transposed: dict[int, str] = {}
+        self._grad_enabled = torch.is_grad_enabled()
+        self._inside: dict[int, _Product] = {}  # of a function with gradients off, by the ids of their outputs
         self.counts: Counter[str] = Counter()
         self.others: dict[str, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = self.tapped((args, kwargs or {}))
         result = func(*args, **kwargs)
         names = list(self._names(args, kwargs))
         if not names or not isinstance(result, Tensor):
             return result
-        if func is F.linear:
+        if func is _LINEAR:
             x, weight, bias = _arguments(args, kwargs, ("input", "weight", "bias"))
             if self._name(x) is None:
                 return self._linear(result, x, self._name(weight), self._name(bias))
+        if func is Tensor.t and self._name(args[0]):
+            self._transposed[id(result)] = names[0]
+            self._copies.append(result)
+            return result
+        if func in _MATMULS and id(args[-1]) in self._transposed and self._name(args[-2]) is None:
+            *biases, x, weight = args
+            return self._multiplied(result, x, self._transposed[id(weight)], self._name(biases[0]) if biases else None)
+        if (
+            getattr(func, "__name__", "") in ("__iadd__", "add_")
+            and id(args[0]) in self._inside
+            and (bias := self._name(args[1]))
+        ):
+            self._inside[id(result)].bias = bias
+            return result
         if func in (torch.bmm, Tensor.bmm):
             x, weight = _arguments(args, kwargs, ("input" if func is torch.bmm else "self", "mat2"))
             name = self._name(weight)
@@ -165,6 +191,28 @@ class _Products(TorchFunctionMode):
             self.others.setdefault(name, getattr(func, "__name__", str(func)))
         return result
 
+    def _multiplied(self, result: Tensor, x: Tensor, weight: str, bias: str | None) -> Tensor:
+        """Tap a product with a transposed matrix; later, if it is formed within a function with gradients off."""
+        if torch.is_grad_enabled() or not self._grad_enabled:
+            return self._linear(result, x, weight, bias)
+        self._inside[id(result)] = _Product(result, x, weight, bias)
+        return result
+
+    def tapped(self, value: Any) -> Any:
+        """Return nested tuples, lists and dicts of tensors with the outputs of such a function tapped."""
+        if not self._inside or not torch.is_grad_enabled():
+            return value
+        if type(value) in (tuple, list):
+            return type(value)(self.tapped(item) for item in value)
+        if type(value) is dict:
+            return {key: self.tapped(item) for key, item in value.items()}
+        found = self._inside.get(id(value))
+        if found is None:
+            return value
+        if found.tapped is None:
+            found.tapped = self._linear(value, found.x, found.weight, found.bias)
+        return found.tapped
+
     def _linear(self, result: Tensor, x: Tensor, weight: str | None, bias: str | None) -> Tensor:
         self.counts.update(name for name in (weight, bias) if name is not None)
         return self._rule.tap_linear(result, x, weight, bias) if torch.is_grad_enabled() else result
@@ -173,7 +221,27 @@ class _Products(TorchFunctionMode):
         return self._name_of.get(id(value))
 
     def _names(self, args: tuple, kwargs: dict) -> Iterator[str]:
-        return (name for t in flatten_tensors((args, kwargs)) if (name := self._name(t)) is not None)
+        known = self._transposed | self._name_of
+        return (known[id(t)] for t in flatten_tensors((args, kwargs)) if id(t) in known)
+
+
+@dataclass
+class _Product:
+    """A product within a function with gradients off.
+
+    Attributes:
+        output: the product; kept, so that its id stays its own.
+        x: the factor that is no parameter.
+        weight: the name of the matrix.
+        bias: the name of the bias.
+        tapped: the output as the module uses it.
+    """
+
+    output: Tensor
+    x: Tensor
+    weight: str | None
+    bias: str | None
+    tapped: Tensor | None = None
 
 
 def _arguments(args: tuple, kwargs: dict, names: tuple[str, ...]) -> list[Any]:

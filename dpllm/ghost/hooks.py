@@ -153,7 +153,7 @@ class Hooks:
                 return None
             if self._active and self._active[-1] is served:
                 self._active.pop()
-            served.leave(args, kwargs, broke_off=output is None)
+            output = served.leave(args, kwargs, output)
             if output is None or not torch.is_grad_enabled():
                 return None
             with self.pause():

@@ -252,21 +252,27 @@ class Served:
         if self._by_hand:
             self._by_hand.enter()
 
-    def leave(self, args: tuple, kwargs: dict, broke_off: bool) -> None:
-        """Make sure that the module did not change its inputs, and end what `enter` began.
+    def leave(self, args: tuple, kwargs: dict, output: Any) -> Any:
+        """Make sure that the module did not change its inputs, and end what `enter` began; return the output.
+
+        Args:
+            args: by position.
+            kwargs: by name.
+            output: of the module; None if it raised.
 
         Raises:
             GhostError: it wrote to one of them.
         """
         if self._by_hand:
-            self._by_hand.leave(broke_off)
+            output = self._by_hand.leave(output)
         before = self._versions.pop() if self._versions else []
-        if self._unknown and not broke_off and [t._version for t in flatten_tensors((args, kwargs))] != before:
+        if self._unknown and output is not None and [t._version for t in flatten_tensors((args, kwargs))] != before:
             raise NoRuleError(
                 f"{self.site.path} ({type(self.site.module).__name__}) changes its input in place, so its original "
                 f"input is lost for the per-row gradients of {sorted(self.site.trainable)}. Let it work on a copy, or "
                 "freeze these parameters."
             )
+        return output
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any, rows: int | None) -> Any:
         """Tap the module's output."""

@@ -105,6 +105,60 @@ def test_a_call_that_fails_is_not_taken_for_the_first():
     clipper.remove()
 
 
+class Multiply(torch.autograd.Function):
+    """A linear layer as ZeRO-3 computes it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(weight)
+        if x.dim() == 2:
+            return torch.addmm(bias, x, weight.t())
+        output = x.matmul(weight.t())
+        output += bias
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.matmul(ctx.saved_tensors[0]), None, None
+
+
+@pytest.mark.parametrize("dimensions", [2, 3])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_product_within_a_function_of_another_library_is_exact(algorithm, dimensions):
+    """Its output is tapped where it is used, and where the module returns it."""
+
+    class Inside(Router):
+        def forward(self, x):
+            x = x.reshape(-1, 6) if dimensions == 2 else x
+            logits = Multiply.apply(x, self.weight, self.bias)
+            return logits, logits.softmax(-1)
+
+    torch.manual_seed(0)
+    net, same = perturbed(Net(Inside())), perturbed(Net(Router()))
+    same.load_state_dict(net.state_dict())
+    results = []
+    for model in (net, same):
+        clipper = GhostClipper(model, 0.1, NormMethod(algorithm))
+        results.append(clipper.backward(losses(model, batch()), UNITS))
+        clipper.remove()
+    torch.testing.assert_close(results[0].norms, results[1].norms)
+    for one, other in zip(net.parameters(), same.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_product_with_a_transposed_matrix_is_exact():
+    """``x @ weight.t()`` is the same product."""
+
+    class Transposed(Router):
+        def forward(self, x):
+            x = x.reshape(-1, 6)
+            logits = x @ self.weight.t() + torch.addmm(self.bias, x, self.weight.t())
+            return logits, logits.softmax(-1)
+
+    torch.manual_seed(0)
+    assert_is_the_loop(perturbed(Net(Transposed())), losses, batch(), NormMethod("gram"), UNITS)
+
+
 class Dense(nn.Module):
     """Every expert is given every token, as in Llama 4."""
 
