@@ -58,7 +58,9 @@ class ByHandRule:
         """Return the rule of a module of unknown class; None if it holds no matrix, or only such as others hold."""
         inside = {id(p) for m in module.modules() if m is not module for p in m.parameters(recurse=False)}
         own = {name: p for name, p in trainable.items() if "." not in name and id(p) not in inside}
-        return cls(path, module, own, book) if any(p.ndim in (2, 3) for p in own.values()) else None
+        # A parameter that ZeRO-3 has partitioned keeps its shape in ``ds_shape``.
+        sizes = [len(getattr(p, "ds_shape", p.shape)) for p in own.values()]
+        return cls(path, module, own, book) if 2 in sizes or 3 in sizes else None
 
     def enter(self) -> None:
         """Begin to watch: the module is about to run."""
