@@ -88,7 +88,7 @@ class Routed:
         total = torch.zeros(rows.num_units * self.num_experts, *width, dtype=self._dtype, device=self.right_BTR.device)
         for part in self.segments(rows):
             total[part.number_M] = kernels.wide_bmm(part.left_MNL.mT, part.right_MNR)
-        total_UELR = total.unflatten(0, (rows.num_units, -1))
+        total_UELR = total.unflatten(0, (rows.num_units, self.num_experts))
         if self.layout == "interleaved":
             return total_UELR.permute(0, 2, 3, 1).flatten(2)
         return total_UELR.flatten(1, 2) if self.layout == "flat" else total_UELR

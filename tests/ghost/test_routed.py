@@ -117,6 +117,18 @@ def test_an_expert_without_slots_has_no_gradient(index):
     assert bool(use.instance(rows).any()) == (index == 0)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_microbatch_of_padding_only_has_no_units(layout):
+    """A process whose share of the draw is empty computes one, so that all take part in collective operations."""
+    use, rows = use_of(layout), Rows.of(torch.full((5,), -1), 0)
+    assert use.instance(rows).shape == (0, *row_gradients(use).shape[1:])
+    assert use.norms(rows, NormMethod("gram"))[0].shape == (0,)
+    total = torch.zeros(row_gradients(use).shape[1:], dtype=torch.float64)
+    nobody = torch.zeros(0, dtype=torch.int64)
+    use.select(nobody).add_weighted_(total, torch.zeros(0, dtype=torch.float64), NormMethod())
+    assert not bool(total.any())
+
+
 def test_float32_norms_are_within_their_slack():
     """The rounding error of a segment scales with the sizes of its terms."""
     wide, rows = use_of(tokens=200), Rows.of(UNIT_B, 3)

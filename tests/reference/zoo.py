@@ -426,6 +426,8 @@ def is_meaningful(family: str, mode: str, tied: bool) -> bool:
         return False
     if mode == "lora-experts" and not FAMILIES[family].experts:
         return False
+    if mode == "lora-all-linear" and FAMILIES[family].experts:  # PEFT warns of patterns for experts that match nothing
+        return False
     if tied and mode in _UNTIED_MODES:
         return False
     if mode == "lora-tied-to-save":  # PEFT knows how to keep these tied, and no others
