@@ -96,6 +96,19 @@ def test_every_engine_moves_the_parameters_by_at_most_lr_clip_norm_batch(tmp_pat
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "zero3"])
+def test_mixtures_of_experts_are_exact_on_engines(engine, tmp_path, table):
+    """Stacks of experts are reduced and sharded like any parameter; ZeRO-3 is refused when the model is attached."""
+    ways = (("full", "none", NUM_ROWS, 1), ("lora-experts", "non-reentrant", 2, 2))
+    jobs = [
+        Job(engine, Case("mixtral", mode=mode, dtype="float32", checkpointing=checkpointing), rows, per_unit)
+        for mode, checkpointing, rows, per_unit in ways
+    ]
+    check_errors(jobs, run(tmp_path / "errors", "tests.distributed.matrix:errors", jobs=jobs), table)
+    check_reach(jobs, run(tmp_path / "reach", "tests.distributed.matrix:reach", jobs=jobs), table)
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("engine", [*ENGINES, *VARIANTS])
 def test_the_reduced_clipped_sum_is_that_of_one_process(engine, tmp_path, table):
     """Full and LoRA, float32 and bfloat16, accumulated, checkpointed, tied: the same sum as one float64 process."""
