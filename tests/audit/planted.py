@@ -51,6 +51,9 @@ class Charged:
     def append_open_point(self, text: str) -> None:
         pass
 
+    def append_fact(self, name: str, value: str) -> None:
+        pass
+
 
 def plan_of(num_units: int, batch: int, noise_multiplier: float, num_steps: int) -> PrivacyPlan:
     """Plain Poisson sampling: nothing is cut off."""

@@ -81,6 +81,9 @@ class NoLedger:
     def append_open_point(self, text: str) -> None:
         pass
 
+    def append_fact(self, name: str, value: str) -> None:
+        pass
+
 
 def plan_of(
     clip_norm: float,

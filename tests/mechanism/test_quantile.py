@@ -285,6 +285,9 @@ class Counts:
     def append_open_point(self, text):
         pass
 
+    def append_fact(self, name, value):
+        pass
+
 
 @pytest.mark.parametrize("strategy", [{}, {"strategy": "geometric", "ratio": 0.9}], ids=["free", "geometric"])
 def test_banded_noise_on_the_count_has_the_strategy_of_the_gradients(strategy):
