@@ -37,6 +37,7 @@ from dpllm.ghost.rounding import Flows
 from dpllm.ghost.rules import (
     refuse_coupled_modules,
     refuse_skipped_layers,
+    refuse_switching,
     refuse_wrapped,
     two_passes_over_shards,
 )
@@ -96,6 +97,7 @@ class Book:
         refuse_wrapped(model)
         refuse_coupled_modules(model)
         refuse_skipped_layers(model)
+        refuse_switching(model)
         self._trained = TrainedParameters(model, groups or one_group)
         if self.sharded and self.norm_method.backward_passes == 2:
             raise two_passes_over_shards()

@@ -34,7 +34,8 @@ def tokens_by_themselves(model: nn.Module) -> int | None:
 
     Rotary embeddings of the types "dynamic" and "longrope" choose their frequencies by the longest row of the batch
     (transformers, ``modeling_rope_utils.py``): beyond the length that the model was first trained for, a row's loss
-    depends on the length of the other rows. No gradient shows that.
+    depends on the length of the other rows. No gradient shows that. "dynamic" keeps the frequencies of the longest row
+    until a short one comes, so that it depends on earlier batches as well.
     """
     config: Any = getattr(model, "config", None)
     described = config.to_dict() if hasattr(config, "to_dict") else {}
@@ -56,8 +57,8 @@ def refuse_long_rows(longest: int, most: int | None) -> None:
     if most is not None and longest > most:
         raise GhostError(
             f"Rows of {longest} tokens: beyond {most} this model chooses its position embeddings by the longest row of "
-            f"the batch (dynamic or longrope), so that a row's loss depends on the others. Set data.max_length={most}, "
-            "or another rope type."
+            "the batch, or of a batch before (dynamic or longrope), so that a row's loss depends on the others. Set "
+            f"data.max_length={most}, or another rope type."
         )
 
 

@@ -7,7 +7,8 @@ the microbatch method of Abadi et al. 2016 (arXiv:1607.00133): exact for every s
 since one unit's rows do not fill a device.
 
 A unit's gradient depends only on its own rows if the model carries no state from call to call. Modules that keep
-running statistics are refused here; everything else is measured (`dpllm.training.checks.independence`).
+running statistics, and those known to keep a choice made by the length of earlier rows, are refused here; everything
+else is measured (`dpllm.training.checks.independence`).
 
 Shape suffixes: B rows, G groups of parameters, P parameters, U units (0 or 1 here).
 """
@@ -15,17 +16,20 @@ Shape suffixes: B rows, G groups of parameters, P parameters, U units (0 or 1 he
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost import kernels
+from dpllm.ghost import kernels, memory
+from dpllm.ghost.checks import refuse_long_rows, tokens_by_themselves
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import clip_factors
 from dpllm.ghost.graph import nodes_of
 from dpllm.ghost.groups import shapes_of
 from dpllm.ghost.held_clipping import HeldClipping
-from dpllm.ghost.rules import refuse_replicating
+from dpllm.ghost.packed import PackedRows
+from dpllm.ghost.rules import refuse_replicating, refuse_switching
 from dpllm.ghost.scales import is_fp8
 from dpllm.ghost.trained import TrainedParameters
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
@@ -52,8 +56,9 @@ class PerUnitClipper(UnitClipper):
 
     Raises:
         ValueError: both of ``clip_norm`` and ``clipping``, or neither.
-        GhostError: a module keeps statistics of the rows it has seen; the model is replicated by a wrapper or sharded;
-            it has no trainable parameter, or a hook on the gradient of one.
+        GhostError: a module keeps statistics of the rows it has seen, or lets them choose its attention; the model is
+            replicated by a wrapper or sharded; it has no trainable parameter, a hook on the gradient of one, or one of
+            complex numbers.
 
     >>> import torch
     >>> from dpllm import PerUnitClipper
@@ -75,20 +80,22 @@ class PerUnitClipper(UnitClipper):
         clipping: Clipping | None = None,
         parameter_norms: bool = False,
     ) -> None:
-        """Find the trainable parameters; nothing is attached to the model."""
+        """Find the trainable parameters; nothing is attached to the model, unless it limits the length of rows."""
         super().__init__(clip_norm, clipping)
         refuse_replicating(model)
         refuse_statistics(model)
+        refuse_switching(model)
         self._trained = TrainedParameters(model, self.clipping.groups)
         if self._trained.sharded:
             raise no_shards()
         self._by_parameter = parameter_norms
         self._held = HeldClipping(self.clipping, shapes_of(self.parameters))
         self._rows_held: dict[int, Tensor] | None = None  # the sum of a unit's gradients over its calls so far
-        self._joining = False  # rows are being added to the held ones; after a failure they contain a part of them
+        self._joining = False  # rows are being added to the held ones; after a failure those are not a unit's any more
         self._gradients: dict[int, Tensor] = {}  # of the last unit, and the factors of its groups
         self._factor_G: list[float] = []
         self.reached: set[int] = set()
+        self._handle = _limit_rows(model)
         self._note()
 
     @property
@@ -126,7 +133,7 @@ class PerUnitClipper(UnitClipper):
         gradients = self._differentiate(losses, (unit_B >= 0).to(losses))
         if self._rows_held is not None:
             self._hold(gradients)
-            gradients, self._rows_held = self._rows_held, None
+            gradients, self._rows_held, self._joining = self._rows_held, None, True
         sq_norm_P1 = self._squared_norms(gradients, losses.device)
         sq_norm_G1 = self._grouped(sq_norm_P1)
         clipping = self._held.for_model(self.clipping)
@@ -135,8 +142,8 @@ class PerUnitClipper(UnitClipper):
         by_parameter = dict(zip(self.parameters, sq_norm_P1.sqrt().float(), strict=True)) if self._by_parameter else {}
         factors = factor_G1.float() if len(factor_G1) > 1 else factor_G1[0].float()
         result = ClipResult(sq_norm_G1.sum(dim=0).sqrt().float(), factors, by_parameter)
-        # Last: if memory runs out before it, the unit can be retried.
-        self._gradients, self._factor_G = gradients, factor_G1[:, 0].tolist()
+        # Last: if memory runs out before it, the unit can be retried, unless it had held rows, which are joined by now.
+        self._gradients, self._factor_G, self._joining = gradients, factor_G1[:, 0].tolist(), False
         return result
 
     def _nothing(self, losses: Tensor) -> ClipResult:
@@ -167,12 +174,20 @@ class PerUnitClipper(UnitClipper):
     def _differentiate(self, loss_B: Tensor, weight_B: Tensor, retain_graph: bool = False) -> dict[int, Tensor]:
         """Return the gradients of the weighted sum of losses; ``.grad`` stays as it is, and its hooks do not run."""
         parameters = list(self._trained.by_name.values())
+        before = [_state_of(p) for p in parameters]
         try:
             found = torch.autograd.grad(loss_B, parameters, weight_B, retain_graph=retain_graph, allow_unused=True)
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
             raise _reentrant() from error
+        after = [_state_of(p) for p in parameters]
+        if written := [n for n, a, b in zip(self._trained.by_name, before, after, strict=True) if a != b]:
+            raise GhostError(
+                f"{written[0]} received a gradient in .grad while autograd computed a unit's: a function of the model "
+                "calls backward() in its own backward pass, as some activation checkpointing does, and that gradient "
+                "would be released unclipped. Use torch.utils.checkpoint with use_reentrant=False; call zero_grad()"
+            )
         gradients = {id(p): _dense(g) for p, g in zip(parameters, found, strict=True) if g is not None}
         if len(gradients) < len(parameters) and any("CheckpointFunction" in name for name in nodes_of(loss_B)):
             raise _reentrant()
@@ -251,9 +266,11 @@ class PerUnitClipper(UnitClipper):
             )
 
     def remove(self) -> None:
-        """Forget all gradients; the model was never changed."""
+        """Forget all gradients; the model is as before."""
         super().remove()
         self._gradients, self._factor_G, self._rows_held = {}, [], None
+        if self._handle is not None:
+            self._handle.remove()
 
 
 def refuse_statistics(model: nn.Module) -> None:
@@ -282,6 +299,26 @@ def no_shards() -> GhostError:
         "sharded (FSDP2, ZeRO-3). Use replicas (accelerate_configs/ddp.yaml) or ZeRO-2 (accelerate_configs/zero2.yaml),"
         " with LoRA if they do not fit; or privacy.gradients=ghost"
     )
+
+
+def _limit_rows(model: nn.Module) -> Any:
+    """Refuse rows that would leave position embeddings for later units; return the hook, None if no row can."""
+    most = tokens_by_themselves(model)
+    if most is None:
+        return None
+
+    def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        packed = PackedRows()
+        packed.start(kwargs)
+        if torch.is_grad_enabled():
+            refuse_long_rows(max(packed.lengths, default=memory.tokens_of_call(args, kwargs)), most)
+
+    return model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _state_of(parameter: nn.Parameter) -> tuple[int, int] | None:
+    """Return which tensor ``.grad`` is and how often it was written; None if there is none."""
+    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
 def _dense(gradient: Tensor) -> Tensor:

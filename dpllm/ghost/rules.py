@@ -57,7 +57,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by name, each once.
 
     Raises:
-        GhostError: there is none, one is quantised, or a hook changes or reads the gradient of one.
+        GhostError: there is none, one is quantised or complex, or a hook changes or reads the gradient of one.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
@@ -71,6 +71,12 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
                 f"{name} is quantised ({type(parameter).__name__}) and trainable: the update of a weight in this form "
                 "is rounded by the weights beside it, and it has no exact gradient. Freeze it "
                 "(requires_grad_(False)), and train LoRA adapters on top of it."
+            )
+        if parameter.is_complex():
+            raise GhostError(
+                f"{name} has the dtype {parameter.dtype}, and norms, sums and noise are those of real numbers: its "
+                "imaginary part would not be trained. Keep two real parameters, or one of the shape (..., 2), and use "
+                "torch.view_as_complex; or freeze it."
             )
         if parameter._backward_hooks:
             raise GhostError(
@@ -117,6 +123,20 @@ def refuse_skipped_layers(model: nn.Module) -> None:
             raise NoRuleError(
                 f"{path} has layerdrop={rate}: whole layers are skipped at random, and their parameters then have no "
                 "gradient. Set layerdrop to 0 there (and in the model's config); use dropout instead."
+            )
+
+
+def refuse_switching(model: nn.Module) -> None:
+    """Raise `GhostError` for a module that a short row switches to another attention, for all later rows.
+
+    BigBird and BigBird-Pegasus do (transformers, ``set_attention_type`` in their forward passes).
+    """
+    for path, module in model.named_modules():
+        if vars(module).get("attention_type") == "block_sparse":
+            raise GhostError(
+                f"{path or 'the model'} ({type(module).__name__}) leaves its block-sparse attention for good at the "
+                "first batch of short rows, so one unit changes the gradients of all later ones. Load the model with "
+                'attention_type="original_full", or call its set_attention_type("original_full").'
             )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpllm.training.rows import TrainingRows
 
 _SEED = 20161024  # public: the rows are the same on every process and after a resume
-_ONES, _ZEROS = ("attention_mask",), ("token_type_ids", "special_tokens_mask")
+_ONES, _ZEROS = ("attention_mask",), ("token_type_ids", "special_tokens_mask", "labels")
 
 
 class NotMadeUp(ValueError):
@@ -36,7 +36,7 @@ def made_up(rows: TrainingRows, model: nn.Module, lengths: Sequence[int], number
         number: of the microbatch; others have other tokens.
 
     Raises:
-        NotMadeUp: a row has a column that is neither numbers nor a sequence of numbers.
+        NotMadeUp: the first row has a column that is neither numbers nor a sequence of numbers, or without a value.
     """
     (form,) = rows.fetch(np.asarray(rows.units.rows[:1]))
     rng = np.random.default_rng([_SEED, number])
@@ -73,8 +73,12 @@ def _like(form: Any, length: int, tokens: int, rng: np.random.Generator) -> Any:
 
 
 def _column(name: str, value: Any, length: int, ids: np.ndarray, rng: np.random.Generator) -> Any:
-    if value is None or isinstance(value, str):
-        return None if value is None else ""
+    if value is None:  # whether a row has a value is private, and decides what the loss reaches
+        raise NotMadeUp(
+            f"the column '{name}' has no value in the first row. Leave the column out, or give each row one"
+        )
+    if isinstance(value, str):
+        return ""
     try:
         shown = value.numpy() if isinstance(value, Tensor) else np.asarray(value)
     except ValueError as error:  # lists of different lengths

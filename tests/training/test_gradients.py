@@ -58,7 +58,8 @@ def test_auto_takes_one_unit_at_a_time_only_where_a_part_has_no_rule(make, one_u
     said = [record.getMessage() for record in caplog.records if "privacy.gradients=auto" in record.getMessage()]
     assert len(said) == int(one_unit)
     if one_unit:
-        assert "times the time that 4 rows" in said[0] and "\n" not in said[0]
+        # Not the mean length of the private rows, which no guarantee covers.
+        assert "times the time that 4 rows of at most 256 tokens" in said[0] and "\n" not in said[0]
         assert ("block (Tuple)" in said[0]) == (make is Coupled) and "per_unit" not in said[0].split("block")[-1][:40]
     run.step(run.choose(np.arange(12)), loss_of)
     run.finish()
@@ -143,18 +144,51 @@ def test_a_model_whose_losses_reach_nothing_is_refused(tmp_path):
 
 
 def test_rows_are_made_up_from_the_form_of_a_row_only():
-    """Columns of tokens share their numbers; no number of the private row is kept."""
-    row = {"input_ids": [7] * 30, "labels": [7] * 30, "attention_mask": [1] * 30, "label": 5, "name": "Ada", "x": None}
+    """Columns of tokens share their numbers, labels are those of any task; no number of the private row is kept."""
+    row = {"input_ids": [7] * 30, "answer_ids": [7] * 30, "labels": [7] * 30, "attention_mask": [1] * 30}
+    row |= {"label": 5, "name": "Ada"}
     units, lengths = UnitIndex.one_row_per_unit(1), np.array([30])
     rows = TrainingRows(units, lengths, lambda numbers: [row], lambda rows: {"rows": rows}, 2)
     short, long = made_up(rows, nn.Embedding(97, 2), (4, 99))["rows"]
     assert len(short["input_ids"]) == 4 and len(long["input_ids"]) == 30
-    assert long["labels"] == long["input_ids"] and len(set(long["input_ids"])) > 5
-    assert set(long["attention_mask"]) == {1} and long["label"] == 0 and long["name"] == "" and long["x"] is None
+    assert long["answer_ids"] == long["input_ids"] and len(set(long["input_ids"])) > 5
+    assert set(long["labels"]) == {0}  # of a head for tokens with two classes, 7 would be out of range
+    assert set(long["attention_mask"]) == {1} and long["label"] == 0 and long["name"] == ""
     assert made_up(rows, nn.Embedding(97, 2), (4, 99))["rows"] == [short, long]
     row["input_ids"] = [[1], [2, 3]]
     with pytest.raises(NotMadeUp, match="lists of different lengths"):
         made_up(rows, nn.Embedding(97, 2), (4,))
+
+
+class Picture(nn.Module):
+    """Uses a part only for rows that have a picture."""
+
+    def __init__(self):
+        super().__init__()
+        self.text, self.picture = nn.Linear(FEATURES, 1), nn.Linear(FEATURES, 1)
+
+    def forward(self, text, picture):
+        return self.text(text) if picture is None else self.text(text) + self.picture(picture)
+
+
+def test_whether_the_first_row_has_a_value_does_not_decide_what_is_frozen(tmp_path):
+    """The frozen names are in the report, and would tell it."""
+    plan, rows = plan_of(noise_multiplier=0.0), rows_of()
+
+    def collate(some):
+        pictures = [row["picture"] for row in some]
+        return {
+            "text": torch.stack([row["text"] for row in some]),
+            "picture": None if None in pictures else torch.stack(pictures),
+        }
+
+    def fetch(numbers):
+        return [{"text": row[:FEATURES], "picture": None} for row in rows.fetch(numbers)]
+
+    made = TrainingRows(rows.units, rows.lengths, fetch, collate, 1)
+    run = PrivateRun(plan, made, ledger_of(tmp_path, plan))
+    with pytest.raises(ConfigError, match="'picture' has no value in the first row"):
+        run.freeze_unused(Picture(), lambda model, inputs: model(**inputs).squeeze(1))
 
 
 def test_a_decoder_used_alone_trains_with_one_switch(tmp_path):
