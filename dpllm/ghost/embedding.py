@@ -80,7 +80,14 @@ class EmbeddingRule:
         with torch.no_grad():
             number = torch.arange(entries, device=weight.device, dtype=torch.float64)
             probe = torch.stack([number, torch.ones_like(number)], 1)
-            read = call_with(module, {"weight": probe}, args, kwargs)
+            try:
+                read = call_with(module, {"weight": probe}, args, kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, TypeError) as error:  # it needs the table's own width
+                raise NoRuleError(
+                    f"{self.path} ({type(module).__name__}) is not a scaled lookup in its table ({error}); freeze it."
+                ) from error
             index = (read[..., 0] / read[..., 1]).round().nan_to_num(-1).long()
             ones = weight.new_ones(entries, 1)
             scale = call_with(module, {"weight": ones}, args, kwargs)

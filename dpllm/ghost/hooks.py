@@ -117,8 +117,12 @@ class Hooks:
         self._active: list[Served] = []
         self._in_forward = self.in_backward = self._paused = False
         self._handles = shared.attach(model, host)
-        for site in find_sites(model):
-            self._attach_site(Served(site, host))
+        try:
+            for site in find_sites(model):
+                self._attach_site(Served(site, host))
+        except BaseException:  # without a rule here, the model may be clipped in another way
+            self.remove()
+            raise
         self._handles += [
             model.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._end_forward, always_call=True),

@@ -174,20 +174,16 @@ class PerUnitClipper(UnitClipper):
     def _differentiate(self, loss_B: Tensor, weight_B: Tensor, retain_graph: bool = False) -> dict[int, Tensor]:
         """Return the gradients of the weighted sum of losses; ``.grad`` stays as it is, and its hooks do not run."""
         parameters = list(self._trained.by_name.values())
-        before = [_state_of(p) for p in parameters]
+        before = [_state(parameter) for parameter in parameters]
         try:
             found = torch.autograd.grad(loss_B, parameters, weight_B, retain_graph=retain_graph, allow_unused=True)
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
             raise _reentrant() from error
-        after = [_state_of(p) for p in parameters]
-        if written := [n for n, a, b in zip(self._trained.by_name, before, after, strict=True) if a != b]:
-            raise GhostError(
-                f"{written[0]} received a gradient in .grad while autograd computed a unit's: a function of the model "
-                "calls backward() in its own backward pass, as some activation checkpointing does, and that gradient "
-                "would be released unclipped. Use torch.utils.checkpoint with use_reentrant=False; call zero_grad()"
-            )
+        for (name, parameter), state in zip(self._trained.by_name.items(), before, strict=True):
+            if _state(parameter) != state:
+                raise _written(name)
         gradients = {id(p): _dense(g) for p, g in zip(parameters, found, strict=True) if g is not None}
         if len(gradients) < len(parameters) and any("CheckpointFunction" in name for name in nodes_of(loss_B)):
             raise _reentrant()
@@ -316,13 +312,22 @@ def _limit_rows(model: nn.Module) -> Any:
     return model.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _state_of(parameter: nn.Parameter) -> tuple[int, int] | None:
-    """Return which tensor ``.grad`` is and how often it was written; None if there is none."""
+def _dense(gradient: Tensor) -> Tensor:
+    return (gradient.to_dense() if gradient.is_sparse else gradient).detach()
+
+
+def _state(parameter: nn.Parameter) -> tuple[int, int] | None:
+    """Return what changes when a gradient is written to ``.grad``."""
     return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    return (gradient.to_dense() if gradient.is_sparse else gradient).detach()
+def _written(name: str) -> GhostError:
+    """Return the error for a function whose backward pass differentiates a second time, by itself."""
+    return GhostError(
+        f"The backward pass of a function of the model wrote to {name}.grad, where the gradient would not be clipped: "
+        "it calls backward() itself, as reversible layers do. Freeze the parameters that it uses, or use a version of "
+        "the model without it"
+    )
 
 
 def _reentrant() -> GhostError:

@@ -343,35 +343,6 @@ def test_complex_parameters_are_refused(kind):
         kind(Halves(), 1.0)
 
 
-class WritesItself(torch.autograd.Function):
-    """Recomputes a module in its backward pass, and lets autograd write its gradients to ``.grad``."""
-
-    @staticmethod
-    def forward(ctx, x, module):
-        ctx.module = module
-        ctx.save_for_backward(x)
-        return module(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            torch.autograd.backward(ctx.module(x), grad)
-        return x.grad, None
-
-
-@pytest.mark.parametrize("has_gradient", [False, True])
-def test_a_gradient_that_a_backward_pass_writes_is_refused(has_gradient):
-    """It would be released unclipped, whether or not earlier units are in ``.grad`` already."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    clipper = PerUnitClipper(model, 1e-6)
-    if has_gradient:
-        clipper.backward(model(torch.ones(1, 3)).squeeze(1))
-    with pytest.raises(GhostError, match=r"1.weight received a gradient in .grad.*use_reentrant=False"):
-        clipper.backward(WritesItself.apply(model[0](torch.ones(1, 3)), model[1]).squeeze(1))
-
-
 def test_a_unit_whose_parts_were_joined_when_memory_ran_out_is_not_tried_again(monkeypatch):
     """A second try of its last rows alone would silently leave out those held before."""
     model = nn.Linear(3, 1)
@@ -386,3 +357,33 @@ def test_a_unit_whose_parts_were_joined_when_memory_ran_out_is_not_tried_again(m
         clipper.clip(model(torch.ones(1, 3)).squeeze(1))
     with pytest.raises(GhostError, match="could not be combined"):
         clipper.forget()
+
+
+class Reversible(torch.autograd.Function):
+    """A layer that is computed again in its backward pass, where it calls backward() itself."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(grad)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("filled", [False, True], ids=["empty", "filled"])
+def test_a_function_that_calls_backward_itself_is_refused(filled):
+    """It adds to .grad what no clipper has seen."""
+    first, inner = nn.Linear(3, 3), nn.Linear(3, 1)
+    model = nn.Sequential(first, inner)
+    clipper = PerUnitClipper(model, clip_norm=1.0)
+    if filled:
+        inner.weight.grad = torch.zeros_like(inner.weight)
+    with pytest.raises(GhostError, match=r"wrote to 1\.\w+\.grad, where the gradient would not be clipped"):
+        clipper.backward(Reversible.apply(first(torch.randn(1, 3)), inner).squeeze(1))
