@@ -32,6 +32,41 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "scales of quantised weights are not watched",
+        "dpllm/training/checks/fixed.py",
+        "for attribute, tensor in scales_of(module).items():",
+        "for attribute, tensor in ():",
+        ("tests/models/test_quantization.py::test_scales_of_quantised_weights_are_watched_like_the_weights",),
+    ),
+    Mutation(
+        "a quantised weight may be trained",
+        "dpllm/ghost/rules.py",
+        "if is_packed(parameter):",
+        "if False:",
+        ("tests/models/test_quantization.py::test_a_quantised_weight_is_never_trained",),
+    ),
+    Mutation(
+        "weights that were calibrated with texts raise no question",
+        "dpllm/models/starting_point.py",
+        "points += calibration_points(model)",
+        "pass",
+        ("tests/training/test_quantized.py::test_a_base_quantised_with_texts_is_an_open_point",),
+    ),
+    Mutation(
+        "a recipe may ask for outlier columns of LLM.int8",
+        "dpllm/config/quantization.py",
+        "if self.outlier_threshold:",
+        "if False:",
+        ("tests/config/test_quantization.py",),
+    ),
+    Mutation(
+        "the merged model is not named in the ledger",
+        "dpllm/training/trainer.py",
+        "note_release(self.ledger, folder / MERGED_FOLDER, {})",
+        "pass",
+        ("tests/training/test_quantized.py::test_a_changed_merged_model_is_found",),
+    ),
+    Mutation(
         "the training rows may be declared public for evaluation",
         "dpllm/data/own_rows.py",
         "if shared and 2 * shared > len(dataset):",

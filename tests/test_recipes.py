@@ -11,15 +11,19 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from dpllm.config import load_recipe
 from dpllm.data.records import required_columns
 from dpllm.data.rows import train_tokenizer
 from dpllm.models.load import load_base_model, load_tokenizer
+from dpllm.models.quantization import config_for, make_ready
 from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.noise_choice import prediction
 from dpllm.privacy.plan import make_plan
+from dpllm.report.verify import verify
 from dpllm.training.advice import advice
 from dpllm.training.arguments import num_private_steps, private_arguments, training_arguments
 from dpllm.training.workload import UpdateRule
@@ -443,3 +447,38 @@ def test_the_program_explains_itself(finetune, monkeypatch, capsys):
         finetune.main()
     assert caught.value.code == 0
     assert "accelerate launch recipes/finetune.py --config recipes/quickstart.yaml" in capsys.readouterr().out
+
+
+SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the test data at {SHARED} (or DPLLM_SHARED_DATA)")
+def test_qlora_on_real_weights_and_real_text(finetune, tmp_path, capsys):
+    """From the start to report and merged model: it learns, it verifies, and merged/ computes what was measured."""
+    pytest.importorskip("bitsandbytes", reason="pip install 'dpllm[quantization]'")
+    overrides = [
+        f"model.name={SHARED / 'stories15M'}",
+        *("model.dtype=float32", "train.bf16=false", "train.use_cpu=true", "train.disable_tqdm=true"),
+        *(f"data.path={SHARED / 'e2e' / 'trainset.csv'}", "data.limit=400", "data.eval_split=null"),
+        *("data.eval_fraction=0.1", "data.prompt_column=mr", "data.completion_column=ref"),
+        *("privacy.expected_batch_size=24", "privacy.delta=1e-4", "privacy.noise=independent"),
+        *("train.max_steps=8", "train.save_steps=4", "train.per_device_train_batch_size=8"),
+        f"train.output_dir={tmp_path / 'out'}",
+    ]
+    finetune.run(load_recipe(FOLDER / "qlora.yaml", overrides))
+    printed = capsys.readouterr().out
+    before, after = (float(re.search(rf"perplexity {when}\s+([\d.e+]+)", printed)[1]) for when in ("before", "after"))
+    assert after < 0.8 * before
+    for folder in (tmp_path / "out", tmp_path / "out" / "merged"):
+        assert [found for found in verify(folder).checks if not found.ok] == []
+    report = (tmp_path / "out" / "privacy_report.md").read_text(encoding="utf-8")
+    assert "nf4 (bitsandbytes, scales quantised to 8 bits)" in report
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")
+    config = config_for("nf4", torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(SHARED / "stories15M", quantization_config=config, dtype=torch.float32)
+    make_ready(base)
+    ids = torch.randint(3, 30_000, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want = PeftModel.from_pretrained(base, tmp_path / "out")(ids).logits
+        assert float((whole(ids).logits - want).norm()) <= 1e-4 * float(want.norm())

@@ -31,7 +31,7 @@ from dpllm.config import TASKS, ConfigError, ModelConfig, nearest
 from dpllm.data.tokenization import train_tokenizer
 from dpllm.models.loading import check_adapter_names, load_pretrained, not_loaded, one_line
 from dpllm.models.padding import align_padding
-from dpllm.models.quantization import config_for, make_ready
+from dpllm.models.quantization import config_for, make_ready, refuse_other_form, stored_as
 from dpllm.models.starting_point import DATA_DRIVEN_INIT
 
 AUTO_MODEL: dict[str, Any] = {task: getattr(transformers, about.auto_class) for task, about in TASKS.items()}
@@ -120,6 +120,8 @@ def load_base_model(
             heads = _heads(model, labels) if new_head else None
             options["quantization_config"] = config_for(model.quantization, _dtype_of(model), heads)
         base = load_pretrained(AUTO_MODEL[model.task], str(model.name), new_head, **options)
+        if model.quantization is not None:
+            refuse_other_form(base, model.quantization)
         make_ready(base)
         _set_tying(base, model)
     table: Any = base.get_input_embeddings().weight
@@ -250,6 +252,11 @@ def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel 
             a freeze pattern without a match; nothing left to train.
     """
     prepared: PreTrainedModel | PeftModel = base
+    if model.peft is None and (stored := stored_as(base)) is not None:
+        raise ConfigError(
+            f"the weights of the model {model.name!r} are quantised ({stored}), so its matrices cannot be trained, and "
+            "norms and embeddings alone would be: give model.peft, such as {r: 16, target_modules: all-linear}"
+        )
     if model.peft is not None:
         config = _lora_config(model)
         check_adapter_names(base, config)

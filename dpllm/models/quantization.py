@@ -88,6 +88,24 @@ def make_ready(model: nn.Module) -> None:
             module.init_8bit_state()
 
 
+def refuse_other_form(model: nn.Module, quantization: Any) -> None:
+    """Make sure that a loaded model has the form that a recipe names: transformers keeps the form of the files.
+
+    Args:
+        model: as loaded.
+        quantization: value of the recipe.
+
+    Raises:
+        ConfigError: its files were quantised in another way before.
+    """
+    wanted, found = Quantization.of(quantization), stored_as(model)
+    if found != wanted.words:
+        raise ConfigError(
+            f"quantization={wanted.kind} asks for {wanted.words}, and the files of the model are quantised already: "
+            f"{found}. Leave quantization out, or name the model that was not quantised"
+        )
+
+
 def stored_as(model: nn.Module) -> str | None:
     """Return the stored form of a model's frozen weights, for the report; None if they are not quantised."""
     config = _quantization_of(model)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from dpllm import GhostClipper
-from dpllm.config import ConfigError
+from dpllm.config import ConfigError, ModelConfig
 from dpllm.ghost import GhostError
 from dpllm.ghost.scales import is_packed, scales_of
+from dpllm.models.load import load_model, load_tokenizer
 from dpllm.models.quantization import calibration_points, make_ready, refuse_sharding, stored_as
 from dpllm.training.checks.fixed import FixedTensors
 from dpllm.training.checks.watch import WatchError
@@ -149,6 +150,21 @@ def test_the_head_of_a_classifier_is_new_and_is_not_quantised(tmp_path):
     assert "Linear4bit" in {type(module).__name__ for module in model.modules()}
     trained = [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
     assert trained and all("classifier.modules_to_save" in name for name in trained)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config` or equivalent parameters:UserWarning")
+def test_files_that_are_quantised_already_are_used_as_they_are(folder, tmp_path):
+    """A recipe that names another form, or no adapter, is told so: transformers would only log a line."""
+    adapted(folder, "nf4").unload().save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    for given in (None, "nf4"):
+        assert stored_as(adapted(str(tmp_path), given)) == "nf4 (bitsandbytes, scales quantised to 8 bits)"
+    for given in ("fp4", {"kind": "nf4", "double": False}, "int8"):
+        with pytest.raises(ConfigError, match=r"quantised already: nf4 .*Leave quantization out, or name the model"):
+            adapted(str(tmp_path), given)
+    model = ModelConfig(name=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"norms and embeddings alone would be: give model\.peft"):
+        load_model(model, load_tokenizer(model))
 
 
 @pytest.mark.parametrize(

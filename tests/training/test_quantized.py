@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 
 from dpllm import DPTrainer
+from dpllm.config import ConfigError
 from dpllm.engines import EngineError
 from dpllm.ghost import GhostError
 from dpllm.models.merging import MERGED_FOLDER
@@ -54,7 +55,7 @@ def trainer(folder, model, args=None, **more):
     return DPTrainer(
         model=model,
         args=arguments(folder, max_steps=2, **(args or {})),
-        privacy=privacy(),
+        privacy=more.pop("config", privacy()),
         train_dataset=rows(),
         **more,
     )
@@ -105,11 +106,31 @@ def test_a_changed_merged_model_is_found(tmp_path, base):
     run = trainer(tmp_path, model_of(base, **NF4), merge_adapter=True)
     run.train()
     run.save_model()
+    for folder in (tmp_path, tmp_path / MERGED_FOLDER):
+        assert [found for found in verify(folder).checks if not found.ok] == []
     weights = tmp_path / MERGED_FOLDER / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     for folder in (tmp_path, tmp_path / MERGED_FOLDER):
         wrong = [found for found in verify(folder).checks if not found.ok]
         assert len(wrong) == 1 and "model.safetensors" in wrong[0].detail
+
+
+def test_a_merged_model_is_a_release_and_no_new_start(tmp_path, base):
+    """The folder has the ledger; another run that begins there would state its own ε only."""
+    run = trainer(tmp_path / "first", model_of(base, **NF4), merge_adapter=True)
+    run.train()
+    run.save_model()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "first" / MERGED_FOLDER)
+    with pytest.raises(ConfigError, match="merged, a private run"):
+        trainer(tmp_path / "second", again)
+
+
+@pytest.mark.parametrize("config", [NF4, INT8, {"load_in_8bit": True}], ids=["nf4", "int8", "outliers"])
+def test_one_unit_at_a_time_takes_any_form(tmp_path, base, config):
+    """Outlier columns are then chosen over the rows of one unit; nothing else may keep numbers between calls."""
+    run = trainer(tmp_path, model_of(base, **config), config=privacy(gradients="per_unit"))
+    run.train()
+    assert run.state.global_step == 2
 
 
 @pytest.mark.parametrize("config", [NF4, deep_case(INT8)], ids=["nf4", "int8"])

@@ -6,6 +6,7 @@ Through the public API: `DPTrainer`, and `PrivateRun` with a custom loop.
 import copy
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -295,6 +296,31 @@ class State:
 def test_modules_that_scale_over_the_batch_are_refused_by_name(module, says):
     with pytest.raises(GhostError, match=says):
         GhostClipper(nn.Sequential(nn.Linear(2, 2), module), 1.0)
+
+
+def cast(granularity, scaling="dynamic"):
+    return SimpleNamespace(scaling_granularity=granularity, scaling_type=scaling)
+
+
+@pytest.mark.parametrize(
+    ("of_input", "of_gradient", "accepted"),
+    [
+        (cast("axiswise"), cast("axiswise"), True),
+        (cast("axiswise"), cast("tensorwise", "disabled"), True),
+        (cast("tensorwise"), cast("axiswise"), False),
+        (cast("axiswise"), cast("tensorwise"), False),
+        (cast("tensorwise"), cast("tensorwise"), False),
+    ],
+)
+def test_fp8_is_accepted_with_one_scale_per_token(of_input, of_gradient, accepted):
+    """As torchao's recipe "rowwise"; one scale for the tensor, also of the output's gradient, mixes the rows."""
+    config = SimpleNamespace(cast_config_input=of_input, cast_config_grad_output=of_gradient)
+    model = nn.Sequential(nn.Linear(2, 2), named("Float8Linear", config=config))
+    if accepted:
+        GhostClipper(model, 1.0).remove()
+        return
+    with pytest.raises(GhostError, match="largest activation of the whole batch"):
+        GhostClipper(model, 1.0)
 
 
 def test_int8_without_outlier_columns_is_accepted():
