@@ -109,7 +109,7 @@ class CorrectedAdamW(Optimizer):
         self._noise, self._second_moment = noise, second_moment
         self._seen: dict[float, tuple[list[float], float]] = {}  # by β1: variances in x, and ρ
         self._told: int | None = None
-        self._due: set[int] = set()  # groups that have not begun the step
+        self._due: set[int] = set()  # ids of groups that have not begun the step; ZeRO shows one group at a time
 
     def tell(self, step: int) -> None:
         """Begin a private step.
@@ -117,20 +117,20 @@ class CorrectedAdamW(Optimizer):
         Args:
             step: counted from the start or resume, from 0 on.
         """
-        self._told, self._due = step, set(range(len(self.param_groups)))
+        self._told, self._due = step, {id(group) for group in self.param_groups}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient; an engine may call it once for each part of a group."""
         del closure
-        for number, group in enumerate(self.param_groups):
+        for group in self.param_groups:
             held = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in held:
                 self._make_state(parameter)
             if self._told is None or not held:
                 continue
-            if number in self._due:
-                self._due.remove(number)
+            if id(group) in self._due:
+                self._due.remove(id(group))
                 self._begin(group, self._told)
             for parameter in held:
                 self._update(parameter, group)

@@ -33,9 +33,10 @@ class Job:
     engine: str
     mode: str = "full"
     dtype: str = "float32"
+    optim_args: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.engine}-{self.mode}-{self.dtype}"
+        return "-".join([self.engine, self.mode, self.dtype, *([self.optim_args] if self.optim_args else [])])
 
 
 class Record(TrainerCallback):
@@ -97,6 +98,7 @@ def train(job: Job, folder: Path, stop: int, resume: Path | None) -> dict[str | 
             "per_device_train_batch_size": 1,  # few passes compare rows with each other
             "learning_rate": 1e-2,
             "weight_decay": 0.1,
+            "optim_args": job.optim_args,
             "max_grad_norm": 0.0,
             "bf16": job.dtype == "bfloat16",
             "logging_steps": 2,
@@ -118,8 +120,9 @@ def train(job: Job, folder: Path, stop: int, resume: Path | None) -> dict[str | 
     )
     record.trainer = trainer
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    states = trainer.optimizer.optimizer.optimizer.state.values()
-    steps = [float(state["step"]) for state in states]
+    inner = trainer.optimizer.optimizer.optimizer
+    steps = [float(state["step"]) for state in inner.state.values() if "step" in state]
+    steps += [float(group["taken"]) for group in inner.param_groups if "taken" in group]  # CorrectedAdamW
     charged = trainer.ledger.num_steps
     dispose(trainer.model_wrapped)
     trainer.accelerator.free_memory()

@@ -19,6 +19,8 @@ JOBS = [
     Job("zero2", mode="partly", dtype="bfloat16"),
     Job("zero3", mode="partly"),
     Job("zero3", mode="lora", dtype="bfloat16"),
+    Job("zero2", optim_args="second_moment=low_passed"),
+    Job("zero3", mode="lora", optim_args="second_moment=corrected"),
 ]
 # Train on two processes to step 3; a copy from step 1 to 2 on one; a copy of that from step 2 to 3 on two.
 PARTS = (("whole", None, 0, 3, 2), ("one", "whole", 1, 2, 1), ("two", "one", 2, 3, 2))

@@ -130,6 +130,25 @@ def test_parts_of_a_group_that_are_stepped_one_by_one_are_one_step(problem):
     assert other.param_groups[0]["taken"] == 3
 
 
+def test_groups_that_are_stepped_one_by_one_are_one_step(problem):
+    """As ZeRO-1 and -2 do: the other groups are out of the optimizer meanwhile."""
+    starts, gradients = problem
+    whole, apart = ([torch.nn.Parameter(torch.tensor(start)) for start in starts] for _ in range(2))
+    one, other = made(whole), made(apart)
+    take(one, whole, gradients, range(3))
+    groups = other.param_groups
+    for step in range(3):
+        other.tell(step)
+        for parameter, given in zip(apart, gradients, strict=True):
+            parameter.grad = torch.tensor(given[step])
+        for group in groups:
+            other.param_groups = [group]
+            other.step()
+        other.param_groups = groups
+    assert all(torch.equal(a, b) for a, b in zip(whole, apart, strict=True))
+    assert [group["taken"] for group in groups] == [3, 3]
+
+
 def test_a_step_outside_of_a_run_only_makes_the_state():
     """Libraries take one over zeros before they load a checkpoint."""
     parameter = torch.nn.Parameter(torch.ones(3))
