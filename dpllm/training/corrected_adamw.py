@@ -51,7 +51,7 @@ SECOND_MOMENT_FACT = "second moment of the optimizer"
 """Name of the fact in ledger and report."""
 _FLOORS = {"low_passed": 1.0, "corrected": 0.1}
 _WORDS = {"low_passed": "that of the first moment, less", "corrected": "its own, less"}
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # the names that DeepSpeed's conversion of checkpoints knows
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # the names that DeepSpeed's conversion of checkpoints knows, as "step"
 
 
 class CorrectedAdamW(Optimizer):
@@ -142,6 +142,7 @@ class CorrectedAdamW(Optimizer):
                 state[name] = torch.zeros_like(
                     parameter, dtype=accumulation_dtype(parameter.dtype), memory_format=torch.preserve_format
                 )
+            state["step"] = torch.tensor(0.0)  # as ``taken``; DeepSpeed's conversion needs it
 
     @property
     def noise(self) -> KnownNoise:
@@ -184,6 +185,7 @@ class CorrectedAdamW(Optimizer):
         mean.lerp_(gradient, 1 - first)
         seen = mean if self._is_low_passed else gradient
         square.mul_(second).addcmul_(seen, seen, value=1 - second)
+        self.state[parameter]["step"].fill_(group["taken"])
         scale = 1 - second ** group["taken"]
         expected = group["expected"] / scale
         least = _FLOORS[self.second_moment] * expected
