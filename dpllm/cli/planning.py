@@ -316,7 +316,11 @@ def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: 
     arguments, batch = training_arguments(to_plan(recipe.train)), recipe.privacy.expected_batch_size
     results = [
         footprint_of_recipe(recipe, arguments, batch, name, gpus)
-        for name in ([engine] if engine else engines_for(gpus, recipe.model.quantization is not None))
+        for name in (
+            [engine]
+            if engine
+            else engines_for(gpus, recipe.model.quantization is not None, recipe.privacy.gradients == "per_unit")
+        )
     ]
     shape = results[0].shape
     values = {

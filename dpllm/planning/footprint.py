@@ -22,6 +22,7 @@ The assumptions are:
   entries; ZeRO-1 passes the whole sum once per step, and DeepSpeed's optimizer for bfloat16 holds a second copy.
 * An average of the weights (``train.average``) is float32, divided as the optimizer's state is. While it is shown, for
   an evaluation or a save, it replaces the weights, which are kept beside it (DeepSpeed: they are the master weights).
+* ``privacy.gradients=per_unit`` holds the gradient of one unit in place of the book; "auto" counts as ghost.
 * A collective over n GPUs sends (n - 1)/n of the tensor per GPU for an all-gather or a reduce-scatter, twice that for
   an all-reduce (ring algorithms). FSDP2 and ZeRO-3 gather all weights for forward and for backward of each
   microbatch; ZeRO-3 gathers each trainable weight once more to pass its sum, ZeRO-1 and -2 gather the updated weights.
@@ -362,6 +363,9 @@ def _block_activations(block: Block, dtypes: _Dtypes) -> int:
 
 def _book(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
     """Return the bytes of the book; `dpllm.ghost.contributions` decides between factors and instance for each layer."""
+    if run.per_unit:  # a unit's gradient, in float32 if the unit has several calls
+        several = run.unit_rows > run.rows
+        return shape.trainable * (dtypes.trainable + (_FLOAT32 if several else 0))
     compute, rows, tokens = dtypes.compute, run.rows, run.tokens
     shared = not (dtypes.autocast and dtypes.stream == _FLOAT32)
     factored = tuple(
@@ -405,6 +409,8 @@ def _forming(shape: ModelShape, run: Run) -> int:
     layers = [(x.inputs, x.outputs) for x in shape.block.linears if x.trainable]
     if shape.head.trainable:
         layers.append((shape.hidden, shape.head.vocabulary))
+    if run.per_unit:
+        layers, copies = [], _FLOAT32 * shape.largest_trainable
     for inputs, outputs in layers:
         copies = max(copies, _FLOAT32 * tokens * (inputs + outputs + min(inputs, outputs)))
     largest = _FLOAT32 * shape.largest_trainable
@@ -481,6 +487,8 @@ def footprint_of_recipe(
     rows = arguments.per_device_train_batch_size
     if isinstance(recipe.microbatch_tokens, int):
         rows = max(1, recipe.microbatch_tokens // recipe.data.max_length)
+    if one_unit := recipe.privacy.gradients == "per_unit":
+        rows = min(rows, per_unit)
     run = Run(
         engine=engine,
         num_gpus=num_gpus,
@@ -495,6 +503,7 @@ def footprint_of_recipe(
         averaged=recipe.train.get("average") is not None,
         corrected=second_moment_of(optimizer, arguments.optim_args) is not None,
         moment_bits=_ADAMW[optimizer],
+        per_unit=one_unit,
     )
     return footprint(shape_of_model(recipe.model), run)
 
@@ -506,8 +515,8 @@ def _most_kept(recipe: Recipe, batch: int) -> int:
     return max(one.tensors_kept for one in noise.candidates(draw, Workload.released([1.0] * 1000)))
 
 
-def engines_for(num_gpus: int, quantized: bool = False) -> tuple[str, ...]:
-    """Return the engines that are worth comparing on this number of GPUs; quantised weights are not sharded.
+def engines_for(num_gpus: int, quantized: bool = False, per_unit: bool = False) -> tuple[str, ...]:
+    """Return the engines worth comparing on this number of GPUs; quantised weights and single units are not sharded.
 
     >>> engines_for(1)
     ('single', 'zero3_offload')
@@ -516,6 +525,8 @@ def engines_for(num_gpus: int, quantized: bool = False) -> tuple[str, ...]:
     """
     if quantized:
         return ("single",) if num_gpus == 1 else ("ddp",)
+    if per_unit:
+        return ("single",) if num_gpus == 1 else ("ddp", "zero1", "zero2")
     if num_gpus == 1:
         return ("single", "zero3_offload")
     several_nodes = num_gpus > GPUS_OF_A_NODE and num_gpus % GPUS_OF_A_NODE == 0

@@ -73,7 +73,7 @@ def _parts(result: Footprint) -> list[tuple[str, int]]:
         ("gathered weights", passing.gathered),
         ("activations", passing.activations + passing.recomputed),
         ("logits and loss", passing.logits),
-        ("the book", passing.book),
+        ("gradient of one unit" if result.run.per_unit else "the book", passing.book),
         ("forming the sum", passing.forming),
         ("total, at most", result.total),
         ("memory of the CPU", result.cpu),

@@ -54,6 +54,8 @@ class Run(Update):
     is independent or regenerated."""
     shard_size: int = GPUS_OF_A_NODE
     """S of "fsdp2-hybrid": GPUs that share one copy of the model. Other engines shard over all GPUs or none."""
+    per_unit: bool = False
+    """Whether one unit is run at a time (privacy.gradients=per_unit)."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -66,6 +68,11 @@ class Run(Update):
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.moment_bits is not None and self.is_deepspeed:
             raise ConfigError(f"optimizers of bitsandbytes have no estimate under {self.engine}; use adamw_torch")
+        if self.per_unit and self.shards_weights:
+            raise ConfigError(
+                f"privacy.gradients=per_unit needs whole parameters, which {self.engine} shards; use single, ddp, "
+                "zero1 or zero2"
+            )
         if self.engine == "single" and self.num_gpus != 1:
             raise ConfigError(f"the engine single uses 1 GPU, not {self.num_gpus}; use ddp, fsdp2 or a zero engine")
         if self.engine == "fsdp2-hybrid" and self.num_gpus % self.shard_size:

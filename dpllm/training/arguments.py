@@ -42,7 +42,11 @@ _REFUSED: dict[str, tuple[Any, str]] = {
         "NEFTune scales its noise by the padded length, which other rows decide; leave it out",
     ),
     "use_liger_kernel": (False, "its fused head hides the head's weight gradient from the norms"),
-    "torch_compile": (False, "a compiled graph may fuse layers, so the hooks that compute the norms are lost"),
+    "torch_compile": (
+        False,
+        "a compiled graph may fuse layers, so the hooks that compute the norms are lost; with "
+        "privacy.gradients=per_unit, which has no hooks, call model.compile() before DPTrainer",
+    ),
     "load_best_model_at_end": (
         False,
         "the best of several checkpoints is chosen by evaluation rows, which no ε covers; keep the last",

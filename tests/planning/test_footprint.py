@@ -455,6 +455,7 @@ def test_total_holds_every_moment(shape):
         ({"engine": "fsdp2-hybrid", "num_gpus": 12}, "shard_size=8 divides, got 12"),
         ({"engine": "ddp", "num_gpus": 0}, "num_gpus must be at least 1"),
         ({"engine": "ddp", "tokens": 0}, "tokens must be at least 1"),
+        ({"engine": "fsdp2", "per_unit": True}, "per_unit needs whole parameters"),
     ],
 )
 def test_run_refuses(changes, message):
@@ -488,6 +489,21 @@ def test_recipe():
     assert numbers["persistent"] + result.passing.peak == numbers["total"]
     offloaded = dict(footprint_rows(footprint_of_recipe(recipe, arguments, 2048, "zero3_offload", 2)))
     assert "memory of the CPU" in offloaded and "memory of the CPU" not in rows
+
+
+def test_one_unit_at_a_time_holds_its_gradient_in_place_of_the_book():
+    """A microbatch has one unit; a user's rows in several calls are summed in float32."""
+    recipe, arguments = recipe_of("privacy.gradients=per_unit")
+    result = footprint_of_recipe(recipe, arguments, 2048, "ddp", 2)
+    assert (result.run.rows, result.run.num_microbatches) == (1, 1024)
+    assert result.passing.book == 4 * result.shape.trainable
+    together = footprint_of_recipe(*recipe_of(), 2048, "ddp", 2)
+    assert result.passing.activations < together.passing.activations and result.kept == together.kept
+    assert "gradient of one unit" in dict(footprint_rows(result)) and "the book" not in dict(footprint_rows(result))
+    several = footprint(result.shape, dataclasses.replace(result.run, unit_rows=3))
+    assert several.passing.book == 8 * result.shape.trainable
+    assert engines_for(8, per_unit=True) == ("ddp", "zero1", "zero2")
+    assert engines_for(1, per_unit=True) == ("single",)
 
 
 def test_engines_side_by_side():
