@@ -364,6 +364,7 @@ class Restarts:
         loss_of: the loss function as for `Steps`.
         starts: the steps of each start, T together: `Design.starts`.
         average: `Design.average`.
+        gradients: as for `PrivateRun.attach`.
 
     Attributes:
         moved: as of `Steps`.
@@ -384,13 +385,14 @@ class Restarts:
         loss_of: LossOf,
         starts: Sequence[int],
         average: Average | None = None,
+        gradients: str = "ghost",
     ) -> None:
         """Store the parts of the runs."""
         if average is not None:
             _require_readable_average(model)
         self._folder, self._plan, self._rows, self._starts = folder, plan, rows, starts
         self._model, self._optimizer, self._loss_of = model, optimizer, loss_of
-        self._blocks, self._average = 0, average
+        self._blocks, self._average, self._gradients = 0, average, gradients
         self.moved: list[float] = []
         self.averaged: Tensor | None = None
 
@@ -404,7 +406,14 @@ class Restarts:
             run = begin(folder, self._plan, self._rows)
             averaging = None if self._average is None else Averaging(self._average, self._plan.num_steps)
             # The effect of earlier blocks on the weights is among the releases that the attacker sees anyway.
-            run.attach(self._model, self._optimizer, start_is_independent=True, averaging=averaging)
+            run.attach(
+                self._model,
+                self._optimizer,
+                start_is_independent=True,
+                averaging=averaging,
+                gradients=self._gradients,
+                loss_of=self._loss_of,
+            )
             steps = Steps(run, self._model, self._optimizer, self._loss_of, num_steps, moves=averaging is not None)
             before = None if averaging is None else self._weights()
             released += steps(present_N)

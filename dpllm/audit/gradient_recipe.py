@@ -215,12 +215,14 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
     try:
         with accelerator.autocast():
             if design.own_runs:
-                runs = Restarts(folder, plan, rows, prepared, optimizer, loss_of, design.starts, design.average)
+                way = recipe.privacy.gradients
+                runs = Restarts(folder, plan, rows, prepared, optimizer, loss_of, design.starts, design.average, way)
                 seen = observe(runs, basis, design, plan.population, processes, on_block)
             else:
                 ledger = SharedLedger.create(folder / LEDGER_FILE, plan, processes)
                 run = PrivateRun(plan, rows, ledger)
-                run.attach(prepared, optimizer, start_is_independent=True)  # its rows are random tokens
+                way = recipe.privacy.gradients  # its rows are random tokens, so its start is independent
+                run.attach(prepared, optimizer, start_is_independent=True, gradients=way, loss_of=loss_of)
                 release = Steps(run, prepared, optimizer, loss_of, design.steps_per_block)
                 seen = observe(release, basis, design, plan.population, processes, on_block)
                 run.detach()

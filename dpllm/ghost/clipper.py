@@ -104,9 +104,9 @@ class GhostClipper(UnitClipper):
         total_GU = value_PU.new_zeros(self._num_groups, value_PU.shape[1])
         return total_GU.index_add_(0, self._group_P.to(value_PU.device), value_PU)
 
-    def row_norms(self, losses: Tensor) -> Tensor:
+    def row_norms(self, losses: Tensor, unit_index: Tensor) -> Tensor:
         """See `UnitClipper.row_norms`."""
-        return self.clip(losses).norms
+        return self.clip(losses, unit_index).norms
 
     @property
     def rows_checked(self) -> bool:

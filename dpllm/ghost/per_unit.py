@@ -174,6 +174,13 @@ class PerUnitClipper(UnitClipper):
     def _differentiate(self, loss_B: Tensor, weight_B: Tensor, retain_graph: bool = False) -> dict[int, Tensor]:
         """Return the gradients of the weighted sum of losses; ``.grad`` stays as it is, and its hooks do not run."""
         parameters = list(self._trained.by_name.values())
+        for name, parameter in self._trained.by_name.items():
+            if parameter._backward_hooks or not parameter.requires_grad:
+                what = "was frozen" if not parameter.requires_grad else "got a hook on its gradient"
+                raise GhostError(
+                    f"{name} {what} after PerUnitClipper was made, so a unit's gradient is not the one that is clipped "
+                    "and given noise. Set requires_grad and remove hooks before, and do not change them in between"
+                )
         before = [_state(parameter) for parameter in parameters]
         try:
             found = torch.autograd.grad(loss_B, parameters, weight_B, retain_graph=retain_graph, allow_unused=True)
@@ -225,9 +232,9 @@ class PerUnitClipper(UnitClipper):
 
     # -------------------------------------------------------------------- checks
 
-    def row_norms(self, losses: Tensor) -> Tensor:
+    def row_norms(self, losses: Tensor, unit_index: Tensor) -> Tensor:
         """See `UnitClipper.row_norms`."""
-        self._check(losses, None)
+        self._check(losses, unit_index)
         norms = []
         for row in range(len(losses)):
             weight_B = torch.zeros_like(losses)

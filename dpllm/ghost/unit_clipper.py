@@ -142,11 +142,12 @@ class UnitClipper(abc.ABC):
         """
 
     @abc.abstractmethod
-    def row_norms(self, losses: Tensor) -> Tensor:
+    def row_norms(self, losses: Tensor, unit_index: Tensor) -> Tensor:
         """Return the gradient norm of each row (B,) by itself, for checks. `forget` follows.
 
         Args:
             losses: (B,) one loss per row, with a graph.
+            unit_index: (B,) the rows' numbers, from 0.
 
         Returns:
             (B,) norms; -1 where a norm is not known because another row is not finite. One unit at a time, such a row

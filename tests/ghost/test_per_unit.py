@@ -387,3 +387,18 @@ def test_a_function_that_calls_backward_itself_is_refused(filled):
         inner.weight.grad = torch.zeros_like(inner.weight)
     with pytest.raises(GhostError, match=r"wrote to 1\.\w+\.grad, where the gradient would not be clipped"):
         clipper.backward(Reversible.apply(first(torch.randn(1, 3)), inner).squeeze(1))
+
+
+@pytest.mark.parametrize("change", ["hook", "frozen"])
+def test_a_parameter_that_is_changed_later_is_refused(change):
+    """A hook would see, or change, a gradient that is not clipped yet."""
+    model = nn.Linear(3, 1)
+    clipper = PerUnitClipper(model, 1.0)
+    if change == "hook":
+        model.weight.register_hook(lambda grad: grad * 1000)
+    losses = model(torch.ones(1, 3)).squeeze(1)
+    if change == "frozen":
+        model.weight.requires_grad_(False)
+    with pytest.raises(GhostError, match=r"weight (got a hook|was frozen)"):
+        clipper.backward(losses)
+    assert model.bias.grad is None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostError, PrivateRun
+from dpllm.engines.errors import EngineError
 from dpllm.ghost import NoRuleError
 from dpllm.training.checks.independence import IndependenceError
 from dpllm.training.checks.stamps import WatchError
@@ -230,3 +231,66 @@ def test_the_noise_is_added_once(tmp_path):
         found.append(float(noise.std()))
         run.detach()
     assert found == pytest.approx([1, 1], rel=0.1)
+
+
+def attack(folder, model, loss, units=((0, 2),), max_rows=1):
+    run, optimizer = begun(folder, model, max_rows=max_rows)
+    try:
+        return gradients_of(run, optimizer, model, [list(one) for one in units], loss)
+    finally:
+        with contextlib.suppress(WatchError):
+            run.detach()
+
+
+def test_a_loss_that_calls_backward_is_refused(tmp_path):
+    """Its gradients would stay in .grad, past the clip norm."""
+
+    def loss(model, inputs):
+        loss_B = loss_of(model, inputs)
+        loss_B.sum().backward(retain_graph=True)
+        return loss_B
+
+    with pytest.raises(EngineError, match="received a gradient that is not clipped"):
+        attack(tmp_path, network(), loss)
+
+
+def test_features_of_the_last_unit_in_a_loss_are_refused(tmp_path):
+    last = [torch.zeros(FEATURES)]
+
+    def loss(model, inputs):
+        x = inputs["rows"][:, :-1]
+        loss_B = loss_of(model, inputs) + (x.mean(0) - last[0]).square().sum() * model[0].weight.sum()
+        last[0] = x.mean(0)
+        return loss_B
+
+    with pytest.raises(IndependenceError, match="state"):
+        attack(tmp_path, network(), loss)
+
+
+def test_other_than_one_loss_per_row_is_refused(tmp_path):
+    with pytest.raises(GhostError, match="shape"):
+        attack(tmp_path / "two", network(), lambda model, inputs: torch.cat([loss_of(model, inputs)] * 2))
+    with pytest.raises(GhostError, match="one loss per row"):
+        attack(tmp_path / "mean", network(), lambda model, inputs: loss_of(model, inputs).mean())
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x):
+        return self.inner(nn.functional.dropout(x, 0.5, self.training))
+
+
+def test_a_compiled_model_is_checked_as_written_and_released_as_compiled(tmp_path):
+    """Dropout in a compiled graph is not taken for a dependence on other rows; ghost refuses the model by name."""
+    model = Dropped()
+    model.compile(backend="aot_eager")
+    with pytest.raises(NoRuleError, match=r"compiled.*privacy.gradients=per_unit"):
+        begun(tmp_path / "ghost", model, "ghost")
+    assert float(attack(tmp_path / "one", model, loss_of, [(0, 2), (3,)]).abs().sum()) > 0
+    plain, compiled = network(), network()
+    compiled.compile(backend="aot_eager")
+    expected = attack(tmp_path / "plain", plain, loss_of)
+    torch.testing.assert_close(attack(tmp_path / "compiled", compiled, loss_of), expected, rtol=1e-5, atol=1e-7)

@@ -225,7 +225,7 @@ class Passes:
                         raise IndependenceError(words) from error
                     raise IndependenceError(self._too_short(company.numbers[0], error)) from error
                 raise
-            norm_B = self._setup.clipper.row_norms(loss_B)
+            norm_B = self._setup.clipper.row_norms(loss_B, taken.unit_index)
             self._precision.on_gpu |= loss_B.is_cuda
             values = torch.stack([loss_B.detach().double(), norm_B.double()], 1).tolist()
         return [
@@ -352,10 +352,17 @@ class Passes:
     @contextlib.contextmanager
     def _repeatable(self, seed: int, start: int | None = None, numbers: Numbers | None = None) -> Iterator[None]:
         start, packed = seed if start is None else start, self._setup.rows.packed
-        with randomness(seed, numbers or Numbers()), Repeatable(packed, start, numbers) as mode:
+        as_written = _as_written(self._setup.model)  # a compiled graph hides its random numbers
+        with as_written, randomness(seed, numbers or Numbers()), Repeatable(packed, start, numbers) as mode:
             try:
                 yield
             finally:
                 self._setup.clipper.forget()  # also an aborted pass
         self.numbers.note(mode.draws)
         self._precision.dtype = max(self._precision.dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _as_written(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which compiled parts of a model run without their compiled graphs."""
+    compiled = any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
