@@ -133,6 +133,10 @@ class DPTrainer(AveragedTrainer):
     ) -> None:
         """Compute the plan and set up the Trainer."""
         refuse_ignored(self)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model is of type {type(model).__name__}: pass the model itself, as from_pretrained gives it"
+            )
         refuse_unwrapped_adapters(model)
         refuse_sharding(model, args)
         make_ready(model)

@@ -70,8 +70,14 @@ def test_a_replaced_data_set_is_refused(tmp_path):
 )
 def test_a_data_set_of_another_kind_is_refused(dataset, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
-        DPTrainer(None, arguments(tmp_path), privacy(), dataset)
+        DPTrainer(torch.nn.Linear(1, 1), arguments(tmp_path), privacy(), dataset)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("model", [None, "org/model"])
+def test_what_is_no_model_is_refused(model, tmp_path):
+    with pytest.raises(ConfigError, match=rf"model is of type {type(model).__name__}: pass the model itself"):
+        DPTrainer(model, arguments(tmp_path), privacy(), [])
 
 
 @pytest.mark.parametrize("name", ["get_train_dataloader", "_get_train_sampler"])
