@@ -14,7 +14,9 @@ from dpllm.engines.fsdp2 import FullySharded
 from dpllm.engines.processes import Processes
 from dpllm.engines.protocol import Engine
 from dpllm.engines.single import SingleProcess
+from dpllm.engines.tensor_parallel import TensorParallel
 from dpllm.ghost.scales import is_packed
+from dpllm.ghost.shards import TensorShards
 
 
 def engine_for(model: Any, optimizer: Any) -> Engine:
@@ -25,7 +27,7 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
         optimizer: the prepared optimizer; the guard checks its first update.
 
     Raises:
-        EngineError: the model is distributed in a way under which the guarantee would not hold; names it.
+        EngineError, GhostError: the model is distributed in a way under which the guarantee would not hold; names it.
     """
     inner = model_inside(model)
     _refuse_accelerator()
@@ -35,9 +37,16 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
             f"The model's layers are spread over {sorted(devices)} (device_map), a pipeline within one process. Load "
             "it without device_map, and shard it with accelerate_configs/fsdp2.yaml"
         )
-    shards = "DeepSpeed" if _is_deepspeed(model) else "FSDP2" if isinstance(model, FSDPModule) else None
-    if shards is not None:
-        _refuse_packed(inner, shards)
+    trainable = {name: p for name, p in inner.named_parameters() if p.requires_grad}
+    shards = TensorShards.of(inner, trainable)
+    if shards is not None and model is not inner:
+        raise EngineError(
+            f"The model is tensor-parallel, and wrapped in {type(model).__name__}, which would take processes with "
+            "parts of the layers for copies of the model. Pass the model itself, without accelerator.prepare()"
+        )
+    sharded_by = "DeepSpeed" if _is_deepspeed(model) else "FSDP2" if isinstance(model, FSDPModule) else None
+    if sharded_by is not None or shards is not None:
+        _refuse_packed(inner, sharded_by or "tensor parallelism")
     if _is_deepspeed(model):
         return DeepSpeedZero(model)
     if isinstance(model, FullyShardedDataParallel):
@@ -61,6 +70,8 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
         return DataParallel(optimizer)
     if isinstance(model, FSDPModule):
         return FullySharded(inner, optimizer)
+    if shards is not None:
+        return TensorParallel(shards, trainable, optimizer)
     if Processes().size > 1:
         raise EngineError(
             f"{Processes().size} processes run, but the model ({type(model).__name__}) is not spread over them: each "
@@ -69,13 +80,13 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
     return SingleProcess(optimizer)
 
 
-def _refuse_packed(model: nn.Module, shards: str) -> None:
+def _refuse_packed(model: nn.Module, sharded_by: str) -> None:
     for name, parameter in model.named_parameters():
         if is_packed(parameter):
             raise EngineError(
-                f"{name} is quantised ({type(parameter).__name__}), and private sums were not verified for {shards} "
-                "with such weights. Use one process per GPU without sharding (accelerate_configs/single.yaml or "
-                "ddp.yaml): quantised weights fit there; or leave the quantization out"
+                f"{name} is quantised ({type(parameter).__name__}), and private sums were not verified for "
+                f"{sharded_by} with such weights. Use one process per GPU without sharding "
+                "(accelerate_configs/single.yaml or ddp.yaml), where they fit; or leave the quantization out"
             )
 
 

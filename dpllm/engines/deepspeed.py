@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpllm.engines.division import Division
 from dpllm.engines.errors import EngineError, no_totals
 from dpllm.engines.guard import Projections, UpdateGuard
 from dpllm.engines.processes import Processes
@@ -144,6 +145,7 @@ class DeepSpeedZero:
         self.processes = Processes()
         self.unfinished, self.lockstep, self.handing_in = False, True, False
         self.forms_total = False
+        self.division = Division.of_rows(self.processes)
         self._engine, self._stage = engine, engine.zero_optimization_stage()
         self.guard = UpdateGuard(engine.optimizer, self.processes, replicas=1, at_once=False)
         self._totals: dict[nn.Parameter, Tensor] = {}

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -56,15 +56,24 @@ class UpdateGuard:
         replicas: the number of processes that hold the same gradient entries (1: every entry has one owner).
         at_once: the optimizer makes the whole update in one call, so it can be stopped before it. Otherwise the
             engine calls `verify` right after the update.
+        is_counted: whether this process counts a parameter's gradient, where parameters have different numbers of
+            replicas; each entry is counted by ``replicas`` processes.
     """
 
-    def __init__(self, optimizer: Any, processes: Processes, replicas: int, at_once: bool = True) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        processes: Processes,
+        replicas: int,
+        at_once: bool = True,
+        is_counted: Callable[[Tensor], bool] = lambda parameter: True,
+    ) -> None:
         """Attach to the innermost optimizer."""
         self._processes, self._replicas, self._at_once = processes, replicas, at_once
+        self._is_counted = is_counted
         self._handed_in = self._expected = 0.0
         self._left: float | None = None
-        self._seen = [0.0, 0.0]  # sum of entries, sum of squares
-        self._seen_eps = 0.0
+        self._seen = [0.0] * 3  # sum of entries, sum of squares, rounding of the coarsest dtype
         self._limits: tuple[float, float] | None = None
         self._scale = 1.0
         self.done = False
@@ -107,10 +116,10 @@ class UpdateGuard:
         if self.done:  # the hook stays: PyTorch is iterating over its hooks
             return
         if self._at_once:
-            self._seen = [0.0, 0.0]
+            self._seen = [0.0] * 3
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if parameter.grad is not None and self._is_counted(parameter):
                     self._see(parameter.grad)
         if self._at_once:
             self.verify()
@@ -118,8 +127,9 @@ class UpdateGuard:
     def _see(self, grad: Any) -> None:
         local = grad.to_local() if hasattr(grad, "to_local") else grad
         wide = local.detach().double()
-        self._seen = [self._seen[0] + float(wide.sum()), self._seen[1] + float(wide.square().sum())]
-        self._seen_eps = max(self._seen_eps, torch.finfo(local.dtype).eps)
+        total, square, eps = self._seen
+        rounding = float(torch.finfo(local.dtype).eps)
+        self._seen = [total + float(wide.sum()), square + float(wide.square().sum()), max(eps, rounding)]
 
     def verify(self) -> None:
         """Compare the optimizer's gradients with the sums handed in; if they match, the guard disables itself.
@@ -134,10 +144,10 @@ class UpdateGuard:
                 "The optimizer was stepped before private_step() handed a gradient to it. Call private_step() first, "
                 "and optimizer.step() after it."
             )
-        seen_sum, seen_square, left = self._processes.sum([*self._seen, self._left or 0.0])
+        seen_sum, seen_square, left = self._processes.sum([*self._seen[:2], self._left or 0.0])
         total = seen_sum / (self._scale * self._replicas)
         norm = math.sqrt(seen_square / self._replicas) / self._scale
-        tolerance = max(_TOLERANCE, 2.5 * max(self._processes.gather(self._seen_eps)))
+        tolerance = max(_TOLERANCE, 2.5 * max(self._processes.gather(self._seen[2])))
         lowest, highest = self._limits
         margin = tolerance * (norm + highest)
         if not lowest - margin <= norm <= highest + margin:

@@ -16,9 +16,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dpllm.engines.checksums import Checksum
+from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
 from dpllm.ghost.scales import scales_of
+
+_TRIPLE = 3  # numbers of one kind of parameters
 
 
 class Replicas:
@@ -29,16 +31,22 @@ class Replicas:
         processes: all processes of the run.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], processes: Processes) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], processes: Processes) -> None:
         """Queue the checksum; in a single process there is nothing to compare."""
-        self._several = processes.size > 1
-        self._place = _place(parameters.values(), processes) if self._several else 0
-        self._checksum = Checksum(_replicated(parameters.values()) if self._several else ())
+        kinds = _by_place(parameters.values(), processes) if processes.size > 1 else []
+        self._places = [place for place, _ in kinds] or [0]
+        self._checksums = [Checksum(tensors) for _, tensors in kinds] or [Checksum(())]
 
     def numbers(self) -> list[float]:
-        """Return the input of `check`: an id of this process's shards, and their checksum; each exact in float64."""
-        value = self._checksum.value()
-        return [float(self._place), float(value >> 32), float(value & 0xFFFFFFFF)]
+        """Return the input of `check`, for each kind of parameters: an id of this process's shards, and their checksum.
+
+        Each number is exact in float64. Parameters that all processes hold are one kind, those that are divided are
+        another: tensor parallelism has both.
+        """
+        found = []
+        for place, value in zip(self._places, values(self._checksums), strict=True):
+            found += [float(place), float(value >> 32), float(value & 0xFFFFFFFF)]
+        return found
 
     @staticmethod
     def check(everywhere: Sequence[Sequence[float]], step: int) -> None:
@@ -81,23 +89,29 @@ def check_before_saving(
     here = Replicas(parameters, processes)
     everywhere = processes.gather_numbers([*here.numbers(), float(error is not None)])
     processes.raise_found(error, [one[-1] for one in everywhere])
-    if differing([one[:-1] for one in everywhere]):
+    weights = [one[:-1] for one in everywhere]
+    if differing(weights):
         raise DisagreementError(
             "The trainable weights differ between processes after the last update "
-            f"({told_by_rank([_shown(one) for one in everywhere])}), so the model that one of them saves is not the "
+            f"({told_by_rank([_shown(one) for one in weights])}), so the model that one of them saves is not the "
             "model that was trained. Nothing is saved. Give every process the same optimizer, learning rate and "
             "scheduler, and change weights on all of them in the same way; then resume from a checkpoint"
         )
 
 
 def differing(everywhere: Sequence[Sequence[float]]) -> bool:
-    """Whether two processes with the same first number differ in the others."""
-    first_of: dict[float, Sequence[float]] = {}
-    return any(list(first_of.setdefault(one[0], one)) != list(one) for one in everywhere)
+    """Whether, in one of the triples of numbers, two processes with the same first number differ in the others."""
+    for at in range(0, len(everywhere[0]), _TRIPLE):
+        first_of: dict[float, list[float]] = {}
+        triples = [list(one[at : at + _TRIPLE]) for one in everywhere]
+        if any(first_of.setdefault(triple[0], triple) != triple for triple in triples):
+            return True
+    return False
 
 
 def _shown(numbers: Sequence[float]) -> str:
-    return f"{int(numbers[1]):08x}{int(numbers[2]):08x}"
+    pairs = (numbers[at + 1 : at + _TRIPLE] for at in range(0, len(numbers), _TRIPLE))
+    return " ".join(f"{int(high):08x}{int(low):08x}" for high, low in pairs)
 
 
 def check_model(model: nn.Module, processes: Processes) -> None:
@@ -108,16 +122,12 @@ def check_model(model: nn.Module, processes: Processes) -> None:
     """
     if processes.size == 1:
         return
-    parameters = list(model.parameters())
-    mine = [float(_place(parameters, processes))]
+    weights: dict[str, Tensor] = dict(model.named_parameters())
     scales = [scale for module in model.modules() for scale in scales_of(module).values()]
-    buffers = [buffer for buffer in model.buffers() if not isinstance(buffer, DTensor)]
-    for tensors in (_replicated(parameters) + scales, buffers):
-        value = Checksum(tensors).value()
-        mine += [float(value >> 32), float(value & 0xFFFFFFFF)]
-    everywhere = processes.gather_numbers(mine)
-    for what, at in (("parameters", 1), ("buffers", 3)):
-        chosen = [[one[0] if at == 1 else 0.0, *one[at : at + 2]] for one in everywhere]
+    weights.update((f"scale {at}", scale) for at, scale in enumerate(scales))
+    buffers = {str(at): buffer for at, buffer in enumerate(model.buffers()) if not isinstance(buffer, DTensor)}
+    for what, tensors in (("parameters", weights), ("buffers", buffers)):
+        chosen = processes.gather_numbers(Replicas(tensors, processes).numbers())
         if differing(chosen):
             raise DisagreementError(
                 f"The processes hold different {what} ({told_by_rank([_shown(one) for one in chosen])}), frozen ones "
@@ -139,13 +149,24 @@ def _is_kept_whole(parameter: Any) -> bool:
     return bool(getattr(parameter, "ds_persist", False)) and parameter.numel() == parameter.ds_numel
 
 
-def _place(parameters: Iterable[Tensor], processes: Processes) -> int:
-    """Return a number that is equal on processes with the same shard of every parameter; 0 without shards."""
-    coordinates = []
+def _by_place(parameters: Iterable[Tensor], processes: Processes) -> list[tuple[int, list[Tensor]]]:
+    """Return the parameters that all processes hold, then those that are divided.
+
+    Returns:
+        For each kind that the model has, a number that is equal on processes with the same shard of every parameter (0
+        for parameters without shards), and the tensors that several processes may hold. The kinds are the same on
+        every process.
+    """
+    whole: list[Tensor] = []
+    divided: list[Tensor] = []
+    coordinates: list[list[int]] = []
     for parameter in parameters:
+        place: list[int] = []
         if isinstance(parameter, DTensor):
             here = parameter.device_mesh.get_coordinate() or [processes.rank]
-            coordinates.append([at for at, p in zip(here, parameter.placements, strict=False) if p.is_shard()])
-    if not any(coordinates):
-        return 0
-    return int.from_bytes(hashlib.sha256(repr(coordinates).encode()).digest()[:6], "little")
+            place = [at for at, p in zip(here, parameter.placements, strict=False) if p.is_shard()]
+        coordinates += [place] if place else []
+        (divided if place else whole).append(parameter)
+    number = int.from_bytes(hashlib.sha256(repr(coordinates).encode()).digest()[:6], "little")
+    kinds = [(0, _replicated(whole))] if whole or not divided else []
+    return kinds + ([(number, _replicated(divided))] if divided else [])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpllm.engines.division import Division
 from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.processes import Processes
@@ -34,6 +35,7 @@ class SingleProcess:
         """Attach the guard."""
         self.processes = Processes()
         self.unfinished, self.lockstep, self.forms_total = False, False, True
+        self.division = Division.of_rows(self.processes)
         self.guard = UpdateGuard(optimizer, self.processes, replicas=self.processes.size)
         self._totals: dict[nn.Parameter, Tensor] = {}
 
@@ -62,20 +64,28 @@ class SingleProcess:
         if not last:
             for parameter in parameters.values():
                 if parameter not in self._totals:
-                    self._totals[parameter] = _zeros_like(parameter)
+                    self._totals[parameter] = self._zeros(parameter)
                 add_to(parameter, self._totals[parameter])
             return
         for bucket in _buckets(parameters.values()):
             totals = []
             for parameter in bucket:
                 total = self._totals.pop(parameter, None)
-                totals.append(_zeros_like(parameter) if total is None else total)
+                totals.append(self._zeros(parameter) if total is None else total)
                 add_to(parameter, totals[-1])
             self._reduce(totals)
             if to_total is not None:
                 self._complete(bucket, totals, to_total)
             for parameter in bucket:
-                self.guard.leave(set_gradient(parameter, totals.pop(0).mul_(scale)))
+                self._leave(parameter, totals.pop(0).mul_(scale))
+
+    def _zeros(self, parameter: nn.Parameter) -> Tensor:
+        """Return an empty sum of the entries that this process holds."""
+        return torch.zeros(parameter.shape, dtype=accumulation_dtype(parameter.dtype), device=parameter.device)
+
+    def _leave(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Leave the finished total for the optimizer."""
+        self.guard.leave(set_gradient(parameter, total))
 
     def _reduce(self, totals: list[Tensor]) -> None:
         """Add up one bucket's sums over the processes; with one process there is nothing to do."""
@@ -90,10 +100,6 @@ class SingleProcess:
     def finish(self) -> None:
         """End the step; the caller of the private step steps the optimizer."""
         self.unfinished = False
-
-
-def _zeros_like(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros(parameter.shape, dtype=accumulation_dtype(parameter.dtype), device=parameter.device)
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -11,6 +11,7 @@ Shape suffixes: B rows, G groups of parameters, U units.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ from dpllm.ghost.rules import (
     refuse_wrapped,
     two_passes_over_shards,
 )
+from dpllm.ghost.shards import TensorShards
 from dpllm.ghost.tally import NormTally
 from dpllm.ghost.tap import Receive, tap
 from dpllm.ghost.trained import TrainedParameters
@@ -109,6 +111,8 @@ class Book:
         self.checked = Checked()
         self._memory = memory.Passes(model)
         self._hooks = Hooks(model, self, self._trained.by_name, self._forget_pass)
+        if self._trained.shards is not None:
+            self._trained.shards.attach()
 
     # ------------------------------------------------------- interface for taps and rules
 
@@ -116,6 +120,11 @@ class Book:
     def sharded(self) -> bool:
         """Whether processes hold parts of the parameters."""
         return self._trained.sharded
+
+    @property
+    def shards(self) -> TensorShards | None:
+        """The parts of parameters on this process under tensor parallelism; None without it."""
+        return self._trained.shards
 
     @property
     def rows_in_pass(self) -> int | None:
@@ -167,6 +176,8 @@ class Book:
         assert self._receiver is not None, "gradients arrive in a backward pass"
         name = self._trained.name_of(parameter)
         refuse_other_rows(name, use.grad.shape, self._of_now().rows.unit_B.numel(), self.is_packed)
+        if self.shards is not None:
+            use = self.shards.local(name, parameter, use)
         with kernels.exact_matmul(), torch.no_grad():
             self._receiver.take(name, parameter, use)
 
@@ -203,7 +214,11 @@ class Book:
             one = self._pass = self._held.complete(one, loss_B.device)
         self._trained.refuse_missing(one.contributions.keys())
         with kernels.exact_matmul(), torch.no_grad():
-            sq_norm_GU, slack_GU = one.add_norms(self._tally(one))
+            if self.shards is None:
+                sq_norm_GU, slack_GU = one.add_norms(self._tally(one))
+            else:
+                tally = functools.partial(self._tally, one, None)
+                sq_norm_GU, slack_GU = self.shards.norms(one, loss_B, self.num_groups, tally)
         return self._settled(unit_B, sq_norm_GU), slack_GU
 
     def _by_groups(self, loss_B: Tensor) -> bool:
@@ -419,11 +434,15 @@ class Book:
 
         Args:
             parameter: a trainable parameter.
-            total: of its full shape, in float32 (float64 for float64 parameters).
+            total: of its full shape, in float32 (float64 for float64 parameters). Under tensor parallelism, of the
+                shape of this process's part; of a parameter that all processes hold, the sum over their totals counts.
 
         Guarantee: the sum is formed in the dtype of ``total`` from the same factors whose norm was returned by
         `backward`; no rounding to the parameter's dtype takes place.
         """
+        if self.shards is not None and not self.shards.adds(parameter):
+            self._of_now().contributions.pop(id(parameter))
+            return
         with torch.no_grad(), kernels.exact_matmul():
             self._of_now().add_clipped_sum_(parameter, total)
 
@@ -463,6 +482,8 @@ class Book:
     def remove(self) -> None:
         """Undo the hooks."""
         self._hooks.remove()
+        if self.shards is not None:
+            self.shards.remove()
         self._held.clear()
         self._forget_pass()
         self._hooks.calls.counts.spend()

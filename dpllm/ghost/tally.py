@@ -68,6 +68,10 @@ class NormTally:
             self._add_waiting(key)
         return self._total_GU, (self._slack() if self._slack else 1.0) * self._slack_GU
 
+    def add_measured(self, group: int, sq_norm_U: Tensor, slack_U: Tensor) -> None:
+        """Add the squared norms of one parameter that were computed elsewhere, and their slack before its multiple."""
+        self._add(group, sq_norm_U, slack_U)
+
     def _add_waiting(self, key: tuple) -> None:
         self._add(key[0], *shared_norms(self._waiting.pop(key), self._rows, self._norm_method))
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from dpllm.ghost.checks import refuse_missing, refuse_others, refuse_outside, refuse_uses_in_loss
 from dpllm.ghost.groups import Groups, numbered
 from dpllm.ghost.rules import trainable_parameters
+from dpllm.ghost.shards import TensorShards
 
 
 class TrainedParameters:
@@ -24,20 +25,25 @@ class TrainedParameters:
         groups: the number of each parameter's group, by the parameter's id.
         num_groups: G.
         sharded: whether processes hold parts of the parameters.
+        shards: the parts of this process under tensor parallelism; None without it.
 
     Args:
         model: the model.
         groups: returns the groups of names from all names and shapes.
 
     Raises:
-        GhostError: there is none, one has a hook on its gradient, or the groups are not a partition.
+        GhostError: there is none, one has a hook on its gradient, the groups are not a partition, or the model is
+            divided by a tensor-parallel plan that was not tested.
     """
 
     def __init__(self, model: nn.Module, groups: Groups) -> None:
         """Find and number the parameters."""
         self.by_name: Mapping[str, nn.Parameter] = trainable_parameters(model)
         self.num_groups, self.groups = numbered(groups, self.by_name)
-        self.sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.by_name.values())
+        self.shards = TensorShards.of(model, self.by_name)
+        self.sharded = self.shards is not None or any(
+            isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.by_name.values()
+        )
         self._names = {id(p): name for name, p in self.by_name.items()}
         self._model = model
 
@@ -61,7 +67,7 @@ class TrainedParameters:
         Raises:
             GhostError: one was unfrozen or added after this object was made.
         """
-        if not self.sharded:
+        if not self.sharded or self.shards is not None:
             refuse_others(self._model, self._names)
 
     def refuse_outside(self, loss_B: Tensor) -> None:

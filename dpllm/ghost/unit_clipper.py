@@ -178,6 +178,7 @@ class UnitClipper(abc.ABC):
         Args:
             parameter: one of `parameters`.
             total: of the parameter's full shape, float32 (float64 for a float64 parameter), not rounded to its dtype.
+                Under tensor parallelism of this process's part (`dpllm.ghost.shards`).
         """
 
     @abc.abstractmethod

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpllm.config import ConfigError
-from dpllm.engines import DeepSpeedZero, engine_for, model_inside
+from dpllm.engines import DeepSpeedZero, EngineError, TensorParallel, engine_for, model_inside
 from dpllm.engines.errors import no_totals
 from dpllm.engines.optimizers import refuse_unsteppable
 from dpllm.engines.processes import Processes
@@ -173,7 +173,7 @@ class Attached:
         if memory is None:
             return TOKENS_WITHOUT_MEASURE
         units = rows.units
-        share = plan.expected_batch_size * units.num_rows / units.num_units / processes.size
+        share = plan.expected_batch_size * units.num_rows / units.num_units / self.engine.division.size
         if self.clipper.one_unit:
             share = min(share, units.max_rows)
         with without_trace(loss_of, rows.collate, model=self.model):
@@ -274,6 +274,11 @@ def attach(
         undo.callback(engine.guard.remove)
         if plan.mechanism.noise.wants_total and not engine.forms_total:
             raise no_totals(type(engine).__name__)
+        if averaging is not None and isinstance(engine, TensorParallel):
+            raise EngineError(
+                f"averaging is {averaging.words!r}, and the model is tensor-parallel: averages of its slices were not "
+                "compared with one process. Leave averaging out, or use FSDP2 (accelerate_configs/fsdp2.yaml)"
+            )
         _refuse_automatic_size(rows, engine)
         gradients = chosen(gradients, inside, rows, loss_of, processes)
         clipper = clipper_for(gradients, inside, plan.mechanism.clipping, norm_method)

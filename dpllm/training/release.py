@@ -60,11 +60,10 @@ class Release:
         return self._plan.mechanism.noise.wants_total
 
     def _add_noise_(self, parameter: nn.Parameter, total: Tensor) -> None:
-        self._num_entries += total.numel()
+        self._num_entries += int(getattr(parameter, "ds_numel", parameter.numel()))  # of all processes together
         if not self._wants_total:
-            processes = self._engine.processes
             name, stddev = self._names[id(parameter)], self._plan.noise_stddev
-            self._noise.add_share_(name, total, stddev, processes.rank, processes.size)
+            self._noise.add_share_(name, total, stddev, *self._engine.division.of_noise(parameter))
 
     def _complete_(self, parameter: nn.Parameter, own: Tensor) -> None:
         """Add the noise to the part of a complete sum that this process owns."""

@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike
 
 from dpllm.config import ConfigError
 from dpllm.engines import DeepSpeedZero
+from dpllm.engines.division import Division
 from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.replicas import check_before_saving
 from dpllm.ghost import NormMethod
@@ -363,7 +364,7 @@ class PrivateRun:
             self.max_tokens = attached.find_max_tokens(loss_of, self.rows, self.plan, self.processes)
         attached.check_rows(loss_of, self.max_tokens, self.ledger, self.steps_planned)
         attached.note_trained(self.ledger.num_steps)
-        self._entropy.begin_step()
+        self._entropy.begin_step(alike=attached.engine.division.size < self.processes.size)
 
         def before_update() -> None:
             self._entropy.end_step()
@@ -372,7 +373,7 @@ class PrivateRun:
         try:
             done = private_step(
                 attached.clipper,
-                self._microbatches(unit_ids, self.max_tokens),
+                self._microbatches(unit_ids, self.max_tokens, attached.engine.division),
                 attached.loss(loss_of),
                 self.plan,
                 attached.engine,
@@ -391,7 +392,7 @@ class PrivateRun:
         self._note(done)
         return done
 
-    def _microbatches(self, unit_ids: np.ndarray, max_tokens: int | None) -> Iterator[Microbatch]:
+    def _microbatches(self, unit_ids: np.ndarray, max_tokens: int | None, share: Division) -> Iterator[Microbatch]:
         """This process's share of the drawn units."""
         return microbatches(
             fetch=self.rows.fetch,
@@ -402,8 +403,8 @@ class PrivateRun:
             max_rows=self.rows.max_rows,
             max_tokens=max_tokens,
             packed=self.rows.packed,
-            rank=self.processes.rank,
-            size=self.processes.size,
+            rank=share.rank,
+            size=share.size,
             key=self._entropy.deal_key(self.ledger.num_steps),
             one_unit=self._attached is not None and self._attached.clipper.one_unit,
         )

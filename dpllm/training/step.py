@@ -119,11 +119,11 @@ def private_step(
     with _waited_for(engine.processes):
         release.collect(microbatch, last=True)
     error = found_by(before_update)
-    done, checksums, failed = tally.over(engine.processes, portions, replicas, error)
+    done, checksums, failed = tally.over(engine, portions, replicas, error)
     try:
         Replicas.check(checksums, number + 1)
         engine.processes.raise_found(error, failed)
-        statistic.finish(engine.processes)
+        statistic.finish(engine.processes, engine.division.counts)
     except Exception:
         for parameter in clipper.parameters.values():
             parameter.grad = None
@@ -225,11 +225,14 @@ class _Tally:
         self._units += microbatch.num_units
 
     def over(
-        self, processes: Processes, portions: Portions, replicas: Replicas, error: Exception | None
+        self, engine: Engine, portions: Portions, replicas: Replicas, error: Exception | None
     ) -> tuple[StepDiagnostics, list[list[float]], list[float]]:
         """Return the counts over all processes, and each process's numbers for `Replicas.check` and error flag."""
         assert self._counts is not None, "every step has a microbatch"
+        processes = engine.processes
         here = [*self._counts.tolist(), self._units, portions.num_divided]
+        if not engine.division.counts:  # another process has the same rows
+            here = [0.0] * len(here)
         everywhere = processes.gather_numbers([*here, *replicas.numbers(), float(error is not None)])
         counts = torch.tensor([one[: len(here)] for one in everywhere], dtype=torch.float64).sum(dim=0)
         loss, rows, nonfinite, clipped, units, divided = counts.tolist()

@@ -10,10 +10,10 @@ difference.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dpllm.training.checks import choices
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 from dpllm.training.checks.sharing import same_values
 
@@ -77,7 +77,7 @@ def after_others(make: Callable[[int], Any], row: int, others: Sequence[int], ga
         if not same_values(again, first) or same_values(first, second):
             continue
         order = [False, True] * _CONFIRMED
-        secrets.SystemRandom().shuffle(order)  # calls may be counted
+        choices.source().shuffle(order)  # calls may be counted
         if all(same_values(after(two if is_two else one, seed), second if is_two else first) for is_two in order):
             return True
     return False

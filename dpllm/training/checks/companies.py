@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dpllm.data.labels import IGNORE
+from dpllm.training.checks import choices
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Sample:
             first: whether to take the longest row that fits; if false, a long one.
             crowd: rows of a process in a step, for one pass that is as large as a microbatch. 0: no such pass.
         """
-        rng = np.random.default_rng(secrets.randbits(128))
+        rng = np.random.default_rng(choices.source().getrandbits(128))
         numbers = _some(rows.units.rows, rng)
         lengths = np.maximum(1, rows.lengths[numbers])
         order = numbers[_smallest(lengths, SHORTEST)]

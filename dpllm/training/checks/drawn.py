@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import math
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from dpllm.data.labels import IGNORE
+from dpllm.training.checks import choices
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 
 _PAIRS = 64  # times that a row is collated by itself and in company
@@ -126,9 +126,11 @@ class Alone:
         for number in range(_PAIRS if others else 0):
             place = number % len(rows)
             two: dict[bool, dict[str, Any]] = {}
-            for is_beside in ((False, True), (True, False))[secrets.randbits(1)]:  # collators may count calls
+            for is_beside in ((False, True), (True, False))[
+                choices.source().getrandbits(1)
+            ]:  # collators may count calls
                 given = [*others[:place], row, *others[place:]] if is_beside else [row]
-                with same_randomness(secrets.randbits(32)):
+                with same_randomness(choices.source().getrandbits(32)):
                     batch = collate(copy.deepcopy(given))
                 two[is_beside] = part_of(batch, [place if is_beside else 0], apart)
                 if is_beside:
@@ -195,7 +197,7 @@ def equally_long(numbers: np.ndarray, lengths: np.ndarray) -> tuple[int, int] | 
     (places,) = np.nonzero(np.diff(lengths[order]) == 0)
     if not len(places):
         return None
-    place = int(places[secrets.randbelow(len(places))])
+    place = int(places[choices.source().randrange(len(places))])
     return int(order[place]), int(order[place + 1])
 
 

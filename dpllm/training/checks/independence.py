@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost import UnitClipper
+from dpllm.training.checks import choices
 from dpllm.training.checks.between_calls import BetweenCalls
 from dpllm.training.checks.companies import Sample
 from dpllm.training.checks.differences import Differences, Seen, compare, counting_norm, in_words
@@ -71,7 +72,7 @@ class IndependenceCheck:
         """Begin before the first step of this process."""
         self._clipper, self._model, self._rows, self._engine = clipper, model, rows, engine
         units = rows.units
-        self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
+        self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.division.size
         self._steps, self._has_failed = 0, False
         self._compared = _Compared()
         self.last: Differences | None = None
@@ -98,6 +99,12 @@ class IndependenceCheck:
             IndependenceError: rows are not independent; the same message on every process.
             GhostError: the losses or the model are refused by the clipper.
         """
+        with choices.alike(self._engine.processes, self._engine.division.size == 1):
+            self._before_step(loss_of, max_tokens, is_last, source)
+
+    def _before_step(
+        self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, is_last: bool, source: Any
+    ) -> None:
         self._steps += 1
         if self._steps & (self._steps - 1) and not is_last and not self._has_failed:
             return

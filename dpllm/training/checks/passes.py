@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost import GhostError, UnitClipper
+from dpllm.training.checks import choices
 from dpllm.training.checks.between_calls import LOSS, BetweenCalls
 from dpllm.training.checks.companies import SHORTEST, Company, Sample
 from dpllm.training.checks.differences import Precision, Seen, compare, counting_norm
@@ -195,7 +195,7 @@ class Passes:
 
     def copies(self, count: int, numbers: Numbers) -> Pass:
         """Return the result of one pass over copies of the shortest row, for `Sharing`."""
-        seed = secrets.randbits(32) if numbers.is_real else None
+        seed = choices.source().getrandbits(32) if numbers.is_real else None
         seen = self.run(Company(self.sample.together[:1] * count, "beside its copies"), seed, numbers=numbers)
         return Pass([one.loss for one in seen], [one.norm for one in seen], self.numbers.draws, self.numbers.moved)
 
