@@ -91,6 +91,9 @@ class Charged:
     def append_diagnostic(self, *_: Any) -> None:
         """Not kept."""
 
+    def append_fact(self, *_: Any) -> None:
+        """Not kept."""
+
     def append_open_point(self, *_: Any) -> None:
         """Not kept."""
 
