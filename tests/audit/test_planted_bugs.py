@@ -91,8 +91,9 @@ BUGS = [
         (
             (
                 "dpllm/training/release.py",
-                "self._noise.add_share_(name, total, stddev, processes.rank, processes.size)",
-                "self._noise.add_share_(name, total, stddev / processes.size**0.5, processes.rank, processes.size)",
+                "self._noise.add_share_(name, total, stddev, *self._engine.division.of_noise(parameter))",
+                "share = self._engine.division.of_noise(parameter)\n"
+                "            self._noise.add_share_(name, total, stddev / self._engine.processes.size**0.5, *share)",
             ),
         ),
     ),
