@@ -103,6 +103,20 @@ MUTATIONS = [
         quick=True,
     ),
     Mutation(
+        "rows may take each other's images",
+        "dpllm/ghost/hooks.py",
+        "        refuse_shared_media(kwargs, self._placeholders)\n",
+        "",
+        ("tests/ghost/test_media.py",),
+    ),
+    Mutation(
+        "a row with several images beside one with none",
+        "dpllm/training/microbatches.py",
+        "    _check_media(inputs, rows, collate)\n",
+        "",
+        ("tests/training/test_media.py",),
+    ),
+    Mutation(
         "the noise is deleted",
         "dpllm/mechanism/generators.py",
         "block.add_(draw(block), alpha=noise_stddev)",

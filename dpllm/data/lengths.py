@@ -21,6 +21,7 @@ from dpllm.data.records import DataError
 
 _POSITIONS = re.compile(r"^(?!.*rel).*(?:wpe|pos)", re.IGNORECASE)  # names of tables of absolute positions
 _ROWS = 4096  # number of rows read together
+TOKENS = "input_ids"
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,41 @@ class Limits:
     """The most tokens a row may have, if the model looks positions up in a table. None: no table."""
     tokens: int | None = None
     """Number of entries of the table of input embeddings. None: unknown."""
+    source: str = TOKENS
+    """The column that a row's text comes from: "labels" if the model reads sound or images only, and writes a text."""
 
     @classmethod
     def of(cls, model: Any) -> Limits:
-        """Read the limits from the model's own tables."""
+        """Read the limits from the model's tables; those of a tower for images or sound count patches, not tokens."""
         tables = {
             name: module
             for name, module in model.named_modules()
             if hasattr(module, "num_embeddings") and _POSITIONS.search(name.rpartition(".")[2])
+            if input_of(model, name) == TOKENS
         }
         rooms = [_room(module) for module in tables.values()]
         try:
             tokens = getattr(model.get_input_embeddings(), "num_embeddings", None)
         except (AttributeError, NotImplementedError):
             tokens = None
-        return cls(min(rooms) - _virtual_tokens(model) if rooms else None, tokens)
+        source = TOKENS if input_of(model, "") == TOKENS else "labels"
+        return cls(min(rooms) - _virtual_tokens(model) if rooms else None, tokens, source)
+
+
+def input_of(model: Any, name: str) -> str:
+    """Return what the part of a model reads that a module belongs to, such as "input_ids" or "pixel_values".
+
+    Args:
+        model: the model.
+        name: of the module in it; "" for the model itself.
+    """
+    parts = [model]
+    for step in name.split(".") if name else []:
+        parts.append(getattr(parts[-1], step))
+    if not name and hasattr(model, "get_base_model"):
+        parts.append(model.get_base_model())
+    named = (getattr(part, "main_input_name", None) for part in reversed(parts))
+    return next((str(found) for found in named if found), TOKENS)
 
 
 def _room(table: Any) -> int:
@@ -85,15 +106,18 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
     """
     limits = limits or Limits()
     lengths = np.empty(len(dataset), dtype=np.int32)
-    columns = list_columns(dataset, task)
+    columns = list_columns(dataset, task) if limits.source == TOKENS else None
     if columns is None:
         for number in range(len(dataset)):
             row = dataset[number]
-            if "input_ids" not in row:
-                raise DataError(f"row {number} has no input_ids; it has {', '.join(row)}: tokenize the records first")
-            _check(number, row["input_ids"], row.get("labels"), task)
-            _check_limits(number, row["input_ids"], limits)
-            lengths[number] = len(row["input_ids"])
+            ids = row.get(limits.source)
+            if limits.source not in row:
+                raise DataError(
+                    f"row {number} has no {limits.source}; it has {', '.join(row)}: tokenize the records first"
+                )
+            _check(number, ids, row.get("labels"), task, limits.source)
+            _check_limits(number, ids if limits.source == TOKENS else [i for i in ids if i != IGNORE], limits)
+            lengths[number] = len(ids)
         return lengths
     begin = 0
     for table in columns.iter(batch_size=_ROWS):
@@ -118,15 +142,15 @@ def _has_label_per_token(task: str | None) -> bool:
     return _are_lists(task) and task != "seq2seq_lm"
 
 
-def _check(number: int, ids: Any, labels: Any, task: str | None) -> None:
+def _check(number: int, ids: Any, labels: Any, task: str | None, source: str = TOKENS) -> None:
     """Refuse one row; every message about a row's contents is written here."""
     if isinstance(ids, str | bytes) or (ids is not None and len(ids) and isinstance(ids[0], str | bytes)):
-        raise DataError(f"the input_ids of row {number} are text: tokenize the records first")
+        raise DataError(f"the {source} of row {number} are text: tokenize the records first")
     if ids is None or len(ids) == 0:
-        raise DataError(f"row {number} has no input_ids: a row needs at least one token")
+        raise DataError(f"row {number} has no {source}: a row needs at least one token")
     if getattr(ids, "ndim", 1) != 1 or isinstance(ids[0], list | tuple):
         raise DataError(
-            f"the input_ids of row {number} are a list of lists and not a list of token ids: tokenize without "
+            f"the {source} of row {number} are a list of lists and not a list of token ids: tokenize without "
             "return_tensors, one text at a time or batched=True, or use the first of the inner lists"
         )
     if not _are_lists(task) or labels is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from dpllm.ghost.errors import CoupledError, GhostError, NoRuleError, UnreachedE
 from dpllm.ghost.graph import leaves_of
 
 _ROW_ARGUMENTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "attention_mask", "pixel_values", "input_features")
+_PLACEHOLDER = re.compile(r"(image|video|audio|speech)_token_(id|index)$")
 
 
 def rows_of_call(args: tuple, kwargs: dict[str, Any]) -> int | None:
@@ -60,6 +62,41 @@ def refuse_long_rows(longest: int, most: int | None) -> None:
             "the batch, or of a batch before (dynamic or longrope), so that a row's loss depends on the others. Set "
             f"data.max_length={most}, or another rope type."
         )
+
+
+def placeholders_of(model: nn.Module) -> tuple[int, ...]:
+    """Return the ids of the tokens in whose places a model puts what it computed of images or sound."""
+    config: Any = getattr(model, "config", None)
+    described = config.to_dict() if hasattr(config, "to_dict") else {}
+    return tuple(
+        sorted({token for name, token in described.items() if _PLACEHOLDER.match(name) and type(token) is int})
+    )
+
+
+def refuse_shared_media(kwargs: Mapping[str, Any], placeholders: Sequence[int]) -> None:
+    """Raise `GhostError` where a row may take another's image: features fill the placeholders of all rows in order.
+
+    The models compare the number of features with that of placeholders over the whole batch only (``masked_scatter`` in
+    transformers), so a row with too few passes on what is left of its image to the next.
+    """
+    ids = kwargs.get("input_ids")
+    media = [value for value in kwargs.values() if _is_media(value)]
+    if not placeholders or not isinstance(ids, Tensor) or not media:
+        return
+    places_B = torch.isin(ids, torch.tensor(placeholders, device=ids.device)).sum(dim=1)
+    # Some models leave out images of zeros, which pad a row with fewer images than another (B, images, C, H, W).
+    images_B = [(value != 0).flatten(2).any(dim=2).sum(dim=1) for value in media if value.ndim > 4]
+    if any(bool((count_B != count_B[0]).any()) for count_B in (places_B, *images_B)):
+        raise GhostError(
+            "The rows of a call have different numbers of images, or of tokens that stand for images or sound: "
+            f"{int(places_B.min())} to {int(places_B.max())} tokens. The model puts features in their places in the "
+            "order of the rows, so a row could take the image of another unit. Give all rows as many (a fixed size: no "
+            "splitting of images in the processor), or train one unit at a time (privacy.gradients=per_unit)."
+        )
+
+
+def _is_media(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 2 and value.is_floating_point()
 
 
 def refuse_other_rows(name: str, shape: Sequence[int], num_rows: int, packed: bool) -> None:

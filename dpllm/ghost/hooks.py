@@ -15,7 +15,14 @@ from torch import nn
 
 from dpllm.ghost import memory, shared
 from dpllm.ghost.calls import Calls
-from dpllm.ghost.checks import FunctionalUses, refuse_long_rows, rows_of_call, tokens_by_themselves
+from dpllm.ghost.checks import (
+    FunctionalUses,
+    placeholders_of,
+    refuse_long_rows,
+    refuse_shared_media,
+    rows_of_call,
+    tokens_by_themselves,
+)
 from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.rules import Served, find_sites, refuse_compiled
@@ -36,14 +43,15 @@ class ModelCalls:
         self.counts, self.packed = Calls(), PackedRows()
         self.rows: int | None = None
         self.tokens = 1
-        self._most_tokens = tokens_by_themselves(model)
+        self._most_tokens, self._placeholders = tokens_by_themselves(model), placeholders_of(model)
 
     def begin(self, args: tuple, kwargs: dict) -> None:
         """Note that a call of the model begins.
 
         Raises:
-            GhostError: rows that are too long, or packed wrongly.
+            GhostError: rows that are too long, packed wrongly, or may take each other's images.
         """
+        refuse_shared_media(kwargs, self._placeholders)
         self.counts.begin()
         self.rows, self.tokens = rows_of_call(args, kwargs), memory.tokens_of_call(args, kwargs)
         self.packed.start(kwargs)

@@ -34,11 +34,19 @@ _NAMES = {
     for task, about in TASKS.items()
 }
 
+# Models that write text about images or sound; their rows have tokens or labels as those of a language model.
+_WRITERS = frozenset(
+    name
+    for mapping in ("IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ")
+    for name in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values()
+)
+
 
 def task_of(model: Any) -> str | None:
     """Return the task of `dpllm.config.TASKS` of the model's class, None for any other class.
 
     A head for sequences serves several tasks: ``config.problem_type`` decides, and without it the number of labels.
+    A model that writes text about images or sound has the task of its decoder.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     found = [task for task, names in _NAMES.items() if type(inner).__name__ in names]
@@ -46,6 +54,8 @@ def task_of(model: Any) -> str | None:
         one_value = getattr(inner.config, "num_labels", 2) == 1
         problem = getattr(inner.config, "problem_type", None) or ("regression" if one_value else None)
         found = [task for task in found if TASKS[task].problem_type == problem] or found
+    if not found and type(inner).__name__ in _WRITERS:
+        found = ["seq2seq_lm" if inner.config.is_encoder_decoder else "causal_lm"]
     return found[0] if found else None
 
 

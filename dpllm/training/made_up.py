@@ -3,19 +3,22 @@
 Place in the flow: before the first private step. Whether a loss reaches a parameter, and whether a part of the model
 has a rule, is decided on them: the report states the decision, and ε does not cover it.
 
-Of the private rows, only the form of the first one is used: its columns, their kinds and their dimensions.
+Of the private rows, only the form of the first one is used: its columns, their kinds and their dimensions, and the
+number of its tokens that stand for parts of an image.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpllm.ghost.checks import placeholders_of
 from dpllm.training.rows import TrainingRows
 
 _SEED = 20161024  # public: the rows are the same on every process and after a resume
@@ -41,7 +44,26 @@ def made_up(rows: TrainingRows, model: nn.Module, lengths: Sequence[int], number
     (form,) = rows.fetch(np.asarray(rows.units.rows[:1]))
     rng = np.random.default_rng([_SEED, number])
     most, tokens = int(rows.lengths.max()), _vocabulary(model)
-    return rows.collate([_like(form, max(1, min(length, most)), tokens, rng) for length in lengths])
+    images = _Placeholders.of(form, placeholders_of(model))
+    return rows.collate([_like(form, max(1, min(length, most)), tokens, images, rng) for length in lengths])
+
+
+@dataclass(frozen=True)
+class _Placeholders:
+    """The tokens of a row in whose places a model puts the features of its image; a row without images has none."""
+
+    kinds: Sequence[int]
+    of_row: np.ndarray
+
+    @classmethod
+    def of(cls, form: Any, kinds: Sequence[int]) -> _Placeholders:
+        ids = np.asarray(form["input_ids"] if kinds and isinstance(form, Mapping) and "input_ids" in form else [])
+        return cls(kinds, ids[np.isin(ids, kinds)])
+
+    def tokens(self, length: int, tokens: int, rng: np.random.Generator) -> np.ndarray:
+        """Return the made-up tokens of a row of this length or, if it is too short for its image, as long as needed."""
+        others = np.setdiff1d(np.arange(tokens), self.kinds)
+        return np.concatenate([self.of_row, rng.choice(others, max(length - len(self.of_row), 2))])
 
 
 @contextlib.contextmanager
@@ -64,11 +86,12 @@ def _vocabulary(model: nn.Module) -> int:
     return int(named) if isinstance(named, int) else max(tables, default=2)
 
 
-def _like(form: Any, length: int, tokens: int, rng: np.random.Generator) -> Any:
+def _like(form: Any, length: int, tokens: int, images: _Placeholders, rng: np.random.Generator) -> Any:
     """Return a made-up row."""
+    ids = images.tokens(length, tokens, rng) if len(images.of_row) else rng.integers(0, tokens, length)
+    length = len(ids)
     if not isinstance(form, Mapping):
-        return _column("input_ids", form, length, rng.integers(0, tokens, length), rng)
-    ids = rng.integers(0, tokens, length)
+        return _column("input_ids", form, length, ids, rng)
     return {name: _column(name, value, length, ids, rng) for name, value in form.items()}
 
 

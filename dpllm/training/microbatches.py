@@ -312,6 +312,7 @@ def _pieces(
 
 def _collated(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray) -> tuple[Mapping[str, Any], Tensor]:
     inputs = collate(list(rows))
+    _check_media(inputs, rows, collate)
     boundaries = inputs.get(BOUNDARIES)
     if boundaries is not None:
         _check_packed(inputs, boundaries, len(rows))
@@ -323,6 +324,28 @@ def _collated(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray) ->
                 f"unless {BOUNDARIES!r} gives their boundaries (dpllm.data.rows.PackedCollator)."
             )
     return inputs, torch.from_numpy(unit_index.astype(np.int64))
+
+
+def _check_media(inputs: Mapping[str, Any], rows: Sequence[Any], collate: Callable) -> None:
+    """Check that each row has one image or recording: a model deals them out to the rows by their order alone.
+
+    Two rows with none and two, or with two that a collator lists one after the other, have the right number together.
+    """
+    media = [
+        n for n, value in inputs.items() if isinstance(value, Tensor) and value.ndim > 2 and value.is_floating_point()
+    ]
+    if not media or len(rows) == 1:
+        return
+    for row in rows:
+        alone = collate([row])
+        for name in media:
+            if len(alone.get(name, ())) != 1:
+                raise ValueError(
+                    f"A row by itself has {len(alone.get(name, ()))} entries in '{name}', and beside other rows the "
+                    "model would take those of another row, another unit's. Give each row one: several images of a row "
+                    "as one tensor, and a row without images an empty one; or train one unit at a time "
+                    "(privacy.gradients=per_unit)"
+                )
 
 
 def _check_packed(inputs: Mapping[str, Any], boundaries: Tensor, num_rows: int) -> None:

@@ -10,10 +10,12 @@ import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 
 import dpllm.data.lengths
 from dpllm.data.lengths import Limits, row_lengths
 from dpllm.data.records import DataError
+from tests.ghost.media import llava, whisper
 
 TASKS = ["causal_lm", "seq2seq_lm", "sequence_classification", None]
 TOKENS = st.lists(st.integers(0, 9), min_size=0, max_size=4)
@@ -152,3 +154,15 @@ def test_the_limits_are_those_of_the_models_tables():
     assert Limits.of(transformers.OPTForCausalLM(opt)) == Limits(16, 40)
     llama = transformers.LlamaConfig(**sizes, intermediate_size=8, max_position_embeddings=16)
     assert Limits.of(transformers.LlamaForCausalLM(llama)) == Limits(None, 40)
+
+
+def test_a_tower_for_images_or_sound_sets_no_limit_for_tokens():
+    """Its positions count patches or frames. A model that only writes text has the lengths of its labels."""
+    assert Limits.of(llava()) == Limits(None, 64)
+    assert Limits.of(get_peft_model(whisper(), LoraConfig(target_modules=["q_proj"]))) == Limits(32, 64, "labels")
+    rows = [{"input_features": [[0.0]], "labels": [5, -100]}, {"input_features": [[0.0]], "labels": [6, 7, 8]}]
+    assert row_lengths(rows, "seq2seq_lm", Limits(32, 64, "labels")).tolist() == [2, 3]
+    with pytest.raises(DataError, match="row 1 has 3 tokens, but the model has positions for 2"):
+        row_lengths(rows, "seq2seq_lm", Limits(2, 64, "labels"))
+    with pytest.raises(DataError, match="row 0 has no labels; it has input_features: tokenize"):
+        row_lengths([{"input_features": [[0.0]]}], "seq2seq_lm", Limits(2, 64, "labels"))

@@ -315,7 +315,7 @@ def _same_row(one: Mapping[str, Any], other: Mapping[str, Any], any_shape: bool)
     """Return whether the first rows of two batches are equal; ``any_shape`` skips values of different shapes."""
     names = [name for name, value in one.items() if isinstance(value, Tensor) and value.ndim > 0]
     pairs = [(one[name], other[name]) for name in names if isinstance(other.get(name), Tensor)]
-    return all(torch.equal(a[0], b[0]) for a, b in pairs if a.shape == b.shape or not any_shape)
+    return all(torch.equal(a[:1], b[:1]) for a, b in pairs if a.shape == b.shape or not any_shape)
 
 
 def _width(inputs: Mapping[str, Any], name: str) -> int | None:
