@@ -24,6 +24,7 @@ from dpllm.engines.errors import EngineError, no_totals
 from dpllm.engines.guard import Projections, UpdateGuard
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import AddTo, ToTotal
+from dpllm.engines.zero3 import gather_adapted_stacks, refuse_leaves, without_leaves
 from dpllm.ghost.kernels import accumulation_dtype
 
 # Options of a DeepSpeed configuration that private training sets, with the reason.
@@ -89,6 +90,7 @@ def private_config(config: dict[str, Any]) -> None:
         if value and value != "auto" and value not in harmless:
             raise _refusal(path, value, reason)
     _check_rest(config)
+    without_leaves(config["zero_optimization"])
 
 
 def _refusal(path: str, value: Any, reason: str) -> EngineError:
@@ -147,6 +149,9 @@ class DeepSpeedZero:
         self.forms_total = False
         self.division = Division.of_rows(self.processes)
         self._engine, self._stage = engine, engine.zero_optimization_stage()
+        if self._stage == 3:
+            refuse_leaves(engine.module)
+            gather_adapted_stacks(engine.module)
         self.guard = UpdateGuard(engine.optimizer, self.processes, replicas=1, at_once=False)
         self._totals: dict[nn.Parameter, Tensor] = {}
         self._projections = Projections(self.processes)

@@ -86,12 +86,6 @@ class ExpertsRule:
                 f"{path} ({type(module).__name__}) computes only the experts of this process (expert parallelism), and "
                 "a unit's norm would be spread over processes. Load the model without it."
             )
-        if any(hasattr(p, "ds_id") for p in module.parameters()):
-            raise GhostError(
-                f"{path} ({type(module).__name__}) has trained experts that ZeRO-3 partitions, and DeepSpeed does not "
-                "release them in time for the clipped sums. Train them on FSDP2 (accelerate_configs/fsdp2.yaml), "
-                "ZeRO-1 or ZeRO-2, or freeze the experts."
-            )
         narrow = {name: p.dtype for name, p in module.named_parameters(recurse=False) if p.element_size() < 2}
         if narrow:
             raise NoRuleError(

@@ -17,7 +17,7 @@ from dpllm import GhostClipper, GhostError, PrivacyConfig, PrivateRun, TrainingR
 from dpllm.config import DataConfig
 from dpllm.data.rows import RowCollator, load_records, tokenize_records
 from dpllm.data.units import UnitIndex
-from dpllm.engines import engine_for, model_inside
+from dpllm.engines import EngineError, engine_for, model_inside
 from dpllm.engines.processes import DisagreementError, Processes
 from dpllm.mechanism import regenerated
 from dpllm.mechanism.clipping import FlatClipping
@@ -256,6 +256,27 @@ def refused(engine: str) -> str:
     finally:
         dispose(prepared)
     return ""
+
+
+def leaves() -> tuple[str, float]:
+    """The error for a mixture of experts that is a leaf module of ZeRO-3 by itself, and its sum with frozen ones."""
+    from deepspeed.utils import set_z3_leaf_modules
+
+    full, lora = (Case("mixtral", mode=mode, dtype="float32") for mode in ("full", "lora-attention"))
+    model = build_model(full)
+    set_z3_leaf_modules(model, ["MixtralSparseMoeBlock"])
+    refusal = ""
+    prepared, optimizer = prepare("zero3", model, 0.1)
+    try:
+        engine_for(prepared, optimizer)
+    except EngineError as error:
+        refusal = str(error)
+    dispose(prepared)
+    wide, _ = reference(Job("zero3", lora), 0.5)
+    model = build_model(lora)
+    set_z3_leaf_modules(model, ["MixtralSparseMoeBlock"])
+    (released,) = movement("zero3", model, lora, plan_of(0.5, noise_multiplier=0.0))
+    return refusal, float((released - wide).norm() / wide.norm())
 
 
 def noise(engine: str, steps: int = 3, noise_multiplier: float = 2.0, clip_norm: float = 0.5) -> dict[str, Any]:

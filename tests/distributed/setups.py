@@ -69,6 +69,8 @@ def deepspeed_config(engine: str, dtype: str = "float32") -> dict[str, Any]:
         "overlap_comm": engine.endswith("overlap"),
         "stage3_param_persistence_threshold": 0,
     }
+    if engine.endswith("unfetched"):  # nothing is gathered in advance, as in models much larger than this bucket
+        zero["stage3_prefetch_bucket_size"] = 0
     if engine.endswith("offload"):
         zero["offload_optimizer"] = {"device": "cpu"}
     return {

@@ -95,17 +95,43 @@ def test_every_engine_moves_the_parameters_by_at_most_lr_clip_norm_batch(tmp_pat
     check_reach(jobs, run(tmp_path, "tests.distributed.matrix:reach", jobs=jobs), table)
 
 
+# family, mode, activation checkpointing, rows of a microbatch, rows of a unit
+MIXTURES: dict[str, tuple[tuple[str, str, str, int, int], ...]] = {
+    **{
+        engine: (("mixtral", "full", "none", NUM_ROWS, 1), ("mixtral", "lora-experts", "non-reentrant", 2, 2))
+        for engine in ENGINES
+    },
+    "zero3": (
+        ("mixtral", "full", "none", NUM_ROWS, 1),
+        ("qwen3_moe", "full", "non-reentrant", 2, 3),
+        ("deepseek_v3-in-one-group", "full", "none", 2, 2),
+        ("deepseek_v3-in-one-group", "lora-experts", "reentrant", NUM_ROWS, 2),
+        ("mixtral", "lora-experts", "non-reentrant", 2, 2),
+        ("mixtral", "routers-only", "none", NUM_ROWS, 1),
+    ),
+    # Four calls on each process: from the third on, DeepSpeed compares each with its record of the first two.
+    "zero3-unfetched": (("mixtral", "lora-experts", "none", 1, 1), ("qwen3_moe", "full", "none", 1, 1)),
+}
+
+
 @pytest.mark.deep
-@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "zero3"])
+@pytest.mark.parametrize("engine", MIXTURES)
 def test_mixtures_of_experts_are_exact_on_engines(engine, tmp_path, table):
-    """Stacks of experts are reduced and sharded like any parameter; ZeRO-3 is refused when the model is attached."""
-    ways = (("full", "none", NUM_ROWS, 1), ("lora-experts", "non-reentrant", 2, 2))
+    """Stacks of experts, LoRA factors of them, and routers are reduced and sharded like any parameter."""
     jobs = [
-        Job(engine, Case("mixtral", mode=mode, dtype="float32", checkpointing=checkpointing), rows, per_unit)
-        for mode, checkpointing, rows, per_unit in ways
+        Job(engine, Case(family, mode=mode, dtype="float32", checkpointing=checkpointing), rows, per_unit)
+        for family, mode, checkpointing, rows, per_unit in MIXTURES[engine]
     ]
     check_errors(jobs, run(tmp_path / "errors", "tests.distributed.matrix:errors", jobs=jobs), table)
     check_reach(jobs, run(tmp_path / "reach", "tests.distributed.matrix:reach", jobs=jobs), table)
+
+
+@pytest.mark.deep
+def test_trained_parameters_in_a_leaf_module_of_zero3_are_refused(tmp_path):
+    """DeepSpeed would fill in zeros for their gradients in the clipper's own pass; frozen ones are only gathered."""
+    for trained, frozen in run(tmp_path, "tests.distributed.matrix:leaves"):
+        assert "mlp.gate.weight is trained, and lies in a leaf module of ZeRO-3 (MixtralSparseMoeBlock)" in trained
+        assert frozen < 2e-5
 
 
 @pytest.mark.deep

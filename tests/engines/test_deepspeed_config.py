@@ -3,9 +3,11 @@
 import copy
 
 import pytest
+from torch import nn
 
 from dpllm.engines import EngineError, private_config
 from dpllm.engines.deepspeed import _NEEDED, _REFUSED
+from dpllm.engines.zero3 import refuse_leaves
 
 # For each option that private training sets, a value that a configuration may ask for instead.
 OTHER_VALUES = {
@@ -110,3 +112,23 @@ def test_optimizers_that_compress_gradients_are_refused(kind):
     with pytest.raises(EngineError, match=f"the optimizer '{kind.lower()}', which compresses or transforms"):
         private_config({**config_with(), "optimizer": {"type": kind, "params": {"lr": 1e-3}}})
     private_config({**config_with(), "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
+
+
+def test_the_leaf_modules_that_deepspeed_chooses_by_itself_are_switched_off():
+    """It takes the gradients of trained experts in them in the wrong pass; a user's own are kept, and checked later."""
+    config = config_with(stage=3)
+    private_config(config)
+    assert config["zero_optimization"]["leaf_module"] == {"classes": []}
+    own = {"classes": ["Frozen"], "names": ["model.vision"]}
+    config = config_with("zero_optimization.leaf_module", copy.deepcopy(own), stage=3)
+    private_config(config)
+    assert config["zero_optimization"]["leaf_module"] == own
+
+
+def test_trained_parameters_in_a_leaf_module_are_refused_by_name():
+    """Frozen ones are accepted."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    model[0].weight.ds_z3_leaf_module = model[0]  # as DeepSpeed marks it
+    with pytest.raises(EngineError, match=r"0\.weight is trained, and lies in a leaf module of ZeRO-3 \(Linear\).*Leave"):
+        refuse_leaves(model)
+    refuse_leaves(model.requires_grad_(False))

@@ -183,6 +183,15 @@ def _deepseek_v3(tied: bool) -> nn.Module:
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**settings))
 
 
+def _deepseek_v3_in_one_group(tied: bool) -> nn.Module:
+    """Every token takes the two experts of one group, whatever it is; the experts of the other group get none."""
+    model = _deepseek_v3(tied)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.tensor([10.0, 10.0, 0.0, 0.0]))
+    return model
+
+
 def _gpt_neox(tied: bool) -> nn.Module:
     settings = _decoder_settings(tied, attention_dropout=0.0, hidden_dropout=0.0)
     return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**settings))
@@ -276,6 +285,13 @@ FAMILIES = {
         _causal("qwen3", _qwen3),
         _causal("gemma3", _gemma3),
         _causal("phi3", _phi3, attention=("qkv_proj", "o_proj")),
+        _causal(
+            "deepseek_v3-in-one-group",
+            _deepseek_v3_in_one_group,
+            attention=("q_b_proj", "kv_b_proj", "o_proj"),
+            heads=(False,),
+            experts=True,
+        ),
         _causal("mixtral", _mixtral, experts=True),
         _causal("qwen3_moe", _qwen3_moe, heads=(False,), experts=True),
         _causal(
@@ -352,6 +368,10 @@ def _frozen_lower(family: Family, model: nn.Module) -> nn.Module:
     return _freeze(_frozen_embeddings(family, model), lambda name: family.layer_zero in name)
 
 
+def _routers_only(family: Family, model: nn.Module) -> nn.Module:
+    return _freeze(model, lambda name: not name.endswith((".gate.weight", ".router.weight", ".router.bias")))
+
+
 def _mode(**settings: Any) -> Callable[[Family, nn.Module], nn.Module]:
     return lambda family, model: _lora(family, model, **settings)
 
@@ -378,6 +398,7 @@ MODES: dict[str, Callable[[Family, nn.Module], nn.Module]] = {
     "lora-experts": lambda family, model: _lora(
         family, model, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
     ),
+    "routers-only": _routers_only,
     "bias-only": _bias_only,
     "frozen-embeddings": _frozen_embeddings,
     "frozen-lower": _frozen_lower,
@@ -424,7 +445,7 @@ def is_meaningful(family: str, mode: str, tied: bool) -> bool:
     """Whether the mode says anything about the architecture (no bias modes where there is no bias)."""
     if mode in _BIAS_MODES and family in _WITHOUT_BIASES:
         return False
-    if mode == "lora-experts" and not FAMILIES[family].experts:
+    if mode in ("lora-experts", "routers-only") and not FAMILIES[family].experts:
         return False
     if mode == "lora-all-linear" and FAMILIES[family].experts:  # PEFT warns of patterns for experts that match nothing
         return False
