@@ -160,6 +160,27 @@ MUTATIONS = [
         ("tests/distributed/test_engines.py::test_noise_is_drawn_exactly_once[zero2]",),
     ),
     Mutation(
+        "trained parameters in a leaf module of ZeRO-3 are accepted",
+        "dpllm/engines/zero3.py",
+        "if leaf is not None and parameter.requires_grad:",
+        "if False:",
+        ("tests/engines/test_deepspeed_config.py::test_trained_parameters_in_a_leaf_module_are_refused_by_name",),
+    ),
+    Mutation(
+        "DeepSpeed makes a leaf module of a mixture of experts",
+        "dpllm/engines/zero3.py",
+        'leaves.setdefault("classes", [])',
+        "pass",
+        ("tests/distributed/test_engines.py::test_mixtures_of_experts_are_exact_on_engines[zero3]",),
+    ),
+    Mutation(
+        "a stack of experts with LoRA is not gathered by the module that computes it",
+        "dpllm/engines/zero3.py",
+        "deepspeed.zero.register_external_parameter(wrapper.get_base_layer(), stack)",
+        "pass",
+        ("tests/distributed/test_engines.py::test_mixtures_of_experts_are_exact_on_engines[zero3-unfetched]",),
+    ),
+    Mutation(
         "each process draws units of its own",
         "dpllm/training/checks/turns.py",
         "return self._processes.int64s_from_main(drawn, count)",

@@ -3,11 +3,12 @@
 DeepSpeed gathers the parameters of a module when the module is called, and takes a gradient by a hook on the
 parameter. Mixtures of experts deviate from both:
 
-* A *leaf module* (``zero_optimization.leaf_module``, accelerate's ``deepspeed_moe_layer_cls_names``) takes the gradients
-  of all parameters inside it when a backward pass leaves it, and zeros for those that have none. This happens in the
-  clipper's own pass, in which no parameter has a gradient. DeepSpeed has leaf modules for experts that are separate
-  modules, which processes call in different orders; transformers 5 stacks them in one tensor. They are therefore
-  switched off, and refused around trained parameters.
+* A *leaf module* (``zero_optimization.leaf_module``, accelerate's ``deepspeed_moe_layer_cls_names``) has one hook for
+  all trained parameters inside it. It runs when a backward pass leaves the module, and fills in zeros for missing
+  gradients (deepspeed/runtime/zero/stage3.py, ``create_reduce_and_remove_grad_hooks``). In the clipper's own pass all
+  are missing. DeepSpeed has leaf modules for experts that are separate modules, which processes call in different
+  orders; transformers 5 stacks them in one tensor. Leaf modules are therefore switched off, and refused around trained
+  parameters.
 * PEFT's LoRA on a stack of experts moves the stack to another module while the experts run, and reads its factors
   without calling the layers that hold them. Both are registered with the modules that use them.
 """

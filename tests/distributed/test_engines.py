@@ -97,10 +97,9 @@ def test_every_engine_moves_the_parameters_by_at_most_lr_clip_norm_batch(tmp_pat
 
 # family, mode, activation checkpointing, rows of a microbatch, rows of a unit
 MIXTURES: dict[str, tuple[tuple[str, str, str, int, int], ...]] = {
-    **{
-        engine: (("mixtral", "full", "none", NUM_ROWS, 1), ("mixtral", "lora-experts", "non-reentrant", 2, 2))
-        for engine in ENGINES
-    },
+    **dict.fromkeys(
+        ENGINES, (("mixtral", "full", "none", NUM_ROWS, 1), ("mixtral", "lora-experts", "non-reentrant", 2, 2))
+    ),
     "zero3": (
         ("mixtral", "full", "none", NUM_ROWS, 1),
         ("qwen3_moe", "full", "non-reentrant", 2, 3),
