@@ -222,11 +222,11 @@ def errors(jobs: list[Job], clip_norm: float = 0.5) -> list[tuple[float, float]]
     """Relative error of each job's reduced clipped sum: against float64, and against one process in its precision."""
     plan = plan_of(clip_norm, noise_multiplier=0.0)
     found = []
-    for job in jobs:
-        wide, same = reference(job, clip_norm)
+    expected = [reference(job, clip_norm) for job in jobs]  # first: ZeRO-3 puts its own linear function in place
+    for job, values in zip(jobs, expected, strict=True):
         model, ways = build_model(job.case), {"owners": job.owners, "gradients": job.gradients}
         (released,) = movement(job.engine, model, job.case, plan, job.max_rows, **ways)
-        found.append(tuple(float((released - value).norm() / value.norm()) for value in (wide, same)))
+        found.append(tuple(float((released - value).norm() / value.norm()) for value in values))
     return found
 
 
