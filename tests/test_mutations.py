@@ -328,6 +328,13 @@ MUTATIONS = [
         ("tests/ghost/test_routed.py",),
     ),
     Mutation(
+        "the backward pass reads the stack of experts as it was before ZeRO-3 released it",
+        "dpllm/ghost/grouped.py",
+        "ctx.save_for_backward(stack, ",
+        "ctx.save_for_backward(stack.detach(), ",
+        ("tests/ghost/test_experts.py::test_a_stack_that_is_released_after_the_forward_pass_is_read_again",),
+    ),
+    Mutation(
         "a second use of experts is forgotten",
         "dpllm/ghost/routed.py",
         "        if not rest:\n            return first\n",

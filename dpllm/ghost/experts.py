@@ -279,7 +279,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         x = x.to(weight.dtype)
         x_SD = x[route.order_S // top_k_index.shape[1]] if of_tokens else x
         with torch.autocast(x.device.type, enabled=False):  # as transformers' grouped product: in the weight's dtype
-            out_SP = grouped_product(x_SD, weight if module.is_transposed else weight.mT, route.counts_E)
+            out_SP = grouped_product(x_SD, weight, route.counts_E, outputs_first=not module.is_transposed)
         if module.has_bias:
             out_SP = out_SP + getattr(module, f"{name}_bias")[route.index_Nk.reshape(-1)[route.order_S]]
         return out_SP if rule is None else rule.tap(name, module, out_SP, x, route, of_tokens)

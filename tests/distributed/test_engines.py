@@ -107,6 +107,7 @@ MIXTURES: dict[str, tuple[tuple[str, str, str, int, int], ...]] = {
         ("deepseek_v3-in-one-group", "lora-experts", "reentrant", NUM_ROWS, 2),
         ("mixtral", "lora-experts", "non-reentrant", 2, 2),
         ("mixtral", "routers-only", "none", NUM_ROWS, 1),
+        ("mixtral", "experts-only", "none", 2, 1),
     ),
     # Four calls on each process: from the third on, DeepSpeed compares each with its record of the first two.
     "zero3-unfetched": (("mixtral", "lora-experts", "none", 1, 1), ("qwen3_moe", "full", "none", 1, 1)),

@@ -11,6 +11,7 @@ from torch import nn
 from dpllm import GhostClipper, GhostError, per_sequence_loss
 from dpllm.ghost import NormMethod
 from dpllm.ghost.experts import NAME, experts_forward
+from dpllm.ghost.grouped import grouped_product
 from tests.ghost.loop import assert_is_the_loop, perturbed, row_gradients
 from tests.reference.oracle import compare
 from tests.reference.test_clipped_sum import check_float64
@@ -225,6 +226,20 @@ def test_our_function_computes_what_transformers_computes(transposed, has_bias, 
     )
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("outputs_first", [False, True])
+def test_a_stack_that_is_released_after_the_forward_pass_is_read_again(outputs_first):
+    """ZeRO-3 gives the parameter other data until it is needed: a view of the first data would keep its memory."""
+    stack = nn.Parameter(torch.randn(2, 3, 3, dtype=torch.float64), requires_grad=False)
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    whole = stack.detach().clone()
+    output = grouped_product(x, stack, torch.tensor([2, 3]), outputs_first)
+    stack.data = torch.empty(0, dtype=torch.float64)
+    stack.data = 2 * whole
+    matrices = (2 * whole).mT if outputs_first else 2 * whole
+    expected = torch.cat([torch.ones(2, 3).double() @ matrices[0].mT, torch.ones(3, 3).double() @ matrices[1].mT])
+    torch.testing.assert_close(torch.autograd.grad(output.sum(), x)[0], expected)
 
 
 def test_the_model_is_computed_as_before_once_the_clipper_is_removed():

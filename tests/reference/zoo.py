@@ -368,8 +368,15 @@ def _frozen_lower(family: Family, model: nn.Module) -> nn.Module:
     return _freeze(_frozen_embeddings(family, model), lambda name: family.layer_zero in name)
 
 
+_ROUTERS = (".gate.weight", ".router.weight", ".router.bias")
+
+
 def _routers_only(family: Family, model: nn.Module) -> nn.Module:
-    return _freeze(model, lambda name: not name.endswith((".gate.weight", ".router.weight", ".router.bias")))
+    return _freeze(model, lambda name: not name.endswith(_ROUTERS))
+
+
+def _experts_only(family: Family, model: nn.Module) -> nn.Module:
+    return _freeze(model, lambda name: ".experts." not in name and not name.endswith(_ROUTERS))
 
 
 def _mode(**settings: Any) -> Callable[[Family, nn.Module], nn.Module]:
@@ -399,6 +406,7 @@ MODES: dict[str, Callable[[Family, nn.Module], nn.Module]] = {
         family, model, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
     ),
     "routers-only": _routers_only,
+    "experts-only": _experts_only,
     "bias-only": _bias_only,
     "frozen-embeddings": _frozen_embeddings,
     "frozen-lower": _frozen_lower,
@@ -445,7 +453,7 @@ def is_meaningful(family: str, mode: str, tied: bool) -> bool:
     """Whether the mode says anything about the architecture (no bias modes where there is no bias)."""
     if mode in _BIAS_MODES and family in _WITHOUT_BIASES:
         return False
-    if mode in ("lora-experts", "routers-only") and not FAMILIES[family].experts:
+    if mode in ("lora-experts", "routers-only", "experts-only") and not FAMILIES[family].experts:
         return False
     if mode == "lora-all-linear" and FAMILIES[family].experts:  # PEFT warns of patterns for experts that match nothing
         return False
