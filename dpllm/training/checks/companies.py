@@ -59,6 +59,7 @@ class Sample:
         equals: the shortest row twice, for a pass of the first check if ``together`` has no room for it.
         before: numbers of rows that are made before a compared one, each by itself; two or more, at random and a long
             one. If there is only one row, it is its own predecessor.
+        longest: number of the longest row that fits into a microbatch by itself; None: there is only one row.
     """
 
     rows: Mapping[int, Any]
@@ -68,6 +69,7 @@ class Sample:
     equals: tuple[int, ...] = ()
     refetched: bool = False
     before: tuple[int, ...] = ()
+    longest: int | None = None
 
     def fetched(self, numbers: Sequence[int], fetch: Callable[[np.ndarray], Sequence[Any]]) -> list[Any]:
         """Return the rows of a pass; collators may modify them."""
@@ -132,9 +134,10 @@ class Sample:
         lone = numbers[lengths <= (math.inf if max_tokens is None else max_tokens)]
         lone = lone[lone != short]
         before = rng.choice(lone, min(_BEFORE, len(lone)), replace=False).tolist()
-        before += [int(lone[rows.lengths[lone].argmax()])] if len(lone) else [short]
+        longest = int(lone[rows.lengths[lone].argmax()]) if len(lone) else None
+        before += [short if longest is None else longest]
         before = [*dict.fromkeys(before), short][: max(2, len(set(before)))]
-        wished = {*together, *replaced, *crowded, *before}
+        wished = {*together, *replaced, *crowded, *before, *([] if longest is None else [longest])}
         missing = np.array([n for n in wished if n not in fetched], dtype=numbers.dtype)
         if len(missing):
             fetched.update(zip(missing.tolist(), rows.fetch(missing), strict=True))
@@ -143,7 +146,8 @@ class Sample:
             with same_randomness(seed):
                 picked = sorted(fetched, key=lambda n: -rows.lengths[n])[:SHORTEST]
                 again.append([copy.deepcopy(rows.fetch(np.array([n], dtype=numbers.dtype))[0]) for n in picked])
-        return cls(fetched, tuple(together), tuple(replaced), tuple(crowded), equals, _same(*again), tuple(before))
+        refetched = _same(*again)
+        return cls(fetched, tuple(together), tuple(replaced), tuple(crowded), equals, refetched, tuple(before), longest)
 
     @property
     def probed(self) -> tuple[int, ...]:
@@ -170,6 +174,8 @@ class Sample:
             for n in self.before[:2]:
                 passes += [Company((n,), "alone"), Company((short,), "alone, after another row")]
                 passes += [Company((short,), "alone, after itself")]  # what changes with every second call
+            for n in self.before[:2] if self.longest is not None else ():  # the shortest row may reset what others left
+                passes += [Company((self.longest,), "alone"), Company((n,), "alone, after the longest row")]
         return passes
 
 

@@ -32,6 +32,8 @@ from dpllm.training.checks import choices
 from dpllm.training.checks.between_calls import BetweenCalls
 from dpllm.training.checks.companies import Sample
 from dpllm.training.checks.differences import Differences, Seen, compare, counting_norm, in_words
+from dpllm.training.checks.kept import is_left
+from dpllm.training.checks.module_values import LEFT, ModuleValues
 from dpllm.training.checks.passes import CHANCES, Found, IndependenceError, Passes, Setup, spread_seeds
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 from dpllm.training.checks.sharing import FEWEST, PLACES, Sharing, states_for
@@ -75,6 +77,7 @@ class IndependenceCheck:
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.division.size
         self._steps, self._has_failed = 0, False
         self._compared = _Compared()
+        self._values = None if engine.lockstep else ModuleValues(model)  # lockstep: the engine keeps counters there
         self.last: Differences | None = None
         self.found = Found()
 
@@ -137,6 +140,7 @@ class IndependenceCheck:
                 worst, everywhere = self._agreed(lambda: self._worst(passes, first=False), bool)
         if not any(everywhere):
             self._refuse_kept(passes, state, first)
+            self._refuse_left(passes)
             self.found.points += state.points
             return
         carried, _ = self._agreed(passes.is_carried, bool)
@@ -174,6 +178,19 @@ class IndependenceCheck:
                 lambda: state.of_losses(kept, seeds, passes.usual, passes.singles, passes.differ), bool
             )
         self._refuse(message)
+
+    def _refuse_left(self, passes: Passes) -> None:
+        """Check that no row follows what modules or settings of the model keep since the run was attached."""
+        now = None if self._values is None else ModuleValues(self._model)
+        left = [] if now is None or self._values is None else now.differing(self._values)
+        message = None
+        if any(self._engine.processes.gather(bool(left))):
+            acts, _ = self._agreed(lambda: self._acts(now, passes) if left else False, bool)
+            message = LEFT.format(where=now.words(left)) if acts and now is not None else None
+        self._refuse(message)
+
+    def _acts(self, now: Any, passes: Passes) -> bool:
+        return any(is_left(now, self._values, spread_seeds(2), single, passes.differ) for single in passes.singles)
 
     def _measured(self, setup: Setup, first: bool, state: BetweenCalls) -> tuple[Passes, tuple[Seen, Seen] | None]:
         """Return the passes over rows drawn for them (fewer rows if memory runs out), and `_worst` of them."""
