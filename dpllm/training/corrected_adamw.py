@@ -121,12 +121,18 @@ class CorrectedAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient; an engine may call it once for each part of a group."""
+        """Update all parameters that have a gradient; an engine may call it once for each part of a group.
+
+        Raises:
+            ConfigError: no run has told it a step, and a gradient is not 0: it would be dropped.
+        """
         del closure
         for group in self.param_groups:
             held = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in held:
                 self._make_state(parameter)
+            if self._told is None:
+                _refuse_untold(held)
             if self._told is None or not held:
                 continue
             if id(group) in self._due:
@@ -324,10 +330,12 @@ def teller(optimizer: Any, plan: PrivacyPlan) -> Callable[[int], None] | None:
         plan: of the run.
 
     Raises:
-        ConfigError: it was made for other noise.
+        ConfigError: it was made for other noise, or is a part of another optimizer.
     """
     inner = innermost(optimizer)
     if not isinstance(inner, CorrectedAdamW):
+        if _is_part(inner):
+            raise _joined()
         return None
     if inner.noise != KnownNoise.of(plan.mechanism, plan.num_steps):
         raise ConfigError(
@@ -335,6 +343,28 @@ def teller(optimizer: Any, plan: PrivacyPlan) -> Callable[[int], None] | None:
             "noise=KnownNoise.of(plan.mechanism, plan.num_steps)"
         )
     return inner.tell
+
+
+def _is_part(optimizer: Any) -> bool:
+    """Return whether an optimizer that joins others holds a `CorrectedAdamW`, also in a list or a dictionary."""
+    found = list(getattr(optimizer, "__dict__", {}).values())
+    found += [one for several in found if isinstance(several, list | tuple) for one in several]
+    found += [one for several in found if isinstance(several, dict) for one in several.values()]
+    return any(isinstance(innermost(one), CorrectedAdamW) for one in found)
+
+
+def _refuse_untold(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise `ConfigError` for a gradient that is not 0; libraries step over zeros before they load a checkpoint."""
+    if any(bool(_local(parameter.grad).any()) for parameter in parameters):
+        raise _joined()
+
+
+def _joined() -> ConfigError:
+    return ConfigError(
+        "CorrectedAdamW was not told which private step this is, so it cannot know the noise in the gradient: it is a "
+        "part of another optimizer, or is used outside of a private run. Attach it to the run by itself, with several "
+        "parameter groups where they need other learning rates"
+    )
 
 
 def refuse_other_second_moment(folder: Path, now: str | None) -> None:

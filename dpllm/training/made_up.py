@@ -4,7 +4,8 @@ Place in the flow: before the first private step. Whether a loss reaches a param
 has a rule, is decided on them: the report states the decision, and ε does not cover it.
 
 Of the private rows, only the form of the first one is used: its columns, their kinds and their dimensions, and the
-number of its tokens that stand for parts of an image.
+number of its tokens that stand for parts of an image. All rows have its columns and as many such tokens, so that no row
+decides on them.
 """
 
 from __future__ import annotations
@@ -39,8 +40,14 @@ def made_up(rows: TrainingRows, model: nn.Module, lengths: Sequence[int], number
         number: of the microbatch; others have other tokens.
 
     Raises:
-        NotMadeUp: the first row has a column that is neither numbers nor a sequence of numbers, or without a value.
+        NotMadeUp: the first row has a column that is neither numbers nor a sequence of numbers, or without a value; or
+            other rows have other columns.
     """
+    if (other := rows.other_columns) is not None:
+        raise NotMadeUp(
+            f"row {other} has other columns than row 0. Give every row the same columns, or leave those out that only "
+            "some rows have"
+        )
     (form,) = rows.fetch(np.asarray(rows.units.rows[:1]))
     rng = np.random.default_rng([_SEED, number])
     most, tokens = int(rows.lengths.max()), _vocabulary(model)

@@ -107,6 +107,15 @@ class TrainingRows:
         """Return the hash of the rows (`dpllm.training.checks.agreement.contents`); it is computed once."""
         return agreement.contents(self.lengths, self.fetch)
 
+    @functools.cached_property
+    def other_columns(self) -> int | None:
+        """Return the number of the first row whose columns are not those of row 0; None: all rows have the same.
+
+        Rows of a data set in a table (`datasets.Dataset`) always do; of larger data, evenly spaced rows are read, as
+        for `contents`.
+        """
+        return agreement.first_with_other_columns(self.lengths, self.fetch)
+
     def facts(self) -> dict[str, Any]:
         """Return facts that must be identical on every process; otherwise processes would split different draws."""
         return agreement.rows(

@@ -382,6 +382,37 @@ def test_noise_of_another_plan_is_refused(tmp_path):
         run.attach(model, CorrectedAdamW(model.parameters(), other))
 
 
+class Joined(torch.optim.Optimizer):
+    """Two optimizers that are stepped as one."""
+
+    def __init__(self, where, *optimizers):
+        super().__init__([{"params": group["params"]} for one in optimizers for group in one.param_groups], {})
+        self.held = {"list": list, "dict": lambda all_: dict(enumerate(all_)), "hidden": lambda all_: iter([all_])}[
+            where
+        ](optimizers)
+
+    def step(self, closure=None):
+        for one in next(self.held):
+            one.step()
+
+
+@pytest.mark.parametrize("where", ["list", "dict", "hidden"])
+def test_a_part_of_another_optimizer_that_is_told_no_step_is_refused(where, tmp_path):
+    """It updated nothing, silently; one that is not found before the first step is found in its update."""
+    model, plan = torch.nn.Linear(40, 1), plan_for(4)
+    noise = KnownNoise.of(plan.mechanism, 4)
+    optimizer = Joined(where, CorrectedAdamW([model.weight], noise), torch.optim.SGD([model.bias], lr=0.1))
+    run = PrivateRun.start(tmp_path, plan, rows_of())
+    if where != "hidden":
+        with pytest.raises(ConfigError, match="part of another optimizer"):
+            run.attach(model, optimizer)
+        return
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ConfigError, match="part of another optimizer"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -191,6 +191,36 @@ def test_whether_the_first_row_has_a_value_does_not_decide_what_is_frozen(tmp_pa
         run.freeze_unused(Picture(), lambda model, inputs: model(**inputs).squeeze(1))
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_whether_the_first_row_has_a_column_does_not_decide_what_is_frozen(first, tmp_path):
+    """Rows may be dictionaries with different keys; `auto` does not try rows of either form."""
+    plan, rows = plan_of(noise_multiplier=0.0), rows_of()
+
+    def fetch(numbers):
+        found = [{"text": row[:FEATURES]} for row in rows.fetch(numbers)]
+        return [{**row, "picture": row["text"]} if (n == 0) == first else row for n, row in zip(numbers, found, strict=True)]
+
+    def collate(some):
+        pictures = [row["picture"] for row in some if "picture" in row]
+        return {
+            "text": torch.stack([row["text"] for row in some]),
+            "picture": torch.stack(pictures) if len(pictures) == len(some) else None,
+        }
+
+    run = PrivateRun(
+        plan, TrainingRows(rows.units, rows.lengths, fetch, collate, 1), ledger_of(tmp_path, plan)
+    )  # fmt: skip
+    model, seen = Picture(), []
+    with pytest.raises(ConfigError, match="row 1 has other columns than row 0"):
+        run.freeze_unused(model, lambda model, inputs: model(**inputs).squeeze(1))
+    run.attach(
+        model, torch.optim.SGD(model.parameters(), lr=0.3), gradients="auto",
+        loss_of=lambda model, inputs: seen.append(inputs) or model(**inputs).squeeze(1),
+    )  # fmt: skip
+    assert not seen and not run._attached.clipper.one_unit
+    run.detach()
+
+
 def test_a_decoder_used_alone_trains_with_one_switch(tmp_path):
     """Bart's decoder by itself has a cross attention that no loss reaches."""
 

@@ -14,7 +14,7 @@ import hashlib
 import inspect
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,16 +170,37 @@ def contents(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) 
         lengths: (num_rows,) tokens of every row.
         fetch: row numbers to rows.
     """
-    total = max(1, int(lengths.sum()))
-    count = len(lengths) if total <= _TOKENS else max(_SAMPLE, len(lengths) * _TOKENS // total)
     digest = hashlib.sha256()
-    numbers = _spaced(len(lengths), count)
     with same_randomness(_STATE):
-        for at in range(0, len(numbers), _FETCHED):
-            for row in fetch(numbers[at : at + _FETCHED]):
-                _add(digest, row)
+        for _, row in _read(lengths, fetch):
+            _add(digest, row)
     digest.update(str(len(lengths)).encode())
     return digest.hexdigest()
+
+
+def first_with_other_columns(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) -> int | None:
+    """Return the number of the first row whose columns are not those of the first one; None: there is none.
+
+    Args:
+        lengths: (num_rows,) tokens of every row.
+        fetch: row numbers to rows; the rows of `contents` are read.
+    """
+    first: list[frozenset[Any] | None] = []
+    with same_randomness(_STATE):
+        for number, row in _read(lengths, fetch):
+            columns = frozenset(row) if isinstance(row, Mapping) else None
+            if columns != (first := first or [columns])[0]:
+                return number
+    return None
+
+
+def _read(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) -> Iterator[tuple[int, Any]]:
+    """Yield all rows with their numbers if they have at most 2^25 tokens; else evenly spaced ones with this many."""
+    total = max(1, int(lengths.sum()))
+    count = len(lengths) if total <= _TOKENS else max(_SAMPLE, len(lengths) * _TOKENS // total)
+    numbers = _spaced(len(lengths), count)
+    for at in range(0, len(numbers), _FETCHED):
+        yield from zip(numbers[at : at + _FETCHED].tolist(), fetch(numbers[at : at + _FETCHED]), strict=True)
 
 
 def _collated(length: int, fetch: Callable, collate: Callable) -> str:
