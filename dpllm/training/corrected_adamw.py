@@ -109,6 +109,7 @@ class CorrectedAdamW(Optimizer):
         self._noise, self._second_moment = noise, second_moment
         self._seen: dict[float, tuple[list[float], float]] = {}  # by β1: variances in x, and ρ
         self._told: int | None = None
+        self._betas: dict[int, tuple[float, float]] = {}  # of the last step, by the id of the group
         self._due: set[int] = set()  # ids of groups that have not begun the step; ZeRO shows one group at a time
 
     def tell(self, step: int) -> None:
@@ -176,6 +177,13 @@ class CorrectedAdamW(Optimizer):
     def _begin(self, group: dict[str, Any], step: int) -> None:
         """Count a step of a group, and the noise in it."""
         first, second = group["betas"]
+        if step > 0 and self._betas.setdefault(id(group), (first, second)) != (first, second):
+            raise ConfigError(
+                f"betas of CorrectedAdamW changed during the run, from {self._betas[id(group)]} to {first, second}: the "
+                "known variance of the noise would not be that in the moments. Keep them (OneCycleLR and CyclicLR: "
+                "cycle_momentum=False)"
+            )
+        self._betas[id(group)] = first, second
         variances, _ = self._noise_seen(first)
         kept = group["noise"] if step == 0 else group["earlier_noise"]
         group["taken"] += 1

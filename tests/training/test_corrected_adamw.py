@@ -382,6 +382,20 @@ def test_noise_of_another_plan_is_refused(tmp_path):
         run.attach(model, CorrectedAdamW(model.parameters(), other))
 
 
+def test_betas_that_change_during_a_run_are_refused():
+    """OneCycleLR changes them unless it is told not to; the subtracted noise would be that of other moments."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = CorrectedAdamW([parameter], NOISE)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+    parameter.grad = torch.ones(3)
+    optimizer.tell(0)
+    optimizer.step()
+    scheduler.step()
+    optimizer.tell(1)
+    with pytest.raises(ConfigError, match="cycle_momentum=False"):
+        optimizer.step()
+
+
 class Joined(torch.optim.Optimizer):
     """Two optimizers that are stepped as one."""
 

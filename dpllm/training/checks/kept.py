@@ -7,7 +7,8 @@ n-th microbatch depends on the units drawn. The effect may be too small, or too 
 Plain values are read from closures, defaults, attributes, arguments of `functools.partial`, bound objects and global
 variables that a function names, to a small depth; global variables of a module are followed as far as code names them.
 Of the model, the values that modules of the user's own classes keep beside parameters and buffers are read, which the
-watch does not compare. Objects of libraries are left out, but for data sets and modules of PyTorch that hold others.
+watch does not compare, and what the user's own hooks on any module, and own methods of its class, reach. Objects of
+libraries are left out, but for data sets and modules of PyTorch that hold others.
 
 There are two questions. Does a row's value depend on what other rows left? The state of before they were seen is put
 back for a pass (`at`): the scale of the first batch, and a maximum so far, then give other values, a cache does not.
@@ -42,6 +43,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _of_all
 
 from dpllm.training.checks.randomness import GENERATORS, LIBRARIES, names_in
 
@@ -71,6 +73,8 @@ _BYTES = (bytearray, array.array)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, itertools.count)
 _CONTAINERS = (list, dict, set, deque)
 _PARTS = ("_buffers", "_parameters", "_modules")  # dictionaries of a module
+_INTERNAL = frozenset(vars(nn.Module()))  # of every module
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WRITTEN = (Tensor, np.ndarray, itertools.count, *_BYTES)  # values that code changes in place
 _TENSORS = (Tensor, nn.Parameter)
 _RANDOM = re.compile(r"aten::(rand\w*|bernoulli_?|uniform_|normal_?|exponential_|multinomial|poisson|random_)\(")
@@ -148,11 +152,8 @@ class Kept:
         self.places: dict[str, Place] = {}
         self._held: list[Any] = []  # so that no other object gets the id of one
         waiting, seen = deque([("", Place(function))]), set()
-        for name, module in modules.items() if with_model else ():
-            if _is_own(type(module).__module__):
-                inner = _of_module_of_model(module)
-                for path, value, holder, key in inner:
-                    waiting.append((f".{name or 'model'}{path}", Place(value, holder, key, 1)))
+        for path, place in _of_model(modules) if with_model else ():
+            waiting.append((path, place))
         while waiting and len(self.places) < _MOST:
             path, place = waiting.popleft()
             one = place.value
@@ -361,6 +362,26 @@ def _of_names(
         modules = inner
 
 
+def _of_model(modules: dict[str, nn.Module]) -> Iterator[tuple[str, Place]]:
+    """Yield what the user's own code keeps in a model: in own modules, in hooks, and in methods put in their places."""
+    kinds: set[type] = set()
+    for name, module in modules.items():
+        if _is_own(type(module).__module__):
+            for path, value, holder, key in _of_module_of_model(module):
+                yield f".{name or 'model'}{path}", Place(value, holder, key, 1)
+        functions = [(part, hook) for part in _HOOKS for hook in vars(module).get(part, {}).values()]
+        functions += [("forward", vars(module)["forward"])] if "forward" in vars(module) else []
+        new = [kind for kind in type(module).__mro__ if kind not in kinds and not _is_own(kind.__module__)]
+        functions += [(key, one) for kind in new for key, one in vars(kind).items() if inspect.isfunction(one)]
+        kinds.update(new)
+        for count, (part, one) in enumerate(functions):
+            if not inspect.isfunction(one) or _is_own(one.__module__):
+                yield f".{name or 'model'}.{part.lstrip('_')}[{count}]", Place(one, deep=1)
+    everywhere = [(part, hook) for part in _HOOKS for hook in getattr(_of_all, f"_global{part}", {}).values()]
+    for count, (part, one) in enumerate(everywhere):
+        yield f".{part.lstrip('_')} of all modules[{count}]", Place(one, deep=1)
+
+
 def _of_module_of_model(module: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
     """Yield what a module keeps beside parameters, buffers and other modules, and its own methods."""
     parts = [id(vars(module).get(part)) for part in _PARTS]
@@ -372,7 +393,7 @@ def _of_object(one: Any) -> Iterator[tuple[str, Any, Any, Any]]:
     if isinstance(one, nn.Module):
         for part in _PARTS[:1] if _is_of_library(type(one)) else _PARTS:
             yield from ((f".{name}", value, own[part], name) for name, value in own.get(part, {}).items())
-        own = {name: own[name] for name in own if not name.startswith("_")}
+        own = {name: own[name] for name in own if name not in _INTERNAL}
     for kind in reversed(type(one).__mro__):
         if _is_own(kind.__module__):
             yield from _of_class(kind)

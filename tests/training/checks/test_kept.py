@@ -176,6 +176,56 @@ def test_a_module_of_the_model_that_keeps_a_running_number_is_refused(tmp_path):
         trainer(tmp_path, model).train()
 
 
+def running(state, module, args):
+    now = float(args[0].detach().abs().mean())
+    state[0] = now if state[0] is None else 0.9999 * state[0] + 0.0001 * now
+    return (args[0] / state[0],)
+
+
+def by_hook(part):
+    return part.register_forward_pre_hook(functools.partial(running, [None]))
+
+
+def by_hook_of_all(part):
+    hook = functools.partial(running, [None])
+    return torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: hook(module, args) if module is part else None
+    )
+
+
+def by_method(part):
+    forward, state = part.forward, [None]
+    part.forward = lambda x: forward(*running(state, part, (x,)))
+
+
+def by_method_of_its_class(part):
+    kind, state = type(part), [None]
+    forward = kind.forward
+    kind.forward = lambda self, x: forward(self, *running(state, self, (x,)))
+    return types.SimpleNamespace(remove=lambda: setattr(kind, "forward", forward))
+
+
+@pytest.mark.parametrize("put", [by_hook, by_hook_of_all, by_method, by_method_of_its_class])
+def test_a_hook_or_a_replaced_method_that_keeps_a_running_number_is_refused(put, tmp_path):
+    """On a module of a library, whose own attributes are compared elsewhere."""
+    model = llama()
+    handle = put(model.model.layers[0].mlp)
+    try:
+        with pytest.raises(IndependenceError, match=r"numbers that change .*: (model\.layers\.|forward_pre_hooks of all)"):
+            trainer(tmp_path, model).train()
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def test_a_hook_that_keeps_features_for_display_is_nothing(tmp_path):
+    model, features = llama(), {}
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: features.update(last=output.detach()))
+    run = trainer(tmp_path, model)
+    run.train()
+    assert features and not any("keeps numbers" in one for one in run.privacy_report()["open_points"])
+
+
 class FirstLength:
     """Cuts rows to the longest of the first batch."""
 
