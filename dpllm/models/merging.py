@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -33,7 +35,7 @@ def refuse_unmergeable(model: Any, args: Any = None) -> None:
 
     Raises:
         ConfigError: there is no adapter, it is of another kind than LoRA, it changes a quantised model in another way
-            than by a sum, or no process will have the whole model.
+            than by a sum, it changes a weight that several layers share, or no process will have the whole model.
     """
     if args is not None and (shards := sharding_of(args)) is not None:
         raise ConfigError(
@@ -52,6 +54,40 @@ def refuse_unmergeable(model: Any, args: Any = None) -> None:
             f"merge_adapter: an adapter with {more} changes a quantised weight by more than a sum, so it cannot be "
             f"merged exactly. Leave {more} or merge_adapter out"
         )
+
+
+    _refuse_shared(model)
+    if _is_packed(model):
+        _refuse_other_parts(model)
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    """Refuse an adapter of one of several layers that share a weight: the sum would change the others, too."""
+    paths: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(name)
+    for path, module in model.named_modules():
+        weight = getattr(module.get_base_layer(), "weight", None) if isinstance(module, LoraLayer) else None
+        if len(several := paths.get(id(weight), [])) > 1:
+            other = next(name for name in several if not name.startswith(f"{path}."))
+            raise ConfigError(
+                f"merge_adapter: {path} has an adapter, and shares its weight with {other}, which the sum would change "
+                "too. Leave the layer out of target_modules, or leave merge_adapter out"
+            )
+
+
+def _refuse_other_parts(model: nn.Module) -> None:
+    """Refuse a part of an adapter of a quantised model that `_changes` does not add."""
+    for path, module in model.named_modules():
+        is_part = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        if not is_part or isinstance(module, ModulesToSaveWrapper):
+            continue
+        if not isinstance(module, LoraLayer) or not hasattr(module.get_base_layer(), "weight"):
+            raise ConfigError(
+                f"merge_adapter: {path} ({type(module).__name__}) is trained in a way that is not added to a quantised "
+                "model. Leave trainable_token_indices and target_parameters of model.peft out, or leave merge_adapter "
+                "or quantization out"
+            )
 
 
 def merged(model: Any) -> Any:

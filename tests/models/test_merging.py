@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dpllm.config import ConfigError
-from dpllm.models.merging import merged, refuse_unmergeable
+from dpllm.models.merging import _refuse_other_parts, merged, refuse_unmergeable
 from tests.models.quantized import adapted, batch, save_model
+from tests.reference.zoo import FAMILIES
 from tests.tiers import deep_case
 
 pytest.importorskip("bitsandbytes", reason="pip install 'dpllm[quantization]'")
@@ -53,6 +54,19 @@ def test_parts_that_are_trained_as_a_whole_are_in_it(tmp_path):
     torch.testing.assert_close(logits(merged(model)), logits(model), rtol=1e-4, atol=1e-4)
 
 
+def test_adapters_of_experts_are_merged_and_with_a_quantised_base_refused():
+    """Stacks of experts are parameters without a layer; `merged` failed on them after the training."""
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "experts.gate_up_proj"]}
+    config = LoraConfig(r=2, init_lora_weights=False, **targets)
+    model = get_peft_model(FAMILIES["mixtral"].make(False), config).eval()
+    refuse_unmergeable(model, NO_SHARDS)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(model)(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match=r"experts.*\(ParamWrapper\) is trained in a way that is not added"):
+        _refuse_other_parts(model)
+
+
 def test_adapters_that_cannot_be_merged_are_refused_before_the_training(tmp_path):
     """The training would end without the model that was asked for."""
     folder = save_model(tmp_path)
@@ -64,6 +78,23 @@ def test_adapters_that_cannot_be_merged_are_refused_before_the_training(tmp_path
         refuse_unmergeable(scaled, NO_SHARDS)
     with pytest.raises(ConfigError, match="an adapter with use_dora changes a quantised weight by more than a sum"):
         refuse_unmergeable(adapted(folder, "nf4", peft={"use_dora": True}), NO_SHARDS)
+    tokens = {"trainable_token_indices": {"embed_tokens": [1, 2]}, "target_modules": ["q_proj"]}
+    with pytest.raises(ConfigError, match=r"embed_tokens.* is trained in a way that is not added to a quantised model"):
+        refuse_unmergeable(adapted(folder, "nf4", peft=tokens), NO_SHARDS)
+    refuse_unmergeable(adapted(folder, None, peft=tokens), NO_SHARDS)
     whole = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(target_modules=["k_proj"]))
     with pytest.raises(ConfigError, match="needs the whole model on one process, and DeepSpeed shards it"):
         refuse_unmergeable(whole, SimpleNamespace(deepspeed_plugin=object()))
+
+
+@pytest.mark.filterwarnings("ignore:.*tied layer is part of the adapter")
+@pytest.mark.parametrize(("name", "other"), [("embed_tokens", "lm_head"), ("lm_head", "embed_tokens")])
+def test_an_adapter_of_one_of_two_tied_layers_is_refused(name, other, tmp_path):
+    """The sum would change both: the merged model had other logits by 20 to 90."""
+    config = AutoConfig.from_pretrained(save_model(tmp_path))
+    config.tie_word_embeddings = True
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=rf"{name} has an adapter, and shares its weight with \S*{other}"):
+        refuse_unmergeable(get_peft_model(model, LoraConfig(target_modules=["q_proj", name])), NO_SHARDS)
+    model = AutoModelForCausalLM.from_config(config)
+    refuse_unmergeable(get_peft_model(model, LoraConfig(target_modules=["q_proj"])), NO_SHARDS)
