@@ -7,6 +7,7 @@ as Arrow arrays, some thousand rows at a time, without a Python object per token
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dpllm.config.tasks import labels_of
-from dpllm.data.labels import IGNORE
+from dpllm.data.labels import END, IGNORE, START
 from dpllm.data.records import DataError
 
 _POSITIONS = re.compile(r"^(?!.*rel).*(?:wpe|pos)", re.IGNORECASE)  # names of tables of absolute positions
@@ -108,8 +109,14 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
     lengths = np.empty(len(dataset), dtype=np.int32)
     columns = list_columns(dataset, task) if limits.source == TOKENS else None
     if columns is None:
+        names: list[str] = sorted(dataset[0]) if len(dataset) else []
         for number in range(len(dataset)):
             row = dataset[number]
+            if sorted(row) != names:  # collators read the columns of a batch's first row, so it would change the others
+                raise DataError(
+                    f"row {number} has the columns {', '.join(sorted(row))}, and row 0 has {', '.join(names)}: give "
+                    "every row the same columns"
+                )
             ids = row.get(limits.source)
             if limits.source not in row:
                 raise DataError(
@@ -131,6 +138,52 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
         lengths[begin : begin + len(own)] = own
         begin += len(own)
     return lengths
+
+
+def refuse_other_classes(dataset: Any, task: str | None, num_labels: int) -> None:
+    """Check that the labels of a head for classes or for answers are those that it has; the loss would index past them.
+
+    Args:
+        dataset: as for `row_lengths`.
+        task: one of `dpllm.config.TASKS`; labels of tasks that predict text or values are not looked at.
+        num_labels: classes of the head.
+
+    Raises:
+        DataError: a label is no whole number, or another one; the message gives the first such row.
+
+    >>> refuse_other_classes([{"labels": 1}, {"labels": 0}], "sequence_classification", 2)
+    """
+    if labels_of(task) not in ("class", "tokens"):
+        return
+    most = START + END if task == "question_answering" else num_labels - 1
+    for number, label in _labels(dataset):
+        values = np.asarray(label).ravel()
+        if values.dtype.kind not in "biuf":
+            continue  # text, or none: the collator says so
+        if any(((values < 0) & (values != IGNORE)) | (values > most) | (values % 1 != 0)):
+            meant = "marks of an answer" if task == "question_answering" else "classes of the model (num_labels)"
+            raise DataError(
+                f"row {number} has a label outside of the whole numbers 0..{most}, the {meant}, and {IGNORE}: correct "
+                "the labels, or load the model with another num_labels"
+            )
+
+
+def _labels(dataset: Any) -> Iterator[tuple[int, Any]]:
+    """Yield numbers of rows and their labels, some thousand at once from a table."""
+    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+        name = "label" if "label" in dataset.column_names else "labels"
+        if name not in dataset.column_names:
+            return
+        begin = 0
+        for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=_ROWS):
+            for place, label in enumerate(table[name].to_pylist()):
+                yield begin + place, label
+            begin += len(table)
+        return
+    for number in range(len(dataset)):
+        row = dataset[number]
+        label = row.get("label", row.get("labels"))
+        yield number, label.tolist() if hasattr(label, "tolist") else label
 
 
 def _are_lists(task: str | None) -> bool:

@@ -147,14 +147,13 @@ class RowCollator:
             for row, own in zip(rows, ids, strict=True)
         ]
         batch = {"input_ids": _pad(ids, self.pad_token_id), "attention_mask": _pad(masks, 0)}
-        if "token_type_ids" in rows[0]:
+        if any("token_type_ids" in row for row in rows):  # a row without is refused: the others may not decide for it
             batch["token_type_ids"] = _pad([_list(row, "token_type_ids") for row in rows], 0)
         kind = labels_of(self.task)
-        name = "label" if "label" in rows[0] else "labels"
         if kind == "class":
-            batch["labels"] = torch.tensor([_class(row, name) for row in rows])
+            batch["labels"] = torch.tensor([_class(row, "label" if "label" in row else "labels") for row in rows])
         elif kind == "numbers":
-            batch["labels"] = _values([_numbers(row, name) for row in rows])
+            batch["labels"] = _values([_numbers(row, "label" if "label" in row else "labels") for row in rows])
         else:
             triples = zip(rows, ids, masks, strict=True)
             batch["labels"] = _pad([self._labels(n, *triple) for n, triple in enumerate(triples)], IGNORE)
@@ -229,8 +228,9 @@ def _column(dataset: Any, name: str) -> Sequence[Any]:
 
 
 def _list(row: Mapping[str, Any], name: str) -> list[int]:
-    if name not in row:
-        raise DataError(f"a row has no '{name}'; it has {', '.join(row) or 'no column'}: tokenize the records first")
+    if row.get(name) is None:
+        held = ", ".join(key for key in row if row[key] is not None) or "no column"
+        raise DataError(f"a row has no '{name}'; it has {held}: tokenize the records first, alike for all rows")
     value = row[name]
     return value.tolist() if hasattr(value, "tolist") else list(value)
 
@@ -239,9 +239,12 @@ def _class(row: Mapping[str, Any], name: str) -> int:
     if name not in row:
         raise DataError(f"a row has no '{name}'; it has {', '.join(row)}: a classifier needs the class of each row")
     try:
-        return int(row[name])
+        number = int(row[name])
     except (TypeError, ValueError) as error:
         raise DataError(CLASS_AS_TEXT.format(name=name)) from error
+    if number != row[name] and not isinstance(row[name], str):
+        raise DataError(f"the column '{name}' of a row is {float(row[name])}, and a class is a whole number")
+    return number
 
 
 def _numbers(row: Mapping[str, Any], name: str) -> list[float]:

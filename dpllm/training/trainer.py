@@ -23,6 +23,7 @@ from transformers.utils import logging
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.config.output_folder import check_output_folder
 from dpllm.config.values import choice
+from dpllm.data.lengths import refuse_other_classes
 from dpllm.data.own_rows import refuse_own_rows
 from dpllm.data.units import UnitIndex
 from dpllm.engines import whole_state
@@ -167,6 +168,8 @@ class DPTrainer(AveragedTrainer):
             noise_memory=noise_memory,
             average=average,
         )
+        if compute_loss_func is None and hasattr(model, "config"):
+            refuse_other_classes(train_dataset, task_of(model), getattr(model.config, "num_labels", 2))
         self._refuse_private_evaluation(eval_dataset)
         self._start = StartingModel.of(model)
         self._losses = RowLosses(compute_loss_func or default_row_loss(model), pack_rows)

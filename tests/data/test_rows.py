@@ -407,6 +407,24 @@ class TestCollator:
             RowCollator(pad_token_id=0, task="seq2seq_lm")([{"input_ids": [1]}])
 
 
+    def test_the_columns_of_the_first_row_do_not_decide_for_the_others(self):
+        """Token types, or one of two columns of labels, of a row may not depend on the row before it in the batch."""
+        collate = RowCollator(pad_token_id=0)
+        with_types = {"input_ids": [1, 2], "token_type_ids": [0, 1]}
+        for lacking in ({"input_ids": [3]}, {"input_ids": [3], "token_type_ids": None}):
+            for rows in ([lacking, with_types], [with_types, lacking]):
+                with pytest.raises(DataError, match="a row has no 'token_type_ids'; it has input_ids:"):
+                    collate(rows)
+        rows = [{"input_ids": [1], "labels": 0, "label": 1}, {"input_ids": [1], "labels": 1}]
+        classes = RowCollator(pad_token_id=0, task="sequence_classification")
+        assert classes(rows)["labels"].tolist() == classes(rows[::-1])["labels"].tolist()[::-1] == [1, 1]
+
+    def test_a_class_that_is_no_whole_number_is_refused(self):
+        """It was cut to the one below."""
+        with pytest.raises(DataError, match=r"is 0\.5, and a class is a whole number"):
+            RowCollator(pad_token_id=0, task="sequence_classification")([{"input_ids": [1], "labels": 0.5}])
+
+
 class TestTrainedTokenizer:
     def test_any_text_survives_it(self, tokenizer):
         """Bytes are the alphabet, so no text is unknown."""
