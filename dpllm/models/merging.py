@@ -55,7 +55,6 @@ def refuse_unmergeable(model: Any, args: Any = None) -> None:
             f"merged exactly. Leave {more} or merge_adapter out"
         )
 
-
     _refuse_shared(model)
     if _is_packed(model):
         _refuse_other_parts(model)

@@ -179,8 +179,8 @@ class CorrectedAdamW(Optimizer):
         first, second = group["betas"]
         if step > 0 and self._betas.setdefault(id(group), (first, second)) != (first, second):
             raise ConfigError(
-                f"betas of CorrectedAdamW changed during the run, from {self._betas[id(group)]} to {first, second}: the "
-                "known variance of the noise would not be that in the moments. Keep them (OneCycleLR and CyclicLR: "
+                f"betas of CorrectedAdamW changed during the run, from {self._betas[id(group)]} to {first, second}: "
+                "the known variance of the noise would not be that in the moments. Keep them (OneCycleLR and CyclicLR: "
                 "cycle_momentum=False)"
             )
         self._betas[id(group)] = first, second

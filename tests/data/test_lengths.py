@@ -156,7 +156,6 @@ def test_the_limits_are_those_of_the_models_tables():
     assert Limits.of(transformers.LlamaForCausalLM(llama)) == Limits(None, 40)
 
 
-<<<<<<< HEAD
 def test_a_tower_for_images_or_sound_sets_no_limit_for_tokens():
     """Its positions count patches or frames. A model that only writes text has the lengths of its labels."""
     assert Limits.of(llava()) == Limits(None, 64)
@@ -167,7 +166,8 @@ def test_a_tower_for_images_or_sound_sets_no_limit_for_tokens():
         row_lengths(rows, "seq2seq_lm", Limits(2, 64, "labels"))
     with pytest.raises(DataError, match="row 0 has no labels; it has input_features: tokenize"):
         row_lengths([{"input_features": [[0.0]]}], "seq2seq_lm", Limits(2, 64, "labels"))
-=======
+
+
 def test_rows_with_other_columns_than_the_first_are_refused():
     """Collators read the columns of a batch's first row, so that one row would change the others."""
     rows = [{"input_ids": [1, 2], "token_type_ids": [0, 1]}, {"token_type_ids": [0], "input_ids": [3]}]
@@ -195,4 +195,3 @@ def test_labels_that_a_head_does_not_have_are_refused(task, good, bad):
                     refuse_other_classes(make(rows), task, 3)
     refuse_other_classes([{"labels": 9.5}], "regression", 1)
     refuse_other_classes([{"labels": "text"}, {"labels": None}, {}], task, 3)
->>>>>>> c85a71d (Rows with other columns than the first, and labels that a head does not have, are refused before anything is charged; no row of a batch decides on the columns of the others)

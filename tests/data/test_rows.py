@@ -406,7 +406,6 @@ class TestCollator:
         with pytest.raises(DataError, match="a row has no 'labels'"):
             RowCollator(pad_token_id=0, task="seq2seq_lm")([{"input_ids": [1]}])
 
-
     def test_the_columns_of_the_first_row_do_not_decide_for_the_others(self):
         """Token types, or one of two columns of labels, of a row may not depend on the row before it in the batch."""
         collate = RowCollator(pad_token_id=0)

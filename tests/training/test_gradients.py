@@ -198,7 +198,9 @@ def test_whether_the_first_row_has_a_column_does_not_decide_what_is_frozen(first
 
     def fetch(numbers):
         found = [{"text": row[:FEATURES]} for row in rows.fetch(numbers)]
-        return [{**row, "picture": row["text"]} if (n == 0) == first else row for n, row in zip(numbers, found, strict=True)]
+        return [
+            {**row, "picture": row["text"]} if (n == 0) == first else row for n, row in zip(numbers, found, strict=True)
+        ]
 
     def collate(some):
         pictures = [row["picture"] for row in some if "picture" in row]

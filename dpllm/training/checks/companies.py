@@ -175,7 +175,8 @@ class Sample:
                 passes += [Company((n,), "alone"), Company((short,), "alone, after another row")]
                 passes += [Company((short,), "alone, after itself")]  # what changes with every second call
             for n in self.before[:2] if self.longest is not None else ():  # the shortest row may reset what others left
-                passes += [Company((self.longest,), "alone"), Company((n,), "alone, after the longest row")]
+                passes += [Company((self.longest,), "alone, after another row")]
+                passes += [Company((n,), "alone, after the longest row")]
         return passes
 
 

@@ -211,7 +211,9 @@ def test_a_hook_or_a_replaced_method_that_keeps_a_running_number_is_refused(put,
     model = llama()
     handle = put(model.model.layers[0].mlp)
     try:
-        with pytest.raises(IndependenceError, match=r"numbers that change .*: (model\.layers\.|forward_pre_hooks of all)"):
+        with pytest.raises(
+            IndependenceError, match=r"numbers that change .*: (model\.layers\.|forward_pre_hooks of all)"
+        ):
             trainer(tmp_path, model).train()
     finally:
         if handle is not None:
