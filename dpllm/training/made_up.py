@@ -52,6 +52,11 @@ def made_up(rows: TrainingRows, model: nn.Module, lengths: Sequence[int], number
     rng = np.random.default_rng([_SEED, number])
     most, tokens = int(rows.lengths.max()), _vocabulary(model)
     images = _Placeholders.of(form, placeholders_of(model))
+    if images.kinds and number == 0 and (other := rows.first_with_other_counts(images.kinds)) is not None:
+        raise NotMadeUp(
+            f"row {other} has more or fewer tokens for images than row 0. Give every row as many; or set "
+            "privacy.gradients=ghost or per_unit, and privacy.unused_parameters=error"
+        )
     return rows.collate([_like(form, max(1, min(length, most)), tokens, images, rng) for length in lengths])
 
 

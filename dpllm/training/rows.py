@@ -116,6 +116,10 @@ class TrainingRows:
         """
         return agreement.first_with_other_columns(self.lengths, self.fetch)
 
+    def first_with_other_counts(self, tokens: Sequence[int]) -> int | None:
+        """Return the number of the first row that has more or fewer of these tokens than row 0; None: there is none."""
+        return agreement.first_with_other_counts(self.lengths, self.fetch, tokens)
+
     def facts(self) -> dict[str, Any]:
         """Return facts that must be identical on every process; otherwise processes would split different draws."""
         return agreement.rows(

@@ -8,6 +8,7 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 from dpllm import DPTrainer, PrivacyConfig
+from dpllm.config import ConfigError
 from tests.ghost.media import SIDE, TOKEN, freeze_tower, llava, whisper
 
 
@@ -79,4 +80,15 @@ def test_a_row_that_would_take_the_image_of_another_is_refused(tmp_path):
 
     trainer = trainer_of(tmp_path, freeze_tower(llava()), rows, listed)
     with pytest.raises(ValueError, match=r"A row by itself has 0 entries in 'pixel_values',.*per_unit"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("first", [4, 0])
+def test_what_is_frozen_does_not_depend_on_the_images_of_a_row(first, tmp_path):
+    """If the first row had no image, the part that reads images would be frozen."""
+    rows = [dict(row) for row in image_rows()]
+    changed = rows[0 if first == 0 else 7]
+    changed["input_ids"] = [5 if token == TOKEN else token for token in changed["input_ids"]]
+    trainer = trainer_of(tmp_path, freeze_tower(llava()), rows, unused_parameters="freeze")
+    with pytest.raises(ConfigError, match=r"row \d+ has more or fewer tokens for images than row 0"):
         trainer.train()

@@ -185,11 +185,35 @@ def first_with_other_columns(lengths: np.ndarray, fetch: Callable[[np.ndarray], 
         lengths: (num_rows,) tokens of every row.
         fetch: row numbers to rows; the rows of `contents` are read.
     """
-    first: list[frozenset[Any] | None] = []
+    return _first_other(lengths, fetch, lambda row: frozenset(row) if isinstance(row, Mapping) else None)
+
+
+def first_with_other_counts(
+    lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]], tokens: Sequence[int]
+) -> int | None:
+    """Return the number of the first row that has more or fewer of these tokens than row 0; None: there is none.
+
+    Args:
+        lengths: (num_rows,) tokens of every row.
+        fetch: row numbers to rows; the rows of `contents` are read.
+        tokens: ids of tokens, in ``input_ids``.
+    """
+
+    def count(row: Any) -> int:
+        return int(np.isin(row["input_ids"], tokens).sum()) if isinstance(row, Mapping) and "input_ids" in row else 0
+
+    return _first_other(lengths, fetch, count)
+
+
+def _first_other(
+    lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]], of: Callable[[Any], Any]
+) -> int | None:
+    """Return the number of the first row of which something is not what it is of row 0."""
+    first: list[Any] = []
     with same_randomness(_STATE):
         for number, row in _read(lengths, fetch):
-            columns = frozenset(row) if isinstance(row, Mapping) else None
-            if columns != (first := first or [columns])[0]:
+            found = of(row)
+            if found != (first := first or [found])[0]:
                 return number
     return None
 
