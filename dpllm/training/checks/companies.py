@@ -174,9 +174,9 @@ class Sample:
             for n in self.before[:2]:
                 passes += [Company((n,), "alone"), Company((short,), "alone, after another row")]
                 passes += [Company((short,), "alone, after itself")]  # what changes with every second call
-            for n in self.before[:2] if self.longest is not None else ():  # the shortest row may reset what others left
-                passes += [Company((self.longest,), "alone, after another row")]
-                passes += [Company((n,), "alone, after the longest row")]
+            long = [] if self.longest is None else [Company((self.longest,), "alone, after another row")]
+            for n in self.before[:2] if long else ():  # the shortest row may reset what others left
+                passes += [*long, Company((n,), "alone, after the longest row")]
         return passes
 
 

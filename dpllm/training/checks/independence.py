@@ -190,7 +190,8 @@ class IndependenceCheck:
         self._refuse(message)
 
     def _acts(self, now: Any, passes: Passes) -> bool:
-        return any(is_left(now, self._values, spread_seeds(2), single, passes.differ) for single in passes.singles)
+        before: Any = self._values
+        return any(is_left(now, before, spread_seeds(2), single, passes.differ) for single in passes.singles)
 
     def _measured(self, setup: Setup, first: bool, state: BetweenCalls) -> tuple[Passes, tuple[Seen, Seen] | None]:
         """Return the passes over rows drawn for them (fewer rows if memory runs out), and `_worst` of them."""

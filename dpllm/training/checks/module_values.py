@@ -131,7 +131,7 @@ class _Attributes(dict):
         if not any(name in part for part in self._parts):  # it would hide a buffer of the same name
             self._of[name] = value
 
-    def pop(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
+    def pop(self, name: str, default: Any = None) -> Any:
         return self._of.pop(name, default)
 
 
