@@ -33,6 +33,14 @@ from tests.tiers import deep_case
 
 CONFIGS = ("cpu_fsdp2", *map(deep_case, ("cpu_ddp", "cpu_zero1", "cpu_zero2", "cpu_zero3")))
 LORA = "model.peft={r: 4, lora_alpha: 8, target_modules: all-linear}"
+MIXTURE = (
+    "model.config={model_type: mixtral, hidden_size: 32, intermediate_size: 24, num_hidden_layers: 2, "
+    "num_attention_heads: 2, num_key_value_heads: 2, num_local_experts: 4, max_position_embeddings: 32}"
+)
+LORA_ON_EXPERTS = (
+    "model.peft={r: 4, lora_alpha: 8, target_modules: [q_proj], "
+    "target_parameters: [experts.gate_up_proj, experts.down_proj]}"
+)
 
 
 @pytest.fixture
@@ -100,10 +108,14 @@ def test_a_run_with_discrete_noise_states_the_epsilon_of_its_event(config, folde
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("config", ["cpu_fsdp2", "cpu_zero3"])
-def test_an_adapter_of_a_sharded_model_loads_in_plain_peft(config, folder):
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [("cpu_fsdp2", (LORA,)), ("cpu_zero3", (LORA,)), ("cpu_zero3", (MIXTURE, LORA_ON_EXPERTS))],
+    ids=["cpu_fsdp2", "cpu_zero3", "cpu_zero3, experts"],
+)
+def test_an_adapter_of_a_sharded_model_loads_in_plain_peft(config, model, folder):
     """Only the adapter is consolidated, and it is the trained one."""
-    printed = launch(config, folder, LORA, "train.learning_rate=0.05")
+    printed = launch(config, folder, *model, "train.learning_rate=0.05")
     start = AutoModelForCausalLM.from_pretrained(folder / "out" / "public_pretrain")
     before = perplexity(folder, start)
     adapted = PeftModel.from_pretrained(start, folder / "out")
