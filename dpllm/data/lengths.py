@@ -109,10 +109,13 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
     lengths = np.empty(len(dataset), dtype=np.int32)
     columns = list_columns(dataset, task) if limits.source == TOKENS else None
     if columns is None:
-        names: list[str] = sorted(dataset[0]) if len(dataset) else []
+        optional = {"labels"} if task in ("causal_lm", None) else set()  # each row may have them, or be its own target
+        names: list[str] = sorted(set(dataset[0]) - optional) if len(dataset) else []
         for number in range(len(dataset)):
             row = dataset[number]
-            if sorted(row) != names:  # collators read the columns of a batch's first row, so it would change the others
+            if (
+                sorted(set(row) - own) != names
+            ):  # collators read the columns of a batch's first row, so it would change the others
                 raise DataError(
                     f"row {number} has the columns {', '.join(sorted(row))}, and row 0 has {', '.join(names)}: give "
                     "every row the same columns"
