@@ -113,9 +113,8 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
         names: list[str] = sorted(set(dataset[0]) - optional) if len(dataset) else []
         for number in range(len(dataset)):
             row = dataset[number]
-            if (
-                sorted(set(row) - own) != names
-            ):  # collators read the columns of a batch's first row, so it would change the others
+            # Collators read the columns of a batch's first row, so one row would change the others.
+            if sorted(set(row) - optional) != names:
                 raise DataError(
                     f"row {number} has the columns {', '.join(sorted(row))}, and row 0 has {', '.join(names)}: give "
                     "every row the same columns"
