@@ -80,11 +80,12 @@ def test_deepspeed(name):
 
 @pytest.mark.parametrize("path", DEEPSPEED, ids=lambda path: path.stem)
 def test_engine_accepts_it(path):
-    """The engine's own check of a DeepSpeed configuration has nothing to refuse or to set but the clipping."""
+    """The engine's own check of a DeepSpeed configuration has nothing to refuse; it sets clipping and leaf modules."""
     settings = json.loads(path.read_text())
     checked = copy.deepcopy(settings)
     private_config(checked)
-    assert {key: checked[key] for key in settings} == {**settings, "gradient_clipping": 0.0}
+    zero = {**settings["zero_optimization"], "leaf_module": {"classes": []}}
+    assert {key: checked[key] for key in settings} == {**settings, "gradient_clipping": 0.0, "zero_optimization": zero}
     neutral = {"gradient_predivide_factor": 1.0}
     added = {key: value for key, value in checked.items() if key not in settings}
     assert added == {key: value for key, value in neutral.items() if key in added}

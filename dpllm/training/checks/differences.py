@@ -181,7 +181,7 @@ def _cause(
             "Draw the numbers of a model or a loss by torch.rand, torch.randn, torch.randint or torch.bernoulli, in "
             "shape (B, ...) for B rows",
         )
-    if carried:
+    if carried or len(other.company.numbers) == 1:  # the same row alone, after one more row
         return (
             "The same row alone gives another value later: the loss, the model or the collator carries state from one "
             "microbatch to the next, or counts its calls",

@@ -92,7 +92,7 @@ def test_what_the_first_rows_chose_is_refused_in_the_first_step(where, name, gra
     """Each row has the same value every time that a check asks for it, and follows the first row for good."""
     model = OfLibrary(where)
     run, optimizer = run_of(tmp_path, model, gradients)
-    with pytest.raises(IndependenceError, match=name or "after the longest row|model.cache"):
+    with pytest.raises(IndependenceError, match=name or "after (another|the longest) row|model.cache"):
         two_steps(run, optimizer)
     run.detach()
 
