@@ -25,6 +25,7 @@ from dpllm.ghost.checks import (
     SpreadProbe,
     probed_rows,
     refuse_other_rows,
+    unmeasured_function,
     unmeasured_spread,
 )
 from dpllm.ghost.contributions import Rows, Use
@@ -55,18 +56,20 @@ class Checked:
     Attributes:
         rows: whether a row's loss was seen to have no gradient in another row of the model's call.
         packed: the same, for packed rows.
+        functions: whether the same was measured since a function of parameters was seen for the first time.
         spread: whether values that are not finite were seen to stay within their packed row.
         finite_B: the packed rows that received finite values, while they are checked.
     """
 
     rows: bool = False
     packed: bool = False
+    functions: bool = True
     spread: bool = False
     finite_B: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
 
     def note(self, packed: bool) -> None:
         """Note that rows are independent in the layout of the last call of the model, packed or not."""
-        self.rows = True
+        self.rows = self.functions = True
         self.packed |= packed
 
 
@@ -160,6 +163,10 @@ class Book:
         if isinstance(self._receiver, SpreadProbe):
             output = self._hooks.calls.packed.fill(output, self._receiver.poisoned_B, float("nan"))
         return tap(output, receive_paused, *saved)
+
+    def share(self, name: str, value: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+        """Return a value that all rows share such that each row's gradient of it, (B, ...), reaches ``receive``."""
+        return self._hooks.uses.share(name, value, receive)
 
     def by_rows(self, x: Tensor) -> Tensor:
         """View (B * T, D), the input of a module that flattens rows and tokens, as (B, T, D); separate packed rows.
@@ -287,17 +294,19 @@ class Book:
 
     def _differentiate(self, one: Pass, loss_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:
         """Pass the contributions of these rows to the receiver."""
-        if self._hooks.uses is not None:
-            self._trained.refuse_uses_in_loss(loss_B)
+        if self._hooks.uses.active:
+            self._trained.refuse_uses_in_loss(loss_B, self._hooks.uses.name_of)
         weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)
         try:
             with self._hooks.backward():
-                checked = self.checked.packed if self.is_packed else self.checked.rows
-                if not checked and int(weight_B.sum()) > 1:
+                several = int(weight_B.sum()) > 1
+                if several and not self._rows_checked:
                     self._check_rows(loss_B, weight_B)
                 with self._receiving(receiver):
                     torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
-                self._hooks.uses = None  # every model call behind the first losses was watched
+                if several and not self._rows_checked:
+                    raise unmeasured_function()
+                self._hooks.uses.proved = True  # every model call behind the first losses was watched
         finally:
             self._hooks.calls.packed.stop()
 
@@ -321,6 +330,10 @@ class Book:
         )
 
     # ---------------------------------------------------------- independence of rows
+
+    @property
+    def _rows_checked(self) -> bool:
+        return self.checked.functions and (self.checked.packed if self.is_packed else self.checked.rows)
 
     def _check_rows(self, loss_B: Tensor, weight_B: Tensor) -> None:
         """Measure once that a row's loss has no gradient in another row."""
@@ -361,6 +374,13 @@ class Book:
         self._probe_backward(loss_B, unit_B, num_units, unit_B >= 0, probe)
         # A process with a single row has nothing to measure, and relies on the others.
         self.checked.spread = len(unit_B) == 1 or bool(probe.healthy_B.any())
+
+    def measure_rows_again(self) -> None:
+        """Measure the independence of rows in the next backward pass: a function was seen for the first time.
+
+        Processes that shard the model run equally many backward passes, so they measure before the first step only.
+        """
+        self.checked.functions = self.sharded
 
     def note_rows_checked(self) -> None:
         """Note that rows are independent in the layout of the last call of the model."""

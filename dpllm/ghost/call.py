@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ def replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     """Return the same nesting with each tensor replaced by the next of ``tensors``."""
     if isinstance(value, Tensor):
         return next(tensors)
-    if type(value) in (tuple, list):
-        return type(value)(replace_tensors(item, tensors) for item in value)
+    if isinstance(value, (tuple, list)):
+        items = [replace_tensors(item, tensors) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         return {key: replace_tensors(item, tensors) for key, item in value.items()}
     return value
@@ -69,17 +70,6 @@ class Call:
         """Return the tensors; the call no longer holds them."""
         tensors, self.tensors = self.tensors, []
         return tensors
-
-    def uses(self, names: Iterable[str]) -> set[str]:
-        """Return those of the named parameters on which the module's output depends through these places only."""
-        leaves = {name: self.module.get_parameter(name).detach().requires_grad_() for name in names}
-        with torch.enable_grad():
-            output = self.again(leaves, [t.detach() for t in self.tensors])
-            roots = [t.sum() for t in flatten_tensors(output) if t.requires_grad]
-        if not roots:
-            return set()
-        grads = torch.autograd.grad(roots, list(leaves.values()), allow_unused=True)
-        return {name for name, grad in zip(leaves, grads, strict=True) if grad is not None}
 
     def again(self, parameters: dict[str, Tensor], tensors: list[Tensor]) -> Any:
         """Call the module once more, with other values of the named parameters."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from dpllm.data.labels import BOUNDARIES
 from dpllm.ghost.contributions import Use
@@ -124,6 +122,14 @@ def unmeasured_spread() -> GhostError:
     )
 
 
+def unmeasured_function() -> GhostError:
+    """Return the error for a function of parameters that a recomputed module called for the first time."""
+    return NoRuleError(
+        "A module that activation checkpointing recomputes used a parameter in a function that no earlier pass had, so "
+        "it was not measured that its rows are independent. Set use_reentrant=False."
+    )
+
+
 def refuse_missing(parameters: Mapping[str, nn.Parameter], seen: Collection[int]) -> None:
     """Raise `GhostError` for a trainable parameter that is not among the ids of those that received a gradient."""
     missing = [name for name, p in parameters.items() if id(p) not in seen]
@@ -171,99 +177,25 @@ def refuse_outside(loss_B: Tensor, known: Collection[int]) -> None:
             )
 
 
-def refuse_uses_in_loss(loss_B: Tensor, name_of: Mapping[int, str]) -> None:
-    """Raise `GhostError` for a trainable parameter that the losses use outside the calls of the model.
+def refuse_uses_in_loss(loss_B: Tensor, name_of: Callable[[nn.Parameter], str | None]) -> None:
+    """Raise `GhostError` for a trainable parameter that the losses use where no rule sees it.
 
-    While the model is called, its parameters are out of autograd. A graph that leads to one of them therefore contains
-    such a use. Its gradient would be missing from norm and sum.
+    While a rule applies to a parameter, the parameter is out of autograd. A graph that leads to it therefore contains
+    another use: in the loss, or by an operation inside the model that is no function of PyTorch's. Its gradient would
+    be missing from norm and sum.
 
     Args:
         loss_B: (B,) losses with a graph.
-        name_of: names of the trainable parameters by their ids.
+        name_of: returns the name of a trainable parameter, None for any other.
     """
     for leaf in leaves_of(loss_B):
-        name = name_of.get(id(leaf))
+        name = name_of(leaf) if isinstance(leaf, nn.Parameter) else None
         if name is not None:
             raise NoRuleError(
-                f"{name} is used by the loss outside the model's call, where its per-row gradient cannot be seen. Move "
-                "the computation into the forward pass of the module that holds it, or freeze the parameter."
-            )
-
-
-class FunctionalUses(TorchFunctionMode):
-    """Watches one forward pass for uses of trainable parameters outside the modules that hold them.
-
-    A hook on a module cannot see ``F.linear(x, other.weight)``: the gradient of that use would silently be missing
-    from norm and sum.
-    """
-
-    def __init__(self, model: nn.Module, name_of: dict[int, str]) -> None:
-        """Watch the trainable parameters, whose names are given by their ids."""
-        super().__init__()
-        self._model = model
-        self._trainable = set(name_of.values())
-        self._name_of: dict[int, str | None] = dict(name_of)
-        self._active: list[Any] = []
-        self._found: dict[str, str] = {}
-        self._off = False
-
-    def start(self, active: list[Any]) -> None:
-        """Begin to watch; ``active`` is the stack of sites that are running."""
-        self._active = active
-        self.__enter__()
-
-    def stop(self) -> None:
-        """Stop watching."""
-        self.__exit__(None, None, None)
-
-    @staticmethod
-    @contextlib.contextmanager
-    def suspended(uses: FunctionalUses | None) -> Iterator[None]:
-        """Ignore uses while a rule runs modules for itself."""
-        if uses is None:
-            yield
-            return
-        before, uses._off = uses._off, True
-        try:
-            yield
-        finally:
-            uses._off = before
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        # A tensor from detach() or .data has no gradient in ordinary training either.
-        if not self._off and isinstance(result, Tensor) and func not in (Tensor.detach, Tensor.data.__get__):  # type: ignore[attr-defined]
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, nn.Parameter):
-                    self._look(value, func)
-        return result
-
-    def _look(self, value: nn.Parameter, func: Any) -> None:
-        name = self._name(value)
-        own = {self._name(p) for p in self._active[-1].site.trainable.values()} if self._active else set()
-        if name is not None and name not in own:
-            self._found.setdefault(name, getattr(func, "__name__", str(func)))
-
-    def _name(self, value: nn.Parameter) -> str | None:
-        """Return the name of a trainable parameter, None for any other tensor.
-
-        While a module of a sharded model runs, other tensors replace its parameters; they are recognised by their
-        place in the model.
-        """
-        if id(value) not in self._name_of:
-            for name, live in self._model.named_parameters():
-                self._name_of.setdefault(id(live), name if name in self._trainable else None)
-            self._name_of.setdefault(id(value), None)
-        return self._name_of[id(value)]
-
-    def raise_if_any(self) -> None:
-        """Raise for the first use that was found."""
-        for name, function in self._found.items():
-            raise NoRuleError(
-                f"{name} is used by {function}() outside the module that holds it, where its per-row gradient cannot "
-                f"be seen. Call the module "
-                "instead of using its weight, or freeze the parameter."
+                f"{name} is used by the loss outside the model's call, or by an operation within it that cannot be "
+                "seen (a kernel of a library, a torch.autograd.Function or compiled code), so its per-row gradient is "
+                "not known. Move the computation into the forward pass of the model, let the model run without that "
+                "kernel, or freeze the parameter."
             )
 
 

@@ -46,7 +46,10 @@ class EmbeddingRule:
         self.verified = False
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor, rows: int | None) -> Tensor:
-        """Tap the output; if the whole batch shares one index row, give every row its own copy of the output."""
+        """Tap the output; if the whole batch shares one index row, give every row its own copy of the output.
+
+        An index without rows, such as positions (T,) or distances (T, T), gives a value that all rows share.
+        """
         if self.plain:
             index = args[0] if args else kwargs["input"]
             saved = [index]
@@ -58,16 +61,23 @@ class EmbeddingRule:
         else:
             index, scale = self._index_and_scale(module, args, kwargs, output)
             saved = [index, scale]
-        if index.ndim != 2:
-            raise NoRuleError(
-                f"{self.path}: the index has shape {tuple(index.shape)}; rows and tokens (B, T), or (1, T) for one "
-                "index shared by all rows, are needed to assign gradients to rows. Or freeze this embedding."
-            )
+        entries = self._live(module).shape[0]  # now: a sharded table is whole only while its module runs
+        if index.ndim < 2 or (index.ndim == 2 and rows is not None and index.shape[0] not in (1, rows)):
+            return self._shared(saved, output, entries)
         if index.shape[0] == 1 and rows is not None and rows > 1:
             output = output.expand(rows, *output.shape[1:])
             saved = [t.expand(rows, *t.shape[1:]) for t in saved]
-        entries = self._live(module).shape[0]  # now: a sharded table is whole only while its module runs
         return self.book.tap(output, lambda grad, tensors: self.receive(grad, tensors, entries), *saved)
+
+    def _shared(self, saved: list[Tensor], output: Tensor, entries: int) -> Tensor:
+        """Return the output as a value that all rows share."""
+
+        def receive(grad_B: Tensor) -> None:
+            rows = len(grad_B)
+            index_BT, *scale = (t.expand(rows, *t.shape).reshape(rows, saved[0].numel(), -1) for t in saved)
+            self.receive(grad_B.reshape(rows, saved[0].numel(), -1), [index_BT[..., 0], *scale], entries)
+
+        return self.book.share(f"{self.path}.weight", output, receive)
 
     @staticmethod
     def _live(module: nn.Module) -> nn.Parameter:
@@ -109,6 +119,9 @@ class EmbeddingRule:
     def receive(self, grad: Tensor, saved: list[Tensor], entries: int) -> None:
         """Record the lookup; the entry at ``padding_idx`` is not trained, as in PyTorch."""
         index_BT = saved[0]
+        if index_BT.ndim > 2:
+            index_BT, grad = index_BT.flatten(1), grad.flatten(1, -2)
+            saved = [index_BT, *(scale.flatten(1, -2) for scale in saved[1:])]
         if not self.plain:
             grad = grad * saved[1]
         if self.padding_idx is not None:
@@ -117,11 +130,16 @@ class EmbeddingRule:
         self.book.record(self.weight, Lookup(index_BT, grad, entries))
 
 
-def has_relative_bias(module: nn.Module) -> bool:
-    """Whether the module is an attention that adds T5's relative position bias from its own table."""
-    return isinstance(getattr(module, "relative_attention_bias", None), nn.Embedding) and hasattr(
-        module, "compute_bias"
-    )
+def gives_relative_bias(module: nn.Module) -> bool:
+    """Whether the module is an attention that adds T5's relative position bias from its own table, or a given one."""
+    if not isinstance(getattr(module, "relative_attention_bias", None), nn.Embedding):
+        return False
+    compute_bias: Any = getattr(module, "compute_bias", None)
+    try:
+        inspect.signature(compute_bias).bind(1, 1, device=None)
+    except TypeError:
+        return False
+    return "position_bias" in inspect.signature(module.forward).parameters
 
 
 class RelativeBiasRule:
@@ -133,17 +151,9 @@ class RelativeBiasRule:
     """
 
     def __init__(self, path: str, attention: nn.Module, trainable: dict[str, nn.Parameter], book: Recorder) -> None:
-        """Check the table, and that the bias is computed as in T5."""
+        """Check the table."""
         (self.weight,) = trainable.values()
         self.path, self.book = path, book
-        try:
-            inspect.signature(attention.compute_bias).bind(1, 1, device=None)  # type: ignore[arg-type]
-            inspect.signature(attention.forward).parameters["position_bias"]
-        except (TypeError, KeyError) as error:
-            raise NoRuleError(
-                f"{path} ({type(attention).__name__}) computes or takes its relative position bias differently from "
-                "T5, so it cannot be given to the attention row by row; freeze relative_attention_bias."
-            ) from error
         self.entries = 0
         self.table: nn.Embedding = attention.relative_attention_bias  # type: ignore[assignment]
         refuse_coupled_options(path, self.table)

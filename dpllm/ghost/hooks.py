@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from dpllm.ghost import memory, shared
+from dpllm.ghost import functional, memory, shared
 from dpllm.ghost.calls import Calls
 from dpllm.ghost.checks import (
-    FunctionalUses,
     placeholders_of,
     refuse_long_rows,
     refuse_shared_media,
@@ -26,6 +25,11 @@ from dpllm.ghost.checks import (
 from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.rules import Served, find_sites, refuse_compiled
+from dpllm.ghost.uses import Uses
+
+
+class Host(shared.Host, functional.Host, Protocol):
+    """The interface of the book that rules need."""
 
 
 class ModelCalls:
@@ -90,11 +94,11 @@ class Switch:
             parameter.requires_grad = False
             self._off[id(parameter)] = parameter
 
-    def on(self) -> None:
-        """Put back all parameters that were taken out."""
-        for parameter in self._off.values():
-            parameter.requires_grad = True
-        self._off.clear()
+    def on(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Put back these parameters, where they were taken out; None: all that were."""
+        for parameter in list(self._off.values()) if parameters is None else parameters:
+            if self._off.pop(id(parameter), None) is not None:
+                parameter.requires_grad = True
 
 
 class Hooks:
@@ -108,7 +112,7 @@ class Hooks:
 
     Attributes:
         calls: of the model.
-        uses: watches for uses outside the modules that hold a parameter; None after a batch without such uses.
+        uses: serves the uses of parameters outside the modules that have a rule.
         in_backward: whether a backward pass of the clipper is running.
 
     Raises:
@@ -116,13 +120,12 @@ class Hooks:
     """
 
     def __init__(
-        self, model: nn.Module, host: shared.Host, parameters: Mapping[str, nn.Parameter], forget: Callable[[], None]
+        self, model: nn.Module, host: Host, parameters: Mapping[str, nn.Parameter], forget: Callable[[], None]
     ) -> None:
         """Attach the hooks to the model."""
         self.calls = ModelCalls(model)
-        self.uses: FunctionalUses | None = FunctionalUses(model, {id(p): name for name, p in parameters.items()})
+        self.uses = Uses(model, parameters, host)
         self._forget, self._switch = forget, Switch(parameters.values())
-        self._active: list[Served] = []
         self._in_forward = self.in_backward = self._paused = False
         self._handles = shared.attach(model, host)
         try:
@@ -141,6 +144,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.uses.remove()
 
     def _attach_site(self, served: Served) -> None:
         module = served.site.module
@@ -150,12 +154,18 @@ class Hooks:
             if self._paused or not self.in_pass:
                 self._refuse_bypass(served)
                 return None
-            self._active.append(served)
-            served.enter(args, kwargs)
-            self.note_uses(served.site.trainable.values())
             # A sharded model (FSDP2) puts other tensors in place of its parameters while a module runs.
-            self._switch.off(p for holder, name in holders if (p := getattr(holder, name)).requires_grad)
-            if served.before is None:
+            parameters = [getattr(holder, name) for holder, name in holders]
+            with self.pause():
+                owned = served.enter(args, kwargs)
+                for parameter in parameters:
+                    self.uses.refuse_gradient_of(parameter)
+                if owned:
+                    self._switch.off(p for p in parameters if p.requires_grad)
+            self.uses.enter(parameters if owned else (), within=served.experts is not None)
+            if owned:
+                self.note_uses(served.site.trainable.values())
+            if served.before is None or not owned:
                 return None
             with self.pause():
                 return served.before(module, args, kwargs, self.calls.rows)
@@ -163,12 +173,13 @@ class Hooks:
         def after(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             if self._paused or not self.in_pass:
                 return None
-            if self._active and self._active[-1] is served:
-                self._active.pop()
-            output = served.leave(args, kwargs, output)
-            if output is None or not torch.is_grad_enabled():
-                return None
+            self.uses.leave()
             with self.pause():
+                owned = served.leave(args, kwargs, broke_off=output is None)
+                if self.uses.active:
+                    self._switch.on(getattr(holder, name) for holder, name in holders)
+                if not owned or output is None or not torch.is_grad_enabled():
+                    return None
                 return served.after(module, args, kwargs, output, self.calls.rows)
 
         # Innermost: after the hooks that gather a sharded module's weights, and before the hooks that free them again.
@@ -197,7 +208,7 @@ class Hooks:
     def pause(self) -> Iterator[None]:
         """Pause the hooks: a module that a rule runs for itself is not a use of its parameters."""
         before, self._paused = self._paused, True
-        with FunctionalUses.suspended(self.uses):
+        with self.uses.suspended():
             try:
                 yield
             finally:
@@ -221,20 +232,16 @@ class Hooks:
         self._forget()
         self.calls.begin(args, kwargs)
         self._in_forward = True
-        self._switch.off()
-        if self.uses is not None:
-            self.uses.start(self._active)
+        self.uses.begin(args, kwargs)
+        if not self.uses.active:
+            self._switch.off()
 
     def _end_forward(self, _: nn.Module, args: Any, output: Any) -> None:
         if not self._in_forward:
             return
         self._in_forward = False
-        self._active.clear()
+        self.uses.end()
         self._switch.on()
-        if self.uses is not None:
-            self.uses.stop()
-            if output is not None:  # a forward pass that failed is watched again
-                self.uses.raise_if_any()
         if output is not None:
             self.calls.end()
 
@@ -242,9 +249,11 @@ class Hooks:
     def backward(self) -> Iterator[None]:
         """Enter a backward pass of the clipper: parameters are out of autograd, and recomputed modules are tapped."""
         self.in_backward = True
-        self._switch.off()
+        if not self.uses.active:
+            self._switch.off()
         try:
-            yield
+            with self.uses.backward():
+                yield
         finally:
             self.in_backward = False
             self._switch.on()

@@ -2,7 +2,8 @@
 
 The output of such a layer, of any class, is affine in a weight w of the size of the features, one entry at a time:
 y = f_0(x) + w * n(x). Row b's gradient of w is then sum_t g_t * n(x_t), with n(x) = y|_{w=1} - y|_{w=0}. The first
-batch checks, with a random weight, that the layer has this form. The per-row fallback handles a layer that does not.
+batch checks, with a random weight, that the layer has this form. The functions of a layer that does not are served
+one by one (`dpllm.ghost.functional`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def offset_of(call: Call, name: str, weight: Tensor, output: Tensor) -> str | No
     """Classify the part of the module's output beside w * n, an elementwise product over the last dimension.
 
     Returns:
-        "zero" for y = w * n, "some" for y = y_0 + w * n, None for a module that has neither form.
+        "zero" for y = w * n, "some" for y = y_0 + w * n, None for a module that has neither form, or whose output does
+        not depend on the parameter in this place.
     """
     if not isinstance(output, Tensor) or weight.ndim != 1 or output.shape[-1] != weight.numel():
         return None
@@ -70,6 +72,8 @@ def offset_of(call: Call, name: str, weight: Tensor, output: Tensor) -> str | No
         # Norms compute in float32 inside, also in a float64 model.
         tolerance = 16 * max(torch.finfo(output.dtype).eps, torch.finfo(torch.float32).eps) * scale
         if (at_other - expected).abs().max() > tolerance or (output - actual).abs().max() > tolerance:
+            return None
+        if not bool((at_one - at_zero).any()):
             return None
         return "some" if at_zero.any() else "zero"
 

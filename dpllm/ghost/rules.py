@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpllm.ghost import expert_adapters, routing
-from dpllm.ghost.by_hand import ByHandRule
 from dpllm.ghost.call import Call, flatten_tensors
-from dpllm.ghost.embedding import EmbeddingRule, RelativeBiasRule, has_relative_bias
+from dpllm.ghost.embedding import EmbeddingRule, RelativeBiasRule, gives_relative_bias
 from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.experts import ExpertsRule, Host, is_experts
-from dpllm.ghost.fallback import PerRowRule
 from dpllm.ghost.linear import LinearRule, is_linear
 from dpllm.ghost.norm import LayerNormRule, ScaleRule, offset_of
+from dpllm.ghost.origins import origins_of
 from dpllm.ghost.scales import coupling, is_fp8, is_packed
 
 After = Callable[[nn.Module, tuple, dict, Any, "int | None"], Any]
@@ -229,13 +229,17 @@ def _parent_supplies(modules: dict[str, nn.Module], path: str) -> bool:
     """Whether the module is never called: a table that its parent looks up once for all rows, or LoRA of experts."""
     parent, _, name = path.rpartition(".")
     if name == "relative_attention_bias":
-        return has_relative_bias(modules[parent])
+        return gives_relative_bias(modules[parent])
     above, _, factors = parent.rpartition(".")
     return factors in ("lora_A", "lora_B") and expert_adapters.is_wrapper(modules[above])
 
 
 class Served:
-    """A site with its rule. The rule of an unknown module is chosen at its first use, from its output."""
+    """A site with its rule, if it has one.
+
+    The rule of a module of unknown class is chosen at its first use, from what it computes. If there is none, the
+    functions that the module calls are served one by one (`dpllm.ghost.uses`).
+    """
 
     def __init__(self, site: Site, book: Host) -> None:
         """Choose the rule if the class determines it."""
@@ -251,7 +255,7 @@ class Served:
             self._after = EmbeddingRule(path, module, trainable, book).after
         elif isinstance(module, nn.LayerNorm) and type(module).forward is nn.LayerNorm.forward:
             self._after = LayerNormRule(path, module, trainable, book).after
-        elif trainable.keys() == {"relative_attention_bias.weight"} and has_relative_bias(module):
+        elif trainable.keys() == {"relative_attention_bias.weight"} and gives_relative_bias(module):
             self.before = RelativeBiasRule(path, module, trainable, book).before
         elif expert_adapters.is_wrapper(module):
             self.experts = expert_adapters.train(path, module, trainable, book)
@@ -260,74 +264,65 @@ class Served:
             self.experts = ExpertsRule.on(path, module, book)
             self.experts.train(trainable)
             self._after = _as_it_is
-        # The inputs of an unknown module are read after its call, so the call must not change them.
-        self._unknown = self._after is None and self.before is None
-        self._by_hand = ByHandRule.of(path, module, trainable, book) if self._unknown else None
-        self._versions: list[list[int]] = []
+        # The inputs of a module that was recognised are read after its call, so the call must not change them.
+        self._known = self._after is not None or self.before is not None
+        self._decided = self._known
+        self._calls: list[list[int] | None] = []  # of each running call with a rule: the versions of its inputs
 
-    def enter(self, args: tuple, kwargs: dict) -> None:
-        """Note the versions of the tensors that the module is about to read."""
-        if self._unknown:
-            self._versions.append([t._version for t in flatten_tensors((args, kwargs))])
-        if self._by_hand:
-            self._by_hand.enter()
+    def enter(self, args: tuple, kwargs: dict) -> bool:
+        """Return whether the module's rule applies to this call; if not, its functions are served one by one."""
+        tensors = list(flatten_tensors((args, kwargs)))
+        if not self._decided and torch.is_grad_enabled():
+            self._after, self._decided = self._recognise(args, kwargs), True
+        applies = (self._after is not None or self.before is not None) and not any(map(origins_of, tensors))
+        self._calls.append([t._version for t in tensors] if applies else None)
+        return applies
 
-    def leave(self, args: tuple, kwargs: dict, output: Any) -> Any:
-        """Make sure that the module did not change its inputs, and end what `enter` began; return the output.
-
-        Args:
-            args: by position.
-            kwargs: by name.
-            output: of the module; None if it raised.
+    def leave(self, args: tuple, kwargs: dict, broke_off: bool) -> bool:
+        """Return whether the rule applies to the call that ends.
 
         Raises:
-            GhostError: it wrote to one of them.
+            GhostError: the module wrote to one of its inputs.
         """
-        if self._by_hand:
-            output = self._by_hand.leave(output)
-        before = self._versions.pop() if self._versions else []
-        if self._unknown and output is not None and [t._version for t in flatten_tensors((args, kwargs))] != before:
+        before = self._calls.pop() if self._calls else None
+        if before is None:
+            return False
+        if not self._known and not broke_off and [t._version for t in flatten_tensors((args, kwargs))] != before:
             raise NoRuleError(
                 f"{self.site.path} ({type(self.site.module).__name__}) changes its input in place, so its original "
-                f"input is lost for the per-row gradients of {sorted(self.site.trainable)}. Let it work on a copy, or "
-                "freeze these parameters."
+                f"input is lost for the per-row gradients of {sorted(self.site.trainable)}. Let it work on a copy, "
+                "or freeze these parameters."
             )
-        return output
+        return True
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any, rows: int | None) -> Any:
         """Tap the module's output."""
-        if self.before is not None:
-            return output
-        if self._after is None:
-            self._after = self._decide(module, args, kwargs, output)
-        return self._after(module, args, kwargs, output, rows)
+        return output if self._after is None else self._after(module, args, kwargs, output, rows)
 
-    def _decide(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> After:
-        """Choose the rule of a module of unknown class: a feature scale, a linear layer, or the per-row fallback."""
-        call = Call(module, args, kwargs)
-        served = self._by_hand.served or () if self._by_hand else ()
-        trainable = {name: p for name, p in self._used_here(module, call).items() if name not in served}
-        if not trainable:
-            return _as_it_is
-        if len(trainable) == 1 and isinstance(output, Tensor):
-            ((name, weight),) = trainable.items()
-            offset = offset_of(call, name, module.get_parameter(name), output)
-            if offset is not None:
-                return ScaleRule(name, weight, offset, self.book).after
-        linear = LinearRule.recognise(module, trainable, call, output, self.book)
-        return linear.after if linear else PerRowRule(self.site.path, module, trainable, self.book).after
+    def _recognise(self, args: tuple, kwargs: dict) -> After | None:
+        """Recognise a module of unknown class as a feature scale or a linear layer; its call is tried on copies.
 
-    def _used_here(self, module: nn.Module, call: Call) -> dict[str, nn.Parameter]:
-        """Return the trainable parameters without those that only inner modules use.
-
-        A parameter that an inner module holds as well is one parameter: the rule of each module counts the uses in
-        that module. BERT's head keeps the bias of its decoder a second time, and does not use it.
+        A module that is given an object, such as a key-value cache, is not tried: the call could change the object.
         """
-        own = {id(holder) for holder, _ in self.site.holders()}
-        inside = {id(p) for m in module.modules() if id(m) not in own for p in m.parameters(recurse=False)}
-        tied = [name for name in self.site.trainable if id(module.get_parameter(name)) in inside]
-        unused = set(tied) - call.uses(tied) if tied else set()
-        return {name: p for name, p in self.site.trainable.items() if name not in unused}
+        module, trainable = self.site.module, self.site.trainable
+        sizes = sorted(p.ndim for p in trainable.values())
+        if sizes not in ([1], [2], [1, 2]) or not _plain((args, kwargs)):
+            return None
+        call = Call(module, args, kwargs)
+        call.tensors = [t.detach().clone() for t in call.tensors]
+        versions = [t._version for t in call.tensors]
+        devices = {t.device for t in call.tensors if t.device.type != "cpu"}
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=next((d.type for d in devices), "cuda")):
+            output = call.again({}, call.tensors)
+            if [t._version for t in call.tensors] != versions or not isinstance(output, Tensor):
+                return None
+            if len(trainable) == 1:
+                ((name, weight),) = trainable.items()
+                offset = offset_of(call, name, module.get_parameter(name), output)
+                if offset is not None:
+                    return ScaleRule(name, weight, offset, self.book).after
+            linear = LinearRule.recognise(module, trainable, call, output, self.book)
+        return linear.after if linear else None
 
 
 def _refuse_random(path: str, module: nn.Module) -> None:
@@ -344,3 +339,12 @@ def _as_it_is(module: nn.Module, args: tuple, kwargs: dict, output: Any, rows: i
     """Return the output unchanged: the rule of a module that uses none of its parameters, or is tapped inside."""
     del module, args, kwargs, rows
     return output
+
+
+def _plain(value: Any) -> bool:
+    """Whether a module's arguments are tensors, numbers and words, in nested tuples, lists and dicts."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_plain, value))
+    if isinstance(value, dict):
+        return all(map(_plain, value.values()))
+    return value is None or isinstance(value, (Tensor, bool, int, float, str, torch.dtype, torch.device))

@@ -69,6 +69,16 @@ class Recorder(Protocol):
         """Do the same as `tap`; modules that ``receive`` runs for itself are not uses of their parameters."""
         ...
 
+    def share(self, name: str, value: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+        """Return a value that all rows share such that each row's gradient of it, (B, ...), reaches ``receive``.
+
+        Args:
+            name: of the parameter from which the value was computed.
+            value: any tensor without a graph.
+            receive: may be called several times.
+        """
+        ...
+
     def by_rows(self, x: Tensor) -> Tensor:
         """View a tensor of a module with the rows of the batch as first dimension."""
         ...

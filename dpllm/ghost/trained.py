@@ -5,7 +5,7 @@ Place in the flow: found when a clipper is attached, and read by the book for ev
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,15 @@ class TrainedParameters:
         """Raise `GhostError` for a trainable parameter in the graph of losses (B,) that the model does not hold."""
         refuse_outside(loss_B, self._names)
 
-    def refuse_uses_in_loss(self, loss_B: Tensor) -> None:
-        """Raise `GhostError` for a parameter that the losses (B,) use outside the calls of the model."""
-        refuse_uses_in_loss(loss_B, self._names)
+    def refuse_uses_in_loss(self, loss_B: Tensor, name_of: Callable[[Tensor], str | None] | None = None) -> None:
+        """Raise `GhostError` for a parameter that the losses (B,) use where no rule sees it.
+
+        Args:
+            loss_B: losses with a graph.
+            name_of: also knows the tensors that a sharded model puts in place of its parameters.
+        """
+
+        def name(leaf: nn.Parameter) -> str | None:
+            return self._names.get(id(leaf)) or (name_of(leaf) if name_of is not None else None)
+
+        refuse_uses_in_loss(loss_B, name)

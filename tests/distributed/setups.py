@@ -57,7 +57,7 @@ def _shard(model: nn.Module, hybrid: bool, dtype: str) -> None:
             parameter.data = parameter.data.float()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for module in list(model.modules()):
-        if type(module).__name__.endswith(("DecoderLayer", "GPT2Block")):
+        if type(module).__name__.endswith(("DecoderLayer", "GPT2Block", "Mamba2Block")):
             fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 

@@ -260,13 +260,10 @@ class Borrower(nn.Module):
         return nn.functional.linear(h, self.lender[0].weight)
 
 
-def test_a_weight_used_outside_its_module_is_refused():
-    """Its gradient would silently be missing from norm and sum."""
+def test_a_weight_used_outside_its_module_counts():
+    """Beside its use in the module."""
     block = nn.Linear(4, 4)
-    net = Net(nn.Sequential(block, Borrower(block)))
-    clipper = GhostClipper(net, 1.0)
-    with pytest.raises(GhostError, match=r"middle\.0\.weight is used by linear\(\) outside"):
-        clipper.backward(net(x()))
+    assert_clipped_sum(Net(nn.Sequential(block, Borrower(block))), x())
 
 
 def test_backward_on_the_loss_itself_is_refused():
@@ -324,25 +321,47 @@ class First(nn.Module):
 
 
 class Noisy(nn.Module):
+    """Draws random numbers in the function that uses the parameter."""
+
     def __init__(self):
         super().__init__()
-        self.p = nn.Parameter(torch.rand(2, 4))
+        self.p = nn.Parameter(torch.rand(1, 4))
 
     def forward(self, h):
-        return nn.functional.dropout(h * self.p[0] + self.p[1], 0.5)
+        one = h[:, None]
+        return nn.functional.scaled_dot_product_attention(one, one, one + self.p, self.p[..., :1], 0.5)[:, 0]
+
+
+class Mixing(nn.Module):
+    """Multiplies a matrix with all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.rand(5, 5))
+
+    def forward(self, h):
+        return self.p @ h
+
+
+def test_a_module_that_returns_a_tuple_is_exact():
+    """The functions in it are served one by one."""
+    assert_clipped_sum(Net(First()), x())
 
 
 @pytest.mark.parametrize(
     ("module", "match"),
-    [(First(), r"pair \(Pair\).*returns tuple"), (Noisy(), r"middle \(Noisy\).*cannot be computed")],
-    ids=["several outputs", "random inside"],
+    [
+        (Mixing(), r"middle\.p is used by matmul\(\) .* the 5 rows of the batch cannot be told apart"),
+        (Noisy(), r"middle\.p is used by scaled_dot_product_attention\(\) .* privacy\.gradients=per_unit"),
+    ],
+    ids=["rows mixed", "random inside"],
 )
-def test_modules_the_fallback_cannot_serve_are_refused(module, match):
-    """Per-row differentiation needs one output and no randomness."""
+def test_functions_that_cannot_be_served_are_refused(module, match):
+    """Per-row differentiation needs a function of each row, without randomness."""
     net = Net(module)
     clipper = GhostClipper(net, 1.0)
     with pytest.raises(GhostError, match=match):
-        clipper.backward(net(x()))
+        clipper.backward(net(x(5)))
 
 
 class ShiftedTable(nn.Embedding):
@@ -408,11 +427,16 @@ def test_a_table_that_returns_more_than_its_rows_is_refused():
         net(torch.tensor([[0, 1], [2, 3]]))
 
 
-def test_an_index_without_rows_is_refused():
-    """With a (T,) index, gradients cannot be assigned to rows."""
-    net = Bag(nn.Embedding(7, 4))
+def test_losses_without_rows_are_refused():
+    """With a (T,) index the value is one for all rows, and gradients cannot be assigned to rows."""
+
+    class Same(Bag):
+        def forward(self, index):
+            return self.last(self.table(index)).sum(1)
+
+    net = Same(nn.Embedding(7, 4))
     clipper = GhostClipper(net, 1.0)
-    with pytest.raises(GhostError, match=r"table: the index has shape \(4,\).*Or freeze this embedding"):
+    with pytest.raises(GhostError, match=r"last\.bias .* reaches the loss without the rows of the batch"):
         clipper.backward(net(torch.randint(0, 7, (4,))))
 
 

@@ -77,7 +77,9 @@ def test_every_mode_matches_the_loop(case):
 
 @pytest.mark.parametrize("checkpointing", [kind for kind in CHECKPOINTING if kind != "none"])
 @pytest.mark.parametrize(
-    "case", cases(("gpt2", "llama", "bert", "t5"), ("full", "lora-all-linear", "frozen-lower")), ids=str
+    "case",
+    cases(("gpt2", "llama", "bert", "t5", "mamba2", "falcon_h1"), ("full", "lora-all-linear", "frozen-lower")),
+    ids=str,
 )
 def test_activation_checkpointing_matches_the_loop(case, checkpointing):
     """Recomputing activations in the backward pass changes neither norms nor sum."""

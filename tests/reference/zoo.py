@@ -60,6 +60,7 @@ class Family:
     pad_token_id: int = 0
     conv1d: bool = False
     dropout: bool = False
+    without_lora: tuple[str, ...] = ()  # linear layers that PEFT does not adapt
     experts: bool = False
 
 
@@ -247,6 +248,50 @@ def _t5(tied: bool) -> nn.Module:
     return model
 
 
+def _mamba2(tied: bool) -> nn.Module:
+    config = transformers.Mamba2Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=WIDTH,
+        num_hidden_layers=NUM_LAYERS,
+        num_heads=8,
+        head_dim=8,
+        state_size=8,
+        n_groups=1,
+        chunk_size=8,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+    )
+    return transformers.Mamba2ForCausalLM(config)
+
+
+def _falcon_h1(tied: bool) -> nn.Module:
+    mamba = {f"mamba_{name}": size for name, size in {"d_ssm": 64, "n_heads": 8, "d_head": 8, "d_state": 8}.items()}
+    settings = _decoder_settings(tied, num_key_value_heads=NUM_KEY_VALUE_HEADS, mamba_n_groups=1, mamba_chunk_size=8)
+    return transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**settings, **mamba))
+
+
+def _qwen3_next(tied: bool) -> nn.Module:
+    settings = _decoder_settings(
+        tied,
+        num_key_value_heads=NUM_KEY_VALUE_HEADS,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=MLP_WIDTH,
+        shared_expert_intermediate_size=MLP_WIDTH,
+        experts_implementation="eager",
+    )
+    return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**settings))
+
+
 _BOTH_HEADS = (True, False)
 _QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -298,6 +343,16 @@ FAMILIES = {
             "deepseek_v3", _deepseek_v3, attention=("q_b_proj", "kv_b_proj", "o_proj"), heads=(False,), experts=True
         ),
         _causal(
+            "mamba2",
+            _mamba2,
+            attention=("in_proj",),
+            embeddings=("embeddings",),
+            layer_zero="backbone.layers.0.",
+            without_lora=("out_proj", "conv1d"),
+        ),
+        _causal("falcon_h1", _falcon_h1, without_lora=("out_proj", "conv1d")),
+        _causal("qwen3_next", _qwen3_next, heads=(False,), experts=True),
+        _causal(
             "gpt_neox",
             _gpt_neox,
             attention=("query_key_value",),
@@ -341,6 +396,8 @@ _TASK_TYPES = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "
 
 def _lora(family: Family, model: nn.Module, **settings: Any) -> nn.Module:
     settings = {"r": 4, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": "all-linear"} | settings
+    if family.without_lora and settings["target_modules"] == "all-linear":
+        settings["exclude_modules"] = list(family.without_lora)
     config = LoraConfig(task_type=_TASK_TYPES[family.task], fan_in_fan_out=family.conv1d, **settings)
     return get_peft_model(model, config)
 

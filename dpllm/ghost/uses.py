@@ -1,0 +1,242 @@
+"""Sees every function in which a trainable parameter is used outside the modules that have a rule.
+
+A hook on a module cannot see ``F.linear(x, other.weight)`` or ``x * self.gate``: the gradient of that use would
+silently be missing from norm and sum. While the model runs, this mode sees the functions that PyTorch is called with,
+and which of their inputs are parameters or values computed from them. `dpllm.ghost.functional` serves these uses. An
+operation that is no such function (a kernel of a library, a ``torch.autograd.Function``) leads to the parameter itself
+in the graph of the losses, and is refused there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from dpllm.ghost.call import flatten_tensors, replace_tensors
+from dpllm.ghost.errors import NoRuleError
+from dpllm.ghost.experiments import Usage
+from dpllm.ghost.functional import FunctionRule, Host, of_parameter
+from dpllm.ghost.origins import Origin, has_rows, mark_rows, mark_shared, origins_of, unseen_use
+
+_ATTRIBUTES = ("__set__", "__delete__")
+
+
+class Uses(TorchFunctionMode):
+    """Watches the calls of one model.
+
+    All calls are watched until a backward pass succeeded, and again in the calls 2, 4, 8, …; from the first use of a
+    parameter in a function on, every call is.
+
+    Args:
+        model: the model.
+        parameters: the trainable ones by name.
+        host: the interface of the book.
+
+    Attributes:
+        active: whether the present call of the model, and the backward pass that follows, are watched.
+        proved: whether a backward pass succeeded.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], host: Host) -> None:
+        """Remember the parameters."""
+        super().__init__()
+        self.active, self.proved = False, False
+        self._model, self._host = model, host
+        self._by_name = dict(parameters)
+        self._name_of: dict[int, str | None] = {id(p): name for name, p in parameters.items()}
+        # Of each running module: the parameters to which a rule applies in it, and in the modules within it.
+        self._owned: list[tuple[set[str | None], set[str | None]]] = []
+        self._rule = FunctionRule(host)
+        self._needed, self._off, self._calls = False, False, 0
+        self._handles: dict[int, tuple[Any, RemovableHandle]] = {}
+
+    # -------------------------------------------------------------------- when to watch
+
+    def begin(self, args: tuple, kwargs: dict) -> None:
+        """Note that a call of the model begins, and watch it if necessary."""
+        self._calls += 1
+        self.active = self._needed or not self.proved or self._calls & (self._calls - 1) == 0
+        self._owned.clear()
+        if self.active:
+            for parameter in self._by_name.values():
+                self.refuse_gradient_of(parameter)
+            mark_rows((args, kwargs))
+            self.__enter__()
+
+    def end(self) -> None:
+        """Note that the call ended."""
+        if self.active:
+            self.__exit__(None, None, None)
+        self._owned.clear()
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Watch the modules that are recomputed in a backward pass; the pass itself is a function, which hides them."""
+        if not self.active:
+            yield
+            return
+        depth = 0
+
+        def begin(*_: Any) -> None:
+            nonlocal depth
+            depth += 1
+            if depth == 1:
+                self.__enter__()
+
+        def end(*_: Any) -> None:
+            nonlocal depth
+            depth -= 1
+            if depth == 0:
+                self.__exit__(None, None, None)
+
+        handles = register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Ignore uses while a rule runs modules for itself."""
+        before, self._off = self._off, True
+        try:
+            yield
+        finally:
+            self._off = before
+
+    # ------------------------------------------------------------------- running modules
+
+    def enter(self, owned: Iterable[nn.Parameter], within: bool = False) -> None:
+        """Note that a module begins to run.
+
+        Args:
+            owned: the parameters of its own to which its rule applies.
+            within: whether that rule sees their uses by the modules within it as well.
+        """
+        inherited = self._owned[-1][1] if self._owned else set()
+        names = {self.name_of(p) for p in owned} | inherited
+        self._owned.append((names, names if within else inherited))
+
+    def leave(self) -> None:
+        """Note that the module returned."""
+        if self._owned:
+            self._owned.pop()
+
+    def refuse_gradient_of(self, parameter: nn.Parameter) -> None:
+        """Make sure that a gradient that reaches this parameter in a backward pass of the clipper is an error."""
+        name = self.name_of(parameter)
+        if not self.active or name is None or id(parameter) in self._handles or not parameter.requires_grad:
+            return
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+
+        def refuse(_: Any) -> None:
+            if self.active:
+                raise unseen_use(name)
+
+        self._handles[id(parameter)] = node, node.register_prehook(refuse)
+
+    def share(self, name: str, value: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+        """Return a value that all rows share, as the module that computed it from a parameter must return it."""
+        self._needed = True
+        self._note([name])
+        if not self.active:
+            self.active = True
+            self.__enter__()
+        return Origin(name, value, receive).leaf
+
+    def remove(self) -> None:
+        """Undo the hooks."""
+        for _, handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def name_of(self, value: Tensor) -> str | None:
+        """Return the name of a trainable parameter, None for any other tensor.
+
+        While a module of a sharded model runs, other tensors replace its parameters; they are recognised by their
+        place in the model. One that has no place yet may get it later, so nothing is remembered of it.
+        """
+        if id(value) not in self._name_of:
+            for name, live in self._model.named_parameters():
+                self._name_of.setdefault(id(live), name if name in self._by_name else None)
+        return self._name_of.get(id(value))
+
+    # ------------------------------------------------------------------------ functions
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Call the function, and serve the parameters that it uses."""
+        kwargs = kwargs or {}
+        if self._off or getattr(func, "__name__", "") in _ATTRIBUTES:
+            return func(*args, **kwargs)
+        tensors = list(flatten_tensors((args, kwargs)))
+        of_rows = any(map(has_rows, tensors))
+        parameters = {place: name for place, t in enumerate(tensors) if (name := self._used(t)) is not None}
+        if not torch.is_grad_enabled():
+            if parameters and getattr(func, "__name__", "") != "__get__":
+                self._note(parameters.values())  # a checkpointed module, which will be recomputed with gradients
+        elif parameters or any(map(origins_of, tensors)):
+            return self._serve(func, args, kwargs, tensors, parameters)
+        result = func(*args, **kwargs)
+        if of_rows:
+            mark_rows(tensors[0] if result is None else result)
+        return result
+
+    def _used(self, tensor: Tensor) -> str | None:
+        """Return the name of a trainable parameter to which no rule of a running module applies."""
+        if not isinstance(tensor, nn.Parameter):
+            return None
+        name = self.name_of(tensor)
+        return None if name is None or (self._owned and name in self._owned[-1][0]) else name
+
+    def _note(self, names: Iterable[str]) -> None:
+        """Count the uses: twice, since one value may lead to several uses, so it never counts as a single one."""
+        parameters = [self._by_name[name] for name in names]
+        self._host.note_uses(parameters + parameters)
+
+    def _serve(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor], parameters: dict[int, str]) -> Any:
+        frame = replace_tensors((args, kwargs), iter([torch.empty(0)] * len(tensors)))
+        shared = list(tensors)
+        for place, name in parameters.items():
+            shared[place] = of_parameter(name, tensors[place], self._by_name[name], self._host).leaf
+        places = [place for place, t in enumerate(shared) if origins_of(t)]
+        count = self._host.rows_in_pass
+        rows = self._rule.rows_of(func, shared, places, count)
+        if not rows:
+            result = self._compute(func, frame, shared)
+            if any(map(has_rows, tensors)):  # a part for each row, such as a mask that a bias was added to
+                mark_rows(tensors[0] if result is None else result)
+            if parameters and any(origins_of(t) for t in flatten_tensors((result, args, kwargs))):
+                self._needed = True
+                self._note(parameters.values())
+            return result
+        self._needed = True
+        self._note(parameters.values())
+        usage = Usage(func, frame, shared, places, rows, count or 0)
+        if count is None or any(shared[place].ndim == 0 for place in rows):
+            raise NoRuleError(
+                f"{usage.owners} is used by {usage.name}() where the number of rows is not known. Call the model with "
+                "a tensor whose first dimension has the rows, or freeze the parameter."
+            )
+        return self._rule.apply(usage)
+
+    @staticmethod
+    def _compute(func: Any, frame: tuple[tuple, dict], tensors: list[Tensor]) -> Any:
+        """Compute a shared value once for all rows, in a graph of its own that checkpointing does not see."""
+        origins = [origin for t in tensors for origin in origins_of(t)]
+        versions = [t._version for t in tensors]
+        args, kwargs = replace_tensors(frame, iter(tensors))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            result = func(*args, **kwargs)
+        written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        for t in (*flatten_tensors(result), *written):
+            if t.requires_grad:
+                mark_shared(t, origins)
+        return result
