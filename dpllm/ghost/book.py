@@ -495,6 +495,11 @@ class Book:
         return bool(self._hooks.calls.packed.lengths)
 
     @property
+    def packs_several(self) -> bool:
+        """Whether the model was last called with several rows laid end to end."""
+        return len(self._hooks.calls.packed.lengths) > 1
+
+    @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name, each once."""
         return dict(self._trained.by_name)

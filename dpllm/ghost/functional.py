@@ -45,8 +45,8 @@ class Host(Recorder, Protocol):
         ...
 
     @property
-    def is_packed(self) -> bool:
-        """Whether the model was last called with rows laid end to end."""
+    def packs_several(self) -> bool:
+        """Whether the model was last called with several rows laid end to end."""
         ...
 
     def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -131,17 +131,17 @@ class FunctionRule:
 
     def _way(self, usage: Usage) -> Way:
         """Return the way of calls of this form; find it in the first one, in which the rows are then measured."""
-        known = self._ways.setdefault((self.host.is_packed, usage.key()), [])
+        known = self._ways.setdefault((self.host.packs_several, usage.key()), [])
         fitting = [way for way in known if way.fits(usage)]
         if len({(way.dim, way.flattened) for way in fitting}) > 1:
-            raise _no_rows(usage, self.host.is_packed)
+            raise _no_rows(usage, self.host.packs_several)
         if fitting:
             return fitting[0]
-        way = find_way(usage, self.host.is_packed)
+        way = find_way(usage, self.host.packs_several)
         if way is None:
-            raise _no_rows(usage, self.host.is_packed)
+            raise _no_rows(usage, self.host.packs_several)
         known.append(way)
-        if usage.count > 1 or self.host.is_packed:
+        if usage.count > 1 or self.host.packs_several:
             self.host.measure_rows_again()
         return way
 
@@ -156,7 +156,7 @@ class FunctionRule:
         outputs_first = (way.side in ("x W^T", "W x")) != turned(matrix)
         parameter = origins_of(matrix)[0].parameter
         assert parameter is not None, "a product is found for parameters only"
-        book, rows, flattened = self.host, usage.count, way.flattened and not self.host.is_packed
+        book, rows, flattened = self.host, usage.count, way.flattened and not self.host.packs_several
 
         def receive(grad: Tensor, saved: list[Tensor]) -> None:
             grad, x = (t.unflatten(0, (rows, -1)) if flattened else book.by_rows(t) for t in (grad, saved[0]))

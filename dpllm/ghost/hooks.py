@@ -87,6 +87,18 @@ class Switch:
         """Remember the trained parameters."""
         self._parameters = list(parameters)
         self._off: dict[int, nn.Parameter] = {}
+        self._stay: dict[int, nn.Parameter] = {}
+
+    def keep_off(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take these parameters out in every pass, until its end.
+
+        DeepSpeed frees what it partitioned only where no parameter that it gathered for a layer has a gradient.
+        """
+        self._stay.update({id(p): p for p in parameters if hasattr(p, "ds_id")})
+
+    def off_in_watched_pass(self) -> None:
+        """Take out those that stay out; the others are taken out while a module with a rule runs."""
+        self.off(self._stay.values())
 
     def off(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Take these parameters out; None: all that are trained."""
@@ -96,7 +108,8 @@ class Switch:
 
     def on(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Put back these parameters, where they were taken out; None: all that were."""
-        for parameter in list(self._off.values()) if parameters is None else parameters:
+        some = [p for p in parameters if id(p) not in self._stay] if parameters is not None else None
+        for parameter in list(self._off.values()) if some is None else some:
             if self._off.pop(id(parameter), None) is not None:
                 parameter.requires_grad = True
 
@@ -149,6 +162,8 @@ class Hooks:
     def _attach_site(self, served: Served) -> None:
         module = served.site.module
         holders = served.site.holders()
+        if served.is_known:
+            self._switch.keep_off(served.site.trainable.values())
 
         def before(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             if self._paused or not self.in_pass:
@@ -233,7 +248,9 @@ class Hooks:
         self.calls.begin(args, kwargs)
         self._in_forward = True
         self.uses.begin(args, kwargs)
-        if not self.uses.active:
+        if self.uses.active:
+            self._switch.off_in_watched_pass()
+        else:
             self._switch.off()
 
     def _end_forward(self, _: nn.Module, args: Any, output: Any) -> None:
@@ -249,7 +266,9 @@ class Hooks:
     def backward(self) -> Iterator[None]:
         """Enter a backward pass of the clipper: parameters are out of autograd, and recomputed modules are tapped."""
         self.in_backward = True
-        if not self.uses.active:
+        if self.uses.active:
+            self._switch.off_in_watched_pass()
+        else:
             self._switch.off()
         try:
             with self.uses.backward():

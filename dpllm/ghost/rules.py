@@ -265,8 +265,8 @@ class Served:
             self.experts.train(trainable)
             self._after = _as_it_is
         # The inputs of a module that was recognised are read after its call, so the call must not change them.
-        self._known = self._after is not None or self.before is not None
-        self._decided = self._known
+        self.is_known = self._after is not None or self.before is not None
+        self._decided = self.is_known
         self._calls: list[list[int] | None] = []  # of each running call with a rule: the versions of its inputs
 
     def enter(self, args: tuple, kwargs: dict) -> bool:
@@ -287,7 +287,7 @@ class Served:
         before = self._calls.pop() if self._calls else None
         if before is None:
             return False
-        if not self._known and not broke_off and [t._version for t in flatten_tensors((args, kwargs))] != before:
+        if not self.is_known and not broke_off and [t._version for t in flatten_tensors((args, kwargs))] != before:
             raise NoRuleError(
                 f"{self.site.path} ({type(self.site.module).__name__}) changes its input in place, so its original "
                 f"input is lost for the per-row gradients of {sorted(self.site.trainable)}. Let it work on a copy, "

@@ -48,13 +48,14 @@ class Uses(TorchFunctionMode):
         """Remember the parameters."""
         super().__init__()
         self.active, self.proved = False, False
-        self._model, self._host = model, host
-        self._by_name = dict(parameters)
+        self._model, self._host, self._by_name = model, host, dict(parameters)
         self._name_of: dict[int, str | None] = {id(p): name for name, p in parameters.items()}
         # Of each running module: the parameters to which a rule applies in it, and in the modules within it.
         self._owned: list[tuple[set[str | None], set[str | None]]] = []
+        self._running_with_grad: list[bool] = []
         self._rule = FunctionRule(host)
-        self._needed, self._off, self._calls = False, False, 0
+        self._needed = self._off = self._in_backward = False
+        self._calls = 0
         self._handles: dict[int, tuple[Any, RemovableHandle]] = {}
 
     # -------------------------------------------------------------------- when to watch
@@ -64,6 +65,7 @@ class Uses(TorchFunctionMode):
         self._calls += 1
         self.active = self._needed or not self.proved or self._calls & (self._calls - 1) == 0
         self._owned.clear()
+        self._running_with_grad.clear()
         if self.active:
             for parameter in self._by_name.values():
                 self.refuse_gradient_of(parameter)
@@ -75,6 +77,7 @@ class Uses(TorchFunctionMode):
         if self.active:
             self.__exit__(None, None, None)
         self._owned.clear()
+        self._running_with_grad.clear()
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -82,7 +85,7 @@ class Uses(TorchFunctionMode):
         if not self.active:
             yield
             return
-        depth = 0
+        depth, self._in_backward = 0, True
 
         def begin(*_: Any) -> None:
             nonlocal depth
@@ -100,6 +103,7 @@ class Uses(TorchFunctionMode):
         try:
             yield
         finally:
+            self._in_backward = False
             for handle in handles:
                 handle.remove()
 
@@ -124,21 +128,29 @@ class Uses(TorchFunctionMode):
         inherited = self._owned[-1][1] if self._owned else set()
         names = {self.name_of(p) for p in owned} | inherited
         self._owned.append((names, names if within else inherited))
+        self._running_with_grad.append(torch.is_grad_enabled())
 
     def leave(self) -> None:
         """Note that the module returned."""
         if self._owned:
             self._owned.pop()
+            self._running_with_grad.pop()
 
     def refuse_gradient_of(self, parameter: nn.Parameter) -> None:
-        """Make sure that a gradient that reaches this parameter in a backward pass of the clipper is an error."""
+        """Make sure that a gradient that reaches this parameter in a backward pass of the clipper is an error.
+
+        A node for a parameter that ZeRO-3 partitioned would keep the shape of the partition. There the graph of the
+        losses is searched, and the engine refuses a gradient that it did not set.
+        """
         name = self.name_of(parameter)
         if not self.active or name is None or id(parameter) in self._handles or not parameter.requires_grad:
+            return
+        if hasattr(parameter, "ds_id"):
             return
         node = torch.autograd.graph.get_gradient_edge(parameter).node
 
         def refuse(_: Any) -> None:
-            if self.active:
+            if self._in_backward:
                 raise unseen_use(name)
 
         self._handles[id(parameter)] = node, node.register_prehook(refuse)
@@ -181,6 +193,7 @@ class Uses(TorchFunctionMode):
         parameters = {place: name for place, t in enumerate(tensors) if (name := self._used(t)) is not None}
         if not torch.is_grad_enabled():
             if parameters and getattr(func, "__name__", "") != "__get__":
+                self._refuse_hidden(parameters)
                 self._note(parameters.values())  # a checkpointed module, which will be recomputed with gradients
         elif parameters or any(map(origins_of, tensors)):
             return self._serve(func, args, kwargs, tensors, parameters)
@@ -195,6 +208,17 @@ class Uses(TorchFunctionMode):
             return None
         name = self.name_of(tensor)
         return None if name is None or (self._owned and name in self._owned[-1][0]) else name
+
+    def _refuse_hidden(self, parameters: dict[int, str]) -> None:
+        """Refuse a use of a partitioned parameter inside a ``torch.autograd.Function``, as ZeRO-3's ``F.linear`` is.
+
+        While a module runs with gradients, a function without them is either inside one or computes a constant. The
+        graph would not show the use, because such parameters stay out of autograd.
+        """
+        with_grad = self._running_with_grad[-1] if self._running_with_grad else True
+        for name in parameters.values():
+            if with_grad and hasattr(self._by_name[name], "ds_id"):
+                raise unseen_use(name)
 
     def _note(self, names: Iterable[str]) -> None:
         """Count the uses: twice, since one value may lead to several uses, so it never counts as a single one."""
