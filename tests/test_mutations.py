@@ -366,11 +366,11 @@ MUTATIONS = [
         ("tests/ghost/test_routing.py",),
     ),
     Mutation(
-        "a router's other uses of its weight are not watched",
-        "dpllm/ghost/by_hand.py",
-        "frozenset(products.counts.keys() - products.others.keys())",
-        "frozenset(products.counts.keys())",
-        ("tests/ghost/test_by_hand.py",),
+        "a use within a function of another library is not seen under ZeRO-3",
+        "dpllm/ghost/uses.py",
+        "                self._refuse_hidden(parameters)\n",
+        "",
+        ("tests/ghost/test_functional_products.py",),
     ),
     Mutation(
         "non-finite units stay in the sum",

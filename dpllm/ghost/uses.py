@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,40 @@ from dpllm.ghost.functional import FunctionRule, Host, of_parameter
 from dpllm.ghost.origins import Origin, has_rows, mark_rows, mark_shared, origins_of, unseen_use
 
 _ATTRIBUTES = ("__set__", "__delete__")
+
+
+class _Names:
+    """The names of the trainable parameters, and of the tensors that a sharded model puts in their places."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._model, self.parameters = model, dict(parameters)
+        self._name_of: dict[int, str | None] = {id(p): name for name, p in parameters.items()}
+
+    def of(self, value: Tensor) -> str | None:
+        """Return the name of a trainable parameter, None for any other tensor.
+
+        While a module of a sharded model runs, other tensors replace its parameters; they are recognised by their
+        place in the model. One that has no place yet may get it later, so nothing is remembered of it.
+        """
+        if id(value) not in self._name_of:
+            for name, live in self._model.named_parameters():
+                self._name_of.setdefault(id(live), name if name in self.parameters else None)
+        return self._name_of.get(id(value))
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A module that runs.
+
+    Attributes:
+        owned: names of the parameters to which a rule applies in it.
+        inherited: those to which it applies in the modules within it as well.
+        with_grad: whether it was called with gradients on.
+    """
+
+    owned: frozenset[str | None]
+    inherited: frozenset[str | None]
+    with_grad: bool
 
 
 class Uses(TorchFunctionMode):
@@ -48,11 +83,8 @@ class Uses(TorchFunctionMode):
         """Remember the parameters."""
         super().__init__()
         self.active, self.proved = False, False
-        self._model, self._host, self._by_name = model, host, dict(parameters)
-        self._name_of: dict[int, str | None] = {id(p): name for name, p in parameters.items()}
-        # Of each running module: the parameters to which a rule applies in it, and in the modules within it.
-        self._owned: list[tuple[set[str | None], set[str | None]]] = []
-        self._running_with_grad: list[bool] = []
+        self._names, self._host = _Names(model, parameters), host
+        self._running: list[_Running] = []
         self._rule = FunctionRule(host)
         self._needed = self._off = self._in_backward = False
         self._calls = 0
@@ -64,10 +96,9 @@ class Uses(TorchFunctionMode):
         """Note that a call of the model begins, and watch it if necessary."""
         self._calls += 1
         self.active = self._needed or not self.proved or self._calls & (self._calls - 1) == 0
-        self._owned.clear()
-        self._running_with_grad.clear()
+        self._running.clear()
         if self.active:
-            for parameter in self._by_name.values():
+            for parameter in self._names.parameters.values():
                 self.refuse_gradient_of(parameter)
             mark_rows((args, kwargs))
             self.__enter__()
@@ -76,8 +107,7 @@ class Uses(TorchFunctionMode):
         """Note that the call ended."""
         if self.active:
             self.__exit__(None, None, None)
-        self._owned.clear()
-        self._running_with_grad.clear()
+        self._running.clear()
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -125,16 +155,14 @@ class Uses(TorchFunctionMode):
             owned: the parameters of its own to which its rule applies.
             within: whether that rule sees their uses by the modules within it as well.
         """
-        inherited = self._owned[-1][1] if self._owned else set()
-        names = {self.name_of(p) for p in owned} | inherited
-        self._owned.append((names, names if within else inherited))
-        self._running_with_grad.append(torch.is_grad_enabled())
+        inherited = self._running[-1].inherited if self._running else frozenset()
+        names = inherited.union(map(self.name_of, owned))
+        self._running.append(_Running(names, names if within else inherited, torch.is_grad_enabled()))
 
     def leave(self) -> None:
         """Note that the module returned."""
-        if self._owned:
-            self._owned.pop()
-            self._running_with_grad.pop()
+        if self._running:
+            self._running.pop()
 
     def refuse_gradient_of(self, parameter: nn.Parameter) -> None:
         """Make sure that a gradient that reaches this parameter in a backward pass of the clipper is an error.
@@ -171,15 +199,8 @@ class Uses(TorchFunctionMode):
         self._handles.clear()
 
     def name_of(self, value: Tensor) -> str | None:
-        """Return the name of a trainable parameter, None for any other tensor.
-
-        While a module of a sharded model runs, other tensors replace its parameters; they are recognised by their
-        place in the model. One that has no place yet may get it later, so nothing is remembered of it.
-        """
-        if id(value) not in self._name_of:
-            for name, live in self._model.named_parameters():
-                self._name_of.setdefault(id(live), name if name in self._by_name else None)
-        return self._name_of.get(id(value))
+        """Return the name of a trainable parameter, None for any other tensor."""
+        return self._names.of(value)
 
     # ------------------------------------------------------------------------ functions
 
@@ -207,7 +228,7 @@ class Uses(TorchFunctionMode):
         if not isinstance(tensor, nn.Parameter):
             return None
         name = self.name_of(tensor)
-        return None if name is None or (self._owned and name in self._owned[-1][0]) else name
+        return None if name is None or (self._running and name in self._running[-1].owned) else name
 
     def _refuse_hidden(self, parameters: dict[int, str]) -> None:
         """Refuse a use of a partitioned parameter inside a ``torch.autograd.Function``, as ZeRO-3's ``F.linear`` is.
@@ -215,21 +236,21 @@ class Uses(TorchFunctionMode):
         While a module runs with gradients, a function without them is either inside one or computes a constant. The
         graph would not show the use, because such parameters stay out of autograd.
         """
-        with_grad = self._running_with_grad[-1] if self._running_with_grad else True
+        with_grad = self._running[-1].with_grad if self._running else True
         for name in parameters.values():
-            if with_grad and hasattr(self._by_name[name], "ds_id"):
+            if with_grad and hasattr(self._names.parameters[name], "ds_id"):
                 raise unseen_use(name)
 
     def _note(self, names: Iterable[str]) -> None:
         """Count the uses: twice, since one value may lead to several uses, so it never counts as a single one."""
-        parameters = [self._by_name[name] for name in names]
+        parameters = [self._names.parameters[name] for name in names]
         self._host.note_uses(parameters + parameters)
 
     def _serve(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor], parameters: dict[int, str]) -> Any:
         frame = replace_tensors((args, kwargs), iter([torch.empty(0)] * len(tensors)))
         shared = list(tensors)
         for place, name in parameters.items():
-            shared[place] = of_parameter(name, tensors[place], self._by_name[name], self._host).leaf
+            shared[place] = of_parameter(name, tensors[place], self._names.parameters[name], self._host).leaf
         places = [place for place, t in enumerate(shared) if origins_of(t)]
         count = self._host.rows_in_pass
         rows = self._rule.rows_of(func, shared, places, count)
