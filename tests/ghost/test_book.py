@@ -389,6 +389,27 @@ def test_a_table_that_is_no_lookup_is_refused():
         clipper.backward(net(torch.randint(0, 7, (3, 4))))
 
 
+class NormedTable(nn.Embedding):
+    """A table whose output is normed, as Inkling's: a table of another width cannot be put in its place."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.norm = nn.RMSNorm(sizes[1], elementwise_affine=False)
+
+    def forward(self, index):
+        return self.norm(super().forward(index))
+
+
+def test_a_table_of_a_fixed_width_that_is_no_lookup_is_refused():
+    """By name, with the remedy."""
+    net = Bag(NormedTable(7, 4))
+    clipper = GhostClipper(net, 1.0)
+    with pytest.raises(
+        GhostError, match=r"table \(NormedTable\) is not a scaled lookup .* privacy\.gradients=per_unit"
+    ):
+        clipper.backward(net(torch.randint(0, 7, (3, 4))))
+
+
 class NearlyLookup(nn.Embedding):
     """A table that adds a small number to the rows it looks up."""
 

@@ -148,6 +148,21 @@ def test_a_product_within_a_function_of_another_library_is_refused(dimensions, p
     assert all(p.grad is None for p in net.parameters())
 
 
+def test_a_partitioned_weight_within_such_a_function_and_in_its_own_layer_is_refused():
+    """The weight of a layer with a rule stays out of autograd under ZeRO-3, so that no graph shows its other use."""
+
+    class Again(Net):
+        def forward(self, x):
+            return super().forward(x) + Multiply.apply(x, self.first.weight, self.first.bias).sum(-1)
+
+    net = Again(Router()).double()
+    for parameter in net.parameters():
+        parameter.ds_id = 0
+    clipper = GhostClipper(net, 0.1)
+    with pytest.raises(GhostError, match=r"first\.weight is used by an operation that cannot be seen"):
+        clipper.backward(losses(net, batch()))
+
+
 def test_a_product_with_a_transposed_matrix_is_exact():
     """``x @ weight.t()`` is the same product."""
 
