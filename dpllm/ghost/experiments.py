@@ -157,7 +157,11 @@ class Way:
     packed: bool = False
 
     def fits(self, usage: Usage) -> bool:
-        """Whether the call has shapes of this form."""
+        """Whether the call has shapes of this form; of a product, whether the matrix is the parameter itself."""
+        if self.kind in ("product", "stack"):
+            place = max(usage.shared, key=lambda place: usage.tensors[place].ndim)
+            if turned(usage.tensors[place]) is None:
+                return False
         if self.kind == "stack":
             return usage.tensors[usage.rows[0]].shape[1] % usage.count == 0 or self.packed
         if self.packed or self.dim >= usage.width:

@@ -169,6 +169,7 @@ class Hooks:
             if self._paused or not self.in_pass:
                 self._refuse_bypass(served)
                 return None
+            given, (args, kwargs) = (args, kwargs), self.uses.replaced((args, kwargs))
             # A sharded model (FSDP2) puts other tensors in place of its parameters while a module runs.
             parameters = [getattr(holder, name) for holder, name in holders]
             with self.pause():
@@ -181,7 +182,7 @@ class Hooks:
             if owned:
                 self.note_uses(served.site.trainable.values())
             if served.before is None or not owned:
-                return None
+                return None if args is given[0] and kwargs is given[1] else (args, kwargs)
             with self.pause():
                 return served.before(module, args, kwargs, self.calls.rows)
 
@@ -253,14 +254,15 @@ class Hooks:
         else:
             self._switch.off()
 
-    def _end_forward(self, _: nn.Module, args: Any, output: Any) -> None:
+    def _end_forward(self, _: nn.Module, args: Any, output: Any) -> Any:
         if not self._in_forward:
-            return
+            return output
         self._in_forward = False
-        self.uses.end()
         self._switch.on()
+        output = self.uses.end(output)
         if output is not None:
             self.calls.end()
+        return output
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.experiments import Usage
 from dpllm.ghost.functional import FunctionRule, Host, of_parameter
 from dpllm.ghost.origins import Origin, has_rows, mark_rows, mark_shared, origins_of, unseen_use
+from dpllm.ghost.twins import Twins
 
 _ATTRIBUTES = ("__set__", "__delete__")
 
@@ -88,6 +89,7 @@ class Uses(TorchFunctionMode):
         self._rule = FunctionRule(host)
         self._needed = self._off = self._in_backward = False
         self._calls = 0
+        self._twins = Twins()
         self._handles: dict[int, tuple[Any, RemovableHandle]] = {}
 
     # -------------------------------------------------------------------- when to watch
@@ -97,17 +99,24 @@ class Uses(TorchFunctionMode):
         self._calls += 1
         self.active = self._needed or not self.proved or self._calls & (self._calls - 1) == 0
         self._running.clear()
+        self._twins.clear()
         if self.active:
             for parameter in self._names.parameters.values():
                 self.refuse_gradient_of(parameter)
             mark_rows((args, kwargs))
             self.__enter__()
 
-    def end(self) -> None:
-        """Note that the call ended."""
+    def end(self, output: Any) -> Any:
+        """Note that the call ended; return its output, None if it raised."""
         if self.active:
             self.__exit__(None, None, None)
         self._running.clear()
+        if output is None:
+            self._twins.clear()
+            return None
+        output = self._twins.replaced(output)
+        self._twins.settle()
+        return output
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -123,11 +132,14 @@ class Uses(TorchFunctionMode):
             if depth == 1:
                 self.__enter__()
 
-        def end(*_: Any) -> None:
+        def end(_: nn.Module, args: Any, output: Any) -> Any:
             nonlocal depth
             depth -= 1
+            output = self.replaced(output)
             if depth == 0:
                 self.__exit__(None, None, None)
+                self._twins.settle() if output is not None else self._twins.clear()
+            return output
 
         handles = register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)
         try:
@@ -158,6 +170,11 @@ class Uses(TorchFunctionMode):
         inherited = self._running[-1].inherited if self._running else frozenset()
         names = inherited.union(map(self.name_of, owned))
         self._running.append(_Running(names, names if within else inherited, torch.is_grad_enabled()))
+
+    def replaced(self, value: Any) -> Any:
+        """Return a module's arguments with the outputs of ZeRO-3's linear function in a form that has a graph."""
+        with self.suspended():
+            return self._twins.replaced(value)
 
     def leave(self) -> None:
         """Note that the module returned."""
@@ -209,12 +226,15 @@ class Uses(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._off or getattr(func, "__name__", "") in _ATTRIBUTES:
             return func(*args, **kwargs)
+        if torch.is_grad_enabled():
+            args, kwargs = self._twins.replaced((args, kwargs))
         tensors = list(flatten_tensors((args, kwargs)))
         of_rows = any(map(has_rows, tensors))
         parameters = {place: name for place, t in enumerate(tensors) if (name := self._used(t)) is not None}
         if not torch.is_grad_enabled():
+            if names := self._hidden(tensors, parameters):
+                return self._with_twin(func, types, args, kwargs, names)
             if parameters and getattr(func, "__name__", "") != "__get__":
-                self._refuse_hidden(parameters)
                 self._note(parameters.values())  # a checkpointed module, which will be recomputed with gradients
         elif parameters or any(map(origins_of, tensors)):
             return self._serve(func, args, kwargs, tensors, parameters)
@@ -230,16 +250,31 @@ class Uses(TorchFunctionMode):
         name = self.name_of(tensor)
         return None if name is None or (self._running and name in self._running[-1].owned) else name
 
-    def _refuse_hidden(self, parameters: dict[int, str]) -> None:
-        """Refuse a use of a partitioned parameter inside a ``torch.autograd.Function``, as ZeRO-3's ``F.linear`` is.
+    def _hidden(self, tensors: list[Tensor], parameters: dict[int, str]) -> set[str]:
+        """Return the partitioned parameters that are used inside a ``torch.autograd.Function``, as ZeRO-3's linear is.
 
         While a module runs with gradients, a function without them is either inside one or computes a constant. The
-        graph would not show the use, because such parameters stay out of autograd.
+        graph may not show the use, because partitioned parameters of layers with a rule stay out of autograd.
         """
-        with_grad = self._running[-1].with_grad if self._running else True
-        for name in parameters.values():
-            if with_grad and hasattr(self._names.parameters[name], "ds_id"):
-                raise unseen_use(name)
+        if self._running and not self._running[-1].with_grad:
+            return set()
+        names = {origin.name for t in tensors for origin in origins_of(t)} | self._twins.names_of(tensors)
+        return {n for n in names.union(parameters.values()) if hasattr(self._names.parameters[n], "ds_id")}
+
+    def _with_twin(self, func: Any, types: Any, args: tuple, kwargs: dict, names: set[str]) -> Any:
+        """Call a function inside such a Function, and once more with gradients for the value's twin."""
+        sources = list(flatten_tensors((args, kwargs)))
+        has_twin = bool(self._twins.names_of(sources))
+        twins = [self._twins.twin_of(t) for t in sources]
+        result = func(*args, **kwargs)
+        if not isinstance(result, Tensor) or not result.is_floating_point():
+            return result
+        with torch.enable_grad():
+            twin = self.__torch_function__(func, types, *replace_tensors((args, kwargs), iter(twins)))
+        if isinstance(twin, Tensor) and (twin.requires_grad or has_twin):
+            shown = all(self._names.parameters[name].requires_grad for name in names)
+            self._twins.add(result, twin, names, shown, sources)
+        return result
 
     def _note(self, names: Iterable[str]) -> None:
         """Count the uses: twice, since one value may lead to several uses, so it never counts as a single one."""

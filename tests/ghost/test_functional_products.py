@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dpllm import GhostClipper, GhostError
 from dpllm.ghost import NormMethod
@@ -125,10 +126,17 @@ class Multiply(torch.autograd.Function):
         return grad.matmul(ctx.saved_tensors[0]), None, None
 
 
-@pytest.mark.parametrize("partitioned", [False, True])
+def partitioned(net, there=True):
+    """Mark the parameters as DeepSpeed marks those of ZeRO-3."""
+    for parameter in net.parameters() if there else ():
+        parameter.ds_id, parameter.ds_status = 0, None
+    return net
+
+
+@pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("dimensions", [2, 3])
-def test_a_product_within_a_function_of_another_library_is_refused(dimensions, partitioned):
-    """ZeRO-3's linear function is one. There the graph of the losses does not show the use, and the mode does."""
+def test_a_product_within_a_function_of_another_library_is_refused(dimensions, there):
+    """Its own derivative is not known. A graph does not show the use of a partitioned weight, and the mode does."""
 
     class Inside(Router):
         def forward(self, x):
@@ -136,10 +144,7 @@ def test_a_product_within_a_function_of_another_library_is_refused(dimensions, p
             logits = Multiply.apply(x, self.weight, self.bias)
             return logits, logits.softmax(-1)
 
-    net = Net(Inside()).double()
-    if partitioned:
-        for parameter in net.parameters():
-            parameter.ds_id = 0  # how DeepSpeed marks a partitioned parameter
+    net = partitioned(Net(Inside()).double(), there)
     clipper = GhostClipper(net, 0.1)
     with pytest.raises(
         GhostError, match=r"router\.\w+ is used by .*that cannot be seen .* privacy\.gradients=per_unit"
@@ -155,12 +160,78 @@ def test_a_partitioned_weight_within_such_a_function_and_in_its_own_layer_is_ref
         def forward(self, x):
             return super().forward(x) + Multiply.apply(x, self.first.weight, self.first.bias).sum(-1)
 
-    net = Again(Router()).double()
-    for parameter in net.parameters():
-        parameter.ds_id = 0
+    net = partitioned(Again(Router()).double())
     clipper = GhostClipper(net, 0.1)
-    with pytest.raises(GhostError, match=r"first\.weight is used by an operation that cannot be seen"):
+    with pytest.raises(GhostError, match=r"first\.\w+ is used by an operation that cannot be seen"):
         clipper.backward(losses(net, batch()))
+
+
+class Zero3(Multiply):
+    """ZeRO-3's own linear function."""
+
+
+Zero3.__module__ = "deepspeed.runtime.zero.linear"
+
+
+class PartitionedRouter(Router):
+    """Its products are inside ZeRO-3's function; a copy of it is not partitioned, and uses ``F.linear``."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def multiply(self, x, weight, bias):
+        function = Zero3.apply if hasattr(self.weight, "ds_id") else F.linear
+        return function(x, weight, bias)
+
+    def forward(self, x):
+        weight, bias = self.weight, self.bias
+        if self.place == "cast":
+            weight, bias = weight.type(torch.float64), bias.to(torch.float64)
+        logits = self.multiply(x if self.place == "rows" else x.reshape(-1, 6), weight, bias)
+        return self.multiply(logits, weight[:, :4], bias) if self.place == "twice" else logits
+
+
+class Partitioned(nn.Module):
+    """Such a router between two layers; its output is that of the function."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place, self.first, self.router = place, nn.Linear(3, 6), PartitionedRouter(place)
+        self.last = nn.Identity() if place == "returned" else nn.Linear(4, 1)
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        if self.place == "function":
+            logits = checkpoint(self.router.forward, hidden, use_reentrant=True)
+        elif self.place.startswith("reentrant"):
+            logits = checkpoint(self.router, hidden, use_reentrant=self.place == "reentrant=True")
+        else:
+            logits = self.router(hidden)
+        logits = logits if self.place in ("linear", "returned") else logits.tanh()
+        return {"logits": self.last(logits)}
+
+
+def partitioned_losses(model, batch):
+    """One loss per row."""
+    return model(batch["x"])["logits"].reshape(len(batch["x"]), -1).square().sum(1)
+
+
+@pytest.mark.parametrize("place", ["tokens", "rows", "cast", "twice", "linear", "returned", "reentrant=True", "reentrant=False"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_product_within_zero3_s_own_function_is_exact(algorithm, place):
+    """Its twin takes its place where it is used: by a function, a layer with a rule, the function itself, the loss."""
+    torch.manual_seed(0)
+    net = partitioned(perturbed(Partitioned(place)))
+    assert_is_the_loop(net, partitioned_losses, batch(), NormMethod(algorithm), UNITS)
+
+
+def test_a_product_within_zero3_s_own_function_that_is_recomputed_by_a_function_is_refused():
+    """A recomputed function, not a module, is out of sight, so its gradient would be missing."""
+    net = partitioned(perturbed(Partitioned("function")))
+    clipper = GhostClipper(net, 0.1)
+    with pytest.raises(GhostError, match=r"router\.\w+ is used by an operation that cannot be seen"):
+        clipper.backward(partitioned_losses(net, batch()))
 
 
 def test_a_product_with_a_transposed_matrix_is_exact():
