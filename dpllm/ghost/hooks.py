@@ -83,9 +83,8 @@ class ModelCalls:
 class Switch:
     """Takes parameters out of autograd for a while."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remember the trained parameters."""
-        self._parameters = list(parameters)
+    def __init__(self) -> None:
+        """Start with every parameter in autograd."""
         self._off: dict[int, nn.Parameter] = {}
         self._stay: dict[int, nn.Parameter] = {}
 
@@ -96,13 +95,13 @@ class Switch:
         """
         self._stay.update({id(p): p for p in parameters if hasattr(p, "ds_id")})
 
-    def off_in_watched_pass(self) -> None:
+    def off_in_pass(self) -> None:
         """Take out those that stay out; the others are taken out while a module with a rule runs."""
         self.off(self._stay.values())
 
-    def off(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Take these parameters out; None: all that are trained."""
-        for parameter in self._parameters if parameters is None else parameters:
+    def off(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take these parameters out."""
+        for parameter in parameters:
             parameter.requires_grad = False
             self._off[id(parameter)] = parameter
 
@@ -138,7 +137,7 @@ class Hooks:
         """Attach the hooks to the model."""
         self.calls = ModelCalls(model)
         self.uses = Uses(model, parameters, host)
-        self._forget, self._switch = forget, Switch(parameters.values())
+        self._forget, self._switch = forget, Switch()
         self._in_forward = self.in_backward = self._paused = False
         self._handles = shared.attach(model, host)
         try:
@@ -192,8 +191,7 @@ class Hooks:
             self.uses.leave()
             with self.pause():
                 owned = served.leave(args, kwargs, broke_off=output is None)
-                if self.uses.active:
-                    self._switch.on(getattr(holder, name) for holder, name in holders)
+                self._switch.on(getattr(holder, name) for holder, name in holders)
                 if not owned or output is None or not torch.is_grad_enabled():
                     return None
                 return served.after(module, args, kwargs, output, self.calls.rows)
@@ -249,10 +247,7 @@ class Hooks:
         self.calls.begin(args, kwargs)
         self._in_forward = True
         self.uses.begin(args, kwargs)
-        if self.uses.active:
-            self._switch.off_in_watched_pass()
-        else:
-            self._switch.off()
+        self._switch.off_in_pass()
 
     def _end_forward(self, _: nn.Module, args: Any, output: Any) -> Any:
         if not self._in_forward:
@@ -268,10 +263,7 @@ class Hooks:
     def backward(self) -> Iterator[None]:
         """Enter a backward pass of the clipper: parameters are out of autograd, and recomputed modules are tapped."""
         self.in_backward = True
-        if self.uses.active:
-            self._switch.off_in_watched_pass()
-        else:
-            self._switch.off()
+        self._switch.off_in_pass()
         try:
             with self.uses.backward():
                 yield

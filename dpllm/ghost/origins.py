@@ -66,6 +66,14 @@ def unseen_use(name: str) -> NoRuleError:
     )
 
 
+def late_use(name: str) -> NoRuleError:
+    """Return the error for a use that was in no earlier call of the model."""
+    return NoRuleError(
+        f"{name} is used by the loss or by a function in this call, and was not in earlier ones, so its per-row "
+        "gradient is not known. Make the same computation in every call, from the first one on, or freeze the parameter."
+    )
+
+
 def origins_of(tensor: Tensor) -> tuple[Origin, ...]:
     """Return the origins of a shared value; nothing for any other tensor."""
     return getattr(tensor, "_dpllm_origins", ())

@@ -24,7 +24,7 @@ from dpllm.ghost.call import flatten_tensors, replace_tensors
 from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.experiments import Usage
 from dpllm.ghost.functional import FunctionRule, Host, of_parameter
-from dpllm.ghost.origins import Origin, has_rows, mark_rows, mark_shared, origins_of, unseen_use
+from dpllm.ghost.origins import Origin, has_rows, late_use, mark_rows, mark_shared, origins_of, unseen_use
 from dpllm.ghost.twins import Twins
 
 _ATTRIBUTES = ("__set__", "__delete__")
@@ -68,7 +68,8 @@ class Uses(TorchFunctionMode):
     """Watches the calls of one model.
 
     All calls are watched until a backward pass succeeded, and again in the calls 2, 4, 8, …; from the first use of a
-    parameter in a function on, every call is.
+    parameter in a function on, every call is, and every call of a model that ZeRO-3 partitions. In other calls a use
+    is an error: a gradient that reaches a parameter is refused in every backward pass.
 
     Args:
         model: the model.
@@ -87,7 +88,8 @@ class Uses(TorchFunctionMode):
         self._names, self._host = _Names(model, parameters), host
         self._running: list[_Running] = []
         self._rule = FunctionRule(host)
-        self._needed = self._off = self._in_backward = False
+        self._needed = any(hasattr(p, "ds_id") for p in parameters.values())  # no gradient would show a use
+        self._off = self._in_backward = False
         self._calls = 0
         self._twins = Twins()
         self._handles: dict[int, tuple[Any, RemovableHandle]] = {}
@@ -100,9 +102,9 @@ class Uses(TorchFunctionMode):
         self.active = self._needed or not self.proved or self._calls & (self._calls - 1) == 0
         self._running.clear()
         self._twins.clear()
+        for parameter in self._names.parameters.values():
+            self.refuse_gradient_of(parameter)
         if self.active:
-            for parameter in self._names.parameters.values():
-                self.refuse_gradient_of(parameter)
             mark_rows((args, kwargs))
             self.__enter__()
 
@@ -121,9 +123,6 @@ class Uses(TorchFunctionMode):
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Watch the modules that are recomputed in a backward pass; the pass itself is a function, which hides them."""
-        if not self.active:
-            yield
-            return
         depth, self._in_backward = 0, True
 
         def begin(*_: Any) -> None:
@@ -141,7 +140,9 @@ class Uses(TorchFunctionMode):
                 self._twins.settle() if output is not None else self._twins.clear()
             return output
 
-        handles = register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)
+        handles: tuple[RemovableHandle, ...] = ()
+        if self.active:
+            handles = register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)
         try:
             yield
         finally:
@@ -187,16 +188,16 @@ class Uses(TorchFunctionMode):
         A node for a parameter that ZeRO-3 partitioned would keep the shape of the partition. There the graph of the
         losses is searched, and the engine refuses a gradient that it did not set.
         """
-        name = self.name_of(parameter)
-        if not self.active or name is None or id(parameter) in self._handles or not parameter.requires_grad:
+        if id(parameter) in self._handles or not parameter.requires_grad or hasattr(parameter, "ds_id"):
             return
-        if hasattr(parameter, "ds_id"):
+        name = self.name_of(parameter)
+        if name is None:
             return
         node = torch.autograd.graph.get_gradient_edge(parameter).node
 
         def refuse(_: Any) -> None:
             if self._in_backward:
-                raise unseen_use(name)
+                raise unseen_use(name) if self.active else late_use(name)
 
         self._handles[id(parameter)] = node, node.register_prehook(refuse)
 

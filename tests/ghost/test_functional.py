@@ -260,6 +260,35 @@ def test_an_operation_that_cannot_be_seen_and_begins_later_is_refused():
         clipper.backward(net(batch_of()["x"]))
 
 
+@pytest.mark.parametrize("where", ["function", "kernel", "loss"])
+@pytest.mark.parametrize("call", [3, 5, 6, 7])
+def test_a_use_that_begins_between_watched_calls_is_refused(call, where):
+    """A model with rules only is not watched in these calls, but no gradient may reach a parameter in any pass."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    clipper = GhostClipper(net, 1.0)
+    for number in range(1, call + 1):
+        if number == call and where != "loss":
+            weight, kernel = net[2].weight, where == "kernel"
+            net[1].forward = lambda h: Kernel.apply(h, weight[0]) if kernel else h * weight[0]
+        value = net(batch_of()["x"]).flatten(1).sum(1)
+        if number < call:
+            clipper.backward(value)
+    if where == "loss":
+        value = value + net[2].weight.sum()
+    with pytest.raises(GhostError, match=r"2\.weight is used by the loss or by a function in this call"):
+        clipper.backward(value)
+
+
+def test_a_value_of_the_form_of_a_parameter_is_not_taken_for_it():
+    """A product was known for the matrix itself; the same function then gets a slice of it, and its tanh."""
+
+    def use(m, h):
+        h = F.linear(h, m.matrix)
+        return F.linear(F.linear(h, m.matrix.tanh()), m.matrix.T * 2)
+
+    assert_is_the_loop(only_used(perturbed(Net(use))), losses, batch_of(), unit_index=UNITS)
+
+
 def test_a_function_that_begins_later_is_served_and_its_rows_are_measured():
     """Rows that depend on each other through it are found in that pass."""
     net = only_used(Net(USES["two parameters"]).double())

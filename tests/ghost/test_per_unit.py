@@ -7,14 +7,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BigBirdConfig, BigBirdForCausalLM, LlamaForCausalLM
-from transformers import BigBirdConfig, BigBirdForCausalLM, LlamaForCausalLM
 
 from dpllm import ClipResult, GhostClipper, GhostError, PerUnitClipper, per_sequence_loss
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.per_layer import PerLayerClipping
 from tests.conftest import tiny_llama_config
 from tests.ghost.loop import flat, perturbed
-from tests.reference.zoo import tiny_llama_config
 
 FEATURES = 6
 
@@ -404,103 +402,3 @@ def test_a_parameter_that_is_changed_later_is_refused(change):
     with pytest.raises(GhostError, match=r"weight (got a hook|was frozen)"):
         clipper.backward(losses)
     assert model.bias.grad is None
-
-
-def test_rows_that_leave_their_position_embeddings_to_later_units_are_refused():
-    """Dynamic rotary embeddings keep the frequencies of the longest row: one unit more moved a step's sum by 3.7 C."""
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    model = LlamaForCausalLM(tiny_llama_config(max_position_embeddings=8, rope_parameters=rope))
-    long = torch.randint(3, 61, (1, 24))
-    short, middle = long[:, :7], long[:, :12]
-    with torch.no_grad():
-        fresh, _, after = (model(input_ids=ids).logits for ids in (middle, long, middle))
-        assert float((fresh - after).abs().max()) > 1e-6  # the refused dependence is real
-        model(input_ids=short)  # resets the frequencies
-    clipper = PerUnitClipper(model, 1.0)
-    assert clipper.backward(per_sequence_loss(model(input_ids=short).logits, short)).norms.shape == (1,)
-    with pytest.raises(GhostError, match="Rows of 12 tokens: beyond 8 this model chooses .* or of a batch before"):
-        model(input_ids=middle)
-    clipper.remove()
-    model(input_ids=middle)
-
-
-def test_a_model_that_a_short_row_switches_to_another_attention_is_refused():
-    """BigBird leaves its block-sparse attention for good; with full attention from the start it is clipped."""
-    config = BigBirdConfig(
-        vocab_size=31, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, block_size=2,
-        num_random_blocks=1, max_position_embeddings=64, attention_type="block_sparse", is_decoder=False,
-    )  # fmt: skip
-    model = BigBirdForCausalLM(config).eval()
-    long = torch.randint(3, 31, (1, 32))
-    with torch.no_grad():
-        fresh, _, after = (model(input_ids=ids).logits for ids in (long, long[:, :6], long))
-    assert float((fresh - after).abs().max()) > 1e-6  # the refused dependence is real
-    model.bert.set_attention_type("block_sparse")
-    for kind in (PerUnitClipper, GhostClipper):
-        with pytest.raises(GhostError, match=r"one unit changes the gradients of all later ones.*original_full"):
-            kind(model, 1.0)
-    model.bert.set_attention_type("original_full")
-    PerUnitClipper(model, 1.0).remove()
-
-
-class Halves(nn.Module):
-    """Multiplies by complex numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.turn = nn.Linear(3, 2), nn.Parameter(torch.ones(1, dtype=torch.complex64))
-
-    def forward(self, x):
-        return torch.view_as_real(torch.view_as_complex(self.inner(x)) * self.turn).sum(-1)
-
-
-@pytest.mark.parametrize("kind", [PerUnitClipper, GhostClipper])
-def test_complex_parameters_are_refused(kind):
-    """Only their real part had a norm, noise and an update."""
-    with pytest.raises(GhostError, match=r"turn has the dtype torch.complex64.*view_as_complex"):
-        kind(Halves(), 1.0)
-
-
-class WritesItself(torch.autograd.Function):
-    """Recomputes a module in its backward pass, and lets autograd write its gradients to ``.grad``."""
-
-    @staticmethod
-    def forward(ctx, x, module):
-        ctx.module = module
-        ctx.save_for_backward(x)
-        return module(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            torch.autograd.backward(ctx.module(x), grad)
-        return x.grad, None
-
-
-@pytest.mark.parametrize("has_gradient", [False, True])
-def test_a_gradient_that_a_backward_pass_writes_is_refused(has_gradient):
-    """It would be released unclipped, whether or not earlier units are in ``.grad`` already."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    clipper = PerUnitClipper(model, 1e-6)
-    if has_gradient:
-        clipper.backward(model(torch.ones(1, 3)).squeeze(1))
-    with pytest.raises(GhostError, match=r"1.weight received a gradient in .grad.*use_reentrant=False"):
-        clipper.backward(WritesItself.apply(model[0](torch.ones(1, 3)), model[1]).squeeze(1))
-
-
-def test_a_unit_whose_parts_were_joined_when_memory_ran_out_is_not_tried_again(monkeypatch):
-    """A second try of its last rows alone would silently leave out those held before."""
-    model = nn.Linear(3, 1)
-    clipper = PerUnitClipper(model, 1.0)
-    clipper.hold(model(torch.ones(1, 3)).squeeze(1))
-
-    def out_of_memory(*args):
-        raise torch.OutOfMemoryError("planted")
-
-    monkeypatch.setattr(clipper, "_squared_norms", out_of_memory)
-    with pytest.raises(torch.OutOfMemoryError):
-        clipper.clip(model(torch.ones(1, 3)).squeeze(1))
-    with pytest.raises(GhostError, match="could not be combined"):
-        clipper.forget()
