@@ -175,6 +175,8 @@ _GEMMA4 = {"global_head_dim": 16, "layer_types": ["sliding_attention", "full_att
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "big_bird": {"attention_type": "original_full"},  # the other is refused: short rows switch it off for good
+    "bigbird_pegasus": {"attention_type": "original_full"},
     "blt": {"use_cache": False},
     "blt_local_encoder": {"hidden_size_global": 32},
     "blt_local_decoder": {"hidden_size_global": 32},
