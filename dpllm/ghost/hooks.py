@@ -192,8 +192,10 @@ class Hooks:
             with self.pause():
                 owned = served.leave(args, kwargs, broke_off=output is None)
                 self._switch.on(getattr(holder, name) for holder, name in holders)
-                if not owned or output is None or not torch.is_grad_enabled():
+                if output is None or not torch.is_grad_enabled():
                     return None
+                if not owned:
+                    return self.uses.replaced(output)  # before ZeRO-3's hooks put another tensor in its place
                 return served.after(module, args, kwargs, output, self.calls.rows)
 
         # Innermost: after the hooks that gather a sharded module's weights, and before the hooks that free them again.

@@ -135,6 +135,33 @@ def test_trained_parameters_in_a_leaf_module_of_zero3_are_refused(tmp_path):
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "qwen3_next"])
+def test_parameters_that_functions_use_are_exact_on_engines(family, engine, tmp_path, table):
+    """State space models and linear attention, recomputed or not."""
+    ways = ("full", "none", NUM_ROWS, 1), ("lora-attention", "non-reentrant", 2, 2), ("full", "reentrant", 2, 2)
+    jobs = [
+        Job(engine, Case(family, mode=mode, dtype="float32", checkpointing=checkpointing), rows, per_unit)
+        for mode, checkpointing, rows, per_unit in ways
+    ]
+    check_errors(jobs, run(tmp_path / "errors", "tests.distributed.matrix:errors", jobs=jobs), table)
+    check_reach(jobs, run(tmp_path / "reach", "tests.distributed.matrix:reach", jobs=jobs), table)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_trained_routers_are_exact_under_zero3(family, tmp_path, table):
+    """They multiply inside ZeRO-3's own linear function, where only a twin of the product can be tapped."""
+    ways = ("none", NUM_ROWS, 1), ("non-reentrant", 2, 2), ("reentrant", 2, 2)
+    jobs = [
+        Job("zero3", Case(family, mode="frozen-experts", dtype="float32", checkpointing=checkpointing), rows, per_unit)
+        for checkpointing, rows, per_unit in ways
+    ]
+    check_errors(jobs, run(tmp_path / "errors", "tests.distributed.matrix:errors", jobs=jobs), table)
+    check_reach(jobs, run(tmp_path / "reach", "tests.distributed.matrix:reach", jobs=jobs), table)
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("engine", [*ENGINES, *VARIANTS])
 def test_the_reduced_clipped_sum_is_that_of_one_process(engine, tmp_path, table):
     """Full and LoRA, float32 and bfloat16, accumulated, checkpointed, tied: the same sum as one float64 process."""

@@ -436,6 +436,10 @@ def _experts_only(family: Family, model: nn.Module) -> nn.Module:
     return _freeze(model, lambda name: ".experts." not in name and not name.endswith(_ROUTERS))
 
 
+def _frozen_experts(family: Family, model: nn.Module) -> nn.Module:
+    return _freeze(model, lambda name: ".experts." in name)
+
+
 def _mode(**settings: Any) -> Callable[[Family, nn.Module], nn.Module]:
     return lambda family, model: _lora(family, model, **settings)
 
@@ -467,6 +471,7 @@ MODES: dict[str, Callable[[Family, nn.Module], nn.Module]] = {
     "bias-only": _bias_only,
     "frozen-embeddings": _frozen_embeddings,
     "frozen-lower": _frozen_lower,
+    "frozen-experts": _frozen_experts,
 }
 
 _WITHOUT_BIASES = {
@@ -510,7 +515,7 @@ def is_meaningful(family: str, mode: str, tied: bool) -> bool:
     """Whether the mode says anything about the architecture (no bias modes where there is no bias)."""
     if mode in _BIAS_MODES and family in _WITHOUT_BIASES:
         return False
-    if mode in ("lora-experts", "routers-only", "experts-only") and not FAMILIES[family].experts:
+    if mode in ("lora-experts", "routers-only", "experts-only", "frozen-experts") and not FAMILIES[family].experts:
         return False
     if mode == "lora-all-linear" and FAMILIES[family].experts:  # PEFT warns of patterns for experts that match nothing
         return False
