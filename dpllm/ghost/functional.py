@@ -192,7 +192,13 @@ class FunctionRule:
 
     def _copies(self, usage: Usage, way: Way) -> Any:
         copies = {place: self._copy_of(usage, place, place in way.parts) for place in usage.shared}
+        before = [copy._version for copy in copies.values()]
         result = usage.run(copies, copies=True)
+        if [copy._version for copy in copies.values()] != before:
+            raise NoRuleError(
+                f"{usage.name}() writes rows of the batch into a tensor that was computed from {usage.owners} and is "
+                "one value for all rows. Build the tensor with torch.cat or torch.where, or freeze the parameter."
+            )
         return result.movedim(0, way.dim) if way.dim else result
 
     def _copy_of(self, usage: Usage, place: int, parts: bool) -> Tensor:

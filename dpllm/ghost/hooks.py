@@ -171,6 +171,7 @@ class Hooks:
             given, (args, kwargs) = (args, kwargs), self.uses.replaced((args, kwargs))
             # A sharded model (FSDP2) puts other tensors in place of its parameters while a module runs.
             parameters = [getattr(holder, name) for holder, name in holders]
+            served.refuse_replaced(parameters)
             with self.pause():
                 owned = served.enter(args, kwargs)
                 for parameter in parameters:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dpllm.ghost import expert_adapters, routing
 from dpllm.ghost.call import Call, flatten_tensors
@@ -268,6 +269,23 @@ class Served:
         self.is_known = self._after is not None or self.before is not None
         self._decided = self.is_known
         self._calls: list[list[int] | None] = []  # of each running call with a rule: the versions of its inputs
+
+    def refuse_replaced(self, present: Sequence[Tensor]) -> None:
+        """Make sure that the module runs with its own parameters; a sharded model puts others in their places.
+
+        Args:
+            present: the tensors in the places of the trainable parameters.
+
+        Raises:
+            GhostError: a caller put another tensor there.
+        """
+        for (name, own), live in zip(self.site.trainable.items(), present, strict=True):
+            if live is not own and not isinstance(own, DTensor):
+                raise NoRuleError(
+                    f"{self.site.path} ({type(self.site.module).__name__}) was called with another tensor in the place "
+                    f"of {name}, as torch.func.functional_call does, so its gradient would be taken for that of the "
+                    "parameter. Use the tensor in a function, such as torch.nn.functional.linear, or freeze both."
+                )
 
     def enter(self, args: tuple, kwargs: dict) -> bool:
         """Return whether the module's rule applies to this call; if not, its functions are served one by one."""

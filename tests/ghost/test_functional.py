@@ -260,6 +260,35 @@ def test_an_operation_that_cannot_be_seen_and_begins_later_is_refused():
         clipper.backward(net(batch_of()["x"]))
 
 
+def test_rows_that_are_written_into_a_shared_value_are_refused():
+    """The model would go on with the value, and a copy would have the rows: another output, and no gradient of them."""
+
+    def prefixed(m, h):
+        out = torch.zeros(len(h), 2 + h.shape[1], WIDTH, dtype=h.dtype)
+        out[:, :2] = m.vector
+        out[:, 2:] = h
+        return out
+
+    clipper = GhostClipper(net := only_used(perturbed(Net(prefixed))), 1.0)
+    with pytest.raises(GhostError, match=r"__setitem__\(\) writes rows .* computed from middle\.vector .*torch\.cat"):
+        clipper.backward(net(batch_of()["x"]))
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_a_module_that_is_called_with_another_tensor_in_place_of_its_weight_is_refused(derived):
+    """The rule of the module would take the gradient of that tensor for the one of the weight."""
+
+    def use(m, h):
+        weight = m.matrix * 2 if derived else m.matrix
+        return torch.func.functional_call(m.inner, {"weight": weight}, (h,)) + m.inner(h) @ m.matrix
+
+    net = Net(use)
+    net.middle.inner = nn.Linear(WIDTH, WIDTH)
+    clipper = GhostClipper(net := only_used(perturbed(net)), 1.0)
+    with pytest.raises(GhostError, match=r"middle\.inner \(Linear\) was called with another tensor in the place of"):
+        clipper.backward(net(batch_of()["x"]))
+
+
 @pytest.mark.parametrize("where", ["function", "kernel", "loss"])
 @pytest.mark.parametrize("call", [3, 5, 6, 7])
 def test_a_use_that_begins_between_watched_calls_is_refused(call, where):
