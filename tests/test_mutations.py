@@ -366,10 +366,10 @@ MUTATIONS = [
         ("tests/ghost/test_routing.py",),
     ),
     Mutation(
-        "a use within a function of another library is not seen under ZeRO-3",
-        "dpllm/ghost/uses.py",
-        "                self._refuse_hidden(parameters)\n",
-        "",
+        "a use within a function of another library is taken for ZeRO-3's own",
+        "dpllm/ghost/twins.py",
+        "            raise unseen_use(found.names[0])\n",
+        "            pass\n",
         ("tests/ghost/test_functional_products.py",),
     ),
     Mutation(
@@ -727,6 +727,27 @@ MUTATIONS = [
         quick=True,
     ),
     Mutation(
+        "a use that begins between watched calls is not seen",
+        "dpllm/ghost/uses.py",
+        "                raise unseen_use(name) if self.active else late_use(name)\n",
+        "                pass\n",
+        ("tests/ghost/test_functional.py",),
+    ),
+    Mutation(
+        "a value of the form of a matrix is taken for the matrix",
+        "dpllm/ghost/experiments.py",
+        "            if turned(usage.tensors[place]) is None:\n",
+        "            if False:\n",
+        ("tests/ghost/test_functional.py",),
+    ),
+    Mutation(
+        "a module may be called with another tensor in place of its weight",
+        "dpllm/ghost/hooks.py",
+        "            served.refuse_replaced(parameters)\n",
+        "",
+        ("tests/ghost/test_functional.py",),
+    ),
+    Mutation(
         "a gradient that reaches a parameter past all rules is dropped",
         "dpllm/ghost/origins.py",
         "            raise unseen_use(self.name)\n",
@@ -757,8 +778,8 @@ MUTATIONS = [
     Mutation(
         "a pass on which memory ran out counts as watched",
         "dpllm/ghost/hooks.py",
-        "        self.uses.end()\n",
-        "        self.uses.end()\n        self.uses.proved = True\n",
+        "        output = self.uses.end(output)\n",
+        "        output = self.uses.end(output)\n        self.uses.proved = True\n",
         ("tests/training/test_out_of_memory.py",),
     ),
     Mutation(

@@ -294,14 +294,14 @@ def test_a_module_that_is_called_with_another_tensor_in_place_of_its_weight_is_r
 def test_a_use_that_begins_between_watched_calls_is_refused(call, where):
     """A model with rules only is not watched in these calls, but no gradient may reach a parameter in any pass."""
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
-    clipper = GhostClipper(net, 1.0)
-    for number in range(1, call + 1):
-        if number == call and where != "loss":
-            weight, kernel = net[2].weight, where == "kernel"
-            net[1].forward = lambda h: Kernel.apply(h, weight[0]) if kernel else h * weight[0]
-        value = net(batch_of()["x"]).flatten(1).sum(1)
-        if number < call:
-            clipper.backward(value)
+    clipper, weight = GhostClipper(net, 1.0), net[2].weight
+    for _ in range(call - 1):
+        clipper.backward(losses(net, batch_of()).flatten(1).sum(1))
+    if where == "function":
+        net[1].forward = lambda h: h * weight[0]
+    if where == "kernel":
+        net[1].forward = lambda h: Kernel.apply(h, weight[0])
+    value = losses(net, batch_of()).flatten(1).sum(1)
     if where == "loss":
         value = value + net[2].weight.sum()
     with pytest.raises(GhostError, match=r"2\.weight is used by the loss or by a function in this call"):

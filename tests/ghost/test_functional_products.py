@@ -217,7 +217,10 @@ def partitioned_losses(model, batch):
     return model(batch["x"])["logits"].reshape(len(batch["x"]), -1).square().sum(1)
 
 
-@pytest.mark.parametrize("place", ["tokens", "rows", "cast", "twice", "linear", "returned", "reentrant=True", "reentrant=False"])
+PLACES = ("tokens", "rows", "cast", "twice", "linear", "returned", "reentrant=True", "reentrant=False")
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_product_within_zero3_s_own_function_is_exact(algorithm, place):
     """Its twin takes its place where it is used: by a function, a layer with a rule, the function itself, the loss."""
