@@ -70,7 +70,7 @@ def late_use(name: str) -> NoRuleError:
     """Return the error for a use that was in no earlier call of the model."""
     return NoRuleError(
         f"{name} is used by the loss or by a function in this call, and was not in earlier ones, so its per-row "
-        "gradient is not known. Make the same computation in every call, from the first one on, or freeze the parameter."
+        "gradient is not known. Make the same computation in every call from the first one on, or freeze the parameter."
     )
 
 
