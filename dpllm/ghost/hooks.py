@@ -177,6 +177,7 @@ class Hooks:
                 for parameter in parameters:
                     self.uses.refuse_gradient_of(parameter)
                 if owned:
+                    self._switch.keep_off(parameters)
                     self._switch.off(p for p in parameters if p.requires_grad)
             self.uses.enter(parameters if owned else (), within=served.experts is not None)
             if owned:
