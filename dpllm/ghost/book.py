@@ -495,9 +495,10 @@ class Book:
         return bool(self._hooks.calls.packed.lengths)
 
     @property
-    def packs_several(self) -> bool:
-        """Whether the model was last called with several rows laid end to end."""
-        return len(self._hooks.calls.packed.lengths) > 1
+    def packed_tokens(self) -> int:
+        """The tokens of all rows, if the model was last called with several rows laid end to end; otherwise 0."""
+        lengths = self._hooks.calls.packed.lengths
+        return sum(lengths) if len(lengths) > 1 else 0
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

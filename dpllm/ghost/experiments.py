@@ -79,6 +79,10 @@ class Usage:
         """The length of one row in this dimension; more than 1 where rows and tokens are flattened, 0 for no rows."""
         return self.length // self.count if self.length % self.count == 0 else 0
 
+    def by_tokens(self, tokens: int) -> Usage:
+        """Return the same call with the tokens of packed rows in place of the rows."""
+        return replace(self, count=tokens)
+
     def at(self, dim: int) -> Usage:
         """Return the same call with the rows in another dimension."""
         width = self.width
@@ -156,17 +160,24 @@ class Way:
     parts: tuple[int, ...] = ()
     packed: bool = False
 
-    def fits(self, usage: Usage) -> bool:
-        """Whether the call has shapes of this form; of a product, whether the matrix is the parameter itself."""
+    def fits(self, usage: Usage, tokens: int = 0) -> bool:
+        """Whether the call has shapes of this form; of a product, whether the matrix is the parameter itself.
+
+        Args:
+            usage: the call.
+            tokens: of all packed rows; 0 if they are not packed.
+        """
         if self.kind in ("product", "stack"):
             place = max(usage.shared, key=lambda place: usage.tensors[place].ndim)
             if turned(usage.tensors[place]) is None:
                 return False
         if self.kind == "stack":
             return usage.tensors[usage.rows[0]].shape[1] % usage.count == 0 or self.packed
-        if self.packed or self.dim >= usage.width:
-            return self.packed
-        usage = usage.at(self.dim)
+        if self.kind == "product" and self.packed:
+            return True
+        if self.dim >= usage.width:
+            return False
+        usage = (usage.by_tokens(tokens) if self.packed else usage).at(self.dim)
         if not usage.chunk or (usage.chunk > 1) != self.flattened:
             return False
         if self.kind == "copies":
@@ -174,29 +185,31 @@ class Way:
         return all(usage.tensors[place].shape[0] % usage.count == 0 for place in self.cut)
 
 
-def find_way(usage: Usage, packed: bool) -> Way | None:
+def find_way(usage: Usage, tokens: int) -> Way | None:
     """Find out how a function's per-row gradients are computed; None if no way is known.
 
     Args:
         usage: the call.
-        packed: whether the rows are laid end to end: only a product can then be cut into rows.
+        tokens: of all rows, if they are laid end to end: then only a product can be cut into rows, and a function that
+            treats each token by itself. 0: they are not.
     """
+    packed = tokens > 0
     with _aside(usage.tensors):
         if not usage.in_place and _is_stack(usage) and (way := Way("stack", packed=packed)).fits(usage):
             return way
         if not usage.in_place and (usage.chunk or packed) and (side := _product_side(usage)) is not None:
             return Way("product", flattened=usage.chunk > 1, side=side, packed=packed)
-        for dim in range(usage.width if not packed else 0):
-            drawn = _drawn_of(usage).at(dim)
-            if not drawn.chunk:
+        for dim in range(usage.width):
+            drawn = _drawn_of(usage.by_tokens(tokens) if packed else usage).at(dim)
+            if not drawn.chunk or (packed and drawn.chunk > 1):
                 continue
             flattened = drawn.chunk > 1
             for cut in _cuts(drawn):
-                parts = tuple(place for place in drawn.shared if _has_parts(drawn, place))
+                parts = () if packed else tuple(place for place in drawn.shared if _has_parts(drawn, place))
                 if _copies_apply(drawn, cut, parts):
-                    return Way("copies", dim, flattened, parts=parts)
+                    return Way("copies", dim, flattened, parts=parts, packed=packed)
             for cut in _cuts(drawn):
-                if not usage.in_place and _rows_apply(drawn, cut):
+                if not packed and not usage.in_place and _rows_apply(drawn, cut):
                     return Way("rows", dim, flattened, cut=cut)
     return None
 

@@ -45,8 +45,8 @@ class Host(Recorder, Protocol):
         ...
 
     @property
-    def packs_several(self) -> bool:
-        """Whether the model was last called with several rows laid end to end."""
+    def packed_tokens(self) -> int:
+        """The tokens of all rows, if the model was last called with several rows laid end to end; otherwise 0."""
         ...
 
     def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -126,22 +126,23 @@ class FunctionRule:
             return self._product(usage, way)
         if way.kind == "stack":
             return self._stack(usage)
-        usage = usage.at(way.dim)
+        usage = (usage.by_tokens(self.host.packed_tokens) if way.packed else usage).at(way.dim)
         return self._copies(usage, way) if way.kind == "copies" else self._rows(usage, way)
 
     def _way(self, usage: Usage) -> Way:
         """Return the way of calls of this form; find it in the first one, in which the rows are then measured."""
-        known = self._ways.setdefault((self.host.packs_several, usage.key()), [])
-        fitting = [way for way in known if way.fits(usage)]
+        tokens = self.host.packed_tokens
+        known = self._ways.setdefault((tokens > 0, usage.key()), [])
+        fitting = [way for way in known if way.fits(usage, tokens)]
         if len({(way.dim, way.flattened) for way in fitting}) > 1:
-            raise _no_rows(usage, self.host.packs_several)
+            raise _no_rows(usage, tokens > 0)
         if fitting:
             return fitting[0]
-        way = find_way(usage, self.host.packs_several)
+        way = find_way(usage, tokens)
         if way is None:
-            raise _no_rows(usage, self.host.packs_several)
+            raise _no_rows(usage, tokens > 0)
         known.append(way)
-        if usage.count > 1 or self.host.packs_several:
+        if usage.count > 1 or tokens:
             self.host.measure_rows_again()
         return way
 
@@ -156,7 +157,7 @@ class FunctionRule:
         outputs_first = (way.side in ("x W^T", "W x")) != turned(matrix)
         parameter = origins_of(matrix)[0].parameter
         assert parameter is not None, "a product is found for parameters only"
-        book, rows, flattened = self.host, usage.count, way.flattened and not self.host.packs_several
+        book, rows, flattened = self.host, usage.count, way.flattened and not self.host.packed_tokens
 
         def receive(grad: Tensor, saved: list[Tensor]) -> None:
             grad, x = (t.unflatten(0, (rows, -1)) if flattened else book.by_rows(t) for t in (grad, saved[0]))
@@ -191,7 +192,7 @@ class FunctionRule:
         return book.tap(output_ENP, receive, x_END)
 
     def _copies(self, usage: Usage, way: Way) -> Any:
-        copies = {place: self._copy_of(usage, place, place in way.parts) for place in usage.shared}
+        copies = {place: self._copy_of(usage, place, way) for place in usage.shared}
         before = [copy._version for copy in copies.values()]
         result = usage.run(copies, copies=True)
         if [copy._version for copy in copies.values()] != before:
@@ -201,9 +202,10 @@ class FunctionRule:
             )
         return result.movedim(0, way.dim) if way.dim else result
 
-    def _copy_of(self, usage: Usage, place: int, parts: bool) -> Tensor:
-        """Return a shared value with one copy for each row, tapped."""
-        value, rows, chunk = usage.tensors[place], usage.count, usage.chunk
+    def _copy_of(self, usage: Usage, place: int, way: Way) -> Tensor:
+        """Return a shared value with one copy for each row, or for each token of packed rows, tapped."""
+        value, rows, chunk, parts = usage.tensors[place], usage.count, usage.chunk, place in way.parts
+        book = self.host
         copy = expanded(usage, place, parts)
         assert copy is not None, "the experiment expanded it"
 
@@ -211,10 +213,13 @@ class FunctionRule:
             if parts:
                 propagate_parts(value, grad, rows)
                 return
-            grad_B = grad.unflatten(0, (rows, chunk)).sum(1)  # without the dimension of the rows, in which it has one
-            propagate(value, grad_B.reshape(rows, *value.shape))
+            if way.packed:
+                grad_B = sum_tokens(book.by_rows(grad.reshape(rows, -1)))
+            else:
+                grad_B = grad.unflatten(0, (rows, chunk)).sum(1)  # in the dimension of the rows it has one
+            propagate(value, grad_B.reshape(-1, *value.shape))
 
-        return self.host.tap(copy, receive)
+        return book.tap(copy, receive)
 
     def _rows(self, usage: Usage, way: Way) -> Tensor:
         """Tap the output; differentiate the function for each row by itself when the gradient arrives."""

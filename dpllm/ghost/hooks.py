@@ -198,7 +198,7 @@ class Hooks:
                     return None
                 if not owned:
                     return self.uses.replaced(output)  # before ZeRO-3's hooks put another tensor in its place
-                return served.after(module, args, kwargs, output, self.calls.rows)
+                return self.uses.found((args, kwargs), served.after(module, args, kwargs, output, self.calls.rows))
 
         # Innermost: after the hooks that gather a sharded module's weights, and before the hooks that free them again.
         self._handles += [

@@ -86,15 +86,21 @@ def mark_shared(tensor: Tensor, origins: Sequence[Origin]) -> Tensor:
 
 
 def has_rows(tensor: Tensor) -> bool:
-    """Whether a tensor was computed from the inputs of the model."""
-    return getattr(tensor, "_dpllm_rows", False) or (tensor.requires_grad and not origins_of(tensor))
+    """Whether a tensor was computed from the inputs of the model, as one with a gradient is if nothing is known."""
+    known: bool | None = getattr(tensor, "_dpllm_rows", None)
+    return known if known is not None else tensor.requires_grad and not origins_of(tensor)
 
 
-def mark_rows(value: Any) -> None:
-    """Mark the tensors within a value as computed from the inputs of the model."""
+def has_none(tensor: Tensor) -> bool:
+    """Whether it is known that a tensor was not computed from the inputs of the model, though a module tapped it."""
+    return getattr(tensor, "_dpllm_rows", None) is False
+
+
+def mark_rows(value: Any, rows: bool = True) -> None:
+    """Mark the tensors within a value as computed from the inputs of the model, or as not computed from them."""
     for tensor in flatten_tensors(value):
         if not isinstance(tensor, nn.Parameter):
-            tensor._dpllm_rows = True  # type: ignore[attr-defined]
+            tensor._dpllm_rows = rows  # type: ignore[attr-defined]
 
 
 def names_of(tensors: Sequence[Tensor]) -> str:

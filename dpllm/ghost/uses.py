@@ -24,7 +24,7 @@ from dpllm.ghost.call import flatten_tensors, replace_tensors
 from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.experiments import Usage
 from dpllm.ghost.functional import FunctionRule, Host, of_parameter
-from dpllm.ghost.origins import Origin, has_rows, late_use, mark_rows, mark_shared, origins_of, unseen_use
+from dpllm.ghost.origins import Origin, has_none, has_rows, late_use, mark_rows, mark_shared, origins_of, unseen_use
 from dpllm.ghost.twins import Twins
 
 _ATTRIBUTES = ("__set__", "__delete__")
@@ -64,6 +64,23 @@ class _Running:
     with_grad: bool
 
 
+class _Guard:
+    """The hook on the gradient of a parameter, and the node that has to live as long.
+
+    Attributes:
+        node: of the parameter's gradient.
+        handle: of the hook.
+    """
+
+    def __init__(self, node: Any, handle: RemovableHandle) -> None:
+        """Keep both."""
+        self.node, self.handle = node, handle
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Guard:
+        """Return this one: a copy of a model that is watched has other parameters."""
+        return self
+
+
 class Uses(TorchFunctionMode):
     """Watches the calls of one model.
 
@@ -92,7 +109,7 @@ class Uses(TorchFunctionMode):
         self._off = self._in_backward = False
         self._calls = 0
         self._twins = Twins()
-        self._handles: dict[int, tuple[Any, RemovableHandle]] = {}
+        self._handles: dict[int, _Guard] = {}
 
     # -------------------------------------------------------------------- when to watch
 
@@ -177,6 +194,12 @@ class Uses(TorchFunctionMode):
         with self.suspended():
             return self._twins.replaced(value)
 
+    def found(self, given: Any, output: Any) -> Any:
+        """Return the output of a module with a rule; it has no rows if what it was given has none, as in DoRA."""
+        if self.active and not any(map(has_rows, flatten_tensors(given))):
+            mark_rows(output, rows=False)
+        return output
+
     def leave(self) -> None:
         """Note that the module returned."""
         if self._running:
@@ -199,7 +222,7 @@ class Uses(TorchFunctionMode):
             if self._in_backward:
                 raise unseen_use(name) if self.active else late_use(name)
 
-        self._handles[id(parameter)] = node, node.register_prehook(refuse)
+        self._handles[id(parameter)] = _Guard(node, node.register_prehook(refuse))
 
     def share(self, name: str, value: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
         """Return a value that all rows share, as the module that computed it from a parameter must return it."""
@@ -212,8 +235,8 @@ class Uses(TorchFunctionMode):
 
     def remove(self) -> None:
         """Undo the hooks."""
-        for _, handle in self._handles.values():
-            handle.remove()
+        for guard in self._handles.values():
+            guard.handle.remove()
         self._handles.clear()
 
     def name_of(self, value: Tensor) -> str | None:
@@ -240,8 +263,8 @@ class Uses(TorchFunctionMode):
         elif parameters or any(map(origins_of, tensors)):
             return self._serve(func, args, kwargs, tensors, parameters)
         result = func(*args, **kwargs)
-        if of_rows:
-            mark_rows(tensors[0] if result is None else result)
+        if of_rows or any(map(has_none, tensors)):
+            mark_rows(tensors[0] if result is None else result, of_rows)
         return result
 
     def _used(self, tensor: Tensor) -> str | None:

@@ -237,11 +237,38 @@ def test_a_first_batch_with_a_row_that_is_not_finite():
         clipper.remove()
 
 
-def test_a_parameter_that_is_served_row_by_row_can_not_be_packed():
+def test_a_parameter_that_each_token_uses_by_itself_is_packed():
+    """Its gradient is that of each row alone, summed over the row's tokens."""
+    torch.manual_seed(0)
+    model = Mixer(Power()).double()
+    clipper = GhostClipper(model, 1e9, parameter_norms=True)
+    together = clipper.backward(losses(model, batch_of()), torch.arange(4)).parameter_norms["middle.exponent"]
+    ids = batch_of()["input_ids"][0].split(LENGTHS)
+    for row, tokens in enumerate(ids[:3]):  # the last row has one token, and predicts nothing
+        alone = PackedCollator()([{"input_ids": tokens.tolist()}])
+        model.zero_grad()
+        norm = clipper.backward(losses(model, alone)).parameter_norms["middle.exponent"][0]
+        torch.testing.assert_close(together[row], norm, rtol=1e-6, atol=0)
+        assert float(norm) > 0
+    assert float(together[3]) == 0
+
+
+class ShortConvolution(nn.Module):
+    """Each token sees the one before it, by weights of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.taps = nn.Parameter(torch.rand(6, 1, 2))
+
+    def forward(self, h):
+        return F.conv1d(F.pad(h.mT, (1, 0)), self.taps, groups=6).mT
+
+
+def test_a_parameter_of_a_function_over_tokens_can_not_be_packed():
     """By name; if it is frozen, or with a single row, it is accepted."""
-    model = Mixer(Power())
+    model = Mixer(ShortConvolution())
     clipper = GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match=r"middle\.exponent is used by pow\(\) .* the packed rows .* Do not pack"):
+    with pytest.raises(GhostError, match=r"middle\.taps is used by conv1d\(\) .* the packed rows .* Do not pack"):
         clipper.backward(losses(model, batch_of()))
     assert clipper.backward(losses(model, batch_of((5,)))).norms.shape == (1,)
 

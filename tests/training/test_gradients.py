@@ -60,7 +60,7 @@ def test_auto_takes_one_unit_at_a_time_only_where_a_part_has_no_rule(make, one_u
     if one_unit:
         # Not the mean length of the private rows, which no guarantee covers.
         assert "times the time that 4 rows of at most 256 tokens" in said[0] and "\n" not in said[0]
-        assert ("block (Tuple)" in said[0]) == (make is Coupled) and "per_unit" not in said[0].split("block")[-1][:40]
+        assert ("block.scale" in said[0]) == (make is Coupled) and "per_unit" not in said[0].split("block")[-1][:40]
     run.step(run.choose(np.arange(12)), loss_of)
     run.finish()
     facts = json.loads((tmp_path / "privacy_report.json").read_text())["definition"]["facts"]
