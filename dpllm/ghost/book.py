@@ -135,6 +135,11 @@ class Book:
         return self._hooks.rows_in_pass
 
     @property
+    def rows_by_themselves(self) -> int | None:
+        """The same; None for packed rows too."""
+        return None if self.is_packed else self._hooks.calls.rows if self._hooks.in_pass else None
+
+    @property
     def num_groups(self) -> int:
         """G, the groups of parameters with separate norms."""
         return self._trained.num_groups

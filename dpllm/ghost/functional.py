@@ -45,6 +45,11 @@ class Host(Recorder, Protocol):
         ...
 
     @property
+    def rows_by_themselves(self) -> int | None:
+        """The same; None for packed rows too."""
+        ...
+
+    @property
     def packed_tokens(self) -> int:
         """The tokens of all rows, if the model was last called with several rows laid end to end; otherwise 0."""
         ...

@@ -181,6 +181,7 @@ class Hooks:
                     self._switch.off(p for p in parameters if p.requires_grad)
             self.uses.enter(parameters if owned else (), within=served.experts is not None)
             if owned:
+                self.uses.refuse_other_order(served.site.path, (args, kwargs))
                 self.note_uses(served.site.trainable.values())
             if served.before is None or not owned:
                 return None if args is given[0] and kwargs is given[1] else (args, kwargs)

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from dpllm.ghost import orders
 from dpllm.ghost.call import flatten_tensors, replace_tensors
 from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.experiments import Usage
@@ -200,6 +201,13 @@ class Uses(TorchFunctionMode):
             mark_rows(output, rows=False)
         return output
 
+    def refuse_other_order(self, user: str, value: Any) -> None:
+        """Make sure that the tensors that a use of parameters reads have the rows of the batch in order."""
+        tensors = list(flatten_tensors(value))
+        if rows := self._host.rows_by_themselves:
+            orders.refuse_other_order(user, tensors, rows)
+            self._needed |= orders.needs_every_call(tensors)
+
     def leave(self) -> None:
         """Note that the module returned."""
         if self._running:
@@ -253,6 +261,12 @@ class Uses(TorchFunctionMode):
         if torch.is_grad_enabled():
             args, kwargs = self._twins.replaced((args, kwargs))
         tensors = list(flatten_tensors((args, kwargs)))
+        result = self._call(func, types, args, kwargs, tensors)
+        with torch.no_grad():
+            orders.follow(func, args, kwargs, tensors, result, self._host.rows_by_themselves)
+        return result
+
+    def _call(self, func: Any, types: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
         of_rows = any(map(has_rows, tensors))
         parameters = {place: name for place, t in enumerate(tensors) if (name := self._used(t)) is not None}
         if not torch.is_grad_enabled():
@@ -324,6 +338,7 @@ class Uses(TorchFunctionMode):
         self._needed = True
         self._note(parameters.values())
         usage = Usage(func, frame, shared, places, rows, count or 0)
+        self.refuse_other_order(usage.owners, [tensors[place] for place in rows])
         if count is None or any(shared[place].ndim == 0 for place in rows):
             raise NoRuleError(
                 f"{usage.owners} is used by {usage.name}() where the number of rows is not known. Call the model with "
