@@ -762,6 +762,20 @@ MUTATIONS = [
         ("tests/ghost/test_functional.py",),
     ),
     Mutation(
+        "a selection's order is looked at in some calls only",
+        "dpllm/ghost/uses.py",
+        "            self._needed |= orders.needs_every_call(tensors)\n",
+        "",
+        ("tests/ghost/test_orders.py",),
+    ),
+    Mutation(
+        "a layer takes selected entries for its rows",
+        "dpllm/ghost/hooks.py",
+        "                self.uses.refuse_other_order(served.site.path, (args, kwargs))\n",
+        "",
+        ("tests/ghost/test_orders.py",),
+    ),
+    Mutation(
         "the parts of a value that was expanded have each the gradient of all rows",
         "dpllm/ghost/origins.py",
         "            alone = torch.zeros_like(grad)\n",

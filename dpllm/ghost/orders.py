@@ -107,7 +107,7 @@ def follow(func: Any, args: tuple, kwargs: dict, tensors: Sequence[Tensor], resu
         _mark(result, order_of(tensors[0]) if _alike(tensors[0], result) else None)
     elif name in _VIEWS and isinstance(result, Tensor):
         _mark(result, _viewed(tensors[0], result, rows))
-    else:
+    elif not (selects and _rearranges(_source(name, args, kwargs), result, rows) and name != "masked_select"):
         selected = _selected(func, name, args, kwargs, result, rows) if selects else None
         _mark(result, selected or _inherited(tensors, result))
 
@@ -116,6 +116,17 @@ def _inherited(tensors: Sequence[Tensor], result: Any) -> Order | None:
     """Return the order of those arguments of a function that have as many entries as its result."""
     known = [order for t in tensors if _alike(t, result) and (order := order_of(t)) is not None]
     return next((order for order in known if order.row_N is not None), known[0] if known else None)
+
+
+def _rearranges(source: Tensor | None, result: Any, rows: int) -> bool:
+    """Whether a selection has as many entries as all tokens, or more: experts sort tokens, and sort them back.
+
+    Between the two a tensor may be cut and joined, or go through a kernel, so the order of the second is not known.
+    """
+    if source is None or not isinstance(result, Tensor) or source.ndim > 2 or result.ndim == 0:
+        return False
+    of_tokens = source.is_floating_point() or source.ndim == 1 or len(source) != rows
+    return of_tokens and len(result) >= len(source)
 
 
 def _written(args: tuple) -> None:
