@@ -166,7 +166,7 @@ def _source(name: str, args: tuple, kwargs: dict) -> Tensor | None:
         value = args[1] if len(args) > 1 else kwargs.get("weight")
     elif name in ("index_select", "gather", "take_along_dim"):
         place = 2 if name == "take_along_dim" else 1
-        dim = kwargs.get("dim", args[place] if len(args) > place else None)
+        dim: Any = kwargs.get("dim", args[place] if len(args) > place else None)
         if dim is not None and isinstance(value, Tensor) and dim % max(value.ndim, 1):
             return None
     elif name == "__getitem__" and _keeps_first(args[1]):
@@ -223,7 +223,8 @@ def _selected(func: Any, name: str, args: tuple, kwargs: dict, result: Any, rows
     source = _source(name, args, kwargs)
     if source is None or not isinstance(result, Tensor) or result.ndim == 0:
         return None
-    before, number = order_of(source), _first(args[1]) if name == "__getitem__" else None
+    before = order_of(source)
+    number: Any = _first(args[1]) if name == "__getitem__" else None
     if _is_number(number):
         return _one(number % rows, result) if _is_whole(source, rows) else None
     number_N = _numbers(source, rows)
