@@ -94,7 +94,7 @@ def refuse_shared_media(kwargs: Mapping[str, Any], placeholders: Sequence[int]) 
 
 
 def _is_media(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 2 and value.is_floating_point()
+    return isinstance(value, Tensor) and (value.ndim > 2 or (value.ndim == 2 and value.is_floating_point()))
 
 
 def refuse_other_rows(name: str, shape: Sequence[int], num_rows: int, packed: bool) -> None:

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from dpllm import GhostClipper, GhostError, per_sequence_loss
+from dpllm.ghost.checks import refuse_shared_media
 from tests.ghost.loop import assert_is_the_loop, perturbed
 from tests.ghost.media import TOKEN, batch_of, freeze_tower, gemma3, idefics3, llava
 
@@ -55,3 +56,14 @@ def test_rows_with_other_numbers_of_images_are_refused():
     with pytest.raises(GhostError, match="different numbers of images"):
         losses(model, {**batch, "pixel_values": two})
     clipper.remove()
+
+
+@pytest.mark.parametrize(
+    "pixels", [torch.ones(8, 48), torch.ones(2, 3, 8, 8, dtype=torch.uint8)], ids=["flat", "bytes"]
+)
+def test_images_in_another_form_are_images(pixels):
+    """Patches of all rows in one matrix, as Qwen-VL takes them, and pixels that are not scaled yet."""
+    ids = torch.tensor([[TOKEN, TOKEN, 5], [TOKEN, 6, 7]])
+    with pytest.raises(GhostError, match="1 to 2 tokens"):
+        refuse_shared_media({"input_ids": ids, "pixel_values": pixels}, (TOKEN,))
+    refuse_shared_media({"input_ids": ids[:1].expand(2, -1), "pixel_values": pixels}, (TOKEN,))
