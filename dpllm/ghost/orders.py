@@ -109,6 +109,9 @@ def follow(func: Any, args: tuple, kwargs: dict, tensors: Sequence[Tensor], resu
         _mark(result, _viewed(tensors[0], result, rows))
     elif not (selects and _rearranges(_source(name, args, kwargs), result, rows) and name != "masked_select"):
         selected = _selected(func, name, args, kwargs, result, rows) if selects else None
+        source = _source(name, args, kwargs) if selects else None
+        if selected and selected.row_N is None and not any(_has_rows(t) for t in tensors if t is not source):
+            selected = None  # in order for any data: by numbers that no row decides, as in attention masks
         _mark(result, selected or _inherited(tensors, result))
 
 

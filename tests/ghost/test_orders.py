@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM
 
-from dpllm import GhostClipper, GhostError
+from dpllm import GhostClipper, GhostError, per_sequence_loss
+from tests.conftest import tiny_llama_config
 from tests.ghost.loop import assert_is_the_loop, perturbed
 
 ROWS, TOKENS, WIDTH = 4, 6, 4
@@ -148,3 +150,16 @@ def sorted_experts(h):
 def test_entries_of_each_row_are_the_loop(kind):
     """Whatever the mask, each row gives its own entries."""
     assert_is_the_loop(perturbed(Picks(HARMLESS[kind])), losses, batch_of(2, 1, 3, 1), microbatches=3)
+
+
+def test_a_mask_of_padding_leaves_later_calls_unwatched():
+    """transformers picks the masks of rows by their numbers: in order for any data, so later calls need no watch."""
+    model = LlamaForCausalLM(tiny_llama_config())
+    clipper, ids = GhostClipper(model, 1.0), torch.randint(3, 61, (4, 9))
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    watched = []
+    for _ in range(4):
+        clipper.backward(per_sequence_loss(model(input_ids=ids, attention_mask=mask, use_cache=False).logits, ids))
+        watched.append(clipper._book._hooks.uses.active)
+    assert watched == [True, True, False, True]
