@@ -177,6 +177,13 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "frozen experts that ZeRO-3 partitioned call as many modules as experts have tokens",
+        "dpllm/ghost/hooks.py",
+        "self._handles += attach_partitioned(model, host)",
+        "pass",
+        ("tests/ghost/test_experts.py::test_frozen_experts_that_are_partitioned_call_the_same_modules_for_any_tokens",),
+    ),
+    Mutation(
         "a stack of experts with LoRA is not gathered by the module that computes it",
         "dpllm/engines/zero3.py",
         "deepspeed.zero.register_external_parameter(wrapper.get_base_layer(), stack)",

@@ -181,6 +181,25 @@ class ExpertsRule:
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, ExpertsRule] = weakref.WeakKeyDictionary()
 
 
+def attach_partitioned(model: nn.Module, book: Host) -> list[ExpertsRule]:
+    """Compute frozen experts that ZeRO-3 partitioned by our implementation too, in place of transformers' eager one.
+
+    That one calls a module for each expert that has tokens, and DeepSpeed stops where the processes differ in the
+    modules that they call.
+
+    Args:
+        model: the model.
+        book: of the clipper; nothing of these experts is recorded.
+    """
+    return [
+        ExpertsRule.on(path, module, book)
+        for path, module in model.named_modules()
+        if is_experts(module)
+        and getattr(module.config, "_experts_implementation", None) == "eager"
+        and any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False))
+    ]
+
+
 @dataclass(frozen=True)
 class Whole:
     """A stack of matrices that is trained itself."""

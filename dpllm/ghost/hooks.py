@@ -23,6 +23,7 @@ from dpllm.ghost.checks import (
     tokens_by_themselves,
 )
 from dpllm.ghost.errors import GhostError, NoRuleError
+from dpllm.ghost.experts import attach_partitioned
 from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.rules import Served, find_sites, refuse_compiled
 from dpllm.ghost.uses import Uses
@@ -143,6 +144,7 @@ class Hooks:
         try:
             for site in find_sites(model):
                 self._attach_site(Served(site, host))
+            self._handles += attach_partitioned(model, host)
         except BaseException:  # without a rule here, the model may be clipped in another way
             self.remove()
             raise

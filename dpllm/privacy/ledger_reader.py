@@ -223,6 +223,19 @@ def read_ledger(path: str | Path) -> LedgerContents:
     return LedgerReader(Path(path)).contents
 
 
+def noted_before(path: str | Path, fact: str) -> tuple[bool, Any]:
+    """Return whether the file holds a run with steps, and what it noted last as this fact (None: nothing).
+
+    Args:
+        path: of a ledger; there may be none.
+        fact: name of the fact.
+    """
+    contents = read_ledger(path) if Path(path).is_file() else None
+    if contents is None or contents.num_steps == 0:
+        return False, None
+    return True, next(reversed(contents.notes.facts.get(fact) or ()), None)
+
+
 class LedgerReader:
     """One pass over a ledger file."""
 

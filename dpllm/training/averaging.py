@@ -39,8 +39,8 @@ from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.averages import Average, average_of, is_average
 from dpllm.models.ended import RunWeights
-from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
-from dpllm.privacy.ledger_reader import LedgerHead
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerError
+from dpllm.privacy.ledger_reader import LedgerHead, noted_before
 from dpllm.report.definition import RELEASED_WEIGHTS
 from dpllm.training.checks.stamps import WatchError
 from dpllm.training.checks.watch import Watch
@@ -88,13 +88,8 @@ def refuse_other_average(folder: Path, now: str | None) -> None:
     Raises:
         ConfigError: the ledger names another average, or none.
     """
-    path = folder / LEDGER_FILE
-    contents = read_ledger(path) if path.is_file() else None
-    if contents is None or contents.num_steps == 0:
-        return
-    facts = contents.notes.facts.get(RELEASED_WEIGHTS)
-    noted = facts[-1] if facts else None
-    if noted != now:
+    begun, noted = noted_before(folder / LEDGER_FILE, RELEASED_WEIGHTS)
+    if begun and noted != now:
         raise ConfigError(
             f"The run in {folder} releases {noted or 'the weights after its last step'}, but train.average now asks "
             f"for {now or 'none'}. Resume with the train.average of the first start"

@@ -44,7 +44,8 @@ from dpllm.config.values import choice
 from dpllm.engines.optimizers import innermost
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.mechanism.known_noise import KnownNoise
-from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.ledger_reader import noted_before
 from dpllm.privacy.plan import PrivacyPlan
 
 SECOND_MOMENT_FACT = "second moment of the optimizer"
@@ -385,13 +386,8 @@ def refuse_other_second_moment(folder: Path, now: str | None) -> None:
     Raises:
         ConfigError: the ledger names another second moment.
     """
-    path = folder / LEDGER_FILE
-    contents = read_ledger(path) if path.is_file() else None
-    if contents is None or contents.num_steps == 0:
-        return
-    noted = contents.notes.facts.get(SECOND_MOMENT_FACT)
-    before = noted[-1] if noted else None
-    if before != now:
+    begun, before = noted_before(folder / LEDGER_FILE, SECOND_MOMENT_FACT)
+    if begun and before != now:
         raise ConfigError(
             f"The run in {folder} has {_named(before)}, and this start {_named(now)}. Resume with the "
             "train.optim_args, or the optimizer, of the first start"

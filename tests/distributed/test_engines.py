@@ -107,6 +107,9 @@ MIXTURES: dict[str, tuple[tuple[str, str, str, int, int], ...]] = {
         ("deepseek_v3-in-one-group", "lora-experts", "reentrant", NUM_ROWS, 2),
         ("mixtral", "lora-experts", "non-reentrant", 2, 2),
         ("mixtral", "routers-only", "none", NUM_ROWS, 1),
+        # Frozen experts, of which each process may use others.
+        ("qwen3_moe", "lora-attention", "non-reentrant", 2, 1),
+        ("deepseek_v3", "lora-attention", "none", 3, 2),
         ("mixtral", "experts-only", "none", 2, 1),
     ),
     # Four calls on each process: from the third on, DeepSpeed compares each with its record of the first two.

@@ -276,6 +276,26 @@ def refused(model, match):
         GhostClipper(model, 1.0)
 
 
+def test_frozen_experts_that_are_partitioned_call_the_same_modules_for_any_tokens():
+    """The eager function calls a module for each expert with tokens; DeepSpeed compares the calls of processes."""
+    model = only(mixtral(), "q_proj")
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.ds_id = 0  # how DeepSpeed marks a partitioned parameter
+    stacks = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    calls = []
+    for stack in stacks:
+        stack.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    clipper = GhostClipper(model, 1.0)
+    for ids in (torch.full((2, 3), 5), torch.arange(3, 43).view(2, 20)):
+        calls.clear()
+        with torch.no_grad():
+            model(input_ids=ids)
+        assert len(calls) == len(stacks) == model.config.num_hidden_layers
+    clipper.remove()
+    assert model.config._experts_implementation == "eager"
+
+
 def test_a_parameter_of_experts_that_is_no_stack_is_refused():
     """Nothing is silently not trained."""
     model = mixtral()
